@@ -1,4 +1,4 @@
-"""Files that describe a checkpoint and claim to be very large: holes cost neither time nor memory."""
+"""Metadata files with a hole that makes them very large: reading them costs neither time nor memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.stock import ALONE
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
-MOST_BYTES = 64 << 20
+MAX_BYTES = 64 << 20
 SIZES = [1 << 30, 1 << 42]
 
 
@@ -40,7 +40,7 @@ def _stock(folder: Path, size: int) -> Path:
 
 
 def _hole_first(folder: Path, size: int) -> Path:
-    """Write metadata whose end is there, behind a hole."""
+    """Put a hole before the end of the metadata."""
     file = folder / "stock" / ".metadata"
     end = file.read_bytes()[-1000:]
     os.truncate(file, 0)
@@ -79,14 +79,14 @@ def ckpt():
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("way", ["load", "open", "verify", "dcp"])
+@pytest.mark.parametrize("operation", ["load", "open", "verify", "dcp"])
 @pytest.mark.parametrize(
     "spoil",
     [_metadata, _manifest, _stock, _hole_first, _header, _shard_index, _archive],
     ids=lambda each: each.__name__,
 )
-def test_a_hole_is_refused(
-    spoil: Callable[[Path, int], Path], way: str, size: int, tmp_path: Path, ckpt: aiockpt.SyncCheckpointer
+def test_hole_is_refused(
+    spoil: Callable[[Path, int], Path], operation: str, size: int, tmp_path: Path, ckpt: aiockpt.SyncCheckpointer
 ) -> None:
     state = {"w": torch.ones(100), "step": 3}
     ckpt.save(state, tmp_path / "ours")
@@ -103,7 +103,7 @@ def test_a_hole_is_refused(
     tracemalloc.start()
     try:
         with pytest.raises(aiockpt.CorruptCheckpointError):
-            attempts[way]()
-        assert tracemalloc.get_traced_memory()[1] < MOST_BYTES
+            attempts[operation]()
+        assert tracemalloc.get_traced_memory()[1] < MAX_BYTES
     finally:
         tracemalloc.stop()

@@ -1,4 +1,4 @@
-"""The same load, open and verify for files of torch.save and of safetensors."""
+"""`load`, `open` and `verify` with files of torch.save and of safetensors."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _weights() -> dict[str, torch.Tensor]:
 # --- torch.save ---------------------------------------------------------------------------------------
 
 
-def test_a_training_state_of_torch_save(ckpt, tmp_path: Path) -> None:
+def test_training_state_of_torch_save(ckpt, tmp_path: Path) -> None:
     state = training_state() | large_state(2, kib=3000) | {"t": random_tensor(torch.float32, (900, 500), 2).t()}
     torch.save(state, tmp_path / "s.pt")
     loaded = ckpt.load(tmp_path / "s.pt")
@@ -55,7 +55,7 @@ def test_a_training_state_of_torch_save(ckpt, tmp_path: Path) -> None:
     assert ckpt.verify(tmp_path / "s.pt").ok
 
 
-def test_tensors_of_one_storage_share_it_again(ckpt, tmp_path: Path) -> None:
+def test_views_of_one_storage_share_memory_after_load(ckpt, tmp_path: Path) -> None:
     base = torch.arange(600_000, dtype=torch.float32)
     small = torch.arange(12.0)
     state = {
@@ -92,7 +92,7 @@ def test_tensors_of_one_storage_share_it_again(ckpt, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [50, 300_000])
 @pytest.mark.parametrize("stock", [False, True], ids=["torch.save", "dcp.save"])
-def test_conjugated_and_negated_tensors_come_as_their_values(number: int, stock: bool, ckpt, tmp_path: Path) -> None:
+def test_conjugated_and_negated_tensors_keep_their_values(number: int, stock: bool, ckpt, tmp_path: Path) -> None:
     values = random_tensor(torch.complex64, (number,), 4)
     state = {"conjugated": values.conj(), "negated": torch._neg_view(values.real.clone())}
     if stock:
@@ -111,7 +111,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return (torch.view_as_real(values) if values.is_complex() else values).view(torch.int32)
 
 
-def test_tensors_of_other_dtypes_share_a_storage_again(ckpt, tmp_path: Path) -> None:
+def test_views_of_different_dtypes_share_memory_after_load(ckpt, tmp_path: Path) -> None:
     base = (torch.arange(300_000) % 251).to(torch.uint8)
     views = (torch.float8_e4m3fn, torch.uint8, torch.uint16, torch.uint32)
     torch.save({str(dtype): base.view(dtype) for dtype in views}, tmp_path / "s.pt")
@@ -123,7 +123,7 @@ def test_tensors_of_other_dtypes_share_a_storage_again(ckpt, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("value", [torch.arange(5), [torch.ones(2), {"a": 1}], (1, torch.zeros(3)), "text", 7])
-def test_files_that_hold_no_dict(value, ckpt, tmp_path: Path) -> None:
+def test_torch_save_files_without_a_dict(value, ckpt, tmp_path: Path) -> None:
     torch.save(value, tmp_path / "v.pt")
     assert_same(value, ckpt.load(tmp_path / "v.pt"))
 
@@ -166,7 +166,7 @@ def test_damage_in_files_of_torch_save(ckpt, tmp_path: Path) -> None:
 # --- safetensors --------------------------------------------------------------------------------------
 
 
-def test_a_safetensors_file(ckpt, tmp_path: Path) -> None:
+def test_safetensors_file(ckpt, tmp_path: Path) -> None:
     state = _weights()
     safetensors.torch.save_file(state, tmp_path / "m.safetensors", metadata={"format": "pt", "step": "3"})
     loaded = ckpt.load(tmp_path / "m.safetensors")
@@ -184,7 +184,7 @@ def test_a_safetensors_file(ckpt, tmp_path: Path) -> None:
     assert report.unverifiable == len([tensor for tensor in state.values() if tensor.numel()])
 
 
-def test_a_set_of_safetensors_files(ckpt, tmp_path: Path) -> None:
+def test_safetensors_shards_with_an_index(ckpt, tmp_path: Path) -> None:
     state = _weights()
     home = tmp_path / "model"
     home.mkdir()
@@ -209,7 +209,7 @@ def test_a_set_of_safetensors_files(ckpt, tmp_path: Path) -> None:
         ckpt.load(home)
 
 
-def test_a_directory_with_one_safetensors_file(ckpt, tmp_path: Path) -> None:
+def test_directory_of_safetensors_without_an_index(ckpt, tmp_path: Path) -> None:
     safetensors.torch.save_file({"w": torch.arange(4)}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text("{}")
     assert_same({"w": torch.arange(4)}, ckpt.load(tmp_path))
@@ -219,7 +219,7 @@ def test_a_directory_with_one_safetensors_file(ckpt, tmp_path: Path) -> None:
     assert_same({"v": torch.arange(3)}, ckpt.load(tmp_path / "other.safetensors"))
 
 
-def test_tied_names_of_safetensors(ckpt, tmp_path: Path) -> None:
+def test_tied_tensors_of_a_safetensors_file(ckpt, tmp_path: Path) -> None:
     class Tied(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -235,7 +235,7 @@ def test_tied_names_of_safetensors(ckpt, tmp_path: Path) -> None:
     assert torch.equal(loaded["a.weight"], model.a.weight)
 
 
-def test_tied_names_of_a_set(ckpt, tmp_path: Path) -> None:
+def test_tied_tensors_of_safetensors_shards(ckpt, tmp_path: Path) -> None:
     weight = torch.randn(300, 400)
     state = {"a": weight, "b": torch.randn(300, 300), "c": weight, "d": torch.randn(200, 500)}
     ckpt.save(state, tmp_path / "m", format="safetensors", shard_bytes=600_000)
@@ -256,7 +256,7 @@ def test_truncated_safetensors(ckpt, tmp_path: Path) -> None:
             ckpt.load(path)
 
 
-def test_what_is_no_checkpoint(ckpt, tmp_path: Path) -> None:
+def test_paths_that_are_no_checkpoints(ckpt, tmp_path: Path) -> None:
     (tmp_path / "x.bin").write_bytes(os.urandom(500))
     with pytest.raises(aiockpt.CheckpointNotFoundError, match=r"neither a torch\.save file"):
         ckpt.load(tmp_path / "x.bin")

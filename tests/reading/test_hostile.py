@@ -1,4 +1,4 @@
-"""Damaged and hostile checkpoints: refused, or harmless; never code, never a huge allocation, never a hang."""
+"""Damaged and hostile checkpoints: refused or harmless. None runs code, allocates much memory or hangs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SLOW = settings(max_examples=60, deadline=None, suppress_health_check=list(Healt
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Ours, ours without its manifest, and one of torch's own, which nothing but CRCs of items protects."""
+    """A checkpoint of ours, a copy without its manifest, and a stock one. Only item CRCs protect the last two."""
     top = tmp_path_factory.mktemp("hostile")
     with aiockpt.SyncCheckpointer() as ckpt:
         ckpt.save(STATE, top / "ours")
@@ -49,20 +49,20 @@ def ckpt() -> Iterator[aiockpt.SyncCheckpointer]:
 
 
 def leaves(value: Any) -> list[str]:
-    """What is in a state, whatever it is called."""
+    """Return the values of a state without their keys, sorted, as text."""
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
         return sorted(leaf for each in value.values() for leaf in leaves(each))
     if isinstance(value, torch.Tensor):
         return [f"{value.dtype} {tuple(value.shape)} {raw_bytes(value).hex()}"]
-    if isinstance(value, frozenset):  # whose order is another each time
+    if isinstance(value, frozenset):  # has no fixed order
         return [f"frozenset {sorted(map(repr, value))}"]
     return [repr(value)]
 
 
 def is_harmless(ckpt: aiockpt.SyncCheckpointer, path: Path, *, renamed: bool) -> bool:
-    """Load; give whether the state is what was saved. Nothing else may come out but our own refusal.
+    """Return whether a checkpoint loads, or False if it is refused. Fail if it loads with other values.
 
-    Where nothing protects `.metadata`, names that are changed are not to be told from others.
+    If ``renamed``, keys may differ: without a manifest, nothing protects the names in `.metadata`.
     """
     try:
         loaded = ckpt.load(path)
@@ -75,19 +75,19 @@ def is_harmless(ckpt: aiockpt.SyncCheckpointer, path: Path, *, renamed: bool) ->
     return True
 
 
-def tried_on(places: dict[str, Path]) -> Iterator[tuple[Path, bool, int]]:
-    """Give files to damage, whether names in them are unprotected, and how many positions to go on each time."""
+def files_to_damage(places: dict[str, Path]) -> Iterator[tuple[Path, bool, int]]:
+    """Yield each file to damage, whether its names are unprotected, and the step between positions to damage."""
     for kind, path in places.items():
         for file in sorted(path.iterdir()):
-            # The items of ours are as torch's, and its manifest knows the CRC of all other files.
+            # A large step suffices where our items have torch's layout, or our manifest has the CRC of the file.
             known = file.name != ".aiockpt.json" if kind == "ours" else file.name != ".metadata" and kind == "plain"
             step = 37 if known else 3
             yield file, file.name == ".metadata" and kind != "ours", step
 
 
-def test_a_flipped_bit_anywhere(places, ckpt, record_property) -> None:
+def test_flipped_bit_anywhere(places, ckpt, record_property) -> None:
     tried = refused = 0
-    for file, renamed, step in tried_on(places):
+    for file, renamed, step in files_to_damage(places):
         whole = file.read_bytes()
         with open(file, "r+b", buffering=0) as handle:
             for at in range(0, len(whole), step):
@@ -101,9 +101,9 @@ def test_a_flipped_bit_anywhere(places, ckpt, record_property) -> None:
     assert refused > tried // 3
 
 
-def test_any_length(places, ckpt, record_property) -> None:
+def test_truncated_and_grown_files(places, ckpt, record_property) -> None:
     tried = refused = 0
-    for file, renamed, step in tried_on(places):
+    for file, renamed, step in files_to_damage(places):
         whole = file.read_bytes()
         sizes = [*range(0, len(whole), step), *(len(whole) + n for n in (1, 2, 30, 5000))]
         for size in reversed(sizes):
@@ -177,14 +177,14 @@ def _mutate(draw: Callable[[Any], Any], metadata: Any) -> None:
 
 
 def load_or_refuse(ckpt: aiockpt.SyncCheckpointer, path: Path) -> Any:
-    """Load; give the state, or None where it is refused."""
+    """Return the loaded state, or None if the checkpoint is refused."""
     try:
         return ckpt.load(path)
     except (aiockpt.CorruptCheckpointError, aiockpt.UnsafeCheckpointError):
         return None
 
 
-def test_metadata_that_says_anything(places, ckpt, tmp_path: Path, record_property) -> None:
+def test_mutated_metadata(places, ckpt, tmp_path: Path, record_property) -> None:
     shutil.copytree(places["stock"], tmp_path / "c")
     whole = (tmp_path / "c" / ".metadata").read_bytes()
     outcomes: list[bool] = []
@@ -194,7 +194,9 @@ def test_metadata_that_says_anything(places, ckpt, tmp_path: Path, record_proper
     def run(data: st.DataObject) -> None:
         metadata = pickle.loads(whole)
         for _ in range(data.draw(st.integers(1, 2))):
-            with contextlib.suppress(AttributeError, TypeError, IndexError):  # what is odd can't be changed again
+            with contextlib.suppress(
+                AttributeError, TypeError, IndexError
+            ):  # a value that was replaced may lack the field
                 _mutate(data.draw, metadata)
         try:
             damaged = pickle.dumps(metadata, data.draw(st.integers(0, 5)))
@@ -236,8 +238,8 @@ FRAGMENTS = st.one_of(
 )
 
 
-def with_object(path: Path, stock: Path, blob: bytes) -> None:
-    """Make a checkpoint of torch's whose one object is ``blob``."""
+def make_with_object(path: Path, stock: Path, blob: bytes) -> None:
+    """Make a stock checkpoint whose object `step` is ``blob``."""
     if not path.exists():
         shutil.copytree(stock, path)
     metadata = pickle.loads((stock / ".metadata").read_bytes())
@@ -248,7 +250,7 @@ def with_object(path: Path, stock: Path, blob: bytes) -> None:
 
 
 @pytest.mark.parametrize("where", ["metadata", "object", "tensor"])
-def test_any_program_in_place_of_a_pickle(where: str, places, ckpt, tmp_path: Path, record_property) -> None:
+def test_arbitrary_pickle_programs(where: str, places, ckpt, tmp_path: Path, record_property) -> None:
     real = {
         "metadata": (places["stock"] / ".metadata").read_bytes(),
         "object": pickle_of(STATE["step"]),
@@ -266,12 +268,12 @@ def test_any_program_in_place_of_a_pickle(where: str, places, ckpt, tmp_path: Pa
         if where == "metadata":
             (tmp_path / "c" / ".metadata").write_bytes(program)
         else:
-            with_object(tmp_path / "c", places["stock"], zipped(program, torch.ones(2, 3).numpy().tobytes()))
+            make_with_object(tmp_path / "c", places["stock"], zipped(program, torch.ones(2, 3).numpy().tobytes()))
         load_or_refuse(ckpt, tmp_path / "c")
 
     run()
-    with_object(tmp_path / "c", places["stock"], zipped(pickle_of([5, "abc"])))
-    assert ckpt.load(tmp_path / "c")["step"] == [5, "abc"]  # the frame itself is right
+    make_with_object(tmp_path / "c", places["stock"], zipped(pickle_of([5, "abc"])))
+    assert ckpt.load(tmp_path / "c")["step"] == [5, "abc"]  # `zipped` itself makes valid items
     record_property("inputs", tried)
     assert tried >= 60
 
@@ -326,19 +328,19 @@ with aiockpt.SyncCheckpointer() as ckpt:
             ckpt.load(path)
             outcome = "loaded"
         except aiockpt.LoadError as exc:
-            outcome = type(exc).__name__ if len(str(exc)) < 2000 else "a message without end"
+            outcome = type(exc).__name__ if len(str(exc)) < 2000 else "an overlong message"
         except BaseException as exc:
             outcome = f"{type(exc).__name__}: {str(exc)[:200]}"
         print(outcome, round(time.process_time() - begin, 1), path, flush=True)
 """
 
 
-def test_bombs_take_neither_memory_nor_time(places, tmp_path: Path, record_property) -> None:
-    """All in one process, which may take 1 GiB more than it did for a good checkpoint."""
+def test_bombs_cost_neither_memory_nor_time(places, tmp_path: Path, record_property) -> None:
+    """One process loads all bombs, with a limit of 1 GiB above its memory after loading a good checkpoint."""
     paths = []
     for n, (name, program) in enumerate(OBJECT_BOMBS.items()):
         paths.append(tmp_path / f"object {n} {name}")
-        with_object(paths[-1], places["stock"], zipped(b"\x80\x02" + program + b".", bytes(24)))
+        make_with_object(paths[-1], places["stock"], zipped(b"\x80\x02" + program + b".", bytes(24)))
     for n, (name, data) in enumerate(_metadata_bombs(places["stock"])):
         paths.append(tmp_path / f"metadata {n} {name}")
         shutil.copytree(places["stock"], paths[-1])

@@ -1,4 +1,4 @@
-"""The read plan, which needs no files."""
+"""Read plans: pure functions, so no test here needs a file."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_keys_of_the_same_bytes_share_memory() -> None:
     assert ([read.name for read in plan.objects], plan.values) == (["o"], {"n": 5})
 
 
-def test_a_part_is_read_from_the_chunks_that_have_some_of_it() -> None:
+def test_part_is_read_only_from_chunks_that_overlap_it() -> None:
     selections, shape, taken = select(ROWS.shape, (3, slice(1, 3)))
     plan = plan_reads("c", {}, [ReadRequest("w", ROWS, selections, shape, taken)], LoadOptions(), {})
     (new,) = plan.new
@@ -46,7 +46,7 @@ def test_a_part_is_read_from_the_chunks_that_have_some_of_it() -> None:
     )
 
 
-def test_a_tensor_to_fill_gets_one_read_for_each_chunk() -> None:
+def test_out_tensor_gets_one_read_per_chunk() -> None:
     out = torch.zeros(4, 3)
     plan = plan_reads("c", {}, [ReadRequest("w", ROWS, None, ROWS.shape, (), out)], LoadOptions(), {})
     assert [(read.chunk.place.file, read.fills) for read in plan.fills] == [("a", True), ("b", True)]
@@ -54,7 +54,7 @@ def test_a_tensor_to_fill_gets_one_read_for_each_chunk() -> None:
     assert plan.filled[0] is out
 
 
-def test_an_expanded_tensor_is_not_made_of_few_bytes() -> None:
+def test_expanded_tensor_is_refused_unless_loaded_as_stored() -> None:
     item = TensorItem(torch.float32, (2, 3), (0, 0), 0, 0, 4, None)
     entry = TensorEntry(torch.float32, (2, 3), (ChunkEntry((0, 0), (2, 3), ItemRange("a", 0, 4), item),))
     plan_reads("c", {"w": entry}, [], LoadOptions(), {})  # as it is stored

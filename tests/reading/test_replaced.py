@@ -1,4 +1,4 @@
-"""Checkpoints of ours that torch's own writer has replaced in place: our manifest stays, and is about another save."""
+"""Checkpoints that torch's writer replaced in place: our manifest stays, but describes the earlier save."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ def ckpt() -> Iterator[aiockpt.SyncCheckpointer]:
         yield checkpointer
 
 
-def by_stock(state: Mapping[str, Any], path: Path) -> None:
+def save_stock(state: Mapping[str, Any], path: Path) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that it overwrites, and that there is no process group
+        warnings.simplefilter("ignore")  # torch warns that it overwrites, and that there is no process group
         dcp.save(dict(state), storage_writer=dcp.FileSystemWriter(path, overwrite=True))
 
 
 @pytest.mark.parametrize("kind", STATES)
 @pytest.mark.parametrize("options", [{}, {"separation_hint": "b"}, {"compress": "zstd"}], ids=["plain", "hint", "zstd"])
-def test_what_stock_has_written_over_ours(
+def test_checkpoint_replaced_by_the_stock_writer(
     kind: str, options: dict[str, Any], ckpt, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path, state = tmp_path / "c", STATES[kind]
     ckpt.save(OLD, path, metadata={"epoch": 1}, **options)
-    by_stock(state, path)
+    save_stock(state, path)
     assert (path / ".aiockpt.json").exists()
     with caplog.at_level(logging.WARNING, "aiockpt"):
         assert_same(state, ckpt.load(path))
@@ -67,12 +67,12 @@ def test_what_stock_has_written_over_ours(
     assert all(torch.equal(value, state[key]) for key, value in again.items())
     ckpt.save(OLD, path, overwrite=True)
     assert_same(OLD, ckpt.load(path))
-    by_stock(state, path)
-    ckpt.delete(path)  # the files that only our manifest names belong to it as well
+    save_stock(state, path)
+    ckpt.delete(path)  # also the files that only our manifest names
     assert os.listdir(tmp_path) == []
 
 
-def test_a_damaged_metadata_of_ours_is_no_other_save(ckpt, tmp_path: Path) -> None:
+def test_damaged_metadata_is_not_taken_for_another_save(ckpt, tmp_path: Path) -> None:
     path = tmp_path / "c"
     ckpt.save({"w": torch.arange(9.0), "b": torch.ones(2)}, path)
     good = (path / ".metadata").read_bytes()
@@ -88,11 +88,11 @@ def test_a_damaged_metadata_of_ours_is_no_other_save(ckpt, tmp_path: Path) -> No
             ckpt.load(path)
 
 
-def test_a_torn_mix_is_corrupt(ckpt, tmp_path: Path) -> None:
-    """Of a program that was killed while it replaced ours in place: with its files or its metadata alone."""
+def test_torn_replacement_is_corrupt(ckpt, tmp_path: Path) -> None:
+    """A writer killed while it replaced our checkpoint left only its data file, or only its metadata."""
     path, theirs = tmp_path / "c", tmp_path / "theirs"
     ckpt.save(OLD, path)
-    by_stock(STATES["other keys"], theirs)
+    save_stock(STATES["other keys"], theirs)
     ours = (path / "__0_0.distcp").read_bytes()
     (path / "__0_0.distcp").write_bytes((theirs / "__0_0.distcp").read_bytes())
     with pytest.raises(aiockpt.CorruptCheckpointError, match="truncated or changed"):
@@ -103,15 +103,15 @@ def test_a_torn_mix_is_corrupt(ckpt, tmp_path: Path) -> None:
     with pytest.raises(aiockpt.CorruptCheckpointError, match=r"__0_0.distcp"):
         ckpt.load(path)
     assert not ckpt.verify(path).ok
-    (path / "__0_0.distcp").write_bytes(ours)  # as long as it has to be, but with other items in it
+    (path / "__0_0.distcp").write_bytes(ours)  # long enough, but with other items
     with pytest.raises(aiockpt.CorruptCheckpointError):
         ckpt.load(path)
     assert not ckpt.verify(path).ok
 
 
-def test_a_directory_of_safetensors_that_holds_a_checkpoint_of_dcp_now(ckpt, tmp_path: Path) -> None:
+def test_safetensors_checkpoint_replaced_by_stock_dcp(ckpt, tmp_path: Path) -> None:
     ckpt.save({"w": torch.ones(3)}, tmp_path / "c", format="safetensors")
-    by_stock(STATES["other keys"], tmp_path / "c")
+    save_stock(STATES["other keys"], tmp_path / "c")
     assert_same(STATES["other keys"], ckpt.load(tmp_path / "c"))
     assert ckpt.verify(tmp_path / "c").ok
     ckpt.delete(tmp_path / "c")

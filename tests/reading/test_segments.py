@@ -1,4 +1,4 @@
-"""Chunks that overlap, and files that are cut for reading."""
+"""Overlaps between chunks, and files that are cut into segments."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def cells(one: tuple[tuple[int, ...], tuple[int, ...]]) -> set[tuple[int, ...]]:
 
 
 @given(st.lists(chunk, max_size=7))
-def test_overlapping_is_what_brute_force_finds(chunks) -> None:
+def test_overlapping_agrees_with_brute_force_in_2d(chunks) -> None:
     found = overlapping(chunks)
     for number, other in found:
         assert other < number
@@ -38,14 +38,14 @@ def test_overlapping_scalars() -> None:
     assert overlapping([((), ()), ((), ()), ((), ())]) == [(1, 0), (2, 0)]
 
 
-def test_a_large_grid_has_no_overlap() -> None:
+def test_large_grid_has_no_overlap() -> None:
     grid = [((i * 7, j * 3), (7, 3)) for i in range(60) for j in range(60)]
     assert overlapping(grid) == []
     assert overlapping([*grid, ((8, 4), (1, 1))]) == [(3600, 61)]
 
 
 @given(st.lists(st.tuples(*[st.tuples(*[st.integers(0, 3)] * 3)] * 2), max_size=7))
-def test_overlapping_in_space_is_what_brute_force_finds(chunks) -> None:
+def test_overlapping_agrees_with_brute_force_in_3d(chunks) -> None:
     found = overlapping(chunks)
     assert all(other < number and cells(chunks[number]) & cells(chunks[other]) for number, other in found)
     held = sum(len(cells(one)) for one in chunks)
@@ -53,14 +53,14 @@ def test_overlapping_in_space_is_what_brute_force_finds(chunks) -> None:
 
 
 def side_by_side(count: int) -> list[Box]:
-    """Rows above columns, all of one length: along each dimension half of them lie beside each other, and none meet."""
+    """Return rows above columns: none overlap, but along each dimension half of them cover the same range."""
     return [
         *(((row, 0), (1, 2 * count)) for row in range(count)),
         *(((count, column), (2 * count, 1)) for column in range(count)),
     ]
 
 
-def test_very_many_chunks_beside_each_other_are_not_compared_for_hours() -> None:
+def test_comparisons_of_neighbouring_chunks_are_bounded() -> None:
     assert overlapping(side_by_side(1000), bounded=True) == []
     assert overlapping([*side_by_side(1000), ((999, 5), (2, 1))], bounded=True) == [(2000, 999), (2000, 1005)]
     assert overlapping([((i, j, k), (1, 1, 1)) for i in range(16) for j in range(16) for k in range(16)]) == []
@@ -68,7 +68,7 @@ def test_very_many_chunks_beside_each_other_are_not_compared_for_hours() -> None
         overlapping(side_by_side(30_000), bounded=True)
 
 
-def test_verify_tells_of_chunks_that_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verify_reports_chunks_that_it_does_not_compare(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("aiockpt.format.boxes._LEAST_COMPARISONS", -1 << 20)
     chunks = [
         ChunkEntry(offsets, sizes, ItemRange("f", 64 * number, 64), None)
@@ -77,11 +77,11 @@ def test_verify_tells_of_chunks_that_are_not_compared(monkeypatch: pytest.Monkey
     findings = Findings()
     entry = TensorEntry(torch.float32, (9, 6), tuple(chunks))
     Inventory({"f": 1000}, {}, findings).add(Index({"w": entry}, {"w": ("w",)}, (), {}, "dcp"), None)
-    told = [(problem.kind, problem.file, problem.key, problem.message[:13]) for problem in findings.problems]
-    assert told[0] == ("coverage", "f", "w", "its 6 chunks ")
+    reported = [(problem.kind, problem.file, problem.key, problem.message[:13]) for problem in findings.problems]
+    assert reported[0] == ("coverage", "f", "w", "its 6 chunks ")
 
 
-def test_the_same_chunk_very_often() -> None:
+def test_many_identical_chunks() -> None:
     assert overlapping([((3, 1), (2, 2))] * 20_000, bounded=True) == [(number, 0) for number in range(1, 20_000)]
 
 
@@ -94,7 +94,7 @@ extents = st.lists(
 
 
 @given(extents)
-def test_parted_extents(wanted) -> None:
+def test_split_overlaps(wanted) -> None:
     clear, others = split_overlaps(wanted)
     assert len(clear) + len(others) == len(wanted)
     assert all(one.stop <= other.start for one, other in itertools.pairwise(clear))
@@ -103,7 +103,7 @@ def test_parted_extents(wanted) -> None:
 
 
 @given(extents, st.booleans(), st.integers(1, 80), st.integers(1, 100))
-def test_segments_cover_everything_once(wanted, whole: bool, step_bytes: int, range_bytes: int) -> None:
+def test_segments_cover_each_extent_once(wanted, whole: bool, step_bytes: int, range_bytes: int) -> None:
     clear, _ = split_overlaps([extent for extent in wanted if extent.stop > extent.start])
     end = max((extent.stop for extent in clear), default=0)
     nbytes = end + 9 if whole else None

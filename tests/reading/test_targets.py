@@ -7,7 +7,7 @@ import torch
 from aiockpt.reading.targets import _may_overlap
 
 
-def test_what_may_overlap_agrees_with_a_comparison_of_all_elements() -> None:
+def test_may_overlap_misses_no_shared_address() -> None:
     whole, alone = torch.zeros(6, 8), torch.zeros(5)
     views = [
         whole[:2],
