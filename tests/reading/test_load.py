@@ -1,4 +1,4 @@
-"""Loading: into new and given states, and what is wrong with a checkpoint."""
+"""Loads into new and into given states, and loads of damaged or hostile checkpoints."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def ckpt():
 
 
 @pytest.mark.asyncio
-async def test_into_a_model_and_its_optimizer(tmp_path: Path) -> None:
+async def test_load_into_model_and_optimizer(tmp_path: Path) -> None:
     state = training_state(seed=1)
     async with aiockpt.AsyncCheckpointer() as ckpt:
         await ckpt.save(state, tmp_path / "c")
@@ -47,11 +47,11 @@ async def test_into_a_model_and_its_optimizer(tmp_path: Path) -> None:
         assert await ckpt.load(tmp_path / "c", target) is target
         assert_same(state, target)
         assert {name: tensor.data_ptr() for name, tensor in target["model"].items()} == tensors
-        assert target["model"]["0.weight"]._version > version  # autograd is told
+        assert target["model"]["0.weight"]._version > version  # autograd sees that the tensor changed
 
 
 @pytest.mark.asyncio
-async def test_only_the_keys_of_the_target(tmp_path: Path) -> None:
+async def test_load_only_keys_of_the_target(tmp_path: Path) -> None:
     state = training_state()
     async with aiockpt.AsyncCheckpointer() as ckpt:
         await ckpt.save(state, tmp_path / "c")
@@ -60,7 +60,7 @@ async def test_only_the_keys_of_the_target(tmp_path: Path) -> None:
     assert_same({"model": {"0.weight": state["model"]["0.weight"]}, "step": 2}, target)
 
 
-def test_into_tensors_of_any_strides(ckpt, tmp_path: Path) -> None:
+def test_load_into_strided_tensors(ckpt, tmp_path: Path) -> None:
     values = random_tensor(torch.float32, (600, 700), 3)
     small = random_tensor(torch.int16, (6, 7), 4)
     ckpt.save({"w": values, "s": small, "t": values.t()}, tmp_path / "c")
@@ -78,12 +78,14 @@ def test_into_tensors_of_any_strides(ckpt, tmp_path: Path) -> None:
         assert torch.equal(target["t"].detach().view(torch.int32), values.t().view(torch.int32))
 
 
-def test_many_small_tensors_of_a_kind_have_memory_of_their_own(ckpt, tmp_path: Path) -> None:
-    """Though they are made together."""
+def test_small_tensors_have_storages_of_their_own(ckpt, tmp_path: Path) -> None:
+    """Although the load creates small tensors of one kind together."""
     kinds = {
         "rows": lambda: torch.randn(3, 5),
         "columns": lambda: torch.randn(5, 3).t(),
-        "one row": lambda: torch.randn(7).as_strided((1, 7), (3, 1)),  # no step along a dimension of size 1 matters
+        "one row": lambda: torch.randn(7).as_strided(
+            (1, 7), (3, 1)
+        ),  # the stride of a dimension of size 1 is arbitrary
         "scalars": lambda: torch.randn(()),
         "none": lambda: torch.empty(0, 4),
         "halves": lambda: torch.randn(9).bfloat16(),
@@ -103,8 +105,8 @@ def test_many_small_tensors_of_a_kind_have_memory_of_their_own(ckpt, tmp_path: P
     assert len(set(begins)) == len(state)
 
 
-def test_the_first_load_within_a_mode_of_the_program(tmp_path: Path) -> None:
-    """What the engine does with tensors of its own is not for the mode."""
+def test_first_load_inside_fake_tensor_mode(tmp_path: Path) -> None:
+    """The mode does not apply to tensors that the engine makes for itself."""
     with aiockpt.SyncCheckpointer() as ckpt:
         ckpt.save({"x": torch.arange(5)}, tmp_path / "c")
     with FakeTensorMode(), aiockpt.SyncCheckpointer() as ckpt:
@@ -112,14 +114,14 @@ def test_the_first_load_within_a_mode_of_the_program(tmp_path: Path) -> None:
     assert loaded["x"].tolist() == [0, 1, 2, 3, 4]
 
 
-def test_objects_in_tuples_are_replaced(ckpt, tmp_path: Path) -> None:
+def test_tuples_in_the_target_are_replaced(ckpt, tmp_path: Path) -> None:
     ckpt.save({"t": (torch.ones(2), {"k": 5}, [1]), "l": [{"a": 1}, {"a": 2}]}, tmp_path / "c")
     target = {"t": (torch.zeros(2), {"k": 0}, [9]), "l": [{"a": 0}, {"a": 0}]}
     ckpt.load(tmp_path / "c", target)
     assert_same({"t": (torch.ones(2), {"k": 5}, [1]), "l": [{"a": 1}, {"a": 2}]}, target)
 
 
-def test_a_tuple_of_tensors_that_dcp_wrote(ckpt, tmp_path: Path) -> None:
+def test_tuple_with_a_tensor_written_by_dcp(ckpt, tmp_path: Path) -> None:
     dcp.save({"t": (torch.ones(2), 3)}, checkpoint_id=tmp_path / "c", **ALONE)
     target = {"t": (torch.zeros(2), 0)}
     ckpt.load(tmp_path / "c", target)
@@ -127,7 +129,7 @@ def test_a_tuple_of_tensors_that_dcp_wrote(ckpt, tmp_path: Path) -> None:
 
 
 def test_tensors_in_several_chunks(ckpt, tmp_path: Path) -> None:
-    """As ranks write them: here made by hand from two tensors of one file."""
+    """Chunks as several ranks write them, made by hand from two tensors of one file."""
     whole = random_tensor(torch.int32, (1000, 600), 5)
     state = {"top": whole[:300].clone(), "bottom": whole[300:].clone(), "small": whole[:4].clone()}
     dcp.save(state, checkpoint_id=tmp_path / "c", **ALONE)
@@ -173,7 +175,7 @@ def test_map_location(ckpt, tmp_path: Path) -> None:
     assert sorted(seen) == [(40, "cpu"), (1_600_000, "cpu")]
 
 
-def test_what_looks_like_a_missing_key(ckpt, tmp_path: Path) -> None:
+def test_missing_key_error_suggests_similar_keys(ckpt, tmp_path: Path) -> None:
     ckpt.save({"a": torch.ones(3), "encoder": {"weight": torch.ones(1)}}, tmp_path / "c")
     looks = r"What looks alike: 'encoder\.weight' for 'encoder\.wieght'\."
     target = {"a": torch.zeros(3), "encoder": {"wieght": torch.zeros(1)}}
@@ -202,7 +204,7 @@ def test_missing_keys(ckpt, tmp_path: Path) -> None:
         ckpt.load(tmp_path / "c", target)
     assert caught.value.keys == ("b", "c.d")
     assert isinstance(caught.value, KeyError)
-    assert isinstance(caught.value, RuntimeError)  # as torch's loaders raise
+    assert isinstance(caught.value, RuntimeError)  # torch's loaders raise it for missing keys
     assert not target["a"].any()
     ckpt.load(tmp_path / "c", target, strict=False)
     assert_same({"a": torch.ones(3), "b": torch.zeros(1), "c": {"d": 1}}, target)
@@ -226,7 +228,7 @@ def test_shapes_and_dtypes_are_checked_before_anything_is_written(ckpt, tmp_path
         ckpt.load(tmp_path / "c", {b"x": torch.zeros(1)})
 
 
-def test_nothing_there(ckpt, tmp_path: Path) -> None:
+def test_paths_without_a_checkpoint(ckpt, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     (tmp_path / "folder").mkdir()
     (tmp_path / "half").mkdir()
@@ -243,7 +245,7 @@ def test_nothing_there(ckpt, tmp_path: Path) -> None:
     assert isinstance(aiockpt.CheckpointNotFoundError("x"), FileNotFoundError)
 
 
-def test_a_directory_of_checkpoints_says_which_there_are(ckpt, tmp_path: Path) -> None:
+def test_directory_of_checkpoints_is_refused_with_a_list(ckpt, tmp_path: Path) -> None:
     state = {"w": torch.ones(2)}
     for step in (9, 90, 1000):
         ckpt.save(state, tmp_path / "run" / f"step-{step}")
@@ -265,7 +267,7 @@ def test_a_directory_of_checkpoints_says_which_there_are(ckpt, tmp_path: Path) -
         ckpt.load(shutil.copytree(hidden, tmp_path / "one" / "s").parent)
 
 
-def test_a_file_inside_of_a_checkpoint_names_its_directory(ckpt, tmp_path: Path) -> None:
+def test_file_inside_a_checkpoint_is_refused_with_its_directory(ckpt, tmp_path: Path) -> None:
     path = tmp_path / "c"
     ckpt.save({"w": torch.ones(2)}, path)
     shutil.copy(path / ".metadata", path / "__0.metadata")
@@ -317,7 +319,7 @@ def _flip(path: Path, offset: int, bit: int = 0) -> None:
 
 
 @pytest.mark.parametrize("stock", [False, True], ids=["ours", "stock"])
-def test_flipped_payload_is_found_and_named(stock: bool, ckpt, tmp_path: Path) -> None:
+def test_flipped_payload_bit_is_found_and_named(stock: bool, ckpt, tmp_path: Path) -> None:
     from aiockpt.format.dcp.metadata import decode_metadata
 
     state = {**large_state(4, kib=2048), "small": torch.arange(50), "text": "abc" * 10}
@@ -344,13 +346,13 @@ def test_flipped_payload_is_found_and_named(stock: bool, ckpt, tmp_path: Path) -
 
 
 def test_flips_anywhere_are_found_or_harmless(ckpt, tmp_path: Path) -> None:
-    """A flipped bit at any byte of a small checkpoint: an error of ours, or the same state."""
+    """After a bit flip in a small checkpoint, a load raises an error of ours or returns the saved state."""
     state = {"a": torch.arange(9), "s": {"x": torch.tensor(2.5)}, "o": [1, "two"]}
     ckpt.save(state, tmp_path / "c", metadata={"k": 1})
     found = tried = 0
     for name in ("__0_0.distcp", ".metadata", ".aiockpt.json"):
         file = tmp_path / "c" / name
-        step = 1 if name == ".aiockpt.json" else 7  # what says the CRCs of the others
+        step = 1 if name == ".aiockpt.json" else 7  # the manifest holds the CRCs of the other files
         for offset in range(0, file.stat().st_size, step):
             _flip(file, offset, offset % 8)
             tried += 1
@@ -362,10 +364,10 @@ def test_flips_anywhere_are_found_or_harmless(ckpt, tmp_path: Path) -> None:
             _flip(file, offset, offset % 8)
     assert_same(state, ckpt.load(tmp_path / "c"))
     assert tried > 2000
-    assert found > tried // 4  # `.metadata` is only looked at where there is no manifest
+    assert found > tried // 4  # `.metadata` is read only if there is no manifest
 
 
-def test_without_a_manifest_it_is_a_plain_dcp_checkpoint(ckpt, tmp_path: Path) -> None:
+def test_checkpoint_without_a_manifest_loads_as_plain_dcp(ckpt, tmp_path: Path) -> None:
     state = training_state()
     ckpt.save(state, tmp_path / "c")
     (tmp_path / "c" / ".aiockpt.json").unlink()
@@ -374,7 +376,7 @@ def test_without_a_manifest_it_is_a_plain_dcp_checkpoint(ckpt, tmp_path: Path) -
     assert list(loaded["optim"]["state"]) == [str(i) for i in range(6)]
 
 
-def test_an_edited_manifest_is_refused(ckpt, tmp_path: Path) -> None:
+def test_edited_manifest_is_refused(ckpt, tmp_path: Path) -> None:
     ckpt.save({"a": torch.ones(1)}, tmp_path / "c", metadata={"step": 1})
     text = (tmp_path / "c" / ".aiockpt.json").read_text()
     (tmp_path / "c" / ".aiockpt.json").write_text(text.replace('"step": 1', '"step": 2'))
@@ -413,7 +415,7 @@ def test_metadata_does_not_run_code(ckpt, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", ["../secret", "/etc/hostname", "sub/../../secret", "link"])
-def test_paths_stay_inside_the_directory(path: str, ckpt, tmp_path: Path) -> None:
+def test_path_outside_the_directory_is_refused(path: str, ckpt, tmp_path: Path) -> None:
     dcp.save({"a": torch.ones(3)}, checkpoint_id=tmp_path / "c", **ALONE)
     shutil.copy(tmp_path / "c" / "__0_0.distcp", tmp_path / "secret")
     (tmp_path / "c" / "link").symlink_to(tmp_path / "secret")
@@ -428,7 +430,7 @@ def test_paths_stay_inside_the_directory(path: str, ckpt, tmp_path: Path) -> Non
 
 
 @pytest.mark.asyncio
-async def test_several_loads_and_saves_at_once(tmp_path: Path) -> None:
+async def test_concurrent_loads_and_saves(tmp_path: Path) -> None:
     states = [{name: tensor + i for name, tensor in large_state(12).items()} for i in range(4)]
     async with aiockpt.AsyncCheckpointer() as ckpt:
         for i, state in enumerate(states):
@@ -441,7 +443,7 @@ async def test_several_loads_and_saves_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_cancelled_load_stops(tmp_path: Path) -> None:
+async def test_cancelled_load_stops(tmp_path: Path) -> None:
     async with aiockpt.AsyncCheckpointer() as ckpt:
         await ckpt.save(large_state(20, kib=2048), tmp_path / "c")
         target = {name: torch.zeros_like(tensor) for name, tensor in large_state(20, kib=2048).items()}
@@ -452,10 +454,10 @@ async def test_a_cancelled_load_stops(tmp_path: Path) -> None:
             await task
         before = {name: tensor.clone() for name, tensor in target.items()}
         await ckpt.load(tmp_path / "c")
-        assert_same(before, target)  # nothing went on in the background
+        assert_same(before, target)  # no thread wrote to it after the cancellation
 
 
-def test_targets_whose_elements_share_memory_are_refused(ckpt, tmp_path: Path) -> None:
+def test_expanded_target_is_refused(ckpt, tmp_path: Path) -> None:
     ckpt.save({"w": torch.ones(4, 5), "z": torch.ones(2)}, tmp_path / "c")
     target = {"z": torch.zeros(2), "w": torch.zeros(1, 5).expand(4, 5)}
     with pytest.raises(aiockpt.ShapeMismatchError, match="w overlaps itself"):
@@ -463,7 +465,7 @@ def test_targets_whose_elements_share_memory_are_refused(ckpt, tmp_path: Path) -
     assert not target["z"].any()
 
 
-def test_the_users_own_allow_list_stays(ckpt, tmp_path: Path) -> None:
+def test_safe_globals_of_the_user_are_kept(ckpt, tmp_path: Path) -> None:
     torch.serialization.add_safe_globals([Custom])
     try:
         ckpt.save({"o": Custom(5)}, tmp_path / "c")
@@ -473,10 +475,10 @@ def test_the_users_own_allow_list_stays(ckpt, tmp_path: Path) -> None:
         torch.serialization.clear_safe_globals()
 
 
-def test_text_that_is_half_a_character(ckpt, tmp_path: Path) -> None:
-    half = os.fsdecode(b"\xff")
-    ckpt.save({half: {}, "t": half}, tmp_path / "c", metadata={"file": half, "name": "grün"})
-    assert ckpt.load(tmp_path / "c") == {half: {}, "t": half}
+def test_strings_with_a_lone_surrogate(ckpt, tmp_path: Path) -> None:
+    lone = os.fsdecode(b"\xff")  # a file name that is not UTF-8
+    ckpt.save({lone: {}, "t": lone}, tmp_path / "c", metadata={"file": lone, "name": "grün"})
+    assert ckpt.load(tmp_path / "c") == {lone: {}, "t": lone}
 
 
 def test_overlapping_chunks_are_corrupt(ckpt, tmp_path: Path) -> None:
@@ -492,7 +494,7 @@ def test_overlapping_chunks_are_corrupt(ckpt, tmp_path: Path) -> None:
         ckpt.load(tmp_path / "c")
 
 
-def test_map_location_may_raise_anything(ckpt, tmp_path: Path) -> None:
+def test_map_location_may_raise_keyboard_interrupt(ckpt, tmp_path: Path) -> None:
     ckpt.save({"a": torch.ones(4)}, tmp_path / "c")
 
     def stop(storage, location):
@@ -519,7 +521,7 @@ def test_targets_that_overlap_themselves_are_refused(ckpt, tmp_path: Path) -> No
         with pytest.raises(aiockpt.ShapeMismatchError, match="w overlaps itself in the target"):
             ckpt.load(tmp_path / "c", target)
         assert not target["a"].any()
-    crossed = memory.as_strided((3, 4), (2, 3))  # steps that cross, but no place twice
+    crossed = memory.as_strided((3, 4), (2, 3))  # interleaved strides, but no address twice
     ckpt.load(tmp_path / "c", {"w": crossed})
     assert crossed.eq(1).all()
 
@@ -547,12 +549,12 @@ def test_targets_that_share_memory_are_refused(ckpt, tmp_path: Path) -> None:
         assert a.eq(1).all()
         assert b.eq(0).all()
     tied = torch.zeros(4, 4)
-    ckpt.load(tmp_path / "c", {"a": tied, "c": tied})  # stored twice, but the same
+    ckpt.load(tmp_path / "c", {"a": tied, "c": tied})  # stored twice, with equal values
     assert tied.eq(1).all()
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
-def test_tied_targets_of_tied_tensors(ckpt, tmp_path: Path) -> None:
+def test_tied_tensors_load_into_tied_targets(ckpt, tmp_path: Path) -> None:
     tied, other = torch.arange(6.0), torch.zeros(6)
     ckpt.save({"a": tied, "b": tied}, tmp_path / "c")
     dcp.save({"a": tied, "b": tied}, checkpoint_id=tmp_path / "stock", **ALONE)

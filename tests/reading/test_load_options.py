@@ -1,4 +1,4 @@
-"""What a load takes, casts, maps and refuses, and what it says when it fails half way."""
+"""Loads with options (keys, dtype, mmap, map_location), failing half way, and cancelled."""
 
 from __future__ import annotations
 
@@ -59,14 +59,14 @@ def test_keys_by_name_container_and_pattern(stock: bool, ckpt, tmp_path: Path) -
         load([5])
 
 
-def test_a_key_with_magic_characters_means_itself(ckpt, tmp_path: Path) -> None:
+def test_key_with_pattern_characters_matches_itself(ckpt, tmp_path: Path) -> None:
     ckpt.save({"a[0]": 1, "a0": 2, "b*": 3, "b*x": 4}, tmp_path / "c")
     assert ckpt.load(tmp_path / "c", keys="a[0]") == {"a[0]": 1}
     assert ckpt.load(tmp_path / "c", keys=["b*"]) == {"b*": 3}
     assert ckpt.load(tmp_path / "c", keys=["b?x"]) == {"b*x": 4}
 
 
-def test_containers_of_the_keys_keep_their_types(ckpt, tmp_path: Path) -> None:
+def test_containers_of_selected_keys_keep_their_types(ckpt, tmp_path: Path) -> None:
     state = {
         "x": OrderedDict(a={1: torch.ones(1), 2: {}}, b=(torch.zeros(2), "t")),
         "y": {3: torch.ones(2), "z": {}},
@@ -78,7 +78,7 @@ def test_containers_of_the_keys_keep_their_types(ckpt, tmp_path: Path) -> None:
     assert_same({"x": OrderedDict(b=(torch.zeros(2), "t"))}, ckpt.load(tmp_path / "c", keys="x.b"))
 
 
-def test_keys_only_read_their_bytes(ckpt, tmp_path: Path) -> None:
+def test_only_the_bytes_of_selected_keys_are_read(ckpt, tmp_path: Path) -> None:
     ckpt.save(large_state(6, kib=2048), tmp_path / "c")
     storage = CountingStorage()
     loaded = ckpt.load(tmp_path / "c", keys=["w3"], storage=storage)
@@ -141,7 +141,7 @@ def test_tied_tensors_stay_tied_when_cast(ckpt, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("writer", ["ours", "stock", "torch"])
-def test_mapped_tensors_are_copies_on_write(writer: str, ckpt, tmp_path: Path) -> None:
+def test_mapped_tensors_are_copy_on_write(writer: str, ckpt, tmp_path: Path) -> None:
     state = {"model": dict(training_state()["model"]), "step": 2}
     state |= large_state(3) | {"t": random_tensor(torch.float64, (300, 500), 4).t()}
     path = tmp_path / "c"
@@ -163,7 +163,7 @@ def test_mapped_tensors_are_copies_on_write(writer: str, ckpt, tmp_path: Path) -
     assert loaded["w1"][7] == -1
 
 
-def test_a_mapped_checkpoint_may_be_replaced(ckpt, tmp_path: Path) -> None:
+def test_mapped_checkpoint_may_be_replaced(ckpt, tmp_path: Path) -> None:
     ckpt.save({"w": torch.full((500_000,), 1.0)}, tmp_path / "c")
     mapped = ckpt.load(tmp_path / "c", mmap=True)
     ckpt.save({"w": torch.full((500_000,), 2.0)}, tmp_path / "c", overwrite=True)
@@ -171,7 +171,7 @@ def test_a_mapped_checkpoint_may_be_replaced(ckpt, tmp_path: Path) -> None:
     assert ckpt.load(tmp_path / "c", mmap=True)["w"].eq(2).all()
 
 
-def test_mmap_goes_with_nothing_that_copies(ckpt, tmp_path: Path) -> None:
+def test_mmap_refuses_options_that_copy(ckpt, tmp_path: Path) -> None:
     ckpt.save({"w": torch.ones(3)}, tmp_path / "c")
     for more in ({"dtype": torch.float16}, {"map_location": "meta"}):
         with pytest.raises(ValueError, match="mmap=True returns tensors that are backed by the files"):
@@ -181,7 +181,7 @@ def test_mmap_goes_with_nothing_that_copies(ckpt, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("where", ["cuda:77", "xpu", torch.device("cuda:99")])
-def test_devices_that_are_not_here(where, ckpt, tmp_path: Path) -> None:
+def test_unavailable_devices_are_refused(where, ckpt, tmp_path: Path) -> None:
     ckpt.save({"w": torch.ones(3)}, tmp_path / "c")
     with pytest.raises(ValueError, match="tensors can't be put on"):
         ckpt.load(tmp_path / "c", map_location=where)
@@ -204,8 +204,8 @@ def _damage(path: Path, reader: aiockpt.SyncCheckpointReader, key: str) -> None:
 
 
 @pytest.mark.parametrize("stock", [False, True], ids=["ours", "stock"])
-def test_a_failed_load_says_what_it_placed(stock: bool, tmp_path: Path) -> None:
-    """Two threads read in order, so something comes before the damage."""
+def test_failed_load_lists_filled_tensors(stock: bool, tmp_path: Path) -> None:
+    """Both threads read in file order, so some tensors are filled before the damage is found."""
     state = large_state(6, kib=2048) | {"small": torch.arange(5), "note": "new"}
     path = tmp_path / "c"
     with aiockpt.SyncCheckpointer(io_threads=1) as ckpt:
@@ -232,8 +232,8 @@ def test_a_failed_load_says_what_it_placed(stock: bool, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("count", "dtype"), [(7, None), (1 << 20, torch.float64)], ids=["small", "converted"])
-def test_what_does_not_match_its_crc_is_not_placed(count: int, dtype: torch.dtype | None, ckpt, tmp_path: Path) -> None:
-    """As far as it goes through a buffer."""
+def test_tensor_with_a_wrong_crc_is_not_placed(count: int, dtype: torch.dtype | None, ckpt, tmp_path: Path) -> None:
+    """Small and converted tensors are read through a buffer, which is checked before it is copied."""
     state = {"a": torch.arange(1, 6), "b": torch.full((count,), 7.25)}
     ckpt.save(state, tmp_path / "c")
     (file,) = (each for each in (tmp_path / "c").glob("*.distcp") if b"\0\0\xe8\x40" * 7 in each.read_bytes())
@@ -249,7 +249,7 @@ def test_what_does_not_match_its_crc_is_not_placed(count: int, dtype: torch.dtyp
 
 
 @pytest.mark.parametrize(("count", "dtype"), [(7, None), (1 << 20, torch.float64)], ids=["small", "converted"])
-def test_a_target_that_is_freed_meanwhile_is_not_written_to(
+def test_target_freed_during_the_load_is_not_written(
     count: int, dtype: torch.dtype | None, ckpt, tmp_path: Path
 ) -> None:
     target = torch.zeros(count, dtype=dtype)
@@ -265,7 +265,7 @@ def test_a_target_that_is_freed_meanwhile_is_not_written_to(
     assert caught.value.placed == caught.value.partly_placed == ()
 
 
-def test_what_can_be_known_before_is_looked_at_before(ckpt, tmp_path: Path) -> None:
+def test_objects_and_framing_are_checked_before_tensors_are_filled(ckpt, tmp_path: Path) -> None:
     """Damaged objects and damaged framing leave every tensor of the target as it is."""
     state = large_state(3, kib=2048) | {"small": torch.arange(5), "o": {"k": [1, 2]}}
     for broken in ("o.k", "w1"):
@@ -285,7 +285,7 @@ def test_what_can_be_known_before_is_looked_at_before(ckpt, tmp_path: Path) -> N
         assert target["o"] == {"k": None}
 
 
-def test_read_errors_of_the_disk(ckpt, tmp_path: Path) -> None:
+def test_disk_read_errors(ckpt, tmp_path: Path) -> None:
     state = large_state(4, kib=2048)
     ckpt.save(state, tmp_path / "c")
     for nth in range(1, 6):
@@ -301,26 +301,26 @@ def test_read_errors_of_the_disk(ckpt, tmp_path: Path) -> None:
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("moment", range(1, 14, 2))
-async def test_cancelled_at_any_read_nothing_goes_on(moment: int, tmp_path: Path) -> None:
+async def test_load_cancelled_at_any_read_stops(moment: int, tmp_path: Path) -> None:
     state = large_state(12, kib=2048)
     loop = asyncio.get_running_loop()
 
-    class Telling(CountingStorage):
+    class Cancelling(CountingStorage):
         def before_read(self, name: str, offset: int, nbytes: int) -> None:
             super().before_read(name, offset, nbytes)
             if len(self.reads) == moment:
                 loop.call_soon_threadsafe(task.cancel)
 
-    storage = Telling()
+    storage = Cancelling()
     async with aiockpt.AsyncCheckpointer(io_threads=2) as ckpt:
         await ckpt.save(state, tmp_path / "c")
         target = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
         task = asyncio.ensure_future(ckpt.load(tmp_path / "c", target, storage=storage))
-        while not task.done():  # cancelled again and again, it still waits for its threads
+        while not task.done():  # however often it is cancelled, it waits for its threads
             await asyncio.wait([task], timeout=0.001)
             task.cancel()
         assert task.cancelled()
-        assert len(storage.reads) <= moment + 6  # it stopped there: one read each of the threads, and what was begun
+        assert len(storage.reads) <= moment + 6  # one more read for each thread, and those that had begun
         reads, before = len(storage.reads), {name: tensor.clone() for name, tensor in target.items()}
         assert_same(state, await ckpt.load(tmp_path / "c"))
         assert len(storage.reads) == reads
@@ -328,7 +328,7 @@ async def test_cancelled_at_any_read_nothing_goes_on(moment: int, tmp_path: Path
 
 
 def test_ctrl_c_waits_for_the_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After KeyboardInterrupt the tensors are the caller's again."""
+    """After KeyboardInterrupt, no thread writes to the caller's tensors."""
     state = large_state(12, kib=2048)
     interrupted = threading.Event()
 
@@ -353,7 +353,7 @@ def test_ctrl_c_waits_for_the_threads(tmp_path: Path, monkeypatch: pytest.Monkey
         assert all(tensor.eq(-7).all() for tensor in target.values())
 
 
-def test_a_failed_read_into_a_tensor_says_so(ckpt, tmp_path: Path) -> None:
+def test_failed_read_into_out_names_the_partly_filled_tensor(ckpt, tmp_path: Path) -> None:
     ckpt.save(large_state(2, kib=40_000), tmp_path / "c")
     with ckpt.open(tmp_path / "c") as reader:
         _damage(tmp_path / "c", reader, "w1")
@@ -365,7 +365,7 @@ def test_a_failed_read_into_a_tensor_says_so(ckpt, tmp_path: Path) -> None:
             reader.read("w1")
 
 
-def test_targets_that_can_not_be_filled(ckpt, tmp_path: Path) -> None:
+def test_unsupported_targets_are_refused(ckpt, tmp_path: Path) -> None:
     ckpt.save({"w": torch.ones(3, 4)}, tmp_path / "c")
     lazy = torch.nn.LazyLinear(3).weight
     nested = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])
@@ -380,7 +380,7 @@ def test_targets_that_can_not_be_filled(ckpt, tmp_path: Path) -> None:
             ckpt.load(tmp_path / "c", {"w": wrong})
 
 
-def test_the_default_map_location_of_others_is_the_map_location(ckpt, tmp_path: Path) -> None:
+def test_default_map_location_is_an_alias_of_map_location(ckpt, tmp_path: Path) -> None:
     ckpt.save({"a": torch.ones(3), "b": torch.arange(5)}, tmp_path / "c")
     loaded = ckpt.load(tmp_path / "c", default_map_location="meta", keys=["b"])
     assert (list(loaded), loaded["b"].device.type, loaded["b"].shape) == (["b"], "meta", (5,))
@@ -390,7 +390,7 @@ def test_the_default_map_location_of_others_is_the_map_location(ckpt, tmp_path: 
         ckpt.load(tmp_path / "c", default_map_location="meta", mmap=True)
 
 
-def test_a_function_for_map_location_must_give_a_storage(ckpt, tmp_path: Path) -> None:
+def test_map_location_function_must_return_a_storage(ckpt, tmp_path: Path) -> None:
     ckpt.save({"w": torch.ones(3, 4)}, tmp_path / "c")
     with pytest.raises(TypeError, match="map_location gave a int"):
         ckpt.load(tmp_path / "c", map_location=lambda storage, where: 5)

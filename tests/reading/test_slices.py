@@ -1,4 +1,4 @@
-"""Parts of tensors: the right values, and no more bytes than they need, whoever wrote the file."""
+"""Parts of tensors: right values, and no more bytes read than needed, with files of every writer."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ INDICES = [
 
 
 @pytest.mark.parametrize("writer", WRITERS)
-def test_only_the_bytes_of_the_part(writer: str, tmp_path: Path) -> None:
+def test_only_the_bytes_of_a_part_are_read(writer: str, tmp_path: Path) -> None:
     state = {
         "w": random_tensor(torch.float32, (1024, 768), 1),
         "t": random_tensor(torch.float32, (768, 1024), 2).t(),
@@ -65,7 +65,7 @@ def test_only_the_bytes_of_the_part(writer: str, tmp_path: Path) -> None:
     storage = CountingStorage()
     with aiockpt.SyncCheckpointer() as ckpt, ckpt.open(path, storage=storage) as reader:
         for name in ("w", "t"):
-            reader.read(name, slice(0, 1))  # the framing is read once
+            reader.read(name, slice(0, 1))  # reads the framing, which is then kept
             for index in INDICES:
                 storage.reads.clear()
                 part = reader.read(name, index)
@@ -76,7 +76,7 @@ def test_only_the_bytes_of_the_part(writer: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("writer", ["ours", "dcp", "safetensors"])
-def test_rows_are_one_read(writer: str, tmp_path: Path) -> None:
+def test_adjacent_rows_take_one_read(writer: str, tmp_path: Path) -> None:
     path = _write({"w": random_tensor(torch.float32, (1024, 768), 1)}, tmp_path / "c", writer)
     storage = CountingStorage()
     with aiockpt.SyncCheckpointer() as ckpt, ckpt.open(path, storage=storage) as reader:
@@ -86,16 +86,15 @@ def test_rows_are_one_read(writer: str, tmp_path: Path) -> None:
         assert [nbytes for _, _, nbytes in storage.reads] == [100 * 768 * 4]
 
 
-def test_the_part_stands_alone(tmp_path: Path) -> None:
-    """A part does not hold the memory of the whole."""
+def test_part_has_a_storage_of_its_own(tmp_path: Path) -> None:
     path = _write({"w": random_tensor(torch.float32, (4096, 768), 1)}, tmp_path / "c", "ours")
     with aiockpt.SyncCheckpointer() as ckpt, ckpt.open(path) as reader:
         assert reader.read("w", slice(0, 2)).untyped_storage().nbytes() == 2 * 768 * 4
         assert reader.read("w", (slice(0, 1024), 3)).untyped_storage().nbytes() == 1024 * 4
 
 
-def sharded(path: Path, whole: torch.Tensor, cuts: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> Path:
-    """A checkpoint of one tensor ``w`` in several chunks, as ranks write them: made from one tensor for each chunk."""
+def make_sharded(path: Path, whole: torch.Tensor, cuts: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> Path:
+    """Make a checkpoint of one tensor ``w`` in several chunks, as several ranks write them."""
     pieces = {
         f"p{i}": whole[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))].clone()
         for i, (offsets, sizes) in enumerate(cuts)
@@ -123,9 +122,9 @@ def sharded(path: Path, whole: torch.Tensor, cuts: list[tuple[tuple[int, ...], t
 GRID = [((i, j), (n, m)) for i, n in ((0, 300), (300, 500), (800, 224)) for j, m in ((0, 10), (10, 758))]
 
 
-def test_chunks_assemble_across_their_borders(tmp_path: Path) -> None:
+def test_parts_across_chunk_borders(tmp_path: Path) -> None:
     whole = random_tensor(torch.float32, (1024, 768), 7)
-    path = sharded(tmp_path / "c", whole, GRID)
+    path = make_sharded(tmp_path / "c", whole, GRID)
     storage = CountingStorage()
     with aiockpt.SyncCheckpointer() as ckpt, ckpt.open(path, storage=storage) as reader:
         assert len(reader["w"].chunks) == 6
@@ -144,7 +143,7 @@ def test_chunks_assemble_across_their_borders(tmp_path: Path) -> None:
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_part_of_any_tensor(data, readers) -> None:
-    """Any hyper-rectangle of tensors of several dtypes and strides, ours, stock and in chunks."""
+    """Any hyper-rectangle, with steps, of tensors of several dtypes, strides, writers and chunkings."""
     state, opened = readers
     reader = data.draw(st.sampled_from(opened))
     name = data.draw(st.sampled_from(sorted(reader)))
@@ -165,7 +164,7 @@ def test_any_part_of_any_tensor(data, readers) -> None:
 
 
 def test_parts_of_views(tmp_path: Path) -> None:
-    """Views begin and step in what is stored of them; so do the parts that are read of the views."""
+    """A view has an offset and strides in its storage; a part of the view adds its own."""
     base = random_tensor(torch.float32, (800_000,), 6)
     state = {"tail": base[500_000:], "odd": base[1::2], "t": base[7 : 7 + 1000 * 600].view(1000, 600).t()}
     torch.save(state, tmp_path / "s.pt")
@@ -196,7 +195,7 @@ def readers(tmp_path: Path):
     }
     with aiockpt.SyncCheckpointer() as ckpt:
         opened = [ckpt.open(_write(state, directory / writer, writer)) for writer in ("ours", "dcp", "torch")]
-        opened.append(ckpt.open(sharded(directory / "sharded", state["w"], GRID)))
+        opened.append(ckpt.open(make_sharded(directory / "sharded", state["w"], GRID)))
         for reader in opened:
             reader.__enter__()
         yield state, opened
@@ -204,7 +203,7 @@ def readers(tmp_path: Path):
             reader.close()
 
 
-def test_several_parts_at_once_and_casts(tmp_path: Path) -> None:
+def test_read_many_with_parts_and_a_cast(tmp_path: Path) -> None:
     state = {"w": torch.randn(1024, 768), "v": torch.randn(3000), "i": torch.arange(70)}
     path = _write(state, tmp_path / "c", "ours")
     with aiockpt.SyncCheckpointer() as ckpt, ckpt.open(path) as reader:
@@ -213,7 +212,7 @@ def test_several_parts_at_once_and_casts(tmp_path: Path) -> None:
         assert_same(expected, parts)
 
 
-def test_bad_requests(tmp_path: Path) -> None:
+def test_invalid_requests_are_refused(tmp_path: Path) -> None:
     path = _write({"w": torch.randn(10, 4)}, tmp_path / "c", "ours")
     with aiockpt.SyncCheckpointer() as ckpt:
         ckpt.save({"w": torch.randn(10, 4), "o": {"x": [1]}}, tmp_path / "d")
@@ -236,10 +235,10 @@ def test_bad_requests(tmp_path: Path) -> None:
         ckpt.open(path).__enter__()
 
 
-def test_partial_reads_check_the_chunks_that_they_cover(tmp_path: Path) -> None:
-    """A flipped bit in one chunk shows where that chunk is read as a whole, and in its slices does not."""
+def test_crc_is_checked_only_for_whole_chunks(tmp_path: Path) -> None:
+    """Damage in a chunk raises if the whole chunk is read, and goes unnoticed if a slice of it is."""
     whole = random_tensor(torch.int32, (1024, 768), 7)
-    path = sharded(tmp_path / "c", whole, [((0, 0), (500, 768)), ((500, 0), (524, 768))])
+    path = make_sharded(tmp_path / "c", whole, [((0, 0), (500, 768)), ((500, 0), (524, 768))])
     with aiockpt.SyncCheckpointer() as ckpt, ckpt.open(path) as reader:
         chunk = reader["w"].chunks[1]
         with open(path / chunk.file, "r+b") as file:
@@ -254,7 +253,7 @@ def test_partial_reads_check_the_chunks_that_they_cover(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("shift", range(1, 16, 2))
 def test_values_at_odd_offsets_of_the_file(shift: int, tmp_path: Path) -> None:
-    """Stock items begin anywhere; complex numbers at odd addresses are more than the processor copies."""
+    """Stock items begin at any offset, and vector instructions fault on complex numbers at odd addresses."""
     state = {"x" * shift: torch.zeros(shift, dtype=torch.uint8)} | {
         "large": torch.randn(300, 400, dtype=torch.complex128),
         "small": torch.randn(20, 30, dtype=torch.complex128),
