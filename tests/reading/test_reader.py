@@ -1,4 +1,4 @@
-"""Open checkpoints: what they show, and streams."""
+"""Readers of open checkpoints: their contents, reads and streams."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def _saved(ckpt: aiockpt.AsyncCheckpointer, path: Path, **more):
     return state
 
 
-async def test_what_an_open_checkpoint_shows(tmp_path: Path) -> None:
+async def test_contents_of_an_open_checkpoint(tmp_path: Path) -> None:
     async with aiockpt.AsyncCheckpointer() as ckpt:
         await _saved(ckpt, tmp_path / "c", metadata={"step": 3, "note": "<b>"})
         reader = ckpt.open(tmp_path / "c")
@@ -60,7 +60,7 @@ async def test_what_an_open_checkpoint_shows(tmp_path: Path) -> None:
                 reader["bag"]
 
 
-async def test_it_shows_itself_in_terminals_and_notebooks(tmp_path: Path) -> None:
+async def test_repr_and_html(tmp_path: Path) -> None:
     async with aiockpt.AsyncCheckpointer() as ckpt:
         await _saved(ckpt, tmp_path / "c")
         async with ckpt.open(tmp_path / "c") as reader:
@@ -79,7 +79,7 @@ async def test_it_shows_itself_in_terminals_and_notebooks(tmp_path: Path) -> Non
             assert "<7>" not in reader._repr_html_()
 
 
-async def test_reading_one_and_many(tmp_path: Path) -> None:
+async def test_read_and_read_many(tmp_path: Path) -> None:
     async with aiockpt.AsyncCheckpointer() as ckpt:
         state = await _saved(ckpt, tmp_path / "c")
         async with ckpt.open(tmp_path / "c") as reader:
@@ -98,7 +98,7 @@ async def test_reading_one_and_many(tmp_path: Path) -> None:
             assert [int(part[0]) for part in results] == list(range(0, 2_000_000, 100_000))
 
 
-async def test_without_a_checkpointer(tmp_path: Path) -> None:
+async def test_open_without_a_checkpointer(tmp_path: Path) -> None:
     async with aiockpt.AsyncCheckpointer() as ckpt:
         state = await _saved(ckpt, tmp_path / "c")
     async with aiockpt.open(tmp_path / "c") as reader:
@@ -114,7 +114,7 @@ async def test_without_a_checkpointer(tmp_path: Path) -> None:
             pass
 
 
-async def test_a_stream_gives_everything_once(tmp_path: Path) -> None:
+async def test_stream_yields_each_key_once(tmp_path: Path) -> None:
     state = large_state(9, kib=5000) | {f"s{i}": torch.full((i,), i) for i in range(30)} | {"o": "text"}
     async with aiockpt.AsyncCheckpointer() as ckpt:
         await ckpt.save(state, tmp_path / "c")
@@ -137,7 +137,7 @@ async def test_a_stream_gives_everything_once(tmp_path: Path) -> None:
             assert_same({"w0": state["w0"][1:3], "w2": state["w2"][:5]}, dict(sorted(parts.items())))
 
 
-async def test_a_stream_reads_no_further_ahead_than_allowed(tmp_path: Path) -> None:
+async def test_stream_reads_ahead_within_its_buffer(tmp_path: Path) -> None:
     state = large_state(12, kib=8192)
     storage = CountingStorage()
     async with aiockpt.AsyncCheckpointer() as ckpt:
@@ -148,10 +148,10 @@ async def test_a_stream_reads_no_further_ahead_than_allowed(tmp_path: Path) -> N
             taken = 0
             async for _, tensor in stream:
                 taken += tensor.nbytes
-                # Whatever was asked for and not taken yet is within the bound, with the group that is being given.
+                # Bytes that were read and not yet yielded are within the bound, with the group that is being yielded.
                 assert storage.nbytes - opened <= taken + (64 << 20) + (8 << 20)
             assert taken == 12 * (8 << 20)
-            # Each larger than the buffer: one at a time.
+            # Each tensor is larger than the buffer, so they are read one at a time.
             storage.reads.clear()
             taken = 0
             async for _, tensor in reader.stream(order="keys", buffer_bytes=1):
@@ -159,7 +159,7 @@ async def test_a_stream_reads_no_further_ahead_than_allowed(tmp_path: Path) -> N
                 assert storage.nbytes == taken
 
 
-async def test_small_tensors_casts_and_views_count_as_what_they_take(tmp_path: Path) -> None:
+async def test_read_ahead_counts_memory_of_small_tensors_casts_and_views(tmp_path: Path) -> None:
     async with aiockpt.AsyncCheckpointer() as ckpt:
         await ckpt.save({f"s{i}": torch.full((8192,), float(i)) for i in range(256)}, tmp_path / "c")
         storage = CountingStorage()
@@ -169,7 +169,7 @@ async def test_small_tensors_casts_and_views_count_as_what_they_take(tmp_path: P
                 taken = 0
                 async for _, tensor in reader.stream(buffer_bytes=1 << 20, dtype=dtype):
                     taken += tensor.nbytes
-                    # Two groups at most: the one that is given, and as much again read ahead, with their framing.
+                    # At most the group that is being yielded, and as much again read ahead, with their framing.
                     assert factor * storage.nbytes <= 1.3 * (taken + (2 << 20))
                 assert taken == factor * (8 << 20)
         torch.save({"view": torch.zeros(1_000_000)[:4]}, tmp_path / "v.pt")
@@ -178,7 +178,7 @@ async def test_small_tensors_casts_and_views_count_as_what_they_take(tmp_path: P
             assert wanted.nbytes() == 4_000_000
 
 
-async def test_very_many_tensors_stream(tmp_path: Path) -> None:
+async def test_stream_of_20_000_tensors(tmp_path: Path) -> None:
     state = {f"t{i}": torch.tensor([i]) for i in range(20_000)}
     async with aiockpt.AsyncCheckpointer() as ckpt:
         await ckpt.save(state, tmp_path / "c")
@@ -186,7 +186,7 @@ async def test_very_many_tensors_stream(tmp_path: Path) -> None:
             assert [int(value) async for _, value in reader.stream(order="keys")] == list(range(20_000))
 
 
-async def test_bad_streams_are_told_at_the_call(tmp_path: Path) -> None:
+async def test_invalid_arguments_raise_at_the_call(tmp_path: Path) -> None:
     async with aiockpt.AsyncCheckpointer() as ckpt:
         await _saved(ckpt, tmp_path / "c")
         async with ckpt.open(tmp_path / "c") as reader:
@@ -209,7 +209,7 @@ async def test_bad_streams_are_told_at_the_call(tmp_path: Path) -> None:
             ckpt.open("")
 
 
-async def test_a_reader_may_be_closed_while_it_reads(tmp_path: Path) -> None:
+async def test_close_during_a_read(tmp_path: Path) -> None:
     async with aiockpt.AsyncCheckpointer() as ckpt:
         for i in range(2):
             await ckpt.save({"w": torch.full((2_000_000,), i)}, tmp_path / str(i))
@@ -226,20 +226,20 @@ async def test_a_reader_may_be_closed_while_it_reads(tmp_path: Path) -> None:
                 assert "was closed before it was read" in str(exc)
 
 
-async def test_a_reader_outlives_a_replaced_checkpoint_and_its_checkpointer(tmp_path: Path) -> None:
+async def test_reader_outlives_a_replaced_checkpoint_and_its_checkpointer(tmp_path: Path) -> None:
     async with aiockpt.AsyncCheckpointer() as ckpt:
         await ckpt.save({"w": torch.full((500_000,), 1.0), "v": torch.zeros(3)}, tmp_path / "c")
         reader = await ckpt.open(tmp_path / "c")
         await ckpt.save({"w": torch.full((500_000,), 2.0), "v": torch.ones(3)}, tmp_path / "c", overwrite=True)
         assert (await reader.read("w", slice(0, 5))).tolist() == [1] * 5
         assert (await reader.read("w")).eq(1).all()
-        async with reader:  # entering once more changes nothing
+        async with reader:  # entering again has no effect
             assert (await reader.read("v")).tolist() == [0, 0, 0]
         left = await ckpt.open(tmp_path / "c")
     await left.aclose()
 
 
-async def test_several_tasks_may_open_one_reader(tmp_path: Path) -> None:
+async def test_concurrent_opens_of_one_reader(tmp_path: Path) -> None:
     async with aiockpt.AsyncCheckpointer() as ckpt:
         await ckpt.save({"a": torch.arange(5)}, tmp_path / "c")
         reader = ckpt.open(tmp_path / "c")
@@ -255,7 +255,7 @@ async def test_several_tasks_may_open_one_reader(tmp_path: Path) -> None:
     await lone.aclose()
 
 
-async def test_opens_that_are_cancelled_leave_nothing_open(tmp_path: Path) -> None:
+async def test_cancelled_open_leaves_nothing_open(tmp_path: Path) -> None:
     async with aiockpt.AsyncCheckpointer() as ckpt:
         await _saved(ckpt, tmp_path / "c")
         for turns in range(60):
@@ -271,7 +271,7 @@ async def test_opens_that_are_cancelled_leave_nothing_open(tmp_path: Path) -> No
                 await reader.aclose()
 
 
-async def test_a_stream_that_is_left_reads_no_more(tmp_path: Path) -> None:
+async def test_closed_stream_stops_reading(tmp_path: Path) -> None:
     state = large_state(12, kib=8192)
     storage = CountingStorage()
     async with aiockpt.AsyncCheckpointer() as ckpt:
@@ -290,7 +290,7 @@ async def test_a_stream_that_is_left_reads_no_more(tmp_path: Path) -> None:
                 await task
 
 
-async def test_a_cancellation_while_a_stream_is_left_is_not_lost(tmp_path: Path) -> None:
+async def test_cancelled_stream_waits_for_its_threads(tmp_path: Path) -> None:
     state = large_state(12, kib=8192)
     held = threading.Event()
     arrived = threading.Event()
@@ -309,7 +309,7 @@ async def test_a_cancellation_while_a_stream_is_left_is_not_lost(tmp_path: Path)
         await ckpt.save(state, tmp_path / "c")
         async with ckpt.open(tmp_path / "c", storage=storage) as reader:
             stream = reader.stream(buffer_bytes=16 << 20, order="keys")
-            for _ in range(2):  # the whole first group: what comes next is read from now on
+            for _ in range(2):  # takes the whole first group, so the next tensor is still to be read
                 await anext(stream)
             storage.holds = True
             third = asyncio.ensure_future(anext(stream))
@@ -317,13 +317,13 @@ async def test_a_cancellation_while_a_stream_is_left_is_not_lost(tmp_path: Path)
             for _ in range(5):
                 third.cancel()
                 await asyncio.sleep(0)
-            assert not third.done()  # its threads are not done
+            assert not third.done()  # its threads still read
             held.set()
             with pytest.raises(asyncio.CancelledError):
                 await third
 
 
-async def test_a_damaged_tensor_ends_a_stream(tmp_path: Path) -> None:
+async def test_damaged_tensor_ends_a_stream(tmp_path: Path) -> None:
     state = large_state(6, kib=8192)
     async with aiockpt.AsyncCheckpointer() as ckpt:
         await ckpt.save(state, tmp_path / "c")
@@ -336,7 +336,7 @@ async def test_a_damaged_tensor_ends_a_stream(tmp_path: Path) -> None:
             assert len([key async for key, _ in reader.stream(verify=False)]) == 6
 
 
-async def test_the_whole_state_of_a_run_through_a_reader(tmp_path: Path) -> None:
+async def test_training_state_through_a_reader(tmp_path: Path) -> None:
     state = training_state()
     async with aiockpt.AsyncCheckpointer() as ckpt:
         await ckpt.save(state, tmp_path / "c")
@@ -346,7 +346,7 @@ async def test_the_whole_state_of_a_run_through_a_reader(tmp_path: Path) -> None
             assert values["step"] == 2
 
 
-async def test_plain_programs(tmp_path: Path) -> None:
+async def test_sync_reader(tmp_path: Path) -> None:
     def work() -> None:
         with aiockpt.SyncCheckpointer() as ckpt:
             ckpt.save({"w": torch.arange(10).view(5, 2), "o": 5}, tmp_path / "c")
@@ -361,7 +361,7 @@ async def test_plain_programs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
-async def test_closing_closes_the_files_though_the_reader_is_kept(wrapped: bool, tmp_path: Path) -> None:
+async def test_close_closes_the_files_of_a_reader_that_is_still_referenced(wrapped: bool, tmp_path: Path) -> None:
     storage = WrapperStorage(LocalStorage()) if wrapped else None
     async with aiockpt.AsyncCheckpointer() as ckpt:
         await ckpt.save({"w": torch.arange(1000)}, tmp_path / "c")

@@ -1,4 +1,4 @@
-"""Verifying: every kind of damage, on real checkpoints, and what it costs."""
+"""Verifying: every kind of damage on real checkpoints, and the number and size of reads."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def save(state: dict[str, Any], path: Path, *, stock: bool = False) -> None:
 
 
 def places_of(path: Path) -> dict[str, tuple[str, int, int]]:
-    """File, offset and length of each item; the first of a tensor in chunks."""
+    """Return file, offset and length of each item; for a tensor, of its first chunk."""
     entries: Any = decode_metadata((path / ".metadata").read_bytes()).entries
     places = {key: entry.chunks[0].place if hasattr(entry, "chunks") else entry.place for key, entry in entries.items()}
     return {key: (place.file, place.offset, place.length) for key, place in places.items()}
@@ -64,7 +64,7 @@ def place_of(path: Path, key: str) -> tuple[str, int, int]:
 
 
 def flip(path: Path, key: str, at: int) -> str:
-    """Flip a bit at an offset of an item, counted from its end if negative; give its file."""
+    """Flip a bit at an offset of an item, counted from its end if negative. Return the item's file."""
     file, offset, length = place_of(path, key)
     flip_byte(path / file, offset + at + (length if at < 0 else 0))
     return file
@@ -93,7 +93,7 @@ def mixed_state() -> dict[str, Any]:
 
 
 class SpySource(Source):
-    """Passes on what is read, and tells who made it."""
+    """A source that reports each read to its `SpyStorage`."""
 
     def __init__(self, inner: Source, spy: SpyStorage) -> None:
         self.inner = inner
@@ -113,7 +113,7 @@ class SpySource(Source):
 
 
 class SpyStorage(WrapperStorage):
-    """Records each read, and may fail or hold it."""
+    """A storage that records each read. Its ``on_read`` may raise or block."""
 
     def __init__(self, on_read: Callable[[str, int, int], None] | None = None) -> None:
         super().__init__(LocalStorage())
@@ -134,7 +134,7 @@ class SpyStorage(WrapperStorage):
 
 
 @WRITERS
-def test_a_sound_checkpoint(stock: bool, tmp_path: Path) -> None:
+def test_sound_checkpoint(stock: bool, tmp_path: Path) -> None:
     save(mixed_state(), tmp_path / "c", stock=stock)
     report = verify(tmp_path / "c")
     assert report.ok
@@ -148,7 +148,7 @@ def test_a_sound_checkpoint(stock: bool, tmp_path: Path) -> None:
     assert str(tmp_path / "c") in repr(report)
 
 
-def test_empty_and_odd_tensors(tmp_path: Path) -> None:
+def test_empty_and_strided_tensors(tmp_path: Path) -> None:
     state = {
         "none": torch.zeros(0),
         "hollow": torch.zeros(3, 0, 2),
@@ -164,7 +164,7 @@ def test_empty_and_odd_tensors(tmp_path: Path) -> None:
     assert verify(tmp_path / "nothing").problems == ()
 
 
-def test_nothing_is_changed(tmp_path: Path) -> None:
+def test_verify_changes_no_file(tmp_path: Path) -> None:
     save(mixed_state(), tmp_path / "c")
     flip(tmp_path / "c", "w1", 5000)
 
@@ -176,7 +176,7 @@ def test_nothing_is_changed(tmp_path: Path) -> None:
     assert look() == before
 
 
-def test_nothing_there(tmp_path: Path) -> None:
+def test_missing_path_raises(tmp_path: Path) -> None:
     with pytest.raises(aiockpt.CheckpointNotFoundError):
         verify(tmp_path / "c")
 
@@ -202,12 +202,12 @@ def test_nothing_there(tmp_path: Path) -> None:
         ("book", 1, "framing"),
     ],
 )
-def test_a_flipped_bit(stock: bool, key: str, at: int, kind: str, tmp_path: Path) -> None:
+def test_flipped_bit(stock: bool, key: str, at: int, kind: str, tmp_path: Path) -> None:
     save(mixed_state(), tmp_path / "c", stock=stock)
     file = flip(tmp_path / "c", key, at)
     report = verify(tmp_path / "c")
     expected = {(kind, file, key)} | (set() if stock else {("file crc", file, None)})
-    # A changed byte of the directory may hide itself from those who only want the tensor.
+    # Depending on the byte, damaged framing shows as a wrong item CRC, too or instead.
     assert found(report) - {("item crc", file, key)} <= expected | {("framing", file, key)}
     assert {problem.key for problem in report.errors} - {None} == {key}
     _, offset, length = place_of(tmp_path / "c", key)
@@ -218,7 +218,7 @@ def test_a_flipped_bit(stock: bool, key: str, at: int, kind: str, tmp_path: Path
         report.raise_if_bad()
 
 
-def test_several_damages_at_once(tmp_path: Path) -> None:
+def test_several_kinds_of_damage_at_once(tmp_path: Path) -> None:
     path = tmp_path / "c"
     save(large_state(6, kib=5000) | mixed_state(), path)
     files = {key: place_of(path, key)[0] for key in ("w0", "w1", "w2", "w3", "text", "step", "model.0.bias")}
@@ -257,8 +257,8 @@ def test_damage_between_items(tmp_path: Path) -> None:
     assert key not in report.damaged_keys
 
 
-def test_all_keys_of_a_damaged_file(tmp_path: Path) -> None:
-    """Zeros over a stretch of a file: each item that it touches is named, and no other."""
+def test_zeroed_range_damages_exactly_its_items(tmp_path: Path) -> None:
+    """The report names each item that overlaps the zeroed range, and no other."""
     save({f"t{i}": torch.arange(i, i + 500) for i in range(300)} | large_state(2, kib=2000), tmp_path / "c")
     file, low, _ = place_of(tmp_path / "c", "t40")
     high = low + 30_000
@@ -272,7 +272,7 @@ def test_all_keys_of_a_damaged_file(tmp_path: Path) -> None:
 
 
 @WRITERS
-def test_cut_and_grown_files(stock: bool, tmp_path: Path) -> None:
+def test_truncated_and_grown_files(stock: bool, tmp_path: Path) -> None:
     save(mixed_state(), tmp_path / "c", stock=stock)
     file, offset, length = place_of(tmp_path / "c", "w2")
     size = (tmp_path / "c" / file).stat().st_size
@@ -307,7 +307,7 @@ def test_any_flip_is_found_or_harmless(stock: bool, tmp_path: Path) -> None:
                 tried += 1
                 report = verify(path)
                 if stock and file.name == ".metadata":
-                    pass  # nobody knows its CRC: it may say anything
+                    pass  # no CRC covers it, so any report is right
                 elif report.ok:
                     assert stock, f"{file.name} at {offset}"
                     assert_same(state, ckpt.load(path, trust=True))
@@ -318,10 +318,10 @@ def test_any_flip_is_found_or_harmless(stock: bool, tmp_path: Path) -> None:
     assert tried > 200
 
 
-# --- what describes it -------------------------------------------------------------------------------
+# --- metadata and manifest ---------------------------------------------------------------------------
 
 
-def test_a_damaged_manifest_leaves_the_items(tmp_path: Path) -> None:
+def test_items_are_checked_despite_a_damaged_manifest(tmp_path: Path) -> None:
     save(mixed_state(), tmp_path / "c")
     file = flip(tmp_path / "c", "w1", 2000)
     flip_byte(tmp_path / "c" / ".aiockpt.json", 50)
@@ -330,11 +330,11 @@ def test_a_damaged_manifest_leaves_the_items(tmp_path: Path) -> None:
     assert report.format == "aiockpt"
 
 
-def test_damaged_metadata_leaves_the_files(tmp_path: Path) -> None:
+def test_files_are_checked_despite_damaged_metadata(tmp_path: Path) -> None:
     save(mixed_state(), tmp_path / "c")
     size = (tmp_path / "c" / ".metadata").stat().st_size
     os.truncate(tmp_path / "c" / ".metadata", size // 2)
-    file = place_of_file(tmp_path / "c")
+    file = first_data_file(tmp_path / "c")
     flip_byte(tmp_path / "c" / file, 1000)
     report = verify(tmp_path / "c")
     assert {("metadata", ".metadata", None), ("size", ".metadata", None), ("file crc", file, None)} <= found(report)
@@ -343,11 +343,11 @@ def test_damaged_metadata_leaves_the_files(tmp_path: Path) -> None:
     assert {("missing file", ".metadata", None), ("file crc", file, None)} <= found(report)
 
 
-def place_of_file(path: Path) -> str:
+def first_data_file(path: Path) -> str:
     return min(file.name for file in path.glob("*.distcp"))
 
 
-def test_damaged_metadata_leaves_the_items_of_the_manifest(tmp_path: Path) -> None:
+def test_items_of_the_manifest_are_checked_despite_damaged_metadata(tmp_path: Path) -> None:
     save(mixed_state(), tmp_path / "c")
     places = places_of(tmp_path / "c")
     for key in ("w1", "model.0.bias", "text"):
@@ -375,8 +375,8 @@ def test_metadata_and_manifest_that_disagree(tmp_path: Path) -> None:
     assert set(report.damaged_keys) == {"a", "b"}
 
 
-def test_a_manifest_that_disagrees_with_an_item(tmp_path: Path) -> None:
-    """The manifest is sealed, the item is sound, but they are not of one checkpoint."""
+def test_manifest_that_disagrees_with_items(tmp_path: Path) -> None:
+    """The manifest's own CRC matches and the items are sound, but the manifest has other CRCs for them."""
     save({"a": torch.arange(500), "b": torch.arange(900_000), "c": torch.ones(4)}, tmp_path / "c")
     file = tmp_path / "c" / ".aiockpt.json"
     document = json.loads(file.read_text())
@@ -400,7 +400,7 @@ def test_neither_manifest_nor_metadata(tmp_path: Path) -> None:
     assert "never finished" in str(report)
 
 
-def test_metadata_that_runs_code(tmp_path: Path) -> None:
+def test_metadata_does_not_run_code(tmp_path: Path) -> None:
     class Evil:
         def __reduce__(self):
             return os.mkdir, (str(tmp_path / "pwned"),)
@@ -412,22 +412,22 @@ def test_metadata_that_runs_code(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["../secret", "/etc/hostname", "sub/../../secret", "link"])
-def test_paths_stay_inside(name: str, tmp_path: Path) -> None:
+def test_paths_outside_the_directory_are_unsafe(name: str, tmp_path: Path) -> None:
     save({"a": torch.ones(3), "b": torch.ones(900_000)}, tmp_path / "c", stock=True)
     shutil.move(tmp_path / "c" / "__0_0.distcp", tmp_path / "secret")
     (tmp_path / "c" / "link").symlink_to(tmp_path / "secret")
 
-    def lead_out(metadata: Any) -> None:
+    def point_outside(metadata: Any) -> None:
         for info in metadata.storage_data.values():
             info.relative_path = name
 
-    edit_metadata(tmp_path / "c", lead_out)
+    edit_metadata(tmp_path / "c", point_outside)
     report = verify(tmp_path / "c")
     assert {problem.kind for problem in report.errors} == {"unsafe path"}
     assert set(report.damaged_keys) == {"a", "b"}
 
 
-def test_places_that_overlap(tmp_path: Path) -> None:
+def test_overlapping_items(tmp_path: Path) -> None:
     save({"a": torch.arange(500), "b": torch.arange(500) + 1, "c": torch.ones(4)}, tmp_path / "c", stock=True)
 
     def shift(metadata: Any) -> None:
@@ -441,7 +441,7 @@ def test_places_that_overlap(tmp_path: Path) -> None:
     assert ("framing", "__0_0.distcp", "b") in found(report)
 
 
-def test_chunks_that_overlap_or_lack_a_part(tmp_path: Path) -> None:
+def test_chunks_with_overlaps_and_gaps(tmp_path: Path) -> None:
     state = {"a": torch.ones(4), "b": torch.ones(4), "c": torch.ones(2, 3), "d": torch.ones(4)}
     save(state, tmp_path / "c", stock=True)
 
@@ -461,7 +461,7 @@ def test_chunks_that_overlap_or_lack_a_part(tmp_path: Path) -> None:
     assert "its chunk at (3,) of sizes (4,) overlaps the one at (0,) of sizes (4,)" in str(report)
 
 
-def test_items_that_are_not_what_metadata_says(tmp_path: Path) -> None:
+def test_items_that_differ_from_the_metadata(tmp_path: Path) -> None:
     save(
         {"a": torch.ones(4), "b": torch.arange(4.0), "c": torch.ones(4, dtype=torch.int32)}, tmp_path / "c", stock=True
     )
@@ -477,8 +477,8 @@ def test_items_that_are_not_what_metadata_says(tmp_path: Path) -> None:
     assert "holds torch.int32 (4,), but the metadata says torch.float32 (4,)" in str(report)
 
 
-def test_metadata_that_was_replaced(tmp_path: Path) -> None:
-    """The metadata of another checkpoint of the same shape: every item is where it should be, but the CRC tells."""
+def test_metadata_of_another_checkpoint(tmp_path: Path) -> None:
+    """The manifest shows the exchange of `.metadata`, by its size or its CRC."""
     for name in ("one", "two"):
         save({"a": torch.ones(4), "b": torch.zeros(4), "n": name * 5}, tmp_path / name)
     save({"b": torch.zeros(4), "a": torch.ones(4), "n": "x"}, tmp_path / "three")
@@ -490,7 +490,7 @@ def test_metadata_that_was_replaced(tmp_path: Path) -> None:
     ) in found(verify(tmp_path / "one"))
 
 
-def test_tied_tensors_are_checked_once_and_named_both(tmp_path: Path) -> None:
+def test_damage_to_tied_tensors_names_each_key(tmp_path: Path) -> None:
     shared = random_tensor(torch.float32, (700, 700), 1)
     save({"a": shared, "b": shared, "c": torch.ones(3)}, tmp_path / "c")
     assert place_of(tmp_path / "c", "a") == place_of(tmp_path / "c", "b")
@@ -523,7 +523,7 @@ def test_extra_files_are_warnings(tmp_path: Path) -> None:
     report.raise_if_bad()
 
 
-def test_files_in_folders(tmp_path: Path) -> None:
+def test_files_in_subdirectories(tmp_path: Path) -> None:
     save({"a": torch.ones(4)}, tmp_path / "c", stock=True)
     (tmp_path / "c" / "data").mkdir()
     shutil.move(tmp_path / "c" / "__0_0.distcp", tmp_path / "c" / "data" / "x.bin")
@@ -552,7 +552,7 @@ def test_items_without_crcs(tmp_path: Path) -> None:
     assert "4 items without CRC" in str(report)
     assert report.checked_bytes == sum(file.stat().st_size for file in (tmp_path / "c").iterdir())
     flip(tmp_path / "c", "small", 710)
-    assert verify(tmp_path / "c").ok  # nobody can know
+    assert verify(tmp_path / "c").ok  # without a CRC, nothing shows the flip
     flip(tmp_path / "c", "large", -10)
     assert set(verify(tmp_path / "c").damaged_keys) == {"large"}
     assert verify(tmp_path / "ours").unverifiable == 0  # the manifest has the CRCs of the files
@@ -561,7 +561,7 @@ def test_items_without_crcs(tmp_path: Path) -> None:
 # --- other formats -----------------------------------------------------------------------------------
 
 
-def test_a_torch_save_file(tmp_path: Path) -> None:
+def test_torch_save_file(tmp_path: Path) -> None:
     base = random_tensor(torch.float32, (500, 700), 3)
     state = {"a": base, "half": base[:250], "t": {"b": torch.arange(2_000_000)}, "s": torch.arange(9) + 7_777_777}
     torch.save(state, tmp_path / "model.pt")
@@ -579,7 +579,7 @@ def test_a_torch_save_file(tmp_path: Path) -> None:
     }
 
 
-def test_a_torch_save_file_without_crcs(tmp_path: Path) -> None:
+def test_torch_save_file_without_crcs(tmp_path: Path) -> None:
     torch.serialization.set_crc32_options(False)
     try:
         torch.save({"a": torch.arange(9), "b": torch.arange(9)}, tmp_path / "model.pt")
@@ -589,7 +589,7 @@ def test_a_torch_save_file_without_crcs(tmp_path: Path) -> None:
     assert (report.problems, report.unverifiable_keys) == ((), ("a", "b"))
 
 
-def test_a_file_of_many_records_is_not_read_again(tmp_path: Path) -> None:
+def test_file_of_many_records_is_read_once(tmp_path: Path) -> None:
     torch.save({f"t{i}": random_tensor(torch.int32, (9000,), i) for i in range(200)}, tmp_path / "model.pt")
     storage = SpyStorage()
     assert verify(tmp_path / "model.pt", storage).problems == ()
@@ -602,7 +602,7 @@ class Custom:
     pass
 
 
-def test_a_torch_save_file_that_needs_code(tmp_path: Path) -> None:
+def test_torch_save_file_with_a_custom_class(tmp_path: Path) -> None:
     torch.save({"w": torch.arange(500_000), "c": Custom()}, tmp_path / "model.pt")
     report = verify(tmp_path / "model.pt")
     assert report.ok
@@ -613,7 +613,7 @@ def test_a_torch_save_file_that_needs_code(tmp_path: Path) -> None:
     }
 
 
-def test_a_safetensors_file(tmp_path: Path) -> None:
+def test_safetensors_file(tmp_path: Path) -> None:
     safetensors = pytest.importorskip("safetensors.torch")
     safetensors.save_file({"a": torch.arange(9), "b": torch.ones(900_000)}, tmp_path / "model.safetensors")
     report = verify(tmp_path / "model.safetensors")
@@ -623,11 +623,11 @@ def test_a_safetensors_file(tmp_path: Path) -> None:
     assert {problem.kind for problem in verify(tmp_path / "model.safetensors").errors} == {"metadata"}
 
 
-def test_a_damaged_header_beside_a_manifest_names_its_file(tmp_path: Path) -> None:
+def test_damaged_safetensors_header_is_reported_with_its_file(tmp_path: Path) -> None:
     with aiockpt.SyncCheckpointer() as ckpt:
         ckpt.save({"a": torch.ones(5)}, tmp_path / "c", format="safetensors")
     data = bytearray((tmp_path / "c" / "model.safetensors").read_bytes())
-    data[3] ^= 0x40  # of the header's length
+    data[3] ^= 0x40  # a byte of the header's length
     (tmp_path / "c" / "model.safetensors").write_bytes(data)
     problems = verify(tmp_path / "c").problems
     assert {(problem.kind, problem.file) for problem in problems} == {
@@ -636,10 +636,10 @@ def test_a_damaged_header_beside_a_manifest_names_its_file(tmp_path: Path) -> No
     }
 
 
-# --- trouble with reading ----------------------------------------------------------------------------
+# --- read errors -------------------------------------------------------------------------------------
 
 
-def test_a_bad_sector(tmp_path: Path) -> None:
+def test_bad_sector(tmp_path: Path) -> None:
     save(mixed_state(), tmp_path / "c")
     file, offset, length = place_of(tmp_path / "c", "w1")
     bad = offset + length // 2
@@ -656,7 +656,7 @@ def test_a_bad_sector(tmp_path: Path) -> None:
     assert "Input/output error" in str(report)
 
 
-def test_metadata_that_can_not_be_read(tmp_path: Path) -> None:
+def test_unreadable_metadata(tmp_path: Path) -> None:
     def fail(name: str, at: int, nbytes: int) -> None:
         if name == ".metadata":
             raise LoadError("can't read .metadata at offset 0: Input/output error")
@@ -670,7 +670,7 @@ def test_metadata_that_can_not_be_read(tmp_path: Path) -> None:
     assert storage.closed == 1
 
 
-def test_a_defect_of_the_storage_is_not_hidden(tmp_path: Path) -> None:
+def test_unexpected_error_of_the_storage_propagates(tmp_path: Path) -> None:
     def fail(name: str, at: int, nbytes: int) -> None:
         if name.endswith(".distcp"):
             raise ZeroDivisionError("a defect")
@@ -724,7 +724,7 @@ async def test_cancelling_waits_for_the_threads(tmp_path: Path) -> None:
 
 
 @pytest.mark.asyncio
-async def test_beside_a_save(tmp_path: Path) -> None:
+async def test_verify_during_a_save(tmp_path: Path) -> None:
     state = large_state(4, kib=3000)
     async with aiockpt.AsyncCheckpointer() as ckpt:
         await ckpt.save(state, tmp_path / "one")
@@ -738,7 +738,7 @@ async def test_beside_a_save(tmp_path: Path) -> None:
             await ckpt.verify(tmp_path / "three")
 
 
-def test_blocking(tmp_path: Path) -> None:
+def test_sync_verify(tmp_path: Path) -> None:
     with aiockpt.SyncCheckpointer() as ckpt:
         ckpt.save(training_state(), tmp_path / "c")
         assert ckpt.verify(str(tmp_path / "c")).problems == ()
@@ -748,11 +748,11 @@ def test_blocking(tmp_path: Path) -> None:
         assert report.damaged_keys == ("rng",)
 
 
-# --- what it costs -----------------------------------------------------------------------------------
+# --- number and size of reads ------------------------------------------------------------------------
 
 
 @WRITERS
-def test_everything_is_read_once_and_in_small_pieces(stock: bool, tmp_path: Path) -> None:
+def test_each_byte_is_read_once_in_small_pieces(stock: bool, tmp_path: Path) -> None:
     state: dict[str, Any] = {f"t{i}": random_tensor(torch.float32, (i % 7 + 1, 3000), i) for i in range(400)}
     state |= large_state(9, kib=3000) | {"huge": torch.arange(5 << 20, dtype=torch.int32), "book": "xyz" * 1_500_000}
     save(state, tmp_path / "c", stock=stock)
@@ -764,11 +764,11 @@ def test_everything_is_read_once_and_in_small_pieces(stock: bool, tmp_path: Path
     assert max(nbytes for name, _, nbytes in storage.reads if name.endswith(".distcp")) <= STEP_BYTES <= 4 << 20
     assert total <= sum(nbytes for _, _, nbytes in storage.reads) <= 1.05 * total
     for file in (tmp_path / "c").iterdir():
-        assert missing(storage.reads, file.name, file.stat().st_size) == 0
+        assert count_unread_bytes(storage.reads, file.name, file.stat().st_size) == 0
 
 
-def missing(reads: list[tuple[str, int, int]], name: str, size: int) -> int:
-    """Count the bytes of a file that no read asked for."""
+def count_unread_bytes(reads: list[tuple[str, int, int]], name: str, size: int) -> int:
+    """Return the number of bytes of a file that no read covered."""
     end = lacking = 0
     for _, offset, nbytes in sorted(read for read in reads if read[0] == name):
         lacking += max(0, offset - end)
@@ -799,7 +799,7 @@ def report_of(problems: Iterator[Problem]) -> VerifyReport:
     return VerifyReport("runs/c", "aiockpt", tuple(problems), 3, 200, 5 << 20, 0, (), 0.5)
 
 
-def test_the_report_in_words() -> None:
+def test_text_of_the_report() -> None:
     report = report_of(Problem("item crc", "f", f"message {i}", f"k{i // 2}", i) for i in range(50))
     assert len(str(report).splitlines()) == 51
     assert len(repr(report).splitlines()) == 22
