@@ -28,7 +28,7 @@ def wait_in_step(step: int) -> None:
     sys.stdin.readline()
 
 
-def state_of(rank: int) -> dict[str, Any]:
+def make_state(rank: int) -> dict[str, Any]:
     weights = torch.zeros(50_000)
     return {"weights": weights, f"own{rank}": torch.zeros(50_000), "rng": aiockpt.RngState()}
 
@@ -38,8 +38,8 @@ def train(state: dict[str, Any], rank: int) -> None:
     state[f"own{rank}"] += random.random()
 
 
-def blocking(rank: int, folder: str, grace_s: float | None) -> None:
-    state = state_of(rank)
+def run_sync(rank: int, folder: str, grace_s: float | None) -> None:
+    state = make_state(rank)
     with aiockpt.SyncCheckpointManager(folder, keep=aiockpt.KeepLatest(2), save=aiockpt.EverySteps(2)) as run:
         run.on_signal(signal.SIGTERM, grace_s=grace_s)
         start = run.restore(state)
@@ -54,9 +54,9 @@ def blocking(rank: int, folder: str, grace_s: float | None) -> None:
     report("own", state[f"own{rank}"][0].item())
 
 
-async def awaiting(rank: int, folder: str, grace_s: float | None) -> None:
-    """Train as `blocking` does, but in an event loop: the steps block it, and saves continue during them."""
-    state = state_of(rank)
+async def run_async(rank: int, folder: str, grace_s: float | None) -> None:
+    """Train as `run_sync` does, but in an event loop. Steps block the loop; saves continue during them."""
+    state = make_state(rank)
     save = None
     keep, when = aiockpt.KeepLatest(2), aiockpt.EverySteps(2)
     async with aiockpt.CheckpointManager(folder, keep=keep, save=when) as run:
@@ -83,9 +83,9 @@ def main(kind: str, rank: int, size: int, store: str, folder: str, grace: str) -
     random.seed(rank)
     grace_s = float(grace) if grace else None
     if kind == "blocking":
-        blocking(rank, folder, grace_s)
+        run_sync(rank, folder, grace_s)
     else:
-        asyncio.run(awaiting(rank, folder, grace_s))
+        asyncio.run(run_async(rank, folder, grace_s))
     if size > 1:
         dist.destroy_process_group()
 

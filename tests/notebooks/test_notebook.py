@@ -1,4 +1,4 @@
-"""The tutorial, executed cell by cell in a real kernel, interrupted and restarted as its text asks for."""
+"""The tutorial, executed cell by cell in a real kernel that is interrupted and restarted where its text says so."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ WAIT_S = 240
 
 
 async def execute(notebook: Any, folder: Path) -> None:
-    """Execute the cells in a kernel that works in a folder; do what their tags say."""
+    """Execute the cells in a kernel that runs in ``folder``; restart and interrupt it where their tags say so."""
     from jupyter_client import AsyncKernelManager
 
-    sockets = tempfile.mkdtemp()  # no ports, for which tests at the same time could compete
+    sockets = tempfile.mkdtemp()  # not TCP: concurrent tests could take each other's ports
     manager = AsyncKernelManager(transport="ipc", ip=f"{sockets}/ipc")
     client = nbclient.NotebookClient(
         notebook,
@@ -52,7 +52,7 @@ async def execute(notebook: Any, folder: Path) -> None:
                         if "set-up" in other.metadata.get("tags", []):
                             await client.async_execute_cell(other, again)
                 if "interrupt" in tags:
-                    await interrupted(client, cell, number, until="step 30:")
+                    await execute_and_interrupt(client, cell, number, until="step 30:")
                 else:
                     await client.async_execute_cell(cell, number)
             notebook.metadata["widgets"] = client.widget_state
@@ -65,12 +65,12 @@ async def execute(notebook: Any, folder: Path) -> None:
         shutil.rmtree(sockets, ignore_errors=True)
 
 
-async def interrupted(client: Any, cell: Any, number: int, until: str) -> None:
-    """Execute a cell, and interrupt it when it has printed something."""
+async def execute_and_interrupt(client: Any, cell: Any, number: int, until: str) -> None:
+    """Execute a cell, and interrupt the kernel once the cell has printed ``until``."""
     running = asyncio.ensure_future(client.async_execute_cell(cell, number))
     while until not in text_of(cell):
         assert not running.done(), text_of(cell)
-        await asyncio.sleep(0.01)  # nbclient has no event for that
+        await asyncio.sleep(0.01)  # nbclient has no event for output
     await client.km.interrupt_kernel()
     await running
 
@@ -88,14 +88,14 @@ def html_of(cell: Any) -> str:
 
 @pytest.fixture(scope="module")
 def executed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Path]]:
-    """The notebook with its outputs, and the folder that it has written to."""
+    """The notebook with its outputs, and the folder that it wrote to."""
     folder = tmp_path_factory.mktemp("notebook")
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = str(ROOT)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of the client's libraries
+            warnings.simplefilter("ignore")  # warnings of the client's libraries
             asyncio.run(execute(notebook, folder))
     finally:
         os.environ.pop("PYTHONPATH")
@@ -111,7 +111,7 @@ def cell_with(notebook: Any, words: str) -> Any:
     return found
 
 
-def test_a_cell_that_blocks_and_the_save_that_completes_meanwhile(executed: tuple[Any, Path]) -> None:
+def test_save_completes_while_a_cell_blocks(executed: tuple[Any, Path]) -> None:
     notebook, folder = executed
     text = text_of(cell_with(notebook, "while not save.written.done()"))
     found = re.search(r"(\d+) steps while the checkpoint was written", text)
@@ -146,7 +146,7 @@ def test_progress_bars(executed: tuple[Any, Path]) -> None:
         ("plain.save", ["saved", "runs/plain", "<svg"]),
     ],
 )
-def test_values_show_themselves(words: str, shown: list[str], executed: tuple[Any, Path]) -> None:
+def test_values_have_html(words: str, shown: list[str], executed: tuple[Any, Path]) -> None:
     notebook, _ = executed
     cells = [cell for cell in notebook.cells if cell.cell_type == "code" and words in cell.source]
     page = html_of(cells[0])
@@ -154,20 +154,20 @@ def test_values_show_themselves(words: str, shown: list[str], executed: tuple[An
         assert word in page, (word, page)
 
 
-def test_the_figure_is_drawn(executed: tuple[Any, Path]) -> None:
+def test_figure_is_drawn(executed: tuple[Any, Path]) -> None:
     notebook, _ = executed
     outputs = cell_with(notebook, "aiockpt.plots.timeline").outputs
     assert any("image/png" in output.get("data", {}) for output in outputs)
 
 
-def test_an_interrupted_run_goes_on_in_another_kernel(executed: tuple[Any, Path]) -> None:
+def test_interrupted_run_resumes_in_a_restarted_kernel(executed: tuple[Any, Path]) -> None:
     notebook, folder = executed
     cut = cell_with(notebook, "train(more=1_000_000)")
     assert [output.ename for output in cut.outputs if output.output_type == "error"] == ["KeyboardInterrupt"]
     saved = [int(step) for step in re.findall(r"step (\d+):", text_of(cut))]
     assert "from step 1 on" in text_of(cut)
     latest = int(text_of(cell_with(notebook, "run.latest()")))
-    assert latest >= saved[-1] >= 30  # what was in flight has been written
+    assert latest >= saved[-1] >= 30  # the save in flight was written too
     resumed = text_of(cell_with(notebook, "train(more=20)"))
     assert f"from step {latest + 1} on" in resumed
     assert re.findall(r"step (\d+):", resumed) == [str(latest + 10), str(latest + 20)]
@@ -176,7 +176,7 @@ def test_an_interrupted_run_goes_on_in_another_kernel(executed: tuple[Any, Path]
         assert not [info for info in run.infos() if info.state != "complete"]
 
 
-def test_the_notebook_is_kept_without_outputs() -> None:
+def test_notebook_is_stored_without_outputs() -> None:
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     nbformat.validate(notebook)
     for cell in notebook.cells:

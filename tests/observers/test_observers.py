@@ -1,4 +1,4 @@
-"""The observers that ship with the package, with the real libraries."""
+"""The observers that ship with the package, tested with the real libraries."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from aiockpt.testing import FaultyStorage, GatedStorage
 from tests.states import large_state
 
 
-def every_outcome(observer: aiockpt.Observer, folder: Path) -> tuple[aiockpt.SaveResult, aiockpt.LoadResult]:
-    """Save, fail, cancel and skip, load and delete; return the figures of what went well."""
+def produce_every_outcome(observer: aiockpt.Observer, folder: Path) -> tuple[aiockpt.SaveResult, aiockpt.LoadResult]:
+    """Produce each outcome of saves, loads and deletions; return the results of the save and the load that succeed."""
     gate = GatedStorage(LocalStorage(), ["create"])
     with aiockpt.SyncCheckpointer(observers=[observer], on_busy="skip", on_failure="warn") as ckpt:
         result = ckpt.save(large_state(20), folder / "good")
@@ -45,7 +45,7 @@ def every_outcome(observer: aiockpt.Observer, folder: Path) -> tuple[aiockpt.Sav
 
 def test_log_lines(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, "aiockpt.observers")
-    result, loaded = every_outcome(aiockpt.observers.LoggingObserver(), tmp_path)
+    result, loaded = produce_every_outcome(aiockpt.observers.LoggingObserver(), tmp_path)
     records = [record for record in caplog.records if record.name == "aiockpt.observers"]
     by_name: dict[str, list[logging.LogRecord]] = {}
     for record in records:
@@ -65,7 +65,7 @@ def test_log_lines(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert {record.levelno for name in ("save_started", "staged") for record in by_name[name]} == {logging.DEBUG}
 
 
-def test_log_lines_elsewhere(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_log_lines_of_a_given_logger(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     mine = logging.getLogger("mine")
     caplog.set_level(logging.DEBUG, "mine")
     observer = aiockpt.observers.LoggingObserver(mine, level=logging.DEBUG)
@@ -79,13 +79,13 @@ def test_log_lines_elsewhere(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
 # --- Prometheus -----------------------------------------------------------------------------------------
 
 
-def test_metrics_of_prometheus(tmp_path: Path) -> None:
+def test_prometheus_metrics(tmp_path: Path) -> None:
     client = pytest.importorskip("prometheus_client")
     from prometheus_client.parser import text_string_to_metric_families
 
     registry = client.CollectorRegistry()
     begun = time.time()
-    result, loaded = every_outcome(aiockpt.observers.PrometheusObserver(registry), tmp_path)
+    result, loaded = produce_every_outcome(aiockpt.observers.PrometheusObserver(registry), tmp_path)
     families = {each.name: each for each in text_string_to_metric_families(client.generate_latest(registry).decode())}
     value = registry.get_sample_value
     outcomes = {
@@ -104,7 +104,7 @@ def test_metrics_of_prometheus(tmp_path: Path) -> None:
         assert [value(f"aiockpt_{name}_total", {"outcome": each}) for each in ("done", "failed")] == [1.0, 1.0]
     assert all(family.documentation for family in families.values())
     assert {family.type for family in families.values()} == {"counter", "gauge", "histogram"}
-    for name, family in families.items():  # base units, and counters that end with _total
+    for name, family in families.items():  # Prometheus asks for base units, and for counters that end with _total
         if family.type == "histogram":
             assert name.endswith("_seconds"), name
         if family.type == "counter":
@@ -114,7 +114,7 @@ def test_metrics_of_prometheus(tmp_path: Path) -> None:
     aiockpt.observers.PrometheusObserver(registry, namespace="other")
 
 
-def test_all_outcomes_are_exported_from_the_beginning() -> None:
+def test_all_outcomes_are_exported_before_the_first_save() -> None:
     client = pytest.importorskip("prometheus_client")
     registry = client.CollectorRegistry()
     aiockpt.observers.PrometheusObserver(registry)
@@ -124,7 +124,7 @@ def test_all_outcomes_are_exported_from_the_beginning() -> None:
 # --- OpenTelemetry --------------------------------------------------------------------------------------
 
 
-def test_spans_and_metrics_of_opentelemetry(tmp_path: Path) -> None:
+def test_opentelemetry_spans_and_metrics(tmp_path: Path) -> None:
     pytest.importorskip("opentelemetry.sdk")
     from opentelemetry.sdk.metrics import MeterProvider
     from opentelemetry.sdk.metrics.export import InMemoryMetricReader
@@ -138,7 +138,7 @@ def test_spans_and_metrics_of_opentelemetry(tmp_path: Path) -> None:
     tracers.add_span_processor(SimpleSpanProcessor(exporter))
     observer = aiockpt.observers.OpenTelemetryObserver(tracers, meters)
     with tracers.get_tracer("training").start_as_current_span("step") as step:
-        result, loaded = every_outcome(observer, tmp_path)
+        result, loaded = produce_every_outcome(observer, tmp_path)
     spans = exporter.get_finished_spans()
     saves = {Path(span.attributes["aiockpt.path"]).name: span for span in spans if span.name == "aiockpt.save"}
     assert {name: span.attributes["aiockpt.outcome"] for name, span in saves.items()} == {
@@ -194,7 +194,7 @@ def test_spans_and_metrics_of_opentelemetry(tmp_path: Path) -> None:
         (aiockpt.observers.OpenTelemetryObserver, "opentelemetry", "otel"),
     ],
 )
-def test_the_extra_is_named(
+def test_missing_library_names_the_extra(
     make: Callable[[], object], missing: str, extra: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == missing]:

@@ -24,7 +24,7 @@ def fonts() -> None:
 
 @pytest.fixture(autouse=True)
 def pyplot(monkeypatch: pytest.MonkeyPatch):
-    """Draw without a display, and close what is drawn."""
+    """The module pyplot. All figures are closed after the test."""
     from matplotlib import pyplot
 
     yield pyplot
@@ -32,7 +32,7 @@ def pyplot(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize("writer", ["thread", "process"])
-def test_a_save(writer: str, tmp_path: Path, pyplot) -> None:
+def test_timeline_of_a_save(writer: str, tmp_path: Path, pyplot) -> None:
     with aiockpt.SyncCheckpointer(writer=writer, chunk_bytes=1 << 20) as ckpt:
         result = ckpt.save(large_state(20), tmp_path / "c")
     ax = aiockpt.plots.timeline(result)
@@ -62,7 +62,7 @@ def test_a_save(writer: str, tmp_path: Path, pyplot) -> None:
     assert file.getvalue().startswith(b"\x89PNG")
 
 
-def test_a_load_and_a_verification_on_given_axes(tmp_path: Path, pyplot) -> None:
+def test_load_and_verification_on_given_axes(tmp_path: Path, pyplot) -> None:
     with aiockpt.SyncCheckpointer() as ckpt:
         ckpt.save({"x": torch.ones(1 << 20)}, tmp_path / "c")
         ckpt.load(tmp_path / "c")
@@ -73,12 +73,12 @@ def test_a_load_and_a_verification_on_given_axes(tmp_path: Path, pyplot) -> None
     assert upper.get_title().startswith("4.0 MiB in ")
 
 
-def test_nothing_to_draw() -> None:
+def test_result_without_events_is_refused() -> None:
     with pytest.raises(ValueError, match="no events"):
         aiockpt.plots.timeline(SaveResult.of_failure("c", OSError(), 1.0))
 
 
-def test_the_extra_is_named_where_matplotlib_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_matplotlib_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with aiockpt.SyncCheckpointer() as ckpt:
         result = ckpt.save({"x": 1}, tmp_path / "c")
     monkeypatch.setitem(sys.modules, "matplotlib", None)

@@ -1,4 +1,4 @@
-"""Displays: what they show of saves, loads and verifications, and that they end however these end."""
+"""Displays of saves, loads and verifications: their text, and their end after each outcome."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ WAIT_S = 60
 SHOW_CURSOR, HIDE_CURSOR = "\x1b[?25h", "\x1b[?25l"
 
 
-def ends_cleanly(text: str) -> bool:
-    """Return whether the terminal has its cursor back."""
+def ends_with_cursor(text: str) -> bool:
+    """Return whether the last control code for the cursor shows it."""
     return text.rfind(SHOW_CURSOR) > text.rfind(HIDE_CURSOR)
 
 
 @pytest.fixture
 def terminal(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
-    """A stream that is taken for a terminal of 120 columns."""
+    """A stream that claims to be a terminal of 120 columns."""
     monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.setenv("TERM", "xterm")
     stream = io.StringIO()
@@ -38,19 +38,19 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
     return stream
 
 
-def test_a_save_in_a_terminal(tmp_path: Path, terminal: io.StringIO) -> None:
+def test_save_in_a_terminal(tmp_path: Path, terminal: io.StringIO) -> None:
     with aiockpt.SyncCheckpointer() as ckpt:
-        save = ckpt.submit(large_state(20), tmp_path / "step-[red]7")  # which is no markup
+        save = ckpt.submit(large_state(20), tmp_path / "step-[red]7")  # not rich markup
         shown = aiockpt.progress.bar(save, file=terminal)
         assert shown.join(WAIT_S)
     text = terminal.getvalue()
     assert "save step-[red]7" in text
     assert text.rstrip().removesuffix(SHOW_CURSOR).rstrip().endswith("written")
     assert "10.0/10.0 MiB" in text
-    assert ends_cleanly(text)
+    assert ends_with_cursor(text)
 
 
-def test_without_a_terminal_nothing_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_shown_without_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     stream = io.StringIO()
     with aiockpt.SyncCheckpointer() as ckpt:
         for where in (stream, None):
@@ -60,7 +60,7 @@ def test_without_a_terminal_nothing_is_shown(tmp_path: Path, capsys: pytest.Capt
     assert (stream.getvalue(), *capsys.readouterr()) == ("", "", "")
 
 
-def test_unless_it_is_forced(tmp_path: Path) -> None:
+def test_force_shows_a_bar_without_a_terminal(tmp_path: Path) -> None:
     stream = io.StringIO()
     with aiockpt.SyncCheckpointer() as ckpt:
         save = ckpt.submit({"x": 1}, tmp_path / "c")
@@ -68,32 +68,32 @@ def test_unless_it_is_forced(tmp_path: Path) -> None:
     assert "save c" in stream.getvalue()
 
 
-@pytest.mark.parametrize("how", ["failed", "cancelled", "skipped"])
-def test_a_save_that_ends_otherwise(how: str, tmp_path: Path, terminal: io.StringIO) -> None:
+@pytest.mark.parametrize("outcome", ["failed", "cancelled", "skipped"])
+def test_save_that_does_not_succeed(outcome: str, tmp_path: Path, terminal: io.StringIO) -> None:
     gate = GatedStorage(LocalStorage(), ["create"])
     with aiockpt.SyncCheckpointer(on_busy="skip") as ckpt:
-        if how == "failed":
+        if outcome == "failed":
             fault = FaultyStorage(LocalStorage(), "write", OSError(5, "Input/output error"))
             save = ckpt.submit(large_state(20), tmp_path / "c", storage=fault)
             shown = aiockpt.progress.bar(save, file=terminal)
             assert shown.join(WAIT_S)
             assert not save.observed
-            with pytest.raises(aiockpt.WriteError):  # a display receives no failure
+            with pytest.raises(aiockpt.WriteError):  # a display does not observe the failure, so it is raised here
                 ckpt.submit({"x": 1}, tmp_path / "d")
         else:
             held = ckpt.submit(large_state(20), tmp_path / "c", storage=gate)
-            save = ckpt.submit({"x": 1}, tmp_path / "d") if how == "skipped" else held
+            save = ckpt.submit({"x": 1}, tmp_path / "d") if outcome == "skipped" else held
             shown = aiockpt.progress.bar(save, file=terminal)
             cancelled = held.cancel()
             gate.open("create")
             assert cancelled.result(WAIT_S)
             assert shown.join(WAIT_S)
     text = terminal.getvalue()
-    assert how in text
-    assert ends_cleanly(text)
+    assert outcome in text
+    assert ends_with_cursor(text)
 
 
-def test_several_at_a_time_share_the_terminal(tmp_path: Path, terminal: io.StringIO) -> None:
+def test_concurrent_saves_share_the_terminal(tmp_path: Path, terminal: io.StringIO) -> None:
     gate = GatedStorage(LocalStorage(), ["create"])
     with aiockpt.SyncCheckpointer() as ckpt:
         shown = aiockpt.progress.bar(file=terminal)
@@ -106,10 +106,10 @@ def test_several_at_a_time_share_the_terminal(tmp_path: Path, terminal: io.Strin
         assert shown.join(WAIT_S)
     text = terminal.getvalue()
     assert [f"save {name}" in text for name in "abc"] == [True] * 3
-    assert ends_cleanly(text)
+    assert ends_with_cursor(text)
 
 
-def test_a_display_forgets_the_saves_that_are_over(tmp_path: Path) -> None:
+def test_display_drops_finished_saves(tmp_path: Path) -> None:
     with aiockpt.SyncCheckpointer() as ckpt:
         shown = aiockpt.progress.log(level=logging.DEBUG)
         for number in range(3):
@@ -119,7 +119,7 @@ def test_a_display_forgets_the_saves_that_are_over(tmp_path: Path) -> None:
         assert shown.join(WAIT_S)
 
 
-def test_the_streams_of_the_program_stay_where_they_are(terminal: io.StringIO) -> None:
+def test_terminal_bar_does_not_redirect_stdout(terminal: io.StringIO) -> None:
     before = sys.stdout, sys.stderr
     bar = TerminalBar(terminal, "save c", force=True)
     bar.update(1, 2, "writing")
@@ -130,13 +130,13 @@ def test_the_streams_of_the_program_stay_where_they_are(terminal: io.StringIO) -
         bar.finish(2, 2, "written", ok=True)
 
 
-def test_a_program_with_a_live_display_of_its_own(tmp_path: Path, terminal: io.StringIO) -> None:
+def test_bar_beside_a_live_display_of_the_program(tmp_path: Path, terminal: io.StringIO) -> None:
     with aiockpt.SyncCheckpointer() as ckpt, Live("mine", console=Console(file=terminal, force_terminal=True)):
         save = ckpt.submit(large_state(20), tmp_path / "c")
         shown = aiockpt.progress.bar(save, file=terminal)
         assert shown.join(WAIT_S)
         ckpt.load(tmp_path / "c", progress=aiockpt.progress.bar(file=terminal))
-    assert ends_cleanly(terminal.getvalue())
+    assert ends_with_cursor(terminal.getvalue())
 
 
 def test_loads_and_verifications_in_a_terminal(tmp_path: Path, terminal: io.StringIO) -> None:
@@ -149,7 +149,7 @@ def test_loads_and_verifications_in_a_terminal(tmp_path: Path, terminal: io.Stri
             ckpt.load(tmp_path / "d", progress=shown)
     text = terminal.getvalue()
     assert [what in text for what in ("load c", "verify c", "load d", "done", "failed")] == [True] * 5
-    assert ends_cleanly(text)
+    assert ends_with_cursor(text)
 
 
 def test_log_lines(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -166,14 +166,14 @@ def test_log_lines(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     saved = [text for _, text in said if text.startswith("save c")]
     assert saved[0] == "save c: 0 % of 10.0 MiB, planned"
     assert saved[1].startswith("save c: written, 10.0 MiB in ")
-    assert len(saved) == 2  # a line every ten seconds
+    assert len(saved) == 2  # by default, one line every ten seconds
     assert any(text.startswith("load c: done, 10.0 MiB in ") for _, text in said)
     assert any(text.startswith("verify c: done, 10.0 MiB in ") for _, text in said)
     assert (logging.WARNING, "save d: failed") in said
 
 
 @pytest.mark.parametrize("ok", [True, False])
-def test_text_bars_of_notebooks(
+def test_text_bars_in_notebooks(
     ok: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("tqdm")
@@ -188,7 +188,7 @@ def test_text_bars_of_notebooks(
     assert ("written" if ok else "failed") in text
 
 
-def test_the_extra_is_named_where_tqdm_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_tqdm_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(display, "in_notebook", lambda: True)
     for name in ("tqdm", "tqdm.std", "tqdm.notebook"):
         monkeypatch.setitem(sys.modules, name, None)

@@ -79,7 +79,7 @@ def test_load_into_strided_tensors(ckpt, tmp_path: Path) -> None:
 
 
 def test_small_tensors_have_storages_of_their_own(ckpt, tmp_path: Path) -> None:
-    """Although the load creates small tensors of one kind together."""
+    """Although one operator makes all tensors of the same dtype, shape and strides."""
     kinds = {
         "rows": lambda: torch.randn(3, 5),
         "columns": lambda: torch.randn(5, 3).t(),
