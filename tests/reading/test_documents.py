@@ -1,4 +1,4 @@
-"""Metadata files with a hole that makes them very large: reading them costs neither time nor memory."""
+"""Metadata files with a hole that makes them very large: refusing them costs neither time nor memory."""
 
 from __future__ import annotations
 

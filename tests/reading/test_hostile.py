@@ -194,9 +194,7 @@ def test_mutated_metadata(places, ckpt, tmp_path: Path, record_property) -> None
     def run(data: st.DataObject) -> None:
         metadata = pickle.loads(whole)
         for _ in range(data.draw(st.integers(1, 2))):
-            with contextlib.suppress(
-                AttributeError, TypeError, IndexError
-            ):  # a value that was replaced may lack the field
+            with contextlib.suppress(AttributeError, TypeError, IndexError):  # a replaced value may lack the field
                 _mutate(data.draw, metadata)
         try:
             damaged = pickle.dumps(metadata, data.draw(st.integers(0, 5)))

@@ -83,9 +83,7 @@ def test_small_tensors_have_storages_of_their_own(ckpt, tmp_path: Path) -> None:
     kinds = {
         "rows": lambda: torch.randn(3, 5),
         "columns": lambda: torch.randn(5, 3).t(),
-        "one row": lambda: torch.randn(7).as_strided(
-            (1, 7), (3, 1)
-        ),  # the stride of a dimension of size 1 is arbitrary
+        "one row": lambda: torch.randn(7).as_strided((1, 7), (3, 1)),  # any stride fits a dimension of size 1
         "scalars": lambda: torch.randn(()),
         "none": lambda: torch.empty(0, 4),
         "halves": lambda: torch.randn(9).bfloat16(),
@@ -364,7 +362,7 @@ def test_flips_anywhere_are_found_or_harmless(ckpt, tmp_path: Path) -> None:
             _flip(file, offset, offset % 8)
     assert_same(state, ckpt.load(tmp_path / "c"))
     assert tried > 2000
-    assert found > tried // 4  # `.metadata` is read only if there is no manifest
+    assert found > tried // 4  # flips in `.metadata` are harmless: the manifest has the whole index
 
 
 def test_checkpoint_without_a_manifest_loads_as_plain_dcp(ckpt, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Loads with options (keys, dtype, mmap, map_location), failing half way, and cancelled."""
+"""Loads with options (keys, dtype, mmap, map_location), loads that fail half way, and cancelled loads."""
 
 from __future__ import annotations
 

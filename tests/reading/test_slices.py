@@ -143,7 +143,7 @@ def test_parts_across_chunk_borders(tmp_path: Path) -> None:
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_part_of_any_tensor(data, readers) -> None:
-    """Any hyper-rectangle, with steps, of tensors of several dtypes, strides, writers and chunkings."""
+    """Any hyper-rectangle, with steps, of tensors of several dtypes and strides, from several writers."""
     state, opened = readers
     reader = data.draw(st.sampled_from(opened))
     name = data.draw(st.sampled_from(sorted(reader)))
