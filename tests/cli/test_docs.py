@@ -11,7 +11,7 @@ from aiockpt.cli.main import app
 PAGES = {page.name.removesuffix(".md"): page.read_text() for page in (files("aiockpt") / "docs").iterdir()}
 
 
-def test_without_a_topic_each_is_listed_with_one_line():
+def test_docs_without_a_topic_lists_topics_with_summaries():
     result = CliRunner().invoke(app, ["docs"])
     assert result.exit_code == 0
     for topic, text in PAGES.items():
@@ -22,12 +22,12 @@ def test_without_a_topic_each_is_listed_with_one_line():
 
 
 @pytest.mark.parametrize("topic", sorted(PAGES))
-def test_piped_a_page_is_its_source(topic):
+def test_pipe_gets_markdown_source(topic):
     result = CliRunner().invoke(app, ["docs", topic])
     assert (result.exit_code, result.output) == (0, PAGES[topic])
 
 
-def test_on_a_terminal_a_page_is_rendered(monkeypatch, capsys):
+def test_terminal_gets_rendered_page(monkeypatch, capsys):
     monkeypatch.setattr(aiockpt.cli.docs, "console", lambda: Console(force_terminal=True, width=100))
     aiockpt.cli.docs.show_topic("threat-model")
     output = capsys.readouterr().out
@@ -36,7 +36,7 @@ def test_on_a_terminal_a_page_is_rendered(monkeypatch, capsys):
     assert "# Threat model" not in output
 
 
-def test_unknown_topic_names_those_there_are():
+def test_unknown_topic_error_lists_the_topics():
     result = CliRunner().invoke(app, ["docs", "nonsense"], env={"COLUMNS": "400"})
     assert result.exit_code == 2
     assert all(topic in result.output for topic in topics())

@@ -1,4 +1,4 @@
-"""The page of ``inspect --html``, in a real browser: keys, search, keyboard, files, hostile keys, light and dark."""
+"""The page of ``inspect --html`` in a browser: keys, search, keyboard, files, hostile keys, light and dark."""
 
 import json
 import math
@@ -15,7 +15,7 @@ from aiockpt.reading.info import ChunkInfo, ObjectInfo, TensorInfo
 from tests.cli.browser import CHROMIUM, Browser
 from tests.cli.checkpoints import FORMATS, make
 
-browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed: the page was not looked at")
+browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed, so the page is not tested")
 
 ACTIVE = "document.getElementById(document.getElementById('tree').getAttribute('aria-activedescendant'))"
 NAMES = "[...document.querySelectorAll('[role=treeitem]')].map(row => row.querySelector('bdi').textContent)"
@@ -31,7 +31,7 @@ HOSTILE = [
     "",
     "..",
     "emoji \U0001f600.x",
-    "emoji \U0001f601.x",  # with half of a pair in common with the one before
+    "emoji \U0001f601.x",  # shares the first UTF-16 surrogate with the key before
     ".".join(map(str, range(200))),
 ]
 
@@ -61,55 +61,55 @@ INFOS = [
 ]
 
 
-def written(tmp_path, infos, **kwargs):
+def write_page(tmp_path, infos, **kwargs):
     page = html_page("runs/a/step-100", "aiockpt", {"loss": 0.5}, infos, **kwargs)
     (tmp_path / "page.html").write_text(page)
     return tmp_path / "page.html"
 
 
-def facts_in(page):
+def decode_data(page):
     return json.loads(re.search(r'id="data">(.*?)</script>', page, re.DOTALL)[1])
 
 
-def keys_in(page):
-    """Decode the keys as the page does, in UTF-16."""
-    columns, keys, before = facts_in(page)["keys"], [], b""
+def decode_keys(page):
+    """Return the keys, decoded from UTF-16 as the page's script does."""
+    columns, keys, before = decode_data(page)["keys"], [], b""
     for same, rest in zip(columns[::2], columns[1::2], strict=True):
         before = before[: 2 * same] + rest.encode("utf-16-le", "surrogatepass")
         keys.append(before.decode("utf-16-le", "surrogatepass"))
     return keys
 
 
-def test_no_key_ends_the_element_that_holds_it():
+def test_keys_cannot_close_the_data_element():
     keys = [*HOSTILE, *(f"{key}.{key}" for key in HOSTILE)]
     page = html_page("</script>", "torch", {"</script>": "<!--"}, [tensor(key, (2,)) for key in keys])
-    assert keys_in(page) == keys
-    assert facts_in(page)["path"] == "</script>"
+    assert decode_keys(page) == keys
+    assert decode_data(page)["path"] == "</script>"
     assert page.count("</script>") == page.count("<script") == 2
     page.encode()  # a lone surrogate is escaped
 
 
-def test_the_page_asks_for_nothing():
+def test_page_loads_no_other_resource():
     page = html_page("a", "torch", {}, INFOS)
     assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)|@import|\burl\(|<link|<iframe|src=", page)
     assert "default-src 'none'" in page
 
 
-def test_what_keys_have_in_common_is_written_once():
+def test_common_prefixes_of_keys_are_written_once():
     infos = [tensor(f"model.layers.{n // 8}.block.{n % 8}.weight", (64, 64), offset=n * 20_000) for n in range(10_000)]
     page = html_page("a", "aiockpt", {}, infos)
-    assert keys_in(page) == [info.key for info in infos]
+    assert decode_keys(page) == [info.key for info in infos]
     assert len(page) - len(html_page("a", "aiockpt", {}, [])) < 40 * len(infos)
 
 
-def test_the_length_of_a_file_is_that_on_the_disk(tmp_path):
+def test_file_lengths_are_those_on_disk(tmp_path):
     with aiockpt.SyncCheckpointer() as ckpt:
         ckpt.save({"a": torch.ones(10_000), "n": 3}, tmp_path / "c")
         ckpt.save({"a": torch.ones(10)}, tmp_path / "s.safetensors")
         for path, file in [(tmp_path / "c", tmp_path / "c" / "__0_0.distcp"), (tmp_path / "s.safetensors",) * 2]:
             with ckpt.open(path) as reader:
                 page = html_page(reader.path, reader.format, reader.metadata, reader.values())
-            assert facts_in(page)["files"] == [[file.name, file.stat().st_size]]
+            assert decode_data(page)["files"] == [[file.name, file.stat().st_size]]
 
 
 @pytest.fixture
@@ -121,10 +121,10 @@ def page(tmp_path):
 
 
 @browser
-def test_the_keyboard_walks_through_the_tree(page, tmp_path):
-    page.open(written(tmp_path, INFOS))
-    assert page.get(f"{NAMES}.slice(0, 4)") == ["model", "embed", "weight", "layers"]  # a small tree is open
-    page.press("Tab", "Tab", "Tab", "Tab")  # metadata, search, order, tree
+def test_keyboard_moves_through_the_tree(page, tmp_path):
+    page.open(write_page(tmp_path, INFOS))
+    assert page.get(f"{NAMES}.slice(0, 4)") == ["model", "embed", "weight", "layers"]  # a small tree begins expanded
+    page.press("Tab", "Tab", "Tab", "Tab")  # the focus moves to metadata, search, order and tree
     assert page.get("document.activeElement.id") == "tree"
     page.press("ArrowDown", "ArrowDown", "ArrowDown")
     assert page.get(f"{ACTIVE}.querySelector('bdi').textContent") == "weight"
@@ -147,8 +147,8 @@ def test_the_keyboard_walks_through_the_tree(page, tmp_path):
 
 
 @browser
-def test_search_narrows_the_tree_and_leads_back_into_it(page, tmp_path):
-    page.open(written(tmp_path, INFOS))
+def test_search_filters_the_tree_and_enter_focuses_it(page, tmp_path):
+    page.open(write_page(tmp_path, INFOS))
     page.press("/", *"LAYERS 1")
     assert page.get("document.activeElement.id") == "search"
     assert page.get("document.getElementById('search').value") == "LAYERS 1"
@@ -167,8 +167,8 @@ def test_search_narrows_the_tree_and_leads_back_into_it(page, tmp_path):
 
 
 @browser
-def test_dtypes_and_files_narrow_the_tree(page, tmp_path):
-    page.open(written(tmp_path, INFOS))
+def test_dtypes_and_files_filter_the_tree(page, tmp_path):
+    page.open(write_page(tmp_path, INFOS))
     rows = page.get(
         "[...document.querySelectorAll('#dtypes tbody tr')].map(row => row.innerText.split(/\\s+/).slice(1, 3))"
     )
@@ -188,8 +188,8 @@ def test_dtypes_and_files_narrow_the_tree(page, tmp_path):
 
 
 @browser
-def test_the_map_of_a_file_names_what_lies_where(page, tmp_path):
-    page.open(written(tmp_path, INFOS))
+def test_file_map_names_the_key_under_the_pointer(page, tmp_path):
+    page.open(write_page(tmp_path, INFOS))
     length = max(
         c.offset + c.nbytes
         for info in INFOS
@@ -217,16 +217,16 @@ def test_the_map_of_a_file_names_what_lies_where(page, tmp_path):
 
 
 @browser
-def test_pieces_of_a_tensor_are_listed(page, tmp_path):
-    page.open(written(tmp_path, INFOS))
+def test_chunks_of_a_tensor_are_listed(page, tmp_path):
+    page.open(write_page(tmp_path, INFOS))
     page.press("/", *"sharded", "Enter")
     rows = page.get("[...document.querySelectorAll('#detail tbody tr')].map(row => row.innerText.split('\\t'))")
     assert rows == [["[0:3, 0:2]", "__0_0.distcp", "4,096", "24"], ["[3:6, 0:2]", "__1_0.distcp", "77", "24"]]
 
 
 @browser
-def test_the_treemap_is_to_scale_and_follows_the_selection(page, tmp_path):
-    page.open(written(tmp_path, INFOS))
+def test_treemap_is_to_scale_and_follows_the_selection(page, tmp_path):
+    page.open(write_page(tmp_path, INFOS))
     area = (
         "[...document.querySelectorAll('.cell')].map(c => [c.title || c.textContent, c.offsetWidth * c.offsetHeight])"
     )
@@ -244,7 +244,7 @@ def test_the_treemap_is_to_scale_and_follows_the_selection(page, tmp_path):
 
 
 @browser
-def test_values_are_shown_with_a_histogram(page, tmp_path):
+def test_statistics_are_shown_with_a_histogram(page, tmp_path):
     state = {"w": torch.arange(3200.0), "nan": torch.tensor([math.nan] * 3), "n": 5}
     with aiockpt.SyncCheckpointer() as ckpt:
         ckpt.save(state, tmp_path / "c")
@@ -266,13 +266,13 @@ def test_every_format_has_a_page(form, tmp_path):
     assert result.exit_code == 0, result.output
     page = (tmp_path / "page.html").read_text()
     assert result.stdout.startswith(f"{tmp_path}/page.html: ")
-    assert sorted(keys_in(page)) == ["model.0.bias", "model.0.weight"]
-    assert facts_in(page)["path"] == str(path)
-    assert len(facts_in(page)["stats"]) == 2
+    assert sorted(decode_keys(page)) == ["model.0.bias", "model.0.weight"]
+    assert decode_data(page)["path"] == str(path)
+    assert len(decode_data(page)["stats"]) == 2
     assert [file.name for file in tmp_path.glob("page*")] == ["page.html"]
 
 
-def test_a_page_replaces_no_checkpoint(tmp_path):
+def test_page_never_replaces_a_checkpoint(tmp_path):
     path, other = make("torch", tmp_path / "c"), make("safetensors", tmp_path / "d")
     before = path.read_bytes(), other.read_bytes()
     for file in (path, other):
@@ -280,11 +280,11 @@ def test_a_page_replaces_no_checkpoint(tmp_path):
         assert result.exit_code == 3
         assert result.stderr == f"aiockpt: {file} is a checkpoint; choose another name for the page\n"
     assert (path.read_bytes(), other.read_bytes()) == before
-    for _ in range(2):  # a page is replaced
+    for _ in range(2):  # the second call replaces the page of the first
         assert inspect_html(path, tmp_path / "page.html").exit_code == 0
 
 
-def test_a_page_is_not_json(tmp_path):
+def test_html_and_json_exclude_each_other(tmp_path):
     path = make(FORMATS[0], tmp_path / "c")
     result = inspect_html(path, tmp_path / "page.html", "--json")
     assert result.exit_code == 2
@@ -296,8 +296,8 @@ def inspect_html(path, page, *more):
 
 
 @browser
-def test_a_hostile_key_is_text(page, tmp_path):
-    page.open(written(tmp_path, [tensor(key, (2,), file=key or "f") for key in HOSTILE]))
+def test_hostile_keys_are_shown_as_text(page, tmp_path):
+    page.open(write_page(tmp_path, [tensor(key, (2,), file=key or "f") for key in HOSTILE]))
     assert page.get("document.querySelectorAll('img, iframe, script:not(#data)').length") == 1
     shown = page.get(NAMES)
     assert "</script><img src=x onerror=alert(1)>" in shown
@@ -311,14 +311,14 @@ def test_a_hostile_key_is_text(page, tmp_path):
 
 
 @browser
-def test_a_hundred_thousand_tensors(page, tmp_path):
+def test_page_of_a_hundred_thousand_tensors(page, tmp_path):
     infos = [
         tensor(f"model.layers.{n // 100}.block.{n % 100}.weight", (1, 1 + n % 7), offset=n * 64) for n in range(100_000)
     ]
-    page.open(written(tmp_path, infos))
+    page.open(write_page(tmp_path, infos))
     page.wait("document.documentElement.dataset.ready")
     assert page.get("document.getElementById('found').textContent") == "100,000 keys"
-    assert page.get("document.querySelectorAll('*').length") < 2500  # only what is in view exists
+    assert page.get("document.querySelectorAll('*').length") < 2500  # the page has elements only for the rows in view
     page.press("/", *"layers.999.block.99.", "Enter")
     assert page.get("document.getElementById('found').textContent") == "1 of 100,000 keys"
     assert page.get(DETAIL).startswith("model.layers.999.block.99.weight")
@@ -333,17 +333,17 @@ def test_a_hundred_thousand_tensors(page, tmp_path):
 @browser
 @pytest.mark.parametrize("width", [400, 1280])
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-def test_text_can_be_read_and_fits(tmp_path, width, dark):
+def test_text_has_contrast_and_fits_the_width(tmp_path, width, dark):
     infos = [*INFOS, tensor("a" * 300 + "." + "b" * 300, (2, 3, 4, 5, 6))]
     with Browser(width=width, dark=dark) as page:
-        page.open(written(tmp_path, infos))
+        page.open(write_page(tmp_path, infos))
         assert page.get("document.documentElement.scrollWidth <= innerWidth")
         ratios = page.get(CONTRASTS)
     assert len(ratios) > 20
     assert min(ratio for _, ratio in ratios) >= 4.5, min(ratios, key=lambda each: each[1])
 
 
-# The contrast of each text with the nearest background, as in WCAG 2.2.
+# Contrast ratio of each text node to its nearest opaque background, by the formula of WCAG 2.2.
 CONTRASTS = """
 (() => {
   const rgb = text => {

@@ -41,7 +41,7 @@ def test_every_format_is_shown(form, tmp_path):
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_every_format_has_its_figures_as_json(form, tmp_path):
+def test_every_format_has_statistics_as_json(form, tmp_path):
     path = make(form, tmp_path / "c")
     found = document(path, "--stats")
     assert (found["path"], found["tensors"], found["objects"], found["bytes"]) == (str(path), 3, 0, 94)
@@ -58,7 +58,7 @@ def test_every_format_has_its_figures_as_json(form, tmp_path):
     assert all(chunk["file"] for each in keys.values() for chunk in each["chunks"])
 
 
-def test_figures_in_text(tmp_path):
+def test_statistics_in_the_table(tmp_path):
     result = invoke(make("aiockpt", tmp_path / "c"), "--stats")
     lines = [line.split() for line in result.stdout.splitlines()]
     assert ["min", "max", "mean", "nan"] in lines
@@ -80,7 +80,7 @@ def test_metadata_and_objects_are_shown(tmp_path):
     assert document(tmp_path / "c")["metadata"] == {"loss": "inf", "note": "ü\x1b"}
 
 
-def test_layers_that_are_alike_are_one_unless_all_are_asked_for(tmp_path):
+def test_equal_layers_are_folded_unless_all(tmp_path):
     state = {f"h.{n}.{name}": torch.ones(4, 4) for n in range(6) for name in ("q", "k")}
     with aiockpt.SyncCheckpointer() as ckpt:
         ckpt.save(state, tmp_path / "c")
@@ -92,7 +92,7 @@ def test_layers_that_are_alike_are_one_unless_all_are_asked_for(tmp_path):
     assert [line.split() for line in cut.splitlines()[3:4]] == [["h", "12", "tensors", "768", "B"]]
 
 
-def test_keys_choose(tmp_path):
+def test_keys_and_patterns_select_tensors(tmp_path):
     path = make("aiockpt", tmp_path / "c")
     assert [each["key"] for each in document(path, "model")["keys"]] == ["model.0.weight", "model.0.bias"]
     assert [each["key"] for each in document(path, "*.bias", "head")["keys"]] == ["model.0.bias", "head"]
@@ -103,7 +103,7 @@ def test_keys_choose(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["nothing", "file", "folder"])
-def test_what_is_no_checkpoint_is_code_3(name, tmp_path):
+def test_paths_without_a_checkpoint_exit_with_3(name, tmp_path):
     (tmp_path / "file").write_text("text")
     (tmp_path / "folder").mkdir()
     result = invoke(tmp_path / name)
@@ -112,18 +112,18 @@ def test_what_is_no_checkpoint_is_code_3(name, tmp_path):
     assert result.stderr.count("\n") == 1
 
 
-def test_names_of_hostile_checkpoints_do_not_reach_the_terminal(tmp_path):
+def test_control_characters_in_keys_are_escaped(tmp_path):
     with aiockpt.SyncCheckpointer() as ckpt:
         ckpt.save({"a\x1b[31m\n": torch.ones(1)}, tmp_path / "c")
     assert "a\\x1b[31m\\n" in invoke(tmp_path / "c").stdout
 
 
-# --- figures ----------------------------------------------------------------------------------------------
+# --- statistics -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shape", [(7,), (1, 7), (5, 3), (2, 3, 4), (0,), (3, 0), (1, 1, 9)])
 @pytest.mark.parametrize("most", [1, 2, 4, 100])
-def test_parts_cover_a_tensor_once(shape, most):
+def test_parts_cover_each_element_once(shape, most):
     whole = torch.arange(torch.Size(shape).numel()).reshape(shape)
     parts = [whole[index] for index in part_indices(shape, most)]
     assert all(part.numel() <= most for part in parts)
@@ -159,7 +159,7 @@ EXPECTED = [
 
 
 @pytest.mark.parametrize("part_bytes", [8, 32 << 20])
-def test_figures_of_each_dtype_whole_and_in_parts(part_bytes, tmp_path, monkeypatch):
+def test_statistics_of_each_dtype_whole_and_in_parts(part_bytes, tmp_path, monkeypatch):
     monkeypatch.setattr(statistics, "PART_BYTES", part_bytes)
     with aiockpt.SyncCheckpointer() as ckpt:
         ckpt.save({f"t{number:02}": value for number, value in enumerate(VALUES)}, tmp_path / "c")
@@ -175,7 +175,7 @@ def test_figures_of_each_dtype_whole_and_in_parts(part_bytes, tmp_path, monkeypa
         assert figures.mean == (mean if mean is None else pytest.approx(mean))
 
 
-def test_figures_of_random_tensors_in_parts(tmp_path, monkeypatch):
+def test_statistics_of_random_tensors_in_parts(tmp_path, monkeypatch):
     chance = random.Random(5)
     torch.manual_seed(5)
     shapes = [[chance.randrange(1, 7) for _ in range(chance.randrange(1, 4))] for _ in range(30)]
@@ -190,7 +190,7 @@ def test_figures_of_random_tensors_in_parts(tmp_path, monkeypatch):
         assert each["stats"]["mean"] == pytest.approx(value.double().mean().item())
 
 
-def test_a_damaged_object_hides_nothing_else(tmp_path):
+def test_damaged_object_does_not_hide_other_keys(tmp_path):
     with aiockpt.SyncCheckpointer() as ckpt:
         ckpt.save({"w": torch.ones(3), "text": "changed", "step": 7}, tmp_path / "c")
     file = tmp_path / "c" / "__0_0.distcp"

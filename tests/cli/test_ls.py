@@ -33,7 +33,7 @@ def rows(*arguments):
 
 
 def save_step(run, step, keep=(), **metrics):
-    """Save a step as a manager does."""
+    """Save a checkpoint with the metadata that a manager writes."""
     facts = {"step": step, "metrics": metrics, "time": 1.7e9 + step, "keep": list(keep)}
     with aiockpt.SyncCheckpointer() as ckpt:
         ckpt.save({"w": torch.full((4,), float(step))}, run / f"step-{step:08d}", metadata={"run": facts, "mine": step})
@@ -57,8 +57,10 @@ def test_every_format_is_found(tmp_path):
     assert text.splitlines()[-1].startswith("6 complete; ")
 
 
-@pytest.mark.parametrize("form", [form for form in FORMATS if form not in ("dcp", "ranks")])  # those note no sizes
-def test_what_is_cut_short_is_damaged(form, tmp_path):
+@pytest.mark.parametrize(
+    "form", [form for form in FORMATS if form not in ("dcp", "ranks")]
+)  # DCP metadata records no file sizes
+def test_truncated_checkpoints_are_damaged(form, tmp_path):
     path = make(form, tmp_path / "c")
     files = [path] if path.is_file() else sorted(path.glob("[!.]*.*"))
     os.truncate(files[0], files[0].stat().st_size - 1)
@@ -70,7 +72,7 @@ def test_what_is_cut_short_is_damaged(form, tmp_path):
     assert f"{path.name}: {row['problem']}" in invoke(tmp_path)
 
 
-def test_a_shard_that_is_missing_in_a_directory_of_others_is_seen(tmp_path):
+def test_missing_shard_is_found_without_a_manifest(tmp_path):
     path = make("sharded", tmp_path / "c")
     (path / ".aiockpt.json").unlink()
     shard = min(path.glob("*.safetensors"))
@@ -79,21 +81,21 @@ def test_a_shard_that_is_missing_in_a_directory_of_others_is_seen(tmp_path):
     assert rows(tmp_path)["c"]["problem"] == f"it lacks its file {shard.name}"
 
 
-def test_a_save_of_others_that_was_not_finished(tmp_path):
+def test_dcp_directory_without_metadata_is_unfinished(tmp_path):
     path = make("dcp", tmp_path / "c")
     (path / ".metadata").unlink()
     row = rows(tmp_path)["c"]
     assert (row["state"], row["format"]) == ("unfinished", "dcp")
 
 
-def test_directories_of_ranks_are_one_checkpoint(tmp_path):
+def test_rank_directories_are_one_checkpoint(tmp_path):
     path = make("dcp", tmp_path / "c" / "rank0")
     shutil.copytree(path, tmp_path / "c" / "rank1")
     assert list(rows(tmp_path)) == ["c"]
     assert list(rows(tmp_path / "c")) == ["rank0", "rank1"]
 
 
-def test_what_can_not_be_read_hides_nothing_else(tmp_path):
+def test_unreadable_entries_do_not_hide_the_others(tmp_path):
     make("dcp", tmp_path / "c")
     for name in ("loop", "step-00000007"):
         (tmp_path / name).symlink_to(name)
@@ -108,7 +110,7 @@ def test_what_can_not_be_read_hides_nothing_else(tmp_path):
     assert "2 not" in invoke(tmp_path)
 
 
-def test_numbers_are_in_their_order(tmp_path):
+def test_names_are_sorted_by_number(tmp_path):
     for name in ("step-9", "step-100", "step-20", "final"):
         make("dcp", tmp_path / name)
     assert list(rows(tmp_path)) == ["final", "step-9", "step-20", "step-100"]
@@ -117,7 +119,7 @@ def test_numbers_are_in_their_order(tmp_path):
 # --- runs -------------------------------------------------------------------------------------------------
 
 
-def test_steps_have_metrics_and_the_policies_that_keep_them(tmp_path):
+def test_steps_are_listed_with_metrics_and_policies(tmp_path):
     keep = ["KeepLatest(2)", "KeepBest(1, 'loss')", "KeepIf(f)"]
     for step, loss in ((100, 0.5), (200, 0.125), (300, 0.75), (400, 0.25)):
         save_step(tmp_path, step, keep, loss=loss)
@@ -135,7 +137,7 @@ def test_steps_have_metrics_and_the_policies_that_keep_them(tmp_path):
     assert lines[2][-5:] == ["loss", "0.125", "best", "1", "loss"]
 
 
-def test_a_damaged_newest_step_hides_no_policies(tmp_path):
+def test_policies_are_read_from_the_newest_sound_step(tmp_path):
     save_step(tmp_path, 100, ["KeepLatest(1)"])
     save_step(tmp_path, 200, ["KeepLatest(9)"])
     (tmp_path / "step-00000200" / ".aiockpt.json").write_text("{}")
@@ -143,39 +145,39 @@ def test_a_damaged_newest_step_hides_no_policies(tmp_path):
 
 
 @pytest.fixture
-def leftovers(tmp_path):
-    """A directory for leftovers, which no test may leave behind."""
+def orphans(tmp_path):
+    """Run directory for orphans, removed after the test because the leak check rejects ``.aiockpt-*``."""
     (tmp_path / "run").mkdir()
     yield tmp_path / "run"
     shutil.rmtree(tmp_path / "run")
 
 
-def test_a_save_in_progress_names_its_process(leftovers):
-    (leftovers / new_ticket()).mkdir()
-    (row,) = rows(leftovers).values()
+def test_save_in_progress_names_its_process(orphans):
+    (orphans / new_ticket()).mkdir()
+    (row,) = rows(orphans).values()
     assert (row["state"], row["problem"]) == ("unfinished", f"process {os.getpid()} is saving")
 
 
-def test_what_a_dead_process_has_left(leftovers):
+def test_orphan_of_a_dead_process_is_unfinished(orphans):
     code = "from aiockpt.storage.local.temp_dir import new_ticket; print(new_ticket())"
     name = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
-    (leftovers / name).mkdir()
-    (leftovers / name / "__0_0.distcp").write_bytes(b"12345")
-    (row,) = rows(leftovers).values()
+    (orphans / name).mkdir()
+    (orphans / name / "__0_0.distcp").write_bytes(b"12345")
+    (row,) = rows(orphans).values()
     assert (row["state"], row["bytes"]) == ("unfinished", 5)
     assert "is dead; aiockpt clean removes it" in row["problem"]
-    (leftovers / name).rename(leftovers / f"{name}-swept")
-    (row,) = rows(leftovers).values()
+    (orphans / name).rename(orphans / f"{name}-swept")
+    (row,) = rows(orphans).values()
     assert "which was removing it, is dead" in row["problem"]
 
 
-def test_what_another_machine_has_left(leftovers):
-    (leftovers / f".aiockpt-{'b' * 30}.7.8.0123456789abcdef").mkdir()
-    (leftovers / ".aiockpt-x.7.0123456789abcdef").mkdir()
-    assert all("--older-than" in row["problem"] for row in rows(leftovers).values())
+def test_orphan_of_another_machine_needs_older_than(orphans):
+    (orphans / f".aiockpt-{'b' * 30}.7.8.0123456789abcdef").mkdir()
+    (orphans / ".aiockpt-x.7.0123456789abcdef").mkdir()
+    assert all("--older-than" in row["problem"] for row in rows(orphans).values())
 
 
-def test_the_owner_of_a_run_is_shown(tmp_path):
+def test_owner_of_a_run_is_shown(tmp_path):
     with aiockpt.SyncCheckpointManager(tmp_path / "run", keep=[aiockpt.KeepLatest(1)]) as run:
         run.save(3, {"w": torch.ones(3)}, metrics={"loss": 0.5})
         assert f": process {os.getpid()} on host " in invoke(tmp_path / "run").splitlines()[0]
@@ -186,7 +188,7 @@ def test_the_owner_of_a_run_is_shown(tmp_path):
     assert "process" not in invoke(tmp_path / "run")
 
 
-def test_directories_with_checkpoints_are_named(tmp_path):
+def test_subdirectories_with_checkpoints_are_counted(tmp_path):
     for name in ("b/step-1", "b/step-2", "a10/c", "a9/c", "here"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         make("dcp", tmp_path / name)
@@ -196,7 +198,7 @@ def test_directories_with_checkpoints_are_named(tmp_path):
     assert json.loads(invoke(tmp_path / "here", "--json"))["below"] == {}
 
 
-def test_an_empty_directory_has_none(tmp_path):
+def test_empty_directory(tmp_path):
     assert invoke(tmp_path) == f"There are no checkpoints in {tmp_path}.\n"
     assert json.loads(invoke(tmp_path, "--json")) == {
         "directory": str(tmp_path),
@@ -206,7 +208,7 @@ def test_an_empty_directory_has_none(tmp_path):
     }
 
 
-def test_links_are_followed_and_shown(tmp_path):
+def test_symlinks_are_followed_and_shown(tmp_path):
     make("dcp", tmp_path / "step-7")
     (tmp_path / "latest").symlink_to("step-7")
     (tmp_path / "broken").symlink_to("step-8")
@@ -214,7 +216,7 @@ def test_links_are_followed_and_shown(tmp_path):
     assert list(rows(tmp_path)) == ["latest", "step-7"]
 
 
-# --- text of policies -------------------------------------------------------------------------------------
+# --- policies as text -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -227,11 +229,11 @@ def test_links_are_followed_and_shown(tmp_path):
         KeepAll((aiockpt.KeepWithin(60), KeepAny((aiockpt.KeepEvery(10), aiockpt.KeepLatest(1))))),
     ],
 )
-def test_a_policy_is_read_from_its_text(policy):
+def test_parse_policy_reverses_repr(policy):
     assert repr(parse_policy(repr(policy))) == repr(policy)
 
 
-def test_reasons_are_short_in_tables():
+def test_reason_text_is_short():
     assert reason_text("KeepLatest(3)") == "latest 3"
     assert reason_text("KeepBest(2, 'val loss', 'max')") == "best 2 val loss max"
     assert reason_text("KeepWithin(60) & KeepEvery(10)") == "within 60 & every 10"
@@ -241,18 +243,18 @@ def test_reasons_are_short_in_tables():
 @pytest.mark.parametrize(
     "text", ["KeepIf(f)", "KeepLatest(0)", "KeepLatest", "print('x')", "KeepLatest(print('x'))", "(" * 500, "", "1"]
 )
-def test_other_text_is_no_policy(text, capsys):
+def test_parse_policy_refuses_other_text_without_running_it(text, capsys):
     assert parse_policy(text) is None
     assert capsys.readouterr().out == ""
 
 
-def test_no_policy_is_noted_by_others(tmp_path):
+def test_no_policy_in_checkpoints_saved_without_a_manager(tmp_path):
     assert noted_policy(scan(tmp_path)) is None
     make("aiockpt", tmp_path / "step-00000001")
     assert noted_policy(scan(tmp_path)) is None
 
 
-def test_best():
+def test_parse_best():
     assert parse_best("2:loss") == aiockpt.KeepBest(2, "loss")
     assert parse_best("1:val:acc:max") == aiockpt.KeepBest(1, "val:acc", "max")
     for text in ("loss", "x:loss", "2:", ":loss", ""):
@@ -260,7 +262,7 @@ def test_best():
             parse_best(text)
 
 
-def test_time_is_that_of_this_zone(tmp_path, monkeypatch):
+def test_times_are_in_the_local_zone(tmp_path, monkeypatch):
     monkeypatch.setenv("TZ", "Asia/Kathmandu")
     time.tzset()
     try:

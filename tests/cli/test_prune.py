@@ -44,7 +44,7 @@ def steps(run):
         (["--keep-latest", 1, "--keep-every", 500, "--keep-best", "1:loss"], {200, 1000, 1100}),
     ],
 )
-def test_what_no_policy_keeps_is_removed(options, kept, run):
+def test_steps_that_no_policy_keeps_are_removed(options, kept, run):
     dry = invoke(run, *options, "--dry-run", "--json")
     assert dry.exit_code == 0, dry.output
     assert steps(run) == set(LOSSES)
@@ -64,7 +64,7 @@ def test_reasons_are_shown(run):
     assert lines[5][-3:] == ["stays", "the", "newest"]
 
 
-def test_damaged_steps_stay_and_count_for_nothing(run):
+def test_damaged_steps_stay_and_do_not_count(run):
     newest = run / "step-00001100"
     os.truncate(newest / "__0_0.distcp", 10)
     assert invoke(run, "--keep-latest", 1).exit_code == 0
@@ -72,7 +72,7 @@ def test_damaged_steps_stay_and_count_for_nothing(run):
     assert "damaged: __0_0.distcp has 10 bytes" in invoke(run, "--keep-latest", 1).stdout
 
 
-def test_what_can_not_be_removed_is_not_called_removed(run):
+def test_failed_removals_are_not_reported_as_removed(run):
     (run / "step-00000200" / "mine.txt").touch()
     shutil.copytree(run, other := run.with_name("other"))
     result = invoke(run, "--keep-latest", 3)
@@ -84,14 +84,14 @@ def test_what_can_not_be_removed_is_not_called_removed(run):
     assert removed == {100: True, 200: False, 300: False, 1000: False, 1100: False}
 
 
-def test_no_path_is_not_the_current_directory(run, monkeypatch):
+def test_empty_path_is_refused(run, monkeypatch):
     monkeypatch.chdir(run)
     result = invoke("", "--keep-latest", 1)
     assert (result.exit_code, result.stderr) == (3, "aiockpt: the path is empty; name a run's directory\n")
     assert steps(run) == set(LOSSES)
 
 
-def test_a_run_with_an_owner_is_refused_unless_dry(run):
+def test_run_with_an_owner_allows_only_a_dry_run(run):
     lock = take(str(run))
     try:
         result = invoke(run, "--keep-latest", 1)
@@ -117,20 +117,20 @@ def test_a_run_with_an_owner_is_refused_unless_dry(run):
         (["--keep-latest", 0], "keep-latest"),
     ],
 )
-def test_wrong_use(options, message, run):
+def test_usage_errors(options, message, run):
     result = invoke(run, *options)
     assert result.exit_code == 2
     assert message in result.stderr
     assert steps(run) == set(LOSSES)
 
 
-def test_a_metric_that_no_step_has_removes_nothing(run):
+def test_unknown_metric_removes_nothing(run):
     result = invoke(run, "--keep-best", "1:los")
     assert (result.exit_code, result.stderr) == (3, "aiockpt: no step has the metric los; there are: loss\n")
     assert steps(run) == set(LOSSES)
 
 
-def test_a_directory_without_steps_is_refused(tmp_path):
+def test_directory_without_steps_is_refused(tmp_path):
     (tmp_path / "step-5").mkdir()
     result = invoke(tmp_path, "--keep-latest", 1)
     assert result.exit_code == 3
@@ -140,7 +140,7 @@ def test_a_directory_without_steps_is_refused(tmp_path):
     assert not (tmp_path / "none").exists()
 
 
-def test_dry_needs_no_torch(run):
+def test_dry_run_does_not_import_torch(run):
     code = (
         "import sys\nfrom aiockpt.cli.main import app\n"
         f"try: app(prog_name='aiockpt', args=['prune', {str(run)!r}, '--keep-latest', '1', '-n'])\n"

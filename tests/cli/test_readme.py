@@ -1,4 +1,4 @@
-"""The examples of the page on the command line, run as they stand, by a shell."""
+"""The examples of docs/cli.md, run by a shell, and its tables of commands and exit codes."""
 
 import doctest
 import os
@@ -20,7 +20,7 @@ TIMEOUT_S = 300
 
 
 def examples():
-    """Return each command of the page with the output that it shows."""
+    """Yield each command of the page with its expected output."""
     for block in re.findall(r"^```console\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE):
         for example in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
             command, _, output = example.partition("\n")
@@ -29,7 +29,7 @@ def examples():
 
 @pytest.fixture(scope="module")
 def home(python, tmp_path_factory):
-    """A directory with the run of the page, and the commands that the page uses."""
+    """Directory with the run and the commands that the examples use."""
     home = tmp_path_factory.mktemp("home")
     keep = [aiockpt.KeepLatest(2), aiockpt.KeepBest(1, "loss")]
     with aiockpt.SyncCheckpointManager(home / "runs" / "a", keep=keep) as run:
@@ -43,7 +43,7 @@ def home(python, tmp_path_factory):
     return home
 
 
-def test_the_commands_show_what_the_page_says(home):
+def test_examples_print_the_output_on_the_page(home):
     environment = os.environ | {"PATH": f"{home / 'bin'}:{os.environ['PATH']}"}
     checker = doctest.OutputChecker()
     commands = list(examples())
@@ -62,10 +62,10 @@ def test_the_commands_show_what_the_page_says(home):
         assert checker.check_output(expected, done.stdout, doctest.ELLIPSIS), f"{command}\n{done.stdout}"
 
 
-def test_each_command_has_its_row():
+def test_each_command_has_a_row():
     names = {command.name or command.callback.__name__ for command in app.registered_commands}
     assert set(re.findall(r"^\| `aiockpt (\w+)", PAGE, re.MULTILINE)) == names
 
 
-def test_each_exit_code_has_its_row():
+def test_each_exit_code_has_a_row():
     assert {int(code) for code in re.findall(r"^\| ([0-9]+) \|", PAGE, re.MULTILINE)} == {int(code) for code in Code}

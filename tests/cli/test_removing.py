@@ -28,7 +28,7 @@ def test_every_format_is_removed(form, tmp_path):
     assert os.listdir(tmp_path) == [other.name]
 
 
-def test_what_holds_other_things_stays_and_the_rest_goes(tmp_path):
+def test_rm_skips_other_directories_and_removes_the_rest(tmp_path):
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "a.txt").touch()
     path = make("dcp", tmp_path / "c")
@@ -39,7 +39,7 @@ def test_what_holds_other_things_stays_and_the_rest_goes(tmp_path):
     assert os.listdir(tmp_path) == ["notes"]
 
 
-def test_without_a_terminal_nobody_can_be_asked(tmp_path):
+def test_rm_without_a_terminal_requires_yes(tmp_path):
     path = make("dcp", tmp_path / "c")
     result = invoke("rm", path)
     assert result.exit_code == 2
@@ -48,7 +48,7 @@ def test_without_a_terminal_nobody_can_be_asked(tmp_path):
 
 
 @pytest.mark.parametrize(("answer", "code", "is_there"), [(b"y\n", 0, False), (b"n\n", 0, True), (b"\x04", 130, True)])
-def test_in_a_terminal_one_is_asked(answer, code, is_there, python, tmp_path):
+def test_rm_in_a_terminal_asks_for_confirmation(answer, code, is_there, python, tmp_path):
     path = make("dcp", tmp_path / "c")
     terminal, end = pty.openpty()
     process = subprocess.Popen(
@@ -76,8 +76,8 @@ def test_in_a_terminal_one_is_asked(answer, code, is_there, python, tmp_path):
 
 
 @pytest.fixture
-def leftover(tmp_path):
-    """A directory that a dead process has left, in a run."""
+def orphan(tmp_path):
+    """Orphan of a dead process in a run."""
     code = "from aiockpt.storage.local.temp_dir import new_ticket; print(new_ticket())"
     name = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
     path = tmp_path / "run" / name
@@ -86,17 +86,17 @@ def leftover(tmp_path):
     return path
 
 
-def test_what_the_dead_have_left_is_removed(leftover):
-    make("dcp", leftover.parent / "c")
-    result = invoke("clean", leftover.parent)
-    assert (result.exit_code, result.stdout) == (0, f"removed {leftover}\n")
-    assert os.listdir(leftover.parent) == ["c"]
-    assert invoke("clean", leftover.parent).stdout == "There is nothing to remove.\n"
+def test_clean_removes_orphans(orphan):
+    make("dcp", orphan.parent / "c")
+    result = invoke("clean", orphan.parent)
+    assert (result.exit_code, result.stdout) == (0, f"removed {orphan}\n")
+    assert os.listdir(orphan.parent) == ["c"]
+    assert invoke("clean", orphan.parent).stdout == "There is nothing to remove.\n"
 
 
-def test_what_others_have_left_stays_until_it_is_old(leftover):
-    foreign = leftover.with_name(f".aiockpt-{'b' * 30}.7.8.0123456789abcdef")
-    leftover.rename(foreign)
+def test_clean_keeps_orphans_of_other_machines_until_they_are_old(orphan):
+    foreign = orphan.with_name(f".aiockpt-{'b' * 30}.7.8.0123456789abcdef")
+    orphan.rename(foreign)
     found = json.loads(invoke("clean", foreign.parent, "--json").stdout)
     assert found["removed"] == []
     assert [each["path"] for each in found["left"]] == [str(foreign)]
@@ -108,13 +108,13 @@ def test_what_others_have_left_stays_until_it_is_old(leftover):
     assert found == {"removed": [str(foreign)], "left": []}
 
 
-def test_wrong_use_of_clean(tmp_path):
+def test_usage_errors_of_clean(tmp_path):
     assert invoke("clean", tmp_path, "--older-than", "soon").exit_code == 2
     result = invoke("clean", tmp_path / "none")
     assert (result.exit_code, result.stderr) == (3, f"aiockpt: {tmp_path / 'none'}: No such file or directory\n")
 
 
-def test_clean_knows_the_home_directory(leftover, monkeypatch):
-    monkeypatch.setenv("HOME", str(leftover.parent))
+def test_clean_expands_the_home_directory(orphan, monkeypatch):
+    monkeypatch.setenv("HOME", str(orphan.parent))
     result = invoke("clean", "~")
-    assert (result.exit_code, result.stdout) == (0, f"removed {leftover}\n")
+    assert (result.exit_code, result.stdout) == (0, f"removed {orphan}\n")

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.asyncio
 NAN, INF = math.nan, math.inf
 
 
-async def surveyed(state, path):
+async def survey_state(state, path):
     async with aiockpt.AsyncCheckpointer() as ckpt:
         await ckpt.save(state, path)
     async with aiockpt.open(path) as reader:
@@ -19,7 +19,7 @@ async def surveyed(state, path):
 
 
 @pytest.mark.parametrize("most", [32 << 20, 4096], ids=["whole", "in-parts"])
-async def test_a_histogram_counts_every_finite_element(most, tmp_path, monkeypatch):
+async def test_histogram_counts_every_finite_element(most, tmp_path, monkeypatch):
     monkeypatch.setattr(surveys, "PART_BYTES", most)
     state = {
         "ramp": torch.arange(32_000, dtype=torch.float32).reshape(80, 400),
@@ -29,7 +29,7 @@ async def test_a_histogram_counts_every_finite_element(most, tmp_path, monkeypat
         "wide": torch.tensor([-(2**62), 0, 2**62] * 1000),
         "complex": torch.full((2000,), 3 + 4j),
     }
-    found = await surveyed(state, tmp_path / "c")
+    found = await survey_state(state, tmp_path / "c")
     assert (found["ramp"].low, found["ramp"].high) == (0, 31_999)
     assert found["ramp"].counts == (1000,) * 32
     assert sum(found["half"].counts) == 6400
@@ -43,17 +43,19 @@ async def test_a_histogram_counts_every_finite_element(most, tmp_path, monkeypat
     assert sum(found["complex"].counts) == 2000
 
 
-async def test_there_is_no_histogram_of_nothing(tmp_path):
+async def test_no_histogram_without_a_finite_range(tmp_path):
     state = {
         "empty": torch.zeros(0, 3),
         "nan": torch.full((4,), NAN),
         "large": torch.tensor([-1e308, 1e308], dtype=torch.float64),
     }
-    found = await surveyed(state, tmp_path / "c")
+    found = await survey_state(state, tmp_path / "c")
     assert all(each.counts == () for each in found.values())
     assert found["nan"].as_json() == [["", "", "", "4"], 0, 0, ()]
 
 
-async def test_keys_that_look_like_patterns_are_keys(tmp_path):
-    found = await surveyed({"a*": torch.zeros(3), "ab": torch.ones(3), "[a]": torch.full((3,), 2.0)}, tmp_path / "c")
+async def test_pattern_characters_in_keys_are_literal(tmp_path):
+    found = await survey_state(
+        {"a*": torch.zeros(3), "ab": torch.ones(3), "[a]": torch.full((3,), 2.0)}, tmp_path / "c"
+    )
     assert {key: each.figures.mean for key, each in found.items()} == {"a*": 0, "ab": 1, "[a]": 2}

@@ -1,4 +1,4 @@
-"""Output in a terminal, by a pty: colours, widths, and nothing of it in a pipe."""
+"""Output in a terminal (a pty) has colours and fits its width; output in a pipe is plain text."""
 
 import functools
 import os
@@ -32,7 +32,7 @@ def home(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def in_terminal(home, python):
-    """Run a command in a terminal of so many columns; return what is shown, and the exit code."""
+    """Function that runs a command in a terminal of ``columns`` columns; it returns the output and the exit code."""
     return functools.partial(_in_terminal, python, home)
 
 
@@ -40,7 +40,8 @@ def _in_terminal(python, cwd, *arguments, columns, **environment):
     terminal, end = pty.openpty()
     env = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR")}
     env |= {"COLUMNS": str(columns), "TERM": "xterm-256color"} | environment
-    # The shell keeps the terminal open until all is read: what is on its way when the last end is closed may be lost.
+    # The shell keeps its end of the pty open until the test has read all output, because output that is
+    # still unread when the last end closes may be lost.
     script = '"$@"; echo "END $?"; read _'
     command = ["sh", "-c", script, "sh", *python, "-m", "aiockpt", *arguments]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=end, stderr=end, env=env, cwd=cwd)
@@ -75,7 +76,7 @@ def test_lines_fit_the_terminal(arguments, columns, in_terminal):
     assert "\x1b[" in shown
 
 
-def test_a_deep_tree_is_cut_to_the_level_that_fits(in_terminal):
+def test_deep_tree_is_cut_to_the_levels_that_fit(in_terminal):
     shown, _ = in_terminal("inspect", "wide", columns=100)
     assert len(shown.splitlines()) < 110
     assert "Levels below 1 are not shown; --all shows everything." in shown
@@ -84,12 +85,12 @@ def test_a_deep_tree_is_cut_to_the_level_that_fits(in_terminal):
     assert len(everything.splitlines()) > 240
 
 
-def test_a_number_of_nan_stands_out(in_terminal):
+def test_nan_counts_are_highlighted(in_terminal):
     shown, _ = in_terminal("inspect", "nan", "--stats", columns=80)
     assert re.search(r"\x1b\[1;31m +1\x1b\[0m", shown)
 
 
-def test_states_are_coloured_but_not_where_that_is_not_wanted(in_terminal):
+def test_states_are_coloured_unless_no_color_is_set(in_terminal):
     shown, _ = in_terminal("ls", "run", columns=100)
     assert "\x1b[32mcomplete\x1b[0m" in shown
     plain, _ = in_terminal("ls", "run", columns=100, NO_COLOR="1")
@@ -98,7 +99,7 @@ def test_states_are_coloured_but_not_where_that_is_not_wanted(in_terminal):
 
 
 @pytest.mark.parametrize("arguments", [["ls", "run"], ["inspect", "wide"], ["docs", "cli"]], ids=" ".join)
-def test_a_pipe_gets_text_alone_and_all_of_it(arguments, home, python):
+def test_pipe_gets_plain_text_in_full(arguments, home, python):
     command = [*python, "-m", "aiockpt", *arguments]
     done = subprocess.run(command, cwd=home, capture_output=True, text=True, check=True, timeout=TIMEOUT_S)
     assert "\x1b" not in done.stdout
@@ -107,20 +108,20 @@ def test_a_pipe_gets_text_alone_and_all_of_it(arguments, home, python):
         assert "long" * 20 in done.stdout or "模型" * 30 in done.stdout
 
 
-def test_a_page_is_rendered(in_terminal):
+def test_documentation_is_rendered(in_terminal):
     shown, code = in_terminal("docs", "cli", columns=80)
     assert code == 0
     assert "\x1b[1m" in shown
     assert "# The command line" not in shown
 
 
-def test_an_error_is_one_line(in_terminal):
+def test_error_is_one_line(in_terminal):
     shown, code = in_terminal("inspect", "none", columns=80)
     assert (code, shown.count("\n")) == (3, 1)
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["prune", "--help"], []], ids=" ".join)
-def test_help_has_no_colours_that_are_lost_on_light_or_dark(arguments, in_terminal):
+def test_help_colours_are_legible_on_light_and_dark(arguments, in_terminal):
     shown, _ = in_terminal(*arguments, columns=100)
     assert "\x1b[1m" in shown
     assert not re.search(r"\x1b\[(?:[0-9]+;)*(?:3[0367]|9[0-7])(?:;[0-9]+)*m", shown)  # black, yellow, cyan, white

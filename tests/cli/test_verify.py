@@ -14,7 +14,7 @@ def invoke(*arguments):
     return CliRunner().invoke(app, ["verify", *map(str, arguments)])
 
 
-VALUES = b"\0\0\0\xc0\0\0\x80\xbf"  # -2 and -1, with which the first tensor begins
+VALUES = b"\0\0\0\xc0\0\0\x80\xbf"  # -2 and -1, the first elements of the first tensor
 
 
 def damage(path):
@@ -30,7 +30,7 @@ def test_every_format_is_checked(form, tmp_path):
     assert result.exit_code == 0
     assert result.stdout.startswith(f"{path}: sound")
     if form == "safetensors":
-        return  # it has no CRCs
+        return  # the format stores no CRCs
     damage(path)
     result = invoke(path)
     assert (result.exit_code, result.stderr) == (1, "")
@@ -41,7 +41,7 @@ def test_every_format_is_checked(form, tmp_path):
     assert {problem["severity"] for problem in record["problems"]} == {"error"}
 
 
-def test_a_directory_of_checkpoints_is_checked_as_a_whole(tmp_path):
+def test_every_checkpoint_in_a_directory_is_checked(tmp_path):
     for name, form in (("step-9", "aiockpt"), ("step-10", "dcp"), ("old", "torch")):
         make(form, tmp_path / name)
     damage(tmp_path / "step-9")
@@ -52,7 +52,7 @@ def test_a_directory_of_checkpoints_is_checked_as_a_whole(tmp_path):
     assert [record["ok"] for record in json.loads(invoke(tmp_path, "--json").stdout)] == [True, False, True]
 
 
-def test_what_can_not_be_read_does_not_hide_the_others(tmp_path):
+def test_unreadable_paths_do_not_hide_the_others(tmp_path):
     (tmp_path / "empty").mkdir()
     good, bad = make("aiockpt", tmp_path / "good"), make("dcp", tmp_path / "bad")
     damage(bad)
@@ -65,7 +65,7 @@ def test_what_can_not_be_read_does_not_hide_the_others(tmp_path):
     assert "error" in records[0]
 
 
-def test_a_name_in_a_bar_is_no_markup(monkeypatch):
+def test_progress_bar_shows_markup_in_names_as_text(monkeypatch):
     terminal = Console(file=io.StringIO(), force_terminal=True, color_system=None, width=80)
     monkeypatch.setattr(progress, "console", lambda **_: terminal)
     with progress.bar("checking [red]step[/bold]", 10) as shown_bar:
