@@ -145,36 +145,36 @@ def test_policies_are_read_from_the_newest_sound_step(tmp_path):
 
 
 @pytest.fixture
-def orphans(tmp_path):
-    """Run directory for orphans, removed after the test because the leak check rejects ``.aiockpt-*``."""
+def run(tmp_path):
+    """Run directory for ``.aiockpt-*`` directories; removed after the test because the leak check rejects them."""
     (tmp_path / "run").mkdir()
     yield tmp_path / "run"
     shutil.rmtree(tmp_path / "run")
 
 
-def test_save_in_progress_names_its_process(orphans):
-    (orphans / new_ticket()).mkdir()
-    (row,) = rows(orphans).values()
+def test_save_in_progress_names_its_process(run):
+    (run / new_ticket()).mkdir()
+    (row,) = rows(run).values()
     assert (row["state"], row["problem"]) == ("unfinished", f"process {os.getpid()} is saving")
 
 
-def test_orphan_of_a_dead_process_is_unfinished(orphans):
+def test_orphan_of_a_dead_process_is_unfinished(run):
     code = "from aiockpt.storage.local.temp_dir import new_ticket; print(new_ticket())"
     name = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
-    (orphans / name).mkdir()
-    (orphans / name / "__0_0.distcp").write_bytes(b"12345")
-    (row,) = rows(orphans).values()
+    (run / name).mkdir()
+    (run / name / "__0_0.distcp").write_bytes(b"12345")
+    (row,) = rows(run).values()
     assert (row["state"], row["bytes"]) == ("unfinished", 5)
     assert "is dead; aiockpt clean removes it" in row["problem"]
-    (orphans / name).rename(orphans / f"{name}-swept")
-    (row,) = rows(orphans).values()
+    (run / name).rename(run / f"{name}-swept")
+    (row,) = rows(run).values()
     assert "which was removing it, is dead" in row["problem"]
 
 
-def test_orphan_of_another_machine_needs_older_than(orphans):
-    (orphans / f".aiockpt-{'b' * 30}.7.8.0123456789abcdef").mkdir()
-    (orphans / ".aiockpt-x.7.0123456789abcdef").mkdir()
-    assert all("--older-than" in row["problem"] for row in rows(orphans).values())
+def test_orphan_of_another_machine_needs_older_than(run):
+    (run / f".aiockpt-{'b' * 30}.7.8.0123456789abcdef").mkdir()
+    (run / ".aiockpt-x.7.0123456789abcdef").mkdir()
+    assert all("--older-than" in row["problem"] for row in rows(run).values())
 
 
 def test_owner_of_a_run_is_shown(tmp_path):
