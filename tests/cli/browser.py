@@ -27,7 +27,7 @@ _KEYS = {
     "ArrowDown": 40,
 }
 _FLAGS = (
-    "no-sandbox",  # which root may not have
+    "no-sandbox",  # Chromium refuses to run as root inside its sandbox
     "disable-gpu",
     "disable-dev-shm-usage",
     "no-first-run",
@@ -52,7 +52,7 @@ class Browser:
         self._numbers = itertools.count(1)
         self._received = b""
         self.logged: list[str] = []  # by the console and by errors
-        self.requests: list[str] = []  # addresses that the page asked for
+        self.requests: list[str] = []  # addresses that the page requested
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:
@@ -135,21 +135,21 @@ class Browser:
         self.wait("document.readyState === 'complete'")
 
     def get(self, expression: str) -> Any:
-        """Return the value of an expression, or of the promise that it is."""
+        """Return the value of an expression; if that is a promise, its value."""
         answer = self._call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         if "exceptionDetails" in answer:
             raise RuntimeError(answer["exceptionDetails"])
         return answer["result"].get("value")
 
     def wait(self, condition: str) -> None:
-        """Wait until an expression is true, asked before each frame that the page draws."""
+        """Wait until an expression is true; it is evaluated before each frame that the page draws."""
         self.get(
             "new Promise(done => { const ask = () => { let is = false; try { is = (" + condition + ") } catch {} "
             "is ? done() : requestAnimationFrame(ask) }; ask() })"
         )
 
     def press(self, *keys: str, shift: bool = False) -> None:
-        """Press and release keys one after the other, where the focus is."""
+        """Press and release keys one after the other, in the focused element."""
         for key in keys:
             event: dict[str, Any] = {"key": key, "modifiers": 8 if shift else 0}
             if key in _KEYS:

@@ -1,4 +1,4 @@
-"""Checkpoints of every format that can be read, of the same tensors, for the tests of commands."""
+"""The same tensors in a checkpoint of each readable format, for the tests of commands."""
 
 import warnings
 
@@ -12,7 +12,7 @@ FORMATS = ("aiockpt", "dcp", "ranks", "torch", "safetensors", "sharded")
 
 
 def tensors():
-    """Return tensors that differ in everything."""
+    """Return tensors of different dtypes, shapes and values."""
     return {
         "model.0.weight": torch.arange(12, dtype=torch.float32).reshape(3, 4) - 2,
         "model.0.bias": torch.tensor([1.5, float("nan"), -0.5], dtype=torch.bfloat16),
@@ -30,7 +30,7 @@ def make(form, path):
                 ckpt.save(state, path, metadata={"loss": 0.25, "note": "größe"})
             case "dcp":
                 dcp.save(state, checkpoint_id=path)
-            case "ranks":  # as ranks save without each other: each has metadata of its own
+            case "ranks":  # ranks that saved alone: each wrote metadata of its own
                 dcp.save(state, checkpoint_id=path)
                 (path / ".metadata").rename(path / "__0.metadata")
             case "torch":

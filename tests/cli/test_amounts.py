@@ -9,7 +9,7 @@ def test_durations(text, seconds):
 
 
 @pytest.mark.parametrize("text", ["", "h", "1y", "-1h", "nan", "inf", "one"])
-def test_no_durations(text):
+def test_invalid_durations(text):
     with pytest.raises(ValueError, match="is no duration"):
         parse_duration(text)
 
@@ -22,6 +22,6 @@ def test_sizes(text, nbytes):
 
 
 @pytest.mark.parametrize("text", ["", "M", "-1", "1X", "1e3", "nan"])
-def test_no_sizes(text):
+def test_invalid_sizes(text):
     with pytest.raises(ValueError, match="is no size"):
         parse_size(text)

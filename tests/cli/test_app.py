@@ -1,4 +1,4 @@
-"""The frame around the commands, in real processes: exit codes, errors on one line, signals, pipes, imports."""
+"""The behaviour that all commands share, in real processes: exit codes, one-line errors, signals, pipes, imports."""
 
 import os
 import pty
@@ -25,7 +25,7 @@ def run(*arguments, **kwargs):
     return subprocess.run([*COMMAND, *map(str, arguments)], **(options | kwargs))
 
 
-def made(body):
+def make_app(body):
     """Return an application with one command, ``it``."""
     app = typer.Typer(cls=Commands)
     app.callback()(lambda: None)
@@ -34,10 +34,10 @@ def made(body):
 
 
 def invoke(body, *arguments):
-    return CliRunner().invoke(made(body), [*arguments, "it"] if "--" not in arguments else list(arguments))
+    return CliRunner().invoke(make_app(body), [*arguments, "it"] if "--" not in arguments else list(arguments))
 
 
-def fails_with(error):
+def make_failing(error):
     def body() -> None:
         raise error
 
@@ -53,13 +53,13 @@ def fails_with(error):
         (ValueError("a bug"), "aiockpt: ValueError: a bug (--debug shows the trace)\n"),
     ],
 )
-def test_an_error_is_one_line_and_code_3(error, line):
-    result = invoke(fails_with(error))
+def test_error_is_one_line_and_exit_code_3(error, line):
+    result = invoke(make_failing(error))
     assert (result.exit_code, result.stderr, result.stdout) == (Code.FAILED, line, "")
 
 
-def test_debug_shows_the_trace_before_the_line():
-    result = invoke(fails_with(CommandError("no such thing")), "--debug")
+def test_debug_shows_the_traceback_before_the_line():
+    result = invoke(make_failing(CommandError("no such thing")), "--debug")
     assert result.exit_code == Code.FAILED
     assert result.stderr.startswith("Traceback (most recent call last)")
     assert result.stderr.endswith("\naiockpt: no such thing\n")
@@ -73,14 +73,14 @@ def test_debug_after_two_hyphens_is_an_argument():
     assert (result.exit_code, result.stdout) == (0, "--debug\n")
 
 
-def test_the_code_of_a_command_is_that_of_the_process():
-    assert invoke(fails_with(typer.Exit(Code.PROBLEMS))).exit_code == 1
-    assert invoke(fails_with(KeyboardInterrupt())).exit_code == 130
+def test_exit_code_of_the_command_is_that_of_the_process():
+    assert invoke(make_failing(typer.Exit(Code.PROBLEMS))).exit_code == 1
+    assert invoke(make_failing(KeyboardInterrupt())).exit_code == 130
     assert invoke(lambda: None).exit_code == 0
 
 
 @pytest.mark.parametrize("arguments", [["nonsense"], ["docs", "--nonsense"], ["docs", "a", "b"], ["--nonsense"]])
-def test_wrong_usage_is_one_line_and_code_2(arguments):
+def test_wrong_usage_is_one_line_and_exit_code_2(arguments):
     done = run(*arguments)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("aiockpt: ")
@@ -88,14 +88,14 @@ def test_wrong_usage_is_one_line_and_code_2(arguments):
     assert "--help shows the usage" in done.stderr
 
 
-def test_without_a_command_the_help_is_shown():
+def test_help_is_shown_without_a_command():
     done = run()
     assert done.returncode == 2
     assert "Exit codes" in done.stdout
     assert run("--help").stdout == run("-h").stdout == done.stdout
 
 
-def test_each_command_describes_itself():
+def test_each_command_has_help():
     result = CliRunner().invoke(app, ["--help"])
     for command in app.registered_commands:
         name = command.name or command.callback.__name__
@@ -123,8 +123,8 @@ app(prog_name="aiockpt", args=["it"])
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
-def test_signals_let_a_command_clean_up(number, code):
-    was = signal.signal(number, signal.default_int_handler)  # a child would inherit that it is ignored, as by nohup
+def test_command_cleans_up_after_a_signal(number, code):
+    was = signal.signal(number, signal.default_int_handler)  # nohup ignores the signal, and a child would inherit that
     process = subprocess.Popen([sys.executable, "-c", BODY], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     signal.signal(number, was)
     try:
@@ -136,8 +136,10 @@ def test_signals_let_a_command_clean_up(number, code):
         process.communicate()
 
 
-def test_in_the_background_sigterm_ends_a_command():
-    command = f"import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n{BODY}"  # as shells start it
+def test_sigterm_ends_a_background_command():
+    command = (
+        f"import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n{BODY}"  # as in shells
+    )
     with subprocess.Popen([sys.executable, "-c", command], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "waiting\n"
         process.send_signal(signal.SIGINT)
@@ -146,7 +148,7 @@ def test_in_the_background_sigterm_ends_a_command():
     assert process.returncode == 143
 
 
-def test_a_pipe_that_is_closed_in_the_midst_of_json_is_quiet():
+def test_pipe_closed_during_json_output_is_silent():
     code = (
         "import sys; from aiockpt.cli.output import print_json\n"
         "import typer; from aiockpt.cli.app import Commands\n"
@@ -162,7 +164,7 @@ def test_a_pipe_that_is_closed_in_the_midst_of_json_is_quiet():
     assert process.wait(TIMEOUT_S) == Code.CLOSED_PIPE
 
 
-def test_a_closed_pipe_is_quiet():
+def test_closed_pipe_is_silent():
     reading, writing = os.pipe()
     os.close(reading)
     try:
@@ -172,7 +174,7 @@ def test_a_closed_pipe_is_quiet():
     assert (done.returncode, done.stderr) == (Code.CLOSED_PIPE, "")
 
 
-def test_a_closed_pipe_is_quiet_on_rich_consoles():
+def test_closed_pipe_is_silent_on_rich_consoles():
     def body() -> None:
         from aiockpt.cli.output import console
 
@@ -186,7 +188,7 @@ def test_a_closed_pipe_is_quiet_on_rich_consoles():
 
 
 def in_terminal(code, columns=100):
-    """Run a program whose standard error is a terminal; return what that has shown."""
+    """Run a program whose standard error is a terminal; return the terminal's output."""
     terminal, end = pty.openpty()
     environment = os.environ | {"COLUMNS": str(columns), "TERM": "xterm-256color"}
     process = subprocess.Popen([sys.executable, "-c", code], stderr=end, stdout=subprocess.PIPE, env=environment)
@@ -196,7 +198,7 @@ def in_terminal(code, columns=100):
         while True:
             try:
                 data = os.read(terminal, 1 << 16)
-            except OSError:  # Linux reports the end of a terminal so
+            except OSError:  # how Linux reports that the other end of a terminal is closed
                 break
             if not data:
                 break
@@ -223,13 +225,13 @@ SHOWN = (
 )
 
 
-def test_a_bar_appears_in_a_terminal():
+def test_bar_appears_in_a_terminal():
     seen = in_terminal(BAR.format(after=0, wait=SHOWN))
     assert "checking" in seen
     assert "3.0 MiB of 4.0 MiB" in seen
 
 
-def test_no_bar_for_what_takes_less_than_a_second():
+def test_no_bar_for_work_of_less_than_a_second():
     assert in_terminal(BAR.format(after=3600, wait="")) == ""
 
 
@@ -247,7 +249,7 @@ FAST = [["--help"], ["--version"], ["docs"], ["docs", "saving"], ["nonsense"], [
 
 
 @pytest.mark.parametrize("arguments", FAST, ids=" ".join)
-def test_what_looks_at_no_tensor_does_without_torch(arguments, tmp_path, monkeypatch):
+def test_commands_that_read_no_tensor_do_not_import_torch(arguments, tmp_path, monkeypatch):
     for form in FORMATS:
         make(form, tmp_path / form)
     monkeypatch.chdir(tmp_path)

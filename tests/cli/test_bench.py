@@ -24,7 +24,7 @@ def invoke(*arguments):
     return CliRunner().invoke(app, ["bench", *map(str, arguments)])
 
 
-def test_everything_is_measured_and_nothing_left(tmp_path):
+def test_all_settings_are_measured_and_no_file_is_left(tmp_path):
     (tmp_path / "mine").touch()
     result = invoke(tmp_path, *SMALL, "--json")
     assert result.exit_code == 0, result.output
@@ -38,7 +38,7 @@ def test_everything_is_measured_and_nothing_left(tmp_path):
     assert found["settings"].keys() == {"io_threads", "chunk_bytes", "direct_io"}
 
 
-def test_the_settings_are_printed_as_code(tmp_path, monkeypatch):
+def test_settings_are_printed_as_code(tmp_path, monkeypatch):
     monkeypatch.delattr(os, "O_DIRECT", raising=False)  # as on macOS
     result = invoke(tmp_path, *SMALL)
     assert result.exit_code == 0, result.output
@@ -50,22 +50,22 @@ def test_the_settings_are_printed_as_code(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("arguments", [["--size", "many"], ["--seconds", "0"], ["--seconds", "x"]])
-def test_wrong_use(arguments, tmp_path):
+def test_wrong_usage(arguments, tmp_path):
     assert invoke(tmp_path, *arguments).exit_code == 2
 
 
-def test_no_directory_is_code_3(tmp_path):
+def test_missing_directory_is_exit_code_3(tmp_path):
     result = invoke(tmp_path / "none", *SMALL)
     assert (result.exit_code, result.stderr) == (3, f"aiockpt: {tmp_path / 'none'}: No such file or directory\n")
 
 
-def test_a_size_that_is_too_small_is_wrong_usage(tmp_path):
+def test_too_small_size_is_wrong_usage(tmp_path):
     result = invoke(tmp_path, "--size", "15M")
     assert result.exit_code == 2
     assert "16.0 MiB are the least to measure with" in result.stderr
 
 
-def test_too_little_space_is_code_3(tmp_path, monkeypatch):
+def test_too_little_space_is_exit_code_3(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=63 << 20))
     result = invoke(tmp_path, *SMALL)
     assert result.exit_code == 3
@@ -74,7 +74,7 @@ def test_too_little_space_is_code_3(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_an_interrupt_leaves_nothing(number, tmp_path):
+def test_interrupt_leaves_no_file(number, tmp_path):
     command = [sys.executable, "-m", "aiockpt", "bench", str(tmp_path), "--seconds", "60", "--size", "1T"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
@@ -101,7 +101,7 @@ def test_an_interrupt_leaves_nothing(number, tmp_path):
 
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("direct", [True, False])
-def test_files_have_the_bytes_that_are_counted(direct, threads, tmp_path):
+def test_file_sizes_are_the_counted_bytes(direct, threads, tmp_path):
     disk = Disk(str(tmp_path))
     noted = []
     try:
@@ -120,7 +120,7 @@ def test_files_have_the_bytes_that_are_counted(direct, threads, tmp_path):
         disk.close()
 
 
-def test_an_error_of_the_disk_is_raised(tmp_path):
+def test_disk_error_is_raised(tmp_path):
     disk = Disk(str(tmp_path / "none"))
     try:
         with pytest.raises(FileNotFoundError):
@@ -139,11 +139,11 @@ def at(speed, direct=True, threads=4, chunk_bytes=16 * MIB):
 @pytest.mark.parametrize(
     ("direct", "buffered", "expected"), [(100, 100, True), (100, 124, True), (100, 126, False), (200, 100, True)]
 )
-def test_the_page_cache_has_to_bring_something(direct, buffered, expected):
+def test_page_cache_is_proposed_only_if_clearly_faster(direct, buffered, expected):
     assert best_direct_io([at(direct), at(buffered, direct=False)]) is expected
 
 
-def test_without_direct_io_there_is_only_the_page_cache():
+def test_page_cache_is_proposed_without_direct_io():
     assert not best_direct_io([at(100, direct=False)])
 
 
@@ -151,13 +151,13 @@ def test_without_direct_io_there_is_only_the_page_cache():
     ("speeds", "expected"),
     [((100, 100, 100, 100), 4), ((100, 50, 91, 60), 4), ((100, 95, 50, 60), 1), ((10, 95, 50, 100), 2)],
 )
-def test_the_default_is_left_where_something_is_gained(speeds, expected):
+def test_other_settings_are_proposed_only_if_clearly_faster(speeds, expected):
     assert best_threads([at(speed, threads=n) for n, speed in zip((1, 2, 4, 8), speeds, strict=True)]) == expected
     chunks = {1: MIB, 2: 4 * MIB, 4: 16 * MIB, 8: 64 * MIB}
     measured = [at(speed, chunk_bytes=c) for c, speed in zip(chunks.values(), speeds, strict=True)]
     assert best_chunk(measured) == chunks[expected]
 
 
-def test_the_defaults_are_those_of_a_checkpointer():
+def test_defaults_are_those_of_a_checkpointer():
     options = CheckpointerOptions()
     assert Advice() == Advice(options.writing_threads, options.chunk, options.direct_io)

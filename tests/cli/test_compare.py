@@ -33,18 +33,18 @@ def test_every_dtype_is_compared(dtype):
     assert compared(a, b) == (2, 1, 1, 0)
 
 
-def test_a_dtype_that_cannot_be_computed_with_is_compared_by_its_bits():
+def test_dtypes_without_arithmetic_are_compared_by_bits():
     a = torch.arange(8, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
     b = torch.arange(8, dtype=torch.uint8).flip(0).view(torch.float4_e2m1fn_x2)
     assert compared(a, a.clone()) == (0, None, None, 0)
     assert compared(a, b) == (8, None, None, 0)
 
 
-def test_bits_count():
+def test_values_are_compared_by_bits_without_tolerance():
     assert compared([NAN, 0.0], [NAN, 0.0])[0] == 0
     assert compared([NAN, 2.0], [1.0, 3.0]) == (2, 1.0, 1 / 3, 1)
     assert compared([0.0], [-0.0]) == (1, 0.0, 0.0, 0)
-    other = torch.tensor([0x7FC00001], dtype=torch.int32).view(torch.float32)  # another nan
+    other = torch.tensor([0x7FC00001], dtype=torch.int32).view(torch.float32)  # a NaN with another payload
     assert compared(torch.tensor([NAN]), other) == (1, None, None, 1)
     assert compared(torch.tensor([NAN]), other, absolute=1e-9)[0] == 0
 
@@ -138,7 +138,7 @@ def test_unequal_objects(a, b):
     assert not same_objects(a, b, Tolerance())
 
 
-def test_numbers_in_objects_have_the_tolerance_too():
+def test_tolerance_applies_to_numbers_in_objects():
     assert same_objects({"lr": 0.1}, {"lr": 0.1 + 1e-12}, Tolerance(relative=1e-6))
     assert not same_objects({"lr": 0.1}, {"lr": 0.1 + 1e-12}, Tolerance())
 

@@ -1,4 +1,4 @@
-"""Completion as the shells ask for it: the console script in a process, with the environment that they set."""
+"""Shell completion: the console script in a process, with the environment variables that shells set."""
 
 import os
 import subprocess
@@ -13,7 +13,7 @@ SCRIPT = "from aiockpt.cli.main import app; app(prog_name='aiockpt')"
 
 
 def complete(*words, cwd):
-    """Return what bash is offered for the last word."""
+    """Return the completions that bash gets for the last word."""
     environment = os.environ | {
         "_AIOCKPT_COMPLETE": "complete_bash",
         "COMP_WORDS": " ".join(["aiockpt", *words]),
@@ -53,7 +53,7 @@ def home(tmp_path_factory):
         (["inspect", "a/"], ["a/step-9", "a/step-10"]),
         (["verify", "a/step-9", "a/st"], ["a/step-9", "a/step-10"]),
         (["rm", "b/"], ["b/old.pt"]),
-        (["inspect", "a"], []),  # a directory to look into: the shell completes it
+        (["inspect", "a"], []),  # directories are completed by the shell
         (["inspect", "mixed/"], []),
         (["inspect", "none/"], []),
         (["docs", "file"], ["file-format"]),
@@ -66,11 +66,11 @@ def home(tmp_path_factory):
         (["inspect", "a", "m"], []),
     ],
 )
-def test_bash_is_offered(words, expected, home):
+def test_completions_for_bash(words, expected, home):
     assert complete(*words, cwd=home) == expected
 
 
-def test_completing_needs_no_torch(home):
+def test_completion_does_not_import_torch(home):
     code = f"import sys\ntry: exec({SCRIPT!r})\nfinally: sys.exit('torch' in sys.modules)"
     environment = os.environ | {
         "_AIOCKPT_COMPLETE": "complete_bash",
@@ -81,7 +81,7 @@ def test_completing_needs_no_torch(home):
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_there_is_a_script_for_each_shell(shell):
+def test_script_for_each_shell(shell):
     environment = os.environ | {"_AIOCKPT_COMPLETE": f"source_{shell}"}
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=True, timeout=120

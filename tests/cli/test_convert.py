@@ -33,7 +33,7 @@ def same(one, other):
 
 @pytest.mark.parametrize("to", TARGETS)
 @pytest.mark.parametrize("form", FORMATS)
-def test_every_format_becomes_every_other(form, to, tmp_path):
+def test_conversion_between_all_formats(form, to, tmp_path):
     source, target = make(form, tmp_path / "c"), tmp_path / TARGETS[to]
     result = invoke("convert", source, target)
     assert result.exit_code == 0, result.output
@@ -58,7 +58,7 @@ def test_keys_and_dtype(tmp_path):
 
 
 @pytest.mark.parametrize("to", TARGETS)
-def test_what_is_there_is_replaced_only_if_asked(to, tmp_path):
+def test_existing_checkpoint_is_replaced_only_with_overwrite(to, tmp_path):
     source, target = make("aiockpt", tmp_path / "c"), tmp_path / TARGETS[to]
     with aiockpt.SyncCheckpointer() as ckpt:
         ckpt.save({"old": torch.ones(1)}, tmp_path / "old")
@@ -76,7 +76,7 @@ def test_what_is_there_is_replaced_only_if_asked(to, tmp_path):
     assert [path.name for path in keep.iterdir()] == ["letter.txt"]
 
 
-def test_a_checkpoint_is_not_written_into_itself(tmp_path):
+def test_target_inside_the_source_is_refused(tmp_path):
     source = make("aiockpt", tmp_path / "c")
     (tmp_path / "link").symlink_to(source)
     for target in (source, tmp_path / "link", source / "m.pt", tmp_path):
@@ -88,7 +88,7 @@ def test_a_checkpoint_is_not_written_into_itself(tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("to", TARGETS)
-def test_an_interrupt_leaves_nothing(to, number, python, tmp_path):
+def test_interrupt_leaves_no_file(to, number, python, tmp_path):
     with aiockpt.SyncCheckpointer() as ckpt:
         ckpt.save({f"w{n}": torch.full((3 << 20,), float(n)) for n in range(8)}, tmp_path / "c")
     code = f"""
@@ -96,7 +96,7 @@ import os, threading
 from aiockpt.cli.main import app
 from aiockpt.dcp.convert import recode, to_torch
 
-def interrupted(fill):  # the second part that is read waits for the signal, which has come when it goes on
+def interrupted(fill):  # the second read waits for the signal
     calls = []
     async def wrapper(self, *args):
         calls.append(args)
@@ -114,7 +114,7 @@ app(["convert", {str(tmp_path / "c")!r}, {str(tmp_path / TARGETS[to])!r}])
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
 
 
-def test_a_bar_shows_how_far_it_is(python, tmp_path):
+def test_bar_shows_the_progress(python, tmp_path):
     with aiockpt.SyncCheckpointer() as ckpt:
         ckpt.save({f"w{n}": torch.full((3 << 20,), float(n)) for n in range(8)}, tmp_path / "c")
     code = f"""
@@ -130,7 +130,7 @@ app(["convert", {str(tmp_path / "c")!r}, {str(tmp_path / "m.pt")!r}])
         try:
             while part := os.read(terminal, 4096):
                 shown += part
-        except OSError:  # Linux says so that nobody has the other end
+        except OSError:  # how Linux reports that the other end of a terminal is closed
             pass
         os.close(terminal)
         assert process.stdout.read().decode().startswith(str(tmp_path / "m.pt"))
@@ -154,7 +154,7 @@ def test_keys_are_extracted(tmp_path):
     )
 
 
-def test_objects_go_into_files_of_torch_save(tmp_path):
+def test_objects_are_extracted_into_torch_save_files(tmp_path):
     with aiockpt.SyncCheckpointer() as ckpt:
         ckpt.save({"model": {"w": torch.ones(2)}, "step": 7, "config": {"lr": [0.5]}}, tmp_path / "c")
     assert invoke("extract", tmp_path / "c", "step", "config", "-o", tmp_path / "m.pt").exit_code == 0
@@ -164,7 +164,7 @@ def test_objects_go_into_files_of_torch_save(tmp_path):
     assert "step" in result.stderr
 
 
-def test_what_cannot_be_extracted(tmp_path):
+def test_extraction_errors(tmp_path):
     source = make("aiockpt", tmp_path / "c")
     assert invoke("extract", source, "head", "-o", tmp_path / "m.txt").exit_code == 2
     assert invoke("extract", source, "-o", tmp_path / "m.pt").exit_code == 2
@@ -176,10 +176,10 @@ def test_what_cannot_be_extracted(tmp_path):
     assert (tmp_path / "m.pt").read_text() == ""
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="needs the counters of Linux")
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc/self/io")
 @pytest.mark.parametrize("name", ["m.safetensors", "m.pt"])
 @pytest.mark.parametrize("form", ["aiockpt", "torch", "safetensors"])
-def test_only_the_bytes_of_the_keys_are_read(form, name, tmp_path):
+def test_only_the_bytes_of_chosen_keys_are_read(form, name, tmp_path):
     state = {f"layer.{n}.w": torch.full((1 << 20,), float(n)) for n in range(12)}
     source = tmp_path / "c"
     match form:
@@ -191,7 +191,7 @@ def test_only_the_bytes_of_the_keys_are_read(form, name, tmp_path):
         case _:
             with aiockpt.SyncCheckpointer() as ckpt:
                 ckpt.save(state, source)
-    invoke("extract", source, "layer.0.*", "-o", tmp_path / f"warm-{name}")  # imports what it needs
+    invoke("extract", source, "layer.0.*", "-o", tmp_path / f"warm-{name}")  # so that imports are not counted
     process = psutil.Process()
     before = process.io_counters().read_chars
     result = invoke("extract", source, "layer.3", "layer.7.w", "-o", tmp_path / name)

@@ -32,29 +32,18 @@ def start(temporary, *options, **kwargs):
     return subprocess.Popen([*COMMAND, *options], env=environment, **kwargs)
 
 
-@pytest.fixture(scope="module")
-def demos(tmp_path_factory):
-    """Run two demos side by side; return the output, exit code and directory of each."""
-    options = {"exact": ("--dir",), "forgetful": ("--forget-rng",)}
-    homes = {name: tmp_path_factory.mktemp(name) for name in options}
-    running = {}
-    for name, arguments in options.items():
-        where = (str(homes[name] / "runs"),) if "--dir" in arguments else ()
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        running[name] = start(homes[name], *arguments, *where, **pipes)
+def run_demo(home, *options):
+    """Run the demo; return its output and exit code."""
+    process = start(home, *options, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
-        return {
-            name: (process.communicate(timeout=TIMEOUT_S)[0], process.returncode, homes[name])
-            for name, process in running.items()
-        }
+        return process.communicate(timeout=TIMEOUT_S)[0], process.returncode
     finally:
-        for process in running.values():
-            process.kill()
-            process.wait()
+        process.kill()
+        process.wait()
 
 
-def test_resumed_run_is_identical(demos):
-    output, code, _ = demos["exact"]
+def test_resumed_run_is_identical(tmp_path):
+    output, code = run_demo(tmp_path, "--dir", str(tmp_path / "runs"))
     assert code == 0, output
     assert "Killed (SIGKILL) while step-0000" in output
     assert "Left behind, and now removed: .aiockpt-" in output
@@ -63,30 +52,27 @@ def test_resumed_run_is_identical(demos):
     assert "The resumed run is identical to the one that was never interrupted." in output
     for method in ("torch.save + fsync", "dcp.async_save", "aiockpt"):
         assert f"│ {method} " in output
-
-
-def test_given_directory_keeps_the_checkpoints(demos):
-    _, _, home = demos["exact"]
     names = [f"step-{step:08d}" for step in range(2, 13, 2)]
-    assert demo_directories(home) == []
-    assert sorted(os.listdir(home / "runs")) == ["interrupted", "uninterrupted"]
-    assert sorted(os.listdir(home / "runs" / "uninterrupted")) == names
-    assert sorted(os.listdir(home / "runs" / "interrupted")) == names
+    assert demo_directories(tmp_path) == []
+    assert sorted(os.listdir(tmp_path / "runs")) == ["interrupted", "uninterrupted"]
+    assert sorted(os.listdir(tmp_path / "runs" / "uninterrupted")) == names
+    assert sorted(os.listdir(tmp_path / "runs" / "interrupted")) == names
     with aiockpt.SyncCheckpointer() as ckpt:
-        state = ckpt.load(home / "runs" / "interrupted" / names[-1])
+        state = ckpt.load(tmp_path / "runs" / "interrupted" / names[-1])
     assert state["step"] == 12
     assert not state["losses"].isnan().any()
 
 
-def test_without_the_random_numbers_the_runs_differ(demos):
-    output, code, home = demos["forgetful"]
+@pytest.mark.full
+def test_runs_differ_without_the_random_numbers(tmp_path):
+    output, code = run_demo(tmp_path, "--forget-rng")
     assert code == 1, output
     assert "The losses differ, first at step " in output
     assert "The resumed run differs from the one that was never interrupted." in output
-    assert demo_directories(home) == []
+    assert demo_directories(tmp_path) == []
 
 
-def test_ctrl_c_on_a_terminal_leaves_nothing(tmp_path):
+def test_ctrl_c_on_a_terminal_leaves_no_file(tmp_path):
     terminal, other_end = pty.openpty()
     process = start(tmp_path, stdout=other_end, stderr=other_end)
     watchdog = threading.Timer(TIMEOUT_S, process.kill)
@@ -111,12 +97,12 @@ def test_ctrl_c_on_a_terminal_leaves_nothing(tmp_path):
 
 
 def read_terminal(terminal, until=None):
-    """Read until a text has been seen, or until the other end is closed."""
+    """Return the terminal's output up to a text, or until the other end is closed."""
     seen = b""
     while until is None or until not in seen:
         try:
             data = os.read(terminal, 1 << 16)
-        except OSError:  # Linux reports the end of a terminal so
+        except OSError:  # how Linux reports that the other end of a terminal is closed
             data = b""
         if not data:
             assert until is None, seen

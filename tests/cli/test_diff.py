@@ -33,7 +33,7 @@ def save(path, state, **kwargs):
 
 @pytest.mark.parametrize("a", FORMATS)
 @pytest.mark.parametrize("b", FORMATS)
-def test_the_same_state_in_two_formats_does_not_differ(a, b, tmp_path):
+def test_no_difference_between_formats_of_one_state(a, b, tmp_path):
     result = invoke(make(a, tmp_path / "a"), make(b, tmp_path / "b"))
     assert (result.exit_code, result.stdout.splitlines()[-1]) == (0, "no differences: 3 keys are the same")
 
@@ -64,7 +64,7 @@ def changed(tmp_path):
     return save(tmp_path / "a", STATE), save(tmp_path / "b", state)
 
 
-def test_every_kind_of_change_is_found(tmp_path):
+def test_all_kinds_of_changes_are_reported(tmp_path):
     a, b = changed(tmp_path)
     found = document(a, b)
     assert (found["a"], found["b"], found["unchanged"]) == (str(a), str(b), 2)
@@ -80,7 +80,7 @@ def test_every_kind_of_change_is_found(tmp_path):
     assert (keys["step"]["before"], keys["step"]["after"]) == ("3", "4")
 
 
-def test_a_table_has_a_line_for_each(tmp_path):
+def test_table_has_a_line_for_each_change(tmp_path):
     a, b = changed(tmp_path)
     result = invoke(a, b)
     assert result.exit_code == 1
@@ -112,21 +112,21 @@ def test_keys_and_tolerances(tmp_path):
     assert "no.such" in result.stderr
 
 
-def test_keys_that_look_like_patterns_are_keys(tmp_path):
+def test_keys_with_pattern_characters_are_keys(tmp_path):
     state = {"a*": torch.zeros(2), "ab": torch.zeros(2), "[a]": torch.zeros(2), "?": 1, "x": 2}
     other = {**state, "a*": torch.ones(2), "?": 5}
     found = document(save(tmp_path / "a", state), save(tmp_path / "b", other))
     assert [each["key"] for each in found["changed"]] == ["a*", "?"]
 
 
-def test_large_tensors_are_compared_part_by_part(tmp_path):
+def test_large_tensors_are_compared_in_parts(tmp_path):
     a = torch.zeros(48, 1 << 20, dtype=torch.float16)
     save(tmp_path / "a", {"w": a, "b": torch.zeros(1 << 24, dtype=torch.int8)})
     a[0, 0], a[47, -1], a[20, 77] = 1, -3, 2
     save(tmp_path / "b", {"w": a, "b": torch.zeros(1 << 24, dtype=torch.int8)})
     found = []
     del a
-    invoke(tmp_path / "a", tmp_path / "a", "b")  # what is allocated once
+    invoke(tmp_path / "a", tmp_path / "a", "b")  # for allocations that happen once in a process
     assert peak_growth(lambda: found.append(document(tmp_path / "a", tmp_path / "b"))) < 150 << 20
     (each,) = found[0]["changed"]
     assert [each[name] for name in ("elements", "differing", "max_abs")] == [48 << 20, 3, 3.0]
@@ -154,7 +154,7 @@ class Bomb:
         return exec, ("import os; os._exit(77)",)
 
 
-def test_objects_that_would_run_code_are_compared_by_their_bytes(tmp_path):
+def test_objects_that_would_run_code_are_compared_by_bytes(tmp_path):
     with pytest.warns(aiockpt.SafeGlobalsWarning):
         a = save(tmp_path / "a", {"bomb": Bomb(), "config": Config(1), "same": Config(1), "step": 1})
     with pytest.warns(aiockpt.SafeGlobalsWarning):
@@ -165,7 +165,7 @@ def test_objects_that_would_run_code_are_compared_by_their_bytes(tmp_path):
     assert "other bytes, not unpickled" in invoke(a, b).stdout
 
 
-def test_what_cannot_be_read_is_an_error_and_not_a_difference(tmp_path):
+def test_unreadable_checkpoint_is_an_error_not_a_difference(tmp_path):
     a = save(tmp_path / "a", STATE)
     missing = invoke(a, tmp_path / "no")
     assert (missing.exit_code, missing.stdout) == (3, "")
