@@ -137,7 +137,8 @@ def test_command_cleans_up_after_a_signal(number, code):
 
 
 def test_sigterm_ends_a_background_command():
-    command = f"import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n{BODY}"  # as in shells
+    # Shells start background commands with SIGINT ignored.
+    command = f"import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n{BODY}"
     with subprocess.Popen([sys.executable, "-c", command], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "waiting\n"
         process.send_signal(signal.SIGINT)

@@ -217,7 +217,7 @@ def test_different_states_differ(other):
     assert comparison.digests[0] != comparison.digests[1]
 
 
-def test_not_a_number_equals_itself():
+def test_nan_equals_itself():
     state = {"t": torch.full((2,), torch.nan), "f": float("nan"), "none": None}
     assert compare_states(state, dict(state)).differences == ()
 
