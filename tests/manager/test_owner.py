@@ -202,7 +202,7 @@ def test_invalid_lock_file(tmp_path: Path, text: str, monkeypatch: pytest.Monkey
     write(tmp_path, text)
     monkeypatch.setattr(fcntl, "flock", _unsupported)
     if text:
-        with pytest.raises(aiockpt.RunLockedError, match="just taking it"):
+        with pytest.raises(aiockpt.RunLockedError, match="taking it now"):
             take(str(tmp_path))
     else:
         take(str(tmp_path)).release()
