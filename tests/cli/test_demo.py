@@ -1,3 +1,4 @@
+import asyncio
 import functools
 import os
 import pty
@@ -151,6 +152,21 @@ def run(module, *arguments, **kwargs):
 def test_failing_process_shows_its_errors():
     with pytest.raises(ChildError, match=r"exit code 2\n(.|\n)*no-such-option"):
         run("json.tool", "--no-such-option")
+
+
+def test_output_after_a_failure_is_dropped():
+    line = encode(Stepped(step=1, loss=0.5, elapsed_s=1.0))
+    writing = ["-n", "1", "-r", "1", f"while True: print({line!r}, end=str(), flush=True)"]
+    unhandled = []
+
+    async def fail_at_the_first_event():
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: unhandled.append(context))
+        with pytest.raises(ZeroDivisionError):
+            await run_child("timeit", writing, lambda _: 1 // 0)
+
+    for _ in range(3):
+        anyio.run(fail_at_the_first_event)
+    assert unhandled == []
 
 
 def test_silent_process_is_killed():

@@ -18,6 +18,7 @@ from aiockpt.cli.demo.events import Event, decode
 
 _LINE_BYTES = 1 << 16
 _SHOWN_BYTES = 1 << 14
+_DRAIN_S = 5.0
 
 
 class ChildError(Exception):
@@ -46,6 +47,7 @@ async def run_child(
         finally:
             with anyio.CancelScope(shield=True):
                 _kill(process)
+                await _drain(process)
                 await process.aclose()
         if code != 0 and not killed:
             raise ChildError(f"{module} ended with exit code {code}\n{_tail(errors)}")
@@ -84,6 +86,15 @@ async def _listen(process: Process, on_event: Callable[[Event], bool], timeout_s
 def _kill(process: Process) -> None:
     with contextlib.suppress(ProcessLookupError):
         process.kill()
+
+
+async def _drain(process: Process) -> None:
+    """Read and drop the rest of the output of a killed process."""
+    # anyio 4.4 feeds the end of the stream in `aclose`, and bytes that asyncio receives after that fail an assertion.
+    assert process.stdout is not None
+    with anyio.move_on_after(_DRAIN_S):  # a child of the process may still hold the pipe
+        async for _ in process.stdout:
+            pass
 
 
 def _tail(errors: IO[bytes]) -> str:
