@@ -29,10 +29,6 @@ async def _follows(save: aiockpt.SaveHandle) -> None:
         pass
 
 
-async def _cancels(asked: aiockpt.Completion[bool]) -> None:
-    await asked
-
-
 @pytest.mark.asyncio
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("moment", MOMENTS)

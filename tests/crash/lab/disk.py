@@ -99,10 +99,6 @@ class Disk:
         else:
             self._set(path, None, f"the removal of {path}")
 
-    def forget_numbers(self) -> None:
-        """Forget inode numbers, so that calls recorded on another file system with the same content match by path."""
-        self._numbers.clear()
-
     def _create(self, call: FileCall, path: str) -> None:
         if call.flags & getattr(os, "O_TMPFILE", 0) & ~os.O_DIRECTORY:
             raise ValueError(f"a file without a name in {path}: the model does not support O_TMPFILE")
