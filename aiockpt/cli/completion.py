@@ -53,14 +53,13 @@ def topics(incomplete: str) -> Words:
 
 def _names(path: str) -> Iterable[str]:
     """Return the keys of a checkpoint of aiockpt or of a safetensors file, without checking it."""
+    from aiockpt.storage.local.entries import open_regular, read_regular
+
     try:
         manifest = os.path.join(path, ".aiockpt.json")
         if os.path.isfile(manifest):
-            if os.path.getsize(manifest) > _DOCUMENT_BYTES:
-                return []
-            with open(manifest, "rb") as file:
-                return _texts(json.load(file)["index"]["names"])
-        with open(path, "rb") as file:
+            return _texts(json.loads(read_regular(manifest, most=_DOCUMENT_BYTES))["index"]["names"])
+        with open(open_regular(path), "rb") as file:
             length = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(length)) if length <= _HEADER_BYTES else {}
             return _texts([key for key in header if key != "__metadata__"])

@@ -12,10 +12,11 @@ import aiockpt
 from aiockpt.cli.amounts import parse_duration
 from aiockpt.format.manifest.manifest import decode_head
 from aiockpt.format.names import MANIFEST_NAME
+from aiockpt.format.recognise import DOCUMENT_BYTES
 from aiockpt.manager.policies import KeepAll, KeepAny, KeepPolicy
 from aiockpt.manager.scan import RUN_KEY, StepInfo
+from aiockpt.storage.local.entries import read_regular
 
-_DOCUMENT_BYTES = 1 << 28
 _CALL = re.compile(r"\bKeep([A-Z][a-z]+)\(([^()]*)\)")
 _NOTED = ("KeepLatest", "KeepEvery", "KeepWithin", "KeepBest")
 
@@ -49,8 +50,7 @@ def noted_policy(infos: Sequence[StepInfo]) -> KeepPolicy | None:
     if not complete:
         return None
     try:
-        with open(os.path.join(complete[-1].path, MANIFEST_NAME), "rb") as file:
-            head: Any = decode_head(file.read(_DOCUMENT_BYTES))
+        head: Any = decode_head(read_regular(os.path.join(complete[-1].path, MANIFEST_NAME), most=DOCUMENT_BYTES))
         texts = head["metadata"][RUN_KEY]["keep"]
         policies = [policy for text in texts if (policy := parse_policy(text)) is not None]
     except (OSError, KeyError, TypeError, ValueError):

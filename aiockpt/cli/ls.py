@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.text import Text
 
-from aiockpt.cli.found import Found, checkpoints_below, find
+from aiockpt.cli.found import Found, look_into
 from aiockpt.cli.keeping import noted_policy, reason_text
 from aiockpt.cli.output import Column, console, print_json, print_table, shown, size_text, time_text
 from aiockpt.format.names import HIDDEN
@@ -39,24 +39,26 @@ def ls(directory: str, *, as_json: bool = False) -> None:
         OSError: the directory can't be read.
     """
     path = os.path.abspath(os.path.expanduser(directory))
-    found = with_reasons(find(path))
+    contents = look_into(path)
+    found, below = with_reasons(contents.found), contents.below
     owner = owner_of(path) if os.path.isdir(path) else None
-    below = checkpoints_below(path)
     if as_json:
         facts = None if owner is None else {"host": owner.host, "pid": owner.pid, "since": _iso(owner.since)}
-        print_json(
-            {"directory": path, "owner": facts, "checkpoints": [_record(each) for each in found], "below": below}
-        )
+        records = [_record(each) for each in found]
+        print_json({"directory": path, "owner": facts, "checkpoints": records, "below": below, "cut": contents.is_cut})
         return
     if owner is not None:
         console().print(f"A manager writes to this run: {shown(str(owner))}.", style="bold", soft_wrap=True)
     if found:
         _print(found)
     elif not below:
-        console().print(f"There are no checkpoints in {shown(directory)}.", soft_wrap=True)
+        why = f": {contents.problem}" if contents.problem else ""
+        console().print(f"There are no checkpoints in {shown(directory)}{why}.", soft_wrap=True)
     if below:
         text = ", ".join(f"{shown(name)} ({count})" for name, count in below.items())
         console().print(f"Directories with checkpoints: {text}", soft_wrap=True)
+    if contents.is_cut:
+        console().print("There is more: not all of it was looked at. List its subdirectories.", soft_wrap=True)
 
 
 def with_reasons(found: Sequence[Found]) -> list[Found]:
@@ -77,7 +79,7 @@ def _print(found: Sequence[Found]) -> None:
     rows = [_row(each) for each in found]
     chosen = [number for number in range(len(_COLUMNS)) if any(str(row[number]) for row in rows)]
     if all(each.format in ("aiockpt", "") for each in found):
-        chosen.remove(2)
+        chosen = [number for number in chosen if number != 2]
     columns = [replace(_COLUMNS[0], wraps=max(len(str(row[0])) for row in rows) > _NAME_CELLS), *_COLUMNS[1:]]
     print_table([columns[number] for number in chosen], [[row[number] for number in chosen] for row in rows])
     out = console()

@@ -9,7 +9,7 @@ from typing import Any
 
 import aiockpt
 from aiockpt.cli.app import Code, report
-from aiockpt.cli.found import Found, find
+from aiockpt.cli.found import walk
 from aiockpt.cli.output import console, print_json, shown
 from aiockpt.cli.progress import bar
 from aiockpt.errors import LoadError
@@ -39,24 +39,22 @@ async def verify(paths: Sequence[str], *, as_json: bool = False) -> Code:
 async def _verified(
     ckpt: aiockpt.AsyncCheckpointer, path: str
 ) -> AsyncIterator[tuple[str, aiockpt.VerifyReport | LoadError]]:
-    """Yield the report of a checkpoint, or of each in a directory that is none itself."""
+    """Yield the report of a checkpoint, and of each in a directory."""
     try:
-        yield path, await _verify(ckpt, path)
-    except aiockpt.CheckpointNotFoundError as exc:
-        below = _below(path)
-        if not below:
-            yield path, exc
-        for found in below:
-            try:
-                yield found.path, await _verify(ckpt, found.path)
-            except LoadError as inner:
-                yield found.path, inner
-    except LoadError as exc:
-        yield path, exc
+        paths = _paths_in(path)
+    except OSError as exc:
+        yield path, LoadError(str(exc))
+        return
+    for each in paths:
+        try:
+            yield each, await _verify(ckpt, each)
+        except LoadError as exc:
+            yield each, exc
 
 
-def _below(path: str) -> list[Found]:
-    return [found for found in find(path) if found.format] if os.path.isdir(path) else []
+def _paths_in(path: str) -> list[str]:
+    """Return the checkpoints in a directory, or the path itself where there is none."""
+    return ([found.path for found in walk(os.path.abspath(path))] if os.path.isdir(path) else []) or [path]
 
 
 async def _verify(ckpt: aiockpt.AsyncCheckpointer, path: str) -> aiockpt.VerifyReport:

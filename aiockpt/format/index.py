@@ -93,3 +93,8 @@ class Index:
     wrapped: str | None = None  # the only key, if what was saved was no dict
     storage_meta: Mapping[str, Any] = field(default_factory=dict)  # what DCP's metadata says of its save
     is_transformed: bool = False  # some items have `ItemRange.transforms`, and can't be read as they are stored
+
+    @property
+    def is_part(self) -> bool:
+        """Whether it lacks chunks of a tensor, as that of one of several ranks does."""
+        return any(isinstance(entry, TensorEntry) and not entry.is_whole for entry in self.entries.values())

@@ -7,9 +7,9 @@ that the save has sealed; no pointer file is consulted.
 state           what is in the directory
 ==============  ========================================================================================
 ``complete``    a manifest that matches its CRC, and every file that it lists, of the size that it lists;
-                or, without a manifest, a ``.metadata`` of ``torch.distributed.checkpoint``
+                or, without a manifest, another checkpoint that `aiockpt.format.recognise` takes for whole
 ``damaged``     a manifest that does not match its CRC, or a file that is missing or of another size
-``unfinished``  neither manifest nor ``.metadata``
+``unfinished``  no checkpoint
 ==============  ========================================================================================
 """
 
@@ -25,9 +25,10 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Literal
 
-from aiockpt.errors import printable_key
-from aiockpt.format.manifest.manifest import FileFacts, decode_head, is_of_another_save, read_user_metadata
+from aiockpt.format.manifest.manifest import read_user_metadata
 from aiockpt.format.names import MANIFEST_NAME, METADATA_NAME
+from aiockpt.format.recognise import Recognised, assess, recognise
+from aiockpt.storage.local.entries import Listing
 
 if TYPE_CHECKING:
     from typing import TypeGuard
@@ -40,7 +41,6 @@ RUN_KEY = "run"
 _FACTS = frozenset({"step", "metrics", "time", "keep"})  # a manager writes all of them
 _MOST_S = 250e9  # in the year 9892; `datetime` ends with 9999
 _NAME = re.compile(r"step-([0-9]{8,18})")
-_DOCUMENT_BYTES = 1 << 28
 _MOST_LISTS = 20  # of a directory whose steps are deleted while they are looked at
 
 
@@ -85,12 +85,18 @@ def step_of(name: str) -> int | None:
     return step if name == f"step-{step:08d}" else None
 
 
+def is_set_aside(name: str) -> bool:
+    """Return whether a manager has given a directory this name, as its step was damaged."""
+    stem, _, rest = name.partition(".")
+    return step_of(stem) is not None and rest.partition("-")[0] == "damaged"
+
+
 class StepScanner:
-    """Scans a run's directory again and again, in any thread; an unchanged manifest is read once."""
+    """Scans a run's directory again and again, in any thread; the documents of an unchanged step are read once."""
 
     def __init__(self, directory: str) -> None:
         self._directory = directory
-        self._cache: dict[str, tuple[tuple[int, ...], _Facts | None]] = {}  # by the identity of the manifest
+        self._cache: dict[str, tuple[object, StepInfo]] = {}  # with the signature of the files
         self._lock = threading.Lock()
 
     def scan(self, *, lenient: bool = False) -> tuple[StepInfo, ...]:
@@ -128,32 +134,30 @@ class StepScanner:
             return StepInfo(step, path, "damaged", problem=f"it can't be read: {exc}")
 
     def _look(self, path: str, step: int) -> StepInfo:
-        with os.scandir(path) as entries:
-            sizes = {e.name: e.stat(follow_symlinks=False).st_size for e in entries if not e.is_dir()}
-        changed_s = os.stat(path).st_mtime
-        info = StepInfo(step, path, "complete", sum(sizes.values()), changed_s)
-        if MANIFEST_NAME not in sizes:
-            return _without_manifest(info, sizes)
-        facts = self._facts_of(path)
-        if facts is None:
-            return replace(info, state="damaged", problem=f"{MANIFEST_NAME} is damaged")
-        known = replace(info, time=facts.time, metrics=facts.metrics, metadata=facts.metadata)
-        wrong = _wrong_file(facts.files, sizes)
-        if wrong is None:
-            return known
-        if METADATA_NAME in sizes and is_of_another_save(facts.files, _read(os.path.join(path, METADATA_NAME))):
-            return _without_manifest(info, sizes)
-        return replace(known, state="damaged", problem=wrong)
+        with Listing(path) as listing:
+            known = self._cache.get(path)
+            if known is None or known[0] != listing.signature:
+                known = self._cache[path] = (listing.signature, examine(listing, step)[1])
+        return replace(known[1], step=step)
 
-    def _facts_of(self, path: str) -> _Facts | None:
-        """Return the facts in a manifest; None if it is damaged."""
-        name = os.path.join(path, MANIFEST_NAME)
-        found = os.stat(name)
-        identity = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
-        known = self._cache.get(path)
-        if known is None or known[0] != identity:
-            known = self._cache[path] = (identity, _decode(_read(name)))
-        return known[1]
+
+def examine(listing: Listing, step: int = -1) -> tuple[Recognised, StepInfo]:
+    """Return what a directory or a file is, and its facts as those of a step."""
+    files, fetch = listing.files, listing.fetch
+    found = recognise(files, fetch, alone=listing.is_file)
+    if listing.folders and not found.is_described:
+        listing.list_below()
+        found = recognise(files, fetch)
+    state, problem, head = assess(found, files, fetch)
+    if not found.layout:
+        state, problem = "unfinished", problem or f"it has neither {MANIFEST_NAME} nor {METADATA_NAME}"
+    info = StepInfo(step, listing.path, state, sum(files.values()), listing.changed_s, problem=problem)
+    if head is None:
+        return found, info
+    facts = _read_facts(head)
+    if facts is None:
+        return found, replace(info, state="damaged", problem=f"{MANIFEST_NAME} is damaged")
+    return found, replace(info, time=facts.time, metrics=facts.metrics, metadata=facts.metadata)
 
 
 def scan(directory: str | os.PathLike[str]) -> tuple[StepInfo, ...]:
@@ -169,11 +173,6 @@ def scan(directory: str | os.PathLike[str]) -> tuple[StepInfo, ...]:
         OSError: the directory, or a manifest, can't be read.
     """
     return StepScanner(os.path.abspath(os.path.expanduser(os.fspath(directory)))).scan()
-
-
-def look(path: str, step: int = -1) -> StepInfo | None:
-    """Return what the directory of a checkpoint shows, whatever its name; None if it is not there."""
-    return StepScanner(os.path.dirname(path)).look(path, step)
 
 
 def _is_directory(entry: os.DirEntry[str]) -> bool:
@@ -192,37 +191,14 @@ def _is_directory(entry: os.DirEntry[str]) -> bool:
 class _Facts:
     """The contents of a manifest that matter here."""
 
-    files: Mapping[str, FileFacts]
     time: float
     metrics: Mapping[str, float]
     metadata: Mapping[str, Any]
 
 
-def _without_manifest(info: StepInfo, sizes: Mapping[str, int]) -> StepInfo:
-    if METADATA_NAME in sizes:
-        return info
-    return replace(info, state="unfinished", problem=f"it has neither {MANIFEST_NAME} nor {METADATA_NAME}")
-
-
-def _wrong_file(files: Mapping[str, FileFacts], sizes: Mapping[str, int]) -> str | None:
-    for name, facts in files.items():
-        if name not in sizes:
-            return f"it lacks its file {printable_key(name)}"
-        if sizes[name] != facts.nbytes:
-            return f"{printable_key(name)} has {sizes[name]} bytes, but was written with {facts.nbytes}"
-    return None
-
-
-def _read(name: str) -> bytes:
-    with open(name, "rb") as file:
-        return file.read(_DOCUMENT_BYTES)
-
-
-def _decode(data: bytes) -> _Facts | None:
-    head = decode_head(data)
+def _read_facts(head: Mapping[str, Any]) -> _Facts | None:
+    """Return the facts in the head of a manifest; None if it is damaged."""
     try:
-        if head is None:
-            return None
         metadata = read_user_metadata(head["metadata"])
         run = metadata.get(RUN_KEY)
         if isinstance(run, dict) and not _FACTS.isdisjoint(run):
@@ -230,7 +206,6 @@ def _decode(data: bytes) -> _Facts | None:
         else:  # of a program that saves without a manager
             run = {}
         return _Facts(
-            files={n: FileFacts(int(each["bytes"]), int(each["crc32"], 16)) for n, each in head["files"].items()},
             time=_time_of(run.get("time"), head["created"]),
             metrics=_metrics_of(run.get("metrics")),
             metadata=metadata,

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -24,16 +24,16 @@ from aiockpt.errors import (
     sanitize_error,
 )
 from aiockpt.format.checks import check_index
-from aiockpt.format.dcp.joined import in_directory, is_part, join_ranks, rank_directories, rank_metadata
+from aiockpt.format.dcp.joined import in_directory, join_ranks
 from aiockpt.format.dcp.metadata import decode_metadata
 from aiockpt.format.index import Entry, Index, InlineEntry, ItemRange, ObjPath, TensorEntry, TensorItem
 from aiockpt.format.item.arrays import check_arrays
-from aiockpt.format.item.ziparchive import LEGACY_MAGIC, ZIP_MAGIC
 from aiockpt.format.keys import check_patterns, hint, matching
 from aiockpt.format.manifest.columnar_index import IndexedEntries
 from aiockpt.format.manifest.manifest import Manifest, is_of_another_save, is_pickled
 from aiockpt.format.manifest.reader import decode_manifest
 from aiockpt.format.names import MANIFEST_NAME, METADATA_NAME
+from aiockpt.format.recognise import SHARD_INDEX, Recognised, rank_metadata, recognise
 from aiockpt.format.safetensors.reader import (
     HEADER_PROBE_BYTES,
     decode_header,
@@ -51,14 +51,12 @@ from aiockpt.reading.decoded import DecodedSource
 from aiockpt.reading.read_plan import ReadRequest
 
 if TYPE_CHECKING:
+    from aiockpt.core.threads import Workers
     from aiockpt.options import LoadOptions
     from aiockpt.reading.executor import LoadTools
     from aiockpt.storage.base import Source, Storage
 
-_SHARD_INDEX = ".safetensors.index.json"
 _PART_NAME = re.compile(r"(__[0-9]+)?\.metadata|\.aiockpt\.json|.*\.distcp", re.DOTALL)
-_HIDDEN = re.compile(rf"(^|{re.escape(os.sep)})\.")
-_TORCH_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin")
 _MOST_SHOWN = 10
 _JOINED = "aiockpt's own load joins the ranks' parts"
 _WRAPPED = "value"
@@ -87,16 +85,21 @@ def read_index(
     metadata of one rank.
     """
     try:
-        check_place(source, path)
-        if METADATA_NAME in source.files:
+        found = look_at(source, path)
+        if found.state != "complete" and not found.ranks:  # reading the ranks' parts tells more
+            raise CorruptCheckpointError(f"{path}: {found.problem}. Use an older checkpoint, or restore what it lacks")
+        if found.layout == "dcp":
             index = _read_dcp(source, path, trust=trust, as_stored=as_stored)
-        elif ranks := find_ranks(source, path):
-            index = _read_ranks(source, path, ranks, trust=trust, as_stored=as_stored)
+        elif found.layout == "ranks":
+            index = _read_ranks(source, path, found.ranks, trust=trust, as_stored=as_stored)
         else:
             with _located(path):
-                index = _read_other(source, path, safe_globals, trust)
+                index = _read_set(source, found, safe_globals, trust)
             check_index(path, index, source.files)
-            _read_manifest(source, path)  # refuses a damaged one
+            if (manifest := _read_manifest(source, path)) is not None:
+                _check_files(source, path, manifest)
+        if found.beside:
+            logger.warning("%s: %s", path, not_read(found.beside))
     except LoadError as exc:
         sanitize_error(exc)
         raise
@@ -112,69 +115,40 @@ def check_place(source: Source, path: str) -> None:
         )
 
 
-def checkpoints_below(files: Collection[str]) -> list[str]:
-    """Return the relative paths whose names look like checkpoints, the highest step first, without hidden ones.
-
-    Empty in a directory with the files of an unfinished checkpoint.
-    """
-    if any(os.sep not in name and name.endswith(".distcp") for name in files):
-        return []
-    seen = [name.rpartition(os.sep) for name in files if not _HIDDEN.search(os.path.dirname(name))]
-    found = {folder for folder, _, name in seen if folder and (name == METADATA_NAME or name.endswith(".safetensors"))}
-    found |= {folder for folder, _, name in seen if folder and rank_metadata([name])}
-    found |= {
-        os.path.join(folder, name) for folder, _, name in seen if folder not in found and name.endswith(_TORCH_SUFFIXES)
-    }
-    return sorted(found, key=_naturally, reverse=True)
-
-
-def _naturally(name: str) -> list[tuple[int, str]]:
-    """Return a sort key that orders step-90 before step-1000."""
-    return [(int(part), "") if part.isdecimal() else (0, part) for part in re.split(r"([0-9]+)", name)]
-
-
-def _read_other(source: Source, path: str, safe_globals: Sequence[Any], trust: bool) -> Index:
-    files = source.files
-    top = [name for name in files if os.sep not in name]
-    shard_indexes = [name for name in top if name.endswith(_SHARD_INDEX)]
-    if shard_indexes and len(files) == 1:
-        raise LoadError("it is the index of a set of safetensors files: name the directory that holds them")
-    if len(shard_indexes) == 1:
-        return with_shared_names(_read_shards(source, shard_indexes[0]))
-    tensors = [name for name in top if name.endswith(".safetensors")]
-    if len(tensors) == 1:
-        return with_shared_names(_read_safetensors(source, tensors[0]))
-    if len(files) == 1:
-        (name,) = files
-        begin = _bytes(source, name, 0, min(64, files[name]))
-        if begin[:4] == ZIP_MAGIC or LEGACY_MAGIC in begin:
-            return _read_torch(source, name, safe_globals, trust)
-        # A safetensors file begins with 8 bytes of length, then JSON.
-        if begin[8:9] == b"{":
-            return with_shared_names(_read_safetensors(source, name))
-    raise _not_a_checkpoint(path, files, tensors, shard_indexes)
-
-
-def _not_a_checkpoint(path: str, files: Mapping[str, int], tensors: list[str], indexes: list[str]) -> LoadError:
-    is_file = os.path.basename(path) in files and len(files) == 1
-    below = [] if is_file or tensors or indexes else checkpoints_below(files)
-    if below:
-        return CheckpointNotFoundError(
-            f"it is no checkpoint, but has {'some' if below[1:] else 'one'} below: {some_of(below, _MOST_SHOWN)}; "
-            f"add {'one of these' if below[1:] else 'this'} to the path"
+def look_at(source: Source, path: str) -> Recognised:
+    """Return what checkpoint a path shows; if it shows none, raise an error that says what it is. Blocks."""
+    check_place(source, path)
+    name, files = os.path.basename(path), source.files
+    alone = list(files) == [name]
+    index = name if name in files and name.endswith(SHARD_INDEX) else ""
+    found = recognise(files, source.read_bytes, alone=alone and not index, index=index)
+    if found.choices:
+        raise CheckpointNotFoundError(
+            f"{path}: it is no checkpoint, but holds {'several' if found.choices[1:] else 'one'}: "
+            f"{some_of(found.choices, _MOST_SHOWN)}; add {'one of these' if found.choices[1:] else 'this'} to the path"
         )
-    if any(name.endswith(".distcp") for name in files):
-        return CorruptCheckpointError(
-            f"it holds files of a checkpoint but no {METADATA_NAME}: its save was never finished. Use an older "
-            "checkpoint."
-        )
-    if is_file:
-        return CheckpointNotFoundError(
-            "there is no checkpoint: it is neither a torch.save file, nor a safetensors file, nor a directory"
-        )
-    if len(tensors) > 1 or len(indexes) > 1:
-        return LoadError(f"it holds several checkpoints: {', '.join(sorted(indexes or tensors)[:5])}; name one of them")
-    return CheckpointNotFoundError(f"there is no checkpoint: the directory has no {METADATA_NAME} and no safetensors")
+    if not found.layout and found.problem:
+        raise CheckpointNotFoundError(f"{path}: there is no checkpoint: {found.problem}")
+    if not found.layout:
+        what = "it is neither a torch.save file, nor a safetensors file, nor a directory"
+        if not alone:
+            what = f"the directory has no {METADATA_NAME} and no safetensors or torch.save file"
+        raise CheckpointNotFoundError(f"{path}: there is no checkpoint: {what}")
+    return found
+
+
+def not_read(beside: Sequence[str]) -> str:
+    """Return the message about files beside a checkpoint, of loading and of verifying."""
+    return f"{some_of([printable(name) for name in beside], _MOST_SHOWN)} beside the checkpoint: not read"
+
+
+def _read_set(source: Source, found: Recognised, safe_globals: Sequence[Any], trust: bool) -> Index:
+    """Read the index of a file, or of a set of them."""
+    if found.layout == "torch":
+        return _read_torch(source, found.files[0], safe_globals, trust)
+    if found.index:
+        return with_shared_names(_read_shards(source, found.index))
+    return with_shared_names(_read_safetensors(source, found.files[0]))
 
 
 def _read_dcp(source: Source, path: str, *, trust: bool, as_stored: bool) -> Index:
@@ -209,24 +183,6 @@ def _is_replaced(source: Source, path: str, manifest: Manifest) -> bool:
     """Return whether another program has replaced `.metadata` and left our manifest."""
     begin = _bytes(source, METADATA_NAME, 0, min(3, source.files[METADATA_NAME]))  # all of it is rarely needed
     return is_pickled(begin) and is_of_another_save(manifest.files, read_document(source, METADATA_NAME, path))
-
-
-def find_ranks(source: Source, path: str) -> dict[int, str]:
-    """Return the metadata files of ranks that saved alone. Blocks."""
-    ranks = rank_metadata(source.files) or rank_directories(source.files)
-    if os.sep not in next(iter(ranks.values()), ""):
-        return ranks
-    # Directories such as step-100 are numbered too, but only ranks store parts of tensors. The first readable metadata
-    # file decides.
-    damage: LoadError | None = None
-    for name in ranks.values():
-        try:
-            return ranks if is_part(_read_rank(source, path, name, as_stored=False)) else {}
-        except LoadError as exc:
-            damage = damage or exc
-    if damage is not None:
-        raise damage
-    return ranks
 
 
 def read_rank(source: Source, path: str, rank: int) -> Index:
@@ -430,9 +386,14 @@ class OpenCheckpoint:
         return ReadRequest(name, entry, selections, shape, taken, out)
 
 
+async def open_files(storage: Storage, path: str, workers: Workers) -> Source:
+    """Open the files of a checkpoint; those beside it if the path is the index of a set."""
+    return await storage.open(os.path.dirname(path) if path.endswith(SHARD_INDEX) else path, workers=workers)
+
+
 async def open_checkpoint(storage: Storage, path: str, options: LoadOptions, tools: LoadTools) -> OpenCheckpoint:
     """Open the files of a checkpoint and read its index; the caller closes `OpenCheckpoint.source`."""
-    source = DecodedSource(await storage.open(path, workers=tools.workers), path, tools.transforms)
+    source = DecodedSource(await open_files(storage, path, tools.workers), path, tools.transforms)
     try:
         index = await tools.workers.run(
             read_index, source, path, safe_globals=options.safe_globals, trust=options.trust

@@ -88,11 +88,18 @@ def test_dcp_directory_without_metadata_is_unfinished(tmp_path):
     assert (row["state"], row["format"]) == ("unfinished", "dcp")
 
 
-def test_rank_directories_are_one_checkpoint(tmp_path):
-    path = make("dcp", tmp_path / "c" / "rank0")
-    shutil.copytree(path, tmp_path / "c" / "rank1")
-    assert list(rows(tmp_path)) == ["c"]
-    assert list(rows(tmp_path / "c")) == ["rank0", "rank1"]
+def test_numbered_checkpoints_are_not_taken_for_parts_of_one(tmp_path):
+    path = make("dcp", tmp_path / "run" / "0")
+    shutil.copytree(path, tmp_path / "run" / "1")
+    assert rows(tmp_path) == {}
+    assert json.loads(invoke(tmp_path, "--json"))["below"] == {"run": 2}
+    assert list(rows(tmp_path / "run")) == ["0", "1"]
+
+
+def test_step_that_was_set_aside_is_damaged(tmp_path):
+    save_step(tmp_path, 36)
+    (tmp_path / "step-00000036").rename(tmp_path / "step-00000036.damaged")
+    assert rows(tmp_path)["step-00000036.damaged"]["state"] == "damaged"
 
 
 def test_unreadable_entries_do_not_hide_the_others(tmp_path):
@@ -205,6 +212,7 @@ def test_empty_directory(tmp_path):
         "owner": None,
         "checkpoints": [],
         "below": {},
+        "cut": False,
     }
 
 

@@ -152,7 +152,7 @@ def test_numbered_checkpoints_are_not_mistaken_for_parts(tmp_path: Path) -> None
         dcp.save({"w": torch.rand(3)}, checkpoint_id=tmp_path / f"step-{step}")
     with (
         aiockpt.SyncCheckpointer() as ckpt,
-        pytest.raises(aiockpt.CheckpointNotFoundError, match="some below: step-2, step-1"),
+        pytest.raises(aiockpt.CheckpointNotFoundError, match="several: step-2, step-1"),
     ):
         ckpt.load(tmp_path)
     (tmp_path / "step-1" / ".metadata").write_bytes(b"damaged")
@@ -219,7 +219,7 @@ def test_directories_of_epochs_are_not_joined(world2: World, tmp_path: Path) -> 
     world2.results(_save_epochs, tmp_path)
     with (
         aiockpt.SyncCheckpointer() as ckpt,
-        pytest.raises(aiockpt.CheckpointNotFoundError, match="some below: Epoch_1, Epoch_0"),
+        pytest.raises(aiockpt.CheckpointNotFoundError, match="several: Epoch_1, Epoch_0"),
     ):
         ckpt.load(tmp_path)
 
@@ -350,7 +350,7 @@ def test_another_layout_is_refused_by_the_reader_and_converted(world2: World, tm
     assert_same(expected, torch.load(tmp_path / "c.pt"))
     with (
         aiockpt.SyncCheckpointer() as ckpt,
-        pytest.raises(aiockpt.CheckpointNotFoundError, match="has one below: c; add"),
+        pytest.raises(aiockpt.CheckpointNotFoundError, match="holds one: c; add"),
     ):
         (tmp_path / "c.pt").unlink()
         ckpt.load(tmp_path)

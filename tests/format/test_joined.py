@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from aiockpt.errors import CorruptCheckpointError, LoadError
-from aiockpt.format.dcp.joined import join_ranks, rank_metadata
+from aiockpt.format.dcp.joined import join_ranks
 from aiockpt.format.index import ChunkEntry, Index, ItemRange, ObjectEntry, TensorEntry
+from aiockpt.format.recognise import rank_metadata
 
 
 def part(rank: int, *chunks: tuple[tuple[int, ...], tuple[int, ...]], shape: tuple[int, ...] = (8, 2)) -> Index:

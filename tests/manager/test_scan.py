@@ -98,7 +98,7 @@ def data_file(path: Path) -> Path:
         (lambda path: cut(path / ".aiockpt.json", 30), "damaged", ".aiockpt.json is damaged"),
         (lambda path: (path / ".aiockpt.json").write_bytes(b""), "damaged", ".aiockpt.json is damaged"),
         (lambda path: (path / ".aiockpt.json").unlink(), "complete", ""),
-        (lambda path: [(path / n).unlink() for n in (".aiockpt.json", ".metadata")], "unfinished", "neither"),
+        (lambda path: [(path / n).unlink() for n in (".aiockpt.json", ".metadata")], "unfinished", "never finished"),
         (lambda path: [file.unlink() for file in path.iterdir()], "unfinished", "neither"),
     ],
 )

@@ -251,7 +251,7 @@ def test_directory_of_checkpoints_is_refused_with_a_list(ckpt, tmp_path: Path) -
     torch.save(state, tmp_path / "run" / "old.pt")
     hidden = tmp_path / "run" / ".hidden"
     shutil.copytree(tmp_path / "run" / "step-9", hidden)
-    says = r"run: it is no checkpoint, but has some below: step-1000, step-90, step-9, old\.pt, last; add one of these"
+    says = r"run: it is no checkpoint, but holds several: step-1000, step-90, step-9, old\.pt, last; add one of these"
     for attempt in (ckpt.load, ckpt.verify, ckpt.open, lambda path: FileSystemReader(path).read_metadata()):
         with pytest.raises(aiockpt.CheckpointNotFoundError, match=says):
             attempt(tmp_path / "run").__enter__()
@@ -259,7 +259,7 @@ def test_directory_of_checkpoints_is_refused_with_a_list(ckpt, tmp_path: Path) -
         ckpt.load(tmp_path)
     for step in range(20):
         shutil.copytree(hidden, tmp_path / "many" / f"s{step}")
-    with pytest.raises(aiockpt.CheckpointNotFoundError, match=r"below: s19, s18, .*, s10 and 10 more; add"):
+    with pytest.raises(aiockpt.CheckpointNotFoundError, match=r"several: s19, s18, .*, s10 and 10 more; add"):
         ckpt.load(tmp_path / "many")
     with pytest.raises(aiockpt.CheckpointNotFoundError, match=r"has one below: s; add this to the path"):
         ckpt.load(shutil.copytree(hidden, tmp_path / "one" / "s").parent)

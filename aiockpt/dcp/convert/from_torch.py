@@ -7,7 +7,6 @@ import mmap
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -19,14 +18,15 @@ from aiockpt.errors import CheckpointExistsError, CommitError, CorruptCheckpoint
 from aiockpt.format.index import InlineEntry, TensorEntry
 from aiockpt.format.item.objects import checked_sparse, extended_allow_list
 from aiockpt.format.item.ziparchive import ZIP_MAGIC
-from aiockpt.format.names import MANIFEST_NAME, METADATA_NAME
+from aiockpt.format.names import METADATA_NAME
 from aiockpt.reading.assemble import build_state
 from aiockpt.reading.executor import LoadTools, MapReader
 from aiockpt.reading.open import read_index
 from aiockpt.reading.verify.verify import verify_checkpoint
-from aiockpt.storage.local.belonging import remove
+from aiockpt.storage.local.belonging import look_into, remove
 from aiockpt.storage.local.commit import move_in, sync_directory
 from aiockpt.storage.local.temp_dir import new_ticket
+from aiockpt.storage.syscalls import open_directory
 from aiockpt.sync_checkpointer import SyncCheckpointer
 
 if TYPE_CHECKING:
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 
 _RELEASE_BYTES = 64 << 20
 """Pages of the file that was read are released each time so much was staged."""
-_OURS = ("__*.distcp", "__*.metadata", METADATA_NAME, MANIFEST_NAME)
 
 
 # --- the file -----------------------------------------------------------------------------------------
@@ -154,14 +153,14 @@ def _must_move_in(target: str, *, overwrite: bool) -> bool:
     """
     if not os.path.isdir(target) or os.path.islink(target):
         return False
-    names = os.listdir(target)
-    others = [name for name in names if not any(fnmatchcase(name, known) for known in _OURS)]
-    if len(others) < len(names) and others and overwrite:
+    with open_directory(target) as directory:
+        found = look_into(directory)
+    if found.files and found.others and overwrite:
         raise CheckpointExistsError(
-            f"{target} holds a checkpoint and other things ({min(others)}), so that it can't be replaced at once; move "
-            "one of them away, or convert to another directory"
+            f"{target} holds a checkpoint and other things ({found.others[0]}), so that it can't be replaced at once; "
+            "move one of them away, or convert to another directory"
         )
-    return bool(others) and len(others) == len(names)
+    return bool(found.others) and not found.files
 
 
 def _move_in(inner: str, target: str) -> None:

@@ -8,45 +8,15 @@ collectives takes those of one rank; `aiockpt.reading.copies` compares them.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from aiockpt.errors import CorruptCheckpointError, LoadError
 from aiockpt.format.index import ChunkEntry, Entry, Index, ItemRange, ObjectEntry, ObjPath, TensorEntry
-from aiockpt.format.names import METADATA_NAME
+from aiockpt.format.recognise import known_ranks
 
-_METADATA = re.compile(r"__(0|[1-9][0-9]{0,8})\.metadata")
-_FOLDER = re.compile(r"(.*?)(0|[1-9][0-9]{0,8})", re.DOTALL)
-_DATA = re.compile(r"__(0|[1-9][0-9]{0,8})_[0-9]+\.distcp")
-_NO_RANKS = re.compile(r"epoch|step|iter|checkpoint|ckpt", re.IGNORECASE)  # numbers that count something else
 _MOST_SHOWN = 10
-
-
-def rank_metadata(files: Iterable[str]) -> dict[int, str]:
-    """Return the metadata files of ranks that saved alone, by rank."""
-    return dict(sorted((int(match[1]), match[0]) for match in map(_METADATA.fullmatch, files) if match))
-
-
-def rank_directories(files: Collection[str]) -> dict[int, str]:
-    """Return the metadata files below a directory of nothing but numbered directories, such as rank0, by number."""
-    found: dict[int, str] = {}
-    stems = set()
-    for name in files:
-        folder, _, rest = name.partition("/")
-        match = _FOLDER.fullmatch(folder)
-        if match is None or not rest or _NO_RANKS.search(match[1]):
-            return {}
-        stems.add(match[1])
-        if rest == METADATA_NAME:
-            found[int(match[2])] = name
-    return dict(sorted(found.items())) if len(stems) == 1 else {}
-
-
-def is_part(index: Index) -> bool:
-    """Return whether an index lacks chunks of a tensor, as that of one of several ranks does."""
-    return any(isinstance(entry, TensorEntry) and not entry.is_whole for entry in index.entries.values())
 
 
 def in_directory(index: Index, folder: str) -> Index:
@@ -125,8 +95,7 @@ def _different(name: str, rank: int) -> LoadError:
 
 def _check_complete(parts: Mapping[int, Index], files: Collection[str], tensors: Mapping[str, _Tensor]) -> None:
     """Raise if ranks are missing: by the numbers of the others, by their data files, or by what tensors lack."""
-    written = [int(match[1]) for match in map(_DATA.fullmatch, files) if match]
-    known = 1 + max([*parts, *written])
+    known = known_ranks(parts, files)
     # If the last ranks are missing, no number says so. What tensors lack tells how many they are at least, because
     # sharding gives later ranks no larger shares.
     reason, later = "", 0

@@ -27,9 +27,9 @@ from aiockpt.reading.copies import differing_copies
 from aiockpt.reading.decoded import DecodedSource
 from aiockpt.reading.open import (
     NOT_ITS_MANIFEST,
-    check_place,
-    checkpoints_below,
-    find_ranks,
+    look_at,
+    not_read,
+    open_files,
     presented,
     read_document,
     read_index,
@@ -65,7 +65,7 @@ async def verify_checkpoint(
     record_to(report.spans)
     report.changed()
     with span("open"):
-        source = DecodedSource(await storage.open(path, workers=workers), path, transforms)
+        source = DecodedSource(await open_files(storage, path, workers), path, transforms)
     try:
         findings = Findings()
         reading = _Reading(source, path, findings)
@@ -113,21 +113,20 @@ class _Reading:
     def take_inventory(self) -> Inventory:
         """Return what the checkpoint should consist of."""
         files = self.source.files
-        check_place(self.source, self.path)
+        found = look_at(self.source, self.path)
         manifest, metadata = self._read_documents()
         facts = {} if manifest is None else {k: v for k, v in manifest.files.items() if k != METADATA_NAME}
-        ranks = {} if METADATA_NAME in files or manifest is not None else find_ranks(self.source, self.path)
-        documents = {METADATA_NAME, MANIFEST_NAME, *ranks.values()}
+        documents = {METADATA_NAME, MANIFEST_NAME, *found.ranks.values()}
         described = {name: size for name, size in files.items() if name not in documents}
         inventory = Inventory(described, facts, self.findings)
-        if ranks:
-            self._add_ranks(inventory, ranks)
-            return inventory
-        by_dcp = METADATA_NAME in files or (manifest is not None and METADATA_NAME in manifest.files)
-        if by_dcp or (any(name.endswith(".distcp") for name in files) and not checkpoints_below(files)):
+        if found.layout == "ranks":
+            self._add_ranks(inventory, found.ranks)
+        elif found.layout == "dcp":
             self._add_dcp(inventory, manifest, metadata)
         else:
             self._add_other(inventory)
+            for name in found.beside:
+                self.findings.add("unreferenced file", name, not_read([name]), severity="warning")
         return inventory
 
     def _add_dcp(self, inventory: Inventory, manifest: Manifest | None, metadata: bytes | None) -> None:

@@ -23,13 +23,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import stat
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from aiockpt.errors import CheckpointExistsError
-from aiockpt.format.names import METADATA_NAME, SINGLE_NAME, SUFFIX
+from aiockpt.format.belonging import finished_in
 from aiockpt.storage.local.belonging import remove
+from aiockpt.storage.local.entries import read_regular
 from aiockpt.storage.local.retries import sync_fd
 from aiockpt.storage.local.temp_dir import RECORD, REPLACED, read_ticket
 from aiockpt.storage.syscalls import UnsupportedError, identity, is_overlay, rename_exchange, rename_noreplace
@@ -241,9 +241,7 @@ def is_between(hidden: str) -> bool:
 
 def recorded_name(hidden: str) -> str:
     """Return the name in the record; OSError if there is none, or it is incomplete."""
-    fd = os.open(hidden + RECORD, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    with open(fd, "rb") as file:
-        name = os.fsdecode(file.read(_NAME_BYTES)) if stat.S_ISREG(os.fstat(fd).st_mode) else ""
+    name = os.fsdecode(read_regular(hidden + RECORD, most=_NAME_BYTES, flags=os.O_NOFOLLOW))
     if not name or name in (".", "..") or "\0" in name or os.path.basename(name) != name:
         raise OSError(errno.EINVAL, "it is no record of a replacement", hidden + RECORD)
     return name
@@ -283,9 +281,7 @@ def remove_record(hidden: str) -> None:
 def _new_in(hidden: str) -> str | None:
     """Return the complete checkpoint of a temporary directory: itself, or the file in it; None if it is incomplete."""
     try:
-        names = os.listdir(hidden)
+        found = finished_in(os.listdir(hidden))
     except OSError:
         return None
-    if SINGLE_NAME in names:
-        return os.path.join(hidden, SINGLE_NAME)
-    return hidden if METADATA_NAME in names or any(name.endswith(SUFFIX) for name in names) else None
+    return os.path.join(hidden, found) if found else None if found is None else hidden

@@ -26,6 +26,7 @@ from aiockpt.core import pages
 from aiockpt.core.machine import BLOCK_BYTES
 from aiockpt.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError, UnsafeCheckpointError
 from aiockpt.storage.base import Source
+from aiockpt.storage.local.entries import NotRegularError, homes_of, is_inside, open_regular, path_of_fd
 from aiockpt.storage.local.replacing import readable, stand_in
 from aiockpt.storage.syscalls import UnsupportedError, cached_pages
 
@@ -62,19 +63,6 @@ class _Buffers(threading.local):
 _buffers = _Buffers()
 
 
-def _open_regular(name: str, path: str, directory: int) -> int:
-    """Open a regular file, never blocking on a pipe or touching a device; else CorruptCheckpointError."""
-    fd = -1
-    # Looked at before it is opened: to open a device may have an effect already. And after, since it may be replaced.
-    if stat.S_ISREG(os.stat(name, dir_fd=directory).st_mode):
-        fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY, dir_fd=directory)
-        if stat.S_ISREG(os.fstat(fd).st_mode):
-            os.set_blocking(fd, True)
-            return fd
-        os.close(fd)  # it was replaced meanwhile
-    raise CorruptCheckpointError(f"{path} is no regular file: it was not written by a save; use another checkpoint")
-
-
 def _open_again(fd: int, name: str, directory: int) -> int:
     """Open the same file past the page cache; -1 if the file system can't, or it was replaced meanwhile."""
     direct_fd = -1
@@ -101,7 +89,7 @@ class LocalFile:
         self._shared = False
         self._tries_nowait = False
         self._direct_fd = -1
-        self._fd = _open_regular(name, path, directory)
+        self._fd = open_regular(name, directory)
         self.nbytes = os.fstat(self._fd).st_size
         if direct_io and _O_DIRECT:
             self._direct_fd = _open_again(self._fd, name, directory)
@@ -113,10 +101,7 @@ class LocalFile:
     @property
     def real_path(self) -> str:
         """The path of the open file, with links resolved."""
-        try:
-            return os.readlink(f"/proc/self/fd/{self._fd}")
-        except OSError:
-            return os.path.realpath(self.path)
+        return path_of_fd(self._fd, self.path)
 
     def read(self, offset: int, view: memoryview, seen: Callable[[memoryview], object] | None = None) -> None:
         """Fill ``view`` with the bytes from an offset on."""
@@ -424,11 +409,15 @@ class LocalSource(Source):
             raise CorruptCheckpointError(
                 f"{path} is missing, or was removed or replaced while it was read; use another checkpoint"
             ) from exc
+        except NotRegularError as exc:
+            raise CorruptCheckpointError(
+                f"{path} is no regular file: it was not written by a save; use another checkpoint"
+            ) from exc
         except OSError as exc:
             raise LoadError(f"can't open {path}: {exc}") from exc
         if self._shared:
             file.share()
-        if not self._is_file and not self._is_inside(file.real_path):
+        if not self._is_file and not is_inside(file.real_path, homes_of(self._opened.directory, self._root)):
             file.close()
             raise self._leads_out(name)
         return file
@@ -437,19 +426,6 @@ class LocalSource(Source):
         return UnsafeCheckpointError(
             f"{self._root} refers to {name!r}, which is outside of its directory; it was not read"
         )
-
-    def _is_inside(self, path: str) -> bool:
-        """Return whether a file, its links followed, is in the directory."""
-        try:
-            root = os.readlink(f"/proc/self/fd/{self._opened.directory}")
-        except OSError:
-            root = os.path.realpath(self._root)
-        homes = [root]
-        if os.path.basename(os.path.dirname(root)) == "snapshots":  # the cache of the Hugging Face hub: all are links
-            homes.append(os.path.join(os.path.dirname(os.path.dirname(root)), "blobs"))
-        # The kernel appends this to the name of a removed directory.
-        homes = [home.removesuffix(" (deleted)") for home in homes]
-        return any(path.startswith(os.path.join(home, "")) for home in homes)
 
 
 def _sizes(directory: int) -> dict[str, int]:

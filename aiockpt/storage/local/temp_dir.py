@@ -23,7 +23,6 @@ import os
 import re
 import secrets
 import socket
-import stat
 import sys
 import time
 import weakref
@@ -33,6 +32,7 @@ from typing import Literal
 
 from aiockpt.format.names import HIDDEN
 from aiockpt.storage.local.belonging import remove
+from aiockpt.storage.local.entries import read_regular
 from aiockpt.storage.syscalls import identity, rename_noreplace
 
 _LETTERS = "bcdfghjklmnpqrstvwxz"
@@ -357,15 +357,7 @@ def write_sidecar(path: str, data: bytes) -> None:
 
 def read_sidecar(path: str) -> bytes | None:
     """Return the contents of a sidecar file; None if it is not there, OSError if it can't be one."""
-    try:  # O_NONBLOCK: to open a pipe that another user has put there would block
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        return read_regular(path, most=_SIDECAR_BYTES, flags=os.O_NOFOLLOW)
     except FileNotFoundError:
         return None
-    found = os.fstat(fd)
-    if not stat.S_ISREG(found.st_mode):
-        os.close(fd)
-        raise OSError(errno.EINVAL, "it is no regular file", path)
-    with open(fd, "rb") as file:
-        if found.st_size > _SIDECAR_BYTES:
-            raise OSError(errno.EFBIG, f"it has more than {_SIDECAR_BYTES} bytes", path)
-        return file.read(found.st_size)

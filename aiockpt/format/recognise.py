@@ -1,0 +1,491 @@
+"""The one recogniser of checkpoints: what a directory or a file is, by its names and a few bytes. Without torch.
+
+Opening, listing, verifying, converting, replacing and deleting all ask it, so that they agree.
+
+==================================  =======================================================================
+at the top of the directory         it is
+==================================  =======================================================================
+`.metadata` or `.aiockpt.json`      a DCP checkpoint, or one of ours in safetensors
+`__N.metadata`                      a DCP checkpoint of ranks that saved alone
+numbered directories alone          the same, if each has a `.metadata` and lacks parts of tensors
+`*.distcp` without any of these     a DCP checkpoint whose save was never finished
+one index, `*.safetensors.index.json` or `*.bin.index.json`  the set of files that it names
+one *thing* and nothing below       that: a file, or all parts of a set, by their names (`-00001-of-00002`)
+anything else                       no checkpoint; `Recognised.choices` are those in it
+==================================  =======================================================================
+
+A *thing* is a safetensors or torch.save file, or a set of them. Companions, such as an optimizer's file beside a model,
+are none. If there is a checkpoint in a directory below as well, both are choices: a part is never taken for the whole.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
+from typing import Any, Literal, NamedTuple
+
+from aiockpt.errors import LoadError, printable_key
+from aiockpt.format.item.ziparchive import LEGACY_MAGIC, ZIP_MAGIC, FramingError, read_directory
+from aiockpt.format.manifest.manifest import FileFacts, decode_head, is_of_another_save
+from aiockpt.format.names import MANIFEST_NAME, METADATA_NAME, SUFFIX
+
+Format = Literal["aiockpt", "dcp", "safetensors", "torch", ""]
+State = Literal["complete", "unfinished", "damaged"]
+Layout = Literal["dcp", "ranks", "safetensors", "torch", ""]
+
+Fetch = Callable[[str, int, int], bytes]
+"""Returns the bytes of a file, by its name, from an offset on, as many as asked for; fewer where the file ends."""
+
+SHARD_INDEX = (".safetensors.index.json", ".bin.index.json")
+TORCH_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin")
+_HOLDING_STATE = (SUFFIX, *TORCH_SUFFIXES, ".pkl", ".npz", ".npy", ".h5", ".msgpack", ".gguf", ".onnx")
+DOCUMENT_BYTES = 1 << 28
+"""The largest document that is read to recognise a checkpoint; a larger one is damaged."""
+
+_HEADER_BYTES = 100_000_000
+_LENGTH_BYTES = 8  # of the header's length in a safetensors file
+_BEGIN_BYTES = 1024  # enough for the name of the first record of an archive
+_DIRECTORY_BYTES = 64 << 10  # the end of an archive: all of its directory, unless it is large
+_MOST_SHOWN = 10
+_FIRST_RECORD = re.compile(rb"PK\x03\x04.{4}\x00\x00.{20}[^/]+/data\.pkl", re.DOTALL)  # stored, not compressed
+
+_RANK_METADATA = re.compile(r"__(0|[1-9][0-9]{0,8})\.metadata")
+_RANK_DATA = re.compile(r"__(0|[1-9][0-9]{0,8})_[0-9]+\.distcp")
+_RANK_FOLDER = re.compile(r"(.*?)(0|[1-9][0-9]{0,8})", re.DOTALL)
+_NO_RANKS = re.compile(r"epoch|step|iter|checkpoint|ckpt", re.IGNORECASE)  # numbers that count something else
+_DATA_IN_METADATA = re.compile(rb"__[0-9]{1,9}_[0-9]{1,9}\.distcp")
+_PART = re.compile(r"(?P<stem>.+)-(?P<number>[0-9]{5})-of-(?P<count>[0-9]{5})\.[a-z]+", re.DOTALL)
+_RANK_SHARD = re.compile(r"shard-(?P<rank>[0-9]{5})-.+\.safetensors", re.DOTALL)
+_CONSOLIDATED_FROM = "sharded"  # beside the files that HuggingFaceStorageWriter has consolidated from it
+# What Trainer, accelerate and the Hub keep beside a model.
+_COMPANION = re.compile(
+    r"(optimizer|scheduler|scaler|sampler|dl_state_dict|training_args|rng_state|random_states|custom_checkpoint)"
+    r"[^/]*\.(pt|pth|bin|pkl)|pytorch_model[^/]*\.bin|consolidated\.[0-9]+\.pth"
+)
+_DEEPSPEED = re.compile(r"(.*/)?(bf16_)?(zero_pp_rank_[0-9]+_)?mp_rank_[0-9]+_(model|optim)_states\.pt")
+
+_MAGICS = (
+    (b"GGUF", "a GGUF file of llama.cpp"),
+    (b"\x89HDF\r\n\x1a\n", "an HDF5 file, as of Keras"),
+    (b"\x93NUMPY", "a NumPy array"),
+    (b"version https://git-lfs", "a Git LFS pointer in place of the file: fetch the file with `git lfs pull`"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recognised:
+    """What a directory or a file is.
+
+    Attributes:
+        layout: how it is read; empty if it is no checkpoint.
+        format: its format.
+        state: "complete" as far as names tell; see `assess`.
+        problem: why it is not complete, or what it is in place of a checkpoint.
+        files: the files of a set, in order: for the layouts safetensors and torch.
+        index: the document that names them, if there is one.
+        ranks: the metadata files of ranks that saved alone.
+        choices: the checkpoints in it, by their relative paths, if it is none itself.
+        beside: the other files at its top, which are not read with it.
+    """
+
+    layout: Layout = ""
+    format: Format = ""
+    state: State = "complete"
+    problem: str = ""
+    files: tuple[str, ...] = ()
+    index: str = ""
+    ranks: Mapping[int, str] = field(default_factory=dict)
+    choices: tuple[str, ...] = ()
+    beside: tuple[str, ...] = ()
+
+    @property
+    def is_described(self) -> bool:
+        """Whether documents at its top say what belongs to it, whatever is in directories below."""
+        return self.layout == "dcp" or bool(self.ranks or self.index)
+
+
+def recognise(files: Mapping[str, int], fetch: Fetch, *, alone: bool = False, index: str = "") -> Recognised:
+    """Return what a directory is, or a file.
+
+    Args:
+        files: the size of each regular file by its relative name; those of directories below, as far as they are
+            known: one level decides.
+        fetch: reads a few bytes; what it raises is passed on.
+        alone: it is not a directory, but the one file in ``files``, or a pipe or device if that is empty.
+        index: the index to read, where a directory has several.
+    """
+    if alone:
+        return next(
+            (_recognise_file(*file, fetch) for file in files.items()), Recognised(problem="it is no regular file")
+        )
+    top = [name for name in files if "/" not in name]
+    if METADATA_NAME in top:
+        ours = MANIFEST_NAME in top
+        return Recognised(layout="dcp", format="aiockpt" if ours else "dcp", beside=_beside(top, [METADATA_NAME]))
+    tensors = [name for name in top if name.endswith(SUFFIX)]
+    if MANIFEST_NAME in top and not tensors:
+        return _lacking_all(files, fetch)
+    ranks, problem = rank_metadata(top), ""
+    if not ranks:
+        ranks, problem = _rank_directories(files, fetch)
+    if ranks:
+        missing = list(islice((rank for rank in range(known_ranks(ranks, files)) if rank not in ranks), _MOST_SHOWN))
+        problem = f"it lacks the part of rank {', '.join(map(str, missing))}" if missing else problem
+        state: State = "damaged" if problem else "complete"
+        return Recognised(layout="ranks", format="dcp", ranks=ranks, state=state, problem=problem)
+    if any(name.endswith(".distcp") for name in top):
+        problem = f"it has no {METADATA_NAME}: its save was never finished"
+        return Recognised(layout="dcp", format="dcp", state="unfinished", problem=problem)
+    return _recognise_loose(files, top, fetch, index)
+
+
+def _lacking_all(files: Mapping[str, int], fetch: Fetch) -> Recognised:
+    """Return what a directory is that has our manifest, but neither metadata nor tensors."""
+    listed = facts_in(decode_head(document(MANIFEST_NAME, files, fetch)) or {})
+    problem = f"{MANIFEST_NAME} is damaged" if listed is None else wrong_file(listed, files)
+    by_dcp = listed is None or METADATA_NAME in listed
+    return Recognised(
+        layout="dcp" if by_dcp else "safetensors",
+        format="aiockpt" if by_dcp else "safetensors",
+        state="damaged",
+        problem=problem or f"it lacks its file {METADATA_NAME}",
+    )
+
+
+def _recognise_loose(files: Mapping[str, int], top: Sequence[str], fetch: Fetch, index: str) -> Recognised:
+    """Return what a directory is whose files have no metadata of DCP."""
+    indexes = [name for name in top if name.endswith(SHARD_INDEX)] if not index else [index]
+    if len({name.endswith(SHARD_INDEX[0]) for name in indexes}) == 2:  # one model in two formats
+        indexes = [name for name in indexes if name.endswith(SHARD_INDEX[0])]
+    if len(indexes) == 1:
+        return _indexed(indexes[0], files, top, fetch)
+    things = {} if indexes else _things(top, files, fetch)
+    if len(things) == 1:
+        (members,) = things.values()
+        below = _folders_with_checkpoints(files, parts_of=members)
+        if not below:
+            return _loose_set(members, top)
+    choices = tuple(checkpoints_in(files, fetch))
+    problem = "" if choices else _foreign_directory(files)
+    return Recognised(choices=choices, problem=problem)
+
+
+def _indexed(index: str, files: Mapping[str, int], top: Sequence[str], fetch: Fetch) -> Recognised:
+    form: Literal["safetensors", "torch"] = "safetensors" if index.endswith(SHARD_INDEX[0]) else "torch"
+    try:
+        members = tuple(dict.fromkeys(map(str, json.loads(document(index, files, fetch))["weight_map"].values())))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        problem = f"{printable_key(index)} is damaged"
+        return Recognised(layout=form, format=form, state="damaged", problem=problem, index=index)
+    missing = [name for name in members if name not in files]
+    return Recognised(
+        layout=form,
+        format=form,
+        state="damaged" if missing else "complete",
+        problem=f"it lacks its file {printable_key(missing[0])}" if missing else "",
+        files=members,
+        index=index,
+        beside=_beside(top, [*members, index]),
+    )
+
+
+def _loose_set(members: tuple[str, ...], top: Sequence[str]) -> Recognised:
+    form: Literal["safetensors", "torch"] = "safetensors" if members[0].endswith(SUFFIX) else "torch"
+    missing = missing_parts(members)
+    problem = f"it lacks its file {printable_key(missing[0])}" if missing else ""
+    state: State = "damaged" if missing else "complete"
+    beside = _beside(top, members)
+    return Recognised(layout=form, format=form, state=state, problem=problem, files=members, beside=beside)
+
+
+def _beside(top: Iterable[str], read: Collection[str]) -> tuple[str, ...]:
+    """Return the files at the top that may hold state, and are not read."""
+    return tuple(sorted(name for name in top if name.endswith(_HOLDING_STATE) and name not in read))
+
+
+# --- sets of files --------------------------------------------------------------------------------------
+
+
+def set_of(name: str) -> str:
+    """Return what the parts of one set have in common in their names; for any other file its name."""
+    if _RANK_SHARD.fullmatch(name):
+        return "shard-"
+    part = _PART.fullmatch(name)
+    return name if part is None else f"{part['stem']}-of-{part['count']}"
+
+
+def missing_parts(members: Collection[str]) -> list[str]:
+    """Return the names of the files that a set lacks by the names of the others."""
+    if ranks := [int(found["rank"]) for found in map(_RANK_SHARD.fullmatch, members) if found]:
+        return [f"shard-{rank:05d}-*{SUFFIX}" for rank in range(1, max(ranks)) if rank not in ranks]
+    first = min(members, default="")
+    part = _PART.fullmatch(first)
+    if part is None:
+        return []
+    suffix = first[first.rindex(".") :]
+    names = (f"{part['stem']}-{n:05d}-of-{part['count']}{suffix}" for n in range(1, int(part["count"]) + 1))
+    return [name for name in names if name not in members]
+
+
+def _things(top: Iterable[str], files: Mapping[str, int], fetch: Fetch) -> dict[str, tuple[str, ...]]:
+    """Return the loose files and sets of files, by what the names of each have in common."""
+    things: dict[str, list[str]] = {}
+    for name in sorted(top):
+        if name.endswith(SUFFIX):
+            things.setdefault(set_of(name), []).append(name)
+    for companions in (False, True):  # an optimizer's file is one thing only where there is nothing else
+        for name in sorted(top):
+            is_candidate = name.endswith(TORCH_SUFFIXES) and (companions or not _COMPANION.fullmatch(name))
+            if is_candidate and (set_of(name) in things or _looks_like_torch(name, files, fetch)):
+                things.setdefault(set_of(name), []).append(name)
+        if things:
+            break
+        if any(map(_DEEPSPEED.fullmatch, top)):
+            break
+    if not any(name.endswith(SUFFIX) for name in top) and any(map(_DEEPSPEED.fullmatch, top)):
+        return {}
+    return {key: tuple(members) for key, members in things.items()}
+
+
+def _looks_like_torch(name: str, files: Mapping[str, int], fetch: Fetch) -> bool:
+    begin = fetch(name, 0, min(files[name], 64))
+    return begin[:4] == ZIP_MAGIC or LEGACY_MAGIC in begin
+
+
+def _folders_with_checkpoints(files: Iterable[str], parts_of: Collection[str] = ()) -> set[str]:
+    """Return the directories one level below that hold checkpoints, by the names of their files."""
+    found: dict[str, set[str]] = {}
+    for name in files:
+        folder, _, rest = name.partition("/")
+        if rest and "/" not in rest and not folder.startswith(".") and _is_mark(rest):
+            found.setdefault(folder, set()).add(rest)
+    if parts_of and all(map(_RANK_SHARD.fullmatch, found.get(_CONSOLIDATED_FROM, ()))):
+        found.pop(_CONSOLIDATED_FROM, None)  # the same tensors, in parts
+    return set(found)
+
+
+def _is_mark(name: str) -> bool:
+    """Return whether a directory with a file of this name holds a checkpoint, or files of one."""
+    return (
+        name in (METADATA_NAME, MANIFEST_NAME)
+        or name.endswith((SUFFIX, ".distcp", *SHARD_INDEX))
+        or bool(_RANK_METADATA.fullmatch(name))
+        or (name.endswith(TORCH_SUFFIXES) and not _COMPANION.fullmatch(name))
+    )
+
+
+def checkpoints_in(files: Mapping[str, int], fetch: Fetch) -> list[str]:
+    """Return the relative paths of the checkpoints in a directory that is none, the highest number first."""
+    by_folder: dict[str, list[str]] = {}
+    for name in files:
+        folder, _, rest = name.rpartition("/")
+        if not any(part.startswith(".") for part in folder.split("/") if part):
+            by_folder.setdefault(folder, []).append(rest)
+    found: set[str] = set()
+    for folder, names in by_folder.items():
+        marks = [name for name in names if _is_mark(name)]
+        if folder and any(not name.endswith(TORCH_SUFFIXES) for name in marks):
+            found.add(folder)
+        elif not folder and (indexes := [name for name in names if name.endswith(SHARD_INDEX)]):
+            found.update(indexes)
+        else:
+            found.update(f"{folder}/{name}".lstrip("/") for name in marks)
+    return sorted((name for name in found if not _DEEPSPEED.fullmatch(name)), key=_naturally, reverse=True)
+
+
+def _naturally(name: str) -> list[tuple[int, str]]:
+    """Return a sort key that orders step-90 before step-1000."""
+    return [(int(part), "") if part.isdecimal() else (0, part) for part in re.split(r"([0-9]+)", name)]
+
+
+def _foreign_directory(files: Iterable[str]) -> str:
+    """Return which other program's checkpoint a directory is; empty if that is not known."""
+    if any(map(_DEEPSPEED.fullmatch, files)):
+        return (
+            "it is a checkpoint of DeepSpeed, whose parts are not supported: convert it with the zero_to_fp32.py that "
+            "DeepSpeed has put there"
+        )
+    if any(name.rpartition("/")[2] in ("_CHECKPOINT_METADATA", "manifest.ocdbt") for name in files):
+        return "it is a checkpoint of Orbax, which is not supported: restore it with Orbax, and save it"
+    return ""
+
+
+# --- ranks that saved alone -----------------------------------------------------------------------------
+
+
+def rank_metadata(files: Iterable[str]) -> dict[int, str]:
+    """Return the metadata files of ranks that saved alone, by rank."""
+    return dict(sorted((int(match[1]), match[0]) for match in map(_RANK_METADATA.fullmatch, files) if match))
+
+
+def known_ranks(ranks: Collection[int], files: Iterable[str]) -> int:
+    """Return how many ranks have saved at least, by the numbers of their metadata and of the data files."""
+    return 1 + max([*ranks, *(int(match[1]) for match in map(_RANK_DATA.fullmatch, files) if match)])
+
+
+def _rank_directories(files: Mapping[str, int], fetch: Fetch) -> tuple[dict[int, str], str]:
+    """Return the metadata files below a directory of nothing but numbered directories, such as rank0, by number.
+
+    Directories of runs are numbered too, but only ranks store parts of tensors. The first metadata that can be decoded
+    decides; if there is none, the second result is its problem.
+    """
+    found: dict[int, str] = {}
+    stems = set()
+    for name in files:
+        folder, _, rest = name.partition("/")
+        match = _RANK_FOLDER.fullmatch(folder)
+        if match is None or not rest or _NO_RANKS.search(match[1]):
+            return {}, ""
+        stems.add(match[1])
+        if rest == METADATA_NAME:
+            found[int(match[2])] = name
+    found = dict(sorted(found.items()))
+    if len(stems) != 1 or not found:
+        return {}, ""
+    from aiockpt.format.dcp.metadata import decode_metadata  # imports torch, which only this case needs
+
+    problem = ""
+    for name in found.values():
+        try:
+            return (found, "") if decode_metadata(document(name, files, fetch)).is_part else ({}, "")
+        except LoadError as exc:
+            problem = problem or f"{name}: {exc}"
+    return found, problem
+
+
+# --- files ----------------------------------------------------------------------------------------------
+
+
+def _recognise_file(name: str, size: int, fetch: Fetch) -> Recognised:
+    begin = fetch(name, 0, min(size, _BEGIN_BYTES))
+    if begin[:4] == ZIP_MAGIC:
+        return _recognise_archive(name, size, begin, fetch)
+    if LEGACY_MAGIC in begin[:64]:
+        return Recognised(layout="torch", format="torch", files=(name,))
+    for magic, what in _MAGICS:
+        if begin.startswith(magic):
+            return Recognised(problem=f"it is {what}")
+    if name.endswith(".onnx"):
+        return Recognised(problem="it is an ONNX model")
+    if name.endswith(SUFFIX) or (begin[8:9] == b"{" and int.from_bytes(begin[:8], "little") <= _HEADER_BYTES):
+        return Recognised(layout="safetensors", format="safetensors", files=(name,))
+    if begin[:1] == b"\x80" and begin[1:2] in (b"\2", b"\3", b"\4", b"\5"):
+        return Recognised(problem="it is a pickle, but not one of torch.save; to unpickle it may run code")
+    return Recognised()
+
+
+def _recognise_archive(name: str, size: int, begin: bytes, fetch: Fetch) -> Recognised:
+    end = fetch(name, max(0, size - _DIRECTORY_BYTES), min(size, _DIRECTORY_BYTES))
+    if b"/constants.pkl" in end:
+        return Recognised(
+            problem="it is a TorchScript program, not a torch.save file: open it with torch.jit.load, and save its "
+            "state_dict()"
+        )
+    if name.endswith(".npz"):
+        return Recognised(problem="it is a NumPy .npz archive")
+    problem = ""
+    try:
+        names = {each.name.partition("/")[2] for each in read_directory(size, partial(_clamped, name, size, fetch))}
+    except FramingError:
+        names = {"data.pkl"} if _FIRST_RECORD.match(begin) else set()  # other programs would have compressed it
+        problem = "it was cut short, or is damaged"
+    if "data.pkl" not in names:
+        return Recognised(problem="it is a zip archive, but not one of torch.save")
+    state: State = "damaged" if problem else "complete"
+    return Recognised(layout="torch", format="torch", state=state, problem=problem, files=(name,))
+
+
+def _clamped(name: str, size: int, fetch: Fetch, offset: int, length: int) -> bytes:
+    return fetch(name, offset, max(0, min(length, size - offset)))
+
+
+# --- state ----------------------------------------------------------------------------------------------
+
+
+class Assessment(NamedTuple):
+    """The state of a checkpoint, as far as sizes and documents tell without tensors."""
+
+    state: State
+    problem: str  # what is wrong
+    head: Mapping[str, Any] | None = None  # of its manifest; see `decode_head`
+
+
+def assess(found: Recognised, files: Mapping[str, int], fetch: Fetch) -> Assessment:
+    """Read the documents of a checkpoint, and look for the files that they name. A complete one can be opened."""
+    problem = found.problem
+    if MANIFEST_NAME in files and found.layout:
+        head = decode_head(document(MANIFEST_NAME, files, fetch))
+        listed = None if head is None else facts_in(head)
+        if listed is None:
+            return Assessment("damaged", f"{MANIFEST_NAME} is damaged")
+        problem = problem or wrong_file(listed, files)
+        replaced = METADATA_NAME in files and is_of_another_save(listed, document(METADATA_NAME, files, fetch))
+        if not problem or not replaced:
+            return Assessment("damaged" if problem else "complete", problem, head)
+        problem = ""
+    if problem or not found.layout:
+        return Assessment(found.state, problem)
+    match found.layout:
+        case "dcp":
+            problem = _metadata_problem(document(METADATA_NAME, files, fetch), files)
+        case "safetensors" | "torch":
+            problem = next(filter(None, (_file_problem(name, files[name], fetch, found) for name in found.files)), "")
+    return Assessment("damaged" if problem else "complete", problem)
+
+
+def facts_in(head: Mapping[str, Any]) -> dict[str, FileFacts] | None:
+    """Return the files that a manifest lists; None if it is damaged."""
+    try:
+        return {n: FileFacts(int(each["bytes"]), int(each["crc32"], 16)) for n, each in head["files"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
+        return None
+
+
+def wrong_file(listed: Mapping[str, FileFacts], files: Mapping[str, int]) -> str:
+    """Return which file is missing or of another size than the manifest lists; empty if none is."""
+    for name, facts in listed.items():
+        if name not in files:
+            return f"it lacks its file {printable_key(name)}"
+        if files[name] != facts.nbytes:
+            return f"{printable_key(name)} has {files[name]} bytes, but was written with {facts.nbytes}"
+    return ""
+
+
+def _metadata_problem(metadata: bytes, files: Collection[str]) -> str:
+    """Return why `.metadata` of DCP can't be whole: it is cut short, or a file that it names is missing."""
+    if metadata[:1] != b"\x80" or metadata[-1:] != b".":
+        return f"{METADATA_NAME} is cut short or damaged"
+    named = sorted({name.decode() for name in _DATA_IN_METADATA.findall(metadata)})
+    return next((f"it lacks its file {name}" for name in named if name not in files), "")
+
+
+def _file_problem(name: str, size: int, fetch: Fetch, found: Recognised) -> str:
+    prefix = f"{printable_key(name)}: " if len(found.files) > 1 else ""
+    inner = _recognise_file(name, size, fetch)
+    if inner.layout != found.layout:
+        return f"{prefix}{inner.problem or 'it is damaged'}"
+    problem = inner.problem or (_safetensors_problem(name, size, fetch) if inner.layout == "safetensors" else "")
+    return f"{prefix}{problem}" if problem else ""
+
+
+def _safetensors_problem(name: str, size: int, fetch: Fetch) -> str:
+    """Return why a file is no intact safetensors file, empty if it may be one."""
+    length = int.from_bytes(fetch(name, 0, min(size, _LENGTH_BYTES)), "little")
+    if length > _HEADER_BYTES or _LENGTH_BYTES + length > size:
+        return "its header is cut short or damaged"
+    try:
+        header = json.loads(fetch(name, _LENGTH_BYTES, length))
+        end = max((each["data_offsets"][1] for key, each in header.items() if key != "__metadata__"), default=0)
+        expected = _LENGTH_BYTES + length + end
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
+        return "its header is damaged"
+    return "" if expected == size else f"it has {size} bytes, but should have {expected}"
+
+
+def document(name: str, files: Mapping[str, int], fetch: Fetch) -> bytes:
+    """Return a file that describes others; nothing of one that is larger than any can be."""
+    return fetch(name, 0, files[name]) if files[name] <= DOCUMENT_BYTES else b""

@@ -1,0 +1,191 @@
+"""The files of a directory, and bytes of them, for looking at what may be anything. Without torch; all functions block.
+
+Nothing here waits for a pipe, touches a device, follows a link out of the directory, or reads without bound.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from dataclasses import dataclass
+from itertools import islice
+from typing import Self
+
+_MOST_ENTRIES = 100_000  # of one directory and those right below it
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
+
+
+class NotRegularError(OSError):
+    """A path is a pipe, a socket, a device or a directory where a regular file should be."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(errno.EINVAL, "it is no regular file", path)
+
+
+def open_regular(name: str, dir_fd: int | None = None, *, flags: int = 0) -> int:
+    """Open a regular file to read; raise NotRegularError for anything else, without waiting for it or touching it."""
+    # Looked at before it is opened: to open a device may have an effect already. And after, since it may be replaced.
+    follow = not flags & os.O_NOFOLLOW
+    if stat.S_ISREG(os.stat(name, dir_fd=dir_fd, follow_symlinks=follow).st_mode):
+        fd = os.open(name, _FLAGS | flags, dir_fd=dir_fd)
+        if stat.S_ISREG(os.fstat(fd).st_mode):
+            os.set_blocking(fd, True)
+            return fd
+        os.close(fd)  # it was replaced meanwhile
+    raise NotRegularError(name)
+
+
+def read_regular(name: str, dir_fd: int | None = None, *, most: int, flags: int = 0) -> bytes:
+    """Read all of a regular file; raise OSError if it is none, or has more than so many bytes."""
+    with open(open_regular(name, dir_fd, flags=flags), "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > most:
+            raise OSError(errno.EFBIG, f"it has more than {most} bytes", name)
+        return file.read(size)
+
+
+def homes_of(directory: int, path: str) -> list[str]:
+    """Return the directories in which the files of a checkpoint may be, by its descriptor and its path."""
+    try:
+        root = os.readlink(f"/proc/self/fd/{directory}")
+    except OSError:
+        root = os.path.realpath(path)
+    homes = [root]
+    if os.path.basename(os.path.dirname(root)) == "snapshots":  # the cache of the Hugging Face hub: all are links
+        homes.append(os.path.join(os.path.dirname(os.path.dirname(root)), "blobs"))
+    # The kernel appends this to the name of a removed directory.
+    return [home.removesuffix(" (deleted)") for home in homes]
+
+
+def path_of_fd(fd: int, path: str) -> str:
+    """Return the path of an open file, with links resolved."""
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}")
+    except OSError:
+        return os.path.realpath(path)
+
+
+def is_inside(path: str, homes: list[str]) -> bool:
+    """Return whether a resolved path is below one of some directories."""
+    return any(path.startswith(os.path.join(home, "")) for home in homes)
+
+
+@dataclass(slots=True)
+class Budget:
+    """How many directory entries may still be looked at."""
+
+    left: int = _MOST_ENTRIES
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether something was left out."""
+        return self.left <= 0
+
+
+class Listing:
+    """The entries of an open directory, or a file alone.
+
+    Attributes:
+        files: the size in bytes of each regular file, links followed; `list_below` adds those one level below.
+        folders: the names of the directories.
+        others: the names of everything else, such as pipes.
+        changed_s: when something was changed there last, in seconds as in `time.time`.
+        signature: changes whenever a file at the top does.
+    """
+
+    def __init__(self, path: str, budget: Budget | None = None) -> None:
+        """Open and list it; raise OSError if it can't be read."""
+        self.path = path
+        self.is_file = not os.path.isdir(path)
+        self.files: dict[str, int] = {}
+        self.folders: list[str] = []
+        self.others: list[str] = []
+        self._budget = budget or Budget()
+        self._fd = os.open(os.path.dirname(path) or "." if self.is_file else path, _DIRECTORY)
+        try:
+            marks: list[tuple[str, int, int, int]] = []
+            self.changed_s = 0.0 if self.is_file else os.fstat(self._fd).st_mtime
+            if self.is_file:
+                self._add_file(os.path.basename(path), os.stat(path), marks)
+            else:
+                self._list_top(marks)
+            self.signature = tuple(sorted(marks))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def top(self) -> list[str]:
+        """The names of the regular files at the top."""
+        return [name for name in self.files if "/" not in name]
+
+    def _list_top(self, marks: list[tuple[str, int, int, int]]) -> None:
+        with os.scandir(self._fd) as entries:
+            for entry in islice(entries, self._budget.left):
+                self._budget.left -= 1
+                try:
+                    found = entry.stat()
+                except OSError:  # a link to nowhere or to itself, or removed meanwhile
+                    self.others.append(entry.name)
+                    continue
+                if stat.S_ISDIR(found.st_mode):
+                    self.folders.append(entry.name)
+                else:
+                    self._add_file(entry.name, found, marks)
+
+    def _add_file(self, name: str, found: os.stat_result, marks: list[tuple[str, int, int, int]]) -> None:
+        if not stat.S_ISREG(found.st_mode):
+            self.others.append(name)
+            return
+        self.files[name] = found.st_size
+        self.changed_s = max(self.changed_s, found.st_mtime)
+        marks.append((name, found.st_size, found.st_ino, found.st_mtime_ns))
+
+    def list_below(self) -> None:
+        """Add the files of the directories, one level below; those that can't be read are left out."""
+        for folder in self.folders:
+            if folder.startswith(".") or self._budget.is_spent:
+                continue
+            try:
+                fd = os.open(folder, _DIRECTORY, dir_fd=self._fd)
+            except OSError:  # it belongs to another user, or was removed meanwhile
+                continue
+            try:
+                with os.scandir(fd) as entries:
+                    for entry in islice(entries, self._budget.left):
+                        self._budget.left -= 1
+                        if entry.is_file():
+                            self.files[f"{folder}/{entry.name}"] = entry.stat().st_size
+            except OSError:
+                continue
+            finally:
+                os.close(fd)
+
+    def fetch(self, name: str, offset: int, length: int) -> bytes:
+        """Return bytes of a file, fewer where it ends; raise OSError if it is no regular file, or is outside."""
+        fd = open_regular(name, self._fd)
+        try:
+            path = os.path.join(self.path, name)
+            if not self.is_file and not is_inside(path_of_fd(fd, path), homes_of(self._fd, self.path)):
+                raise OSError(errno.EXDEV, "it is a link that leads out of the checkpoint", path)
+            parts = []
+            while length > 0 and (part := os.pread(fd, min(length, 1 << 30), offset)):
+                parts.append(part)
+                offset, length = offset + len(part), length - len(part)
+            return b"".join(parts)
+        finally:
+            os.close(fd)
+
+    def close(self) -> None:
+        """Close the directory. Idempotent."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

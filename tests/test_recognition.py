@@ -1,0 +1,147 @@
+"""Every command and every call takes a path for the same thing."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import aiockpt
+from aiockpt.cli.main import app
+from aiockpt.manager.scan import scan
+from tests.kinds import KINDS, made
+
+WHOLE = [name for name, kind in KINDS.items() if kind.keys]
+DAMAGED = [name for name, kind in KINDS.items() if kind.is_damaged]
+SEVERAL = [name for name, kind in KINDS.items() if kind.holds]
+OTHERS = [name for name, kind in KINDS.items() if not (kind.keys or kind.is_damaged or kind.holds)]
+
+
+def invoke(*arguments: object) -> tuple[int, str]:
+    done = CliRunner().invoke(app, [*map(str, arguments)])
+    return done.exit_code, done.output
+
+
+def row_of(path: Path) -> dict[str, object] | None:
+    """Return what ``ls`` of the parent says of a path."""
+    listed = json.loads(invoke("ls", path.parent, "--json")[1])["checkpoints"]
+    return next((row for row in listed if row["path"] == str(path)), None)
+
+
+@pytest.fixture
+def ckpt():
+    with aiockpt.SyncCheckpointer(process_group=None) as checkpointer:
+        yield checkpointer
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_whole_checkpoints_are_whole_everywhere(name: str, ckpt, tmp_path: Path) -> None:
+    path = made(name, tmp_path / "in" / "c")
+    assert tuple(sorted(ckpt.load(path))) == KINDS[name].keys
+    with ckpt.open(path) as reader:
+        assert tuple(sorted(reader)) == KINDS[name].keys
+    assert ckpt.verify(path).ok
+    row = row_of(path)
+    assert row is not None
+    assert row["state"] == "complete"
+    assert invoke("verify", path)[0] == 0
+    assert invoke("inspect", path)[0] == 0
+    assert invoke("convert", path, tmp_path / "converted")[0] == 0
+    assert tuple(sorted(ckpt.load(tmp_path / "converted"))) == KINDS[name].keys
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_damaged_checkpoints_are_damaged_everywhere(name: str, ckpt, tmp_path: Path) -> None:
+    path = made(name, tmp_path / "in" / "c")
+    says = KINDS[name].says
+    with pytest.raises(aiockpt.CorruptCheckpointError, match=says):
+        ckpt.load(path)
+    with pytest.raises(aiockpt.CorruptCheckpointError, match=says), ckpt.open(path):
+        pass
+    report = ckpt.verify(path)
+    assert not report.ok
+    assert re.search(says, str(report))
+    row = row_of(path)
+    assert row is not None
+    assert row["state"] in ("damaged", "unfinished")
+    assert re.search(says, str(row["problem"]))
+    assert invoke("verify", path)[0] == 1
+    assert invoke("inspect", path)[0] == 3
+    assert invoke("convert", path, tmp_path / "converted")[0] == 3
+    assert not (tmp_path / "converted").exists()
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+def test_directories_of_several_are_walked_or_refused(name: str, ckpt, tmp_path: Path) -> None:
+    path, holds = made(name, tmp_path / "in" / "c"), KINDS[name].holds
+    for attempt in (ckpt.load, ckpt.verify, lambda path: ckpt.open(path).__enter__()):
+        with pytest.raises(aiockpt.CheckpointNotFoundError, match=r"add (one of these|this)") as caught:
+            attempt(path)
+        assert all(each in str(caught.value) for each in holds)
+    assert row_of(path) is None
+    parent = json.loads(invoke("ls", path.parent, "--json")[1])
+    assert parent["below"] == {path.name: len(holds)}
+    assert {row["name"] for row in json.loads(invoke("ls", path, "--json")[1])["checkpoints"]} == set(holds)
+    code, output = invoke("verify", path, "--json")
+    assert (code, {Path(record["path"]).name for record in json.loads(output)}) == (0, set(holds))
+    assert invoke("inspect", path)[0] == 3
+    assert invoke("convert", path, tmp_path / "converted")[0] == 3
+    assert invoke("rm", "--yes", path)[0] == 3
+    assert all((path / each).exists() for each in holds)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_paths_are_no_checkpoints_anywhere(name: str, ckpt, tmp_path: Path) -> None:
+    path, says = made(name, tmp_path / "in" / "c"), KINDS[name].says
+    before = sorted(tmp_path.rglob("*"))
+    for attempt in (ckpt.load, ckpt.verify, lambda path: ckpt.open(path).__enter__()):
+        with pytest.raises(aiockpt.CheckpointNotFoundError, match=says):
+            attempt(path)
+    assert row_of(path) is None
+    code, output = invoke("verify", path)
+    assert code == 3
+    assert re.search(says, " ".join(output.split()))
+    assert invoke("inspect", path)[0] == 3
+    assert invoke("rm", "--yes", path)[0] == 3
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_scan_agrees(name: str, ckpt, tmp_path: Path) -> None:
+    """A step of a run is complete if it can be loaded."""
+    path = made(name, tmp_path / "in" / "c")
+    if not path.is_dir():
+        pytest.skip("a step is a directory")
+    path.rename(tmp_path / "step-00000007")
+    (info,) = scan(tmp_path)
+    assert (info.state == "complete") == (KINDS[name].keys is not None)
+    assert bool(info.problem) == (info.state != "complete")
+
+
+def test_corrupt_step_is_found_beside_a_loose_file(ckpt, tmp_path: Path) -> None:
+    path = made("run beside a safetensors", tmp_path / "in" / "run")
+    data = path / "step-00000002" / "__0_0.distcp"
+    content = bytearray(data.read_bytes())
+    content[len(content) // 2] ^= 1
+    data.write_bytes(content)
+    code, output = invoke("verify", path, "--json")
+    assert code == 1
+    assert {Path(each["path"]).name: each["ok"] for each in json.loads(output)} == {
+        "export.safetensors": True,
+        "step-00000001": True,
+        "step-00000002": False,
+    }
+
+
+def test_an_index_is_named_where_a_directory_has_two(ckpt, tmp_path: Path) -> None:
+    path = made("index of safetensors", tmp_path / "in" / "c")
+    (path / "other.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"t0": "model-00001-of-00002.safetensors"}})
+    )
+    with pytest.raises(aiockpt.CheckpointNotFoundError, match=r"model\.safetensors\.index\.json"):
+        ckpt.load(path)
+    assert sorted(ckpt.load(path / "model.safetensors.index.json")) == ["t0", "t1"]
+    assert sorted(ckpt.load(path / "other.safetensors.index.json")) == ["t0"]
