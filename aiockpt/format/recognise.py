@@ -119,9 +119,9 @@ def recognise(files: Mapping[str, int], fetch: Fetch, *, alone: bool = False, in
         index: the index to read, where a directory has several.
     """
     if alone:
-        return next(
-            (_recognise_file(*file, fetch) for file in files.items()), Recognised(problem="it is no regular file")
-        )
+        for name, size in files.items():
+            return _recognise_file(name, size, fetch)
+        return Recognised(problem="it is no regular file")
     top = [name for name in files if "/" not in name]
     if METADATA_NAME in top:
         ours = MANIFEST_NAME in top

@@ -44,13 +44,14 @@ def look_into(directory: int, *, unfinished: bool = False, also: Collection[str]
     """
     # Opened anew: btrfs lists what was there when a directory was opened.
     with open_directory(".", dir_fd=directory) as now, os.scandir(now) as entries:
-        is_folder = {entry.name: entry.is_dir(follow_symlinks=False) for entry in entries}
-    files = [name for name, folder in is_folder.items() if not folder]
+        kinds = {entry.name: entry.stat(follow_symlinks=False).st_mode for entry in entries}
+    files = [name for name, mode in kinds.items() if stat.S_ISREG(mode) or stat.S_ISLNK(mode)]
     documents = {name: _contents(directory, name) for name in belonging.documents_in(files)}
     own = belonging.own_files(files, documents, unfinished=unfinished)
     own.update(name for name in files if name in also)
-    folders, others = [], [name for name in files if name not in own and not belonging.is_still_open(name)]
-    for name in (name for name, folder in is_folder.items() if folder):
+    is_folder = {name for name, mode in kinds.items() if stat.S_ISDIR(mode)}
+    folders, others = [], [n for n in kinds if n not in own and n not in is_folder and not belonging.is_still_open(n)]
+    for name in is_folder:
         if unfinished and name.startswith(_PROBE):
             folders.append(name)
         elif unfinished and name == SINGLE_NAME:  # was exchanged for a file

@@ -27,8 +27,8 @@ class NotRegularError(OSError):
 def open_regular(name: str, dir_fd: int | None = None, *, flags: int = 0) -> int:
     """Open a regular file to read; raise NotRegularError for anything else, without waiting for it or touching it."""
     # Looked at before it is opened: to open a device may have an effect already. And after, since it may be replaced.
-    follow = not flags & os.O_NOFOLLOW
-    if stat.S_ISREG(os.stat(name, dir_fd=dir_fd, follow_symlinks=follow).st_mode):
+    mode = os.stat(name, dir_fd=dir_fd, follow_symlinks=not flags & os.O_NOFOLLOW).st_mode
+    if stat.S_ISREG(mode) or stat.S_ISLNK(mode):  # the kernel refuses the link
         fd = os.open(name, _FLAGS | flags, dir_fd=dir_fd)
         if stat.S_ISREG(os.fstat(fd).st_mode):
             os.set_blocking(fd, True)
