@@ -45,7 +45,12 @@ def look_into(directory: int, *, unfinished: bool = False, also: Collection[str]
     # Opened anew: btrfs lists what was there when a directory was opened.
     with open_directory(".", dir_fd=directory) as now, os.scandir(now) as entries:
         kinds = {entry.name: entry.stat(follow_symlinks=False).st_mode for entry in entries}
-    files = [name for name, mode in kinds.items() if stat.S_ISREG(mode) or stat.S_ISLNK(mode)]
+    # A pipe of such a name is not the checkpoint's, except where nobody else may write.
+    files = [
+        n
+        for n, mode in kinds.items()
+        if stat.S_ISREG(mode) or stat.S_ISLNK(mode) or (unfinished and not stat.S_ISDIR(mode))
+    ]
     documents = {name: _contents(directory, name) for name in belonging.documents_in(files)}
     own = belonging.own_files(files, documents, unfinished=unfinished)
     own.update(name for name in files if name in also)
