@@ -30,6 +30,7 @@ class Kind:
         keys: the keys that it holds; None if it is not whole.
         is_damaged: it is a checkpoint, but not a whole one.
         says: part of the error's message, if it can't be loaded.
+        removable: it is no checkpoint, but looks enough like a damaged one to be deleted as one.
         holds: the names of the checkpoints in it, if it is a directory of several.
     """
 
@@ -37,6 +38,7 @@ class Kind:
     keys: tuple[str, ...] | None = None
     is_damaged: bool = False
     says: str = "."
+    removable: bool = False
     holds: tuple[str, ...] = ()
 
 
@@ -162,6 +164,9 @@ KINDS: dict[str, Kind] = {
     "model beside its optimizer": Kind(
         lambda path: files(path, "model.safetensors", "optimizer.pt", "rng_state.pth", "training_args.bin"), ONE
     ),
+    "model in torch's format beside its optimizer": Kind(
+        lambda path: files(path, "pytorch_model.bin", "optimizer.bin", "scheduler.bin", "config.json"), ONE
+    ),
     "model in two formats": Kind(lambda path: files(path, "model.safetensors", "pytorch_model.bin"), ONE),
     # --- damaged
     "manifest damaged": Kind(_with(save_ours, lambda p: (p / MANIFEST).write_text("{}")), is_damaged=True),
@@ -219,6 +224,23 @@ KINDS: dict[str, Kind] = {
     "nothing": Kind(lambda p: p.mkdir(), says="no checkpoint"),
     "notes": Kind(lambda p: files(p, "notes.txt"), says="no checkpoint"),
     "pointer": Kind(_text(b"version https://git-lfs.github.com/spec/v1\noid", "m.safetensors"), says="Git LFS pointer"),
+    "pointer in a directory": Kind(
+        _with(
+            files, lambda p: (p / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1\noid")
+        ),
+        says="Git LFS pointer",
+        removable=True,
+    ),
+    "pointer in a set": Kind(
+        _with(
+            lambda p: indexed(p, ".safetensors", "model.safetensors.index.json"),
+            lambda p: (p / "model-00002-of-00002.safetensors").write_bytes(
+                b"version https://git-lfs.github.com/spec/v1"
+            ),
+        ),
+        is_damaged=True,
+        says="Git LFS pointer",
+    ),
     "gguf": Kind(_text(b"GGUF" + bytes(40), "m.gguf"), says="GGUF"),
     "hdf5": Kind(_text(b"\x89HDF\r\n\x1a\n" + bytes(40), "m.h5"), says="HDF5"),
     "onnx": Kind(_text(b"\x08\x07\x12\x07pytorch", "m.onnx"), says="ONNX"),

@@ -57,12 +57,14 @@ class Contents:
         found: in the order of the numbers in their names; if the directory is a checkpoint itself, that comes first,
             named as the directory.
         below: the subdirectories that hold checkpoints but are none themselves, each with their number.
+        folders: the other subdirectories.
         problem: what the directory is if it holds files of a checkpoint that is not supported.
         is_cut: there is more than was looked at.
     """
 
     found: list[Found]
     below: dict[str, int] = field(default_factory=dict)
+    folders: list[str] = field(default_factory=list)
     problem: str = ""
     is_cut: bool = False
 
@@ -72,13 +74,13 @@ def find(directory: str) -> list[Found]:
     return look_into(directory).found
 
 
-def look_into(directory: str) -> Contents:
-    """Return the checkpoints in a directory, or the one that a file is. Looks at so many entries at most.
+def look_into(directory: str, budget: Budget | None = None) -> Contents:
+    """Return the checkpoints in a directory, or the one that a file is.
 
     Raises:
         OSError: the directory can't be read.
     """
-    budget = Budget()
+    budget = budget or Budget()
     with Listing(directory, budget) as listing:
         about, itself = _examined(os.path.basename(directory) or directory, listing)
         if listing.is_file or about.layout == "dcp" or about.ranks:
@@ -86,7 +88,7 @@ def look_into(directory: str) -> Contents:
         if itself is not None and not about.is_described and not about.files[1:]:
             itself = None  # it is listed by the name of its only file
         names = listing.folders if itself else [*listing.folders, *listing.others, *listing.top]
-    found, below = [] if itself is None else [itself], {}
+    found, below, folders = [] if itself is None else [itself], {}, []
     for name in sorted(names, key=lambda name: (name.startswith(HIDDEN), _naturally(name))):
         try:
             each, count = _look_at(name, os.path.join(directory, name), budget)
@@ -98,23 +100,26 @@ def look_into(directory: str) -> Contents:
             found.append(each)
         elif count:
             below[name] = count
-    return Contents(found=found, below=below, problem=about.problem, is_cut=budget.is_spent)
+        elif name in listing.folders and not name.startswith("."):
+            folders.append(name)
+    return Contents(found=found, below=below, folders=folders, problem=about.problem, is_cut=budget.is_spent)
 
 
-def walk(directory: str, levels: int = _MOST_LEVELS) -> Iterator[Found]:
-    """Yield the checkpoints in a directory and, so many levels deep, in its subdirectories; leftovers are none.
+def walk(directory: str, budget: Budget | None = None, levels: int = _MOST_LEVELS) -> Iterator[Found]:
+    """Yield the checkpoints in a directory and its subdirectories; leftovers are none.
 
     Raises:
-        OSError: a directory can't be read, or holds more than is looked at.
+        OSError: a directory can't be read, or there is more than is looked at.
     """
-    contents = look_into(directory)
-    if contents.problem:
-        return
-    yield from (found for found in contents.found if found.format)
-    if contents.is_cut or (contents.below and not levels):
+    budget = budget or Budget()
+    contents = look_into(directory, budget)
+    yield from (found for found in contents.found if found.format and not contents.problem)
+    below = [os.path.join(directory, name) for name in (*contents.below, *contents.folders)]
+    below = [path for path in below if not os.path.islink(path)]
+    if contents.is_cut or (below and not levels):
         raise OSError(f"{directory} holds more than is looked at; name its subdirectories")
-    for name in contents.below:
-        yield from walk(os.path.join(directory, name), levels - 1)
+    for path in below if not contents.problem else ():
+        yield from walk(path, budget, levels - 1)
 
 
 def _look_at(name: str, path: str, budget: Budget) -> tuple[Found | None, int]:

@@ -62,9 +62,10 @@ _PART = re.compile(r"(?P<stem>.+)-(?P<number>[0-9]{5})-of-(?P<count>[0-9]{5})\.[
 _RANK_SHARD = re.compile(r"shard-(?P<rank>[0-9]{5})-.+\.safetensors", re.DOTALL)
 _CONSOLIDATED_FROM = "sharded"  # beside the files that HuggingFaceStorageWriter has consolidated from it
 # What Trainer, accelerate and the Hub keep beside a model.
+_MODEL = re.compile(r"pytorch_model[^/]*\.bin|consolidated\.[0-9]+\.pth")
 _COMPANION = re.compile(
     r"(optimizer|scheduler|scaler|sampler|dl_state_dict|training_args|rng_state|random_states|custom_checkpoint)"
-    r"[^/]*\.(pt|pth|bin|pkl)|pytorch_model[^/]*\.bin|consolidated\.[0-9]+\.pth"
+    rf"[^/]*\.(pt|pth|bin|pkl)|{_MODEL.pattern}"
 )
 _DEEPSPEED = re.compile(r"(.*/)?(bf16_)?(zero_pp_rank_[0-9]+_)?mp_rank_[0-9]+_(model|optim)_states\.pt")
 
@@ -163,13 +164,15 @@ def _recognise_loose(files: Mapping[str, int], top: Sequence[str], fetch: Fetch,
         indexes = [name for name in indexes if name.endswith(SHARD_INDEX[0])]
     if len(indexes) == 1:
         return _indexed(indexes[0], files, top, fetch)
-    things = {} if indexes else _things(top, files, fetch)
+    things = {} if indexes else _things(top, fetch)
     if len(things) == 1:
         (members,) = things.values()
-        below = _folders_with_checkpoints(files, parts_of=members)
-        if not below:
+        alone = _recognise_file(members[0], files[members[0]], fetch)
+        if not alone.layout:  # by its contents
+            return Recognised(problem=f"{printable_key(members[0])}: {alone.problem}")
+        if not _folders_with_checkpoints(files):
             return _loose_set(members, top)
-    choices = tuple(checkpoints_in(files, fetch))
+    choices = tuple(_checkpoints_in(files))
     problem = "" if choices else _foreign_directory(files)
     return Recognised(choices=choices, problem=problem)
 
@@ -227,45 +230,40 @@ def missing_parts(members: Collection[str]) -> list[str]:
     if part is None:
         return []
     suffix = first[first.rindex(".") :]
+    known = set(members)
     names = (f"{part['stem']}-{n:05d}-of-{part['count']}{suffix}" for n in range(1, int(part["count"]) + 1))
-    return [name for name in names if name not in members]
+    return [name for name in names if name not in known]
 
 
-def _things(top: Iterable[str], files: Mapping[str, int], fetch: Fetch) -> dict[str, tuple[str, ...]]:
-    """Return the loose files and sets of files, by what the names of each have in common."""
-    things: dict[str, list[str]] = {}
-    for name in sorted(top):
-        if name.endswith(SUFFIX):
-            things.setdefault(set_of(name), []).append(name)
-    for companions in (False, True):  # an optimizer's file is one thing only where there is nothing else
-        for name in sorted(top):
-            is_candidate = name.endswith(TORCH_SUFFIXES) and (companions or not _COMPANION.fullmatch(name))
-            if is_candidate and (set_of(name) in things or _looks_like_torch(name, files, fetch)):
-                things.setdefault(set_of(name), []).append(name)
-        if things:
-            break
-        if any(map(_DEEPSPEED.fullmatch, top)):
-            break
-    if not any(name.endswith(SUFFIX) for name in top) and any(map(_DEEPSPEED.fullmatch, top)):
+def _things(top: Iterable[str], fetch: Fetch) -> dict[str, tuple[str, ...]]:
+    """Return the loose files and sets of files, by what the names of each have in common.
+
+    The files of companions are things only where there is nothing else, and those of a model come first.
+    """
+    if any(map(_DEEPSPEED.fullmatch, top)):
         return {}
-    return {key: tuple(members) for key, members in things.items()}
+    kinds: tuple[dict[str, list[str]], ...] = ({}, {}, {})
+    for name in sorted(top):
+        rank = 0 if not _COMPANION.fullmatch(name) else 1 if _MODEL.fullmatch(name) else 2
+        if name.endswith(SUFFIX) or (name.endswith(TORCH_SUFFIXES) and _may_be_torch(name, fetch)):
+            kinds[rank].setdefault(set_of(name), []).append(name)
+    return {key: tuple(members) for key, members in next(filter(None, kinds), {}).items()}
 
 
-def _looks_like_torch(name: str, files: Mapping[str, int], fetch: Fetch) -> bool:
-    begin = fetch(name, 0, min(files[name], 64))
-    return begin[:4] == ZIP_MAGIC or LEGACY_MAGIC in begin
+def _may_be_torch(name: str, fetch: Fetch) -> bool:
+    try:
+        begin = fetch(name, 0, 16)
+    except (OSError, LoadError):  # it can't be read, or is shorter: its name has to do
+        return True
+    return begin[:4] == ZIP_MAGIC or LEGACY_MAGIC[:8] in begin
 
 
-def _folders_with_checkpoints(files: Iterable[str], parts_of: Collection[str] = ()) -> set[str]:
-    """Return the directories one level below that hold checkpoints, by the names of their files."""
-    found: dict[str, set[str]] = {}
-    for name in files:
-        folder, _, rest = name.partition("/")
-        if rest and "/" not in rest and not folder.startswith(".") and _is_mark(rest):
-            found.setdefault(folder, set()).add(rest)
-    if parts_of and all(map(_RANK_SHARD.fullmatch, found.get(_CONSOLIDATED_FROM, ()))):
-        found.pop(_CONSOLIDATED_FROM, None)  # the same tensors, in parts
-    return set(found)
+def _folders_with_checkpoints(files: Iterable[str]) -> set[str]:
+    """Return the directories right below that hold checkpoints, by the names of their files."""
+    parts = [name.split("/") for name in files]
+    found = {part[0] for part in parts if len(part) == 2 and not part[0].startswith(".") and _is_mark(part[1])}
+    # The same tensors as in the files at the top, in parts.
+    return found - {_CONSOLIDATED_FROM}
 
 
 def _is_mark(name: str) -> bool:
@@ -278,7 +276,7 @@ def _is_mark(name: str) -> bool:
     )
 
 
-def checkpoints_in(files: Mapping[str, int], fetch: Fetch) -> list[str]:
+def _checkpoints_in(files: Iterable[str]) -> list[str]:
     """Return the relative paths of the checkpoints in a directory that is none, the highest number first."""
     by_folder: dict[str, list[str]] = {}
     for name in files:

@@ -145,7 +145,7 @@ def examine(listing: Listing, step: int = -1) -> tuple[Recognised, StepInfo]:
     """Return what a directory or a file is, and its facts as those of a step."""
     files, fetch = listing.files, listing.fetch
     found = recognise(files, fetch, alone=listing.is_file)
-    if listing.folders and not found.is_described:
+    if listing.folders and (not found.is_described or found.problem):
         listing.list_below()
         found = recognise(files, fetch)
     state, problem, head = assess(found, files, fetch)

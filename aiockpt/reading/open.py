@@ -261,7 +261,11 @@ def _check_files(source: Source, path: str, manifest: Manifest) -> None:
 def _read_safetensors(source: Source, name: str) -> Index:
     size = source.files[name]
     head = _bytes(source, name, 0, min(size, HEADER_PROBE_BYTES))
-    end = header_end(name, head, size)
+    try:
+        end = header_end(name, head, size)
+    except CorruptCheckpointError as exc:
+        what = recognise({name: size}, source.read_bytes, alone=True).problem
+        raise (CorruptCheckpointError(f"{name}: {what}") if what else exc) from None
     if end > len(head):
         head += _bytes(source, name, len(head), end - len(head), name)
     return decode_header(name, head, size)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Self
 
-_MOST_ENTRIES = 100_000  # of one directory and those right below it
+_MOST_ENTRIES = 100_000
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
 
@@ -74,7 +74,7 @@ def is_inside(path: str, homes: list[str]) -> bool:
 
 @dataclass(slots=True)
 class Budget:
-    """How many directory entries may still be looked at."""
+    """How many entries of directories that are no checkpoints may still be looked at."""
 
     left: int = _MOST_ENTRIES
 
@@ -123,8 +123,7 @@ class Listing:
 
     def _list_top(self, marks: list[tuple[str, int, int, int]]) -> None:
         with os.scandir(self._fd) as entries:
-            for entry in islice(entries, self._budget.left):
-                self._budget.left -= 1
+            for entry in entries:
                 try:
                     found = entry.stat()
                 except OSError:  # a link to nowhere or to itself, or removed meanwhile
