@@ -24,7 +24,6 @@ import json
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import islice
 from typing import Any, Literal, NamedTuple
 
@@ -385,20 +384,18 @@ def _recognise_archive(name: str, size: int, begin: bytes, fetch: Fetch) -> Reco
         )
     if name.endswith(".npz"):
         return Recognised(problem="it is a NumPy .npz archive")
-    problem = ""
-    try:
-        names = {each.name.partition("/")[2] for each in read_directory(size, partial(_clamped, name, size, fetch))}
-    except FramingError:
-        names = {"data.pkl"} if _FIRST_RECORD.match(begin) else set()  # other programs would have compressed it
-        problem = "it was cut short, or is damaged"
-    if "data.pkl" not in names:
+    if not _FIRST_RECORD.match(begin) and "data.pkl" not in _records(name, size, fetch):
         return Recognised(problem="it is a zip archive, but not one of torch.save")
-    state: State = "damaged" if problem else "complete"
-    return Recognised(layout="torch", format="torch", state=state, problem=problem, files=(name,))
+    return Recognised(layout="torch", format="torch", files=(name,))
 
 
-def _clamped(name: str, size: int, fetch: Fetch, offset: int, length: int) -> bytes:
-    return fetch(name, offset, max(0, min(length, size - offset)))
+def _records(name: str, size: int, fetch: Fetch) -> set[str]:
+    """Return the names in an archive of torch.save; none if it was cut short or is damaged."""
+    try:
+        records = read_directory(size, lambda at, length: fetch(name, at, max(0, min(length, size - at))))
+    except FramingError:
+        return set()
+    return {each.name.partition("/")[2] for each in records}
 
 
 # --- state ----------------------------------------------------------------------------------------------
@@ -466,7 +463,11 @@ def _file_problem(name: str, size: int, fetch: Fetch, found: Recognised) -> str:
     inner = _recognise_file(name, size, fetch)
     if inner.layout != found.layout:
         return f"{prefix}{inner.problem or 'it is damaged'}"
-    problem = inner.problem or (_safetensors_problem(name, size, fetch) if inner.layout == "safetensors" else "")
+    problem = inner.problem
+    if inner.layout == "safetensors":
+        problem = _safetensors_problem(name, size, fetch)
+    elif fetch(name, 0, 4) == ZIP_MAGIC and "data.pkl" not in _records(name, size, fetch):
+        problem = "it was cut short, or is damaged"
     return f"{prefix}{problem}" if problem else ""
 
 

@@ -86,7 +86,7 @@ def read_index(
     """
     try:
         found = look_at(source, path)
-        if found.state != "complete" and not found.ranks:  # reading the ranks' parts tells more
+        if found.state != "complete" and not (found.ranks or found.index):  # reading these tells more
             raise CorruptCheckpointError(f"{path}: {found.problem}. Use an older checkpoint, or restore what it lacks")
         if found.layout == "dcp":
             index = _read_dcp(source, path, trust=trust, as_stored=as_stored)

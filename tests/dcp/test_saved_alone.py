@@ -158,7 +158,7 @@ def test_numbered_checkpoints_are_not_mistaken_for_parts(tmp_path: Path) -> None
     (tmp_path / "step-1" / ".metadata").write_bytes(b"damaged")
     with (
         aiockpt.SyncCheckpointer() as ckpt,
-        pytest.raises(aiockpt.CheckpointNotFoundError, match="some below: step-2, step-1"),
+        pytest.raises(aiockpt.CheckpointNotFoundError, match="several: step-2, step-1"),
     ):
         ckpt.load(tmp_path)
 

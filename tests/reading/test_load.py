@@ -261,7 +261,7 @@ def test_directory_of_checkpoints_is_refused_with_a_list(ckpt, tmp_path: Path) -
         shutil.copytree(hidden, tmp_path / "many" / f"s{step}")
     with pytest.raises(aiockpt.CheckpointNotFoundError, match=r"several: s19, s18, .*, s10 and 10 more; add"):
         ckpt.load(tmp_path / "many")
-    with pytest.raises(aiockpt.CheckpointNotFoundError, match=r"has one below: s; add this to the path"):
+    with pytest.raises(aiockpt.CheckpointNotFoundError, match=r"holds one: s; add this to the path"):
         ckpt.load(shutil.copytree(hidden, tmp_path / "one" / "s").parent)
 
 
