@@ -130,12 +130,12 @@ def _look_at(name: str, path: str, budget: Budget) -> tuple[Found | None, int]:
     with Listing(path, budget) as listing:
         if ticket is not None:
             return None if listing.is_file else _leftover(ticket, name, listing), 0
-        about, found = _examined(name, listing)
+        about, found = _examined(name, listing, counts=True)
         return found, len(about.choices)
 
 
-def _examined(name: str, listing: Listing) -> tuple[Recognised, Found | None]:
-    about, info = examine(listing)
+def _examined(name: str, listing: Listing, *, counts: bool = False) -> tuple[Recognised, Found | None]:
+    about, info = examine(listing, counts=counts)
     step = step_of(name)
     if not about.layout and (step is None or listing.is_file or listing.folders):
         return about, None

@@ -143,6 +143,13 @@ def recognise(files: Mapping[str, int], fetch: Fetch, *, alone: bool = False, in
     return _recognise_loose(files, top, fetch, index)
 
 
+def depends_on_below(found: Recognised, files: Collection[str], folders: Iterable[str]) -> bool:
+    """Return whether the names right below decide what a directory is, which was recognised without them."""
+    if found.layout:
+        return not found.is_described or bool(found.problem)
+    return not files and all(map(_RANK_FOLDER.fullmatch, folders))
+
+
 def _lacking_all(files: Mapping[str, int], fetch: Fetch) -> Recognised:
     """Return what a directory is that has our manifest, but neither metadata nor tensors."""
     listed = facts_in(decode_head(document(MANIFEST_NAME, files, fetch)) or {})

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from aiockpt.format.manifest.manifest import read_user_metadata
 from aiockpt.format.names import MANIFEST_NAME, METADATA_NAME
-from aiockpt.format.recognise import Recognised, assess, recognise
+from aiockpt.format.recognise import Recognised, assess, depends_on_below, recognise
 from aiockpt.storage.local.entries import Listing
 
 if TYPE_CHECKING:
@@ -141,11 +141,14 @@ class StepScanner:
         return replace(known[1], step=step)
 
 
-def examine(listing: Listing, step: int = -1) -> tuple[Recognised, StepInfo]:
-    """Return what a directory or a file is, and its facts as those of a step."""
+def examine(listing: Listing, step: int = -1, *, counts: bool = False) -> tuple[Recognised, StepInfo]:
+    """Return what a directory or a file is, and its facts as those of a step.
+
+    ``counts``: the choices in one that is no checkpoint matter as well.
+    """
     files, fetch = listing.files, listing.fetch
     found = recognise(files, fetch, alone=listing.is_file)
-    if listing.folders and (not found.is_described or found.problem):
+    if listing.folders and ((counts and not found.layout) or depends_on_below(found, files, listing.folders)):
         listing.list_below()
         found = recognise(files, fetch)
     state, problem, head = assess(found, files, fetch)

@@ -11,10 +11,12 @@ import torch
 from typer.testing import CliRunner
 
 import aiockpt
+from aiockpt.cli.found import look_into, walk
 from aiockpt.cli.keeping import noted_policy, parse_best, parse_policy, reason_text
 from aiockpt.cli.main import app
 from aiockpt.manager.policies import KeepAll, KeepAny
 from aiockpt.manager.scan import scan
+from aiockpt.storage.local.entries import Budget
 from aiockpt.storage.local.temp_dir import new_ticket
 from tests.cli.checkpoints import FORMATS, make
 
@@ -279,3 +281,48 @@ def test_times_are_in_the_local_zone(tmp_path, monkeypatch):
     finally:
         monkeypatch.undo()
         time.tzset()
+
+
+# --- bounds -----------------------------------------------------------------------------------------------
+
+
+def test_run_with_nothing_but_leftovers(run):
+    (run / new_ticket()).mkdir()
+    text = invoke(run)
+    assert "0 complete, 1 not" in text
+    assert "kept by" not in text
+
+
+def scanned(call):
+    """Return the directories that a call lists, each as often as it does."""
+    found, is_on = [], True
+
+    def note(event, arguments):
+        if is_on and event == "os.scandir":
+            at = arguments[0]
+            found.append(os.readlink(f"/proc/self/fd/{at}") if isinstance(at, int) else os.fspath(at))
+
+    sys.addaudithook(note)  # it can't be removed
+    call()
+    is_on = False
+    return found
+
+
+def test_each_directory_is_listed_once_and_no_deeper_than_needed(tmp_path):
+    save_step(tmp_path / "run", 1)
+    for number in range(3):
+        (tmp_path / f"data{number}" / "a" / "b" / "c").mkdir(parents=True)
+    lists = scanned(lambda: invoke(tmp_path))
+    below = {str(tmp_path / f"data{number}{inner}") for number in range(3) for inner in ("", "/a")}
+    assert sorted(lists) == sorted({str(tmp_path), str(tmp_path / "run"), str(tmp_path / "run/step-00000001"), *below})
+
+
+def test_listing_says_that_it_was_cut(tmp_path):
+    for number in range(4):
+        make("dcp", tmp_path / "runs" / f"c{number}")
+    assert not look_into(str(tmp_path), Budget(100)).is_cut
+    cut = look_into(str(tmp_path), Budget(2))
+    assert cut.is_cut
+    with pytest.raises(OSError, match="more than is looked at"):
+        list(walk(str(tmp_path), Budget(2)))
+    assert len(list(walk(str(tmp_path)))) == 4
