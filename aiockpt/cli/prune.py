@@ -30,10 +30,11 @@ def prune(directory: str, policies: Sequence[KeepPolicy], *, dry_run: bool = Fal
         raise CommandError("the path is empty; name a run's directory")
     directory = os.path.abspath(os.path.expanduser(directory))
     os.stat(directory)
-    # Locked before the steps are listed, so that no manager starts between the list and the deletions.
+    infos = scan(directory)
+    _check(directory, infos, policies)
     lock = None if dry_run else take(directory)
     try:
-        infos = scan(directory)
+        infos = scan(directory)  # again: no manager starts between this list and the deletions
         _check(directory, infos, policies)
         policy, now = KeepAny(tuple(policies)), time.time()
         doomed = to_delete(policy, infos, now)

@@ -257,6 +257,10 @@ class EngineAccess:
             return exc
         return None
 
+    def refuse(self, path: str, error: BaseException) -> None:
+        """Fail the save to a path that the other ranks call, as this rank raises an error instead."""
+        self._checkpointer._submitter.refuse(path, error)
+
     def agree(self, what: str, value: object, decide: Callable[[Sequence[Any]], T]) -> Call[T]:
         """Agree with the other ranks: each calls it with a value, and each gets what rank 0 decides from all values.
 

@@ -65,8 +65,7 @@ class Submitter:
             job.spans.append(Span("capture", threading.current_thread().name, started, captured))
             self._engine.submit(job)
         except BaseException as exc:
-            if coordinator is not None:  # the other ranks have called save() too: they must fail, not wait for this one
-                self._engine.refuse(SaveJob.of_refusal(path, self._storage, exc, started, self._engine.origin))
+            self.refuse(path, exc)
             is_calm = (self._options.warn_only and isinstance(exc, WriteError)) or isinstance(exc, SaveSkippedError)
             if not is_calm:
                 raise
@@ -77,6 +76,12 @@ class Submitter:
             return job.handle
         job.captured_s = time.perf_counter() - started
         return job.handle
+
+    def refuse(self, path: str, error: BaseException) -> None:
+        """Inform the other ranks, which have called save() too: they must fail, not wait for this one."""
+        if self._engine.coordinator() is not None:
+            job = SaveJob.of_refusal(path, self._storage, error, time.perf_counter(), self._engine.origin)
+            self._engine.refuse(job)
 
     def submit_items(
         self,

@@ -215,6 +215,12 @@ class ManagerBase(ManagedRun):
             await self._call("ready")
         while self._is_stopping and (failure := self._access.take_failure()) is not None:  # else `start` raises it
             logger.error("an earlier save has failed, and the last one is begun all the same", exc_info=failure)
+        if self._lock is not None:
+            try:
+                await self._run(self._lock.check)
+            except AiockptError as exc:
+                self._access.refuse(self.path_of(step), exc)
+                raise
         metadata[RUN_KEY] = {"step": step, "metrics": metrics, "time": time.time(), "keep": kept_text(self._keep)}
         options = {each.name: getattr(request, each.name) for each in fields(SaveOptions)} | {"metadata": metadata}
         handle = start(request.state_dict, self.path_of(step), **options)

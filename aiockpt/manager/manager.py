@@ -136,7 +136,7 @@ class CheckpointManager(ManagerBase):
             ValueError: the step is negative, or ``metadata`` has the key "run".
             CheckpointExistsError: the step exists; pass ``overwrite=True`` to replace it.
             SaveError: something can't be saved, or the manager only reads; see `AsyncCheckpointer.save`.
-            RunLockedError: another manager writes to the run.
+            RunLockedError: another manager writes to the run, or may, as the lock of this one was removed.
         """
         check_asyncio("save()", _INSTEAD)
         return await self._save(request, self._checkpointer.save)

@@ -4,6 +4,9 @@ The lock is a flock on the file `.aiockpt.lock` in the directory, which names it
 distinguishes the process from all others, as in the names of temporary directories. The owner removes the file. If it
 is killed, the kernel releases the flock and the file stays.
 
+The file is written and locked under a temporary name, then linked to its own: it is never seen in part, nor free. One
+that was left is renamed away first, which only one of several processes can do.
+
 A flock does not reach other hosts on every file system, and some have none. So what the file says counts as well:
 
 ======================================  ==============================================================================
@@ -21,7 +24,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import glob
 import json
+import logging
 import os
 import socket
 import sys
@@ -29,11 +34,11 @@ import time
 import weakref
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from aiockpt.errors import RunLockedError, printable_key
 from aiockpt.storage.local.temp_dir import Owner, is_running, lock, new_ticket, read_ticket, this_process
-from aiockpt.storage.syscalls import open_directory
+from aiockpt.storage.syscalls import link, open_directory, rename_noreplace
 
 LOCK_NAME = ".aiockpt.lock"
 
@@ -42,11 +47,14 @@ _MODE = 0o664
 _ATTEMPTS = 100
 _PAUSE_S = 0.02
 _FACT_BYTES = 1 << 16
+_PROC = "/proc"
 
 # Disks of this machine, and file systems that send flocks to their server by default.
 _LOCAL = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "zfs", "tmpfs", "ramfs", "overlay", "apfs", "hfs"})
 _SHARING = frozenset({"nfs", "nfs4", "ceph", "gfs2", "ocfs2"})
 _LOCKS_STAY_HERE = ("nolock", "local_lock=all", "local_lock=flock")  # mount options of NFS
+
+logger = logging.getLogger("aiockpt")
 
 Liveness = Literal["dead", "alive", "unknown"]
 
@@ -91,27 +99,53 @@ class RunLock:
         self.facts = facts
         _held.add(self)
 
-    def release(self) -> None:
-        """Remove the file and the lock; idempotent. Blocks."""
-        fd, self._fd = self._fd, None
-        if fd is None or os.getpid() != self._pid:
+    def is_at(self, path: str) -> bool:
+        """Return whether the file is at a path, as it was made. Blocks."""
+        fd = self._fd
+        return fd is not None and _is_at(fd, path) and (self._is_locked or read_facts(fd) == self.facts)
+
+    def moved(self, path: str) -> Self:
+        """Note that the file has another name now."""
+        self._path = path
+        return self
+
+    def check(self) -> None:
+        """Raise RunLockedError if the file was removed or replaced, so that others may have the run. Blocks."""
+        if self._fd is None:  # of the parent of this process, whose checkpointer is refused here
             return
         try:
-            # Removed while it is locked: a process that has opened the file already finds it gone once it has the lock.
-            if self._is_own(fd):
-                with contextlib.suppress(OSError):  # it stays, and names a process that is dead soon
+            if self.is_at(self._path):
+                return
+            other = owner_of(os.path.dirname(self._path))
+        except NotADirectoryError:
+            other = None
+        except OSError as exc:  # the save may succeed all the same, by its retries
+            logger.warning("the lock %s can't be looked at: %s", self._path, exc)
+            return
+        if other is not None:
+            raise _refusal(self._path, other)
+        raise RunLockedError(
+            f"{self._path}, the lock of this manager, was removed, so that another one may write to the run; nothing "
+            "was saved. Find out what removes or renames files of the run, then close this manager and make a new one"
+        )
+
+    def release(self) -> None:
+        """Remove the file and the lock; idempotent. Blocks."""
+        fd = self._fd
+        if fd is None or os.getpid() != self._pid:
+            self._fd = None
+            return
+        try:
+            with contextlib.suppress(OSError):  # it stays, and names a process that is dead soon
+                # Removed while it is locked: a process that has opened it already finds it gone once it has the lock.
+                if self.is_at(self._path):
                     os.unlink(self._path)
         finally:
+            self._fd = None
             # Closing alone would leave the lock held as long as a child, forked just now, has the descriptor too.
             with contextlib.suppress(OSError):
                 fcntl.flock(fd, fcntl.LOCK_UN)
             os.close(fd)
-
-    def _is_own(self, fd: int) -> bool:
-        try:
-            return _is_at(fd, self._path) and (self._is_locked or read_facts(fd) == self.facts)
-        except OSError:
-            return False
 
     def _leave_to_parent(self) -> None:
         """Close the descriptor in a forked child, which would else hold the lock beyond its parent's end."""
@@ -141,15 +175,10 @@ def take(directory: str) -> RunLock:
     path = os.path.join(directory, LOCK_NAME)
     facts = LockFacts(socket.gethostname(), os.getpid(), time.time(), new_ticket())
     for attempt in range(_ATTEMPTS):
-        fd = os.open(path, _FLAGS | os.O_CREAT, _MODE)
-        try:
-            taken = _try(fd, path, directory, facts, is_last=attempt == _ATTEMPTS - 1)
-        except BaseException:
-            os.close(fd)
-            raise
-        if taken is not None:
-            return taken
-        os.close(fd)
+        if _make_way(path, is_last=attempt == _ATTEMPTS - 1):
+            taken = _make(path, facts)
+            if taken is not None:
+                return taken
     raise RunLockedError(
         f"{path} is made and removed again and again by other processes; check which programs use the run"
     )
@@ -193,43 +222,92 @@ def read_facts(fd: int) -> LockFacts | None:
     return facts
 
 
-def _try(fd: int, path: str, directory: str, facts: LockFacts, *, is_last: bool) -> RunLock | None:
-    """Lock an open lock file; None to try again. Raises RunLockedError if it has an owner."""
-    locked = lock(fd, fcntl.LOCK_EX)
-    before = read_facts(fd)
-    if locked == "refused":
-        if before is not None and liveness(before.owner, this_process()) == "dead" and not is_last:
+def _make_way(path: str, *, is_last: bool) -> bool:
+    """Remove a lock file that is left; return False to try again. Raises RunLockedError if it has an owner."""
+    try:
+        fd = os.open(path, _FLAGS)
+    except FileNotFoundError:
+        return True
+    try:
+        locked = lock(fd, fcntl.LOCK_EX)
+        before = read_facts(fd)
+        state = "dead" if before is None else liveness(before.owner, this_process())
+        if locked == "refused":
+            if before is None or state != "dead":
+                raise _refusal(path, before)
+            if is_last:
+                raise _refusal(path, before, holders=_holders(fd))
             time.sleep(_PAUSE_S)  # a child that was just forked from it has yet to close the file
-            return None
-        raise _refusal(directory, path, before)
-    if not _is_at(fd, path):  # the owner before has removed the file since it was opened here
-        return None
-    if before is not None:
-        state = liveness(before.owner, this_process())
+            return False
+        if not _is_at(fd, path):  # the owner before has removed the file since it was opened here
+            return False
         is_proof = locked == "held" and shares_locks(path)  # the kernel has released the lock of the one before
         if not is_proof and state != "dead":
-            raise _refusal(directory, path, before, unsure=state == "unknown")
-    if locked == "unsupported" and os.fstat(fd).st_size and before is None:
-        raise _refusal(directory, path, None, unsure=True)
-    _write(fd, facts)
-    # Without flocks two may have written at once: the last one owns the run.
-    if locked == "unsupported" and not (_is_at(fd, path) and read_facts(fd) == facts):
-        raise _refusal(directory, path, read_facts(fd))
+            raise _refusal(path, before, unsure=state == "unknown")
+        if locked == "unsupported" and os.fstat(fd).st_size and before is None:
+            raise _refusal(path, None, unsure=True)
+        return _remove(fd, path, before)
+    finally:
+        os.close(fd)
+
+
+def _remove(fd: int, path: str, checked: LockFacts | None) -> bool:
+    """Remove the lock file that is open and was checked; return False if it is another one by now."""
+    aside = os.path.join(os.path.dirname(path), new_ticket())
+    try:
+        os.rename(path, aside)
+    except FileNotFoundError:
+        return False
+    if not _is_at(fd, aside) or read_facts(fd) != checked:  # without flocks, another process may just have taken it
+        with contextlib.suppress(FileExistsError):  # a third one has taken it too: the second finds out by `check`
+            rename_noreplace(aside, path)
+            return False
+    os.unlink(aside)
+    return True
+
+
+def _make(path: str, facts: LockFacts) -> RunLock | None:
+    """Make the lock file and lock it; return None if another process has been faster."""
+    draft = os.path.join(os.path.dirname(path), facts.ticket)
+    try:
+        made = _write(draft, facts)
+        try:
+            is_linked = link(draft, path)
+        except FileExistsError:  # by another process, or the answer of a network file system was lost
+            return made.moved(path) if made.is_at(path) else None
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(draft)
+    if is_linked:
+        return made.moved(path)
+    try:
+        made = _write(path, facts)
+    except FileExistsError:
+        return None
+    return made if made.is_at(path) else None  # another process may have found it empty, and removed it
+
+
+def _write(path: str, facts: LockFacts) -> RunLock:
+    """Write a new file and lock it; FileExistsError if there is one, or another process has locked it just now."""
+    fd = os.open(path, _FLAGS | os.O_CREAT | os.O_EXCL, _MODE)
+    try:
+        locked = lock(fd, fcntl.LOCK_EX)
+        if locked == "refused":
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
+        fields = {"host": facts.host, "pid": facts.pid, "since": facts.since, "ticket": facts.ticket}
+        os.pwrite(fd, json.dumps(fields).encode(), 0)
+        with contextlib.suppress(OSError):  # some file systems sync nothing; it is for other processes, not for later
+            os.fsync(fd)
+    except BaseException:
+        os.close(fd)
+        raise
     return RunLock(fd, path, facts, is_locked=locked == "held")
-
-
-def _write(fd: int, facts: LockFacts) -> None:
-    data = json.dumps({"host": facts.host, "pid": facts.pid, "since": facts.since, "ticket": facts.ticket}).encode()
-    os.pwrite(fd, data, 0)
-    os.ftruncate(fd, len(data))
-    with contextlib.suppress(OSError):  # some file systems sync nothing; it is for other processes, not for later
-        os.fsync(fd)
 
 
 def _is_at(fd: int, path: str) -> bool:
     try:
         return os.path.samestat(os.fstat(fd), os.stat(path, follow_symlinks=False))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
     except OSError as exc:
         if exc.errno == errno.ESTALE:
@@ -237,17 +315,40 @@ def _is_at(fd: int, path: str) -> bool:
         raise
 
 
-def _refusal(directory: str, path: str, owner: LockFacts | None, *, unsure: bool = False) -> RunLockedError:
+def _refusal(path: str, owner: LockFacts | None, *, unsure: bool = False, holders: str | None = None) -> RunLockedError:
     who = "another process that is taking it now" if owner is None else str(owner)
-    if unsure:
-        advice = (
-            "it can't be known from here whether that process lives, as locks of this file system may not reach other "
-            f"hosts: if it does not, remove {path}"
+    error = f"the run {os.path.dirname(path)} is being written by {who}"
+    if holders is not None:
+        error = (
+            f"the run {os.path.dirname(path)} can't be taken: its owner, {who}, is dead, but its lock is still held by "
+            f"{holders}: end that one, or if it is unknown, check who has {path} open, as with lsof"
+        )
+    elif unsure:
+        error += (
+            ": it can't be known from here whether that process lives, as locks of this file system may not reach "
+            f"other hosts: if it does not, remove {path}"
         )
     else:
-        advice = "end that program first, choose another directory, or only read with mode='read'"
-    error = f"the run {directory} is being written by {who}: {advice}"
+        error += ": end that program first, choose another directory, or only read with mode='read'"
     return RunLockedError(error) if owner is None else RunLockedError(error, owner.host, owner.pid, owner.since)
+
+
+def _holders(fd: int) -> str:
+    """Return which processes hold the flock of a file, as far as this user may look at them."""
+    # Not from /proc/locks: it names the process that has locked, though a child may have inherited the lock.
+    own = os.fstat(fd)
+    found = []
+    for each in glob.iglob(f"{_PROC}/[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):  # it has ended, or closed the file, or is of another user
+            if os.path.samestat(os.stat(each), own):
+                process = os.path.dirname(os.path.dirname(each))
+                with open(os.path.join(process, "fdinfo", os.path.basename(each)), encoding="utf-8") as info:
+                    is_holder = "FLOCK" in info.read()
+                with open(os.path.join(process, "comm"), encoding="utf-8", errors="replace") as comm:
+                    name = printable_key(comm.read().strip())
+                if is_holder:
+                    found.append(f"process {os.path.basename(process)} ({name})")
+    return ", ".join(dict.fromkeys(found)) or "another process, probably a child of it"
 
 
 def shares_locks(path: str, mounts: str = "/proc/self/mountinfo") -> bool:

@@ -68,7 +68,7 @@ def _rename_in_steps(source: str, target: str) -> None:
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), target) from None
     # rename(2) refuses to replace a directory that holds anything, so a checkpoint is safe all the same; it would
     # replace a file, while link(2) fails if one has come to the target meanwhile.
-    if os.path.islink(source) or os.path.isdir(source) or not _link(source, target):
+    if os.path.islink(source) or os.path.isdir(source) or not link(source, target):
         os.rename(source, target)
         return
     try:
@@ -77,8 +77,8 @@ def _rename_in_steps(source: str, target: str) -> None:
         logger.info("%s has got the name %s, and keeps its old one as well: %s", source, target, exc)
 
 
-def _link(source: str, target: str) -> bool:
-    """Make a hard link; return False if the file system has none."""
+def link(source: str, target: str) -> bool:
+    """Make a hard link; return False if the file system has none, raise FileExistsError if the target exists."""
     try:
         os.link(source, target)
     except OSError as exc:

@@ -132,9 +132,11 @@ def test_unknown_metric_removes_nothing(run):
 
 def test_directory_without_steps_is_refused(tmp_path):
     (tmp_path / "step-5").mkdir()
+    os.utime(tmp_path, (0, 0))
     result = invoke(tmp_path, "--keep-latest", 1)
     assert result.exit_code == 3
     assert "has no steps of a manager" in result.stderr
+    assert os.stat(tmp_path).st_mtime == 0  # no file was made there, not even for a moment
     assert os.listdir(tmp_path) == ["step-5"]
     assert invoke(tmp_path / "none", "--keep-latest", 1).exit_code == 3
     assert not (tmp_path / "none").exists()

@@ -235,6 +235,198 @@ def test_symlink_in_place_of_the_lock_file_is_not_followed(tmp_path: Path) -> No
     assert (tmp_path / "other").read_text() == "precious"
 
 
+_SYSCALLS = ("open", "stat", "fstat", "pread", "pwrite", "ftruncate", "fsync", "link", "rename", "unlink")
+
+
+class Interruption:
+    """Calls a function before the Nth system call of whatever runs; calls that this makes do not count."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, number: int, function: Any) -> None:
+        self.left, self.is_over, self._function, self._busy = number, False, function, False
+        for name in _SYSCALLS:
+            patch.setattr(os, name, self._counted(getattr(os, name)))
+        patch.setattr(fcntl, "flock", self._counted(fcntl.flock))
+
+    def _counted(self, call: Any) -> Any:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            if not (self._busy or self.is_over):
+                self.left -= 1
+                if self.left < 0:
+                    self._busy = True
+                    self._function()
+                    self._busy, self.is_over = False, True
+            return call(*args, **kwargs)
+
+        return counted
+
+
+@pytest.mark.parametrize("state", ["free", "dead", "empty"])
+@pytest.mark.parametrize("links", [True, False], ids=["links", "no links"])
+@pytest.mark.parametrize("locks", [True, False], ids=["flock", "no flock"])
+def test_one_of_two_that_take_a_run_at_once_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, locks: bool, links: bool, state: str
+) -> None:
+    """A second taker runs before each system call of the first one."""
+    here = temp_dir.this_process()
+    assert here is not None
+    dead = f".aiockpt-{replace(here, start=here.start - 1)}.{'0' * 16}"
+    if not locks:
+        monkeypatch.setattr(fcntl, "flock", _unsupported)
+    if not links:
+        monkeypatch.setattr(os, "link", _unlinked)
+    monkeypatch.setattr(owner, "_PAUSE_S", 0.0)
+
+    def attempt() -> None:
+        try:
+            taken.append(take(str(tmp_path)))
+        except aiockpt.RunLockedError as exc:
+            refused.append(exc)
+
+    for number in range(1000):
+        if state != "free":
+            write(tmp_path, replace(FACTS, ticket=dead, pid=here.pid) if state == "dead" else "")
+        taken: list[Any] = []
+        refused: list[aiockpt.RunLockedError] = []
+        with monkeypatch.context() as patch:
+            interruption = Interruption(patch, number, attempt)
+            attempt()
+        if not interruption.is_over:
+            break
+        assert (len(taken), len(refused)) == (1, 1), number
+        assert owner_of(str(tmp_path)) == taken[0].facts
+        taken[0].release()
+        assert names(tmp_path) == []
+    assert number > 5
+    taken[0].release()
+
+
+def _unlinked(*args: Any, **kwargs: Any) -> None:
+    raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+
+def test_lock_file_is_never_seen_in_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is it seen without its flock."""
+    seen = []
+
+    def look() -> None:
+        if not os.path.lexists(tmp_path / LOCK_NAME):
+            return
+        with open(tmp_path / LOCK_NAME, "rb") as file:
+            with pytest.raises(BlockingIOError):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            seen.append(owner.read_facts(file.fileno()))
+
+    for number in range(1000):
+        with monkeypatch.context() as patch:
+            interruption = Interruption(patch, number, look)
+            taken = take(str(tmp_path))
+        if not interruption.is_over:
+            break
+        assert not seen or seen.pop() == taken.facts
+        taken.release()
+    taken.release()
+    assert number > 5
+
+
+ORPHANED = """
+import ctypes, os, signal, sys
+from aiockpt.manager.owner import take
+held = take(sys.argv[1])
+child = ctypes.PyDLL(None).fork()  # as of C code, so that no hook of Python closes the lock's descriptor
+if child == 0:
+    signal.pause()
+print(child, flush=True)
+os.kill(os.getpid(), 9)
+"""
+
+
+def test_refusal_names_the_child_that_holds_the_lock_of_its_dead_parent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, "_PAUSE_S", 0.0)
+    with subprocess.Popen([sys.executable, "-c", ORPHANED, tmp_path], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        child = int(process.stdout.readline())
+        try:
+            assert process.wait() == -signal.SIGKILL
+            with pytest.raises(aiockpt.RunLockedError) as caught:
+                take(str(tmp_path))
+        finally:
+            os.kill(child, signal.SIGKILL)
+    text = str(caught.value)
+    assert f"process {process.pid} on host {socket.gethostname()}" in text
+    assert "is dead" in text
+    assert f"its lock is still held by process {child} (" in text
+    assert "end that program first" not in text
+    assert caught.value.pid == process.pid
+
+
+def test_refusal_where_nothing_names_the_holder_of_a_dead_owners_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(owner, "_PROC", str(tmp_path / "none"))
+    here = temp_dir.this_process()
+    assert here is not None
+    write(tmp_path, replace(FACTS, ticket=f".aiockpt-{replace(here, start=here.start - 1)}.{'0' * 16}"))
+    with (tmp_path / LOCK_NAME).open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(aiockpt.RunLockedError, match="still held by another process, probably a child of it"):
+            take(str(tmp_path))
+
+
+@pytest.mark.parametrize("gone", ["the file", "the directory", "the directory, with a file in its place"])
+def test_lost_lock_is_noticed_before_the_next_save(tmp_path: Path, gone: str) -> None:
+    folder = tmp_path / "run"
+    with aiockpt.SyncCheckpointManager(folder) as run:
+        run.save(1, state_of(1))
+        if gone == "the file":
+            os.unlink(folder / LOCK_NAME)
+        else:
+            folder.rename(tmp_path / "moved")
+            if "a file" in gone:
+                folder.write_text("")
+        with pytest.raises(aiockpt.RunLockedError, match="was removed") as caught:
+            run.save(2, state_of(2))
+        assert str(folder / LOCK_NAME) in str(caught.value)
+        assert "make a new one" in str(caught.value)
+        assert not path_of(folder, 2).exists()
+        if gone != "the file":
+            assert folder.exists() == ("a file" in gone)
+
+
+def test_lost_lock_that_another_manager_has_taken(tmp_path: Path) -> None:
+    run = aiockpt.SyncCheckpointManager(tmp_path)
+    run.save(1, state_of(1))
+    os.unlink(tmp_path / LOCK_NAME)
+    taken = take(str(tmp_path))
+    with pytest.raises(aiockpt.RunLockedError, match="being written by") as caught:
+        run.save(2, state_of(2))
+    assert (caught.value.pid, caught.value.since) == (os.getpid(), taken.facts.since)
+    run.close()
+    assert owner_of(str(tmp_path)) == taken.facts  # closing leaves the other's lock
+    taken.release()
+
+
+def test_lock_that_cannot_be_looked_at_is_no_lost_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    real = os.stat
+
+    def stat(path: Any, *args: Any, **kwargs: Any) -> Any:
+        if str(path).endswith(LOCK_NAME):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+        return real(path, *args, **kwargs)
+
+    with aiockpt.SyncCheckpointManager(tmp_path) as run:
+        run.save(1, state_of(1))
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "stat", stat)
+            run.save(2, state_of(2))
+        assert "can't be looked at" in caplog.text
+        assert run.steps() == [1, 2]
+
+
 MOUNTS = """\
 22 27 0:21 / / rw,relatime shared:1 - ext4 /dev/sda1 rw
 23 22 0:22 / /nfs rw,relatime - nfs4 server:/a rw,vers=4.2

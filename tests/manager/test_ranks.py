@@ -14,6 +14,7 @@ import torch
 
 import aiockpt
 from aiockpt.engine.facade import EngineAccess
+from aiockpt.manager.owner import LOCK_NAME
 from tests.manager.runs import SIZE, names
 from tests.ranks.world import World
 
@@ -270,3 +271,23 @@ def saves_alone(rank: int, size: int, folder: Path) -> Any:
 
 def test_ranks_with_separate_runs_do_not_communicate(world2: World, tmp_path: Path) -> None:
     assert world2.results(saves_alone, tmp_path) == [[1, 2, 3], [1, 2, 3, 4]]
+
+
+# --- a lock that is lost --------------------------------------------------------------------------------------
+
+
+async def loses_its_lock(rank: int, size: int, folder: Path) -> list[str]:
+    async with aiockpt.CheckpointManager(folder, **LIMITS) as run:
+        await (await run.save(1, state_of(rank, 1))).written
+        if rank == 0:
+            os.unlink(folder / LOCK_NAME)
+        with pytest.raises(aiockpt.RunLockedError) as caught:
+            await (await run.save(2, state_of(rank, 2))).written
+        return [str(caught.value), *names(folder)]
+
+
+def test_lost_lock_fails_the_save_on_all_ranks(world2: World, tmp_path: Path) -> None:
+    for rank, (text, *found) in enumerate(world2.results(loses_its_lock, tmp_path)):
+        assert "was removed" in text
+        assert text.startswith("rank 0: ") == (rank > 0)
+        assert found == ["step-00000001"]
