@@ -37,6 +37,7 @@ from datetime import datetime
 from typing import Any, Literal, Self
 
 from aiockpt.errors import RunLockedError, printable_key
+from aiockpt.storage.local.entries import NotRegularError, open_regular
 from aiockpt.storage.local.temp_dir import Owner, is_running, lock, new_ticket, read_ticket, this_process
 from aiockpt.storage.syscalls import link, open_directory, rename_noreplace
 
@@ -187,8 +188,8 @@ def take(directory: str) -> RunLock:
 def owner_of(directory: str) -> LockFacts | None:
     """Return the owner of a run that is alive, or may be; None if the run is free. Takes no lock."""
     try:
-        fd = os.open(os.path.join(directory, LOCK_NAME), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except FileNotFoundError:
+        fd = open_regular(os.path.join(directory, LOCK_NAME), flags=os.O_NOFOLLOW)
+    except (FileNotFoundError, NotRegularError):  # a pipe of that name is nobody's lock
         return None
     try:
         facts = read_facts(fd)
@@ -225,7 +226,7 @@ def read_facts(fd: int) -> LockFacts | None:
 def _make_way(path: str, *, is_last: bool) -> bool:
     """Remove a lock file that is left; return False to try again. Raises RunLockedError if it has an owner."""
     try:
-        fd = os.open(path, _FLAGS)
+        fd = open_regular(path, flags=os.O_RDWR | os.O_NOFOLLOW)
     except FileNotFoundError:
         return True
     try:

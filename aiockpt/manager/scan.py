@@ -155,12 +155,7 @@ def examine(listing: Listing, step: int = -1, *, counts: bool = False) -> tuple[
     if not found.layout:
         state, problem = "unfinished", problem or f"it has neither {MANIFEST_NAME} nor {METADATA_NAME}"
     info = StepInfo(step, listing.path, state, sum(files.values()), listing.changed_s, problem=problem)
-    if head is None:
-        return found, info
-    facts = _read_facts(head)
-    if facts is None:
-        return found, replace(info, state="damaged", problem=f"{MANIFEST_NAME} is damaged")
-    return found, replace(info, time=facts.time, metrics=facts.metrics, metadata=facts.metadata)
+    return found, info if head is None else _with_facts(info, head)
 
 
 def scan(directory: str | os.PathLike[str]) -> tuple[StepInfo, ...]:
@@ -190,17 +185,8 @@ def _is_directory(entry: os.DirEntry[str]) -> bool:
 # --- one step -----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Facts:
-    """The contents of a manifest that matter here."""
-
-    time: float
-    metrics: Mapping[str, float]
-    metadata: Mapping[str, Any]
-
-
-def _read_facts(head: Mapping[str, Any]) -> _Facts | None:
-    """Return the facts in the head of a manifest; None if it is damaged."""
+def _with_facts(info: StepInfo, head: Mapping[str, Any]) -> StepInfo:
+    """Add the facts in the head of a manifest."""
     try:
         metadata = read_user_metadata(head["metadata"])
         run = metadata.get(RUN_KEY)
@@ -208,13 +194,10 @@ def _read_facts(head: Mapping[str, Any]) -> _Facts | None:
             del metadata[RUN_KEY]
         else:  # of a program that saves without a manager
             run = {}
-        return _Facts(
-            time=_time_of(run.get("time"), head["created"]),
-            metrics=_metrics_of(run.get("metrics")),
-            metadata=metadata,
-        )
+        time_s = _time_of(run.get("time"), head["created"])
+        return replace(info, time=time_s, metrics=_metrics_of(run.get("metrics")), metadata=metadata)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
-        return None
+        return replace(info, state="damaged", problem=f"{MANIFEST_NAME} is damaged")
 
 
 def _time_of(time_s: object, created: str) -> float:
