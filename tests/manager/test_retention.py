@@ -212,16 +212,16 @@ def test_error_in_the_program_does_not_stop_saves_and_deletions(tmp_path: Path) 
 
 
 def test_unreadable_step_stays_and_the_others_are_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = os.scandir
+    real = os.open
 
-    def denied(path: Any) -> Any:
+    def denied(path: Any, *args: Any, **options: Any) -> Any:
         if path == str(path_of(tmp_path, 1)):
             raise PermissionError(13, "denied", path)
-        return real(path)
+        return real(path, *args, **options)
 
     with aiockpt.SyncCheckpointManager(tmp_path) as run:
         run.save(1, STATE)
-    monkeypatch.setattr(os, "scandir", denied)
+    monkeypatch.setattr(os, "open", denied)
     with run_of(tmp_path, aiockpt.KeepLatest(1)) as run:
         for step in (2, 3, 4):
             run.save(step, STATE)
