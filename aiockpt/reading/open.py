@@ -7,7 +7,7 @@ import logging
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -24,22 +24,31 @@ from aiockpt.errors import (
     sanitize_error,
 )
 from aiockpt.format.checks import check_index
-from aiockpt.format.dcp.joined import in_directory, is_part, join_ranks, rank_directories, rank_metadata
+from aiockpt.format.dcp.joined import in_directory, is_part, join_common, join_ranks, rank_directories, rank_metadata
 from aiockpt.format.dcp.metadata import decode_metadata
-from aiockpt.format.index import Entry, Index, InlineEntry, ItemRange, ObjPath, TensorEntry, TensorItem
+from aiockpt.format.file_sets import INDEX_SUFFIX, check_alone, decode_shard_index, find_set, join_files, merge_shards
+from aiockpt.format.index import Entry, Index, InlineEntry, ItemRange, ObjectEntry, ObjPath, TensorEntry, TensorItem
 from aiockpt.format.item.arrays import check_arrays
 from aiockpt.format.item.ziparchive import LEGACY_MAGIC, ZIP_MAGIC
 from aiockpt.format.keys import check_patterns, hint, matching
 from aiockpt.format.manifest.columnar_index import IndexedEntries
 from aiockpt.format.manifest.manifest import Manifest, is_of_another_save, is_pickled
 from aiockpt.format.manifest.reader import decode_manifest
-from aiockpt.format.names import MANIFEST_NAME, METADATA_NAME
+from aiockpt.format.names import (
+    COMMON_NAME,
+    CONFIG_NAME,
+    MANIFEST_NAME,
+    METADATA_NAME,
+    SUFFIX,
+    files_beside,
+    is_of_deepspeed,
+)
 from aiockpt.format.safetensors.reader import (
     HEADER_PROBE_BYTES,
+    HeaderError,
     decode_header,
-    decode_shard_index,
     header_end,
-    merge_shards,
+    parse_object,
     with_shared_names,
 )
 from aiockpt.format.torch_file.torch_file import holds_tensors, read_torch_file
@@ -55,7 +64,6 @@ if TYPE_CHECKING:
     from aiockpt.reading.executor import LoadTools
     from aiockpt.storage.base import Source, Storage
 
-_SHARD_INDEX = ".safetensors.index.json"
 _PART_NAME = re.compile(r"(__[0-9]+)?\.metadata|\.aiockpt\.json|.*\.distcp", re.DOTALL)
 _HIDDEN = re.compile(rf"(^|{re.escape(os.sep)})\.")
 _TORCH_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin")
@@ -90,6 +98,12 @@ def read_index(
         check_place(source, path)
         if METADATA_NAME in source.files:
             index = _read_dcp(source, path, trust=trust, as_stored=as_stored)
+            if not as_stored:
+                common = read_common(source, path, safe_globals, trust=trust)
+                if common is not None:
+                    with _located(path):
+                        index = join_common(index, common)
+                index = replace(index, beside=files_beside(source.files, () if common is None else (COMMON_NAME,)))
         elif ranks := find_ranks(source, path):
             index = _read_ranks(source, path, ranks, trust=trust, as_stored=as_stored)
         else:
@@ -134,30 +148,78 @@ def _naturally(name: str) -> list[tuple[int, str]]:
 
 
 def _read_other(source: Source, path: str, safe_globals: Sequence[Any], trust: bool) -> Index:
+    """Read what `find_set` chooses, or the only file."""
     files = source.files
+    is_file = list(files) == [os.path.basename(path)]
+    names: Sequence[str] = () if is_file else find_set([name for name in files if os.sep not in name])
+    if not names and len(files) == 1:
+        names = list(files)
+    shards, document = None, next((name for name in names if name.endswith(INDEX_SUFFIX)), "")
+    if document:
+        if len(files) == 1:
+            raise LoadError("it is the index of a set of files: name the directory that holds them")
+        shards = decode_shard_index(document, read_document(source, document))
+        names = shards.files
+        for name in names:
+            if name not in files:
+                raise CorruptCheckpointError(f"{document} names the file {name}, which is missing")
+    headers: dict[str, Index] = {}
+    for name in names:
+        header = _read_file(source, name, safe_globals, trust)
+        if header is not None:
+            headers[name] = header
+        elif len(files) > 1:
+            raise CorruptCheckpointError(f"{name} is neither a safetensors nor a torch.save file: it is damaged")
+    if shards is None and not headers:
+        raise _not_a_checkpoint(path, files)
+    index = join_files(headers) if shards is None else merge_shards(document, shards, headers)
+    warning = check_alone(names[0], index, os.path.dirname(path)) if is_file else None
+    if warning:
+        logger.warning("%s: %s", path, warning)
+    return replace(with_shared_names(index), beside=files_beside(files, names))
+
+
+def read_common(source: Source, path: str, safe_globals: Sequence[Any] = (), *, trust: bool = False) -> Index | None:
+    """Read what Megatron-Core stores beside `.metadata`; None if it did not write this checkpoint. Blocks."""
+    files = source.files
+    if files.get(CONFIG_NAME, _PART_BYTES) >= _PART_BYTES:
+        return None
+    try:
+        config = parse_object(_bytes(source, CONFIG_NAME, 0, files[CONFIG_NAME]))
+    except HeaderError:  # another program's
+        return None
+    if config.get("common_backend") != "torch":
+        return None
+    if COMMON_NAME not in files:
+        raise CorruptCheckpointError(
+            f"{path} lacks {COMMON_NAME}, which holds the part of Megatron's state that is not sharded; use an older "
+            "checkpoint"
+        )
+    with _located(path):
+        try:
+            common = _read_torch(source, COMMON_NAME, safe_globals, trust)
+        except CorruptCheckpointError:
+            raise
+        except LoadError:
+            # Its keys are not known without permission. As one object it asks for that when it is read, unless it is
+            # left out.
+            place = ItemRange(COMMON_NAME, 0, files[COMMON_NAME])
+            return Index({COMMON_NAME: ObjectEntry(place)}, {COMMON_NAME: (COMMON_NAME,)})
+    check_index(path, common, files)
+    return common
+
+
+def _not_a_checkpoint(path: str, files: Mapping[str, int]) -> LoadError:
+    is_file = list(files) == [os.path.basename(path)]
     top = [name for name in files if os.sep not in name]
-    shard_indexes = [name for name in top if name.endswith(_SHARD_INDEX)]
-    if shard_indexes and len(files) == 1:
-        raise LoadError("it is the index of a set of safetensors files: name the directory that holds them")
-    if len(shard_indexes) == 1:
-        return with_shared_names(_read_shards(source, shard_indexes[0]))
-    tensors = [name for name in top if name.endswith(".safetensors")]
-    if len(tensors) == 1:
-        return with_shared_names(_read_safetensors(source, tensors[0]))
-    if len(files) == 1:
-        (name,) = files
-        begin = _bytes(source, name, 0, min(64, files[name]))
-        if begin[:4] == ZIP_MAGIC or LEGACY_MAGIC in begin:
-            return _read_torch(source, name, safe_globals, trust)
-        # A safetensors file begins with 8 bytes of length, then JSON.
-        if begin[8:9] == b"{":
-            return with_shared_names(_read_safetensors(source, name))
-    raise _not_a_checkpoint(path, files, tensors, shard_indexes)
-
-
-def _not_a_checkpoint(path: str, files: Mapping[str, int], tensors: list[str], indexes: list[str]) -> LoadError:
-    is_file = os.path.basename(path) in files and len(files) == 1
-    below = [] if is_file or tensors or indexes else checkpoints_below(files)
+    several = sorted(name for name in top if name.endswith(SUFFIX + INDEX_SUFFIX))
+    several = several or sorted(name for name in top if name.endswith(SUFFIX))
+    below = [] if is_file or several else checkpoints_below(files)
+    if not is_file and any(map(is_of_deepspeed, files)) and all(name.endswith(_TORCH_SUFFIXES) for name in below):
+        return LoadError(
+            "it is a checkpoint of DeepSpeed, which is not read here: convert it with the zero_to_fp32.py "
+            "beside it, and load the result"
+        )
     if below:
         return CheckpointNotFoundError(
             f"it is no checkpoint, but has {'some' if below[1:] else 'one'} below: {some_of(below, _MOST_SHOWN)}; "
@@ -172,8 +234,8 @@ def _not_a_checkpoint(path: str, files: Mapping[str, int], tensors: list[str], i
         return CheckpointNotFoundError(
             "there is no checkpoint: it is neither a torch.save file, nor a safetensors file, nor a directory"
         )
-    if len(tensors) > 1 or len(indexes) > 1:
-        return LoadError(f"it holds several checkpoints: {', '.join(sorted(indexes or tensors)[:5])}; name one of them")
+    if several:
+        return LoadError(f"it holds several checkpoints: {', '.join(several[:5])}; name one of them")
     return CheckpointNotFoundError(f"there is no checkpoint: the directory has no {METADATA_NAME} and no safetensors")
 
 
@@ -311,14 +373,14 @@ def _read_safetensors(source: Source, name: str) -> Index:
     return decode_header(name, head, size)
 
 
-def _read_shards(source: Source, name: str) -> Index:
-    shards = decode_shard_index(name, read_document(source, name))
-    headers = {}
-    for file in shards.files:
-        if file not in source.files:
-            raise CorruptCheckpointError(f"{name} names the file {file}, which is missing")
-        headers[file] = _read_safetensors(source, file)
-    return merge_shards(name, shards, headers)
+def _read_file(source: Source, name: str, safe_globals: Sequence[Any], trust: bool) -> Index | None:
+    """Read a file of safetensors or of torch.save; None if it is neither."""
+    begin = _bytes(source, name, 0, min(64, source.files[name]))
+    # A safetensors file begins with 8 bytes of length, then JSON.
+    if name.endswith(SUFFIX) or begin[8:9] == b"{":
+        return _read_safetensors(source, name)
+    is_torch = begin[:4] == ZIP_MAGIC or LEGACY_MAGIC in begin
+    return _read_torch(source, name, safe_globals, trust) if is_torch else None
 
 
 def _read_torch(source: Source, name: str, safe_globals: Sequence[Any], trust: bool) -> Index:
@@ -441,4 +503,10 @@ async def open_checkpoint(storage: Storage, path: str, options: LoadOptions, too
         with anyio.CancelScope(shield=True):
             await tools.workers.run(source.close)
         raise
+    if index.beside:
+        logger.warning(
+            "%s: other parts of the state lie beside it and were not read: %s; load them by their names",
+            path,
+            some_of(index.beside, _MOST_SHOWN),
+        )
     return OpenCheckpoint(source, path, index)

@@ -42,9 +42,18 @@ LAYOUTS: dict[str, tuple[Any, ...]] = {  # on a mesh of two dimensions
     "hybrid": (Replicate(), Shard(0)),
     "same": (Replicate(), Replicate()),
     "uneven": (Shard(0), Shard(0)),
+    "few": (Shard(0), Shard(0)),  # fewer rows than ranks
 }
-SHAPES = {"rows": (10, 4), "columns": (4, 6), "grid": (6, 8), "hybrid": (4, 3), "same": (5,), "uneven": (7, 2)}
-PARTS = {"rows": 1, "columns": 1, "grid": 2, "hybrid": 2, "same": 1, "uneven": 2, "alone": 2}
+SHAPES = {
+    "rows": (10, 4),
+    "columns": (4, 6),
+    "grid": (6, 8),
+    "hybrid": (4, 3),
+    "same": (5,),
+    "uneven": (7, 2),
+    "few": (1, 3),
+}
+PARTS = {"rows": 1, "columns": 1, "grid": 2, "hybrid": 2, "same": 1, "uneven": 2, "few": 1, "alone": 2}
 
 
 def sharded() -> dict[str, torch.Tensor]:

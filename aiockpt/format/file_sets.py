@@ -1,0 +1,199 @@
+"""Checkpoints of several files: a set with an index, a set by the numbers in its names, and the shards of ranks.
+
+Sources of the names: ``save_pretrained`` of https://github.com/huggingface/transformers, which writes an index for
+safetensors and for files of ``torch.save``; for shards ``torch/distributed/checkpoint/_hf_utils.py``.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+from aiockpt.errors import CorruptCheckpointError, LoadError, UnsafeCheckpointError
+from aiockpt.format.dcp.joined import JoinedTensor
+from aiockpt.format.index import Index, TensorEntry
+from aiockpt.format.names import SUFFIX
+from aiockpt.format.safetensors.reader import HeaderError, parse_object, shared_names
+
+INDEX_SUFFIX = ".index.json"
+"""Follows the suffix of the files of a set in the name of their index."""
+
+_PART = re.compile(r"(?:shard-([0-9]{1,9})-)?(.+)-([0-9]{1,9})-of-([0-9]{1,9})((?:\.[^.]+)?\.(?:safetensors|bin))")
+_MOST_SHOWN = 10
+
+
+# --- sets by their names ------------------------------------------------------------------------------
+
+
+def find_set(names: Collection[str]) -> tuple[str, ...]:
+    """Return what to read of a directory's files: an index, all files of a set, or its only safetensors file.
+
+    Empty if there is nothing of these, or more than one. Raise CorruptCheckpointError if files of a set are missing.
+    """
+    for suffix in (SUFFIX, ".bin"):
+        indexes = [name for name in names if name.endswith(suffix + INDEX_SUFFIX)]
+        found = sorted(name for name in names if name.endswith(suffix) and (suffix == SUFFIX or _PART.fullmatch(name)))
+        if indexes:
+            return tuple(indexes) if len(indexes) == 1 else ()
+        if parts := _complete_set(found):
+            return parts
+        if found and suffix == SUFFIX:
+            return tuple(found) if len(found) == 1 else ()
+    return ()
+
+
+def _complete_set(names: Sequence[str]) -> tuple[str, ...]:
+    """Return the names if they are those of one set; raise if some of it are missing."""
+    parts = [match for match in map(_PART.fullmatch, names) if match]
+    if len(parts) < len(names) or len({(part[1] is None, *part.group(2, 4, 5)) for part in parts}) != 1:
+        return ()
+    is_of_ranks, count = parts[0][1] is not None, int(parts[0][4])
+    missing = _missing(parts, 3, count)
+    if is_of_ranks:
+        ranks = max(int(part[1]) for part in parts)
+        missing += _missing(parts, 1, ranks)
+        if ranks == 1 and not missing:
+            raise CorruptCheckpointError(
+                "it holds the shards of rank 1 alone, and they do not say how many ranks there are: add the files of "
+                f"the others. If no other rank saved, rename {names[0]} to {names[0][parts[0].start(2) :]}"
+            )
+    if missing:
+        raise CorruptCheckpointError(
+            f"it lacks {', '.join(missing[:_MOST_SHOWN])}{' and more' if missing[_MOST_SHOWN:] else ''}, of a set of "
+            f"files with {names[0]}: get the set again, or use an older checkpoint"
+        )
+    return tuple(names) if all(0 < int(part[3]) <= count for part in parts) else ()
+
+
+def _missing(parts: Sequence[re.Match[str]], group: int, count: int) -> list[str]:
+    """Return names with the numbers, from 1 to ``count``, that no file has in a group of its name."""
+    known, (begin, end), name = {int(part[group]) for part in parts}, parts[0].span(group), parts[0].string
+    absent = (number for number in range(1, count + 1) if number not in known)
+    return [f"{name[:begin]}{number:0{end - begin}}{name[end:]}" for number in islice(absent, _MOST_SHOWN + 1)]
+
+
+def check_alone(name: str, index: Index, folder: str) -> str | None:
+    """Return a warning if a file that is read alone is a part of a set; raise LoadError if it holds shards."""
+    part = _PART.fullmatch(name)
+    is_cut = any(isinstance(entry, TensorEntry) and not entry.is_whole for entry in index.entries.values())
+    if is_cut or (part is not None and part[1]):
+        raise LoadError(
+            f"{name} holds the shards of {f'rank {int(part[1])}' if part and part[1] else 'one rank'} alone, not whole "
+            f"tensors: name the directory with the files of all ranks, {folder}"
+        )
+    if part is None or int(part[4]) < 2:
+        return None
+    return f"{name} is part {int(part[3])} of {int(part[4])}, and the others were not read; for all, name {folder}"
+
+
+def join_files(headers: Mapping[str, Index]) -> Index:
+    """Return one index of the files of a set without an index, from the index of each, with shards of ranks joined."""
+    if len(headers) == 1:
+        return next(iter(headers.values()))
+    holders: dict[str, list[str]] = {}
+    for file, header in headers.items():
+        for key in header.entries:
+            holders.setdefault(key, []).append(file)
+    is_of_ranks = all(part and part[1] for part in map(_PART.fullmatch, headers))
+    joined = {}
+    for key, files in holders.items():
+        if files[1:] and not is_of_ranks:
+            raise CorruptCheckpointError(
+                f"{key} is in both {files[0]} and {files[1]}: the files are of different saves"
+            )
+        found = [headers[file].entries[key] for file in files]
+        joined[key] = _join_shards(key, found) if is_of_ranks else found[0]
+    index = next(iter(headers.values()))
+    metadata = {key: value for header in headers.values() for key, value in header.metadata.items()}
+    return Index(joined, {key: (key,) for key in joined}, metadata=metadata, format=index.format)
+
+
+def _join_shards(key: str, shards: Sequence[Any]) -> TensorEntry:
+    """Return the tensor of some shards: as large as they reach, because none says how large it is."""
+    first = shards[0]
+    if any((each.dtype, len(each.shape)) != (first.dtype, len(first.shape)) for each in shards):
+        raise CorruptCheckpointError(f"the shards of {key} differ in dtype or dimensions: they are of different saves")
+    shape = tuple(map(max, zip(*(each.shape for each in shards), strict=True)))
+    joined = JoinedTensor(TensorEntry(first.dtype, shape, ()))
+    for each in shards:
+        joined.add(chunk for chunk in each.chunks if math.prod(chunk.sizes))  # a rank without rows has an empty shard
+    if joined.lacking > 0:
+        raise CorruptCheckpointError(
+            f"it lacks {joined.lacking} elements of {key} with the shape {shape}: files of some ranks, shard-..., are "
+            "missing. Add them, or use an older checkpoint"
+        )
+    return joined.entry._replace(chunks=tuple(joined.chunks.values()) or first.chunks)
+
+
+# --- sets with an index -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ShardIndex:
+    """The contents of a ``*.safetensors.index.json`` or ``*.bin.index.json``."""
+
+    weight_map: Mapping[str, str]  # the file of each tensor, relative to the index
+    metadata: Mapping[str, Any] = field(default_factory=dict)  # of the whole set, such as ``total_size``
+
+    @property
+    def files(self) -> Sequence[str]:
+        """Files of the set, each once, in the order of the map."""
+        return tuple(dict.fromkeys(self.weight_map.values()))
+
+
+def decode_shard_index(name: str, data: bytes) -> ShardIndex:
+    """Decode the index of a set of files; raise UnsafeCheckpointError if it leads out of its directory."""
+    try:
+        document = parse_object(data)
+        weight_map, metadata = document.get("weight_map"), document.get("metadata")
+        if type(weight_map) is not dict or not all(type(file) is str for file in weight_map.values()):
+            raise HeaderError("has no weight_map of tensor names to file names")
+        if metadata is not None and type(metadata) is not dict:
+            raise HeaderError("has a metadata that is no JSON object")
+    except HeaderError as exc:
+        raise CorruptCheckpointError(f"{name} {exc}; restore it from where it came") from exc
+    for key, file in weight_map.items():
+        if _leads_out(file):
+            raise UnsafeCheckpointError(
+                f"{name} puts the tensor {key!r} into {file!r}, which is not a plain path below the index; "
+                "nothing was read. Correct the index if you trust it."
+            )
+    return ShardIndex(weight_map, metadata or {})
+
+
+def _leads_out(file: str) -> bool:
+    """Return whether a path may lead out of a directory, here or on a system with drives and backslashes."""
+    parts = file.split("/")
+    return not {"", ".", ".."}.isdisjoint(parts) or not {"\\", ":", "\0"}.isdisjoint(file) or not file.isprintable()
+
+
+def merge_shards(name: str, shards: ShardIndex, headers: Mapping[str, Index]) -> Index:
+    """Return one index of a set of files, from the index of each file.
+
+    The map decides what belongs to the set: a tensor that it does not assign to the file that holds it is left out,
+    because it may be left from another save. A name that a file has only as a shared one is found as well. The map's
+    metadata takes precedence over that of the files.
+    """
+    metadata: dict[str, Any] = {}
+    shared: dict[str, dict[str, str]] = {}
+    for file, header in headers.items():
+        metadata |= header.metadata
+        shared[file] = shared_names(header)
+    entries = {}
+    for key, file in shards.weight_map.items():
+        found = headers.get(file)
+        entry = None if found is None else found.entries.get(shared[file].get(key, key))
+        if entry is None:
+            raise CorruptCheckpointError(
+                f"{name} says that the tensor {key!r} is in {file}, "
+                + ("which is missing" if found is None else "which does not hold it")
+                + ": the files are of different saves, or incomplete. Get the set again."
+            )
+        entries[key] = entry
+    metadata |= shards.metadata
+    first = next(iter(headers.values()), Index({}, {}, format="safetensors"))
+    return Index(entries, {key: (key,) for key in entries}, metadata=metadata, format=first.format)
