@@ -50,6 +50,7 @@ class Contents:
     path: str
     format: str
     metadata: Mapping[str, Any]
+    beside: Sequence[str]  # files that are not read
     infos: dict[str, TensorInfo | ObjectInfo]
     statistics: dict[str, Statistics | None] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
@@ -139,7 +140,7 @@ def _chosen(reader: CheckpointReader, patterns: Sequence[str]) -> Contents:
             raise CommandError(f"{reader.path} has no key that matches {unmatched[0]}.{hint(unmatched, keys)}")
         keys = [key for key in keys if key in found]
     with gc_pause():
-        return Contents(reader.path, reader.format, reader.metadata, {key: reader[key] for key in keys})
+        return Contents(reader.path, reader.format, reader.metadata, reader.beside, {key: reader[key] for key in keys})
 
 
 async def _read_values(reader: CheckpointReader, lines: Sequence[tree.Line], contents: Contents) -> None:
@@ -163,6 +164,7 @@ def _document(contents: Contents) -> dict[str, Any]:
         "path": contents.path,
         "format": contents.format,
         "metadata": contents.metadata,
+        "beside": contents.beside,
         "tensors": len(contents.tensors),
         "objects": len(contents.infos) - len(contents.tensors),
         "bytes": sum(info.nbytes for info in contents.tensors),
@@ -219,6 +221,8 @@ def _print_head(contents: Contents) -> None:
     )
     if contents.metadata:
         out.print(f"metadata: {shown(json.dumps(contents.metadata, ensure_ascii=False))}")
+    if contents.beside:
+        out.print(f"not read: {shown(', '.join(contents.beside))}", soft_wrap=True)
     out.print()
 
 

@@ -22,13 +22,13 @@ from fnmatch import fnmatchcase
 
 from aiockpt.errors import LoadError
 from aiockpt.format.manifest.manifest import files_listed
-from aiockpt.format.names import MANIFEST_NAME, METADATA_NAME, SINGLE_NAME, SUFFIX
+from aiockpt.format.names import COMMON_NAME, CONFIG_NAME, MANIFEST_NAME, METADATA_NAME, SINGLE_NAME, SUFFIX
 from aiockpt.format.recognise import SHARD_INDEX, rank_metadata, set_of
 
 _DCP = "*.distcp"
 _STILL_OPEN = (".nfs*", ".fuse_hidden*")  # what NFS and FUSE keep of files that were removed while they are open
 _LEFT = (SINGLE_NAME, *_STILL_OPEN, ".__*_results.json", ".__*_results.json.new")  # the last ones are of Megatron
-_MEGATRON = ("common.pt", "metadata.json")
+_MEGATRON = (COMMON_NAME, CONFIG_NAME)
 _MEGATRON_KEY = b'"sharded_backend"'
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
@@ -93,8 +93,14 @@ class Index:
     wrapped: str | None = None  # the only key, if what was saved was no dict
     storage_meta: Mapping[str, Any] = field(default_factory=dict)  # what DCP's metadata says of its save
     is_transformed: bool = False  # some items have `ItemRange.transforms`, and can't be read as they are stored
+    beside: Sequence[str] = ()  # files with other parts of the state, which do not belong to the checkpoint
 
     @property
     def is_part(self) -> bool:
         """Whether it lacks chunks of a tensor, as that of one of several ranks does."""
         return any(isinstance(entry, TensorEntry) and not entry.is_whole for entry in self.entries.values())
+
+    def with_names(self, names: Mapping[str, str]) -> Index:
+        """Return an index with further names, each with the name of the tensor that it shares; they come last."""
+        entries = {**self.entries, **{name: self.entries[kept] for name, kept in names.items()}}
+        return replace(self, entries=entries, paths={**self.paths, **{name: (name,) for name in names}})

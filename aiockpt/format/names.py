@@ -9,3 +9,5 @@ INDEX_NAME = "model.safetensors.index.json"  # of a set of safetensors files
 HIDDEN = ".aiockpt-"  # prefix of temporary directories and their sidecar files; see `aiockpt.storage.local.temp_dir`
 # A single-file checkpoint in its temporary directory; without its name and suffix it is not mistaken for complete.
 SINGLE_NAME = "single"
+COMMON_NAME = "common.pt"  # what Megatron-Core stores beside `.metadata`: the rest of the state
+CONFIG_NAME = "metadata.json"  # in which Megatron-Core says so

@@ -27,10 +27,11 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Literal, NamedTuple
 
+from aiockpt.core.wording import some_of
 from aiockpt.errors import LoadError, printable_key
 from aiockpt.format.item.ziparchive import LEGACY_MAGIC, ZIP_MAGIC, FramingError, read_directory
 from aiockpt.format.manifest.manifest import FileFacts, decode_head, is_of_another_save
-from aiockpt.format.names import MANIFEST_NAME, METADATA_NAME, SUFFIX
+from aiockpt.format.names import COMMON_NAME, CONFIG_NAME, MANIFEST_NAME, METADATA_NAME, SUFFIX
 
 Format = Literal["aiockpt", "dcp", "safetensors", "torch", ""]
 State = Literal["complete", "unfinished", "damaged"]
@@ -46,6 +47,7 @@ DOCUMENT_BYTES = 1 << 28
 """The largest document that is read to recognise a checkpoint; a larger one is damaged."""
 
 _HEADER_BYTES = 100_000_000
+_CONFIG_BYTES = 1 << 20
 _LENGTH_BYTES = 8  # of the header's length in a safetensors file
 _BEGIN_BYTES = 1024  # enough for the name of the first record of an archive
 _DIRECTORY_BYTES = 64 << 10  # the end of an archive: all of its directory, unless it is large
@@ -57,8 +59,12 @@ _RANK_DATA = re.compile(r"__(0|[1-9][0-9]{0,8})_[0-9]+\.distcp")
 _RANK_FOLDER = re.compile(r"(.*?)(0|[1-9][0-9]{0,8})", re.DOTALL)
 _NO_RANKS = re.compile(r"epoch|step|iter|checkpoint|ckpt", re.IGNORECASE)  # numbers that count something else
 _DATA_IN_METADATA = re.compile(rb"__[0-9]{1,9}_[0-9]{1,9}\.distcp")
-_PART = re.compile(r"(?P<stem>.+)-(?P<number>[0-9]{5})-of-(?P<count>[0-9]{5})\.[a-z]+", re.DOTALL)
-_RANK_SHARD = re.compile(r"shard-(?P<rank>[0-9]{5})-.+\.safetensors", re.DOTALL)
+PART = re.compile(r"(?:shard-([0-9]{1,9})-)?(.+)-([0-9]{1,9})-of-([0-9]{1,9})((?:\.[^.]+)?\.(?:safetensors|bin))")
+"""The name of a file of a set: the rank of a shard, the stem, the number and the count of files, the suffix.
+
+Sources: ``save_pretrained`` of transformers; for shards ``torch/distributed/checkpoint/_hf_utils.py``.
+"""
+
 _CONSOLIDATED_FROM = "sharded"  # beside the files that HuggingFaceStorageWriter has consolidated from it
 # What Trainer, accelerate and the Hub keep beside a model.
 _MODEL = re.compile(r"pytorch_model[^/]*\.bin|consolidated\.[0-9]+\.pth")
@@ -66,7 +72,8 @@ _COMPANION = re.compile(
     r"(optimizer|scheduler|scaler|sampler|dl_state_dict|training_args|rng_state|random_states|custom_checkpoint)"
     rf"[^/]*\.(pt|pth|bin|pkl)|{_MODEL.pattern}"
 )
-_DEEPSPEED = re.compile(r"(.*/)?(bf16_)?(zero_pp_rank_[0-9]+_)?mp_rank_[0-9]+_(model|optim)_states\.pt")
+# See `_get_ckpt_name` and `_get_zero_ckpt_name` in `deepspeed/runtime/engine.py`.
+_DEEPSPEED = re.compile(r"([^/]+/)?[^/]+_(model|optim)_states\.pt")
 
 _MAGICS = (
     (b"GGUF", "a GGUF file of llama.cpp"),
@@ -124,8 +131,12 @@ def recognise(files: Mapping[str, int], fetch: Fetch, *, alone: bool = False, in
         return Recognised(problem="it is no regular file")
     top = [name for name in files if "/" not in name]
     if METADATA_NAME in top:
-        ours = MANIFEST_NAME in top
-        return Recognised(layout="dcp", format="aiockpt" if ours else "dcp", beside=_beside(top, [METADATA_NAME]))
+        form: Format = "aiockpt" if MANIFEST_NAME in top else "dcp"
+        common = form == "dcp" and has_common(files, fetch)
+        problem = f"it lacks its file {COMMON_NAME}" if common and COMMON_NAME not in files else ""
+        beside = _beside(files, [COMMON_NAME] if common else [])
+        state: State = "damaged" if problem else "complete"
+        return Recognised(layout="dcp", format=form, state=state, problem=problem, beside=beside)
     tensors = [name for name in top if name.endswith(SUFFIX)]
     if MANIFEST_NAME in top and not tensors:
         return _lacking_all(files, fetch)
@@ -135,7 +146,7 @@ def recognise(files: Mapping[str, int], fetch: Fetch, *, alone: bool = False, in
     if ranks:
         missing = list(islice((rank for rank in range(known_ranks(ranks, files)) if rank not in ranks), _MOST_SHOWN))
         problem = f"it lacks the part of rank {', '.join(map(str, missing))}" if missing else problem
-        state: State = "damaged" if problem else "complete"
+        state = "damaged" if problem else "complete"
         return Recognised(layout="ranks", format="dcp", ranks=ranks, state=state, problem=problem)
     if any(name.endswith(".distcp") for name in top):
         problem = f"it has no {METADATA_NAME}: its save was never finished"
@@ -169,7 +180,7 @@ def _recognise_loose(files: Mapping[str, int], top: Sequence[str], fetch: Fetch,
     if len({name.endswith(SHARD_INDEX[0]) for name in indexes}) == 2:  # one model in two formats
         indexes = [name for name in indexes if name.endswith(SHARD_INDEX[0])]
     if len(indexes) == 1:
-        return _indexed(indexes[0], files, top, fetch)
+        return _indexed(indexes[0], files, fetch)
     things = {} if indexes else _things(top, fetch)
     if len(things) == 1:
         (members,) = things.values()
@@ -177,13 +188,13 @@ def _recognise_loose(files: Mapping[str, int], top: Sequence[str], fetch: Fetch,
         if not alone.layout:  # by its contents
             return Recognised(problem=f"{printable_key(members[0])}: {alone.problem}")
         if not _folders_with_checkpoints(files):
-            return _loose_set(members, top)
+            return _loose_set(members, files)
     choices = tuple(_checkpoints_in(files))
     problem = "" if choices else _foreign_directory(files)
     return Recognised(choices=choices, problem=problem)
 
 
-def _indexed(index: str, files: Mapping[str, int], top: Sequence[str], fetch: Fetch) -> Recognised:
+def _indexed(index: str, files: Mapping[str, int], fetch: Fetch) -> Recognised:
     form: Literal["safetensors", "torch"] = "safetensors" if index.endswith(SHARD_INDEX[0]) else "torch"
     try:
         members = tuple(dict.fromkeys(map(str, json.loads(document(index, files, fetch))["weight_map"].values())))
@@ -198,57 +209,78 @@ def _indexed(index: str, files: Mapping[str, int], top: Sequence[str], fetch: Fe
         problem=f"it lacks its file {printable_key(missing[0])}" if missing else "",
         files=members,
         index=index,
-        beside=_beside(top, [*members, index]),
+        beside=_beside(files, [*members, index]),
     )
 
 
-def _loose_set(members: tuple[str, ...], top: Sequence[str]) -> Recognised:
+def _loose_set(members: tuple[str, ...], files: Collection[str]) -> Recognised:
     form: Literal["safetensors", "torch"] = "safetensors" if members[0].endswith(SUFFIX) else "torch"
-    missing = missing_parts(members)
-    problem = f"it lacks its file {printable_key(missing[0])}" if missing else ""
-    state: State = "damaged" if missing else "complete"
-    beside = _beside(top, members)
+    problem = _problem_of_set(members)
+    state: State = "damaged" if problem else "complete"
+    beside = _beside(files, members)
     return Recognised(layout=form, format=form, state=state, problem=problem, files=members, beside=beside)
 
 
-def _beside(top: Iterable[str], read: Collection[str]) -> tuple[str, ...]:
-    """Return the files at the top that may hold state, and are not read."""
-    return tuple(sorted(name for name in top if name.endswith(_HOLDING_STATE) and name not in read))
+def _beside(files: Iterable[str], read: Collection[str]) -> tuple[str, ...]:
+    """Return the files that may hold other parts of the state, and are not read.
+
+    Other directories below are other checkpoints, but those of DeepSpeed, which it takes for a part of this one.
+    """
+    candidates = (name for name in files if "/" not in name or _DEEPSPEED.fullmatch(name))
+    return tuple(sorted(name for name in candidates if name.endswith(_HOLDING_STATE) and name not in read))
+
+
+def has_common(files: Mapping[str, int], fetch: Fetch) -> bool:
+    """Return whether Megatron-Core has stored what is not sharded in `common.pt`, as its `metadata.json` says."""
+    if not 0 < files.get(CONFIG_NAME, 0) <= _CONFIG_BYTES:
+        return False
+    try:
+        return bool(json.loads(fetch(CONFIG_NAME, 0, files[CONFIG_NAME]))["common_backend"] == "torch")
+    except (ValueError, KeyError, TypeError, RecursionError):  # another program's
+        return False
 
 
 # --- sets of files --------------------------------------------------------------------------------------
 
 
-def set_of(name: str) -> str:
+def set_of(name: str) -> tuple[str | bool, ...]:
     """Return what the parts of one set have in common in their names; for any other file its name."""
-    if _RANK_SHARD.fullmatch(name):
-        return "shard-"
-    part = _PART.fullmatch(name)
-    return name if part is None else f"{part['stem']}-of-{part['count']}"
+    part = PART.fullmatch(name)
+    return (name,) if part is None else (part[1] is None, *part.group(2, 4, 5))
 
 
-def missing_parts(members: Collection[str]) -> list[str]:
-    """Return the names of the files that a set lacks by the names of the others."""
-    if ranks := [int(found["rank"]) for found in map(_RANK_SHARD.fullmatch, members) if found]:
-        return [f"shard-{rank:05d}-*{SUFFIX}" for rank in range(1, max(ranks)) if rank not in ranks]
-    first = min(members, default="")
-    part = _PART.fullmatch(first)
-    if part is None:
-        return []
-    suffix = first[first.rindex(".") :]
-    known = set(members)
-    names = (f"{part['stem']}-{n:05d}-of-{part['count']}{suffix}" for n in range(1, int(part["count"]) + 1))
-    return [name for name in names if name not in known]
+def _problem_of_set(members: Sequence[str]) -> str:
+    """Return which files a set lacks by the names of the others; empty if it lacks none."""
+    parts = [part for part in map(PART.fullmatch, members) if part]
+    if not parts:
+        return ""
+    missing = _absent(parts, 3, int(parts[0][4]))
+    if parts[0][1] is not None:
+        ranks = max(int(part[1]) for part in parts)
+        missing += _absent(parts, 1, ranks)
+        if ranks == 1 and not missing:
+            return (
+                "it holds the shards of rank 1 alone, and they do not say how many ranks there are: add the files of "
+                f"the others. If no other rank saved, rename {members[0]} to {members[0][parts[0].start(2) :]}"
+            )
+    return f"it lacks {some_of([printable_key(name) for name in missing], _MOST_SHOWN)}" if missing else ""
 
 
-def _things(top: Iterable[str], fetch: Fetch) -> dict[str, tuple[str, ...]]:
+def _absent(parts: Sequence[re.Match[str]], group: int, count: int) -> list[str]:
+    """Return names with the numbers, from 1 to ``count``, that no file has in a group of its name."""
+    known, (begin, end), name = {int(part[group]) for part in parts}, parts[0].span(group), parts[0].string
+    absent = (number for number in range(1, count + 1) if number not in known)
+    return [f"{name[:begin]}{number:0{end - begin}}{name[end:]}" for number in islice(absent, _MOST_SHOWN + 1)]
+
+
+def _things(top: Iterable[str], fetch: Fetch) -> dict[tuple[str | bool, ...], tuple[str, ...]]:
     """Return the loose files and sets of files, by what the names of each have in common.
 
     The files of companions are things only where there is nothing else, and those of a model come first.
     """
     if any(map(_DEEPSPEED.fullmatch, top)):
         return {}
-    kinds: tuple[dict[str, list[str]], ...] = ({}, {}, {})
+    kinds: tuple[dict[tuple[str | bool, ...], list[str]], ...] = ({}, {}, {})
     for name in sorted(top):
         rank = 0 if not _COMPANION.fullmatch(name) else 1 if _MODEL.fullmatch(name) else 2
         if name.endswith(SUFFIX) or (name.endswith(TORCH_SUFFIXES) and _may_be_torch(name, fetch)):
@@ -266,7 +298,7 @@ def _may_be_torch(name: str, fetch: Fetch) -> bool:
 
 def _folders_with_checkpoints(files: Iterable[str]) -> set[str]:
     """Return the directories right below that hold checkpoints, by the names of their files."""
-    parts = [name.split("/") for name in files]
+    parts = [name.split("/") for name in files if not _DEEPSPEED.fullmatch(name)]
     found = {part[0] for part in parts if len(part) == 2 and not part[0].startswith(".") and _is_mark(part[1])}
     # The same tensors as in the files at the top, in parts.
     return found - {_CONSOLIDATED_FROM}

@@ -7,7 +7,7 @@ import logging
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -24,22 +24,21 @@ from aiockpt.errors import (
     sanitize_error,
 )
 from aiockpt.format.checks import check_index
-from aiockpt.format.dcp.joined import in_directory, join_ranks
+from aiockpt.format.dcp.joined import in_directory, join_common, join_ranks
 from aiockpt.format.dcp.metadata import decode_metadata
-from aiockpt.format.index import Entry, Index, InlineEntry, ItemRange, ObjPath, TensorEntry, TensorItem
+from aiockpt.format.file_sets import check_alone, decode_shard_index, join_files, merge_shards
+from aiockpt.format.index import Entry, Index, InlineEntry, ItemRange, ObjectEntry, ObjPath, TensorEntry, TensorItem
 from aiockpt.format.item.arrays import check_arrays
 from aiockpt.format.keys import check_patterns, hint, matching
 from aiockpt.format.manifest.columnar_index import IndexedEntries
 from aiockpt.format.manifest.manifest import Manifest, is_of_another_save, is_pickled
 from aiockpt.format.manifest.reader import decode_manifest
-from aiockpt.format.names import MANIFEST_NAME, METADATA_NAME
-from aiockpt.format.recognise import SHARD_INDEX, Recognised, rank_metadata, recognise
+from aiockpt.format.names import COMMON_NAME, MANIFEST_NAME, METADATA_NAME
+from aiockpt.format.recognise import SHARD_INDEX, Recognised, has_common, rank_metadata, recognise
 from aiockpt.format.safetensors.reader import (
     HEADER_PROBE_BYTES,
     decode_header,
-    decode_shard_index,
     header_end,
-    merge_shards,
     with_shared_names,
 )
 from aiockpt.format.torch_file.torch_file import holds_tensors, read_torch_file
@@ -90,20 +89,22 @@ def read_index(
             raise CorruptCheckpointError(f"{path}: {found.problem}. Use an older checkpoint, or restore what it lacks")
         if found.layout == "dcp":
             index = _read_dcp(source, path, trust=trust, as_stored=as_stored)
+            common = None if as_stored else read_common(source, path, safe_globals, trust=trust)
+            if common is not None:
+                with _located(path):
+                    index = join_common(index, common)
         elif found.layout == "ranks":
             index = _read_ranks(source, path, found.ranks, trust=trust, as_stored=as_stored)
         else:
             with _located(path):
-                index = _read_set(source, found, safe_globals, trust)
+                index = _read_set(source, path, found, safe_globals, trust)
             check_index(path, index, source.files)
             if (manifest := _read_manifest(source, path)) is not None:
                 _check_files(source, path, manifest)
-        if found.beside:
-            logger.warning("%s: %s", path, not_read(found.beside))
     except LoadError as exc:
         sanitize_error(exc)
         raise
-    return index
+    return replace(index, beside=found.beside) if found.beside else index
 
 
 def check_place(source: Source, path: str) -> None:
@@ -137,18 +138,43 @@ def look_at(source: Source, path: str) -> Recognised:
     return found
 
 
-def not_read(beside: Sequence[str]) -> str:
-    """Return the message about files beside a checkpoint, of loading and of verifying."""
-    return f"{some_of([printable(name) for name in beside], _MOST_SHOWN)} beside the checkpoint: not read"
-
-
-def _read_set(source: Source, found: Recognised, safe_globals: Sequence[Any], trust: bool) -> Index:
+def _read_set(source: Source, path: str, found: Recognised, safe_globals: Sequence[Any], trust: bool) -> Index:
     """Read the index of a file, or of a set of them."""
-    if found.layout == "torch":
-        return _read_torch(source, found.files[0], safe_globals, trust)
-    if found.index:
-        return with_shared_names(_read_shards(source, found.index))
-    return with_shared_names(_read_safetensors(source, found.files[0]))
+    shards = decode_shard_index(found.index, read_document(source, found.index)) if found.index else None
+    names = found.files if shards is None else shards.files
+    headers: dict[str, Index] = {}
+    for name in names:
+        if name not in source.files:
+            raise CorruptCheckpointError(f"{found.index} names the file {name}, which is missing")
+        is_torch = found.layout == "torch"
+        headers[name] = _read_torch(source, name, safe_globals, trust) if is_torch else _read_safetensors(source, name)
+    index = join_files(headers) if shards is None else merge_shards(found.index, shards, headers)
+    if list(source.files) == [os.path.basename(path)]:
+        warning = check_alone(found.files[0], index, os.path.dirname(path))
+        if warning:
+            logger.warning("%s: %s", path, warning)
+    return with_shared_names(index)
+
+
+def read_common(source: Source, path: str, safe_globals: Sequence[Any] = (), *, trust: bool = False) -> Index | None:
+    """Read what Megatron-Core stores beside `.metadata`; None if it did not write this checkpoint. Blocks."""
+    files = source.files
+    if not has_common(files, source.read_bytes):
+        return None
+    if COMMON_NAME not in files:
+        raise CorruptCheckpointError(f"{path} lacks {COMMON_NAME}, the part of Megatron's state that is not sharded")
+    with _located(path):
+        try:
+            common = _read_torch(source, COMMON_NAME, safe_globals, trust)
+        except CorruptCheckpointError:
+            raise
+        except LoadError:
+            # Its keys are not known without permission. As one object it asks for that when it is read, unless it is
+            # left out.
+            place = ItemRange(COMMON_NAME, 0, files[COMMON_NAME])
+            return Index({COMMON_NAME: ObjectEntry(place)}, {COMMON_NAME: (COMMON_NAME,)})
+    check_index(path, common, files)
+    return common
 
 
 def _read_dcp(source: Source, path: str, *, trust: bool, as_stored: bool) -> Index:
@@ -269,16 +295,6 @@ def _read_safetensors(source: Source, name: str) -> Index:
     if end > len(head):
         head += _bytes(source, name, len(head), end - len(head), name)
     return decode_header(name, head, size)
-
-
-def _read_shards(source: Source, name: str) -> Index:
-    shards = decode_shard_index(name, read_document(source, name))
-    headers = {}
-    for file in shards.files:
-        if file not in source.files:
-            raise CorruptCheckpointError(f"{name} names the file {file}, which is missing")
-        headers[file] = _read_safetensors(source, file)
-    return merge_shards(name, shards, headers)
 
 
 def _read_torch(source: Source, name: str, safe_globals: Sequence[Any], trust: bool) -> Index:
@@ -406,4 +422,9 @@ async def open_checkpoint(storage: Storage, path: str, options: LoadOptions, too
         with anyio.CancelScope(shield=True):
             await tools.workers.run(source.close)
         raise
+    if index.beside:
+        names = some_of([printable(name) for name in index.beside], _MOST_SHOWN)
+        logger.warning(
+            "%s: other parts of the state lie beside it and were not read: %s; load them by name", path, names
+        )
     return OpenCheckpoint(source, path, index)

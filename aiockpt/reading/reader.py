@@ -127,6 +127,11 @@ class _Reader(Mapping[str, "TensorInfo | ObjectInfo"]):
         return self._opened.index.format
 
     @property
+    def beside(self) -> Sequence[str]:
+        """Files in its directory with other parts of the state, such as ``optimizer.pt``, which are not read."""
+        return self._opened.index.beside
+
+    @property
     def nbytes(self) -> int:
         """The bytes of all tensors. A tensor stored once under several keys counts once per key."""
         return sum(entry.nbytes for entry in self._opened.index.entries.values() if isinstance(entry, TensorEntry))

@@ -19,7 +19,7 @@ from aiockpt.format.keys import hint, matching
 from aiockpt.planning.dtensor import is_distributed
 from aiockpt.planning.flatten import FlatState, StructureError, Subtrees, flatten, replace_leaves
 from aiockpt.reading.read_plan import TensorRead, reads_of
-from aiockpt.reading.targets import Region, Target, cast, target_of
+from aiockpt.reading.targets import Region, Target, cast, place_in_memory, target_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -71,8 +71,11 @@ class TargetPlan:
 @gc_pause()
 def plan_target(path: str, index: Index, options: LoadOptions, target: ResolvedState, state_dict: Any) -> TargetPlan:
     """Compare a target, in which state dicts replace live objects, with what is stored."""
-    planner = _Planner(path, index, options, target)
+    planner = _Planner(path, index, options, target, {})
     flat = planner.flatten()
+    if tied := tied_names(flat, index.entries):
+        planner = _Planner(path, index.with_names(tied), options, target, tied)
+        flat = planner.flatten()
     planner.plan_leaves(flat)
     planner.plan_subtrees(flat)
     planner.check_missing(flat)
@@ -80,11 +83,25 @@ def plan_target(path: str, index: Index, options: LoadOptions, target: ResolvedS
     return planner.plan
 
 
+def tied_names(flat: FlatState, entries: Mapping[str, Entry]) -> dict[str, str]:
+    """Return the names of tensors that are not stored but share their memory with one that is, with its name."""
+    leaves = list(zip(flat.names, flat.leaves, strict=True))
+    absent = {name: leaf for name, leaf in leaves if isinstance(leaf, torch.Tensor) and name not in entries}
+    if not absent:
+        return {}
+    places = {place_in_memory(leaf): name for name, leaf in reversed(leaves) if name in entries}
+    found = {name: place_in_memory(leaf) for name, leaf in absent.items()}
+    return {name: places[place] for name, place in found.items() if place is not None and place in places}
+
+
 class _Planner:
     """Builds a `TargetPlan`."""
 
-    def __init__(self, path: str, index: Index, options: LoadOptions, target: ResolvedState) -> None:
+    def __init__(
+        self, path: str, index: Index, options: LoadOptions, target: ResolvedState, tied: Mapping[str, str]
+    ) -> None:
         self._path = path
+        self._tied = tied  # names that were added to the index, with those of the tensors that they share
         self._index = index
         self._options = options
         self._target = target
@@ -146,7 +163,8 @@ class _Planner:
                 if type(leaf) in ARRAY_TYPES:
                     plan.arrays[name] = leaf
             return
-        self._fill(target)
+        if self._tied.get(name) not in self._wanted:  # else it is filled as the other
+            self._fill(target)
         if owner is not None:
             plan.kept[name] = leaf
 

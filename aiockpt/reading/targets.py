@@ -199,6 +199,18 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
     return len(np.unique(offsets)) < len(offsets)
 
 
+def place_in_memory(leaf: Any) -> tuple[object, ...] | None:
+    """Return a key that is equal for tied tensors, also for empty and distributed ones; None for other values."""
+    whole: tuple[object, ...] = ()
+    if is_distributed(leaf) and hasattr(leaf, "placements"):
+        whole, leaf = (leaf.device_mesh, leaf.placements, leaf.shape), leaf._local_tensor
+    if type(leaf) not in TENSOR_TYPES or leaf.layout is not torch.strided or leaf.is_nested:
+        return None
+    # Not its address, which is 0 for the part of a rank without rows.
+    storage = leaf.untyped_storage()._cdata
+    return storage, leaf.storage_offset(), leaf.dtype, leaf.shape, leaf.stride(), whole
+
+
 @gc_pause()
 def find_twins(regions: Sequence[Region]) -> list[tuple[Region, Region]]:
     """Return pairs of tied targets that are stored as different items, whose values must then be equal."""

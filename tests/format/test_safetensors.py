@@ -13,15 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aiockpt.errors import AiockptError, CorruptCheckpointError, LoadError, UnsafeCheckpointError
+from aiockpt.format.file_sets import ShardIndex, decode_shard_index, merge_shards
 from aiockpt.format.index import Index, TensorEntry
 from aiockpt.format.safetensors.reader import (
     HEADER_PROBE_BYTES,
     MAX_HEADER_BYTES,
-    ShardIndex,
     decode_header,
-    decode_shard_index,
     header_end,
-    merge_shards,
     shared_names,
     with_shared_names,
 )

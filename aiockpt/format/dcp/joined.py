@@ -1,8 +1,11 @@
-"""Checkpoints of ranks that saved without each other: each rank has metadata of its own.
+"""Checkpoints that are more than one `.metadata`: of ranks that saved without each other, and of Megatron-Core.
 
-It is beside that of the others (``use_collectives=False``), or in a directory for each rank (``no_dist=True``). Their
-parts are joined to one index. Of values that several ranks have, the lowest rank's are taken, as a save with
-collectives takes those of one rank; `aiockpt.reading.copies` compares them.
+Metadata of ranks that saved without each other is beside that of the others (``use_collectives=False``), or in a
+directory for each rank (``no_dist=True``). Their parts are joined to one index. Of values that several ranks have, the
+lowest rank's are taken, as a save with collectives takes those of one rank; `aiockpt.reading.copies` compares them.
+
+Megatron-Core stores what is not sharded in a file of ``torch.save``, ``common.pt``, and its loader merges the two.
+Source: ``megatron/core/dist_checkpointing/serialization.py``.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from itertools import islice
 
 from aiockpt.errors import CorruptCheckpointError, LoadError
 from aiockpt.format.index import ChunkEntry, Entry, Index, ItemRange, ObjectEntry, ObjPath, TensorEntry
+from aiockpt.format.names import COMMON_NAME, METADATA_NAME
 from aiockpt.format.recognise import known_ranks
 
 _MOST_SHOWN = 10
@@ -38,8 +42,8 @@ def in_directory(index: Index, folder: str) -> Index:
 
 
 @dataclass(eq=False, slots=True)
-class _Tensor:
-    """A tensor of several ranks."""
+class JoinedTensor:
+    """A tensor of several ranks, with the chunks of each; of equal ones the first is taken."""
 
     entry: TensorEntry
     chunks: dict[str, ChunkEntry] = field(default_factory=dict)  # by text, whose hash is salted
@@ -67,7 +71,7 @@ def join_ranks(parts: Mapping[int, Index], files: Collection[str]) -> Index:
     """
     entries: dict[str, Entry] = {}
     paths: dict[str, ObjPath] = {}
-    tensors: dict[str, _Tensor] = {}
+    tensors: dict[str, JoinedTensor] = {}
     for rank, part in sorted(parts.items()):
         for name, entry in part.entries.items():
             known = entries.setdefault(name, entry)
@@ -79,7 +83,7 @@ def join_ranks(parts: Mapping[int, Index], files: Collection[str]) -> Index:
                 continue
             if not isinstance(known, TensorEntry) or known[:2] != entry[:2]:
                 raise _different(name, rank)
-            tensors.setdefault(name, _Tensor(entry)).add(entry.chunks)
+            tensors.setdefault(name, JoinedTensor(entry)).add(entry.chunks)
     _check_complete(parts, files, tensors)
     for name, tensor in tensors.items():
         entries[name] = tensor.entry._replace(chunks=tuple(tensor.chunks.values()))
@@ -93,7 +97,7 @@ def _different(name: str, rank: int) -> LoadError:
     )
 
 
-def _check_complete(parts: Mapping[int, Index], files: Collection[str], tensors: Mapping[str, _Tensor]) -> None:
+def _check_complete(parts: Mapping[int, Index], files: Collection[str], tensors: Mapping[str, JoinedTensor]) -> None:
     """Raise if ranks are missing: by the numbers of the others, by their data files, or by what tensors lack."""
     known = known_ranks(parts, files)
     # If the last ranks are missing, no number says so. What tensors lack tells how many they are at least, because
@@ -119,3 +123,19 @@ def _check_complete(parts: Mapping[int, Index], files: Collection[str], tensors:
             f"it lacks the part of rank {', '.join(map(str, missing))}{more}{least}{reason}. Each rank saved alone, "
             "with metadata of its own: add that of these ranks with its data files, or use an older checkpoint"
         )
+
+
+def join_common(index: Index, common: Index) -> Index:
+    """Return an index with the entries of ``common.pt`` after its own."""
+    for key in common.entries:
+        if key in index.entries:
+            raise CorruptCheckpointError(
+                f"{key} is in both {METADATA_NAME} and {COMMON_NAME}: they are of different saves"
+            )
+    containers = [{**each, "at": each["at"] + len(index.paths)} for each in common.containers if each["path"]]
+    return replace(
+        index,
+        entries={**index.entries, **common.entries},
+        paths={**index.paths, **common.paths},
+        containers=[*index.containers, *containers],
+    )

@@ -1,18 +1,18 @@
-"""Reading of safetensors: headers of files, and the index of a set of them.
+"""Reading of the headers of safetensors files.
 
 A file is the header's length as 8 bytes, the header as JSON, and the bytes of the tensors without gaps. The
 header gives for each tensor its dtype, its shape, and the first and last byte counted from the header's end.
 
 Sources of the layout: the README of https://github.com/huggingface/safetensors and the checks of its Rust code; for
-sets of files ``save_pretrained`` of https://github.com/huggingface/transformers.
+shards of ranks ``torch/distributed/checkpoint/filesystem.py`` and ``hf_storage.py``.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+import operator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,12 +20,15 @@ import torch
 
 from aiockpt.core.gc_pause import gc_pause
 from aiockpt.core.strides import row_strides
-from aiockpt.errors import CorruptCheckpointError, LoadError, UnsafeCheckpointError
+from aiockpt.errors import CorruptCheckpointError, LoadError
 from aiockpt.format.checks import MAX_DIMS
 from aiockpt.format.index import ChunkEntry, Index, ItemRange, ObjPath, TensorEntry, TensorItem
 from aiockpt.format.safetensors.writer import DTYPE_NAMES, LENGTH, MAX_HEADER_BYTES, METADATA_KEY, PAIRED_DTYPE
 
 HEADER_PROBE_BYTES = 256 << 10  # read first of a file; holds the header of some two thousand tensors
+
+SHARDING_KEY = "DCP_SHARDING_INFO"
+"""Entry of ``__metadata__`` with which ``HuggingFaceStorageWriter`` says where each tensor lies in its whole."""
 
 _INT = frozenset({int})
 
@@ -72,7 +75,7 @@ def decode_header(name: str, data: bytes, file_bytes: int) -> Index:
         with gc_pause():
             document = parse_object(data[LENGTH.size : end])
             metadata = _texts(document.pop(METADATA_KEY, None))
-            entries = _read_tensors(name, document, end, file_bytes)
+            entries = _place_shards(_read_tensors(name, document, end, file_bytes), metadata)
             paths: dict[str, ObjPath] = {key: (key,) for key in entries}
     except HeaderError as exc:
         raise CorruptCheckpointError(
@@ -145,6 +148,27 @@ def _read_tensors(name: str, document: dict[str, Any], base: int, file_bytes: in
     return entries
 
 
+def _place_shards(entries: dict[str, TensorEntry], metadata: dict[str, str]) -> dict[str, TensorEntry]:
+    """Return the tensors with the offsets that the metadata gives them, each as large as its shard shows it to be."""
+    text = metadata.pop(SHARDING_KEY, None)
+    metadata.pop("DCP_VERSION", None)
+    if text is None:
+        return entries
+    try:
+        places = parse_object(text.encode())
+    except HeaderError as exc:
+        raise HeaderError(f"has a {SHARDING_KEY} that {exc}") from exc
+    for key, (dtype, shape, (chunk,)) in entries.items():
+        place = places.get(key)
+        offsets = place.get("saved_offsets") if type(place) is dict else None
+        if type(offsets) is not list or len(offsets) != len(shape) or any(type(n) is not int or n < 0 for n in offsets):
+            raise HeaderError(f"has a {SHARDING_KEY} without offsets of the tensor {key!r}")
+        if any(offsets):
+            whole = tuple(map(operator.add, offsets, shape))
+            entries[key] = TensorEntry(dtype, whole, (chunk._replace(offsets=tuple(offsets)),))
+    return entries
+
+
 def _item(name: str, key: str, dtype_name: Any, shape: tuple[int, ...]) -> tuple[TensorItem, tuple[int, ...]]:
     """Return the item of all tensors of this dtype and shape, and the offsets of their chunk."""
     dtype = _DTYPES.get(dtype_name)
@@ -205,82 +229,9 @@ def with_shared_names(index: Index) -> Index:
     dot, as in ``{"main_tensor": "model.embed.weight"}``, beside a kept name with dots that does not end in it.
     """
     shared = shared_names(index)
-    return replace(
-        index,
-        entries={**index.entries, **{key: index.entries[kept] for key, kept in shared.items()}},
-        paths={**index.paths, **{key: (key,) for key in shared}},
-        metadata={k: v for k, v in index.metadata.items() if k not in shared or _may_be_a_fact(k, v)},
-    )
+    metadata = {k: v for k, v in index.metadata.items() if k not in shared or _may_be_a_fact(k, v)}
+    return replace(index.with_names(shared), metadata=metadata)
 
 
 def _may_be_a_fact(key: str, kept: str) -> bool:
     return "." not in key and "." in kept and not kept.endswith("." + key)
-
-
-# --- sets of files ----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class ShardIndex:
-    """The contents of a ``*.safetensors.index.json``."""
-
-    weight_map: Mapping[str, str]  # the file of each tensor, relative to the index
-    metadata: Mapping[str, Any] = field(default_factory=dict)  # of the whole set, such as ``total_size``
-
-    @property
-    def files(self) -> Sequence[str]:
-        """Files of the set, each once, in the order of the map."""
-        return tuple(dict.fromkeys(self.weight_map.values()))
-
-
-def decode_shard_index(name: str, data: bytes) -> ShardIndex:
-    """Decode the index of a set of safetensors files; raise UnsafeCheckpointError if it leads out of its directory."""
-    try:
-        document = parse_object(data)
-        weight_map, metadata = document.get("weight_map"), document.get("metadata")
-        if type(weight_map) is not dict or not all(type(file) is str for file in weight_map.values()):
-            raise HeaderError("has no weight_map of tensor names to file names")
-        if metadata is not None and type(metadata) is not dict:
-            raise HeaderError("has a metadata that is no JSON object")
-    except HeaderError as exc:
-        raise CorruptCheckpointError(f"{name} {exc}; restore it from where it came") from exc
-    for key, file in weight_map.items():
-        if _leads_out(file):
-            raise UnsafeCheckpointError(
-                f"{name} puts the tensor {key!r} into {file!r}, which is not a plain path below the index; "
-                "nothing was read. Correct the index if you trust it."
-            )
-    return ShardIndex(weight_map, metadata or {})
-
-
-def _leads_out(file: str) -> bool:
-    """Return whether a path may lead out of a directory, here or on a system with drives and backslashes."""
-    parts = file.split("/")
-    return not {"", ".", ".."}.isdisjoint(parts) or not {"\\", ":", "\0"}.isdisjoint(file) or not file.isprintable()
-
-
-def merge_shards(name: str, shards: ShardIndex, headers: Mapping[str, Index]) -> Index:
-    """Return one index of a set of files, from the index of each file.
-
-    The map decides what belongs to the set: a tensor that it does not assign to the file that holds it is left out,
-    because it may be left from another save. A name that a file has only as a shared one is found as well. The map's
-    metadata takes precedence over that of the files.
-    """
-    metadata: dict[str, Any] = {}
-    shared: dict[str, dict[str, str]] = {}
-    for file, header in headers.items():
-        metadata |= header.metadata
-        shared[file] = shared_names(header)
-    entries = {}
-    for key, file in shards.weight_map.items():
-        found = headers.get(file)
-        entry = None if found is None else found.entries.get(shared[file].get(key, key))
-        if entry is None:
-            raise CorruptCheckpointError(
-                f"{name} says that the tensor {key!r} is in {file}, "
-                + ("which is missing" if found is None else "which does not hold it")
-                + ": the files are of different saves, or incomplete. Get the set again."
-            )
-        entries[key] = entry
-    metadata |= shards.metadata
-    return Index(entries, {key: (key,) for key in entries}, metadata=metadata, format="safetensors")

@@ -242,6 +242,8 @@ class Inventory:
                 self._add_tensor(key, entry, other, framed=framed)
 
     def add_archive(self, name: str) -> StoredItem:
+        """Add a file of ``torch.save``, with keys that are not known."""
+        self._referenced.add(name)
         file = self.files.setdefault(name, StoredFile(name, self._sizes[name], None))
         item = StoredItem(name, 0, file.nbytes, "object", covered=file.crc is not None, owners=[KeyRef(None)])
         file.items.append(item)

@@ -14,23 +14,23 @@ from aiockpt.core.gc_pause import gc_pause
 from aiockpt.core.spans import record_to, span
 from aiockpt.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError
 from aiockpt.format.checks import check_index
-from aiockpt.format.dcp.joined import in_directory, join_ranks
+from aiockpt.format.dcp.joined import in_directory, join_common, join_ranks
 from aiockpt.format.dcp.metadata import decode_metadata
 from aiockpt.format.index import Entry, Index, ObjectEntry, TensorEntry
 from aiockpt.format.item.arrays import check_arrays
 from aiockpt.format.item.ziparchive import ZIP_MAGIC
 from aiockpt.format.manifest.manifest import FileFacts, Manifest, is_of_another_save
 from aiockpt.format.manifest.reader import decode_manifest
-from aiockpt.format.names import MANIFEST_NAME, METADATA_NAME
+from aiockpt.format.names import COMMON_NAME, CONFIG_NAME, MANIFEST_NAME, METADATA_NAME
 from aiockpt.planning.flatten import StructureError, unflatten
 from aiockpt.reading.copies import differing_copies
 from aiockpt.reading.decoded import DecodedSource
 from aiockpt.reading.open import (
     NOT_ITS_MANIFEST,
     look_at,
-    not_read,
     open_files,
     presented,
+    read_common,
     read_document,
     read_index,
 )
@@ -116,7 +116,8 @@ class _Reading:
         found = look_at(self.source, self.path)
         manifest, metadata = self._read_documents()
         facts = {} if manifest is None else {k: v for k, v in manifest.files.items() if k != METADATA_NAME}
-        documents = {METADATA_NAME, MANIFEST_NAME, *found.ranks.values()}
+        config = (CONFIG_NAME,) if COMMON_NAME in files else ()
+        documents = {METADATA_NAME, MANIFEST_NAME, *found.ranks.values(), *config}
         described = {name: size for name, size in files.items() if name not in documents}
         inventory = Inventory(described, facts, self.findings)
         if found.layout == "ranks":
@@ -125,8 +126,6 @@ class _Reading:
             self._add_dcp(inventory, manifest, metadata)
         else:
             self._add_other(inventory)
-            for name in found.beside:
-                self.findings.add("unreferenced file", name, not_read([name]), severity="warning")
         return inventory
 
     def _add_dcp(self, inventory: Inventory, manifest: Manifest | None, metadata: bytes | None) -> None:
@@ -139,11 +138,22 @@ class _Reading:
             inventory.find_overlaps()
             # The container records of the manifest count leaves in the order of its own keys.
             self._check_structure(index if given is None else given, manifest)
+            self._add_common(inventory, index)
             self._check_index(index)
         if index is not None or manifest is not None:
             inventory.find_unreferenced()
         elif self._read_error is not None:  # nothing could be read: the disk failed, and the checkpoint may be sound
             raise self._read_error
+
+    def _add_common(self, inventory: Inventory, index: Index) -> None:
+        """Add what Megatron-Core stores beside `.metadata`."""
+        try:
+            common = read_common(self.source, self.path)
+            if common is not None:
+                inventory.add_archive(COMMON_NAME)
+                self._check_structure(join_common(index, common))
+        except LoadError as exc:
+            self.findings.add("metadata", COMMON_NAME, str(exc))
 
     def _add_ranks(self, inventory: Inventory, ranks: Mapping[int, str]) -> None:
         """Add the items of ranks that saved alone: each rank's, and check that they are one checkpoint."""
@@ -219,6 +229,10 @@ class _Reading:
         self._check_structure(index)
         inventory.add(index, None)
         inventory.find_overlaps()
+        for name in index.beside:
+            self.findings.add(
+                "unreferenced file", name, "it lies beside the checkpoint: not checked", severity="warning"
+            )
 
     def _check_index(self, index: Index) -> None:
         """Add the error that loading would raise, unless an error was found already."""
