@@ -14,9 +14,8 @@ from aiockpt.errors import printable_key
 from aiockpt.format.dcp.joined import rank_directories, rank_metadata
 from aiockpt.format.item.ziparchive import LEGACY_MAGIC, ZIP_MAGIC, FramingError, read_directory
 from aiockpt.format.names import HIDDEN, MANIFEST_NAME, METADATA_NAME, SUFFIX
-from aiockpt.manager.owner import liveness
 from aiockpt.manager.scan import look, step_of
-from aiockpt.storage.local.temp_dir import REPLACED, SWEPT, Ticket, read_ticket, this_process
+from aiockpt.storage.local.temp_dir import REPLACED, SWEPT, Ticket, liveness, read_ticket, this_process
 
 Format = Literal["aiockpt", "dcp", "safetensors", "torch", ""]
 State = Literal["complete", "unfinished", "damaged"]
