@@ -84,9 +84,10 @@ class LoadError(AiockptError):
 
     placed: tuple[str, ...] = ()
     partly_placed: tuple[str, ...] = ()
+    _state: str = ""  # of the target, in words; of several ranks, each has its own
 
     def __str__(self) -> str:
-        return printable(super().__str__())  # it may contain names from an untrusted checkpoint
+        return printable(super().__str__() + self._state)  # it may contain names from an untrusted checkpoint
 
 
 class CheckpointNotFoundError(LoadError, FileNotFoundError):

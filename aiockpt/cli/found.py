@@ -10,10 +10,9 @@ from typing import Any
 
 from aiockpt.format.names import HIDDEN
 from aiockpt.format.recognise import Format, Recognised, State
-from aiockpt.manager.owner import liveness
 from aiockpt.manager.scan import examine, is_set_aside, step_of
 from aiockpt.storage.local.entries import Budget, Listing
-from aiockpt.storage.local.temp_dir import REPLACED, SWEPT, Ticket, read_ticket, this_process
+from aiockpt.storage.local.temp_dir import REPLACED, SWEPT, Ticket, liveness, read_ticket, this_process
 
 _MOST_LEVELS = 8  # of directories that are walked
 

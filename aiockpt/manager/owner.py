@@ -34,11 +34,11 @@ import time
 import weakref
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, Literal, Self
+from typing import Any
 
 from aiockpt.errors import RunLockedError, printable_key
 from aiockpt.storage.local.entries import NotRegularError, open_regular
-from aiockpt.storage.local.temp_dir import Owner, is_running, lock, new_ticket, read_ticket, this_process
+from aiockpt.storage.local.temp_dir import Owner, liveness, lock, new_ticket, read_text, read_ticket, this_process
 from aiockpt.storage.syscalls import link, open_directory, rename_noreplace
 
 LOCK_NAME = ".aiockpt.lock"
@@ -56,8 +56,6 @@ _SHARING = frozenset({"nfs", "nfs4", "ceph", "gfs2", "ocfs2"})
 _LOCKS_STAY_HERE = ("nolock", "local_lock=all", "local_lock=flock")  # mount options of NFS
 
 logger = logging.getLogger("aiockpt")
-
-Liveness = Literal["dead", "alive", "unknown"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,15 +78,6 @@ class LockFacts:
         return f"process {self.pid} on host {printable_key(self.host)}, since {since}"
 
 
-def liveness(owner: Owner | None, here: Owner | None) -> Liveness:
-    """Return whether a process lives, as far as that can be known from here."""
-    if owner is None or here is None:
-        return "unknown"
-    if owner.space == here.space:
-        return "alive" if is_running(owner) else "dead"
-    return "dead" if owner.machine == here.machine and owner.boot != here.boot else "unknown"
-
-
 class RunLock:
     """The lock of a run's directory, held until `release` or the end of the process; forked children do not hold it."""
 
@@ -100,26 +89,16 @@ class RunLock:
         self.facts = facts
         _held.add(self)
 
-    def is_at(self, path: str) -> bool:
-        """Return whether the file is at a path, as it was made. Blocks."""
-        fd = self._fd
-        return fd is not None and _is_at(fd, path) and (self._is_locked or read_facts(fd) == self.facts)
-
-    def moved(self, path: str) -> Self:
-        """Note that the file has another name now."""
-        self._path = path
-        return self
+    def is_in_place(self) -> bool:
+        """Return whether the file is still at its path. Blocks."""
+        return self._fd is not None and self._is_own(self._fd)
 
     def check(self) -> None:
         """Raise RunLockedError if the file was removed or replaced, so that others may have the run. Blocks."""
-        if self._fd is None:  # of the parent of this process, whose checkpointer is refused here
-            return
         try:
-            if self.is_at(self._path):
+            if self._fd is None or self.is_in_place():  # a forked child has none, and can't save
                 return
             other = owner_of(os.path.dirname(self._path))
-        except NotADirectoryError:
-            other = None
         except OSError as exc:  # the save may succeed all the same, by its retries
             logger.warning("the lock %s can't be looked at: %s", self._path, exc)
             return
@@ -132,21 +111,22 @@ class RunLock:
 
     def release(self) -> None:
         """Remove the file and the lock; idempotent. Blocks."""
-        fd = self._fd
+        fd, self._fd = self._fd, None
         if fd is None or os.getpid() != self._pid:
-            self._fd = None
             return
         try:
             with contextlib.suppress(OSError):  # it stays, and names a process that is dead soon
                 # Removed while it is locked: a process that has opened it already finds it gone once it has the lock.
-                if self.is_at(self._path):
+                if self._is_own(fd):
                     os.unlink(self._path)
         finally:
-            self._fd = None
             # Closing alone would leave the lock held as long as a child, forked just now, has the descriptor too.
             with contextlib.suppress(OSError):
                 fcntl.flock(fd, fcntl.LOCK_UN)
             os.close(fd)
+
+    def _is_own(self, fd: int) -> bool:
+        return _is_at(fd, self._path) and (self._is_locked or read_facts(fd) == self.facts)
 
     def _leave_to_parent(self) -> None:
         """Close the descriptor in a forked child, which would else hold the lock beyond its parent's end."""
@@ -189,7 +169,7 @@ def owner_of(directory: str) -> LockFacts | None:
     """Return the owner of a run that is alive, or may be; None if the run is free. Takes no lock."""
     try:
         fd = open_regular(os.path.join(directory, LOCK_NAME), flags=os.O_NOFOLLOW)
-    except (FileNotFoundError, NotRegularError):  # a pipe of that name is nobody's lock
+    except (FileNotFoundError, NotADirectoryError, NotRegularError):  # a pipe of that name is nobody's lock
         return None
     try:
         facts = read_facts(fd)
@@ -247,56 +227,44 @@ def _make_way(path: str, *, is_last: bool) -> bool:
             raise _refusal(path, before, unsure=state == "unknown")
         if locked == "unsupported" and os.fstat(fd).st_size and before is None:
             raise _refusal(path, None, unsure=True)
-        return _remove(fd, path, before)
+        aside = os.path.join(os.path.dirname(path), new_ticket())
+        try:
+            os.rename(path, aside)
+        except FileNotFoundError:
+            return False
+        if not _is_at(fd, aside) or read_facts(fd) != before:  # without flocks, another process may just have taken it
+            with contextlib.suppress(FileExistsError):  # a third one has taken it too: the second finds out by `check`
+                rename_noreplace(aside, path)
+                return False
+        os.unlink(aside)
+        return True
     finally:
         os.close(fd)
-
-
-def _remove(fd: int, path: str, checked: LockFacts | None) -> bool:
-    """Remove the lock file that is open and was checked; return False if it is another one by now."""
-    aside = os.path.join(os.path.dirname(path), new_ticket())
-    try:
-        os.rename(path, aside)
-    except FileNotFoundError:
-        return False
-    if not _is_at(fd, aside) or read_facts(fd) != checked:  # without flocks, another process may just have taken it
-        with contextlib.suppress(FileExistsError):  # a third one has taken it too: the second finds out by `check`
-            rename_noreplace(aside, path)
-            return False
-    os.unlink(aside)
-    return True
 
 
 def _make(path: str, facts: LockFacts) -> RunLock | None:
     """Make the lock file and lock it; return None if another process has been faster."""
     draft = os.path.join(os.path.dirname(path), facts.ticket)
+    made = _write(draft, path, facts)
     try:
-        made = _write(draft, facts)
-        try:
-            is_linked = link(draft, path)
-        except FileExistsError:  # by another process, or the answer of a network file system was lost
-            return made.moved(path) if made.is_at(path) else None
+        if link(draft, path):
+            return made
+        made = _write(path, path, facts)  # another process may find it empty, and remove it
+    except FileExistsError:  # by another process, unless the answer of a network file system was lost
+        pass
     finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(draft)
-    if is_linked:
-        return made.moved(path)
-    try:
-        made = _write(path, facts)
-    except FileExistsError:
-        return None
-    return made if made.is_at(path) else None  # another process may have found it empty, and removed it
+        os.unlink(draft)
+    return made if made.is_in_place() else None
 
 
-def _write(path: str, facts: LockFacts) -> RunLock:
+def _write(file: str, path: str, facts: LockFacts) -> RunLock:
     """Write a new file and lock it; FileExistsError if there is one, or another process has locked it just now."""
-    fd = os.open(path, _FLAGS | os.O_CREAT | os.O_EXCL, _MODE)
+    fd = os.open(file, _FLAGS | os.O_CREAT | os.O_EXCL, _MODE)
     try:
         locked = lock(fd, fcntl.LOCK_EX)
         if locked == "refused":
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
-        fields = {"host": facts.host, "pid": facts.pid, "since": facts.since, "ticket": facts.ticket}
-        os.pwrite(fd, json.dumps(fields).encode(), 0)
+        os.pwrite(fd, json.dumps({name: getattr(facts, name) for name in facts.__slots__}).encode(), 0)
         with contextlib.suppress(OSError):  # some file systems sync nothing; it is for other processes, not for later
             os.fsync(fd)
     except BaseException:
@@ -318,38 +286,30 @@ def _is_at(fd: int, path: str) -> bool:
 
 def _refusal(path: str, owner: LockFacts | None, *, unsure: bool = False, holders: str | None = None) -> RunLockedError:
     who = "another process that is taking it now" if owner is None else str(owner)
-    error = f"the run {os.path.dirname(path)} is being written by {who}"
+    error = f"the run {os.path.dirname(path)} is being written by {who}: "
     if holders is not None:
-        error = (
-            f"the run {os.path.dirname(path)} can't be taken: its owner, {who}, is dead, but its lock is still held by "
-            f"{holders}: end that one, or if it is unknown, check who has {path} open, as with lsof"
-        )
+        error = f"the lock of the run {os.path.dirname(path)} is that of {who}. That one is dead, but "
+        error += f"its lock is still held by {holders}: end that, or find who has {path} open, as with lsof"
     elif unsure:
         error += (
-            ": it can't be known from here whether that process lives, as locks of this file system may not reach "
-            f"other hosts: if it does not, remove {path}"
+            "it can't be known from here whether that process lives, as locks of this file system may not reach other "
+            f"hosts: if it does not, remove {path}"
         )
     else:
-        error += ": end that program first, choose another directory, or only read with mode='read'"
+        error += "end that program first, choose another directory, or only read with mode='read'"
     return RunLockedError(error) if owner is None else RunLockedError(error, owner.host, owner.pid, owner.since)
 
 
 def _holders(fd: int) -> str:
-    """Return which processes hold the flock of a file, as far as this user may look at them."""
-    # Not from /proc/locks: it names the process that has locked, though a child may have inherited the lock.
-    own = os.fstat(fd)
-    found = []
+    """Name the processes that hold the flock of a file, as far as this user may look at them."""
+    # Not by /proc/locks: it has the process that has locked, though a child may have inherited the lock.
+    found: dict[str, None] = {}
     for each in glob.iglob(f"{_PROC}/[0-9]*/fd/*"):
+        process, number = each.split("/fd/")
         with contextlib.suppress(OSError):  # it has ended, or closed the file, or is of another user
-            if os.path.samestat(os.stat(each), own):
-                process = os.path.dirname(os.path.dirname(each))
-                with open(os.path.join(process, "fdinfo", os.path.basename(each)), encoding="utf-8") as info:
-                    is_holder = "FLOCK" in info.read()
-                with open(os.path.join(process, "comm"), encoding="utf-8", errors="replace") as comm:
-                    name = printable_key(comm.read().strip())
-                if is_holder:
-                    found.append(f"process {os.path.basename(process)} ({name})")
-    return ", ".join(dict.fromkeys(found)) or "another process, probably a child of it"
+            if os.path.samestat(os.stat(each), os.fstat(fd)) and "FLOCK" in read_text(f"{process}/fdinfo/{number}"):
+                found[f"process {os.path.basename(process)} ({printable_key(read_text(f'{process}/comm'))})"] = None
+    return ", ".join(found) or "another process, probably a child of it"
 
 
 def shares_locks(path: str, mounts: str = "/proc/self/mountinfo") -> bool:

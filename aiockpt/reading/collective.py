@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import socket
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from aiockpt.errors import AiockptError, LoadError
+from aiockpt.reading.read_plan import annotate
 
 if TYPE_CHECKING:
     from aiockpt.coordination.coordinator import Coordinator
@@ -57,15 +59,21 @@ class Gathering:
     async def _meet(
         self, mine: Any, decide: Callable[[Sequence[Any]], Awaitable[Sequence[Any]]], error: BaseException | None = None
     ) -> Any:
+        if isinstance(error, LoadError):  # the other ranks get it without the state of this rank's tensors
+            mine = copy.copy(error)
+            mine._state = ""
         round_ = self._coordinator.round("load", self.what, mine, decide)
         self._round = asyncio.ensure_future(self._counted(round_))
         try:
             return await asyncio.shield(self._round)
         except LoadError as exc:
-            exc.placed = self.filled
             # All ranks raise the same new error; on this rank it has the attributes of the original, such as keys.
             if error is not None:
                 exc.__dict__.update({name: value for name, value in vars(error).items() if name != "__notes__"})
+            elif self._agreed:
+                annotate(exc, len(self.filled), self.filled)
+            if exc.__cause__ is mine:
+                exc.__cause__ = error
             raise
 
     async def _counted(self, round_: Coroutine[Any, Any, Any]) -> Any:

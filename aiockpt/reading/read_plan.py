@@ -252,12 +252,16 @@ def annotate_partial_load(error: LoadError, reads: Sequence[TensorRead]) -> None
         if read.fills:
             begun[read.name] = begun.get(read.name, False) or read.begun
     unfinished = {read.name for read in reads if read.fills and read.pending}
-    error.placed = tuple(name for name in begun if name not in unfinished)
-    error.partly_placed = tuple(name for name in begun if name in unfinished and begun[name])
+    placed = tuple(name for name in begun if name not in unfinished)
+    annotate(error, len(begun), placed, tuple(name for name in begun if name in unfinished and begun[name]))
+
+
+def annotate(error: LoadError, count: int, placed: tuple[str, ...], partly: tuple[str, ...] = ()) -> None:
+    """Add to an error which of ``count`` tensors to fill were filled, and which hold only a part."""
+    error.placed, error.partly_placed = placed, partly
     counts = [
         f"{len(names)} {how} ({', '.join(names[:5])}{', ...' if len(names) > 5 else ''})"
-        for names, how in ((error.placed, "had been filled"), (error.partly_placed, "hold a part of it"))
+        for names, how in ((placed, "had been filled"), (partly, "hold a part of it"))
         if names
     ]
-    changed = "; ".join(counts) if counts else "no tensor was changed"
-    error.args = (f"{error.args[0]} Of the {len(begun)} tensors to fill, {changed}.", *error.args[1:])
+    error._state = f" Of the {count} tensors to fill here, {'; '.join(counts) or 'no tensor was changed'}."

@@ -21,9 +21,10 @@ import torch
 
 import aiockpt
 from aiockpt.manager import base, owner
-from aiockpt.manager.owner import LOCK_NAME, LockFacts, is_finishing, liveness, owner_of, shares_locks, take
+from aiockpt.manager.owner import LOCK_NAME, LockFacts, is_finishing, owner_of, shares_locks, take
 from aiockpt.storage.local import temp_dir
 from aiockpt.storage.syscalls import open_directory
+from tests.interruption import Interruption
 from tests.manager.runs import empty, names, path_of, state_of
 
 HOLD = """
@@ -184,11 +185,11 @@ def test_owner_on_another_host(
 def test_liveness_of_an_owner() -> None:
     here = temp_dir.this_process()
     assert here is not None
-    assert liveness(here, here) == "alive"
-    assert liveness(replace(here, boot="b" * 10, space="b" * 10), here) == "dead"
-    assert liveness(replace(here, machine="b" * 10, boot="b" * 10, space="b" * 10), here) == "unknown"
-    assert liveness(replace(here, start=here.start - 1), here) == "dead"
-    assert liveness(None, here) == "unknown"
+    assert temp_dir.liveness(here, here) == "alive"
+    assert temp_dir.liveness(replace(here, boot="b" * 10, space="b" * 10), here) == "dead"
+    assert temp_dir.liveness(replace(here, machine="b" * 10, boot="b" * 10, space="b" * 10), here) == "unknown"
+    assert temp_dir.liveness(replace(here, start=here.start - 1), here) == "dead"
+    assert temp_dir.liveness(None, here) == "unknown"
 
 
 TIMELESS = '{"host": "h", "pid": 1, "since": 1e300, "ticket": "x"}'
@@ -233,31 +234,6 @@ def test_symlink_in_place_of_the_lock_file_is_not_followed(tmp_path: Path) -> No
     with pytest.raises(aiockpt.AiockptError, match="can't be locked"), aiockpt.SyncCheckpointManager(tmp_path / "run"):
         pass
     assert (tmp_path / "other").read_text() == "precious"
-
-
-_SYSCALLS = ("open", "stat", "fstat", "pread", "pwrite", "ftruncate", "fsync", "link", "rename", "unlink")
-
-
-class Interruption:
-    """Calls a function before the Nth system call of whatever runs; calls that this makes do not count."""
-
-    def __init__(self, patch: pytest.MonkeyPatch, number: int, function: Any) -> None:
-        self.left, self.is_over, self._function, self._busy = number, False, function, False
-        for name in _SYSCALLS:
-            patch.setattr(os, name, self._counted(getattr(os, name)))
-        patch.setattr(fcntl, "flock", self._counted(fcntl.flock))
-
-    def _counted(self, call: Any) -> Any:
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            if not (self._busy or self.is_over):
-                self.left -= 1
-                if self.left < 0:
-                    self._busy = True
-                    self._function()
-                    self._busy, self.is_over = False, True
-            return call(*args, **kwargs)
-
-        return counted
 
 
 @pytest.mark.parametrize("state", ["free", "dead", "empty"])

@@ -161,7 +161,7 @@ def test_machine_is_known_by_its_id_outside_containers_only(
             raise FileNotFoundError(errno.ENOENT, "No such file or directory")
         return number
 
-    monkeypatch.setattr(temp_dir, "_text_of", contents)
+    monkeypatch.setattr(temp_dir, "read_text", contents)
     monkeypatch.setattr(temp_dir.os, "readlink", lambda _path: space)
     names = {temp_dir._hash(temp_dir._machine()) for _ in range(3)}
     assert len(names) == (1 if known else 3)

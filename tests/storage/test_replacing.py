@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -199,21 +200,42 @@ def test_readers_find_a_replacement_that_cannot_be_undone(ckpt, tmp_path: Path, 
     assert os.listdir(tmp_path) == []
 
 
-def test_checkpoint_created_between_the_renames_stays(ckpt, tmp_path: Path, monkeypatch) -> None:
+def test_checkpoint_created_between_the_renames_is_replaced(ckpt, tmp_path: Path, monkeypatch) -> None:
+    """As one is that was there before, or that is exchanged."""
     path = tmp_path / "c"
     ckpt.save(OLD, path)
     ckpt.save({"x": torch.full((9,), 5.0)}, tmp_path / "other")
     real = replacing._take_name
 
     def late(*args: object) -> None:
-        (tmp_path / "other").rename(path)
+        if (tmp_path / "other").exists():
+            (tmp_path / "other").rename(path)
         real(*args)
 
     monkeypatch.setattr(replacing, "_take_name", late)
-    with pytest.raises(CheckpointExistsError, match="has appeared during the save"):
-        ckpt.save(NEW, path, overwrite=True)
-    assert value_at(ckpt, path) == 5
+    ckpt.save(NEW, path, overwrite=True)
+    assert value_at(ckpt, path) == 1
     assert os.listdir(tmp_path) == ["c"]
+
+
+def test_foreign_directory_created_between_the_renames_stays(ckpt, tmp_path: Path, monkeypatch) -> None:
+    path = tmp_path / "c"
+    ckpt.save(OLD, path)
+    real = replacing._take_name
+
+    def late(*args: object) -> None:
+        path.mkdir()
+        (path / "mine").touch()
+        real(*args)
+
+    with monkeypatch.context() as patch, pytest.raises(CommitError, match="can't be given its name back"):
+        patch.setattr(replacing, "_take_name", late)
+        ckpt.save(NEW, path, overwrite=True)
+    assert os.listdir(path) == ["mine"]
+    shutil.rmtree(path)
+    assert value_at(ckpt, path) == 1
+    ckpt.delete(path)
+    assert os.listdir(tmp_path) == []
 
 
 # --- after a kill -------------------------------------------------------------------------------------

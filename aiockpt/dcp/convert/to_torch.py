@@ -35,7 +35,7 @@ from aiockpt.reading.read_plan import ObjectRead, TensorRead, reads_of, value_ke
 from aiockpt.reading.targets import cast
 from aiockpt.staging.pool import MappedMemory
 from aiockpt.storage.local.belonging import why_not_a_checkpoint
-from aiockpt.storage.local.commit import make_directories, sync_directory
+from aiockpt.storage.local.commit import look_at, make_directories, sync_directory
 from aiockpt.storage.local.storage import absolute
 from aiockpt.storage.local.temp_dir import new_ticket
 from aiockpt.storage.syscalls import allocate, rename_noreplace
@@ -318,7 +318,7 @@ class TorchFileWriter:
         if not self._overwrite and os.path.lexists(self._path):
             raise CheckpointExistsError(f"{self._path} exists already; choose another name, or pass overwrite=True")
         try:
-            found = why_not_a_checkpoint(self._path) if os.path.lexists(self._path) else None
+            found = look_at(self._path, why_not_a_checkpoint)
             if found is not None:
                 raise CheckpointExistsError(
                     f"{self._path} {found}; overwrite=True replaces checkpoints only. Choose another name."

@@ -85,16 +85,18 @@ def why_not_a_checkpoint(path: str) -> str | None:
     """Return why a path can't be replaced or deleted as a checkpoint, as the end of a sentence; None if it can.
 
     Empty files and directories can. Of a link only the link is replaced: its target need only look like a checkpoint.
+    FileNotFoundError: nothing is there.
     """
-    if os.path.islink(path):
+    mode = os.lstat(path).st_mode
+    if stat.S_ISLNK(mode):
         if os.path.exists(path) and not _looks_like_one(path):
             return "is a link to what is no checkpoint"
         return None
-    if os.path.isfile(path):
+    if stat.S_ISREG(mode):
         if os.path.getsize(path) and not _looks_like_one(path):
             return "is a file, but neither one of torch.save nor of safetensors"
         return None
-    if not os.path.isdir(path):
+    if not stat.S_ISDIR(mode):
         return "is neither a directory nor a file"
     with open_directory(path) as directory:
         return why_not_of_contents(directory)

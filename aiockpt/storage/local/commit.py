@@ -73,8 +73,22 @@ def check_free(path: str, *, overwrite: bool) -> None:
     _check_replaceable(path)
 
 
+def look_at(path: str, look: Callable[[str], str | None]) -> str | None:
+    """Return what ``look`` objects to at a path; None if nothing is there. Look again if it is replaced meanwhile."""
+    for _ in range(_ATTEMPTS):
+        if not os.path.lexists(path):
+            return None
+        with contextlib.suppress(FileNotFoundError):  # what had the name is being removed
+            before = os.lstat(path)
+            found = look(path)
+            after = os.lstat(path)  # another one can have the same inode
+            if found is None or (os.path.samestat(before, after) and before.st_ctime_ns == after.st_ctime_ns):
+                return found
+    return "is replaced by others again and again"
+
+
 def _check_replaceable(path: str) -> None:
-    found = why_not_a_checkpoint(path)
+    found = look_at(path, why_not_a_checkpoint)
     if found is not None:
         raise CheckpointExistsError(
             f"{path} {found}; overwrite=True replaces a checkpoint and nothing else. Move that away, or save under "
@@ -234,17 +248,17 @@ class Publication:
                     os.replace(finished, path)  # atomic for files; the old one is gone, so it can't be undone
                     return "nothing", None
                 replace_in_steps(finished, self.hidden, path, sync, partial(_objection_now, checked=checked))
-                return "steps", checked
+                return "steps", identity(self.hidden + REPLACED)
             except FileNotFoundError:  # it has been deleted just now, unless it is done though the answer is an error
                 if attempt == _ATTEMPTS - 1 or identity(path) == new:
                     raise
             else:
-                # The path may have changed since the check. If another checkpoint had come there, the exchange stands,
-                # but that checkpoint is not removed, as its identity is not the one that was checked. A relative link
-                # leads elsewhere from here: if it is the one that was checked, it is not looked at again.
+                # The path may have changed since the check. If another checkpoint had come there, that one is replaced.
+                # A relative link leads elsewhere from here: if it is the one that was checked, it is not looked at
+                # again.
                 found = _objection_now(finished, checked)
                 if found is None:
-                    return "exchange", checked
+                    return "exchange", identity(finished)
                 self._give_back()
                 raise CheckpointExistsError(f"{path} was changed during the save, and {found}; it was left as it is")
         raise AssertionError("the last attempt returns or raises")
@@ -318,7 +332,7 @@ def _objection_now(replaced: str, checked: Identity | None) -> str | None:
     if identity(replaced) == checked and os.path.islink(replaced):
         return None
     try:
-        return why_not_a_checkpoint(replaced) if os.path.lexists(replaced) else None
+        return look_at(replaced, why_not_a_checkpoint)
     except OSError as exc:
         return f"can't be looked at any more ({exc})"
 

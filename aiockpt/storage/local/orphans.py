@@ -35,7 +35,7 @@ from aiockpt.storage.local.temp_dir import (
     Owner,
     Ticket,
     booted_s,
-    is_running,
+    liveness,
     lock,
     read_ticket,
     this_process,
@@ -170,8 +170,8 @@ class _Cleaning:
 
     def _clean(self, base: str, tickets: list[Ticket]) -> None:
         """Remove the directories of a ticket, then their sidecar files, which are useless without them."""
-        owner, here = tickets[0].owner, self._by.here
-        if owner is not None and here is not None and owner.space == here.space and is_running(owner):
+        owner = tickets[0].owner
+        if liveness(owner, self._by.here) == "alive":
             return
         names = [base + ticket.suffix for ticket in tickets]
         if is_between(self._path(base)) and not self._settle(base, owner):

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from aiockpt.storage.base import Identity
 
 _NAME_BYTES = 4096
+_ATTEMPTS = 100
 
 
 _EXCHANGES: dict[int, bool] = {}
@@ -126,29 +127,34 @@ def replace_in_steps(
     new, aside = identity(finished), hidden + REPLACED
     _write_record(hidden, path, fsync=sync is not None)
     sync = sync or (lambda: None)
-    try:
-        sync()
-        with contextlib.suppress(FileNotFoundError):  # it was deleted
-            _rename(path, aside, identity(path))
-    except OSError as exc:
-        _put_back(aside, path, hidden, sync, exc)
-        raise
-    found = objection(aside)
-    if found is not None:
-        _put_back(aside, path, hidden, sync, None)
-        raise CheckpointExistsError(f"{path} was changed during the save, and {found}; it was left as it is")
-    try:
-        sync()  # each step is durable before the next: else a loss of power could leave a state that has no row above
-        _take_name(finished, path, new)
-    except FileExistsError as exc:
-        if not is_shown(path):
-            raise _between(aside, exc) from exc
-        remove_record(hidden)
-        remove(aside)
-        raise CheckpointExistsError(f"{path} has appeared during the save; it was left as it is") from exc
-    except OSError as exc:
-        _put_back(aside, path, hidden, sync, exc)
-        raise
+    is_replaced = False  # another save has published at the path, and so has replaced what was set aside
+    for attempt in range(_ATTEMPTS):
+        try:
+            sync()
+            if is_replaced:
+                remove(aside)
+            if not os.path.lexists(aside):
+                with contextlib.suppress(FileNotFoundError):  # it was deleted
+                    _rename(path, aside, identity(path))
+        except OSError as exc:
+            _put_back(aside, path, hidden, sync, exc)
+            raise
+        found = objection(aside)
+        if found is not None:
+            _put_back(aside, path, hidden, sync, None)
+            raise CheckpointExistsError(f"{path} was changed during the save, and {found}; it was left as it is")
+        try:
+            sync()  # each step is durable before the next: else a loss of power could leave a state without a row above
+            _take_name(finished, path, new, hidden + RECORD)
+        except FileExistsError as exc:
+            is_replaced = is_shown(path)  # else what is there may just be deleted: look again
+            if attempt == _ATTEMPTS - 1:
+                raise _between(aside, exc) from exc
+        except OSError as exc:
+            _put_back(aside, path, hidden, sync, exc)
+            raise
+        else:
+            return
 
 
 def undo_replacement(finished: str, hidden: str, path: str) -> None:
@@ -159,13 +165,14 @@ def undo_replacement(finished: str, hidden: str, path: str) -> None:
     os.unlink(hidden + RECORD)
 
 
-def _take_name(finished: str, path: str, new: Identity | None) -> None:
+def _take_name(finished: str, path: str, new: Identity | None, record: str) -> None:
     try:
         with contextlib.suppress(OSError):  # an empty directory: some programs make one of any path that they are given
             os.rmdir(path)
         _rename(finished, path, new)
     except FileNotFoundError:
-        if identity(path) != new:  # else another process has completed it, as after a kill
+        # Another process may have completed it, as after a kill, and deleted or replaced it since: the record is left.
+        if identity(path) != new and not os.path.lexists(record):
             raise
 
 
@@ -263,6 +270,8 @@ def complete(hidden: str, path: str, sync: Callable[[], object]) -> bool:
         _rename(source, path, own)
     except FileNotFoundError:  # a live owner has done it
         return os.path.lexists(path)
+    except FileExistsError:  # another save has published there
+        return is_shown(path)
     sync()
     return True
 

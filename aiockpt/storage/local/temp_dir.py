@@ -57,6 +57,7 @@ _DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NAME_ATTEMPTS = 100
 _SIDECAR_BYTES = 1 << 28  # the longest one lists the places of some million items
 
+Liveness = Literal["dead", "alive", "unknown"]
 LockResult = Literal["held", "refused", "unsupported"]
 # EBADF: for directories on NFS; EACCES and EPERM: where a filter of system calls refuses flock.
 _LOCK_UNSUPPORTED = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF, errno.EACCES, errno.EPERM})
@@ -123,7 +124,7 @@ def _process(pid: int) -> Owner | None:
     if sys.platform != "linux":
         return None
     try:
-        boot = _text_of("/proc/sys/kernel/random/boot_id")
+        boot = read_text("/proc/sys/kernel/random/boot_id")
         space = os.stat("/proc/self/ns/pid").st_ino
         start = _start_ticks(pid)
         if os.readlink("/proc/self") != str(pid) or start is None:  # /proc is of another namespace
@@ -144,6 +145,15 @@ def is_running(owner: Owner) -> bool:
         return True
 
 
+def liveness(owner: Owner | None, here: Owner | None) -> Liveness:
+    """Return whether a process lives, as far as that can be known from here."""
+    if owner is None or here is None:
+        return "unknown"
+    if owner.space == here.space:
+        return "alive" if is_running(owner) else "dead"
+    return "dead" if owner.machine == here.machine and owner.boot != here.boot else "unknown"
+
+
 def booted_s() -> float | None:
     """Return when the kernel was started, in seconds as in `time.time`."""
     clock = getattr(time, "CLOCK_BOOTTIME", None)
@@ -152,7 +162,7 @@ def booted_s() -> float | None:
 
 def _start_ticks(pid: int) -> int | None:
     """Return when a process was started; None for a zombie."""
-    state, *fields = _text_of(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    state, *fields = read_text(f"/proc/{pid}/stat").rpartition(")")[2].split()
     return None if state in "ZX" else int(fields[18])
 
 
@@ -162,7 +172,7 @@ def _machine() -> str:
     Containers may share both with others: they get a random number, as does a machine without an id.
     """
     try:
-        number = _text_of("/etc/machine-id")
+        number = read_text("/etc/machine-id")
         space = os.readlink("/proc/self/ns/pid")
     except OSError:
         number = space = ""
@@ -171,7 +181,8 @@ def _machine() -> str:
     return f"{number} {socket.gethostname()}"
 
 
-def _text_of(path: str) -> str:
+def read_text(path: str) -> str:
+    """Return the contents of a file of the kernel's."""
     with open(path, encoding="utf-8", errors="surrogateescape") as file:
         return file.read().strip()
 
