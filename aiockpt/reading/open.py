@@ -152,7 +152,7 @@ def _read_other(source: Source, path: str, safe_globals: Sequence[Any], trust: b
     files = source.files
     is_file = list(files) == [os.path.basename(path)]
     names: Sequence[str] = () if is_file else find_set([name for name in files if os.sep not in name])
-    if not names and len(files) == 1:
+    if not names and len(files) == 1 and (is_file or not any(map(is_of_deepspeed, files))):
         names = list(files)
     shards, document = None, next((name for name in names if name.endswith(INDEX_SUFFIX)), "")
     if document:
@@ -505,7 +505,7 @@ async def open_checkpoint(storage: Storage, path: str, options: LoadOptions, too
         raise
     if index.beside:
         logger.warning(
-            "%s: other parts of the state lie beside it and were not read: %s; load them by their names",
+            "%s: these files beside the checkpoint do not belong to it and were not read: %s; load them by their names",
             path,
             some_of(index.beside, _MOST_SHOWN),
         )

@@ -232,6 +232,14 @@ def test_deepspeed_is_named(name: str) -> None:
         assert "to the path" not in str(caught.value)
 
 
+def test_one_file_of_deepspeed_is_no_checkpoint(tmp_path: Path) -> None:
+    name = "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    shutil.copy(DATA / "deepspeed/global_step5" / name, tmp_path)
+    with pytest.raises(aiockpt.LoadError, match="DeepSpeed"):
+        load(tmp_path)
+    assert load(tmp_path / name)["ds_version"] == "0.19.8"
+
+
 def test_the_folder_of_the_trainer_names_its_checkpoint() -> None:
     with pytest.raises(aiockpt.CheckpointNotFoundError, match=r"one below: checkpoint-1"):
         load(DATA / "hf-trainer")
