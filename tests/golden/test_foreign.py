@@ -170,7 +170,11 @@ def test_shards_of_other_dtypes_do_not_join(copied: Callable[[str], Path]) -> No
 
 
 @pytest.mark.parametrize(
-    "info", ['{"rows": {}}', '{"rows": {"saved_offsets": [5]}}', '{"rows": {"saved_offsets": [-5, 0]}}', "[", "[1]"]
+    "info",
+    [
+        *('{"rows": {}}', '{"rows": {"saved_offsets": [5]}}', '{"rows": {"saved_offsets": [5, 0.0]}}', "[", "[1]"),
+        *('{"rows": {"saved_offsets": [-5, 0]}}', '{"rows": {"saved_offsets": [' + 4000 * "9" + ", 0]}}"),
+    ],
 )
 def test_damaged_offsets_of_shards_are_corrupt(info: str, copied: Callable[[str], Path]) -> None:
     path = copied("hf-sharded")
@@ -178,7 +182,8 @@ def test_damaged_offsets_of_shards_are_corrupt(info: str, copied: Callable[[str]
     data = file.read_bytes()
     end = 8 + int.from_bytes(data[:8], "little")
     header = json.loads(data[8:end])
-    header["__metadata__"]["DCP_SHARDING_INFO"] = info
+    places = json.loads(header["__metadata__"]["DCP_SHARDING_INFO"])
+    header["__metadata__"]["DCP_SHARDING_INFO"] = json.dumps(places | json.loads(info)) if info[0] == "{" else info
     text = json.dumps(header).encode()
     file.write_bytes(len(text).to_bytes(8, "little") + text + data[end:])
     with pytest.raises(aiockpt.CorruptCheckpointError, match=r"shard-00002.*DCP_SHARDING_INFO"):
