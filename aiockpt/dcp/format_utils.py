@@ -257,7 +257,7 @@ def safetensors_to_dcp(
     Its keys are the names in the files. At most some 100 MB of tensors are in memory.
 
     Args:
-        safetensors_path: a file, or a directory with a file or with a set of files and its index.
+        safetensors_path: a file, or a directory with a file, a set of files, or the shards of several ranks.
         dcp_checkpoint_dir: the checkpoint's directory.
         keys: convert only these, as for `dcp_to_safetensors`.
         dtype: cast floating-point tensors to this dtype.

@@ -23,11 +23,11 @@ from aiockpt.format.safetensors.reader import HeaderError, parse_object, shared_
 def check_alone(name: str, index: Index, folder: str) -> str | None:
     """Return a warning if a file that is read alone is a part of a set; raise LoadError if it holds shards."""
     part = PART.fullmatch(name)
-    is_cut = any(isinstance(entry, TensorEntry) and not entry.is_whole for entry in index.entries.values())
-    if is_cut or (part is not None and part[1]):
+    rank = part and part[1]
+    if rank or index.is_part:
         raise LoadError(
-            f"{name} holds the shards of {f'rank {int(part[1])}' if part and part[1] else 'one rank'} alone, not whole "
-            f"tensors: name the directory with the files of all ranks, {folder}"
+            f"{name} holds the shards of {f'rank {int(rank)}' if rank else 'one rank'} alone, not whole tensors: name "
+            f"the directory with the files of all ranks, {folder}"
         )
     if part is None or int(part[4]) < 2:
         return None

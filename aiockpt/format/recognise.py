@@ -254,7 +254,10 @@ def _problem_of_set(members: Sequence[str]) -> str:
     parts = [part for part in map(PART.fullmatch, members) if part]
     if not parts:
         return ""
-    missing = _absent(parts, 3, int(parts[0][4]))
+    count = int(parts[0][4])
+    if strange := next((part for part in parts if not 0 < int(part[3]) <= count), None):
+        return f"{printable_key(strange.string)} is not one of {count}"
+    missing = _absent(parts, 3, count)
     if parts[0][1] is not None:
         ranks = max(int(part[1]) for part in parts)
         missing += _absent(parts, 1, ranks)

@@ -40,6 +40,15 @@ def test_every_format_is_shown(form, tmp_path):
     assert ["model.0", "54", "B"] in lines
 
 
+def test_files_beside_are_named(tmp_path):
+    make("sharded", tmp_path / "c")
+    for name in ("optimizer.pt", "\x1b.bin", "notes.txt"):
+        (tmp_path / "c" / name).touch()
+    result = invoke(tmp_path / "c")
+    assert "not read: \\x1b.bin, optimizer.pt" in result.output
+    assert document(tmp_path / "c")["beside"] == ["\x1b.bin", "optimizer.pt"]
+
+
 @pytest.mark.parametrize("form", FORMATS)
 def test_every_format_has_statistics_as_json(form, tmp_path):
     path = make(form, tmp_path / "c")

@@ -222,6 +222,19 @@ def _safetensors(top: Path) -> list[Target]:
     def put(data: bytes) -> None:
         write(struct.pack("<Q", len(data)) + data + body)
 
+    of_ranks = top / "offsets"
+    names = [f"shard-{rank:05}-model-00001-of-00001.safetensors" for rank in (1, 2)]
+    places = [json.dumps({"a": {"saved_offsets": [row, 0]}, "b": {"saved_offsets": [0]}}) for row in (0, 2)]
+    of_ranks.mkdir()
+    (of_ranks / names[0]).write_bytes(
+        safetensors.torch.save({key: tensors[key] for key in "ab"}, {"DCP_SHARDING_INFO": places[0]})
+    )
+    write_second = _writer(of_ranks / names[1])
+
+    def put_offsets(data: bytes) -> None:
+        text = data.decode("utf-8", "replace")
+        write_second(safetensors.torch.save({key: tensors[key] for key in "ab"}, {"DCP_SHARDING_INFO": text}))
+
     shards = top / "shards"
     shards.mkdir()
     (shards / "a.safetensors").write_bytes(whole)
@@ -230,6 +243,7 @@ def _safetensors(top: Path) -> list[Target]:
     raw = top / "safetensors" / "model.safetensors"
     return [
         Target("header", texts.changed, (header,), put, top / "header"),
+        Target("offsets", texts.changed, (places[1].encode(),), put_offsets, of_ranks),
         Target("safetensors", archives.bytes_changed, (whole,), _writer(raw), raw),
         Target(
             "shards",

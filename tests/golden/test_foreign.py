@@ -170,7 +170,11 @@ def test_shards_of_other_dtypes_do_not_join(copied: Callable[[str], Path]) -> No
 
 
 @pytest.mark.parametrize(
-    "info", ['{"rows": {}}', '{"rows": {"saved_offsets": [5]}}', '{"rows": {"saved_offsets": [-5, 0]}}', "[", "[1]"]
+    "info",
+    [
+        *('{"rows": {}}', '{"rows": {"saved_offsets": [5]}}', '{"rows": {"saved_offsets": [5, 0.0]}}', "[", "[1]"),
+        *('{"rows": {"saved_offsets": [-5, 0]}}', '{"rows": {"saved_offsets": [' + 4000 * "9" + ", 0]}}"),
+    ],
 )
 def test_damaged_offsets_of_shards_are_corrupt(info: str, copied: Callable[[str], Path]) -> None:
     path = copied("hf-sharded")
@@ -178,7 +182,8 @@ def test_damaged_offsets_of_shards_are_corrupt(info: str, copied: Callable[[str]
     data = file.read_bytes()
     end = 8 + int.from_bytes(data[:8], "little")
     header = json.loads(data[8:end])
-    header["__metadata__"]["DCP_SHARDING_INFO"] = info
+    places = json.loads(header["__metadata__"]["DCP_SHARDING_INFO"])
+    header["__metadata__"]["DCP_SHARDING_INFO"] = json.dumps(places | json.loads(info)) if info[0] == "{" else info
     text = json.dumps(header).encode()
     file.write_bytes(len(text).to_bytes(8, "little") + text + data[end:])
     with pytest.raises(aiockpt.CorruptCheckpointError, match=r"shard-00002.*DCP_SHARDING_INFO"):
@@ -230,6 +235,14 @@ def test_deepspeed_is_named(name: str) -> None:
         with pytest.raises(aiockpt.LoadError, match=r"DeepSpeed.*zero_to_fp32\.py") as caught:
             use(DATA / name)
         assert "to the path" not in str(caught.value)
+
+
+def test_one_file_of_deepspeed_is_no_checkpoint(tmp_path: Path) -> None:
+    name = "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    shutil.copy(DATA / "deepspeed/global_step5" / name, tmp_path)
+    with pytest.raises(aiockpt.LoadError, match="DeepSpeed"):
+        load(tmp_path)
+    assert load(tmp_path / name)["ds_version"] == "0.19.8"
 
 
 def test_the_folder_of_the_trainer_names_its_checkpoint() -> None:

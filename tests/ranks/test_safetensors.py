@@ -20,6 +20,7 @@ import aiockpt
 from aiockpt.storage.local import commit
 from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.testing import FaultyStorage
+from tests.golden.make_foreign import sharded
 from tests.ranks import failing
 from tests.ranks.layouts import full_tensors
 from tests.ranks.world import RankFailure, World, mesh_of
@@ -34,6 +35,26 @@ OPTIONS = ("writer", "planning", "chunk_bytes", "staging_bytes")  # of the check
 @pytest.fixture(scope="module")
 def worlds(world2: World, world4: World) -> dict[int, World]:
     return {2: world2, 4: world4}
+
+
+def load_golden(rank: int, world_size: int, path: Path) -> list[dict[str, Any]]:
+    found = []
+    with aiockpt.SyncCheckpointer() as ckpt:
+        for placement in (Shard(0), Shard(1), Replicate()):
+            mesh, whole = mesh_of(world_size), {key: value for key, value in sharded().items() if value.dim() == 2}
+            target = {key: distribute_tensor(torch.zeros_like(v), mesh, [placement]) for key, v in whole.items()}
+            ckpt.load(path, target)
+            found.append({key: value.full_tensor().float().numpy() for key, value in target.items()})
+    return found
+
+
+def test_shards_of_stock_dcp_load_onto_other_ranks(world4: World) -> None:
+    path = Path(__file__).parents[1] / "golden" / "foreign"
+    for name in ("hf-sharded", "hf-consolidated/sharded"):
+        for found in world4.results(load_golden, path / name):
+            for each in found:
+                for key, value in each.items():
+                    assert (value == sharded()[key].float().numpy()).all(), key
 
 
 def small(**options: Any) -> aiockpt.SyncCheckpointer:

@@ -161,8 +161,10 @@ def _place_shards(entries: dict[str, TensorEntry], metadata: dict[str, str]) -> 
     for key, (dtype, shape, (chunk,)) in entries.items():
         place = places.get(key)
         offsets = place.get("saved_offsets") if type(place) is dict else None
-        if type(offsets) is not list or len(offsets) != len(shape) or any(type(n) is not int or n < 0 for n in offsets):
+        if type(offsets) is not list or len(offsets) != len(shape) or not set(map(type, offsets)) <= _INT:
             raise HeaderError(f"has a {SHARDING_KEY} without offsets of the tensor {key!r}")
+        if not all(0 <= offset < 1 << 63 for offset in offsets):
+            raise HeaderError(f"has a {SHARDING_KEY} with impossible offsets of the tensor {key!r}")
         if any(offsets):
             whole = tuple(map(operator.add, offsets, shape))
             entries[key] = TensorEntry(dtype, whole, (chunk._replace(offsets=tuple(offsets)),))
