@@ -77,6 +77,23 @@ class Origin:
         )
 
 
+def check_threads() -> None:
+    """Raise AiockptError if this program has no real threads, CheckpointerClosedError if it exits."""
+    # Not `start_new_thread`: debuggers wrap it.
+    if threading.get_ident.__module__ != "_thread" or queue.SimpleQueue.__module__ not in ("_queue", "queue"):
+        raise AiockptError(
+            "a checkpointer needs the interpreter's threads and queues, which this program has monkey-patched: its "
+            "threads are greenlets, as those of gevent and eventlet. Use it in a process that is not patched, or leave "
+            "threads out: gevent.monkey.patch_all(thread=False, queue=False), eventlet.monkey_patch(thread=False)"
+        )
+    main = threading.main_thread()
+    if threading.current_thread() is main and not main.is_alive():
+        raise CheckpointerClosedError(
+            "the program exits: no thread can be started any more, and nothing waits for a save. Save and load before "
+            "the end of the main program, not in functions of atexit"
+        )
+
+
 class Duty:
     """The work of a thread for an engine; a context manager for its duration."""
 

@@ -18,7 +18,7 @@ import anyio
 from aiockpt.coordination.choose import choose_coordinator, is_distributed
 from aiockpt.core.futures import Call, Completion
 from aiockpt.core.importing import importing
-from aiockpt.core.threads import Origin
+from aiockpt.core.threads import Origin, check_threads
 from aiockpt.engine.loop import EngineLoop, Owner, logger
 from aiockpt.engine.queue import Failures, SaveQueue, Statistics
 from aiockpt.engine.reports import Reports
@@ -99,6 +99,7 @@ class Engine:
         Whatever may fail for lack of resources is done here, in the caller's thread: the call fails, and the next one
         tries again.
         """
+        check_threads()
         if self._closed is not None and (self._is_over or not while_closing):
             raise CheckpointerClosedError("this checkpointer is closed; make a new one")
         if self._died is not None:
