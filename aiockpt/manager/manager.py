@@ -39,7 +39,7 @@ class CheckpointManager(ManagerBase):
             start = await run.restore(state)                 # None if the run is new
             for step in range(start.step + 1 if start else 0, steps):
                 train(step)
-                if run.due(step):
+                if run.due(step, last=step == steps - 1):
                     save = await run.save(step, state, metrics={"loss": loss})
                     await save.staged
                 if run.stopping:
@@ -126,7 +126,8 @@ class CheckpointManager(ManagerBase):
         """Start to save a step; see `AsyncCheckpointer.save`. Waits only for its turn: until earlier saves are written.
 
         Wrong arguments raise here. The step counts when it is written; then steps that are no longer kept are deleted,
-        behind. A save that fails or is skipped deletes nothing.
+        behind. A save that fails or is skipped deletes nothing. A second save of the last step, see `due`, waits for
+        the first, and returns its handle, unless it has failed or ``overwrite`` is given.
 
         Returns:
             A handle with the futures ``staged`` and ``written``.

@@ -32,7 +32,7 @@ class SyncCheckpointManager(ManagerBase):
             start = run.restore(state)
             for step in range(start.step + 1 if start else 0, steps):
                 train(step)
-                if run.due(step):
+                if run.due(step, last=step == steps - 1):
                     run.save(step, state, metrics={"loss": loss})    # blocks until written; or: run.submit
 
     See `CheckpointManager`.
