@@ -6,13 +6,14 @@ import html
 import logging
 import threading
 import time
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields
 from datetime import datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from aiockpt.core.parameters import parameters_of
+from aiockpt.core.parameters import outer_stacklevel, parameters_of
 from aiockpt.engine.facade import CheckpointerBase, EngineAccess
 from aiockpt.errors import AiockptError, CheckpointerClosedError, SaveError, printable_key
 from aiockpt.manager.owner import RunLock, is_finishing, take
@@ -186,6 +187,7 @@ class ManagerBase(ManagedRun):
         metric: str | None,
         mode: Mode | None,
         verify: Verification,
+        discard_later: bool | None,
         options: Mapping[str, Any],
     ) -> Restored | None:
         if verify not in ("auto", "before", "while"):
@@ -194,6 +196,8 @@ class ManagerBase(ManagedRun):
             if isinstance(step, str):
                 raise ValueError(f"step must be 'latest', 'best' or a number, not {step!r}")
             step = check_step(step)
+        if discard_later and not self.writes:
+            raise ValueError(f"discard_later: this manager only reads {self.directory}; make one with mode='write'")
         chosen = self._metric(metric, mode) if step == "best" else ("", "min")
         await self._opened()
         restored = await Restore(self, state, step, *chosen, verify, options).run()
@@ -201,6 +205,17 @@ class ManagerBase(ManagedRun):
             self._previous = self._restored = restored.step
             self._final = self._begun = None
             self._retention.restored(restored.step)
+            if discard_later:
+                await self._led("the later steps", partial(self._run, self._retention.discard, restored.step))
+            elif discard_later is None and step != "latest" and self.writes and self.leads:
+                infos = await self._run(partial(self._scanner.scan, lenient=True))
+                latest = max((info.step for info in infos if info.state == "complete"), default=0)
+                if latest > restored.step:
+                    warnings.warn(
+                        f"step {restored.step} of {self.directory} was restored, but a restart takes its latest step, "
+                        f"{latest}: pass discard_later=True to remove the later steps, or False to keep them",
+                        stacklevel=outer_stacklevel(),
+                    )
         return restored
 
     # --- saving -------------------------------------------------------------------------------------------------

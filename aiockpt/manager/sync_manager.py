@@ -66,10 +66,11 @@ class SyncCheckpointManager(ManagerBase):
         metric: str | None = None,
         mode: Mode | None = None,
         verify: Verification = "auto",
+        discard_later: bool | None = None,
         **options: Unpack[RestoreOptions],
     ) -> Restored | None:
         """Load the newest valid step, the best one, or a certain one, blocking; see `CheckpointManager.restore`."""
-        return self._finish(self._restore(state_dict, step, metric, mode, verify, options))
+        return self._finish(self._restore(state_dict, step, metric, mode, verify, discard_later, options))
 
     @parameters_of(StepRequest)
     def save(self, request: StepRequest) -> SaveResult:

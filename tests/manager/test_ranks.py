@@ -126,6 +126,20 @@ def test_all_ranks_go_back_to_the_same_step(world2: World, tmp_path: Path, verif
     assert names(tmp_path) == ["step-00000006", "step-00000008.damaged"]
 
 
+def discards(rank: int, size: int, folder: Path) -> Any:
+    with aiockpt.SyncCheckpointManager(folder, **LIMITS) as run, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run.restore(state_of(rank, 0), 6)
+        before = run.steps()
+        run.restore(state_of(rank, 0), 6, discard_later=True)
+        return before, run.steps(), len(caught)
+
+
+def test_rank_0_discards_the_later_steps(world2: World, tmp_path: Path) -> None:
+    world2.results(trains, tmp_path, 8)
+    assert world2.results(discards, tmp_path) == [([6, 8], [6], 1), ([6, 8], [6], 0)]
+
+
 def is_refused(rank: int, size: int, folder: Path) -> list[str]:
     kinds = []
     with aiockpt.SyncCheckpointManager(folder, **LIMITS) as run:
