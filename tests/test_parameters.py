@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import pydoc
 import re
 from dataclasses import fields
 from pathlib import Path
@@ -17,6 +18,7 @@ from aiockpt.options import CheckpointerOptions, SaveOptions
 from aiockpt.reading.reader import ReadMany, ReadOne, Stream
 
 KINDS = [aiockpt.AsyncCheckpointer, aiockpt.SyncCheckpointer]
+MANAGERS = [aiockpt.CheckpointManager, aiockpt.SyncCheckpointManager]
 METHODS = [
     *((kind, "__init__", CheckpointerOptions) for kind in KINDS),
     *((kind, "save", SaveRequest) for kind in KINDS),
@@ -50,13 +52,29 @@ def test_the_replacements_for_calls_of_other_libraries_exist() -> None:
 def test_signature_and_help_have_every_option(kind: Any, name: str, request_type: type[Any]) -> None:
     method = getattr(kind, name)
     signature = inspect.signature(method)
-    assert list(signature.parameters) == ["self", *inspect.signature(request_type).parameters]
+    assert sorted(signature.parameters) == sorted(["self", *inspect.signature(request_type).parameters])
     for each in fields(request_type):
         assert f"\n    {each.name}: " in method.__doc__, each.name
         assert signature.parameters[each.name].annotation == each.type
     assert method.__doc__.count("Args:") == 1
     assert "\n\nArgs:\n    " in method.__doc__
     assert method.__name__ == name
+
+
+@pytest.mark.parametrize(
+    ("method", "first"),
+    [
+        *((kind, ["directory", "keep", "save", "mode"]) for kind in (*MANAGERS, *(each.__init__ for each in MANAGERS))),
+        *((kind.save, ["self", "step", "state_dict", "metrics", "overwrite"]) for kind in MANAGERS),
+        *((kind.load, ["self", "path", "state_dict", "map_location", "keys", "dtype", "strict"]) for kind in KINDS),
+    ],
+)
+def test_what_everybody_needs_comes_first(method: Any, first: list[str]) -> None:
+    names = list(inspect.signature(method).parameters)
+    assert (names if isinstance(method, type) or first[0] == "self" else names[1:])[: len(first)] == first
+    text = pydoc.render_doc(method, renderer=pydoc.plaintext)
+    shown = [text.index(f"    {name}: ") for name in names if name != "self"]
+    assert isinstance(method, type) or shown == sorted(shown), "the text is in another order"
 
 
 def test_the_state_and_the_path_may_be_named_and_options_must_be() -> None:

@@ -211,7 +211,8 @@ def test_an_interrupted_run_resumes_identically(tmp_path: Path, monkeypatch: pyt
         first, resumed = (training(seed) | {"runner": runner} for seed in (1, 2))
         run(block("A whole run"), first)
         assert first["start"] is None
-        assert first["run"].steps() == [100]
+        assert first["run"].steps() == [100, 103]
+        Path("runs/a/step-00000103").rename("last")  # as if it had been killed before
         run(block("A whole run"), resumed)
         assert resumed["start"].step == 100
         assert set(resumed["start"].metrics) == {"loss"}

@@ -20,8 +20,9 @@ _AFTER_ARGS = re.compile(r"^(Returns|Raises|Yields):", re.MULTILINE)
 def parameters_of(request: Callable[P, R]) -> Callable[[Callable[[S, R], T]], Callable[Concatenate[S, P], T]]:
     """Call a method with one instance of a dataclass, which is built from the caller's arguments.
 
-    Type checkers, `inspect.signature` and `help` show the fields of the dataclass as the method's parameters. The
-    ``Attributes:`` of the dataclass and of its bases become the ``Args:`` of the method.
+    Type checkers, `inspect.signature` and `help` show the fields of the dataclass as the method's parameters; those of
+    its bases come last, as its own are what most callers need. The ``Attributes:`` of the dataclass and of its bases
+    become the ``Args:`` of the method.
     """
 
     def decorate(method: Callable[[S, R], T]) -> Callable[Concatenate[S, P], T]:
@@ -36,7 +37,11 @@ def parameters_of(request: Callable[P, R]) -> Callable[[Callable[[S, R], T]], Ca
                 raise TypeError(f"{type(self).__name__}.{method.__name__}() {exc}") from None
             return method(self, request(*args, **kwargs))
 
-        parameters = [self_parameter, *fields.parameters.values()]
+        own_first = {
+            name: at for at, kind in [*enumerate(_mro(request))][::-1] for name in inspect.get_annotations(kind)
+        }
+        ordered = sorted(fields.parameters.values(), key=lambda each: (each.kind, own_first[each.name]))
+        parameters = [self_parameter, *ordered]
         call.__signature__ = fields.replace(parameters=parameters, return_annotation=own.return_annotation)  # type: ignore[attr-defined]
         call.__doc__ = _with_args(method.__doc__, request)
         if hasattr(inspect, "markcoroutinefunction") and str(own.return_annotation).startswith("Coroutine"):
@@ -51,12 +56,15 @@ def _with_args(doc: str | None, request: object) -> str | None:
     if doc is None:  # python -OO
         return None
     doc = inspect.cleandoc(doc)
-    kinds = request.__mro__ if isinstance(request, type) else ()
-    docs = [inspect.cleandoc(kind.__doc__ or "") for kind in kinds]
+    docs = [inspect.cleandoc(kind.__doc__ or "") for kind in _mro(request)]
     attributes = "\n".join(text.partition("Attributes:\n")[2].rstrip() for text in docs if "Attributes:\n" in text)
     args = f"Args:\n{attributes}"
     after = _AFTER_ARGS.search(doc)
     return f"{doc}\n\n{args}\n" if after is None else f"{doc[: after.start()]}{args}\n\n{doc[after.start() :]}"
+
+
+def _mro(request: object) -> tuple[type, ...]:
+    return request.__mro__ if isinstance(request, type) else ()
 
 
 def outer_stacklevel() -> int:

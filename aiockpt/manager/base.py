@@ -6,13 +6,14 @@ import html
 import logging
 import threading
 import time
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields
 from datetime import datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from aiockpt.core.parameters import parameters_of
+from aiockpt.core.parameters import outer_stacklevel, parameters_of
 from aiockpt.engine.facade import CheckpointerBase, EngineAccess
 from aiockpt.errors import AiockptError, CheckpointerClosedError, SaveError, printable_key
 from aiockpt.manager.owner import RunLock, is_finishing, take
@@ -69,6 +70,9 @@ class ManagerBase(ManagedRun):
         self._is_open = False
         self._is_closed = False
         self._previous: int | None = None  # the step that was asked about, or restored
+        self._restored: int | None = None
+        self._final: int | None = None  # the last step, as `due` was told
+        self._begun: tuple[int, SaveHandle] | None = None  # the last save
         self._last_began = time.monotonic()  # the last save, or this manager
         self._is_stopping = False
         self._pace = Pace()
@@ -183,6 +187,7 @@ class ManagerBase(ManagedRun):
         metric: str | None,
         mode: Mode | None,
         verify: Verification,
+        discard_later: bool | None,
         options: Mapping[str, Any],
     ) -> Restored | None:
         if verify not in ("auto", "before", "while"):
@@ -191,12 +196,26 @@ class ManagerBase(ManagedRun):
             if isinstance(step, str):
                 raise ValueError(f"step must be 'latest', 'best' or a number, not {step!r}")
             step = check_step(step)
+        if discard_later and not self.writes:
+            raise ValueError(f"discard_later: this manager only reads {self.directory}; make one with mode='write'")
         chosen = self._metric(metric, mode) if step == "best" else ("", "min")
         await self._opened()
         restored = await Restore(self, state, step, *chosen, verify, options).run()
         if restored is not None:
-            self._previous = restored.step
+            self._previous = self._restored = restored.step
+            self._final = self._begun = None
             self._retention.restored(restored.step)
+            if discard_later:
+                await self._led("the later steps", partial(self._run, self._retention.discard, restored.step))
+            elif discard_later is None and step != "latest" and self.writes and self.leads:
+                infos = await self._run(partial(self._scanner.scan, lenient=True))
+                latest = max((info.step for info in infos if info.state == "complete"), default=0)
+                if latest > restored.step:
+                    warnings.warn(
+                        f"step {restored.step} of {self.directory} was restored, but a restart takes its latest step, "
+                        f"{latest}: pass discard_later=True to remove the later steps, or False to keep them",
+                        stacklevel=outer_stacklevel(),
+                    )
         return restored
 
     # --- saving -------------------------------------------------------------------------------------------------
@@ -210,10 +229,13 @@ class ManagerBase(ManagedRun):
         if not self.writes:
             raise SaveError(f"this manager only reads {self.directory}; make one with mode='write'")
         await self._opened()
+        is_last = self._is_stopping or step == self._final
+        if is_last and not request.overwrite and (saved := await self._saved(step)) is not None:
+            return saved
         # The last save is neither skipped nor superseded: whatever on_busy says, it waits for its turn.
-        if self._is_stopping or self._checkpointer._options.on_busy == "wait":
+        if is_last or self._checkpointer._options.on_busy == "wait":
             await self._call("ready")
-        while self._is_stopping and (failure := self._access.take_failure()) is not None:  # else `start` raises it
+        while is_last and (failure := self._access.take_failure()) is not None:  # else `start` raises it
             logger.error("an earlier save has failed, and the last one is begun all the same", exc_info=failure)
         if self._lock is not None:
             try:
@@ -227,7 +249,16 @@ class ManagerBase(ManagedRun):
         if not handle.skipped:
             self._last_began = time.monotonic()
         self._retention.follow(handle, step, prunes=self.leads)
+        self._begun = step, handle
         return handle
+
+    async def _saved(self, step: int) -> SaveHandle | None:
+        """Return the last save if it is of this step and has succeeded on all ranks; wait for its end."""
+        handle = self._begun[1] if self._begun is not None and self._begun[0] == step else None
+        if handle is not None:
+            await self._run(handle.written.ended, None)
+        has_succeeded = handle is not None and handle.written._exception is None
+        return handle if await self._agree(f"the save of step {step}", has_succeeded, all) else None
 
     def pin(self, step: int) -> None:
         """Keep a step whatever the policies say, until `unpin` or the end of this manager.
@@ -242,8 +273,8 @@ class ManagerBase(ManagedRun):
 
     # --- when ---------------------------------------------------------------------------------------------------
 
-    def due(self, step: int) -> bool:
-        """Return whether to save at this step: by the policy, or since a last save was requested.
+    def due(self, step: int, *, last: bool = False) -> bool:
+        """Return whether to save at this step: by the policy, as it is the last one, or a last save was requested.
 
         Call it once for each step, after the step. With many ranks, all call it, and get the same answer; it blocks
         until all have. Where the steps are so short that a message to each rank would cost more than a hundredth of
@@ -254,21 +285,25 @@ class ManagerBase(ManagedRun):
 
         Args:
             step: the number of the step.
+            last: whether the run ends with this step, the same on every rank. A save is then due whatever the policy
+                says, unless this step was restored. In or after the loop: a second `save` of it returns the first.
 
         Raises:
             CoordinationError: the ranks ask about different steps, or a rank does not come.
         """
         step = check_step(step)
-        if self._is_stopping:
+        if self._is_stopping or (last and step == self._restored):
             return False
+        if last:
+            self._final = step
         is_idle = self._checkpointer.statistics().in_flight == 0
         facts = StepFacts(step, self._previous, time.monotonic() - self._last_began, is_idle)
         self._previous = step
-        is_due = self._by_step.is_due(facts)
+        is_due = last or self._by_step.is_due(facts)
         self._calls_left -= 1
         if self._calls_left > 0:
             return is_due
-        answer = self._exchange(step, facts)
+        answer = self._exchange(facts, is_last=last)
         self._calls_left = answer.calls
         if answer.is_stopping:
             self._is_stopping = True
@@ -282,8 +317,8 @@ class ManagerBase(ManagedRun):
             return answer.is_due
         return is_due or answer.is_due
 
-    def _exchange(self, step: int, facts: StepFacts) -> Answer:
-        mine = Asked(step, self._requests.remaining_s())
+    def _exchange(self, facts: StepFacts, *, is_last: bool) -> Answer:
+        mine = Asked(facts.step, self._requests.remaining_s(), is_last)
         is_alone = self._access.world_size == 1
         began = time.monotonic()
         calls = 1 if is_alone or not self.leads else self._pace.begin(began)

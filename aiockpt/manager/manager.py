@@ -39,7 +39,7 @@ class CheckpointManager(ManagerBase):
             start = await run.restore(state)                 # None if the run is new
             for step in range(start.step + 1 if start else 0, steps):
                 train(step)
-                if run.due(step):
+                if run.due(step, last=step == steps - 1):
                     save = await run.save(step, state, metrics={"loss": loss})
                     await save.staged
                 if run.stopping:
@@ -83,6 +83,7 @@ class CheckpointManager(ManagerBase):
         metric: str | None = None,
         mode: Mode | None = None,
         verify: Verification = "auto",
+        discard_later: bool | None = None,
         **options: Unpack[RestoreOptions],
     ) -> Restored | None:
         """Load the newest valid step, the best one, or a certain one, into a state; see `AsyncCheckpointer.load`.
@@ -103,6 +104,9 @@ class CheckpointManager(ManagerBase):
             mode: for "best", "min" or "max"; None: as the `KeepBest` of this metric, else "min".
             verify: "auto": as described. "before": verify every step before it is loaded, so that the target stays
                 untouched in all cases. "while": load at once.
+            discard_later: whether to delete the steps after the restored one, pinned or not, once it is restored, the
+                newest first. They are of no use if the run goes on from here, but a restart would take the latest. For
+                this start alone: a restarted job that passes True again loses what it saved. None: warn of them.
             options: ``map_location``, ``keys``, ``dtype``, ``strict``, ``missing``, ``safe_globals``, ``trust`` and
                 ``progress``, as in `AsyncCheckpointer.load`.
 
@@ -116,17 +120,19 @@ class CheckpointManager(ManagerBase):
             MissingKeysError: the newest valid step lacks keys of the state.
             ShapeMismatchError: a shape or dtype differs.
             LoadError: a step can't be read, or a ``load_state_dict`` failed.
+            DeleteError: a later step could not be discarded; the state is that of the restored one.
             RunLockedError: another manager writes to the run.
         """
         check_asyncio("restore()", _INSTEAD)
-        return await self._restore(state_dict, step, metric, mode, verify, options)
+        return await self._restore(state_dict, step, metric, mode, verify, discard_later, options)
 
     @parameters_of(StepRequest)
     async def save(self, request: StepRequest) -> SaveHandle:
         """Start to save a step; see `AsyncCheckpointer.save`. Waits only for its turn: until earlier saves are written.
 
         Wrong arguments raise here. The step counts when it is written; then steps that are no longer kept are deleted,
-        behind. A save that fails or is skipped deletes nothing.
+        behind. A save that fails or is skipped deletes nothing. A second save of the last step, see `due`, waits for
+        the first, and returns its handle, unless it has failed or ``overwrite`` is given.
 
         Returns:
             A handle with the futures ``staged`` and ``written``.

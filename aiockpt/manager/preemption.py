@@ -111,6 +111,7 @@ class Asked:
 
     step: int
     remaining_s: float | None  # of a last save; None if this rank has no request for one
+    is_last: bool = False  # the run ends with this step
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +131,10 @@ def decide(asked: Sequence[Asked], *, is_due: bool, expected_s: float, calls: in
         raise CoordinationError(
             f"the ranks ask whether a save is due at different steps ({', '.join(map(str, sorted(steps)))}): call "
             "due() on every rank for each step"
+        )
+    if len({each.is_last for each in asked}) > 1:
+        raise CoordinationError(
+            f"step {asked[0].step} is the last one for some ranks only: pass the same last= to due() on every rank"
         )
     deadlines = [each.remaining_s for each in asked if each.remaining_s is not None]
     if not deadlines:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from aiockpt.core.threads import DaemonThreads
-from aiockpt.errors import AiockptError, CheckpointNotFoundError
+from aiockpt.errors import AiockptError, CheckpointNotFoundError, DeleteError
 from aiockpt.manager.policies import KeepPolicy, to_delete
 from aiockpt.manager.scan import StepScanner
 from aiockpt.sync_checkpointer import SyncCheckpointer
@@ -68,6 +68,23 @@ class Retention:
     def restored(self, step: int) -> None:
         with self._lock:
             self._last = step
+
+    def discard(self, after: int) -> None:
+        """Delete the steps after one, the newest first, when the saves so far have ended. Blocks until it is durable.
+
+        Wherever it is interrupted, the directory is as it was at the time of one of these steps.
+        """
+        self.finished().result()
+        for info in reversed(self._scanner.scan(lenient=True)):
+            if info.step <= after or info.state == "unfinished":
+                continue
+            try:
+                self._deleter.delete(info.path)
+            except AiockptError as exc:
+                raise DeleteError(
+                    f"step {after} was restored, but step {info.step} after it could not be discarded: {exc}"
+                ) from exc
+        self.restored(after)
 
     def pin(self, step: int) -> None:
         with self._lock:

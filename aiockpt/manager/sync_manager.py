@@ -32,7 +32,7 @@ class SyncCheckpointManager(ManagerBase):
             start = run.restore(state)
             for step in range(start.step + 1 if start else 0, steps):
                 train(step)
-                if run.due(step):
+                if run.due(step, last=step == steps - 1):
                     run.save(step, state, metrics={"loss": loss})    # blocks until written; or: run.submit
 
     See `CheckpointManager`.
@@ -66,10 +66,11 @@ class SyncCheckpointManager(ManagerBase):
         metric: str | None = None,
         mode: Mode | None = None,
         verify: Verification = "auto",
+        discard_later: bool | None = None,
         **options: Unpack[RestoreOptions],
     ) -> Restored | None:
         """Load the newest valid step, the best one, or a certain one, blocking; see `CheckpointManager.restore`."""
-        return self._finish(self._restore(state_dict, step, metric, mode, verify, options))
+        return self._finish(self._restore(state_dict, step, metric, mode, verify, discard_later, options))
 
     @parameters_of(StepRequest)
     def save(self, request: StepRequest) -> SaveResult:

@@ -297,7 +297,9 @@ class Histories(RuleBasedStateMachine):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", aiockpt.DamagedCheckpointWarning)
             try:
-                start = run.restore(state, choice, metric="loss" if choice == "best" else None, verify=verify)
+                start = run.restore(
+                    state, choice, metric="loss" if choice == "best" else None, verify=verify, discard_later=False
+                )
             except aiockpt.CheckpointNotFoundError:
                 assert not candidates
                 assert choice != "latest"

@@ -31,7 +31,7 @@ async def test_run_resumes_from_its_latest_step(tmp_path: Path) -> None:
         start = await run.restore(state)
         assert start == aiockpt.Restored(4, str(folder / "step-00000004"), {"loss": 0.2}, {"note": 4}, ())
         assert step_in(state) == 4
-        again = await run.restore(state, step=2)
+        again = await run.restore(state, step=2, discard_later=False)
         assert again is not None
         assert (again.step, step_in(state)) == (2, 2)
         assert run.steps() == [2, 4]
@@ -83,7 +83,7 @@ async def test_best_step_is_found_and_restored(tmp_path: Path) -> None:
         assert worst is not None
         assert (best.step, worst.step, other) == (3, 1, None)
         state = empty()
-        start = await run.restore(state, step="best")
+        start = await run.restore(state, step="best", discard_later=False)
         assert start is not None
         assert (start.step, step_in(state)) == (3, 3)
         start = await run.restore(state, step="best", metric="acc", mode="max")

@@ -1,4 +1,4 @@
-"""The last save before preemption."""
+"""The last save: before preemption, and at the last step of a run."""
 
 from __future__ import annotations
 
@@ -285,6 +285,98 @@ async def test_due_when_idle(tmp_path: Path) -> None:
         assert run.due(3)
 
 
+# --- the last step ----------------------------------------------------------------------------------------
+
+
+def test_last_step_is_saved_whatever_the_policy_says(tmp_path: Path) -> None:
+    with aiockpt.SyncCheckpointManager(tmp_path, save=aiockpt.EverySteps(100)) as run:
+        for step in range(250):
+            if run.due(step, last=step == 249):
+                run.save(step, STATE)
+        assert run.steps() == [100, 200, 249]
+        assert not run.stopping
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("when", ["in the loop", "after the loop"])
+async def test_second_save_of_the_last_step_is_the_first_one(tmp_path: Path, when: str) -> None:
+    async with aiockpt.CheckpointManager(tmp_path, save=aiockpt.EverySteps(2), max_in_flight=2) as run:
+        for step in range(5):
+            if run.due(step, last=when == "in the loop" and step == 4):
+                save = await run.save(step, STATE)
+        if when == "after the loop":
+            assert run.due(step, last=True)
+        again = await run.save(step, STATE)
+        assert again is save
+        assert run.steps() == [2, 4]
+        replaced = await run.save(step, STATE, overwrite=True)
+        assert replaced is not save
+        await replaced
+        assert await (await run.save(step, STATE)) == await replaced
+        with pytest.raises(aiockpt.CheckpointExistsError):
+            await run.save(2, STATE)
+
+
+def test_second_save_of_a_step_that_is_not_the_last_is_refused(tmp_path: Path) -> None:
+    with aiockpt.SyncCheckpointManager(tmp_path) as run:
+        run.save(4, STATE)
+        with pytest.raises(aiockpt.CheckpointExistsError):
+            run.save(4, STATE)
+
+
+def test_last_step_is_saved_again_if_its_first_save_failed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def refuse(_: str) -> None:
+        raise RuntimeError("refused")
+
+    with aiockpt.SyncCheckpointManager(tmp_path) as run:
+        assert run.due(4, last=True)
+        run.submit(4, STATE, pre_commit=refuse)
+        assert run.save(4, STATE).path.endswith("step-00000004")
+        assert "refused" in caplog.text
+        assert run.steps() == [4]
+
+
+def test_last_step_waits_for_its_turn(tmp_path: Path) -> None:
+    storage = GatedStorage(LocalStorage(), ["commit"])
+    with aiockpt.SyncCheckpointManager(tmp_path / "run", on_busy="skip") as run:
+        other = run.checkpointer.submit(STATE, tmp_path / "other", storage=storage)
+        assert run.submit(1, STATE).skipped
+        assert run.due(2, last=True)
+        ready, waited = run.checkpointer.ready, []
+
+        def opened(*args: Any) -> None:
+            waited.append(other.written.done())
+            storage.open("commit")
+            ready(*args)
+
+        run.checkpointer.ready = opened  # type: ignore[method-assign]
+        run.save(2, STATE)
+        assert waited == [False]
+        assert run.steps() == [2]
+
+
+def test_step_that_was_restored_is_not_saved_as_the_last_one(tmp_path: Path) -> None:
+    for _ in range(2):  # the second time, the run is complete already
+        with aiockpt.SyncCheckpointManager(tmp_path, save=aiockpt.EverySteps(2)) as run:
+            start = run.restore(dict(STATE))
+            step = 4
+            for step in range(start.step + 1 if start else 0, 5):
+                if run.due(step):
+                    run.save(step, STATE)
+            if run.due(step, last=True):
+                run.save(step, STATE)
+            assert run.steps() == [2, 4]
+
+
+def test_last_step_within_a_notice_that_is_too_short_is_not_saved(tmp_path: Path) -> None:
+    with aiockpt.SyncCheckpointManager(tmp_path) as run:
+        run.save(1, STATE)
+        run._retention.finished().result()
+        run.request_last_save(grace_s=1e-9)
+        assert not run.due(2, last=True)
+        assert run.stopping
+
+
 # --- decisions --------------------------------------------------------------------------------------------
 
 REMAINING = st.one_of(st.none(), st.just(math.inf), st.floats(-10, 100))
@@ -306,6 +398,8 @@ def test_all_ranks_stop_if_one_has_a_request(
 def test_ranks_at_different_steps_raise() -> None:
     with pytest.raises(aiockpt.CoordinationError, match=r"different steps \(5, 6\)"):
         decide([Asked(5, None), Asked(6, None)], is_due=False, expected_s=0.0)
+    with pytest.raises(aiockpt.CoordinationError, match="step 5 is the last one for some ranks only"):
+        decide([Asked(5, None, is_last=True), Asked(5, None)], is_due=False, expected_s=0.0)
 
 
 @pytest.mark.parametrize(

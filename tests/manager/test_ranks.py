@@ -126,6 +126,20 @@ def test_all_ranks_go_back_to_the_same_step(world2: World, tmp_path: Path, verif
     assert names(tmp_path) == ["step-00000006", "step-00000008.damaged"]
 
 
+def discards(rank: int, size: int, folder: Path) -> Any:
+    with aiockpt.SyncCheckpointManager(folder, **LIMITS) as run, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run.restore(state_of(rank, 0), 6)
+        before = run.steps()
+        run.restore(state_of(rank, 0), 6, discard_later=True)
+        return before, run.steps(), len(caught)
+
+
+def test_rank_0_discards_the_later_steps(world2: World, tmp_path: Path) -> None:
+    world2.results(trains, tmp_path, 8)
+    assert world2.results(discards, tmp_path) == [([6, 8], [6], 1), ([6, 8], [6], 0)]
+
+
 def is_refused(rank: int, size: int, folder: Path) -> list[str]:
     kinds = []
     with aiockpt.SyncCheckpointManager(folder, **LIMITS) as run:
@@ -252,13 +266,41 @@ def test_due_with_different_steps_raises(world2: World, tmp_path: Path) -> None:
 def counts_exchanges(rank: int, size: int, folder: Path) -> Any:
     with aiockpt.SyncCheckpointManager(folder, save=aiockpt.EverySteps(7), **LIMITS) as run:
         real, exchanges = run._exchange, []
-        run._exchange = lambda *args: exchanges.append(args) or real(*args)  # type: ignore[method-assign,func-returns-value]
+        run._exchange = lambda *args, **more: exchanges.append(args) or real(*args, **more)  # type: ignore[method-assign,func-returns-value]
         due = [step for step in range(200) if run.due(step)]
         return due, len(exchanges) <= 100, math.isfinite(run._pace._cost_s) == (rank == 0)
 
 
 def test_short_steps_exchange_messages_less_often(world2: World, tmp_path: Path) -> None:
     assert world2.results(counts_exchanges, tmp_path) == [(list(range(7, 200, 7)), True, True)] * 2
+
+
+def ends(rank: int, size: int, folder: Path) -> Any:
+    with aiockpt.SyncCheckpointManager(folder, save=aiockpt.EverySteps(100), **LIMITS) as run:
+        for step in range(250):
+            if run.due(step, last=step == 249):
+                run.save(step, state_of(rank, step))
+        again = run.save(step, state_of(rank, step))
+        assert run.due(step, last=True)
+        return run.steps(), again == run.save(step, state_of(rank, step))
+
+
+def test_last_step_is_saved_once_by_all_ranks(world2: World, tmp_path: Path) -> None:
+    assert world2.results(ends, tmp_path) == [([100, 200, 249], True)] * 2
+
+
+def fails_at_the_end(rank: int, size: int, folder: Path) -> Any:
+    with aiockpt.SyncCheckpointManager(folder, **LIMITS) as run:
+        assert run.due(5, last=True)
+        state = state_of(rank, 5)
+        with pytest.raises(aiockpt.SaveError, match="sockets"):
+            run.save(5, {**state, "sockets": lambda: None} if rank == 1 else state)
+        run.save(5, state)
+        return run.steps()
+
+
+def test_last_step_that_one_rank_could_not_save_is_saved_again_by_all(world2: World, tmp_path: Path) -> None:
+    assert world2.results(fails_at_the_end, tmp_path) == [[5], [5]]
 
 
 def saves_alone(rank: int, size: int, folder: Path) -> Any:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 import shutil
 import warnings
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -147,7 +149,7 @@ def test_requested_step_that_is_damaged_raises(folder: Path, verify: Any) -> Non
     assert is_untouched(state)
     with pytest.raises(aiockpt.CheckpointNotFoundError, match="no step 250"):
         restored(folder, state, step=250)
-    start = restored(folder, state, step=100)
+    start = restored(folder, state, step=100, discard_later=False)
     assert start is not None
     assert step_in(state) == 100
     assert names(folder) == ["step-00000100", "step-00000200", "step-00000300"]
@@ -412,3 +414,93 @@ def test_checkpoints_with_other_names_are_ignored(folder: Path) -> None:
     assert start is not None
     assert start.step == 200
     assert len(tensors_of(state)) == 4
+
+
+# --- steps after the restored one -----------------------------------------------------------------------------
+
+
+def saved(folder: Path, *steps: int) -> None:
+    with aiockpt.SyncCheckpointManager(folder) as run:
+        for step in steps:
+            run.save(step, state_of(step), {"loss": step})
+
+
+@pytest.mark.parametrize("choice", [{"step": 2}, {"step": "best", "metric": "loss", "mode": "min"}])
+def test_restore_of_an_older_step_warns_at_once(tmp_path: Path, choice: dict[str, Any]) -> None:
+    saved(tmp_path, 2, 3, 4)
+    with aiockpt.SyncCheckpointManager(tmp_path) as run:
+        with pytest.warns(UserWarning, match=r"step 2 of .*latest step, 4.*discard_later=True") as caught:
+            start = run.restore(empty(), **choice)
+        assert [each.filename for each in caught] == [__file__]
+        assert start is not None
+        assert start.step == 2
+        assert run.restore(empty(), discard_later=False, **choice) == start
+        run.restore(empty(), 4)
+        run.restore(empty())
+        assert run.steps() == [2, 3, 4]
+    with aiockpt.SyncCheckpointManager(tmp_path, mode="read") as run:
+        assert run.restore(empty(), **choice) == start  # nothing goes on from there
+        with pytest.raises(ValueError, match="mode='write'"):
+            run.restore(empty(), discard_later=True, **choice)
+
+
+@pytest.mark.asyncio
+async def test_later_steps_are_discarded(tmp_path: Path) -> None:
+    saved(tmp_path, 1, 2, 3, 4)
+    (tmp_path / "final").mkdir()
+    (tmp_path / "step-00000009").mkdir()  # no checkpoint
+    truncate(tmp_path, 4)
+    held: Future[None] = Future()
+
+    async def hold(_: str) -> None:
+        await asyncio.wrap_future(held)
+
+    async with aiockpt.CheckpointManager(tmp_path, keep=aiockpt.KeepLatest(1)) as run:
+        run.pin(1)
+        run.pin(2)
+        await run.save(5, state_of(5), pre_commit=hold)  # in flight: it would be the latest step
+        state = empty()
+        restoring = asyncio.ensure_future(run.restore(state, 2, discard_later=True))
+        asyncio.get_running_loop().call_soon(held.set_result, None)
+        start = await restoring
+        assert start is not None
+        assert (start.step, step_in(state)) == (2, 2)
+        assert run.steps() == [1, 2]
+        await (await run.save(3, state_of(33)))
+    assert names(tmp_path) == ["final", "step-00000001", "step-00000002", "step-00000003", "step-00000009"]
+    (tmp_path / "step-00000009").rmdir()
+    with aiockpt.SyncCheckpointManager(tmp_path) as again:
+        assert again.restore(empty()).step == 3
+
+
+def test_last_step_is_saved_anew_after_it_was_discarded(tmp_path: Path) -> None:
+    with aiockpt.SyncCheckpointManager(tmp_path) as run:
+        run.save(1, state_of(1))
+        assert run.due(2, last=True)
+        run.save(2, state_of(2))
+        run.restore(empty(), 1, discard_later=True)
+        assert run.due(2, last=True)
+        run.save(2, state_of(22))
+        assert run.steps() == [1, 2]
+
+
+def test_failed_restore_discards_nothing(tmp_path: Path) -> None:
+    saved(tmp_path, 1, 2)
+    flip(tmp_path, 1)
+    with aiockpt.SyncCheckpointManager(tmp_path) as run, pytest.raises(aiockpt.CorruptCheckpointError):
+        run.restore(empty(), 1, discard_later=True)
+    assert names(tmp_path) == ["step-00000001", "step-00000002"]
+
+
+def test_discarding_ends_at_the_step_that_stays(tmp_path: Path) -> None:
+    """The newest goes first: what an interruption leaves is the run as it was up to one of the later steps."""
+    saved(tmp_path, 1, 2, 3, 4)
+    mine = path_of(tmp_path, 3) / "mine"
+    mine.touch()
+    with aiockpt.SyncCheckpointManager(tmp_path) as run:
+        with pytest.raises(aiockpt.DeleteError, match=r"step 1 was restored, but step 3 .*mine"):
+            run.restore(empty(), 1, discard_later=True)
+        assert run.steps() == [1, 2, 3]
+        mine.unlink()
+        run.restore(empty(), 1, discard_later=True)
+        assert run.steps() == [1]

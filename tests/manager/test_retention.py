@@ -77,7 +77,7 @@ def test_run_that_went_back_keeps_its_last_step(tmp_path: Path) -> None:
         for step in (100, 300):
             run.save(step, STATE)
     with run_of(tmp_path, aiockpt.KeepLatest(1)) as run:
-        run.restore(dict(STATE), step=100)
+        run.restore(dict(STATE), step=100, discard_later=False)
         with pytest.raises(aiockpt.SaveError):
             run.save(150, STATE, pre_commit=refuse)
         run._retention.finished().result()

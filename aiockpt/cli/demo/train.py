@@ -36,7 +36,7 @@ async def train(trainer: Trainer, directory: Path, *, steps: int, every: int, rn
                 save = None
             trainer.update(loss)
             report.stepped(trainer.step, loss)
-            if run.due(trainer.step) or trainer.step == steps:
+            if run.due(trainer.step, last=trainer.step == steps):
                 with report.held(trainer.step):
                     save = await run.save(trainer.step, trainer.state(), metrics={"loss": loss})
                 report.saving(trainer.step, save)
