@@ -64,7 +64,7 @@ _HOMES = {
     "options": ("ProcessWriter", "StagingWindow"),
     "reading.reader": ("CheckpointReader", "SyncCheckpointReader"),
     "storage.local.retries": ("Retries",),
-    "sync_checkpointer": ("SyncCheckpointer",),
+    "sync_checkpointer": ("SyncCheckpointer", "load", "save", "verify"),
     "telemetry.loads": ("LoadResult", "ReadProgress"),
     "telemetry.observer": ("CallEvent", "Observer", "SaveEvent"),
     "telemetry.saves": ("ProgressEvent", "SaveResult"),

@@ -62,6 +62,9 @@ from aiockpt.saving.fence import StepGuard as StepGuard
 from aiockpt.saving.handle import SaveHandle as SaveHandle
 from aiockpt.storage.local.retries import Retries as Retries
 from aiockpt.sync_checkpointer import SyncCheckpointer as SyncCheckpointer
+from aiockpt.sync_checkpointer import load as load
+from aiockpt.sync_checkpointer import save as save
+from aiockpt.sync_checkpointer import verify as verify
 from aiockpt.telemetry.loads import LoadResult as LoadResult
 from aiockpt.telemetry.loads import ReadProgress as ReadProgress
 from aiockpt.telemetry.observer import CallEvent as CallEvent

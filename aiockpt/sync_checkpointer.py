@@ -1,10 +1,15 @@
-"""The facade for programs without asyncio."""
+"""The facade for programs without asyncio: a checkpointer, and functions that share one."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import threading
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Self
 
-from aiockpt.core.parameters import parameters_of
+from aiockpt.coordination.choose import is_distributed
+from aiockpt.core.parameters import arguments_of, parameters_of
 from aiockpt.engine.facade import CheckpointerBase, closing
 from aiockpt.engine.requests import LoadRequest, OpenRequest, SaveRequest, StateDict
 from aiockpt.errors import SaveError
@@ -120,3 +125,108 @@ class SyncCheckpointer(CheckpointerBase):
         finally:
             if closed.done():
                 self._engine.join()
+
+
+# --- functions without a checkpointer -----------------------------------------------------------------
+
+IDLE_S = 5.0  # after that the shared checkpointer ends
+
+
+@arguments_of(SaveRequest)
+def save(request: SaveRequest) -> SaveResult:
+    """Save a state dict and block until it is durable: ``aiockpt.save(state, "runs/a/step-100")``.
+
+    For scripts and interactive use; see `SyncCheckpointer.save`. `save`, `load` and `verify` share a checkpointer with
+    default options, which starts at the first call and ends a few seconds after the last. They may be called from any
+    thread, and in a notebook or a coroutine, which they block. With several ranks, all of them call `save`.
+    """
+    with _used() as checkpointer:
+        return checkpointer._written(checkpointer._submitter.submit(request))
+
+
+@arguments_of(LoadRequest)
+def load(request: LoadRequest) -> Any:
+    """Load a checkpoint, blocking: ``state = aiockpt.load("runs/a/step-100")``.
+
+    See `AsyncCheckpointer.load`, and `aiockpt.save` for the checkpointer that it uses.
+    """
+    with _used() as checkpointer:
+        return checkpointer._loader.load(request)().result()
+
+
+def verify(path: Path, *, storage: Storage | None = None, progress: OnReadProgress | None = None) -> VerifyReport:
+    """Check all of a checkpoint, blocking: ``aiockpt.verify("runs/a/step-100").ok``.
+
+    See `AsyncCheckpointer.verify`, and `aiockpt.save` for the checkpointer that it uses.
+    """
+    with _used() as checkpointer:
+        return checkpointer.verify(path, storage=storage, progress=progress)
+
+
+class _Shared:
+    """The checkpointer of the functions above, while it is used and for some time after that."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # reentrant: a signal handler may save or load
+        self._checkpointer: SyncCheckpointer | None = None
+        self._users = 0
+        self._timer: threading.Timer | None = None  # since the last use
+
+    def acquire(self) -> SyncCheckpointer:
+        """Return the checkpointer, which does not end before `release`."""
+        with self._lock:
+            if self._timer is not None:
+                self._timer.cancel()
+            if self._checkpointer is None or not self._checkpointer._engine.is_open:
+                self._checkpointer = SyncCheckpointer()
+            self._users += 1
+            return self._checkpointer
+
+    def release(self) -> None:
+        """End a use; after the last one, the time begins after which the checkpointer ends."""
+        with self._lock:
+            self._users -= 1
+            if self._users:
+                return
+            self._timer = threading.Timer(IDLE_S, self._end)
+            self._timer.name, self._timer.daemon = "aiockpt-idle", True
+            with contextlib.suppress(RuntimeError):  # no more threads: it ends later, at the latest with the process
+                self._timer.start()
+
+    def _end(self) -> None:
+        with self._lock:
+            if self._users or threading.current_thread() is not self._timer:
+                return
+            ended, self._checkpointer, self._timer = self._checkpointer, None, None
+        if ended is not None:
+            ended.close()  # a failure of a save whose caller was interrupted is reported by this thread's excepthook
+
+
+_shared = _Shared()
+
+
+def _forget() -> None:
+    global _shared
+    _shared = _Shared()
+
+
+os.register_at_fork(after_in_child=_forget)  # its threads, and who held its lock, are the parent's
+
+
+@contextlib.contextmanager
+def _used() -> Iterator[SyncCheckpointer]:
+    """Use the shared checkpointer; in a distributed program one of this call alone.
+
+    There it is connected to those of the other ranks: one that is idle for longer would leave the others behind.
+    """
+    if is_distributed():
+        with SyncCheckpointer() as own:
+            yield own
+        return
+    shared = _shared
+    checkpointer = shared.acquire()
+    try:
+        yield checkpointer
+    finally:
+        if shared is _shared:  # else a hook has forked, and this is the child
+            shared.release()

@@ -18,6 +18,7 @@ import torch
 import uvloop
 
 import aiockpt
+from aiockpt import sync_checkpointer
 from aiockpt.staging.pool import ChunkPool
 from aiockpt.storage.local import replacing
 from tests import forked_python
@@ -131,7 +132,11 @@ def no_leaks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     process = psutil.Process()
     before = _open_files(process)
     servers = _children(process)  # these live as long as the test run, such as the server of tests/ranks
+    monkeypatch.setattr(sync_checkpointer, "IDLE_S", 0.0)
     yield
+    for thread in threading.enumerate():
+        if thread.name == "aiockpt-idle":  # ends the checkpointer of `aiockpt.save`
+            thread.join(60)
     left = [thread.name for thread in threading.enumerate() if thread.name.startswith("aiockpt")]
     assert not left, f"threads left: {left}"
     assert [pool.leased for pool in pools] == [0] * len(pools)

@@ -7,13 +7,14 @@ import inspect
 import re
 import sys
 from collections.abc import Callable
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
 S = TypeVar("S")
 T = TypeVar("T")
 
+_signature = functools.cache(inspect.signature)
 _AFTER_ARGS = re.compile(r"^(Returns|Raises|Yields):", re.MULTILINE)
 
 
@@ -26,29 +27,49 @@ def parameters_of(request: Callable[P, R]) -> Callable[[Callable[[S, R], T]], Ca
     """
 
     def decorate(method: Callable[[S, R], T]) -> Callable[Concatenate[S, P], T]:
-        own, fields = inspect.signature(method), inspect.signature(request)
-        self_parameter, _ = own.parameters.values()
-
         @functools.wraps(method)
         def call(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
-            try:
-                fields.bind(*args, **kwargs)
-            except TypeError as exc:  # Python's own message would name the dataclass
-                raise TypeError(f"{type(self).__name__}.{method.__name__}() {exc}") from None
-            return method(self, request(*args, **kwargs))
+            return method(self, _bound(request, f"{type(self).__name__}.{method.__name__}", *args, **kwargs))
 
-        own_first = {
-            name: at for at, kind in [*enumerate(_mro(request))][::-1] for name in inspect.get_annotations(kind)
-        }
-        ordered = sorted(fields.parameters.values(), key=lambda each: (each.kind, own_first[each.name]))
-        parameters = [self_parameter, *ordered]
-        call.__signature__ = fields.replace(parameters=parameters, return_annotation=own.return_annotation)  # type: ignore[attr-defined]
-        call.__doc__ = _with_args(method.__doc__, request)
-        if hasattr(inspect, "markcoroutinefunction") and str(own.return_annotation).startswith("Coroutine"):
-            inspect.markcoroutinefunction(call)  # since Python 3.12
+        _describe(call, method, request)
         return call
 
     return decorate
+
+
+def arguments_of(request: Callable[P, R]) -> Callable[[Callable[[R], T]], Callable[P, T]]:
+    """Call a function with one instance of a dataclass, as `parameters_of` does for methods."""
+
+    def decorate(function: Callable[[R], T]) -> Callable[P, T]:
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> T:
+            return function(_bound(request, function.__name__, *args, **kwargs))
+
+        _describe(call, function, request)
+        return call
+
+    return decorate
+
+
+def _bound(request: Callable[P, R], name: str, /, *args: P.args, **kwargs: P.kwargs) -> R:
+    """Return the instance of the dataclass; errors name the function."""
+    try:
+        _signature(request).bind(*args, **kwargs)
+    except TypeError as exc:  # Python's own message would name the dataclass
+        raise TypeError(f"{name}() {exc}") from None
+    return request(*args, **kwargs)
+
+
+def _describe(call: Any, own: Callable[..., object], request: Callable[..., object]) -> None:
+    """Show the fields of the dataclass as parameters of ``call``, which stands for ``own``."""
+    signature, fields = inspect.signature(own), _signature(request)
+    own_first = {name: at for at, kind in [*enumerate(_mro(request))][::-1] for name in inspect.get_annotations(kind)}
+    ordered = sorted(fields.parameters.values(), key=lambda each: (each.kind, own_first[each.name]))
+    parameters = [*list(signature.parameters.values())[:-1], *ordered]
+    call.__signature__ = fields.replace(parameters=parameters, return_annotation=signature.return_annotation)
+    call.__doc__ = _with_args(own.__doc__, request)
+    if hasattr(inspect, "markcoroutinefunction") and str(signature.return_annotation).startswith("Coroutine"):
+        inspect.markcoroutinefunction(call)  # since Python 3.12
 
 
 def _with_args(doc: str | None, request: object) -> str | None:

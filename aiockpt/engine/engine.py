@@ -85,6 +85,11 @@ class Engine:
         state = "closed" if self._closed else "running" if self.loop.thread else "idle"
         return f"<Engine {state}, {len(self.queue)} saves in flight>"
 
+    @property
+    def is_open(self) -> bool:
+        """Whether it can still be used: it is not closed, has not failed, and belongs to this process."""
+        return self._closed is None and self._died is None and self.origin.is_here
+
     # --- the loop's thread --------------------------------------------------------------------------
 
     def start(self) -> None:
