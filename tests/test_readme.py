@@ -224,6 +224,26 @@ def test_plain_loops_and_notebooks(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with asyncio.Runner() as runner:
         names = training(seed=1) | {"runner": runner}
         run(block("In a plain loop"), names)
-        assert sorted(path.name for path in Path("runs/a").iterdir()) == ["step-100", "step-200"]
+        assert sorted(path.name for path in Path("runs/plain").iterdir()) == ["step-100", "step-200"]
         run(block("In a notebook"), names)
         runner.run(names["ckpt"].aclose())
+
+
+TITLES = ["In an async loop", "A whole run", "In a plain loop", "In a notebook"]
+
+
+@pytest.mark.parametrize("title", TITLES)
+def test_an_example_that_saves_runs_twice(title: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with asyncio.Runner() as runner, restored_signals():
+        for seed in (1, 2):
+            names = training(seed) | {"runner": runner}
+            run(block(title), names)
+            if title == "In a notebook":
+                runner.run(names["ckpt"].aclose())
+
+
+def test_examples_that_save_have_directories_of_their_own() -> None:
+    used = [set(re.findall(r"runs/[\w-]+", block(title))) for title in TITLES]
+    assert all(used)
+    assert len(set().union(*used)) == sum(map(len, used)), used
