@@ -144,6 +144,18 @@ def test_links_point_to_files(file: Path) -> None:
         assert (file.parent / target).is_file(), target
 
 
+@pytest.mark.parametrize("file", FILES[1:], ids=lambda file: file.stem)
+def test_links_of_a_page_stay_in_the_package(file: Path) -> None:
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)", file.read_text()):
+        assert (file.parent / target).resolve().parent == DOCS, target
+
+
+def test_the_license_is_in_the_package() -> None:
+    text = (DOCS.parent / "LICENSE").read_text()
+    assert "Apache License\n" in text
+    assert "END OF TERMS AND CONDITIONS" in text
+
+
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_files_that_are_named_exist(file: Path) -> None:
     root, package = README.parent, DOCS.parent
