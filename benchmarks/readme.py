@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -83,7 +84,7 @@ def scale_section(results: Mapping[str, Any]) -> str:
         "",
         *(f"- {remark}" for remark in report["remarks"]),
         "",
-        "![coordination by ranks](../../benchmarks/results/scale.png)",
+        "![coordination by ranks](scale.png)",
         "",
         "Measured with real processes on this machine:",
         "",
@@ -136,6 +137,7 @@ def rewrite(directory: Path) -> int:
     for page, content_of in PAGES.items():
         page.write_text(with_section(page.read_text(), content_of(results)))
         print(f"{page.relative_to(ROOT)}: written from {directory / 'results.json'}")
+    shutil.copyfile(directory / "scale.png", SCALE.with_name("scale.png"))  # the wheel has the pages, not the results
     return 0
 
 

@@ -144,6 +144,7 @@ def test_a_process_imports_only_what_it_uses(call: str, other: str, tmp_path: Pa
 def test_public_names_are_sorted_and_exist() -> None:
     assert aiockpt.__all__ == sorted(aiockpt.__all__)
     assert all(hasattr(aiockpt, name) for name in aiockpt.__all__)
+    assert dir(aiockpt) == aiockpt.__all__
 
 
 def test_type_checkers_know_every_public_name() -> None:

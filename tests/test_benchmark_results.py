@@ -229,6 +229,8 @@ def test_the_figures_of_pages_match_the_results(page: Path) -> None:
     if page == readme.README:
         for name in readme.PICTURES:
             assert (readme.RESULTS / name).read_bytes().startswith(b"\x89PNG")
+    if page == readme.SCALE:
+        assert page.with_name("scale.png").read_bytes() == (readme.RESULTS / "scale.png").read_bytes()
 
 
 # --- the model of coordination ---------------------------------------------------------------------------

@@ -144,6 +144,18 @@ def test_links_point_to_files(file: Path) -> None:
         assert (file.parent / target).is_file(), target
 
 
+@pytest.mark.parametrize("file", FILES[1:], ids=lambda file: file.stem)
+def test_links_of_a_page_stay_in_the_package(file: Path) -> None:
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)", file.read_text()):
+        assert (file.parent / target).resolve().parent == DOCS, target
+
+
+def test_the_license_is_in_the_package() -> None:
+    text = (DOCS.parent / "LICENSE").read_text()
+    assert "Apache License\n" in text
+    assert "END OF TERMS AND CONDITIONS" in text
+
+
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_files_that_are_named_exist(file: Path) -> None:
     root, package = README.parent, DOCS.parent
@@ -225,6 +237,26 @@ def test_plain_loops_and_notebooks(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with asyncio.Runner() as runner:
         names = training(seed=1) | {"runner": runner}
         run(block("In a plain loop"), names)
-        assert sorted(path.name for path in Path("runs/a").iterdir()) == ["step-100", "step-200"]
+        assert sorted(path.name for path in Path("runs/plain").iterdir()) == ["step-100", "step-200"]
         run(block("In a notebook"), names)
         runner.run(names["ckpt"].aclose())
+
+
+TITLES = ["In an async loop", "A whole run", "In a plain loop", "In a notebook"]
+
+
+@pytest.mark.parametrize("title", TITLES)
+def test_an_example_that_saves_runs_twice(title: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with asyncio.Runner() as runner, restored_signals():
+        for seed in (1, 2):
+            names = training(seed) | {"runner": runner}
+            run(block(title), names)
+            if title == "In a notebook":
+                runner.run(names["ckpt"].aclose())
+
+
+def test_examples_that_save_have_directories_of_their_own() -> None:
+    used = [set(re.findall(r"runs/[\w-]+", block(title))) for title in TITLES]
+    assert all(used)
+    assert len(set().union(*used)) == sum(map(len, used)), used

@@ -1,1 +1,1 @@
-"""Files and commits; sees names and bytes only."""
+"""Files and commits; sees names and bytes, and recognises checkpoints."""

@@ -8,7 +8,8 @@ import aiockpt.cli.docs
 from aiockpt.cli.docs import topics
 from aiockpt.cli.main import app
 
-PAGES = {page.name.removesuffix(".md"): page.read_text() for page in (files("aiockpt") / "docs").iterdir()}
+FOLDER = files("aiockpt") / "docs"
+PAGES = {page.name.removesuffix(".md"): page.read_text() for page in FOLDER.iterdir() if page.name.endswith(".md")}
 
 
 def test_docs_without_a_topic_lists_topics_with_summaries():
