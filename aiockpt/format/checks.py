@@ -16,13 +16,11 @@ import numpy as np
 
 from aiockpt.core.strides import view_fits
 from aiockpt.errors import CorruptCheckpointError, LoadError, UnsafeCheckpointError
-from aiockpt.format.boxes import INCOMPLETE, cover_error, overlapping
+from aiockpt.format.boxes import INCOMPLETE, cover_error
 from aiockpt.format.index import ChunkEntry, Index, ItemRange, ObjectEntry, ObjPath, TensorEntry, TensorItem
 
 MAX_DIMS = 64  # the most dimensions that torch gives a tensor
 _LIMIT = 2**63
-_CORNERS_PER_CHUNK = 64
-_LEAST_CORNERS = 1 << 18
 _LEAST_GAPS = 1 << 20
 _GAPS_PER_NAME = 64
 
@@ -34,11 +32,9 @@ _Claim = tuple[int, int, str, TensorEntry | ObjectEntry, bool]
 def check_index(path: str, index: Index, files: Mapping[str, int], *, is_part: bool = False) -> None:
     """Check an index against the sizes of the files it refers to; one rank's part of it may lack chunks of tensors."""
     claims: defaultdict[str, list[_Claim]] = defaultdict(list)
-    room = _LEAST_CORNERS
     for name, entry in index.entries.items():
         if isinstance(entry, TensorEntry):
-            room += _CORNERS_PER_CHUNK * len(entry.chunks)
-            room -= _check_tensor(path, name, entry, room, is_part=is_part)
+            _check_tensor(path, name, entry, is_part=is_part)
             for chunk in entry.chunks:
                 _claim(path, name, entry, chunk.place, files, claims, shared=chunk.item is not None)
                 _check_chunk(path, name, entry, chunk)
@@ -77,22 +73,18 @@ def misplaced(path: str, name: str, place: ItemRange, size: int | None) -> LoadE
     return CorruptCheckpointError(f"{path} lacks the file {place.file}, which holds {name}; use an older checkpoint")
 
 
-def _check_tensor(path: str, name: str, entry: TensorEntry, room: int, *, is_part: bool) -> int:
-    """Check that the shape is possible and covered by the chunks; return the corners compared, at most ``room``."""
+def _check_tensor(path: str, name: str, entry: TensorEntry, *, is_part: bool) -> None:
+    """Check that the shape is possible and covered by the chunks."""
     shape, chunks = entry.shape, entry.chunks
     # torch computes the strides of an empty tensor as if its zeros were ones, and fails if that overflows 63 bits.
     if len(shape) > MAX_DIMS or math.prod([n or 1 for n in shape]) * entry.dtype.itemsize >= _LIMIT:
         raise CorruptCheckpointError(f"{path}: {name} can't have the shape {shape}; its metadata is damaged")
     if len(chunks) == 1 and chunks[0].sizes == shape and not any(chunks[0].offsets):
-        return 0
-    boxes = [(chunk.offsets, chunk.sizes) for chunk in chunks]
-    wrong, corners = cover_error(shape, boxes, room)
-    if wrong == INCOMPLETE and is_part:
-        wrong = "overlap in" if overlapping(boxes, bounded=True) else ""
+        return
+    wrong = cover_error(shape, [(chunk.offsets, chunk.sizes) for chunk in chunks], is_part=is_part)
     if wrong:
         hint = ", or one rank saved it alone: then load its part with dcp.load" if wrong == INCOMPLETE else ""
         raise CorruptCheckpointError(f"{path}: the chunks of {name} {wrong} {shape}; its metadata is damaged{hint}")
-    return corners
 
 
 def _check_chunk(path: str, name: str, entry: TensorEntry, chunk: ChunkEntry) -> None:

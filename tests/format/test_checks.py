@@ -163,11 +163,24 @@ def test_impossible_shapes_are_corrupt(shape: tuple[int, ...]) -> None:
         check(k=whole(shape, ItemRange("b", 0, 10**15)))
 
 
-def test_cuts_in_very_many_dimensions_are_refused() -> None:
+def test_cuts_in_very_many_dimensions() -> None:
     boxes: list[Box] = [((1,) * n + (0,) * (25 - n), (1,) * (n + 1) + (2,) * (24 - n)) for n in range(25)]
     boxes.append(((1,) * 25, (1,) * 25))
-    with pytest.raises(CorruptCheckpointError, match="the chunks of k are cut in too many ways"):
+    check(k=tensor((2,) * 25, boxes))
+    boxes[-1] = ((0,) * 25, (1,) * 25)
+    with pytest.raises(CorruptCheckpointError, match="the chunks of k overlap in"):
         check(k=tensor((2,) * 25, boxes))
+
+
+@pytest.mark.parametrize("is_part", [False, True])
+def test_chunks_that_would_take_too_long_to_compare_are_refused(is_part: bool) -> None:
+    count = 20_000  # rows above columns: along each dimension half of them cover the same range
+    rows: list[Box] = [((row, 0), (1, count)) for row in range(count)]
+    columns: list[Box] = [((count, column), (count, 1)) for column in range(count)]
+    entry = tensor((2 * count, count), rows + columns)
+    index = Index({"k": entry}, {"k": ("k",)}, (), {}, "dcp")
+    with pytest.raises(CorruptCheckpointError, match="/c: the chunks of k are cut in too many ways to be those of"):
+        check_index("/c", index, FILES, is_part=is_part)
 
 
 def test_items_too_short_for_their_chunks_are_corrupt() -> None:
