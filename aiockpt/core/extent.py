@@ -1,4 +1,4 @@
-"""Memory extent of tensors, and detection of freed storages: a storage may be shrunk or freed under its tensors."""
+"""Memory extent of tensors, and detection of those without memory: a storage may be freed under its tensors."""
 
 from __future__ import annotations
 
@@ -13,8 +13,12 @@ _PACKED = {dtype: count for name, count in (("quint4x2", 2), ("quint2x4", 4)) if
 """Elements per byte of packed dtypes."""
 
 
-def freed_message(name: str) -> str:
+def freed_message(name: str, tensor: torch.Tensor) -> str:
     """Return the text of the error for a tensor without memory to copy."""
+    if any(map(is_null, strided_parts(tensor))):
+        return (
+            f"{name} has no memory to copy: save a clone() of it if it is a zero tensor of torch's, or materialise it"
+        )
     return (
         f"the memory of {name} was freed: its storage is smaller than the tensor. Save a state dict whose tensors "
         "are materialised"
@@ -22,11 +26,13 @@ def freed_message(name: str) -> str:
 
 
 def is_freed(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor of any layout and class, or a part of it, reaches beyond its storage."""
+    """Return whether a tensor of any layout and class, or a part of it, reaches beyond its storage or has no memory."""
     if type(tensor) in _PLAIN and tensor.layout is torch.strided and tensor.is_contiguous():
         numel = tensor.numel()
-        if tensor.untyped_storage().nbytes() >= (tensor.storage_offset() + numel) * tensor.itemsize or not numel:
+        if not numel:
             return False
+        if tensor.untyped_storage().nbytes() >= (tensor.storage_offset() + numel) * tensor.itemsize:
+            return is_null(tensor)
     with torch._C.DisableTorchFunctionSubclass():  # else each attribute below could call code of the tensor's class
         return any(map(_is_short, strided_parts(tensor)))
 
@@ -64,5 +70,15 @@ def reach_bytes(tensor: torch.Tensor) -> int:
 
 
 def _is_short(tensor: torch.Tensor) -> bool:
-    """Return whether a strided tensor reaches beyond its storage."""
-    return torch._C._has_storage(tensor) and tensor.untyped_storage().nbytes() < reach_bytes(tensor)
+    """Return whether a strided tensor reaches beyond its storage, or has none of the memory it claims."""
+    if not torch._C._has_storage(tensor):
+        return False
+    return tensor.untyped_storage().nbytes() < reach_bytes(tensor) or is_null(tensor)
+
+
+def is_null(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor of at least one element has a storage without memory, as `torch._efficientzerotensor`."""
+    if type(tensor) not in _PLAIN or not tensor.is_cpu:  # wrappers have no address, and not each device has addresses
+        return tensor._is_zerotensor()
+    # Not `data_ptr`: it would copy memory that is shared until it is written.
+    return not torch._C._data_address(tensor) and tensor.untyped_storage().nbytes() > 0  # type: ignore[attr-defined]

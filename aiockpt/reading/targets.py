@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from aiockpt.core.extent import is_freed, reach_bytes
+from aiockpt.core.extent import is_freed, is_null, reach_bytes, strided_parts
 from aiockpt.core.gc_pause import gc_pause
 from aiockpt.errors import ShapeMismatchError
 from aiockpt.format.index import Entry, TensorEntry
@@ -139,6 +139,8 @@ def check_target(path: str, name: str, entry: Entry, leaf: Any, dtype: torch.dty
 def check_memory(name: str, tensor: torch.Tensor) -> None:
     """Raise ShapeMismatchError if the storage of a tensor was freed, as FSDP does between steps."""
     if is_freed(tensor):
+        if any(map(is_null, strided_parts(tensor))):
+            raise ShapeMismatchError(f"{name} in the target has no memory: clone() it, or materialise it first")
         raise ShapeMismatchError(f"the memory of {name} in the target was freed; materialise it first")
 
 

@@ -381,7 +381,7 @@ def _copy_small_tensors(snapshot: Snapshot, devices: set[torch.device]) -> None:
         if tensor is None:
             continue
         if is_freed(tensor):
-            raise SaveError(freed_message(snapshot.structure.names[leaf]))
+            raise SaveError(freed_message(snapshot.structure.names[leaf], tensor))
         if total > EAGER_BYTES or tensor.layout is not torch.strided or tensor.is_quantized:
             continue
         nbytes = tensor.nbytes

@@ -196,7 +196,7 @@ def sampled_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
 def sample_point_of(name: str, leaf: int, tensor: torch.Tensor, part: torch.Tensor, chance: float) -> SamplePoint:
     """Choose the sample points of a part of a tensor; ``chance``, from 0 to 1, is where they start."""
     if is_freed(part):
-        raise SaveError(freed_message(name))
+        raise SaveError(freed_message(name, part))
     numel, size = part.numel(), part.itemsize
     length = min(numel, max(1, LINE_BYTES // size))
     number = min(numel // length, max(LEAST_POINTS, -(-numel * size // DISTANCE_BYTES)))

@@ -75,7 +75,7 @@ def matching(leaf: int, snapshot: Snapshot, layout: Layout) -> tuple[torch.Tenso
 def check_memory(name: str, tensor: torch.Tensor) -> None:
     """Raise StageError if a tensor's storage does not cover it: the storage may have been freed since the call."""
     if is_freed(tensor):
-        raise StageError(freed_message(name))
+        raise StageError(freed_message(name, tensor))
 
 
 def restore(raw: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:

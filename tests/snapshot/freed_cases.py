@@ -44,6 +44,11 @@ def _part(value: Any, part: torch.Tensor) -> Any:
     return value
 
 
+def _at(address: int, nbytes: int) -> torch.Tensor:
+    storage = torch._C._construct_storage_from_data_pointer(address, torch.device("cpu"), nbytes)
+    return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (nbytes,), (1,))
+
+
 def _coo() -> torch.Tensor:
     values = torch.ones(5)
     sparse = torch.sparse_coo_tensor(torch.arange(5)[None], values, (9,), is_coalesced=True, check_invariants=False)
@@ -94,6 +99,16 @@ OTHERS: dict[str, Callable[[], Any]] = {
     "quantized view": lambda: shrunk(_quantized()[2_000:], 2000),
     "inside of an object": lambda: Holder(shrunk(torch.ones(10))),
 }
+ABSENT: dict[str, Callable[[], torch.Tensor]] = {
+    "zeros": lambda: torch._efficientzerotensor((4,)),
+    "large zeros": lambda: torch._efficientzerotensor((100_000,)),
+    "transposed zeros": lambda: torch._efficientzerotensor((300, 400)).t(),
+    "a parameter of zeros": lambda: torch.nn.Parameter(torch._efficientzerotensor((4,))),
+    "conjugated zeros": lambda: torch._efficientzerotensor((4,), dtype=torch.complex64).conj(),
+    "a subclass of zeros": lambda: torch._efficientzerotensor((4,)).as_subclass(Own),
+    "a null pointer": lambda: _at(0, 16),
+}
+"""Tensors that have values or bytes, but no memory."""
 FINE: dict[str, Callable[[], Any]] = {
     "nothing": lambda: shrunk(torch.ones(0)),
     "just enough": lambda: shrunk(torch.arange(100.0)[10:20], 80),
@@ -121,6 +136,24 @@ def save_all(where: str, checkpointer: aiockpt.SyncCheckpointer) -> None:
     for name, make in STRIDED.items():
         writer = aiockpt.dcp.FileSystemWriter(where, checkpointer=checkpointer)
         report(f"dcp save {name}", lambda m=make, w=writer: dcp.save({"k": m()}, storage_writer=w, **ALONE))
+
+
+def use_absent(where: str, checkpointer: aiockpt.SyncCheckpointer) -> None:
+    for number, (name, make) in enumerate(ABSENT.items()):
+        for validate in ("versions", "hash"):
+            report(
+                f"absent save {name} {validate}",
+                lambda m=make, v=validate: checkpointer.submit({"k": m()}, f"{where}/saved", validate=v),
+            )
+        report(
+            f"absent save {name} in an object", lambda m=make: checkpointer.submit({"k": Holder(m())}, f"{where}/saved")
+        )
+        target = make()
+        path = f"{where}/absent {number}"
+        checkpointer.save({"k": torch.ones(target.shape, dtype=target.dtype)}, path)
+        report(f"absent load {name}", lambda p=path, t=target: checkpointer.load(p, {"k": t}))
+        with checkpointer.open(path) as reader:
+            report(f"absent read {name}", lambda r=reader, t=target: r.read("k", out=t))
 
 
 def load_all(where: str, checkpointer: aiockpt.SyncCheckpointer) -> None:
@@ -164,6 +197,7 @@ def main() -> None:
     ):
         save_all(os.path.join(folder, "saved"), checkpointer)
         load_all(folder, checkpointer)
+        use_absent(os.path.join(folder, "absent"), checkpointer)
         for name, make in FINE.items():
             path = os.path.join(folder, name)
             report(f"fine {name}", lambda m=make, p=path: checkpointer.load(checkpointer.save({"k": m()}, p).path))

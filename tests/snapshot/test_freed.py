@@ -36,6 +36,20 @@ def test_freed_memory_is_refused_at_the_call(outcomes: dict[str, str], way: str,
     assert {what: how for what, how in found.items() if not how.startswith(error)} == {}
 
 
+@pytest.mark.parametrize(
+    ("way", "error"),
+    [
+        ("save", "SaveError: k has no memory to copy"),
+        ("load", "ShapeMismatchError: k in the target has no memory"),
+        ("read", "ShapeMismatchError: k in the target has no memory"),
+    ],
+)
+def test_tensors_without_memory_are_refused_at_the_call(outcomes: dict[str, str], way: str, error: str) -> None:
+    found = {what: how for what, how in outcomes.items() if what.startswith(f"absent {way} ")}
+    assert len(found) >= 5
+    assert {what: how for what, how in found.items() if not (how.startswith(error) and "clone()" in how)} == {}
+
+
 def test_tensors_that_fit_their_storage_are_saved(outcomes: dict[str, str]) -> None:
     found = {what: how for what, how in outcomes.items() if what.startswith("fine ")}
     assert found == dict.fromkeys(found, "done")

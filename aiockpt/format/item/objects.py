@@ -51,7 +51,7 @@ class _CheckingPickler(pickle.Pickler):
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor) and is_freed(value):
-            raise _FreedError
+            raise _FreedError(value)
         if isinstance(value, type | FunctionType | BuiltinFunctionType):
             self.named[value] = True
         elif not isinstance(value, np.generic | np.ndarray | np.dtype):
@@ -87,8 +87,8 @@ def encode_object(name: str, value: Any, named: dict[Any, bool] | None = None) -
                     framing = _framings[len(data)] = pickle_framing(_saved(value), len(data))
                 return b"".join((framing.prefix, data, framing.sealed_suffix(crc32(data))))
         return _saved(value, named)
-    except _FreedError:
-        raise SaveError(freed_message(name)) from None
+    except _FreedError as exc:
+        raise SaveError(freed_message(name, exc.args[0])) from None
     except Warning:  # the program turns warnings into errors
         raise
     except Exception as exc:  # a user's __reduce__ may raise anything
