@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import anyio
 import anyio.lowlevel
@@ -38,6 +38,11 @@ class AsyncCheckpointer(CheckpointerBase):
             await save.written   # durable, under its final name
             state = await ckpt.load("runs/a/step-100")
     """
+
+    def __enter__(self) -> NoReturn:
+        raise TypeError("closing is awaited: write `async with AsyncCheckpointer(...)`, or use a SyncCheckpointer")
+
+    __exit__ = None  # type checkers refuse `with` as well
 
     async def __aenter__(self) -> Self:
         check_asyncio("an AsyncCheckpointer", _INSTEAD)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import os
+import signal
 import threading
 import time
 import zlib
@@ -16,12 +17,19 @@ import psutil
 import pytest
 import torch
 import uvloop
+from hypothesis import HealthCheck, settings
 
 import aiockpt
 from aiockpt import sync_checkpointer
 from aiockpt.staging.pool import ChunkPool
 from aiockpt.storage.local import replacing
 from tests import forked_python
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell's script
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # so children do not inherit that it is ignored
+# On a busy machine, any example may take long.
+settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("busy")
 
 
 @pytest.hookimpl(tryfirst=True)

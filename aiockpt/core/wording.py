@@ -9,3 +9,8 @@ def some_of(names: Sequence[str], most: int) -> str:
     """Return the first names, and how many more there are."""
     shown = ", ".join(names[:most])
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
+
+
+def a(noun: str) -> str:
+    """Return a noun with its article."""
+    return f"an {noun}" if noun[:1] in "aeiouAEIOU" else f"a {noun}"

@@ -224,7 +224,8 @@ class SaveQueue:
             if failures is not None:
                 failures.append((job.spec.path, error))
             if self._on_failure == "warn":
-                logger.error("a checkpoint was not written, training goes on: %s", error, exc_info=error)
+                logger.error("a checkpoint was not written, training goes on: %s", error)
+                logger.debug("the traceback of that:", exc_info=error)
 
     def fail_all(self, error: BaseException) -> list[SaveJob]:
         """Remove and return all saves, and fail the waiters of `ready`: the engine has failed."""

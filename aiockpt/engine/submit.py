@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import aiockpt.saving.pipeline  # noqa: F401 - what runs the save, imported before the engine's thread wants it
 from aiockpt.core.parameters import outer_stacklevel
 from aiockpt.core.spans import Span
+from aiockpt.core.wording import a
 from aiockpt.engine.requests import SaveRequest, locate, printable_path
 from aiockpt.errors import CheckpointExistsError, SafeGlobalsWarning, SaveError, SaveSkippedError, WriteError
 from aiockpt.format.item.objects import needed_for
@@ -200,7 +201,7 @@ class Submitter:
             kind, foreign = capture.foreign[leaf]
             needed = needed_for(capture.blobs[leaf], foreign)
             if needed.names or not needed.suffices:
-                kinds.append(f"{capture.structure.names[leaf]} is a {kind}")
+                kinds.append(f"{capture.structure.names[leaf]} is {a(kind)}")
                 names |= dict.fromkeys(needed.names)
                 listed = listed and needed.suffices
         if kinds:

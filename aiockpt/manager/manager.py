@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, Unpack
 
 import anyio
 
@@ -60,6 +60,11 @@ class CheckpointManager(ManagerBase):
     def checkpointer(self) -> AsyncCheckpointer:
         """The checkpointer that saves and loads, such as for `AsyncCheckpointer.fence` and ``guard``."""
         return self._checkpointer
+
+    def __enter__(self) -> NoReturn:
+        raise TypeError("closing is awaited: write `async with CheckpointManager(...)`, or use a SyncCheckpointManager")
+
+    __exit__ = None  # type checkers refuse `with` as well
 
     async def __aenter__(self) -> Self:
         check_asyncio("a CheckpointManager", _INSTEAD)

@@ -182,6 +182,7 @@ class Restore:
 
     def _warn(self, info: StepInfo, skipped: tuple[SkippedStep, ...]) -> None:
         what = "; ".join(f"step {each.step}, which is now {each.path} ({each.reason})" for each in skipped)
+        what = what.replace(os.path.join(self.manager.directory, ""), "")
         message = f"the run goes on from step {info.step} of {self.manager.directory}: {what}"
         warnings.warn(DamagedCheckpointWarning(message, skipped), stacklevel=outer_stacklevel())
 
@@ -237,7 +238,8 @@ def _nothing_left(
     directory: str, skipped: Sequence[tuple[StepInfo, LoadError]], touched_by: str
 ) -> CorruptCheckpointError:
     newest, error = skipped[0]
-    others = f", and so are {len(skipped) - 1} older ones" if len(skipped) > 1 else ""
+    older = len(skipped) - 1
+    others = f", and so are {older} older ones" if older > 1 else ", and so is the older one" if older else ""
     touched = _touched(touched_by) or "; nothing was changed"
     made = CorruptCheckpointError(
         f"no step of {directory} can be restored: step {newest.step} is damaged ({error}){others}{touched}. They keep "

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from aiockpt.core.lazy import lazy_property
+from aiockpt.core.wording import a
 from aiockpt.format.item.arrays import ARRAY_RECORD, array_of
 from aiockpt.format.keys import FACTORIES, MOST_BITS, check_hashes, containers_within, decode_key, encode_key, is_key
 
@@ -88,7 +89,7 @@ def flatten(
     """
     if not isinstance(state_dict, Mapping):
         raise StructureError(
-            f"the state must be a dict of names to values, not a {type(state_dict).__name__}; "
+            f"the state must be a dict of names to values, not {a(type(state_dict).__name__)}; "
             "wrap it, for example in {'state': ...}"
         )
     flat = FlatState(whole=whole, apart=apart, memo=NameMemo() if memo is None else memo)
@@ -177,8 +178,10 @@ def _key_record(name: str, mapping: Mapping[Any, Any], kinds: set[type]) -> dict
                 f"{name} has the key {_shown(key)} of type {type(key).__name__}; keys must be str, int, float, bool, "
                 f"None or tuples of these, and numbers shorter than {MOST_BITS} bits"
             )
-    if len(set(map(str, mapping))) != len(mapping):
-        raise StructureError(f"{name} has a key that is no text and its text as another; rename one")
+    texts = {str(key): key for key in mapping}
+    if len(texts) != len(mapping):
+        one, other = next((key, texts[str(key)]) for key in mapping if texts[str(key)] is not key)
+        raise StructureError(f"{name} has the keys {_shown(one)} and {_shown(other)}, which have one name; rename one")
     record: dict[str, JsonValue] = {}
     if int in kinds:
         record["int_keys"] = True if len(kinds) == 1 else [str(key) for key in mapping if type(key) is int]

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import errno
 import logging
+import re
 import threading
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import torch
 
 import aiockpt
 from aiockpt.engine.requests import LoadRequest
+from aiockpt.storage.local import sink
 from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.storage.wrapper import WrapperStorage
 from aiockpt.testing import FaultyStorage, GatedStorage, HangingStorage
@@ -54,6 +56,7 @@ async def test_training_goes_on_after_a_failure(tmp_path: Path, caplog: pytest.L
     messages = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
     assert len(messages) == 2
     assert all("a checkpoint was not written, training goes on" in text for text in messages)
+    assert not any(record.exc_info for record in caplog.records if record.levelno > logging.DEBUG), "one line each"
     assert names(tmp_path) == ["2", "4"]
 
 
@@ -380,3 +383,27 @@ async def test_a_slow_post_commit_hook_causes_no_timeout(tmp_path: Path) -> None
         go.set()
         assert (await save).path == str(tmp_path / "c")
         await behind
+
+
+# --- a full disk -------------------------------------------------------------------------------------
+
+
+def test_a_full_disk_says_what_is_free_and_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise FULL
+
+    monkeypatch.setattr(sink, "allocate", full)
+    with aiockpt.SyncCheckpointer() as ckpt, pytest.raises(aiockpt.WriteError, match="No space left") as caught:
+        ckpt.save({"x": torch.ones(1 << 20)}, tmp_path / "1")
+    assert re.search(rf"\([0-9.]+ [KMGTi]*B are free in {tmp_path}\)$", str(caught.value)), caught.value
+
+
+# --- with, instead of async with ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["Checkpointer", "CheckpointManager"])
+def test_plain_with_names_what_to_write_instead(tmp_path: Path, kind: str) -> None:
+    given = aiockpt.AsyncCheckpointer() if kind == "Checkpointer" else aiockpt.CheckpointManager(tmp_path)
+    words = rf"`async with {type(given).__name__}\(\.\.\.\)`, or use a Sync{kind}$"
+    with pytest.raises(TypeError, match=words), given:  # type: ignore[attr-defined]
+        pass

@@ -54,6 +54,8 @@ def _fill_and_save(
                 ckpt.save(state, disk / name, overwrite=overwrite)
             except aiockpt.SaveError as exc:
                 assert_failed_rightly(exc, {errno.ENOSPC})
+                if str(exc).startswith("can't write"):
+                    assert re.search(r"No space left on device.* are free in /", str(exc)), exc
                 seen[_step_of(exc, name)] += 1
                 assert names(disk, besides=OTHERS) == before
                 if overwrite:
@@ -106,6 +108,9 @@ def test_no_free_inode(tmp_path: Path) -> None:
                 ckpt.save(SMALL, disk / "runs" / "c")
             except aiockpt.SaveError as exc:
                 assert_failed_rightly(exc, {errno.ENOSPC})
+                assert "create" not in str(exc) or str(exc).endswith("(no inodes are free in " + f"{disk / 'runs'})"), (
+                    exc
+                )
                 seen[_step_of(exc, "c")] += 1
                 assert not list(disk.rglob("*.*")) + list(disk.rglob("c"))
             else:

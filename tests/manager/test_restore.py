@@ -64,6 +64,7 @@ def test_damaged_step_is_skipped_and_renamed(folder: Path, harm: Any, verify: An
     assert skipped.reason
     assert caught[0].message.skipped == start.skipped  # type: ignore[union-attr]
     assert caught[0].filename == __file__
+    assert str(caught[0].message).count(str(folder)) == 1, caught[0].message
     assert names(folder) == ["step-00000100", "step-00000200", "step-00000300.damaged"]
 
 
@@ -103,13 +104,22 @@ def test_only_step_damaged_raises_and_leaves_the_target_untouched(folder: Path, 
     assert names(folder) == ["step-00000300"]
 
 
+def without(folder: Path, step: int) -> Path:
+    copy = folder.with_name("copy")
+    shutil.copytree(folder, copy)
+    shutil.rmtree(path_of(copy, step))
+    return copy
+
+
 def test_all_steps_damaged_raises_and_renames_nothing(folder: Path) -> None:
     for step in (100, 200, 300):
         flip(folder, step)
     state = empty()
-    with pytest.raises(aiockpt.CorruptCheckpointError, match="2 older ones"):
+    with pytest.raises(aiockpt.CorruptCheckpointError, match="so are 2 older ones"):
         restored(folder, state, verify="before")
     assert is_untouched(state)
+    with pytest.raises(aiockpt.CorruptCheckpointError, match="so is the older one;"):
+        restored(without(folder, 100), state, verify="before")
     with pytest.raises(aiockpt.CorruptCheckpointError, match="were filled by a load that failed"):
         restored(folder, state)
     assert names(folder) == ["step-00000100", "step-00000200", "step-00000300"]

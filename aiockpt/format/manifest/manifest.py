@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from isal.isal_zlib import crc32
 
+from aiockpt.core.wording import a
 from aiockpt.format.names import METADATA_NAME
 
 if TYPE_CHECKING:
@@ -176,7 +177,7 @@ def _json_copy(value: Any, where: str) -> JsonValue:
     if isinstance(value, dict):
         return {k: _json_copy(v, f"{where}.{k}") for k, v in value.items() if _is_text(k, f"metadata[{where!r}]")}
     raise TypeError(
-        f"metadata[{where!r}] is a {type(value).__name__}, which JSON can't hold; "
+        f"metadata[{where!r}] is {a(type(value).__name__)}, which JSON can't hold; "
         "convert it, for example with .item() or str()"
     )
 

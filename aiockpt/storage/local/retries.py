@@ -24,6 +24,7 @@ then the next fsync succeeds. (After EINTR Python itself goes on.) Nor is close,
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import math
@@ -37,6 +38,7 @@ from typing import TypeVar
 import anyio
 
 from aiockpt.errors import AiockptError
+from aiockpt.telemetry.card import size_text
 
 T = TypeVar("T")
 
@@ -145,9 +147,16 @@ def next_pause_s(retries: Retries, error: BaseException, failed: int, luck: floa
     return None if failed >= retries.attempts else retries.pause_s(failed, luck)
 
 
-def described(fault: OSError) -> str:
-    """Return the error's text with its notes, which say how often it was tried."""
-    return " ".join([str(fault), *(f"({note})" for note in getattr(fault, "__notes__", ()))])
+def described(fault: OSError, path: str) -> str:
+    """Return the error's text with its notes, which say how often it was tried, and the free space on a full disk."""
+    notes = [*getattr(fault, "__notes__", ())]
+    if fault.errno == errno.ENOSPC:
+        where = os.path.dirname(os.path.dirname(path))  # not the hidden directory
+        with contextlib.suppress(OSError):  # a note, no more
+            disk = os.statvfs(where)
+            free = size_text(disk.f_bavail * disk.f_frsize) if disk.f_favail or not disk.f_files else "no inodes"
+            notes.append(f"{free} are free in {where}")
+    return " ".join([str(fault), *(f"({note})" for note in notes)])
 
 
 class Repeater:

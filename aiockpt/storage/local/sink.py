@@ -65,7 +65,7 @@ class LocalSink(FileSink):
                 await self._again(f"reserve {self._nbytes} bytes for {self._final}", reserve)
         except OSError as exc:
             size = "" if self._nbytes is None else f" ({self._nbytes} bytes)"
-            raise WriteError(f"can't create {self._final}{size}: {described(exc)}") from exc
+            raise WriteError(f"can't create {self._final}{size}: {described(exc, self.path)}") from exc
 
     async def _open(self) -> Any:
         # Unbuffered: each write is one system call, from the aligned chunk itself.
@@ -104,7 +104,9 @@ class LocalSink(FileSink):
                 if self._nbytes is not None and self._written >= self._nbytes:
                     return
         except OSError as exc:
-            raise WriteError(f"can't write {self._final} at offset {self._written}: {described(exc)}") from exc
+            raise WriteError(
+                f"can't write {self._final} at offset {self._written}: {described(exc, self.path)}"
+            ) from exc
 
     async def _write_some(self, view: memoryview) -> int:
         """Write some of the next bytes at their offset, whatever an earlier attempt has done."""
@@ -148,7 +150,7 @@ class LocalSink(FileSink):
                 await self._workers.run(sync_fd, self._file.fileno())
             await drained(self._file.close())
         except OSError as exc:
-            raise WriteError(f"can't make {self._final} durable: {described(exc)}") from exc
+            raise WriteError(f"can't make {self._final} durable: {described(exc, self.path)}") from exc
 
     async def close(self) -> None:
         """Close the file as it is; errors don't matter, since it will be removed."""
@@ -179,7 +181,7 @@ class LocalPartSink(PartSink):
         try:
             await self._again(f"create {self._final}", partial(self._workers.run, self._reserve, nbytes))
         except OSError as exc:
-            raise WriteError(f"can't create {self._final} ({nbytes} bytes): {described(exc)}") from exc
+            raise WriteError(f"can't create {self._final} ({nbytes} bytes): {described(exc, self.path)}") from exc
 
     def _reserve(self, nbytes: int) -> None:
         # Not O_EXCL: a failed attempt may have made it, and no other process knows the directory yet.
@@ -196,7 +198,7 @@ class LocalPartSink(PartSink):
         try:
             await self._again(f"open {self._final}", partial(self._workers.run, self._open, direct))
         except OSError as exc:
-            raise WriteError(f"can't open {self._final}: {described(exc)}") from exc
+            raise WriteError(f"can't open {self._final}: {described(exc, self.path)}") from exc
 
     def _open(self, direct: bool) -> None:
         self._fd = os.open(self.path, _PART_FLAGS)
@@ -208,7 +210,7 @@ class LocalPartSink(PartSink):
         try:
             await self._again(f"write {self._final}", partial(self._workers.run, self._write, view, runs))
         except OSError as exc:
-            raise WriteError(f"can't write {self._final}: {described(exc)}") from exc
+            raise WriteError(f"can't write {self._final}: {described(exc, self.path)}") from exc
 
     def _write(self, view: memoryview, runs: Sequence[tuple[int, int, int]]) -> None:
         for offset, at, nbytes in runs:
@@ -250,7 +252,7 @@ class LocalPartSink(PartSink):
                 await self._workers.run(sync_fd, self._fd)
             await self._workers.run(self._close)
         except OSError as exc:
-            raise WriteError(f"can't make {self._final} durable: {described(exc)}") from exc
+            raise WriteError(f"can't make {self._final} durable: {described(exc, self.path)}") from exc
 
     def _close(self) -> None:
         fds, self._fd, self._direct_fd = (self._direct_fd, self._fd), -1, -1
