@@ -68,9 +68,14 @@ def misplaced(path: str, name: str, place: ItemRange, size: int | None) -> LoadE
             f"{path}/{place.file} ends at byte {size}, but {name} is at bytes {place.offset} to "
             f"{place.offset + place.length}: it was truncated. Use an older checkpoint."
         )
-    if place.file.startswith("/") or ".." in place.file.split("/"):
+    if is_outside(place.file):
         return UnsafeCheckpointError(f"{path}: {name} refers to {place.file}, outside the checkpoint; it was not read")
     return CorruptCheckpointError(f"{path} lacks the file {place.file}, which holds {name}; use an older checkpoint")
+
+
+def is_outside(name: str) -> bool:
+    """Return whether a file name leaves the checkpoint; symlinks are found when the file is opened."""
+    return name.startswith("/") or ".." in name.split("/")
 
 
 def _check_tensor(path: str, name: str, entry: TensorEntry, *, is_part: bool) -> None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from isal.isal_zlib import crc32
 
+from aiockpt.core.machine import BLOCK_BYTES
 from aiockpt.errors import AiockptError, CorruptCheckpointError, LoadError
 from aiockpt.format.transforms.zstd import ZSTD_DESCRIPTOR, ZSTD_NAME, Zstd, ZstdDecoder, require_zstd
 from aiockpt.reading.virtual_files import OBJECT_BYTES, VirtualFile, expose
@@ -100,7 +101,6 @@ def _translated(descriptor: str) -> Iterator[None]:
 CACHE_BYTES = 256 << 20
 """Decoded items kept in memory; the last two are kept whatever their size."""
 _STEP_BYTES = 4 << 20
-_PAGE_BYTES = 4096
 _NEAR_BYTES = 4096
 _AHEAD_BYTES = 64 << 10
 
@@ -315,7 +315,7 @@ class _Window:
 
     def __init__(self, source: Source) -> None:
         self._source = source
-        self._buffer = memoryview(mmap.mmap(-1, _STEP_BYTES + _PAGE_BYTES))  # page-aligned, as O_DIRECT requires
+        self._buffer = memoryview(mmap.mmap(-1, _STEP_BYTES + BLOCK_BYTES))  # page-aligned, as O_DIRECT requires
         self._file = ""
         self._begin = self._end = 0
 
@@ -325,11 +325,11 @@ class _Window:
             follows = file == self._file and 0 <= offset - self._end <= _NEAR_BYTES
             wanted = max(count, _AHEAD_BYTES) if follows else count
             wanted = min(wanted, self._source.files.get(file, offset + wanted) - offset)
-            skip = offset % _PAGE_BYTES  # same offset in the page as in the file, as O_DIRECT requires
+            skip = offset % BLOCK_BYTES  # same offset in the page as in the file, as O_DIRECT requires
             self._file = ""  # the buffer is invalid if reading fails
             self._source.read(file, offset, self._buffer[skip : skip + wanted])
             self._file, self._begin, self._end = file, offset, offset + wanted
-        at = self._begin % _PAGE_BYTES + offset - self._begin
+        at = self._begin % BLOCK_BYTES + offset - self._begin
         return self._buffer[at : at + count]
 
 

@@ -15,6 +15,7 @@ import anyio.lowlevel
 import torch
 
 from aiockpt.core import pages
+from aiockpt.core.machine import BLOCK_BYTES
 from aiockpt.core.spans import span
 from aiockpt.errors import AiockptError, LoadError, printable, sanitize_error, unwrapped
 from aiockpt.format.item.objects import ScalarDecoder, decode_object
@@ -50,7 +51,6 @@ BUFFER_BYTES = 8 << 20
 """The size of a thread's buffer."""
 _RUN_BYTES = 1 << 20  # of neighbouring objects, read at once
 _RUN_GAP_BYTES = 4096
-_PAGE_BYTES = 4096
 _LENGTHS_AT_ONCE = 16
 _FRAMINGS_AT_ONCE = 32
 _TURN_S = 0.02  # of a thread with the jobs of one load; a turn for each job would cost a hop to the loop and back
@@ -177,7 +177,7 @@ class ReadExecutor:
         for device, group in by_device.items():
             most = BUFFER_BYTES
             if device != _CPU:  # a job has to fit into one chunk of the pool, with room to align both ends
-                most = min(most, max(_PAGE_BYTES, self._tools.pool.chunk_bytes - 2 * _PAGE_BYTES))
+                most = min(most, max(BLOCK_BYTES, self._tools.pool.chunk_bytes - 2 * BLOCK_BYTES))
             small: list[TensorRead] = []
             large: list[TensorRead] = []
             for read in group:
@@ -210,7 +210,7 @@ class ReadExecutor:
             memory = memory_of(read.memory)
         # A virtual file is read in one part: decoding always starts at its beginning.
         is_virtual = self._source.is_virtual(read.chunk.place.file)
-        part_bytes = align_up(item.nbytes, _PAGE_BYTES) if is_virtual else PART_BYTES
+        part_bytes = align_up(item.nbytes, BLOCK_BYTES) if is_virtual else PART_BYTES
         chunk = ChunkRead(read, item, memory, part_bytes, self._framing, is_fresh=is_fresh)
         if not chunk.is_direct:
             chunk = ChunkRead(read, item, memory, most, self._framing)
@@ -294,7 +294,7 @@ class ReadExecutor:
         """Run a job in one thread, with the thread's own buffer."""
         buffer: MappedMemory | None = getattr(self._local, "buffer", None)
         if buffer is None:
-            buffer = self._local.buffer = MappedMemory(BUFFER_BYTES + 2 * _PAGE_BYTES)
+            buffer = self._local.buffer = MappedMemory(BUFFER_BYTES + 2 * BLOCK_BYTES)
         for placement in job.read(buffer):
             place(placement)
 

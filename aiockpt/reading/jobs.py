@@ -24,6 +24,7 @@ from isal.isal_zlib import crc32, crc32_combine
 
 from aiockpt.core import pages
 from aiockpt.core.gc_pause import gc_pause
+from aiockpt.core.machine import BLOCK_BYTES
 from aiockpt.core.strides import is_dense, row_strides, span
 from aiockpt.errors import CorruptCheckpointError
 from aiockpt.format.item.tensor_item import HEAD_BYTES, TAIL_BYTES, ItemParser, parse_tensor_item
@@ -42,12 +43,11 @@ if TYPE_CHECKING:
 
     Buffer = Chunk | MappedMemory  # a chunk of staging memory, or a thread's own
 
-_PAGE_BYTES = 4096
 _MAX_GAP_BYTES = 64 << 10  # reading over a gap costs less than another system call
 _MAX_SPANS = 64  # of one batch
 _MAX_RUNS = 16_384  # of one part; bounds the list of runs in memory
 _MAX_FETCH_BYTES = 1 << 20
-_BLOCK_BYTES = 1024
+_HEADERS_BYTES = 1024
 
 
 # --- framing --------------------------------------------------------------------------------------------
@@ -77,11 +77,11 @@ class ItemWindow:
             return self._head[offset : offset + size]
         if offset >= self._tail_at:
             return self._tail[offset - self._tail_at :][:size]
-        if size > _BLOCK_BYTES:
+        if size > _HEADERS_BYTES:
             return self._read(offset, size)
         if not self._block_at <= offset <= offset + size <= self._block_at + len(self._block):
             # The header of a record directly follows the data descriptor of the previous one: one block has both.
-            self._block_at, self._block = offset, self._read(offset, _BLOCK_BYTES)
+            self._block_at, self._block = offset, self._read(offset, _HEADERS_BYTES)
         return self._block[offset - self._block_at :][:size]
 
     def holds(self, start: int, stop: int) -> bool:
@@ -220,7 +220,7 @@ class CoalescedRead:
         found: list[tuple[TensorRead, TensorItem, int]] = []
         at = 0
         for each in self._spans:
-            at += (each.begin - at) % _PAGE_BYTES  # same offset in the page as in the file, as O_DIRECT requires
+            at += (each.begin - at) % BLOCK_BYTES  # same offset in the page as in the file, as O_DIRECT requires
             framing.source.read(each.file, each.begin, view[at : at + each.end - each.begin])
             for read in each.reads:
                 place = read.chunk.place
@@ -268,14 +268,14 @@ def coalesce(reads: Sequence[TensorRead], most_bytes: int, framing: FramingReade
                 last.end += growth
                 used += growth
                 continue
-        elif used + place.length + _PAGE_BYTES <= most_bytes and len(spans) < _MAX_SPANS:
+        elif used + place.length + BLOCK_BYTES <= most_bytes and len(spans) < _MAX_SPANS:
             spans.append(_Span(place.file, place.offset, end, [read]))
-            used += place.length + _PAGE_BYTES
+            used += place.length + BLOCK_BYTES
             continue
         if spans:
             jobs.append(CoalescedRead(spans, framing))
         spans = [_Span(place.file, place.offset, end, [read])]
-        used = place.length + _PAGE_BYTES
+        used = place.length + BLOCK_BYTES
     return [*jobs, CoalescedRead(spans, framing)] if spans else jobs
 
 
@@ -391,8 +391,8 @@ class ChunkRead:
         self.nbytes = self._stream.count * self._size
         self._memory = memory if memory is not None else self._target_memory()
         self._is_fresh = is_fresh
-        self.part_bytes = min(part_bytes, max(_PAGE_BYTES, self._stream.run * self._size * _MAX_RUNS))
-        self.part_bytes -= self.part_bytes % _PAGE_BYTES
+        self.part_bytes = min(part_bytes, max(BLOCK_BYTES, self._stream.run * self._size * _MAX_RUNS))
+        self.part_bytes -= self.part_bytes % BLOCK_BYTES
         # The CRC covers the whole payload in stored order: a part of the payload, or one in runs, can't be checked.
         self._is_verified = framing.verify and item.crc is not None and self._is_one_run and self.nbytes == item.nbytes
         self._crcs = [0] * -(-self.nbytes // self.part_bytes)
@@ -423,7 +423,7 @@ class ChunkRead:
             return []
         # Same offset in the page as in the file, as O_DIRECT requires; unless the buffer lacks the room, or values
         # would be at odd addresses, on which vector instructions fault.
-        skip = self._at(start) % _PAGE_BYTES
+        skip = self._at(start) % BLOCK_BYTES
         if skip + stop - start > len(buffer.view) or skip % self._size:
             skip = 0
         view = buffer.view[skip : skip + stop - start]

@@ -15,6 +15,7 @@ from isal.isal_zlib import crc32_combine
 
 from aiockpt.errors import CorruptCheckpointError
 from aiockpt.format.boxes import overlapping
+from aiockpt.format.checks import is_outside
 from aiockpt.format.index import Entry, Index, InlineEntry, ItemRange, ObjectEntry, TensorEntry, TensorItem
 from aiockpt.format.names import HIDDEN, METADATA_NAME
 
@@ -367,8 +368,3 @@ class Inventory:
             else:
                 message = f"no key of the checkpoint needs it ({what})"
                 self._findings.add("unreferenced file", place, message, severity="warning")
-
-
-def is_outside(name: str) -> bool:
-    """Return whether a file name leaves the checkpoint; symlinks are found when the file is opened."""
-    return name.startswith("/") or ".." in name.split("/")

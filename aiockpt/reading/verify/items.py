@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from isal.isal_zlib import crc32
 
+from aiockpt.core.machine import BLOCK_BYTES
 from aiockpt.core.spans import span as recorded
 from aiockpt.errors import CorruptCheckpointError, LoadError, UnsafeCheckpointError
 from aiockpt.format.index import ItemRange
@@ -42,7 +43,6 @@ STEP_BYTES = 4 << 20
 """Size of a thread's read buffer."""
 _FETCH_BYTES = 16 << 20  # larger than any zip directory or data.pkl, so a damaged size allocates no more
 _DECODED_AT_ONCE = 64
-_PAGE_BYTES = 4096
 
 
 _Segment = Segment[StoredItem | CheckedRange]
@@ -155,7 +155,7 @@ class ItemVerifier:
         try:  # popped, so that no other thread has it
             buffer = self._buffers.pop()
         except IndexError:
-            buffer = memoryview(mmap.mmap(-1, STEP_BYTES + _PAGE_BYTES))
+            buffer = memoryview(mmap.mmap(-1, STEP_BYTES + BLOCK_BYTES))
         for segment in segments:
             try:
                 crc = self._read_segment(file, segment, buffer)
@@ -177,7 +177,7 @@ class ItemVerifier:
             crc = crc32(part, crc)
 
         for at in range(segment.start, segment.stop, STEP_BYTES):
-            skip = at % _PAGE_BYTES  # same offset in the page as in the file, as O_DIRECT requires
+            skip = at % BLOCK_BYTES  # same offset in the page as in the file, as O_DIRECT requires
             view = buffer[skip : skip + min(STEP_BYTES, segment.stop - at)]
             self._source.read(file.name, at, view, add)
         for extent in segment.extents:
