@@ -110,6 +110,8 @@ def fonts() -> None:
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_example(example: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    if needed := re.match(r"# needs: (\w+)\n", example):
+        pytest.importorskip(needed[1])
     names = trained() | {
         "aiockpt": aiockpt,
         "torch": torch,
