@@ -85,7 +85,7 @@ def test_save_load_and_verify(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("function", "request_type"), [(aiockpt.save, SaveRequest), (aiockpt.load, LoadRequest)])
 def test_signature_and_help_have_every_option(function: Any, request_type: type[Any]) -> None:
     signature = inspect.signature(function)
-    assert list(signature.parameters) == list(inspect.signature(request_type).parameters)
+    assert sorted(signature.parameters) == sorted(inspect.signature(request_type).parameters)
     for each in fields(request_type):
         assert f"\n    {each.name}: " in function.__doc__, each.name
         assert signature.parameters[each.name].annotation == each.type

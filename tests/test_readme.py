@@ -166,7 +166,7 @@ def test_files_that_are_named_exist(file: Path) -> None:
 
 
 def test_the_readme_is_short() -> None:
-    assert len(README.read_text().splitlines()) <= 250
+    assert len(README.read_text().splitlines()) <= 260
 
 
 @pytest.mark.parametrize("options", [CheckpointerOptions, SaveOptions, LoadOptions, LoadRequest, ManagerOptions])
@@ -226,7 +226,7 @@ def test_an_interrupted_run_resumes_identically(tmp_path: Path, monkeypatch: pyt
         run(block("A whole run"), first)
         assert first["start"] is None
         assert first["run"].steps() == [100, 103]
-        Path("runs/a/step-00000103").rename("last")  # as if it had been killed before
+        Path("runs/whole/step-00000103").rename("last")  # as if it had been killed before
         run(block("A whole run"), resumed)
         assert resumed["start"].step == 100
         assert set(resumed["start"].metrics) == {"loss"}
