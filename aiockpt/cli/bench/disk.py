@@ -143,7 +143,7 @@ class Disk:
         fd = os.open(path, flags, 0o644)
         try:
             done = 0
-            while done < nbytes and time.perf_counter() < until and not self._stop.is_set():
+            while done < nbytes and (not done or time.perf_counter() < until) and not self._stop.is_set():
                 at = done % _ARENA_BYTES
                 with memoryview(self._arena) as view:
                     count = os.write(fd, view[at : at + min(setting.chunk_bytes, _ARENA_BYTES - at)])
@@ -159,7 +159,7 @@ class Disk:
         try:
             with mmap.mmap(-1, setting.chunk_bytes) as buffer, memoryview(buffer) as view:
                 done = 0
-                while done < nbytes and time.perf_counter() < until and not self._stop.is_set():
+                while done < nbytes and (not done or time.perf_counter() < until) and not self._stop.is_set():
                     count = os.preadv(fd, [view], done)
                     if not count:
                         return
