@@ -1,5 +1,6 @@
 import asyncio
 import functools
+import io
 import os
 import pty
 import signal
@@ -11,12 +12,14 @@ import anyio
 import psutil
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import CliRunner
 
 import aiockpt
 from aiockpt.cli.demo.child import ChildError, run_child
 from aiockpt.cli.demo.compare import compare_checkpoints, compare_losses, compare_states
-from aiockpt.cli.demo.events import Held, Measured, Ready, Saved, Saving, Stepped, decode, encode
+from aiockpt.cli.demo.display import loops_table
+from aiockpt.cli.demo.events import Held, History, Ready, Saved, Saving, Stepped, decode, encode
 from aiockpt.cli.demo.run import remove_leftovers, workspace
 from aiockpt.cli.main import app
 
@@ -51,8 +54,9 @@ def test_resumed_run_is_identical(tmp_path):
     assert "GPT of 0.4 million parameters, resumed from step-0000" in output
     assert "The losses of all 12 steps are identical" in output
     assert "The resumed run is identical to the one that was never interrupted." in output
-    for method in ("torch.save + fsync", "dcp.async_save", "aiockpt"):
+    for method in ("torch.save + fsync", "aiockpt"):
         assert f"│ {method} " in output
+    assert "Kept: the share of the time" in output
     names = [f"step-{step:08d}" for step in range(2, 13, 2)]
     assert demo_directories(tmp_path) == []
     assert sorted(os.listdir(tmp_path / "runs")) == ["interrupted", "uninterrupted"]
@@ -182,7 +186,6 @@ def test_silent_process_is_killed():
         Saving(5, "staging", 1, 2, 3),
         Held(5, 0.25),
         Saved(5, 10, 0.5, 0.75),
-        Measured("aiockpt", 0.1, 0.2, 0.3),
     ],
 )
 def test_event_survives_its_line(event):
@@ -196,6 +199,20 @@ def test_event_survives_its_line(event):
 )
 def test_other_output_is_no_event(line):
     assert decode(line) is None
+
+
+def test_waiting_time_leaves_out_the_last_save():
+    history = History()
+    for event in (Stepped(1, 0.5, 1.0), Held(1, 0.25), Held(1, 0.25), Stepped(2, 0.5, 2.0), Held(2, 8.0)):
+        history.add(event)
+    assert history.waiting_s() == 0.5
+    slowed = History()
+    for event in (Stepped(1, 0.5, 100.0), Held(1, 2.5), Stepped(2, 0.5, 100.0)):
+        slowed.add(event)
+    console = Console(width=80, file=io.StringIO())
+    console.print(loops_table({"aiockpt": history, "torch.save": slowed}))
+    rows = [line.split() for line in console.file.getvalue().splitlines() if "%" in line]
+    assert [row[-2] for row in rows] == ["83.3%", "50.0%"]
 
 
 # --- comparison ---------------------------------------------------------------------------------------

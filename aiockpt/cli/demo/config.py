@@ -37,6 +37,7 @@ class RunConfig:
     seed: int = 0  # of the weights, the dropout and the choice of text
     device: str = "cpu"
     threads: int = field(default_factory=compute_threads)  # results depend on their number
+    torch_save: bool = False  # save with torch.save instead, for comparison
     rng: bool = True  # restore the saved random-number states when resuming
     directory: str = ""  # of the checkpoints, also of the one to resume from
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from statistics import median
+from collections.abc import Iterator, Mapping
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from aiockpt.cli.demo.events import Event, History, Measured, Ready, Saved, Saving, Stepped
+from aiockpt.cli.demo.events import Event, History, Ready, Saved, Saving, Stepped
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -80,7 +79,7 @@ class LiveDisplay(Display):
             console=self.console,
             refresh_per_second=12,
         )
-        self._training = self._progress.add_task("training", total=steps, note="starting a process")
+        self._training = self._progress.add_task("training", total=steps, note="a new process imports torch")
         self._saving = self._progress.add_task("checkpoint", total=None, start=False, visible=False, note="")
         with self._progress:
             yield
@@ -162,19 +161,16 @@ def saves_table(history: History) -> Table:
     return table
 
 
-def methods_table(measured: Sequence[Measured], nbytes: int) -> Table:
-    """Return a table of ways to save the same state, with the medians of their times."""
-    table = _table("The same state, with nothing else going on", "method", "call returns", "staged", "durable", "speed")
-    for method in dict.fromkeys(one.method for one in measured):
-        times = [one for one in measured if one.method == method]
-        written = median(one.written_s for one in times)
-        table.add_row(
-            method,
-            _ms(median(one.returned_s for one in times)),
-            _ms(median(one.staged_s for one in times)),
-            _ms(written),
-            f"{nbytes / written / GIB:.2f} GiB/s",
-        )
+def loops_table(loops: Mapping[str, History]) -> Table:
+    """Return a table of training loops, each with the share of its time in which it did not wait for saves.
+
+    The time of the steps is that of the faster loop for all: else a loop that other programs slow down looks better.
+    """
+    table = _table("The price in training time", "the loop saves with", "computing", "waiting for saves", "kept")
+    steps_s = min(sum(history.step_s.values()) - history.waiting_s() for history in loops.values())
+    for name, history in loops.items():
+        waiting_s = history.waiting_s()
+        table.add_row(name, f"{steps_s:.1f} s", f"{waiting_s:.2f} s", f"{steps_s / (steps_s + waiting_s):.1%}")
     return table
 
 

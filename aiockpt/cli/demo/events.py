@@ -6,7 +6,6 @@ import json
 import os
 import sys
 from dataclasses import asdict, dataclass, field
-from statistics import median
 from typing import TextIO
 
 
@@ -57,18 +56,8 @@ class Saved:
     written_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """One way to save a state, on an otherwise idle machine; the times count from the call."""
-
-    method: str
-    returned_s: float  # until the call returned
-    staged_s: float  # until the tensors may change
-    written_s: float  # until the state is durable
-
-
-Event = Ready | Stepped | Saving | Held | Saved | Measured
-_KINDS: dict[str, type[Event]] = {kind.__name__: kind for kind in (Ready, Stepped, Saving, Held, Saved, Measured)}
+Event = Ready | Stepped | Saving | Held | Saved
+_KINDS: dict[str, type[Event]] = {kind.__name__: kind for kind in (Ready, Stepped, Saving, Held, Saved)}
 
 
 def encode(event: Event) -> str:
@@ -129,7 +118,6 @@ class History:
             case _:
                 pass
 
-    def typical_step_s(self, *, saving: bool) -> float | None:
-        """Return the median time of the steps that ran beside a save, or of the other steps."""
-        times = [took for step, took in self.step_s.items() if step > 1 and (step - 1 in self.saves) is saving]
-        return median(times) if times else None
+    def waiting_s(self) -> float:
+        """Return how long the steps waited for saves. The last save is left out: no step comes after it."""
+        return sum(held for step, held in self.held_s.items() if step < max(self.step_s))

@@ -6,7 +6,7 @@ import math
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -17,28 +17,38 @@ import torch
 import aiockpt
 from aiockpt.cli.demo.child import ChildError, run_child
 from aiockpt.cli.demo.compare import Comparison, compare_checkpoints, compare_losses
-from aiockpt.cli.demo.config import RunConfig
+from aiockpt.cli.demo.config import ModelConfig, RunConfig
 from aiockpt.cli.demo.display import (
     MIB,
     Display,
     checkpoint_name,
     describe_progress,
-    methods_table,
+    loops_table,
     open_display,
     saves_table,
 )
-from aiockpt.cli.demo.events import Event, History, Measured, Saving
+from aiockpt.cli.demo.events import Event, History, Saving
+from aiockpt.cli.demo.model import Trainer
 from aiockpt.format.names import HIDDEN, METADATA_NAME
 from aiockpt.storage.local.storage import absolute
 
 IDENTICAL, DIFFERENT, INCOMPLETE, INTERRUPTED = 0, 1, 3, 130
 """Exit codes; the last is the one that shells report after Ctrl-C."""
+PRICE = (
+    "Kept: the share of the time of the steps in which training did not wait for a save.",
+    "Computing is the time of the faster loop, for both. The last save, after which nothing",
+    "trains, is left out. Steps beside a save share the cores with it, which is not counted.",
+)
+STEP_S = 0.2
+"""The time of a step with which the demo takes a minute."""
 HALF_DONE = ("staging", "staged", "writing")
 """The phases in which a save has started to copy, and nothing is published."""
 
 
-def run_demo(config: RunConfig, directory: Path | None, *, keep: bool) -> int:
+def run_demo(config: RunConfig, directory: Path | None, *, keep: bool, scale: bool = False) -> int:
     """Run the demo on standard output and return its exit code. Blocks.
+
+    ``scale`` chooses the size of a batch by the speed of this machine.
 
     Raises:
         ValueError: there is no such device, or the directory is not empty.
@@ -47,6 +57,7 @@ def run_demo(config: RunConfig, directory: Path | None, *, keep: bool) -> int:
     display = open_display()
     began = time.perf_counter()
     try:
+        config = replace(config, model=scaled(config)) if scale else config
         with workspace(directory, keep=keep) as root:
             display.say(describe_run(config))
             display.say(f"Checkpoints go to {root}, and are {'kept' if keep else 'removed at the end'}.")
@@ -69,6 +80,18 @@ def check_device(device: str) -> None:
         raise ValueError(f"the demo runs on cpu, cuda or cuda:N, not on {device}")
     if kind.type == "cuda" and (kind.index or 0) >= torch.cuda.device_count():
         raise ValueError(f"there is no device {device}; torch sees {torch.cuda.device_count()} CUDA devices")
+
+
+def scaled(config: RunConfig) -> ModelConfig:
+    """Return the model with as large a batch as takes `STEP_S` per step on this machine, and at most the default."""
+    torch.set_num_threads(config.threads)
+    small = replace(config.model, batch=1)
+    trainer = Trainer(small, steps=3, seed=config.seed, device=config.device)
+    for _ in range(3):  # the first two warm up
+        began = time.perf_counter()
+        trainer.update(trainer.forward_backward())
+    fitting = int(STEP_S / (time.perf_counter() - began))
+    return replace(small, batch=max(1, min(fitting, ModelConfig().batch)))
 
 
 class Demo:
@@ -174,24 +197,17 @@ class Demo:
         return same
 
     async def _measure(self, reference: History) -> None:
-        """Save the last state in several ways, and show the times."""
-        self._display.title("5. What a checkpoint costs")
-        last = Path(self._uninterrupted.directory, checkpoint_name(self._interrupted.steps))
-        measured: list[Measured] = []
-
-        def on_event(event: Event) -> bool:
-            if isinstance(event, Measured):
-                measured.append(event)
-            return False
-
+        """Train once more with ``torch.save``, and show how long both loops waited for their saves."""
+        self._display.title("5. What the checkpoints cost")
+        self._display.say("The same run once more, with torch.save and fsync:")
+        stock = History()
         with scratch(self._root / "measure") as directory:
-            await run_child("aiockpt.cli.demo.measure", [str(last), str(directory), self._interrupted.device], on_event)
+            await self._train(replace(self._uninterrupted, directory=str(directory), torch_save=True), stock)
         console = self._display.console
         console.print(saves_table(reference))
-        for line in describe_steps(reference):
+        console.print(loops_table({"aiockpt": reference, "torch.save + fsync": stock}))
+        for line in PRICE:
             self._display.say(line)
-        console.print()
-        console.print(methods_table(measured, reference.saved[self._interrupted.steps].nbytes))
 
 
 def is_committed(checkpoint: Path) -> bool:
@@ -220,14 +236,6 @@ def describe_comparison(done: int, steps: int, losses: str | None, states: Compa
         yield f"The final states differ in {len(states.differences)} keys, first in {states.differences[0]}:", False
     for name, sha256 in zip(("resumed      ", "uninterrupted"), states.digests, strict=True):
         yield f"  {name}  sha256 {sha256[:32]}", not states.differences
-
-
-def describe_steps(history: History) -> Sequence[str]:
-    """Describe how saves slow down the steps that run beside them."""
-    alone, saving = history.typical_step_s(saving=False), history.typical_step_s(saving=True)
-    if alone is None or saving is None:
-        return ()
-    return (f"The median step takes {alone * 1e3:.0f} ms; {saving * 1e3:.0f} ms with a save at work beside it.",)
 
 
 def _has_begun(directory: str | Path) -> bool:

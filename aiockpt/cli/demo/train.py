@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -40,6 +41,20 @@ async def train(trainer: Trainer, directory: Path, *, steps: int, every: int, rn
                 with report.held(trainer.step):
                     save = await run.save(trainer.step, trainer.state(), metrics={"loss": loss})
                 report.saving(trainer.step, save)
+
+
+def train_with_torch_save(trainer: Trainer, directory: Path, *, steps: int, every: int, report: Report) -> None:
+    """Train from the start, and make checkpoints durable with ``torch.save`` at the same steps as `train`."""
+    report.ready(trainer, None)
+    while trainer.step < steps:
+        loss = trainer.forward_backward()
+        trainer.update(loss)
+        report.stepped(trainer.step, loss)
+        if trainer.step % every == 0 or trainer.step == steps:
+            with report.held(trainer.step), (directory / f"step-{trainer.step}.pt").open("wb") as file:
+                torch.save({"model": trainer.model.state_dict(), "optim": trainer.optim.state_dict()}, file)
+                file.flush()
+                os.fsync(file.fileno())
 
 
 class Report:
@@ -88,6 +103,11 @@ async def main(config: RunConfig, pipe: EventPipe) -> None:
     trainer = Trainer(config.model, steps=config.steps, seed=config.seed, device=config.device)
     async with asyncio.TaskGroup() as tasks:
         report = Report(pipe, tasks)
+        if config.torch_save:
+            train_with_torch_save(
+                trainer, Path(config.directory), steps=config.steps, every=config.every, report=report
+            )
+            return
         await train(
             trainer,
             Path(config.directory),
