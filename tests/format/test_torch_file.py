@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fractions
 import io
 import random
 import struct
@@ -11,6 +12,7 @@ import zlib
 from collections import OrderedDict
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from hypothesis import given, settings
@@ -320,6 +322,53 @@ def test_files_without_crcs() -> None:
     file = read(blob)
     assert file.entry(file.value["a"]).chunks[0].item.crc is None
     assert_same(state, filled(blob, file, file.value))
+
+
+def loaded_from(state: dict[str, Any], **options: Any) -> Any:
+    blob = saved(state)
+    file = read(blob, **options)
+    return filled(blob, file, file.value)
+
+
+def test_numpy_needs_no_permission() -> None:
+    """As in native checkpoints: what is plain data there is plain data here."""
+    model = torch.nn.Linear(3, 2)
+    state = {
+        "model": model.state_dict(),
+        "weight": model.weight,
+        "tied": [model.weight, model.weight.t()],
+        "loss": numpy.float64(0.5),
+        "history": numpy.arange(6).reshape(2, 3),
+        "when": numpy.datetime64("2020-02-03"),
+        "dtype": numpy.dtype("float32"),
+        "random": numpy.random.RandomState(3).get_state(),
+        "strings": numpy.array(["a", "bcd"]),
+        "half": torch.arange(3, dtype=torch.bfloat16),
+    }
+    loaded = loaded_from(state)
+    for name in ("loss", "when", "dtype"):
+        assert loaded[name] == state[name]
+        assert type(loaded[name]) is type(state[name])
+    for name in ("history", "strings"):
+        assert loaded[name].dtype == state[name].dtype
+        assert loaded[name].tolist() == state[name].tolist()
+    assert loaded["random"][1].tolist() == state["random"][1].tolist()
+    for name in ("model", "weight", "tied", "half"):
+        assert_same(state[name], loaded[name])
+    assert read(saved(state)).value["model"]._metadata == state["model"]._metadata
+
+
+def test_numpy_beside_a_class_that_needs_permission() -> None:
+    state = {"a": fractions.Fraction(1, 3), "n": numpy.arange(3), "t": torch.ones(2)}
+    with pytest.raises(
+        UnsafeCheckpointError, match=r"needs fractions\.Fraction, .*safe_globals=\[fractions\.Fraction\]"
+    ) as caught:
+        loaded_from(state)
+    assert "add_safe_globals" not in str(caught.value)
+    loaded = loaded_from(state, safe_globals=[fractions.Fraction])
+    assert (loaded["a"], loaded["n"].tolist()) == (state["a"], [0, 1, 2])
+    with torch.serialization.safe_globals([fractions.Fraction]):
+        assert loaded_from(state)["a"] == state["a"]
 
 
 def test_custom_classes_are_refused_until_allowed() -> None:

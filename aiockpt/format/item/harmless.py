@@ -94,10 +94,12 @@ class _Unbuilt:
 class _Builder(Machine):
     """Builds the value of a pickle that the guard has accepted."""
 
-    def __init__(self, data: bytes, allowed: Mapping[str, Any]) -> None:
-        super().__init__(data, self._find, None, _HANDLERS)
+    def __init__(
+        self, data: bytes, allowed: Mapping[str, Any], named: Mapping[str, Any], load: Callable[[Any], Any] | None
+    ) -> None:
+        super().__init__(data, self._find, load, _HANDLERS)
         self.unbuilt = 0
-        self._names = allowed
+        self._names = {**named, **allowed}
         self.allowed = frozenset(map(id, allowed.values()))
 
     def _find(self, module: str, name: str) -> Any:
@@ -110,11 +112,27 @@ class _Builder(Machine):
         return found
 
 
-def build_harmless(data: bytes, allowed: Mapping[str, Any]) -> Any:
-    """Unpickle an object without tensors; ``allowed`` maps full names to classes and functions used as pickle would."""
-    if not check_object_pickle(data, {}, HARMLESS_NAMES | allowed.keys()):
+def build_harmless(
+    data: bytes,
+    allowed: Mapping[str, Any],
+    *,
+    named: Mapping[str, Any] | None = None,
+    storages: Mapping[str, int] | None = None,
+    load: Callable[[Any], Any] | None = None,
+) -> Any:
+    """Unpickle plain data.
+
+    Args:
+        data: the pickle.
+        allowed: classes and functions by their full names, used as pickle would.
+        named: other globals by their full names, which may be named but not called, such as types of storages.
+        storages: the bytes of each storage by its key, if it may hold tensors.
+        load: returns the storage of a persistent id.
+    """
+    named = named or {}
+    if not check_object_pickle(data, storages or {}, HARMLESS_NAMES | allowed.keys() | named.keys()):
         raise PickleError("it names something other than plain data")
-    machine = _Builder(data, allowed)
+    machine = _Builder(data, allowed, named, load)
     try:
         value = machine.run()
     except (PickleError, UnknownMemberError):
@@ -242,6 +260,8 @@ def _build(m: _Builder, at: int) -> int:
         if type(state) is not dict or not set(map(type, state)) <= {str}:
             raise PickleError("a namespace of something other than names")
         vars(target).update(state)
+    elif type(target) is collections.OrderedDict and type(state) is dict and state.keys() <= {"_metadata"}:
+        vars(target).update(state)  # of a module's state dict
     elif type(target) is io.BytesIO:
         data, position, attributes = state
         if type(data) is not bytes or type(position) is not int or attributes is not None or position < 0:
@@ -382,4 +402,4 @@ _OWN: dict[str, Handler] = {
     "\x81": _new,
     "b": _build,
 }
-_HANDLERS = handler_table(_OWN, shared="\x80.(N\x88\x89KMJ\x8aGXqrc")
+_HANDLERS = handler_table(_OWN, shared="\x80.(N\x88\x89KMJ\x8aGXqrcQ")

@@ -166,7 +166,7 @@ def decode_object(
     if not trust:
         try:
             data = _pickle_of(records)
-            return build_harmless(data, _named((*safe_globals, *_enums(data, member_of))))
+            return build_harmless(data, named_globals((*safe_globals, *_enums(data, member_of))))
         except UnknownMemberError as exc:
             raise LoadError(f"the object {name} can't be made: {exc}") from None
         except PickleError:  # it holds tensors, or torch has the better message
@@ -176,7 +176,9 @@ def decode_object(
             if not trust:
                 check_object_pickle(_pickle_of(records), _storages(records), allowed_names())
             with contextlib.nullcontext() if trust else checked_sparse():
-                return torch.load(io.BytesIO(blob), map_location=map_location, weights_only=not trust)
+                return _as_saved(
+                    torch.load(io.BytesIO(blob), map_location=map_location, weights_only=not trust), records
+                )
     except (pickle.UnpicklingError, ForeignNameError) as exc:
         if trust:
             raise CorruptCheckpointError(f"the object {name} can't be unpickled: {exc}") from exc
@@ -192,6 +194,14 @@ def decode_object(
         if is_shortage(exc):
             raise LoadError(f"the object {name} can't be unpickled now, for lack of resources: {exc}") from exc
         raise CorruptCheckpointError(f"the object {name} can't be unpickled: {type(exc).__name__}: {exc}") from exc
+
+
+def _as_saved(value: Any, records: Mapping[str, memoryview]) -> Any:
+    """Return an untyped storage where torch makes a typed one of it."""
+    if isinstance(value, torch.TypedStorage) and b"UntypedStorage" in _pickle_of(records):
+        untyped: torch.UntypedStorage = value._untyped_storage
+        return untyped
+    return value
 
 
 class _SparseTensors(list[torch.Tensor]):
@@ -244,15 +254,21 @@ def _storages(records: Mapping[str, memoryview]) -> dict[str, int]:
     return {name.removeprefix("data/"): size for name, size in inner.items() if name.startswith("data/")}
 
 
-def _named(allowed: Iterable[Any]) -> dict[str, Any]:
+def named_globals(allowed: Iterable[Any]) -> dict[str, Any]:
     """Return functions and classes by the full names that torch's allow-list uses."""
     pairs = [each if isinstance(each, tuple) else (each, "") for each in allowed]
     return {name or f"{each.__module__}.{each.__qualname__}": each for each, name in pairs}
 
 
+def permitted(safe_globals: Sequence[Any]) -> dict[str, Any]:
+    """Return ``safe_globals`` and what the program has put on torch's allow-list, by their full names."""
+    with _allow_list_lock.held():
+        return named_globals((*safe_globals, *torch.serialization.get_safe_globals()))
+
+
 def allowed_names() -> Collection[str]:
     """Return the full names on torch's allow-list."""
-    return _named(torch.serialization.get_safe_globals()).keys()
+    return named_globals(torch.serialization.get_safe_globals()).keys()
 
 
 def _enums(data: bytes, member_of: type[enum.Enum] | None) -> list[Any]:
@@ -328,7 +344,7 @@ def needed_for(blob: bytes, foreign: Mapping[str, bool]) -> Permission:
 
 
 def _permission(data: bytes, storages: Mapping[str, int], given: Sequence[Any] = ()) -> Permission:
-    known = _named((*HARMLESS, *given)).keys() | allowed_names()
+    known = named_globals((*HARMLESS, *given)).keys() | allowed_names()
     needs = needs_of(data, storages, known | (set() if storages else HARMLESS_NAMES))
     if not all(_may_have(name, attribute) for name, attribute in needs.lookups):
         needs.names[_GETATTR] = None

@@ -9,6 +9,7 @@ Source of the layout: ``torch/serialization.py`` and ``caffe2/serialize/inline_c
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import io
 import pickle
@@ -24,7 +25,8 @@ from isal.isal_zlib import crc32
 from aiockpt.core.strides import view_fits
 from aiockpt.errors import CorruptCheckpointError, LoadError, UnsafeCheckpointError
 from aiockpt.format.index import ChunkEntry, ItemRange, TensorEntry, TensorItem
-from aiockpt.format.item.objects import allowed_names, extended_allow_list, is_shortage, permission_for
+from aiockpt.format.item.harmless import build_harmless
+from aiockpt.format.item.objects import allowed_names, extended_allow_list, is_shortage, permission_for, permitted
 from aiockpt.format.item.ziparchive import (
     LEGACY_MAGIC,
     LOCAL_HEADER,
@@ -345,7 +347,7 @@ def _error_of(name: str, exc: Exception, permission: str, *, trust: bool, checke
             "changed; if you trust the file, pass trust=True."
         )
     if refused:
-        reason = str(exc).partition("\n")[0]
+        reason = str(exc).partition("\n")[0].partition(". Please use")[0]  # its advice is for `torch.load`
         return UnsafeCheckpointError(
             f"{name} holds what torch's restricted unpickler can't read ({reason}). If you trust the file, pass "
             "trust=True."
@@ -365,6 +367,15 @@ def _check_functions(data: bytes) -> None:
 
 
 def _unpickle_restricted(data: bytes, placeholders: Placeholders, safe_globals: Sequence[Any]) -> Any:
+    if b"numpy" in data:  # torch refuses NumPy's objects; here the rules of native checkpoints build them
+        with contextlib.suppress(PickleError):
+            return build_harmless(
+                data,
+                {**_tensor_functions(), **permitted(safe_globals)},
+                named=_storage_types(),
+                storages=placeholders.archive.storage_bytes(),
+                load=placeholders.load,
+            )
     try:
         kind: Any = importlib.import_module("torch._weights_only_unpickler").Unpickler
     except (ImportError, AttributeError) as exc:
@@ -377,6 +388,22 @@ def _unpickle_restricted(data: bytes, placeholders: Placeholders, safe_globals: 
     with extended_allow_list(safe_globals):
         check_object_pickle(data, placeholders.archive.storage_bytes(), allowed_names())
         return unpickler.load()
+
+
+def _tensor_functions() -> dict[str, Any]:
+    """Return the functions by which plain tensors and parameters are made, by their full names."""
+    names = ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_parameter")
+    return {f"torch._utils.{name}": getattr(torch._utils, name) for name in names}
+
+
+def _storage_types() -> dict[str, Any]:
+    """Return what stands for the types of storages, by their full names."""
+    named: Any = torch.serialization.StorageType
+    types = [
+        each.__name__ for each in torch._storage_classes if each.__name__ not in ("TypedStorage", "UntypedStorage")
+    ]
+    untyped = dict.fromkeys(("torch.storage.UntypedStorage", "torch.UntypedStorage"), torch.UntypedStorage)
+    return {f"torch.{name}": named(name) for name in types} | untyped
 
 
 class _TrustingUnpickler(pickle.Unpickler):
