@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import pickle
 import warnings
 from collections import OrderedDict
 from pathlib import Path
@@ -18,6 +19,7 @@ import aiockpt
 from aiockpt.dcp.format_utils import ConversionProgress, convert_checkpoint, convert_checkpoint_async
 from tests.memory import peak_growth
 from tests.states import assert_same
+from tests.stock import ALONE
 
 FORMATS = ("dcp", "torch", "safetensors")
 ENDINGS = {"dcp": "", "torch": ".pt", "safetensors": ".safetensors"}
@@ -272,3 +274,15 @@ async def test_cancelling_leaves_nothing(to: str, tmp_path: Path) -> None:
 def test_an_unknown_format_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="'onnx'"):
         convert_checkpoint(tmp_path, tmp_path / "x", to="onnx")  # type: ignore[arg-type]
+
+
+def test_a_very_long_path_is_refused_where_it_can_not_be_pickled(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "c", **ALONE)
+    metadata = pickle.loads((tmp_path / "c" / ".metadata").read_bytes())
+    metadata.planner_data = {"w": ("a",) * 100_000}
+    (tmp_path / "c" / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(aiockpt.LoadError, match=r"nested too deeply .*c\.pt: convert to dcp"):
+        convert_checkpoint(tmp_path / "c", tmp_path / "c.pt", to="torch")
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]

@@ -21,7 +21,7 @@ from aiockpt.core.strides import is_dense, row_strides
 from aiockpt.dcp.adapter import AnyCheckpointer, write_errors
 from aiockpt.dcp.convert.parts import PART_BYTES, ConversionProgress, PartReader, reads_of_part
 from aiockpt.engine.facade import EngineAccess
-from aiockpt.errors import CheckpointExistsError, CommitError, WriteError
+from aiockpt.errors import CheckpointExistsError, CommitError, LoadError, WriteError
 from aiockpt.format.index import ChunkEntry, InlineEntry, ObjectEntry, TensorEntry, TensorItem
 from aiockpt.format.item.arrays import ARRAY_RECORD
 from aiockpt.format.item.item_framing import unbacked_tensor
@@ -335,7 +335,12 @@ class TorchFileWriter:
     def frame(self, value: Any) -> list[ReservedSpace]:
         """Write everything except the storages' bytes; return the space of each storage that has any."""
         order = _StorageOrder()
-        order.dump(value)
+        try:
+            order.dump(value)
+        except RecursionError:
+            raise LoadError(
+                f"the state is nested too deeply for a file of torch.save, {self._path}: convert to dcp, or some keys"
+            ) from None
         with write_errors(f"write {self._path}"):
             # A copy of the descriptor, which the file object closes.
             with os.fdopen(os.dup(self._fd), "r+b") as file, torch.serialization.skip_data():
