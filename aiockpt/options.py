@@ -274,7 +274,8 @@ class SaveOptions:
     Attributes:
         overwrite: atomically replace a checkpoint at this path: a directory, a file of ``torch.save`` or safetensors,
             or an empty directory. If the path is a link, the link is replaced, not its target. A directory that holds
-            anything that its checkpoint does not name is refused, with a list of these files.
+            anything that its checkpoint does not name is refused, with a list of these files. Safetensors may replace
+            others beside the files of a model repository, such as ``config.json``, which are kept.
         metadata: JSON-able values, stored in `.aiockpt.json`. For safetensors also in the header of each file, where
             values that are not text are stored as JSON.
         format: "dcp": readable by ``torch.distributed.checkpoint``. "safetensors": readable by ``safetensors`` and

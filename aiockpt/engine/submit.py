@@ -7,7 +7,7 @@ import pickle
 import threading
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import aiockpt.saving.pipeline  # noqa: F401 - what runs the save, imported before the engine's thread wants it
@@ -126,12 +126,12 @@ class Submitter:
             return storage.resolve(os.fspath(fallback(where)))
         return storage.resolve(os.path.join(os.fspath(fallback), os.path.basename(where)))
 
-    def _check_path(self, storage: Storage, where: str, fallback: str | None, *, overwrite: bool) -> None:
+    def _check_path(self, check: Callable[..., None], where: str, fallback: str | None, *, overwrite: bool) -> None:
         """Raise if the path is taken; see `Storage.check`."""
         if self._engine.queue.is_path_busy(where, overwrite=overwrite):
             raise CheckpointExistsError(f"a save to {where} is in flight; wait for it, or save under another name")
         try:
-            storage.check(where, overwrite=overwrite)
+            check(where, overwrite=overwrite)
         except WriteError:
             if fallback is None:  # else the save meets the same error, and uses the fallback
                 raise
@@ -145,7 +145,8 @@ class Submitter:
         if engine.leads:  # one rank decides for all: the others may be behind or ahead of it
             engine.queue.admit(where)
         fallback = self._fallback_for(where, storage, together=together)
-        self._check_path(storage, where, fallback, overwrite=request.overwrite)
+        check = storage.check_repository if format == "safetensors" else storage.check
+        self._check_path(check, where, fallback, overwrite=request.overwrite)
         self._check_transforms(request, format, where, together=together)
         if together or self._options.process_writer is not None:
             shared_storage(storage)

@@ -8,10 +8,11 @@
 | other `*.distcp` and `*.safetensors` | if one of these is damaged, or, for `*.distcp`, if there is none |
 | a `*.safetensors` that is alone, and the parts of one set by their names | yes |
 | `common.pt` and `metadata.json` of Megatron, beside `.metadata` | yes |
+| files of a model repository (`config.json`, `tokenizer*`, ...) | never; safetensors may replace others beside them |
 | directories, and all other files | never |
 
 In a temporary directory, where a save may have been killed at any point, files of these names belong if nothing
-describes them.
+describes them. Files of a model repository there are those that a save was about to keep.
 """
 
 from __future__ import annotations
@@ -28,6 +29,10 @@ from aiockpt.format.recognise import SHARD_INDEX, rank_metadata, set_of
 _DCP = "*.distcp"
 _STILL_OPEN = (".nfs*", ".fuse_hidden*")  # what NFS and FUSE keep of files that were removed while they are open
 _LEFT = (SINGLE_NAME, *_STILL_OPEN, ".__*_results.json", ".__*_results.json.new")  # the last ones are of Megatron
+_REPOSITORY = (  # beside the safetensors of a model, as the Hugging Face Hub has them
+    *("*config.json", "configuration_*.py", "modeling_*.py", "tokenizer*", "*tokens*.json", "vocab*", "merges.txt"),
+    *("sentencepiece*.model", "spiece.model", "chat_template.*", "README.md", "LICENSE*", ".gitattributes"),
+)
 _MEGATRON = (COMMON_NAME, CONFIG_NAME)
 _MEGATRON_KEY = b'"sharded_backend"'
 
@@ -59,6 +64,7 @@ def own_files(files: Collection[str], documents: Mapping[str, bytes | None], *, 
     listed = None if manifest is None else files_listed(manifest)
     own.update(name for name in files if name in (listed or ()))
     own.update(name for name in files if unfinished and any(fnmatchcase(name, known) for known in _LEFT))
+    own.update(name for name in files if unfinished and is_of_repository(name))
     tensors = [name for name in files if name.endswith(SUFFIX)]
     shaped = [name for name in (*tensors, *(name for name in files if fnmatchcase(name, _DCP))) if name not in own]
     spelling = [data for name, data in described.items() if data is not None and name != MANIFEST_NAME]
@@ -74,6 +80,18 @@ def own_files(files: Collection[str], documents: Mapping[str, bytes | None], *, 
         elif any(map(is_damaged, described, described.values())):
             own.update(rest)
     return own
+
+
+def is_of_repository(name: str) -> bool:
+    """Return whether a file is one of a model repository that no checkpoint consists of; directories end with "/"."""
+    return not name.endswith("/") and any(fnmatchcase(name, each) for each in _REPOSITORY)
+
+
+def is_safetensors(names: Collection[str]) -> bool:
+    """Return whether a directory with these files holds safetensors and no checkpoint of DCP."""
+    return any(name.endswith(SUFFIX) for name in names) and not any(
+        name == METADATA_NAME or fnmatchcase(name, _DCP) or rank_metadata([name]) for name in names
+    )
 
 
 def order_of_removal(own: Collection[str]) -> list[str]:

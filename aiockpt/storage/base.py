@@ -273,6 +273,10 @@ class Storage(ABC):
             CheckpointExistsError: the path exists, and may not or can't safely be overwritten.
         """
 
+    def check_repository(self, path: str, *, overwrite: bool) -> None:
+        """Do as `check` for a directory of safetensors, which may share it with other files of a model repository."""
+        self.check(path, overwrite=overwrite)
+
     @abstractmethod
     async def begin(self, path: str, *, overwrite: bool, workers: Workers) -> Transaction:
         """Start to write a checkpoint.

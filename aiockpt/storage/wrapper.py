@@ -70,6 +70,9 @@ class WrapperStorage(SharedStorage):
     def check(self, path: str, *, overwrite: bool) -> None:
         self.inner.check(path, overwrite=overwrite)
 
+    def check_repository(self, path: str, *, overwrite: bool) -> None:
+        self.inner.check_repository(path, overwrite=overwrite)
+
     def new_ticket(self, path: str) -> str:
         return shared_storage(self.inner).new_ticket(path)
 

@@ -409,10 +409,10 @@ def test_a_directory_is_replaced_if_it_holds_nothing_else(tmp_path: Path) -> Non
         ckpt.save({"w": torch.ones(2)}, path, overwrite=True)
         assert_holds(ckpt.load(path), {"w": torch.ones(2)})
         ckpt.save({"w": torch.ones(3)}, path, format="safetensors", overwrite=True)
-        (path / "config.json").write_text("{}")
-        with pytest.raises(aiockpt.CheckpointExistsError, match=r"holds other things .*\(config.json\)"):
+        (path / "notes.txt").write_text("mine")
+        with pytest.raises(aiockpt.CheckpointExistsError, match=r"holds other things .*\(notes.txt\)"):
             ckpt.submit({"w": torch.ones(1)}, path, format="safetensors", overwrite=True)
-    assert names_in(path) == [".aiockpt.json", "config.json", "model.safetensors"]
+    assert names_in(path) == [".aiockpt.json", "model.safetensors", "notes.txt"]
 
 
 @pytest.mark.asyncio

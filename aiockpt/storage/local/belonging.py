@@ -6,7 +6,7 @@ import errno
 import os
 import stat
 from collections.abc import Collection
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from aiockpt.core.wording import some_of
 from aiockpt.errors import printable_key
@@ -23,6 +23,10 @@ _SHOWN = 5
 _UNREADABLE = frozenset(
     {errno.EIO, errno.EINVAL, errno.EFBIG, errno.EACCES, errno.EPERM, errno.ELOOP, errno.EBADMSG, errno.EUCLEAN}
 )
+
+
+Version: TypeAlias = tuple[int, int, int]
+"""Inode, size and time of a file, which tell whether it was changed."""
 
 
 class OtherThingsError(OSError):
@@ -81,11 +85,12 @@ def _contents(directory: int, name: str) -> bytes | None:
 # --- looking at a path --------------------------------------------------------------------------------
 
 
-def why_not_a_checkpoint(path: str) -> str | None:
+def why_not_a_checkpoint(path: str, *, keep: bool = False) -> str | None:
     """Return why a path can't be replaced or deleted as a checkpoint, as the end of a sentence; None if it can.
 
     Empty files and directories can. Of a link only the link is replaced: its target need only look like a checkpoint.
     FileNotFoundError: nothing is there.
+    ``keep``: safetensors can, beside the files of a model repository.
     """
     mode = os.lstat(path).st_mode
     if stat.S_ISLNK(mode):
@@ -99,15 +104,37 @@ def why_not_a_checkpoint(path: str) -> str | None:
     if not stat.S_ISDIR(mode):
         return "is neither a directory nor a file"
     with open_directory(path) as directory:
-        return why_not_of_contents(directory)
+        return why_not_of_contents(directory, keep=keep)
 
 
-def why_not_of_contents(directory: int) -> str | None:
+def why_not_of_contents(directory: int, *, keep: bool = False) -> str | None:
     """Do as `why_not_a_checkpoint` for an open directory."""
     found = look_into(directory)
-    if found.others or found.files == [MANIFEST_NAME]:
-        return f"is a directory that holds other things than a checkpoint ({several(found.others or found.files)})"
+    kept = _kept(directory, found) if keep else {}
+    others = [name for name in found.others if name not in kept]
+    if others or found.files == [MANIFEST_NAME]:
+        return f"is a directory that holds other things than a checkpoint ({several(others or found.files)})"
     return None
+
+
+def kept_beside(path: str) -> dict[str, Version]:
+    """Return the files of a model repository beside the safetensors of a directory."""
+    if os.path.islink(path) or not os.path.isdir(path):
+        return {}
+    with open_directory(path) as directory:
+        return _kept(directory, look_into(directory))
+
+
+def _kept(directory: int, found: Contents) -> dict[str, Version]:
+    if not belonging.is_safetensors(found.files):
+        return {}
+    names = filter(belonging.is_of_repository, found.others)
+    states = {name: os.stat(name, dir_fd=directory, follow_symlinks=False) for name in names}
+    return {
+        name: (state.st_ino, state.st_size, state.st_mtime_ns)
+        for name, state in states.items()
+        if stat.S_ISREG(state.st_mode)
+    }
 
 
 def several(names: Collection[str]) -> str:

@@ -11,13 +11,21 @@ import contextlib
 import errno
 import logging
 import os
+import shutil
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from aiockpt.errors import AiockptError, CheckpointExistsError, CommitError
-from aiockpt.storage.local.belonging import OtherThingsError, checkpoint_above, remove, why_not_a_checkpoint
+from aiockpt.format.belonging import is_safetensors
+from aiockpt.storage.local.belonging import (
+    OtherThingsError,
+    checkpoint_above,
+    kept_beside,
+    remove,
+    why_not_a_checkpoint,
+)
 from aiockpt.storage.local.replacing import (
     BetweenError,
     can_exchange,
@@ -33,6 +41,7 @@ from aiockpt.storage.syscalls import UnsupportedError, identity, open_directory,
 if TYPE_CHECKING:
     from aiockpt.core.threads import Workers
     from aiockpt.storage.base import Identity
+    from aiockpt.storage.local.belonging import Version
 
 _ATTEMPTS = 100
 
@@ -41,6 +50,9 @@ _NOT_OURS_TO_SYNC = frozenset({errno.EINVAL, errno.EROFS, errno.EACCES, errno.EP
 
 # NFS sends a request again when its answer was lost; the server then finds the name given, or the old one gone.
 _MAYBE_PUBLISHED = AMBIGUOUS | {errno.EEXIST, errno.ENOENT}
+
+# A file system without hard links, or one that forbids links to the files of others.
+_CANT_LINK = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV})
 
 _Undo = Literal["rename", "exchange", "steps", "nothing"]
 
@@ -57,8 +69,11 @@ class CommitUncertainError(Exception):
 # --- the path, and the directories above it -----------------------------------------------------------
 
 
-def check_free(path: str, *, overwrite: bool) -> None:
-    """Raise CheckpointExistsError unless a path is free, or holds what may be overwritten."""
+def check_free(path: str, *, overwrite: bool, keep: bool = False) -> None:
+    """Raise CheckpointExistsError unless a path is free, or holds what may be overwritten.
+
+    ``keep``: safetensors may, beside the files of a model repository, which are kept.
+    """
     above = checkpoint_above(path)
     if above is not None:
         raise CheckpointExistsError(
@@ -70,7 +85,7 @@ def check_free(path: str, *, overwrite: bool) -> None:
         raise CheckpointExistsError(
             f"{path} exists already; save under another name, or pass overwrite=True to replace it"
         )
-    _check_replaceable(path)
+    _check_replaceable(path, keep=keep)
 
 
 def look_at(path: str, look: Callable[[str], str | None]) -> str | None:
@@ -87,8 +102,8 @@ def look_at(path: str, look: Callable[[str], str | None]) -> str | None:
     return "is replaced by others again and again"
 
 
-def _check_replaceable(path: str) -> None:
-    found = look_at(path, why_not_a_checkpoint)
+def _check_replaceable(path: str, *, keep: bool) -> None:
+    found = look_at(path, partial(why_not_a_checkpoint, keep=keep))
     if found is not None:
         raise CheckpointExistsError(
             f"{path} {found}; overwrite=True replaces a checkpoint and nothing else. Move that away, or save under "
@@ -165,6 +180,7 @@ class Publication:
     rest: Rest | None = field(init=False, default=None)  # left behind though published; to be removed later
     _goal: Identity | None = field(init=False, default=None)
     _tried: bool = field(init=False, default=False)
+    _kept: dict[str, Version] = field(init=False, default_factory=dict)  # others' files in the directory to replace
 
     @property
     def _finished(self) -> str:
@@ -201,6 +217,8 @@ class Publication:
                     f"{self.path} can't be published: {self.hidden} is no longer the directory that it was written to; "
                     "another process has removed or replaced it"
                 )
+            if self.overwrite and not self.name:
+                self._keep()
             if self.fsync and not self.name:  # a checkpoint of one file leaves this directory: only its parent counts
                 sync_directory(self.hidden)
             # Opened before the rename: after it nothing but the fsync may fail.
@@ -225,6 +243,28 @@ class Publication:
             return self._remove_rest(self.hidden, self.own if self.name else replaced) or rest
         return rest
 
+    def _keep(self) -> None:
+        """Link the files that the directory keeps into the new one; after a kill they are under the path in any case.
+
+        They are compared again after the rename, which is undone if one was changed meanwhile.
+        """
+        for name in self._kept:  # of an attempt before
+            remove(os.path.join(self.hidden, name))
+        self._kept = kept_beside(self.path)
+        if self._kept and not is_safetensors(os.listdir(self.hidden)):
+            self._kept = {}
+        for name in self._kept:
+            source, target = os.path.join(self.path, name), os.path.join(self.hidden, name)
+            try:
+                os.link(source, target, follow_symlinks=False)
+            except OSError as exc:
+                if exc.errno not in _CANT_LINK:
+                    raise
+                shutil.copy2(source, target, follow_symlinks=False)
+                with open(target, "rb") as copy:
+                    if self.fsync:
+                        sync_fd(copy.fileno())
+
     def _rename(self, sync: Callable[[], object] | None) -> tuple[_Undo, Identity | None]:
         """Rename to the final name; return how to undo that, and the identity of what had the name before."""
         finished, path = self._finished, self.path
@@ -239,7 +279,7 @@ class Publication:
                 return "rename", None
             try:
                 checked = identity(path)
-                _check_replaceable(path)
+                _check_replaceable(path, keep=bool(self._kept))
                 if can_exchange(self.hidden) is False:
                     raise UnsupportedError(errno.EINVAL, "the file system has refused an exchange before", path)
                 rename_exchange(finished, path)
@@ -247,7 +287,8 @@ class Publication:
                 if os.path.isfile(finished) and os.path.isfile(path):
                     os.replace(finished, path)  # atomic for files; the old one is gone, so it can't be undone
                     return "nothing", None
-                replace_in_steps(finished, self.hidden, path, sync, partial(_objection_now, checked=checked))
+                objection = partial(_objection_now, checked=checked, kept=self._kept)
+                replace_in_steps(finished, self.hidden, path, sync, objection)
                 return "steps", identity(self.hidden + REPLACED)
             except FileNotFoundError:  # it has been deleted just now, unless it is done though the answer is an error
                 if attempt == _ATTEMPTS - 1 or identity(path) == new:
@@ -256,7 +297,7 @@ class Publication:
                 # The path may have changed since the check. If another checkpoint had come there, that one is replaced.
                 # A relative link leads elsewhere from here: if it is the one that was checked, it is not looked at
                 # again.
-                found = _objection_now(finished, checked)
+                found = _objection_now(finished, checked, self._kept)
                 if found is None:
                     return "exchange", identity(finished)
                 self._give_back()
@@ -327,12 +368,14 @@ class Publication:
         return None
 
 
-def _objection_now(replaced: str, checked: Identity | None) -> str | None:
+def _objection_now(replaced: str, checked: Identity | None, kept: Mapping[str, Version]) -> str | None:
     """Return `why_not_a_checkpoint` of what has just been replaced, which may be gone already."""
     if identity(replaced) == checked and os.path.islink(replaced):
         return None
     try:
-        return look_at(replaced, why_not_a_checkpoint)
+        if kept and os.path.lexists(replaced) and kept_beside(replaced) != kept:
+            return "its other files are not those that were kept"
+        return look_at(replaced, partial(why_not_a_checkpoint, keep=bool(kept)))
     except OSError as exc:
         return f"can't be looked at any more ({exc})"
 

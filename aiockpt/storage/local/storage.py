@@ -73,8 +73,14 @@ class LocalStorage(SharedStorage):
         return absolute(path)
 
     def check(self, path: str, *, overwrite: bool) -> None:
+        self._check(path, overwrite=overwrite, keep=False)
+
+    def check_repository(self, path: str, *, overwrite: bool) -> None:
+        self._check(path, overwrite=overwrite, keep=True)
+
+    def _check(self, path: str, *, overwrite: bool, keep: bool) -> None:
         try:
-            check_free(self.resolve(path), overwrite=overwrite)
+            check_free(self.resolve(path), overwrite=overwrite, keep=keep)
         except OSError as exc:
             if isinstance(exc, AiockptError):
                 raise
@@ -92,7 +98,7 @@ class LocalStorage(SharedStorage):
         # First: an orphan's space may be needed, and an interrupted replacement of this path is completed.
         await workers.run(self._policy.orphans.look, os.path.dirname(path))
         # After that, since a replacement that was completed has put a checkpoint there.
-        await again(f"look at {path}", partial(workers.run, self.check, path, overwrite=overwrite))
+        await again(f"look at {path}", partial(workers.run, self.check_repository, path, overwrite=overwrite))
         make = partial(workers.run, self._make_hidden, path, ticket, overwrite)
         hidden, held = await again(f"make the directory for {path}", make)
         return LocalTransaction(self._policy, path, hidden, workers, held, held.identity, overwrite=overwrite)
