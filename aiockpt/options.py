@@ -32,6 +32,7 @@ OnFailure = Literal["raise", "warn"]
 Planning = Literal["central", "decentralized"]
 SaveFormat = Literal["dcp", "safetensors"]
 Validation = Literal["versions", "hash"]
+Replicas = Literal["check", "trust", "error"]
 
 DEFAULT_CHUNK_BYTES = 16 << 20
 _IONICE = {"realtime": 1, "best-effort": 2, "idle": 3}
@@ -317,6 +318,12 @@ class SaveOptions:
             about ``n / 65536``; the sampled places differ from save to save. It does not detect a write that is undone
             before `staged`. It blocks the caller for about 2 ms per GiB and 6 us per tensor, takes as long again
             before `staged`, and keeps a thousandth of the state until then. None: the checkpointer's ``validate``.
+        replicas: with several ranks: what happens to plain tensors that several of them have under one name, and that
+            differ, as the statistics of batch norm do. "check": the values of the lowest rank are stored, of all such
+            tensors, and a warning is logged that names each once. "error": the save fails. "trust": nothing is
+            compared, and copies of different ranks may be mixed. Up to 256 bytes are compared of each contiguous
+            tensor that is in host memory, or that is on a device and small enough to be copied at the call. It never
+            blocks the caller. The same on all ranks.
     """
 
     overwrite: bool = False
@@ -332,6 +339,7 @@ class SaveOptions:
     storage: Storage | None = None
     compress: CompressRule = None
     validate: Validation | None = None
+    replicas: Replicas = "check"
 
 
 # --- loading ------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from aiockpt.format.item.objects import needed_for
 from aiockpt.format.manifest.manifest import JsonValue, check_user_metadata
 from aiockpt.format.names import SUFFIX
 from aiockpt.format.transforms.rules import choose_compression
-from aiockpt.options import Path, SaveFormat, Validation, check_choice
+from aiockpt.options import Path, Replicas, SaveFormat, Validation, check_choice
 from aiockpt.planning.dcp_plan import DcpFormat
 from aiockpt.planning.flatten import NameMemo
 from aiockpt.planning.safetensors_plan import SafetensorsFormat
@@ -159,6 +159,7 @@ class Submitter:
         form = choose_form(request, format, where, metadata, files=self._options.writing_threads)
         validate = request.validate or self._options.validate
         check_choice("validate", validate, Validation)
+        check_choice("replicas", request.replicas, Replicas)
         capture = capture_state(
             request.state_dict,
             self._names,
@@ -186,6 +187,7 @@ class Submitter:
             transforms=self._transforms,
             warn_only=self._options.warn_only,
             fallback=fallback,
+            replicas=request.replicas,
         )
         return SaveJob(spec, engine.origin)
 

@@ -18,13 +18,23 @@ from typing import TYPE_CHECKING
 
 import anyio
 
-from aiockpt.errors import AiockptError, CoordinationError, SaveCancelledError, SaveError, TornSnapshotError
+from aiockpt.core.wording import some_of
+from aiockpt.errors import (
+    AiockptError,
+    CoordinationError,
+    SaveCancelledError,
+    SaveError,
+    TornSnapshotError,
+    printable_key,
+)
 from aiockpt.planning.collective.cache import GlobalPlanCache, SharedPlanCache, plan_cache_of
 from aiockpt.planning.collective.local import LocalPlanner, ReusedPlan, inventory_of, places_of
 from aiockpt.planning.collective.messages import PlanRequest, RankAssignment, RankInventory, Written
+from aiockpt.planning.collective.plan import differing_replicas
 from aiockpt.planning.dcp_plan import DcpFormat
 from aiockpt.planning.planner import FileFormat, SavePlan, SharedFiles, StateSummary, Summary, summarize
 from aiockpt.saving.strategy import SaveStrategy, result_of
+from aiockpt.snapshot.sampling import digest_replicas
 from aiockpt.staging.base import LayoutMismatchError
 from aiockpt.storage.base import SharedTransaction, shared_storage
 from aiockpt.writing.collective_commit import WorldFacts, publish_together
@@ -104,16 +114,17 @@ class CollectiveSave(SaveStrategy):
             if job.cancel_asked or job.consistency.abort_error is not None:
                 return job.consistency.abort_error or SaveCancelledError(f"the save of {job.path} was cancelled"), None
             facts = (job.overwrite, self._decentralized, self._form.name)
+            digests = None if job.spec.replicas == "trust" else await self._compute.run(digest_replicas, job.snapshot)
             reused = await self._compute.run(self._world.planner.reuse, job.snapshot, self._form) if again else None
             if reused is not None:
-                return PlanRequest(*facts, reused.token, None), reused
+                return PlanRequest(*facts, reused.token, None, job.spec.replicas, digests), reused
             summary = await self._compute.run(summarize, job.snapshot, self._form)
             inventory = None
             if not self._decentralized:
                 inventory = await self._compute.run(inventory_of, summary, job.snapshot, self._form)
         except Exception as exc:  # goes to all ranks, this one among them
             return exc, None
-        return PlanRequest(*facts, None, inventory), summary
+        return PlanRequest(*facts, None, inventory, job.spec.replicas, digests), summary
 
     async def _first_round(self, request: PlanRequest | BaseException) -> RankAssignment:
         assignment: RankAssignment = await self._world.coordinator.round(
@@ -269,10 +280,12 @@ async def _agree(values: Sequence[None]) -> Sequence[None]:
 # --- rank 0 -----------------------------------------------------------------------------------------
 
 
+_SHOWN = 20
 _ALIKE = {
     "overwrite": "overwrite",
     "decentralized": "decentralized planning",
     "form": "the form (format, io_threads, hints, division into files)",
+    "replicas": "replicas",
 }
 
 
@@ -286,6 +299,7 @@ class CollectiveResources:
     plans: dict[str, GlobalPlanCache] = field(default_factory=dict)  # rank 0: the latest global plan of each format
     tokens: Iterator[int] = field(default_factory=lambda: itertools.count(1))  # rank 0: numbers for global plans
     connected: bool = False  # the lane of the second rounds is connected as well
+    differing: set[str] = field(default_factory=set)  # rank 0: the tensors that it has warned of
 
 
 class GlobalSave:
@@ -299,6 +313,8 @@ class GlobalSave:
         self._form = form
         self._plans = world.plans
         self._tokens = world.tokens
+        self._warned = world.differing
+        self._digests: list[bytes | None] = []
         self._compute = compute
         self._io = io
         # Kept apart from `_plans`: the next save may be planned anew before this one is published.
@@ -308,17 +324,19 @@ class GlobalSave:
     async def decide(self, requests: Sequence[PlanRequest]) -> list[RankAssignment]:
         """Plan for all ranks, and begin the transaction."""
         self._check_alike(requests)
-        kept = self._plans.get(self._form.name)
-        is_new = kept is None or any(request.token != kept.token for request in requests)
-        self._token = kept.token if kept is not None and not is_new else next(self._tokens)
-        plan = kept
-        if is_new and requests[0].decentralized:
-            plan = None
-        elif is_new:
-            plan = await self._plan_anew(kept, requests)
+        self._digests = [request.digests for request in requests]
+        plan = kept = self._plans.get(self._form.name)
+        if not requests[0].decentralized:
+            plan = await self._plan(kept, requests)
             if plan is None:  # a rank has sent a token alone, which is not that of the kept plan: all send inventories
                 return [RankAssignment(None, 0, None, report_places=False)] * len(requests)
             self._plans[self._form.name] = plan
+        elif kept is None or any(request.token != kept.token for request in requests):
+            plan = None
+        else:
+            await self._differing(kept.ranks)
+        is_new = plan is None or plan is not kept
+        self._token = next(self._tokens) if plan is None else plan.token
         self.plan = plan
         job = self._job
         storage = shared_storage(job.spec.storage)
@@ -348,26 +366,47 @@ class GlobalSave:
                         f"{what} is {mine} on rank 0 but {theirs} on rank {rank}; all ranks must pass the same"
                     )
 
-    async def _plan_anew(self, kept: GlobalPlanCache | None, requests: Sequence[PlanRequest]) -> GlobalPlanCache | None:
-        """Plan from the ranks' inventories; return None if one of them is not known here."""
-        inventories = [
+    async def _plan(self, kept: GlobalPlanCache | None, requests: Sequence[PlanRequest]) -> GlobalPlanCache | None:
+        """Return the plan: the kept one if it fits; None if a rank's inventory is not known here."""
+        ranks = [
             request.inventory or (kept.ranks[rank] if kept is not None and request.token == kept.token else None)
             for rank, request in enumerate(requests)
         ]
-        known = [each for each in inventories if each is not None]
-        return (
-            await self._compute.run(plan_cache_of, self._token, known, self._form)
-            if len(known) == len(requests)
-            else None
-        )
+        known = [each for each in ranks if each is not None]
+        if len(known) < len(ranks):
+            return None
+        apart = await self._differing(known)
+        if kept is not None:
+            if apart <= kept.apart and all(request.token == kept.token for request in requests):
+                return kept
+            apart |= kept.apart
+        return await self._compute.run(plan_cache_of, next(self._tokens), known, self._form, apart)
+
+    async def _differing(self, ranks: Sequence[RankInventory]) -> frozenset[str]:
+        """Return the plain tensors that differ between the ranks; warn of those that are new, or raise SaveError."""
+        digests = [each for each in self._digests if each is not None]
+        if len(digests) < len(ranks) or not any(digests):
+            return frozenset()
+        found = await self._compute.run(differing_replicas, ranks, digests)
+        new = [printable_key(name) for name in found if name not in self._warned]
+        advice = "make them equal, as by broadcasting them, or put the rank into their names"
+        if found and self._job.spec.replicas == "error":
+            raise SaveError(f"{some_of(found, _SHOWN)}: these tensors differ between the ranks; {advice}")
+        if new:
+            self._warned.update(found)
+            text = "%s: these tensors differ between the ranks, so those of the lowest rank are saved; %s"
+            logger.warning(text, some_of(new, _SHOWN), advice)
+        return frozenset(found)
 
     async def publish(self, results: Sequence[Written]) -> list[Summary]:
         """Check what all ranks have written, write the metadata and the manifest, and publish."""
         if self.transaction is None:
             raise RuntimeError("a save can't be published before it has begun")
+        if self.plan is None:  # each rank has decided alone, so its names are known only now
+            await self._differing([written.inventory for written in results if written.inventory is not None])
         facts = self.facts()
         plan, summaries = await publish_together(self.transaction, self.plan, facts, results, self._compute)
-        if self.plan is None:  # each rank has decided alone what it writes, so the plan was made from the results
+        if self.plan is None:  # the plan was made from the results
             self.plan = self._plans[self._form.name] = plan
         return summaries
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from aiockpt.format.manifest.manifest import JsonValue
     from aiockpt.format.transforms.base import Transform
     from aiockpt.format.transforms.zstd import Zstd
-    from aiockpt.options import Hook
+    from aiockpt.options import Hook, Replicas
     from aiockpt.planning.collective.local import LocalPlanner
     from aiockpt.planning.planner import FileFormat
     from aiockpt.saving.turn import Turn
@@ -50,6 +50,7 @@ class SaveSpec:
     transforms: Sequence[Transform] = ()  # applied to every item, after compression
     warn_only: bool = False  # failures are not raised by `staged`, nor by fences
     fallback: str | None = None  # the path to use if this one can't be written
+    replicas: Replicas = "check"
     refusal: BaseException | None = None  # why it is not made: it only informs the other ranks
 
     @property

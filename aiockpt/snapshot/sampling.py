@@ -11,15 +11,21 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import compress
 from random import Random
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
+from numpy.lib.stride_tricks import sliding_window_view
 
 from aiockpt.core.extent import freed_message, is_freed, reach_bytes, strided_parts
 from aiockpt.core.gc_pause import gc_pause
 from aiockpt.errors import SaveError, StageError
 from aiockpt.staging.base import RAW_DTYPES
+from aiockpt.staging.pool import copy_small
 from aiockpt.staging.runtime import reading_behind, ready_event
+
+if TYPE_CHECKING:
+    from aiockpt.planning.snapshot import Snapshot
 
 LINE_BYTES = 64
 """Sampled at each point: a cache line, since fewer bytes would take as long to read."""
@@ -151,6 +157,51 @@ def _rows(points: Sequence[SamplePoint]) -> torch.Tensor:
 def _split(rows: torch.Tensor, points: Sequence[SamplePoint]) -> Sequence[torch.Tensor]:
     """Split rows that were read together by point."""
     return torch.split(rows, [point.number for point in points])
+
+
+# --- replicas on other ranks ----------------------------------------------------------------------
+
+_LINES = 4
+"""Compared of each tensor: the first, the last, and two between, each of 64 bytes."""
+_FACTORS = np.cumprod(np.full(_LINES * LINE_BYTES // 8, 0x5851F42D4C957F2D, np.uint64))  # odd: each bit has an effect
+
+
+def digest_replicas(snapshot: Snapshot) -> bytes:
+    """Return a digest of each leaf, by which ranks compare their copies; see `differing_replicas`.
+
+    They are made of samples, always at the same places, of contiguous tensors in host memory and of those that were
+    copied at the call, but not of parts of tensors. May block until devices have made these copies.
+    """
+    tensors, shards, eager = list(snapshot.tensors), snapshot.structure.shards, dict(snapshot.eager)
+    lines = np.zeros((len(tensors), _LINES, LINE_BYTES), np.uint8)
+    base, sampled = lines.ctypes.data, np.zeros(len(tensors), np.bool_)
+    packed: dict[torch.device, list[int]] = {}
+    for leaf, tensor in enumerate(tensors):
+        if tensor is None or leaf in shards:
+            continue
+        if leaf in eager:
+            packed.setdefault(tensor.device, []).append(leaf)
+        elif tensor.is_cpu and _is_plain(tensor) and not is_freed(tensor):
+            address, target, nbytes = tensor.data_ptr(), base + leaf * _LINES * LINE_BYTES, tensor.nbytes
+            length, span = min(nbytes, LINE_BYTES), max(0, nbytes - LINE_BYTES)
+            for number in range(_LINES):
+                copy_small(target + number * LINE_BYTES, address + number * span // (_LINES - 1), length)
+            sampled[leaf] = nbytes > 0
+    for device, leaves in packed.items():
+        with snapshot.readable(device):
+            arena = snapshot.arenas[device].cpu().numpy()
+        windows = sliding_window_view(np.concatenate([arena, np.zeros(LINE_BYTES, np.uint8)]), LINE_BYTES)
+        begins, sizes = np.array([eager[leaf] for leaf in leaves])[:, :, None].transpose(1, 0, 2)
+        starts = begins + np.arange(_LINES) * np.maximum(0, sizes - LINE_BYTES) // (_LINES - 1)
+        lines[leaves] = windows[starts] * (np.arange(LINE_BYTES) < sizes[:, :, None])
+        sampled[leaves] = True
+    mixed = (lines.reshape(len(tensors), _LINES * LINE_BYTES).view(np.uint64) * _FACTORS).sum(1, np.uint64)
+    digests = np.where(sampled, (mixed >> np.uint64(32)).astype(np.uint32) | np.uint32(1), np.uint32(0))
+    return digests.tobytes() if sampled.any() else b""
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_quantized and tensor.is_contiguous()
 
 
 # --- sample points --------------------------------------------------------------------------------

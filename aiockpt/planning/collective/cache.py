@@ -39,8 +39,11 @@ class GlobalPlanCache:
 
     is_single_file = False
 
-    def __init__(self, token: int, ranks: Sequence[RankInventory], plan: GlobalPlan) -> None:
+    def __init__(
+        self, token: int, ranks: Sequence[RankInventory], plan: GlobalPlan, apart: frozenset[str] = frozenset()
+    ) -> None:
         self.token = token
+        self.apart = apart  # the tensors that differ between ranks, as far as has been found
         self.ranks = list(ranks)
         self.plan = plan
         self.tensors = len(plan.tensors)
@@ -130,7 +133,8 @@ def cache_of_written(token: int, results: Sequence[Written]) -> GlobalPlanCache:
     # A rank that decides alone writes all its leaves, tied ones too.
     ranks = [replace(written.inventory, tied={}) for written in results if written.inventory is not None]
     assignments = [list(range(len(inventory.names))) for inventory in ranks]
-    return GlobalPlanCache(token, ranks, replace(plan_globally(ranks), assignments=assignments))
+    lowest = frozenset().union(*{id(each.names): each.names for each in ranks}.values())
+    return GlobalPlanCache(token, ranks, replace(plan_globally(ranks, lowest), assignments=assignments))
 
 
 def _table(leaves: Sequence[int], places: Sequence[ItemPlaces]) -> RangeTable:
@@ -189,8 +193,15 @@ class SharedPlanCache(GlobalPlanCache):
 
     knows_places = True  # they follow from the plan
 
-    def __init__(self, token: int, ranks: Sequence[RankInventory], plan: GlobalPlan, form: SafetensorsFormat) -> None:
-        super().__init__(token, ranks, plan)
+    def __init__(
+        self,
+        token: int,
+        ranks: Sequence[RankInventory],
+        plan: GlobalPlan,
+        form: SafetensorsFormat,
+        apart: frozenset[str],
+    ) -> None:
+        super().__init__(token, ranks, plan, apart)
         tensors = plan.tensors.items()
         stored = [Stored(name, whole.dtype, whole.shape) for name, whole in tensors if name not in plan.aliases]
         files = form.plan_files(stored, plan.aliases)
@@ -226,8 +237,11 @@ class SharedPlanCache(GlobalPlanCache):
         return self._index
 
 
-def plan_cache_of(token: int, ranks: Sequence[RankInventory], form: FileFormat) -> GlobalPlanCache:
+def plan_cache_of(
+    token: int, ranks: Sequence[RankInventory], form: FileFormat, apart: frozenset[str]
+) -> GlobalPlanCache:
     """Plan for all ranks in a format; raise `SaveError` if they contradict each other."""
+    plan = plan_globally(ranks, apart)
     if isinstance(form, SafetensorsFormat):
-        return SharedPlanCache(token, ranks, plan_globally(ranks), form)
-    return GlobalPlanCache(token, ranks, plan_globally(ranks))
+        return SharedPlanCache(token, ranks, plan, form, apart)
+    return GlobalPlanCache(token, ranks, plan, apart)

@@ -90,6 +90,8 @@ class PlanRequest:
     form: str  # name of the format
     token: int | None  # of the global plan that the rank's reusable layout belongs to; None: there is none
     inventory: RankInventory | None = field(repr=False)  # None: rank 0 knows it by the token, or the rank decides
+    replicas: str = "check"  # as passed by the caller
+    digests: bytes | None = field(repr=False, default=None)  # see `digest_replicas`; None: nothing is compared
 
 
 @dataclass(frozen=True, slots=True)

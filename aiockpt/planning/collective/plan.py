@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -214,12 +214,34 @@ class GlobalPlan:
     aliases: Mapping[str, str]  # tensors that are tied to another one on all ranks, and that one
 
 
-def plan_globally(ranks: Sequence[RankInventory]) -> GlobalPlan:
-    """Assign every part and object to a rank."""
+def differing_replicas(ranks: Sequence[RankInventory], digests: Sequence[bytes]) -> list[str]:
+    """Return the names of the tensors whose digests differ between ranks.
+
+    The digests are of a rank's leaves, 4 bytes each: 0 if the leaf has none, and no bytes if none of the rank's has.
+    """
+    numbers = [
+        np.frombuffer(data or bytes(4 * len(rank.names)), np.uint32) for rank, data in zip(ranks, digests, strict=True)
+    ]
+    found: dict[str, None] = {}
+    seen: dict[str, int] = {}
+    groups = _rank_groups(ranks)
+    for group in groups:
+        names, rows = ranks[group[0]].names, np.stack([numbers[rank] for rank in group])
+        high = rows.max(0)
+        low = np.where(rows == 0, high, rows).min(0)
+        found |= dict.fromkeys(names[leaf] for leaf in np.flatnonzero(low != high))
+        if len(groups) > 1:
+            others = [seen.setdefault(name, digest) if digest else 0 for name, digest in zip(names, high, strict=True)]
+            found |= dict.fromkeys(names[leaf] for leaf in np.flatnonzero(others != high))
+    return list(found)
+
+
+def plan_globally(ranks: Sequence[RankInventory], apart: Container[str] = ()) -> GlobalPlan:
+    """Assign every part and object to a rank: of the tensors ``apart``, which differ, to the lowest that has it."""
     with gc_pause():
         patterns = find_patterns(ranks)
         aliases = _aliases(ranks, patterns)
-        writers = _choose_writers(len(ranks), patterns, aliases)
+        writers = _choose_writers(len(ranks), patterns, aliases, apart)
         tensors: dict[str, GlobalTensor] = {}
         objects: dict[str, RankLeaf] = {}
         for name, (sharding, leaves) in patterns.items():
@@ -317,7 +339,9 @@ def _writers_of(cut: Cut, known: Cut, writers: _Writers) -> _Writers:
     return tuple(rank for rank, _ in holders), tuple(leaf for _, leaf in holders)
 
 
-def _choose_writers(count: int, patterns: Mapping[str, NamePattern], aliases: Mapping[str, str]) -> dict[str, _Writers]:
+def _choose_writers(
+    count: int, patterns: Mapping[str, NamePattern], aliases: Mapping[str, str], apart: Container[str]
+) -> dict[str, _Writers]:
     """Choose one holder of each part: the largest part first, the rank with the least to write so far."""
     chosen: dict[str, list[RankLeaf]] = {}
     writers: dict[str, _Writers] = {}
@@ -337,7 +361,7 @@ def _choose_writers(count: int, patterns: Mapping[str, NamePattern], aliases: Ma
             continue
         chosen[name] = [holders[0] for holders in sharding.holders]
         for number, (nbytes, holders) in enumerate(zip(sharding.nbytes, sharding.holders, strict=True)):
-            if len(holders) > 1:
+            if len(holders) > 1 and name not in apart:
                 shared.append((nbytes, name, number))
             else:
                 loads[holders[0][0]] += nbytes
