@@ -53,6 +53,10 @@ OBJECT_BOMBS = {
     "nested frozensets": b"K\x01\x85q\x00"
     + b"".join(_calls("__builtin__.frozenset", b"(h%ch%ct" % (n, n)) + b"q%c" % (n + 1) for n in range(60)),
     "deep tuples as a key": b"}(" + b")" + b"\x85" * 50_000 + b"Nu",
+    # Refused before the end, where an opcode is that torch refuses itself.
+    "tuples in tuples": b")" + b"\x85" * 10_001 + b"\xff",
+    "lists in lists": b"]" * 10_002 + b"a" * 10_001 + b"\xff",
+    "dicts in dicts": b"}" + b"K\x01}" * 10_001 + b"s" * 10_001 + b"\xff",
     "one large text in many sets": b"](" + TEXT + b"q\x00" + (b"c__builtin__\nset\nh\x00\x85R" * 20_000) + b"e",
     "an odd encoding": _calls("_codecs.encode", TEXT.replace(b"aa", b"\xc3\xa9"), b"X\x08\x00\x00\x00punycode"),
     "a tensor from nothing": _calls("torch.FloatTensor", HUGE),

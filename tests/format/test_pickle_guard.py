@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 import aiockpt
 from aiockpt.format.item.objects import decode_object, encode_object
+from aiockpt.format.pickle.guard import _Guard
 from tests.hostile_inputs import OBJECT_BOMBS, pickle_of, zipped
 from tests.states import assert_same
 
@@ -164,6 +165,25 @@ def test_overlapping_records_are_corrupt(trust: bool) -> None:
 def test_bombs_are_refused(name: str) -> None:
     with pytest.raises(aiockpt.UnsafeCheckpointError, match="was not unpickled"):
         decode_object("k", zipped(b"\x80\x02" + OBJECT_BOMBS[name] + b".", bytes(24)))
+
+
+@pytest.mark.parametrize("name", ["tuples in tuples", "lists in lists", "dicts in dicts"])
+def test_too_deep_nesting_is_refused_at_once(name: str) -> None:
+    with pytest.raises(aiockpt.UnsafeCheckpointError, match="was not unpickled: it nests containers deeper than"):
+        decode_object("k", zipped(b"\x80\x02" + OBJECT_BOMBS[name] + b"."))
+
+
+def test_containers_nested_as_deep_as_python_can_pickle_them_pass() -> None:
+    for make in (lambda value: [value], lambda value: (value,), lambda value: {"k": value}):
+        value: Any = 5
+        for _ in range(400):
+            value = make(value)
+        assert decode_object("k", encode_object("k", value)) == value
+
+
+def test_the_cost_of_empty_tuples_is_that_of_one() -> None:
+    guard = _Guard(b"\x80\x02(" + b")" * 1000 + b"t.", {}, ())
+    assert len(set(map(id, guard.run().items))) == 1
 
 
 KEYS = st.recursive(

@@ -416,6 +416,19 @@ def test_pickles_that_would_fill_the_memory_are_not_run() -> None:
         read(saved({"w": torch.ones(2), "x": Bomb()}))
 
 
+@pytest.mark.parametrize(
+    "deep",
+    [b")" + b"\x85" * 10_001, b"]" * 10_002 + b"a" * 10_001, b"}" + b"K\x01}" * 10_001 + b"s" * 10_001],
+    ids=["tuples", "lists", "dicts"],
+)
+def test_containers_nested_too_deep_are_refused_by_name(deep: bytes) -> None:
+    blob = repacked(saved({}), changed={"data.pkl": b"\x80\x02" + deep + b"."})
+    with pytest.raises(UnsafeCheckpointError, match=r"in model\.pt was not read: it nests containers deeper"):
+        read(blob)
+    with pytest.raises(LoadError, match=r"model\.pt nests its containers too deep"):
+        read(blob, trust=True)
+
+
 def test_a_class_that_needs_values_is_not_reported_as_damage() -> None:
     with pytest.raises(LoadError, match=r"without the values of its tensors.*torch\.load") as caught:
         read(saved({"a": Summing()}), trust=True)

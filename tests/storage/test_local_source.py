@@ -301,3 +301,73 @@ def test_failing_stat_raises(tmp_path: Path) -> None:
     os.symlink("n" * 300, tmp_path / "odd")
     with pytest.raises(aiockpt.LoadError, match=r"can't look into .* File name too long"):
         open_source(str(tmp_path), direct_io=False)
+
+
+def _open_below(folder: Path) -> set[str]:
+    """Return the names of the files of a folder that this process has open."""
+    found = set()
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            target = Path(os.readlink(f"/proc/self/fd/{fd}"))
+        except FileNotFoundError:  # the one that listed them
+            continue
+        if target.parent == folder:
+            found.add(target.name)
+    return found
+
+
+def test_at_most_64_files_are_open_at_a_time(tmp_path: Path) -> None:
+    for n in range(200):
+        (tmp_path / f"f{n}").write_bytes(b"%d" % n)
+    source = open_source(str(tmp_path), direct_io=True)
+    most = 0
+    for n in (*range(200), *range(200)):
+        assert source.read_bytes(f"f{n}", 0, len(str(n))) == b"%d" % n
+        source.read_bytes("f0", 0, 1)
+        most = max(most, len(_open_below(tmp_path)))
+    assert most == 64
+    # Those that were used last.
+    assert _open_below(tmp_path) == {"f0", *(f"f{n}" for n in range(137, 200))}
+    source.close()
+    assert not _open_below(tmp_path)
+
+
+def test_a_file_stays_open_while_it_is_read(tmp_path: Path, data: bytes) -> None:
+    (tmp_path / "large").write_bytes(data)
+    for n in range(100):
+        (tmp_path / f"f{n}").write_bytes(b"x")
+    source = open_source(str(tmp_path), direct_io=True)
+    buffer, still_open = bytearray(SIZE), []
+
+    def seen(_part: memoryview) -> None:
+        if not still_open:
+            for n in range(100):
+                source.read_bytes(f"f{n}", 0, 1)
+            still_open.append(_open_below(tmp_path))
+
+    source.read("large", 0, memoryview(buffer), seen)
+    assert buffer == data
+    assert "large" in still_open[0]
+    assert len(still_open[0]) == 64
+    source.close()
+
+
+def test_more_than_64_files_in_use_are_closed_afterwards(tmp_path: Path) -> None:
+    for n in range(100):
+        (tmp_path / f"f{n}").write_bytes(b"x")
+    source = open_source(str(tmp_path), direct_io=True)
+
+    def read_with_the_next(n: int) -> None:
+        def seen(_part: memoryview) -> None:
+            if n < 69:
+                read_with_the_next(n + 1)
+            else:
+                assert len(_open_below(tmp_path)) == 70
+
+        source.read(f"f{n}", 0, memoryview(bytearray(1)), seen)
+
+    read_with_the_next(0)
+    source.read_bytes("f99", 0, 1)
+    assert len(_open_below(tmp_path)) == 64
+    source.close()
+    assert not _open_below(tmp_path)

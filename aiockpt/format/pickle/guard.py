@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
+from aiockpt.core.gc_pause import gc_pause
 from aiockpt.core.strides import view_fits
 from aiockpt.format.checks import MAX_DIMS
 from aiockpt.format.dtypes import DTYPES, QUANTIZED_STORAGE_DTYPES, STORAGE_DTYPES
@@ -34,7 +35,8 @@ from aiockpt.format.pickle.machine import (
 _STEPS_PER_BYTE = 64
 _LEAST_STEPS = 100_000
 _LEAST_BYTES = 64 << 20
-_DEEPEST = 500
+_DEEPEST_KEY = 500
+_DEEPEST = 10_000  # pickle and torch.save end at Python's limit of recursion, some 1,000
 _STORAGE_BYTES = {  # of an element, by storage class
     f"torch.{name}": dtype.itemsize for name, dtype in (STORAGE_DTYPES | QUANTIZED_STORAGE_DTYPES).items()
 }
@@ -73,7 +75,8 @@ def check_object_pickle(data: bytes, records: Mapping[str, int], allowed: Collec
     """
     guard = _Guard(data, records, allowed)
     try:
-        guard.run()
+        with gc_pause():  # collections would walk through all values so far, again and again
+            guard.run()
     except _RefusedByTorch:
         return False
     return True
@@ -89,7 +92,7 @@ class _AbstractValue:
     kind: str
     size: int = 0  # of a copy, in elements or bytes
     hashes: int = 1  # steps to hash it, or all that is in a container
-    depth: int = 0  # of nested tuples
+    depth: int = 0  # of nested containers
     items: list[Any] | None = None  # of a tuple
     name: str = ""  # full name of a global, or of a storage's type
     width: int = 1  # bytes of an element of a storage
@@ -109,9 +112,15 @@ class _AbstractValue:
     def add(self, item: Any) -> None:
         self.size += 1
         self.hashes = min(self.hashes + _hash_cost(item), _ENDLESS)
-        self.depth = max(self.depth, _depth_of(item) + (self.kind == "tuple"))
+        self.nest(item)
         if self.kind != "tuple":
             self.collisions += self._add_hash(item)
+
+    def nest(self, item: Any) -> None:
+        """Count the levels of containers that an item adds."""
+        self.depth = max(self.depth, _depth_of(item) + 1)
+        if self.depth > _DEEPEST:
+            raise PickleError(f"it nests containers deeper than {_DEEPEST} levels")
 
     def _add_hash(self, key: Any) -> int:
         """Count one more value, and return how many have its hash already."""
@@ -148,7 +157,7 @@ class _Guard(Machine):
 
     def charge_key(self, key: Any) -> None:
         self.charge(_hash_cost(key))
-        if _depth_of(key) > _DEEPEST:
+        if _depth_of(key) > _DEEPEST_KEY:
             raise PickleError("it has a key of tuples in tuples, too deep to be hashed")
 
     def _find(self, module: str, name: str) -> _AbstractValue:
@@ -286,7 +295,7 @@ def _copy(kind: str, *, hashed: bool = False) -> Any:
                 made.size += arg.size
                 made.hashed = arg.hashed
                 made.hashes = min(made.hashes + arg.hashes, _ENDLESS)
-                made.depth = max(made.depth, arg.depth + 1)
+                made.nest(arg)
             elif type(arg) is str:
                 made.size += len(arg)
         return made
@@ -471,10 +480,11 @@ def _set_items(g: _Guard, items: list[Any]) -> None:
     target = _target(g, "dict")
     if len(items) % 2:
         raise PickleError("it has a key without a value")
-    for key in items[::2]:
+    for key, value in zip(items[::2], items[1::2], strict=True):
         g.charge_key(key)
         collisions = target.collisions
         target.add(key)
+        target.nest(value)
         g.charge(target.collisions - collisions)
 
 
@@ -510,7 +520,7 @@ _OWN: dict[str, Handler] = {
     "]": push_new(partial(_AbstractValue, "list")),
     "}": push_new(partial(_AbstractValue, "dict")),
     "\x8f": push_new(partial(_AbstractValue, "set")),
-    ")": push_new(lambda: _AbstractValue.of_tuple([])),
+    ")": push_new(cache(lambda: _AbstractValue.of_tuple([]))),  # nothing changes a tuple: one is enough
     **tuple_handlers(_AbstractValue.of_tuple),
     **list_handlers(_extend),
     **dict_handlers(_set_items),

@@ -321,10 +321,17 @@ def read_torch_file(
         raise _error_of(name, exc, permission, trust=trust, checked=bool(archive.records["data.pkl"].crc)) from exc
     finally:
         _forget_sparse_tensors()
-    if _expands_too_much(value, len(data)):
+    try:
+        too_much = _expands_too_much(value, len(data))
+    except RecursionError as exc:
         raise LoadError(
-            f"{name} holds one container many times, which holds another many times, or itself; it has more parts than "
-            "can be taken apart. If you trust the file, read it with torch.load."
+            f"{name} nests its containers too deep to be taken apart, or one holds itself; if you trust the file, read "
+            "it with torch.load"
+        ) from exc
+    if too_much:
+        raise LoadError(
+            f"{name} holds one container many times, which holds another many times; it has more parts than can be "
+            "taken apart. If you trust the file, read it with torch.load."
         )
     # By the address of the placeholder, which every view of it has.
     return TorchFile(name, value, {stored.placeholder._cdata: stored for stored in placeholders.by_key.values()})
@@ -446,11 +453,8 @@ _CONTAINERS = (Mapping, list, tuple, set, frozenset, deque)
 
 
 def _expands_too_much(value: Any, nbytes: int) -> bool:
-    """Return whether a value holds itself, or is larger when flattened than an honest pickle of ``nbytes`` bytes."""
-    try:
-        nodes, letters = _expansion(value, {})
-    except RecursionError:
-        return True
+    """Return whether a value is larger when flattened than an honest pickle of ``nbytes`` bytes."""
+    nodes, letters = _expansion(value, {})
     return nodes > _NODES_PER_BYTE * nbytes + _LEAST_NODES or letters > _NODES_PER_BYTE * nbytes + _LEAST_LETTERS
 
 

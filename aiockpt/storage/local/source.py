@@ -254,7 +254,7 @@ class LocalFile:
 # --- checkpoints ----------------------------------------------------------------------------------
 
 
-_OPENED_AHEAD = 64
+_MOST_OPEN = 64  # files; only more that are in use at once may be open
 _ATTEMPTS = 5
 
 
@@ -291,11 +291,11 @@ def _place_of(path: str) -> str:
 
 
 class _Opened:
-    """The descriptors of a source: each is closed once, by its last user."""
+    """The descriptors of a source: each is closed once, by its last user or to make room for another."""
 
     def __init__(self, directory: int) -> None:
         self.directory = directory
-        self.files: dict[str, LocalFile] = {}
+        self.files: dict[str, LocalFile] = {}  # in order of their last use
         self.lock = threading.Lock()
         self.closed = False
 
@@ -310,6 +310,13 @@ class _Opened:
                 if not file.users:
                     file.close()
             self.files.clear()
+
+    def make_room(self) -> None:
+        """Close the files that were not used for longest, so that one more may be opened; call with the lock."""
+        surplus = len(self.files) + 1 - _MOST_OPEN
+        if surplus > 0:
+            for name in [name for name, file in self.files.items() if not file.users][:surplus]:
+                self.files.pop(name).close()
 
     def let_go(self, file: LocalFile) -> None:
         with self.lock:
@@ -381,9 +388,11 @@ class LocalSource(Source):
         with opened.lock:
             if opened.closed:
                 raise LoadError(f"{os.path.join(self._root, name)} was closed before it was read")
-            file = opened.files.get(name)
+            file = opened.files.pop(name, None)
             if file is None:
-                file = opened.files[name] = self._open_file(name)
+                opened.make_room()
+                file = self._open_file(name)
+            opened.files[name] = file  # the last
             file.users += 1
         try:
             yield file
@@ -392,7 +401,7 @@ class LocalSource(Source):
 
     def _open_ahead(self) -> None:
         """Open all files if they are few, so that they can be read even after they were replaced."""
-        if len(self._sizes) > _OPENED_AHEAD:
+        if len(self._sizes) > _MOST_OPEN:
             return
         for name in self._sizes:
             with contextlib.suppress(LoadError):  # reported when it is read, if it ever is
