@@ -89,14 +89,10 @@ class RunLock:
         self.facts = facts
         _held.add(self)
 
-    def is_in_place(self) -> bool:
-        """Return whether the file is still at its path. Blocks."""
-        return self._fd is not None and self._is_own(self._fd)
-
     def check(self) -> None:
         """Raise RunLockedError if the file was removed or replaced, so that others may have the run. Blocks."""
         try:
-            if self._fd is None or self.is_in_place():  # a forked child has none, and can't save
+            if self._fd is None or self._is_own(self._fd):  # a forked child has none, and can't save
                 return
             other = owner_of(os.path.dirname(self._path))
         except OSError as exc:  # the save may succeed all the same, by its retries
@@ -125,8 +121,8 @@ class RunLock:
                 fcntl.flock(fd, fcntl.LOCK_UN)
             os.close(fd)
 
-    def _is_own(self, fd: int) -> bool:
-        return _is_at(fd, self._path) and (self._is_locked or read_facts(fd) == self.facts)
+    def _is_own(self, fd: int | None) -> bool:
+        return fd is not None and _is_at(fd, self._path) and (self._is_locked or read_facts(fd) == self.facts)
 
     def _leave_to_parent(self) -> None:
         """Close the descriptor in a forked child, which would else hold the lock beyond its parent's end."""
@@ -254,7 +250,7 @@ def _make(path: str, facts: LockFacts) -> RunLock | None:
         pass
     finally:
         os.unlink(draft)
-    return made if made.is_in_place() else None
+    return made if made._is_own(made._fd) else None
 
 
 def _write(file: str, path: str, facts: LockFacts) -> RunLock:

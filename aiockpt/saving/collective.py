@@ -19,14 +19,7 @@ from typing import TYPE_CHECKING
 import anyio
 
 from aiockpt.core.wording import some_of
-from aiockpt.errors import (
-    AiockptError,
-    CoordinationError,
-    SaveCancelledError,
-    SaveError,
-    TornSnapshotError,
-    printable_key,
-)
+from aiockpt.errors import AiockptError, CoordinationError, SaveCancelledError, SaveError, TornSnapshotError, printable
 from aiockpt.planning.collective.cache import GlobalPlanCache, SharedPlanCache, plan_cache_of
 from aiockpt.planning.collective.local import LocalPlanner, ReusedPlan, inventory_of, places_of
 from aiockpt.planning.collective.messages import PlanRequest, RankAssignment, RankInventory, Written
@@ -388,14 +381,14 @@ class GlobalSave:
         if len(digests) < len(ranks) or not any(digests):
             return frozenset()
         found = await self._compute.run(differing_replicas, ranks, digests)
-        new = [printable_key(name) for name in found if name not in self._warned]
+        new = [name for name in found if name not in self._warned]
         advice = "make them equal, as by broadcasting them, or put the rank into their names"
         if found and self._job.spec.replicas == "error":
             raise SaveError(f"{some_of(found, _SHOWN)}: these tensors differ between the ranks; {advice}")
         if new:
-            self._warned.update(found)
+            self._warned.update(new)
             text = "%s: these tensors differ between the ranks, so those of the lowest rank are saved; %s"
-            logger.warning(text, some_of(new, _SHOWN), advice)
+            logger.warning(text, printable(some_of(new, _SHOWN)), advice)
         return frozenset(found)
 
     async def publish(self, results: Sequence[Written]) -> list[Summary]:

@@ -39,11 +39,10 @@ class GlobalPlanCache:
 
     is_single_file = False
 
-    def __init__(
-        self, token: int, ranks: Sequence[RankInventory], plan: GlobalPlan, apart: frozenset[str] = frozenset()
-    ) -> None:
+    apart: frozenset[str] = frozenset()  # the tensors that were found to differ between ranks
+
+    def __init__(self, token: int, ranks: Sequence[RankInventory], plan: GlobalPlan) -> None:
         self.token = token
-        self.apart = apart  # the tensors that differ between ranks, as far as has been found
         self.ranks = list(ranks)
         self.plan = plan
         self.tensors = len(plan.tensors)
@@ -193,15 +192,8 @@ class SharedPlanCache(GlobalPlanCache):
 
     knows_places = True  # they follow from the plan
 
-    def __init__(
-        self,
-        token: int,
-        ranks: Sequence[RankInventory],
-        plan: GlobalPlan,
-        form: SafetensorsFormat,
-        apart: frozenset[str],
-    ) -> None:
-        super().__init__(token, ranks, plan, apart)
+    def __init__(self, token: int, ranks: Sequence[RankInventory], plan: GlobalPlan, form: SafetensorsFormat) -> None:
+        super().__init__(token, ranks, plan)
         tensors = plan.tensors.items()
         stored = [Stored(name, whole.dtype, whole.shape) for name, whole in tensors if name not in plan.aliases]
         files = form.plan_files(stored, plan.aliases)
@@ -242,6 +234,8 @@ def plan_cache_of(
 ) -> GlobalPlanCache:
     """Plan for all ranks in a format; raise `SaveError` if they contradict each other."""
     plan = plan_globally(ranks, apart)
+    cache = GlobalPlanCache(token, ranks, plan)
     if isinstance(form, SafetensorsFormat):
-        return SharedPlanCache(token, ranks, plan, form, apart)
-    return GlobalPlanCache(token, ranks, plan, apart)
+        cache = SharedPlanCache(token, ranks, plan, form)
+    cache.apart = apart
+    return cache
