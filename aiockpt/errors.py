@@ -111,7 +111,7 @@ class MissingKeysError(LoadError, KeyError, RuntimeError):
 
     def __str__(self) -> str:
         # KeyError shows the repr of its argument, which would hide the sentence.
-        return printable(str(self.args[0]))
+        return printable(str(self.args[0]) + self._state)
 
 
 class MissingKeysWarning(UserWarning):
