@@ -59,7 +59,9 @@ class Gathering:
     async def _meet(
         self, mine: Any, decide: Callable[[Sequence[Any]], Awaitable[Sequence[Any]]], error: BaseException | None = None
     ) -> Any:
-        if isinstance(error, LoadError) and error._state:  # the other ranks get it without the state of this rank's tensors
+        if (
+            isinstance(error, LoadError) and error._state
+        ):  # the other ranks get it without the state of this rank's tensors
             mine = copy.copy(error)
             mine._state = ""
         round_ = self._coordinator.round("load", self.what, mine, decide)
