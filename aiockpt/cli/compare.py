@@ -51,10 +51,15 @@ class TensorDifference:
         self.max_rel: float | None = None
 
     def add(self, a: torch.Tensor, b: torch.Tensor) -> None:
-        """Compare two parts of one shape; of different dtypes the values are compared, else the bits."""
-        self.elements += a.numel()
-        for one, other in zip(_blocks(a), _blocks(b), strict=True):
+        """Compare two parts of shapes that broadcast; of different dtypes the values are compared, else the bits."""
+        shape = np.broadcast_shapes(a.shape, b.shape)
+        self.elements += math.prod(shape)
+        for one, other in zip(_blocks(a.expand(shape)), _blocks(b.expand(shape)), strict=True):
             self._add(one, other)
+
+    def repeat(self, times: int) -> None:
+        """Count every element that was compared so often."""
+        self.elements, self.differing, self.nan = (n * times for n in (self.elements, self.differing, self.nan))
 
     def _add(self, a: torch.Tensor, b: torch.Tensor) -> None:
         if a.dtype is b.dtype:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import reprlib
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
@@ -17,7 +18,7 @@ from aiockpt.cli.app import Code, CommandError
 from aiockpt.cli.compare import TensorDifference, Tolerance, same_objects
 from aiockpt.cli.output import Column, console, print_json, print_table, shown, size_text
 from aiockpt.cli.progress import Bar, bar
-from aiockpt.cli.statistics import part_indices
+from aiockpt.cli.statistics import distinct_index, part_indices, times_of
 from aiockpt.format.keys import hint, matching
 from aiockpt.reading.info import ObjectInfo, TensorInfo
 from aiockpt.reading.reader import CheckpointReader
@@ -150,12 +151,18 @@ async def _compared(
         if len(group) == 1:
             one, other = group[0]
             parts: list[Any] = [None]
+            times = 1
             if max(one.nbytes, other.nbytes) > _PART_BYTES and one.shape:
-                parts = part_indices(one.shape, _PART_BYTES // max(one.dtype.itemsize, other.dtype.itemsize))
+                _ = times_of(one), times_of(other)  # raises if one is stored in a way that can't be compared
+                shape = tuple(map(max, one.distinct_shape, other.distinct_shape))
+                times = math.prod(one.shape) // math.prod(shape)
+                parts = part_indices(shape, _PART_BYTES // max(one.dtype.itemsize, other.dtype.itemsize))
             for part in parts:
-                values = await _both(a.read(one.key, part), b.read(one.key, part))
+                indices = (part if part is None else distinct_index(info, part) for info in (one, other))
+                values = await _both(*(reader.read(one.key, i) for reader, i in zip((a, b), indices, strict=True)))
                 await asyncio.to_thread(found[0].add, *values)
-                shown_bar.advance(sum(value.nbytes for value in values))
+                shown_bar.advance(times * sum(value.nbytes for value in values))
+            found[0].repeat(times)
         else:
             keys = [one.key for one, _ in group]
             whole = dict.fromkeys(keys)  # a mapping, whose keys are never taken for patterns

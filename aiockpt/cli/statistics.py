@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from aiockpt.errors import LoadError
 from aiockpt.reading.info import TensorInfo
 from aiockpt.reading.reader import CheckpointReader
 
@@ -31,9 +32,10 @@ class Statistics:
 
 
 class Sums:
-    """Figures of a tensor that grow part by part."""
+    """Figures of a tensor that grow part by part; the tensor repeats ``times`` times what is added."""
 
-    def __init__(self) -> None:
+    def __init__(self, times: int = 1) -> None:
+        self._times = times
         self._minimum, self._maximum = math.inf, -math.inf
         self._total = 0.0
         self._count = self._nan = 0
@@ -56,9 +58,10 @@ class Sums:
 
     def result(self) -> Statistics:
         """Return the figures of all parts."""
+        nan = self._nan * self._times
         if not self._count:
-            return Statistics(None, None, None, self._nan)
-        return Statistics(self._minimum, self._maximum, self._total / self._count, self._nan)
+            return Statistics(None, None, None, nan)
+        return Statistics(self._minimum, self._maximum, self._total / self._count, nan)
 
 
 def numbers(part: torch.Tensor) -> torch.Tensor:
@@ -76,12 +79,31 @@ def numbers(part: torch.Tensor) -> torch.Tensor:
 
 
 async def read_parts(reader: CheckpointReader, info: TensorInfo, most: int) -> AsyncIterator[torch.Tensor]:
-    """Yield a tensor in parts of so many bytes at most, or row by row if a row has more."""
+    """Yield the distinct elements of a tensor in parts of so many bytes at most, or row by row if a row has more."""
     if info.nbytes <= most or not info.shape:
         yield await reader.read(info.key)
         return
-    for index in part_indices(info.shape, max(1, most // info.dtype.itemsize)):
+    for index in part_indices(info.distinct_shape, max(1, most // info.dtype.itemsize)):
         yield await reader.read(info.key, index)
+
+
+def times_of(info: TensorInfo) -> int:
+    """Return how often a tensor repeats its distinct elements; raise LoadError if these overlap each other too."""
+    distinct, stored = math.prod(info.distinct_shape), sum(chunk.nbytes for chunk in info.chunks)
+    if info.stride is not None and distinct * info.dtype.itemsize > stored:
+        raise LoadError(
+            f"{info.key} shows {info.nbytes} bytes of which {stored} are stored, as its elements "
+            "overlap, and is too large to be read so; leave it out, by naming other keys"
+        )
+    return math.prod(info.shape) // distinct
+
+
+def distinct_index(info: TensorInfo, index: Sequence[slice | int]) -> tuple[slice | int, ...]:
+    """Return the index of the distinct elements in a part of a tensor."""
+    return tuple(
+        min(i, size - 1) if isinstance(i, int) else slice(min(i.start, size - 1), min(i.stop, size))
+        for i, size in zip(index, info.distinct_shape, strict=True)
+    )
 
 
 def part_indices(shape: Sequence[int], most: int) -> list[tuple[slice | int, ...]]:
@@ -90,7 +112,8 @@ def part_indices(shape: Sequence[int], most: int) -> list[tuple[slice | int, ...
     if row > most and len(shape) > 1:
         return [(number, *rest) for number in range(shape[0]) for rest in part_indices(shape[1:], most)]
     step = max(1, most // max(1, row))
-    return [(slice(start, min(start + step, shape[0])),) for start in range(0, shape[0], step)]
+    rows = [slice(0, size) for size in shape[1:]]
+    return [(slice(start, min(start + step, shape[0])), *rows) for start in range(0, shape[0], step)]
 
 
 async def measure(
@@ -106,7 +129,7 @@ async def measure(
             yield small[key], measured([tensor])
     for info in infos:
         if info.key not in small:
-            sums: Sums | None = Sums()
+            sums: Sums | None = Sums(times_of(info))
             async for part in read_parts(reader, info, PART_BYTES):
                 try:
                     if sums is not None:

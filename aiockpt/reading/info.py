@@ -48,12 +48,20 @@ class TensorInfo:
         dtype: its dtype.
         shape: its shape.
         chunks: the stored pieces.
+        stride: the strides of a tensor that may be a view of what is stored; None: each element is stored.
     """
 
     key: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     chunks: tuple[ChunkInfo, ...]
+    stride: tuple[int, ...] | None = None
+
+    @property
+    def distinct_shape(self) -> tuple[int, ...]:
+        """Its shape, with 1 for each dimension along which an expanded tensor repeats its elements."""
+        stride = self.shape if self.stride is None else self.stride
+        return tuple(size if step else min(size, 1) for size, step in zip(self.shape, stride, strict=True))
 
     @property
     def nbytes(self) -> int:
@@ -89,7 +97,8 @@ def describe(key: str, entry: Entry) -> TensorInfo | ObjectInfo:
         chunks = tuple(
             ChunkInfo(c.place.file, c.place.offset, c.place.length, c.offsets, c.sizes) for c in entry.chunks
         )
-        return TensorInfo(key, entry.dtype, entry.shape, chunks)
+        item = entry.chunks[0].item if len(entry.chunks) == 1 else None
+        return TensorInfo(key, entry.dtype, entry.shape, chunks, None if item is None else item.stride)
     if isinstance(entry, ObjectEntry):
         return ObjectInfo(key, entry.place.file, entry.place.offset, entry.place.length)
     return ObjectInfo(key, "", 0, 0)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from aiockpt.cli.statistics import PART_BYTES, Statistics, Sums, numbers, read_parts
+from aiockpt.cli.statistics import PART_BYTES, Statistics, Sums, numbers, read_parts, times_of
 from aiockpt.reading.info import TensorInfo
 from aiockpt.reading.reader import CheckpointReader
 
@@ -63,20 +63,21 @@ async def survey(reader: CheckpointReader, infos: Sequence[TensorInfo]) -> Async
     for info in infos:
         if info.key in small:
             continue
-        bounds = _Bounds()
+        times = times_of(info)
+        bounds = _Bounds(times)
         async for part in read_parts(reader, info, PART_BYTES):
             bounds.add(part)
         if bins := bounds.bins():
             async for part in read_parts(reader, info, PART_BYTES):
                 bins.add(part)
-        yield info, _result(bounds, bins)
+        yield info, _result(bounds, bins, times)
 
 
 class _Bounds:
-    """Figures of all elements, and the bounds of the finite ones."""
+    """Figures of all elements, and the bounds of the finite ones; ``times`` as in `Sums`."""
 
-    def __init__(self) -> None:
-        self._sums: Sums | None = Sums()
+    def __init__(self, times: int = 1) -> None:
+        self._sums: Sums | None = Sums(times)
         self._low, self._high = math.inf, -math.inf
 
     def add(self, part: torch.Tensor) -> None:
@@ -123,7 +124,7 @@ def _finite(part: torch.Tensor) -> list[torch.Tensor]:
     return [kept for block in blocks if (kept := block[block.isfinite()]).numel()]
 
 
-def _result(bounds: _Bounds, bins: _Bins | None) -> Survey:
+def _result(bounds: _Bounds, bins: _Bins | None, times: int = 1) -> Survey:
     if bins is None:
         return Survey(bounds.figures)
-    return Survey(bounds.figures, bins.low, bins.high, tuple(bins.counts.tolist()))
+    return Survey(bounds.figures, bins.low, bins.high, tuple(n * times for n in bins.counts.tolist()))

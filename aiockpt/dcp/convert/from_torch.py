@@ -13,12 +13,14 @@ import anyio
 import torch
 
 from aiockpt.core.threads import off_duty
+from aiockpt.dcp.convert.parts import check_expansion
 from aiockpt.engine.facade import EngineAccess
 from aiockpt.errors import CheckpointExistsError, CommitError, CorruptCheckpointError, LoadError, UnsafeCheckpointError
 from aiockpt.format.index import InlineEntry, TensorEntry
 from aiockpt.format.item.objects import checked_sparse, extended_allow_list
 from aiockpt.format.item.ziparchive import ZIP_MAGIC
 from aiockpt.format.names import METADATA_NAME
+from aiockpt.planning.flatten import TENSOR_TYPES, StructureError, flatten
 from aiockpt.reading.assemble import build_state
 from aiockpt.reading.executor import LoadTools, MapReader
 from aiockpt.reading.open import read_index
@@ -115,6 +117,11 @@ async def write_checkpoint(
             f"{path} holds a {type(mapped.value).__name__}, not a state dict; load it with torch.load, and save it "
             "within a dict"
         )
+    with contextlib.suppress(StructureError):  # raised by the save
+        flat = flatten(mapped.value)
+        tensors = zip(flat.names, flat.leaves, strict=True)
+        strided = ((n, t) for n, t in tensors if type(t) in TENSOR_TYPES and t.layout is torch.strided)
+        check_expansion(path, ((name, each.nbytes, each.untyped_storage().nbytes()) for name, each in strided))
     inner = os.path.join(target, new_ticket()) if shared else target
 
     submit = checkpointer.submit if isinstance(checkpointer, SyncCheckpointer) else checkpointer.save

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from isal.isal_zlib import crc32
 
-from aiockpt.errors import CorruptCheckpointError
+from aiockpt.errors import CorruptCheckpointError, LoadError
+from aiockpt.format.index import TensorEntry
 from aiockpt.planning.ranges import boxes, select
 from aiockpt.reading.executor import LoadTools, ReadExecutor, run_each
 from aiockpt.reading.read_plan import TensorRead, reads_of
@@ -16,7 +17,7 @@ from aiockpt.reading.read_plan import TensorRead, reads_of
 if TYPE_CHECKING:
     import torch
 
-    from aiockpt.format.index import ChunkEntry, TensorEntry, TensorItem
+    from aiockpt.format.index import ChunkEntry, Entry, TensorItem
     from aiockpt.options import LoadOptions
     from aiockpt.reading.open import OpenCheckpoint
 
@@ -24,6 +25,29 @@ if TYPE_CHECKING:
 
 PART_BYTES = 8 << 20
 _AT_ONCE = 4
+_MOST_EXPANDED_BYTES = 1 << 30
+
+
+def check_expansion(path: str, sizes: Iterable[tuple[str, int, int]]) -> None:
+    """Raise LoadError if a small file would become a huge one: elements that share memory are written one by one.
+
+    ``sizes`` are the names of tensors, their bytes, and the bytes that are stored for them.
+    """
+    more_bytes = 0
+    for name, nbytes, stored in sizes:
+        more_bytes += max(0, nbytes - stored)
+        if more_bytes > _MOST_EXPANDED_BYTES:
+            raise LoadError(
+                f"{name} of {path} would take {nbytes} bytes where {stored} are stored, for its elements share memory; "
+                "leave it out with keys=, or load it and save the part of it that does not repeat itself"
+            )
+
+
+def sizes_of(entries: Mapping[str, Entry]) -> Iterator[tuple[str, int, int]]:
+    """Yield the sizes of tensors for `check_expansion`."""
+    for name, entry in entries.items():
+        if isinstance(entry, TensorEntry) and any(chunk.item is not None for chunk in entry.chunks):
+            yield name, entry.nbytes, sum(chunk.place.length for chunk in entry.chunks)
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ import anyio
 import torch
 
 from aiockpt.core.strides import row_strides
-from aiockpt.dcp.convert.parts import ConversionProgress, PartReader, reads_of_part
+from aiockpt.dcp.convert.parts import ConversionProgress, PartReader, check_expansion, reads_of_part, sizes_of
 from aiockpt.engine.facade import EngineAccess
 from aiockpt.errors import AiockptError, CorruptCheckpointError, SaveError, unwrapped
 from aiockpt.format.index import Entry, Index, InlineEntry, ObjectEntry, TensorEntry
@@ -69,6 +69,7 @@ class Recoding:
                 metadata = check_user_metadata({key: value for key, value in index.metadata.items() if key != "format"})
             form = self.make_form(metadata)
             entries, _ = chosen_entries(path, index, self.options)
+            check_expansion(path, sizes_of(entries))
             if not isinstance(form, DcpFormat):
                 _check_tensors(path, entries)
             blobs = await run(_object_bytes, opened, entries)

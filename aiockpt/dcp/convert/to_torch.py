@@ -19,7 +19,14 @@ from isal.isal_zlib import crc32
 
 from aiockpt.core.strides import is_dense, row_strides
 from aiockpt.dcp.adapter import AnyCheckpointer, write_errors
-from aiockpt.dcp.convert.parts import PART_BYTES, ConversionProgress, PartReader, reads_of_part
+from aiockpt.dcp.convert.parts import (
+    PART_BYTES,
+    ConversionProgress,
+    PartReader,
+    check_expansion,
+    reads_of_part,
+    sizes_of,
+)
 from aiockpt.engine.facade import EngineAccess
 from aiockpt.errors import CheckpointExistsError, CommitError, LoadError, WriteError
 from aiockpt.format.index import ChunkEntry, InlineEntry, ObjectEntry, TensorEntry, TensorItem
@@ -93,6 +100,7 @@ class _Conversion:
         self._path = opened.path
         self._index = opened.index
         self._entries, _ = chosen_entries(opened.path, opened.index, options)
+        check_expansion(opened.path, sizes_of(self._entries))
         self._options = options
         self._run = tools.workers.run
         self._parts = PartReader(opened, options, tools)
