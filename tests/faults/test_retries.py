@@ -157,10 +157,10 @@ async def test_the_last_error_has_the_number_of_attempts() -> None:
     with pytest.raises(OSError, match="busy") as caught:
         await recorded.repeater.run("rename", step)
     assert (step.done, len(recorded.pauses)) == (4, 3)
-    assert "busy (tried 4 times in " in described(caught.value)
+    assert "busy (tried 4 times in " in described(caught.value, "")
     with pytest.raises(OSError, match="Input/output error") as caught:
         await recorded.repeater.run("rename", Step(_error(errno.EIO)))
-    assert described(caught.value) == str(caught.value)
+    assert described(caught.value, "") == str(caught.value)
 
 
 @pytest.mark.asyncio

@@ -48,18 +48,19 @@ def look_into(directory: int, *, unfinished: bool = False, also: Collection[str]
     """
     # Opened anew: btrfs lists what was there when a directory was opened.
     with open_directory(".", dir_fd=directory) as now, os.scandir(now) as entries:
-        kinds = {entry.name: entry.stat(follow_symlinks=False).st_mode for entry in entries}
+        listed = list(entries)
+    is_folder = {entry.name for entry in listed if entry.is_dir(follow_symlinks=False)}
     # A pipe of such a name is not the checkpoint's, except where nobody else may write.
     files = [
-        n
-        for n, mode in kinds.items()
-        if stat.S_ISREG(mode) or stat.S_ISLNK(mode) or (unfinished and not stat.S_ISDIR(mode))
+        entry.name
+        for entry in listed
+        if entry.name not in is_folder and (unfinished or entry.is_symlink() or entry.is_file(follow_symlinks=False))
     ]
     documents = {name: _contents(directory, name) for name in belonging.documents_in(files)}
     own = belonging.own_files(files, documents, unfinished=unfinished)
     own.update(name for name in files if name in also)
-    is_folder = {name for name, mode in kinds.items() if stat.S_ISDIR(mode)}
-    folders, others = [], [n for n in kinds if n not in own and n not in is_folder and not belonging.is_still_open(n)]
+    rest = [entry.name for entry in listed if entry.name not in own and entry.name not in is_folder]
+    folders, others = [], [name for name in rest if not belonging.is_still_open(name)]
     for name in is_folder:
         if unfinished and name.startswith(_PROBE):
             folders.append(name)

@@ -248,22 +248,33 @@ class Publication:
 
         They are compared again after the rename, which is undone if one was changed meanwhile.
         """
-        for name in self._kept:  # of an attempt before
-            remove(os.path.join(self.hidden, name))
-        self._kept = kept_beside(self.path)
-        if self._kept and not is_safetensors(os.listdir(self.hidden)):
+        for attempt in range(_ATTEMPTS):
+            for name in self._kept:  # of an attempt before
+                remove(os.path.join(self.hidden, name))
             self._kept = {}
-        for name in self._kept:
-            source, target = os.path.join(self.path, name), os.path.join(self.hidden, name)
             try:
-                os.link(source, target, follow_symlinks=False)
-            except OSError as exc:
-                if exc.errno not in _CANT_LINK:
+                self._kept = kept_beside(self.path)
+                if self._kept and not is_safetensors(os.listdir(self.hidden)):
+                    self._kept = {}
+                for name in self._kept:
+                    self._link(os.path.join(self.path, name), os.path.join(self.hidden, name))
+            except FileNotFoundError:  # what is at the path is being replaced or deleted
+                if attempt == _ATTEMPTS - 1:
                     raise
-                shutil.copy2(source, target, follow_symlinks=False)
-                with open(target, "rb") as copy:
-                    if self.fsync:
-                        sync_fd(copy.fileno())
+            else:
+                return
+
+    def _link(self, source: str, target: str) -> None:
+        """Link a file, or else copy it durably."""
+        try:
+            os.link(source, target, follow_symlinks=False)
+        except OSError as exc:
+            if exc.errno not in _CANT_LINK:
+                raise
+            shutil.copy2(source, target, follow_symlinks=False)
+            with open(target, "rb") as copy:
+                if self.fsync:
+                    sync_fd(copy.fileno())
 
     def _rename(self, sync: Callable[[], object] | None) -> tuple[_Undo, Identity | None]:
         """Rename to the final name; return how to undo that, and the identity of what had the name before."""
