@@ -161,14 +161,14 @@ def torch_save_to_dcp(
     """Convert a ``torch.save`` file to a checkpoint that ``dcp.load`` reads. Blocks.
 
     The checkpoint appears atomically, complete and durable; if the conversion fails, whatever was there before stays.
-    The directory may hold other files, even the one that is converted: they stay. Tensors are read through a mapping
-    of the file and written through ``staging_bytes`` of memory.
+    The directory may hold other files, even the one that is converted: they stay. At most some 100 MB of tensors are
+    in memory; a file that only torch itself can read is loaded by it, and saved through ``staging_bytes`` of memory.
 
     Args:
         torch_save_path: a file with a state dict.
         dcp_checkpoint_dir: the checkpoint's directory.
         overwrite: replace an existing checkpoint, if nothing else is in its directory.
-        verify: check the CRCs of the file, which takes reading it once more.
+        verify: check the CRCs of the file; large tensors are read once more for that.
         safe_globals: classes and functions that pickled objects may use, in addition to those that torch allows.
         trust: unpickle objects without restriction, which runs whatever code they ask for.
         staging_bytes: staging memory, in bytes.
@@ -182,8 +182,8 @@ def torch_save_to_dcp(
         SaveError: the checkpoint can't be written.
     """
     options = _options(verify=verify, safe_globals=safe_globals, trust=trust)
-    run = partial(write_checkpoint, torch_save_path, dcp_checkpoint_dir, options, overwrite)
-    return _Conversion(torch_save_path, run, staging_bytes)
+    recoding = Recoding(torch_save_path, dcp_checkpoint_dir, _dcp_format, options, {}, overwrite)
+    return _Conversion(torch_save_path, partial(write_checkpoint, recoding), staging_bytes)
 
 
 torch_save_to_dcp_async = _async_form(torch_save_to_dcp)

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from aiockpt.options import LoadOptions, Path
     from aiockpt.planning.layout import FileImage
     from aiockpt.reading.executor import LoadTools
-    from aiockpt.storage.base import Transaction
+    from aiockpt.storage.base import Storage, Transaction
 
 _CHUNK_BYTES = 16 << 20
 _CHUNKS = 4
@@ -58,10 +58,14 @@ class Recoding:
 
     async def run(self, checkpointer: AnyCheckpointer, tools: LoadTools) -> None:
         """Convert, on the checkpointer's loop; if that fails or is cancelled, leave what was there before."""
-        engine, run = EngineAccess(checkpointer), tools.workers.run
+        engine = EngineAccess(checkpointer)
         storage, path = engine.locate(self.path)
-        _, target = engine.locate(self.target)
         opened = await open_checkpoint(storage, path, self.options, tools)
+        await self.convert(opened, *engine.locate(self.target), tools)
+
+    async def convert(self, opened: OpenCheckpoint, storage: Storage, target: str, tools: LoadTools) -> None:
+        """Convert an open checkpoint, and close it."""
+        path, run = opened.path, tools.workers.run
         try:
             index = opened.index
             metadata = self.metadata

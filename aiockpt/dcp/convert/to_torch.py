@@ -18,7 +18,6 @@ import torch
 from isal.isal_zlib import crc32
 
 from aiockpt.core.strides import is_dense, row_strides
-from aiockpt.dcp.adapter import AnyCheckpointer, write_errors
 from aiockpt.dcp.convert.parts import (
     PART_BYTES,
     ConversionProgress,
@@ -42,6 +41,7 @@ from aiockpt.reading.read_plan import ObjectRead, TensorRead, reads_of, value_ke
 from aiockpt.reading.targets import cast
 from aiockpt.staging.pool import MappedMemory
 from aiockpt.storage.local.belonging import why_not_a_checkpoint
+from aiockpt.storage.local.beside import write_errors
 from aiockpt.storage.local.commit import look_at, make_directories, sync_directory
 from aiockpt.storage.local.storage import absolute
 from aiockpt.storage.local.temp_dir import new_ticket
@@ -50,6 +50,7 @@ from aiockpt.storage.syscalls import allocate, rename_noreplace
 if TYPE_CHECKING:
     from typing import Self
 
+    from aiockpt.dcp.adapter import AnyCheckpointer
     from aiockpt.dcp.convert.parts import StoredChunk
     from aiockpt.options import LoadOptions, Path
     from aiockpt.reading.executor import LoadTools
