@@ -127,17 +127,11 @@ def dcp_to_torch_save(
             format that we load.
         torch_save_path: the file to write.
         overwrite: replace an existing file of torch.save or safetensors; if it is a link, the link is replaced.
-        verify: check the CRC of everything that is read, if it has one.
-        safe_globals: classes and functions that pickled objects may use, in addition to those that torch allows.
-        trust: unpickle objects without restriction, which runs whatever code they ask for.
+        verify, safe_globals, trust: see `convert_checkpoint`.
 
     Raises:
-        CheckpointNotFoundError: there is no checkpoint.
-        CorruptCheckpointError: it is unfinished, truncated or changed.
-        UnsafeCheckpointError: an object needs something that was not allowed.
         CheckpointExistsError: the file exists and ``overwrite`` is False, or it is a directory or a file of another
-            kind.
-        WriteError, CommitError: the file can't be written.
+            kind. For other errors see `convert_checkpoint`.
     """
     options = _options(verify=verify, safe_globals=safe_globals, trust=trust)
     run = partial(write_torch_file, dcp_checkpoint_dir, torch_save_path, options, overwrite, ConversionProgress())
@@ -168,18 +162,11 @@ def torch_save_to_dcp(
         torch_save_path: a file with a state dict.
         dcp_checkpoint_dir: the checkpoint's directory.
         overwrite: replace an existing checkpoint, if nothing else is in its directory.
-        verify: check the CRCs of the file; large tensors are read once more for that.
-        safe_globals: classes and functions that pickled objects may use, in addition to those that torch allows.
-        trust: unpickle objects without restriction, which runs whatever code they ask for.
+        verify, safe_globals, trust: see `convert_checkpoint`.
         staging_bytes: staging memory, in bytes.
 
     Raises:
-        CheckpointNotFoundError: there is no file.
-        CorruptCheckpointError: it is damaged.
-        UnsafeCheckpointError: it needs something that was not allowed.
-        LoadError: it can't be read, or holds no state dict.
-        CheckpointExistsError: there is a checkpoint that may not be replaced.
-        SaveError: the checkpoint can't be written.
+        LoadError: the file can't be read, or holds no state dict. For other errors see `convert_checkpoint`.
     """
     options = _options(verify=verify, safe_globals=safe_globals, trust=trust)
     recoding = Recoding(torch_save_path, dcp_checkpoint_dir, _dcp_format, options, {}, overwrite)
@@ -213,22 +200,11 @@ def dcp_to_safetensors(
         dcp_checkpoint_dir: a checkpoint of ``torch.distributed.checkpoint``, of any number of ranks, or of any other
             format that we load.
         safetensors_path: a directory, or a file whose name ends in ``.safetensors``.
-        keys: convert only these: names, names of containers, and glob patterns; see `aiockpt.AsyncCheckpointer.load`.
-            They must be tensors.
-        dtype: cast floating-point tensors to this dtype.
-        shard_bytes: see `aiockpt.AsyncCheckpointer.save`.
-        fqn_to_index_mapping: see there.
-        metadata: see there.
-        overwrite: replace an existing checkpoint.
-        verify: check the CRC of everything that is read, if it has one; large tensors are read once more for that.
+        keys, dtype, overwrite, verify: see `convert_checkpoint`.
+        shard_bytes, fqn_to_index_mapping, metadata: see `aiockpt.AsyncCheckpointer.save`.
 
     Raises:
-        CheckpointNotFoundError: there is no checkpoint.
-        CorruptCheckpointError: it is unfinished, truncated or changed.
-        MissingKeysError: it has none of some keys.
-        SaveError: a key is no tensor, or of a dtype that safetensors has no name for.
-        CheckpointExistsError: something is there that may not be replaced.
-        WriteError, CommitError: the files can't be written.
+        AiockptError: see `convert_checkpoint`.
     """
     facts = check_user_metadata({} if metadata is None else metadata)
     is_file = os.fspath(safetensors_path).endswith(SUFFIX)
@@ -259,17 +235,10 @@ def safetensors_to_dcp(
     Args:
         safetensors_path: a file, or a directory with a file, a set of files, or the shards of several ranks.
         dcp_checkpoint_dir: the checkpoint's directory.
-        keys: convert only these, as for `dcp_to_safetensors`.
-        dtype: cast floating-point tensors to this dtype.
-        overwrite: replace an existing checkpoint.
-        verify: check CRCs, which safetensors files don't have.
+        keys, dtype, overwrite, verify: see `convert_checkpoint`; safetensors files have no CRCs.
 
     Raises:
-        CheckpointNotFoundError: there is nothing.
-        CorruptCheckpointError: a file is truncated or damaged.
-        MissingKeysError: there are none of some keys.
-        CheckpointExistsError: something is there that may not be replaced.
-        WriteError, CommitError: the files can't be written.
+        AiockptError: see `convert_checkpoint`.
     """
     options = _options(keys=keys, dtype=dtype, verify=verify)
     recoding = Recoding(safetensors_path, dcp_checkpoint_dir, _dcp_format, options, {}, overwrite)
@@ -369,7 +338,6 @@ _MODES: dict[str, Callable[..., None]] = {
     "dcp_to_safetensors": dcp_to_safetensors,
     "safetensors_to_dcp": safetensors_to_dcp,
 }
-_RECODES = ("dcp_to_safetensors", "safetensors_to_dcp")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -385,15 +353,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--keys", action="append", help="safetensors: convert only this name or pattern; repeatable")
     parser.add_argument("--dtype", choices=_DTYPES, help="safetensors: cast floating-point tensors to this dtype")
     chosen = parser.parse_args(arguments)
-    given: dict[str, Any] = {"trust": chosen.trust}
-    if chosen.mode in _RECODES:
-        if chosen.trust:
-            parser.error("--trust is for torch.save files: safetensors hold no objects")
-        given = {"keys": chosen.keys, "dtype": chosen.dtype and getattr(torch, chosen.dtype)}
-    elif chosen.keys or chosen.dtype:
-        parser.error(f"--keys and --dtype are for {' and '.join(_RECODES)}")
+    convert = _MODES[chosen.mode]
+    given = {name: value for name in ("trust", "keys", "dtype") if (value := getattr(chosen, name))}
+    for name in given.keys() - inspect.signature(convert).parameters.keys():
+        parser.error(f"--{name} is not an option of {chosen.mode}")
+    if chosen.dtype:
+        given["dtype"] = getattr(torch, chosen.dtype)
     try:
-        _MODES[chosen.mode](chosen.src, chosen.dst, **given)
+        convert(chosen.src, chosen.dst, **given)
     except AiockptError as exc:
         sys.stderr.write(f"{exc}\n")
         return 1
