@@ -30,7 +30,7 @@ Hook = Callable[[str], "Awaitable[object] | object"]
 OnBusy = Literal["wait", "skip", "supersede", "error"]
 OnFailure = Literal["raise", "warn"]
 Planning = Literal["central", "decentralized"]
-SaveFormat = Literal["dcp", "safetensors"]
+SaveFormat = Literal["dcp", "safetensors", "torch"]
 Validation = Literal["versions", "hash"]
 Replicas = Literal["check", "trust", "error"]
 
@@ -283,7 +283,8 @@ class SaveOptions:
             ``transformers``. It stores plain tensors only, under dotted names and in row-major order; a tied tensor is
             stored under its first name, and the header's metadata maps each other name to that. A directory gets
             ``model.safetensors``, or a set of files with ``model.safetensors.index.json``, and `.aiockpt.json` with
-            their CRCs. None: "safetensors" if the path ends in ``.safetensors``, else "dcp".
+            their CRCs. "torch": one file, as ``torch.save`` writes it, from one process. None: by the end of the path,
+            "safetensors" for ``.safetensors``, "torch" for ``.pt``, ``.pth``, ``.ckpt`` and ``.bin``, else "dcp".
         include: save these only: names, names of containers (with everything in them), and glob patterns such as
             ``"model.*.weight"``, whose ``*`` matches dots too. Or a function of the dotted name and the value of each
             tensor and object, which returns whether to save it. A pattern that matches nothing in the state is

@@ -19,11 +19,13 @@ from aiockpt.errors import CheckpointExistsError, SafeGlobalsWarning, SaveError,
 from aiockpt.format.item.objects import needed_for
 from aiockpt.format.manifest.manifest import JsonValue, check_user_metadata
 from aiockpt.format.names import SUFFIX
+from aiockpt.format.recognise import TORCH_SUFFIXES
 from aiockpt.format.transforms.rules import choose_compression
 from aiockpt.options import Path, Replicas, SaveFormat, Validation, check_choice
 from aiockpt.planning.dcp_plan import DcpFormat
 from aiockpt.planning.flatten import NameMemo
 from aiockpt.planning.safetensors_plan import SafetensorsFormat
+from aiockpt.planning.torch_plan import TorchFormat
 from aiockpt.saving.job import SaveJob, SaveSpec
 from aiockpt.snapshot.capture import capture_items, capture_state
 from aiockpt.storage.base import Storage, shared_storage
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from aiockpt.engine.engine import Engine
     from aiockpt.format.transforms.base import Transform
     from aiockpt.planning.collective.local import LocalPlanner
+    from aiockpt.planning.planner import FileFormat
     from aiockpt.planning.snapshot import Snapshot
     from aiockpt.saving.handle import SaveHandle
 
@@ -142,6 +145,11 @@ class Submitter:
         engine.queue.raise_unreported()
         storage, where = locate(request.path, request.storage, self._storage)
         format = format_for(request.format, where)
+        if format == "torch" and together:
+            raise SaveError(
+                f"{where}: a torch.save file is written by one process. Save with format='dcp', and convert it with "
+                "`aiockpt convert`, or save with process_group=None on one rank"
+            )
         if engine.leads:  # one rank decides for all: the others may be behind or ahead of it
             engine.queue.admit(where)
         fallback = self._fallback_for(where, storage, together=together)
@@ -256,14 +264,15 @@ def check_portable(*tools: Storage | Transform) -> None:
 
 def format_for(name: SaveFormat | None, path: str) -> SaveFormat:
     """Return the requested format, or else the one of the path's ending; raise ValueError if they contradict."""
-    if name == "dcp" and path.endswith(SUFFIX):
-        raise ValueError(f"{path} ends in {SUFFIX}, which contradicts format='dcp'; rename it, or leave out format")
-    return name or ("safetensors" if path.endswith(SUFFIX) else "dcp")
+    if name not in (None, "safetensors") and path.endswith(SUFFIX):
+        raise ValueError(f"{path} ends in {SUFFIX}, which contradicts format={name!r}; rename it, or leave out format")
+    # An explicit format='dcp' may make a directory of any other name: some frameworks call theirs `.ckpt`.
+    return name or ("safetensors" if path.endswith(SUFFIX) else "torch" if path.endswith(TORCH_SUFFIXES) else "dcp")
 
 
 def choose_form(
     request: SaveRequest, name: SaveFormat, path: str, metadata: Mapping[str, JsonValue], *, files: int
-) -> SafetensorsFormat | DcpFormat | None:
+) -> FileFormat | None:
     """Return the file format, None for DCP's default form; raise ValueError for options that contradict it."""
     hint = request.separation_hint
     hints = (hint,) if isinstance(hint, str) else tuple(hint or ())
@@ -282,10 +291,14 @@ def choose_form(
             shard_bytes=request.shard_bytes,
             file_of=request.fqn_to_index_mapping,
         )
-    if name != "dcp":
-        raise ValueError(f"format is {name!r}; it must be 'dcp' or 'safetensors'")
+    if name not in ("dcp", "torch"):
+        raise ValueError(f"format is {name!r}; it must be 'dcp', 'safetensors' or 'torch'")
     if request.shard_bytes is not None:
-        raise ValueError("shard_bytes is for format='safetensors'; the dcp format has io_threads files")
+        raise ValueError("shard_bytes is for format='safetensors'")
     if request.fqn_to_index_mapping is not None:
         raise ValueError("fqn_to_index_mapping is for format='safetensors'")
+    if name == "torch":
+        if metadata:
+            raise ValueError("a torch.save file has no place for metadata=: put it into the state")
+        return TorchFormat()
     return DcpFormat(files, hints) if hints else None

@@ -333,7 +333,7 @@ def test_invalid_header_entries_are_refused_during_the_save(
 @pytest.mark.parametrize(
     ("arguments", "path", "message"),
     [
-        ({"format": "torch"}, "c", "format is 'torch'; it must be 'dcp' or 'safetensors'"),
+        ({"format": "pickle"}, "c", "format is 'pickle'; it must be 'dcp', 'safetensors' or 'torch'"),
         ({"shard_bytes": 5}, "c", "shard_bytes is for format='safetensors'"),
         ({"format": "safetensors", "shard_bytes": 5}, "m.safetensors", "the path names one safetensors file"),
         ({"format": "safetensors", "shard_bytes": 0}, "c", "shard_bytes is 0"),

@@ -1,15 +1,12 @@
 """Converts a checkpoint to a ``torch.save`` file, in bounded memory: its framing first, then the bytes, part by part.
 
-Under ``torch.serialization.skip_data``, ``torch.save`` writes everything except the bytes of tensors, which need no
-memory then. It reserves space for each storage, in the order in which it meets them.
+`aiockpt.format.torch_file.framing` says how ``torch.save`` writes the framing alone.
 """
 
 from __future__ import annotations
 
-import io
 import math
 import os
-import pickle
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -31,7 +28,8 @@ from aiockpt.errors import CheckpointExistsError, CommitError, LoadError, WriteE
 from aiockpt.format.index import ChunkEntry, InlineEntry, ObjectEntry, TensorEntry, TensorItem
 from aiockpt.format.item.arrays import ARRAY_RECORD
 from aiockpt.format.item.item_framing import unbacked_tensor
-from aiockpt.format.item.ziparchive import CRC, FramingError, data_offset, read_directory
+from aiockpt.format.item.ziparchive import CRC
+from aiockpt.format.torch_file.framing import ReservedSpace, bytes_of, save_framing, spaces_of
 from aiockpt.planning.ranges import as_stream
 from aiockpt.reading.assemble import build_state
 from aiockpt.reading.jobs import memory_of
@@ -223,7 +221,7 @@ class _Conversion:
 
 def _write_held(file: TorchFileWriter, space: ReservedSpace) -> None:
     """Write the bytes of a storage that is in memory: that of a tensor inside an object."""
-    data = memory_of(torch.empty(0, dtype=torch.uint8).set_(space.storage))
+    data = bytes_of(space.storage)
     file.write(data, space.offset)
     file.seal(space, crc32(data))
 
@@ -267,50 +265,6 @@ def _is_stream_of(each: _Pending, chunk: ChunkEntry, item: TensorItem) -> bool:
 # --- the file ---------------------------------------------------------------------------------------
 
 
-_PROTOCOL = 2  # that torch.save pickles with
-
-
-class _StorageOrder(pickle.Pickler):
-    """Pickles to nowhere, to learn the order in which ``torch.save`` meets the storages."""
-
-    def __init__(self) -> None:
-        super().__init__(io.BytesIO(), protocol=_PROTOCOL)
-        self.found: dict[int, torch.UntypedStorage] = {}
-
-    def persistent_id(self, obj: Any) -> Any:
-        storage = obj._untyped_storage if isinstance(obj, torch.storage.TypedStorage) else obj
-        if not isinstance(storage, torch.UntypedStorage):
-            return None
-        self.found.setdefault(storage._cdata, storage)
-        return "storage"
-
-
-class _PickleModule:
-    """The ``pickle_module`` of ``torch.save``, for quantized and nested tensors: torch refuses to skip their bytes."""
-
-    class Pickler(pickle.Pickler):
-        def reducer_override(self, obj: Any) -> Any:
-            if not isinstance(obj, torch.Tensor) or not (obj.is_quantized or obj.is_nested):
-                return NotImplemented
-            # Only their reduction refuses. Their storages are written as others are, in the order of the dry run.
-            state = torch.serialization._serialization_tls
-            state.skip_data = False
-            try:
-                return obj.__reduce_ex__(_PROTOCOL)  # type: ignore[no-untyped-call]
-            finally:
-                state.skip_data = True
-
-
-@dataclass(frozen=True, slots=True)
-class ReservedSpace:
-    """The space of a storage in the file."""
-
-    storage: torch.UntypedStorage
-    offset: int
-    nbytes: int
-    crc_at: tuple[int, int]  # offsets of its CRC-32: in the data descriptor and in the central directory
-
-
 class TorchFileWriter:
     """Writes a ``torch.save`` file under a hidden name beside its final path, and publishes it. All methods block."""
 
@@ -343,35 +297,18 @@ class TorchFileWriter:
 
     def frame(self, value: Any) -> list[ReservedSpace]:
         """Write everything except the storages' bytes; return the space of each storage that has any."""
-        order = _StorageOrder()
         try:
-            order.dump(value)
+            # A copy of the descriptor, which the file object closes.
+            with write_errors(f"write {self._path}"), os.fdopen(os.dup(self._fd), "r+b") as file:
+                storages = save_framing(value, file)
         except RecursionError:
             raise LoadError(
                 f"the state is nested too deeply for a file of torch.save, {self._path}: convert to dcp, or some keys"
             ) from None
         with write_errors(f"write {self._path}"):
-            # A copy of the descriptor, which the file object closes.
-            with os.fdopen(os.dup(self._fd), "r+b") as file, torch.serialization.skip_data():
-                torch.save(value, file, pickle_module=_PickleModule)
             length = os.fstat(self._fd).st_size
             allocate(self._fd, length)  # the skipped bytes are holes: so a full disk fails now, before tensors are read
-        return self._spaces(list(order.found.values()), length)
-
-    def _spaces(self, storages: list[torch.UntypedStorage], length: int) -> list[ReservedSpace]:
-        def fetch(offset: int, size: int) -> bytes:
-            return os.pread(self._fd, size, offset)
-
-        records = {record.name.partition("/")[2]: record for record in read_directory(length, fetch)}
-        spaces = []
-        for number, storage in enumerate(storages):
-            record = records.get(f"data/{number}")
-            if record is None or record.size != storage.nbytes():
-                raise FramingError(f"torch {torch.__version__} writes storages in an unknown order")
-            if record.size:
-                offset = data_offset(record, fetch)
-                spaces.append(ReservedSpace(storage, offset, record.size, (offset + record.size + 4, record.crc_at)))
-        return spaces
+        return spaces_of(storages, length, lambda offset, size: os.pread(self._fd, size, offset))
 
     def write(self, data: bytes | memoryview, offset: int) -> None:
         """Write bytes at an offset."""
