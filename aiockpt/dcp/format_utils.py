@@ -20,9 +20,7 @@ import torch
 from aiockpt.checkpointer import AsyncCheckpointer
 from aiockpt.dcp.broadcast import BroadcastingTorchSaveReader
 from aiockpt.dcp.convert.from_torch import write_checkpoint
-from aiockpt.dcp.convert.parts import ConversionProgress
-from aiockpt.dcp.convert.recode import Recoding
-from aiockpt.dcp.convert.to_torch import write_torch_file
+from aiockpt.dcp.convert.recode import ConversionProgress, Recoding
 from aiockpt.dcp.planners import DynamicMetaLoadPlanner, EmptyStateDictLoadPlanner, _EmptyStateDictLoadPlanner
 from aiockpt.engine.facade import EngineAccess
 from aiockpt.errors import AiockptError
@@ -32,6 +30,7 @@ from aiockpt.format.names import SUFFIX
 from aiockpt.options import LoadOptions, Path, check_options
 from aiockpt.planning.dcp_plan import DcpFormat
 from aiockpt.planning.safetensors_plan import SafetensorsFormat
+from aiockpt.planning.torch_plan import TorchFormat
 from aiockpt.sync_checkpointer import SyncCheckpointer
 
 if TYPE_CHECKING:
@@ -127,15 +126,17 @@ def dcp_to_torch_save(
             format that we load.
         torch_save_path: the file to write.
         overwrite: replace an existing file of torch.save or safetensors; if it is a link, the link is replaced.
-        verify, safe_globals, trust: see `convert_checkpoint`.
+        verify: see `convert_checkpoint`.
+        safe_globals: see `convert_checkpoint`.
+        trust: see `convert_checkpoint`.
 
     Raises:
         CheckpointExistsError: the file exists and ``overwrite`` is False, or it is a directory or a file of another
             kind. For other errors see `convert_checkpoint`.
     """
     options = _options(verify=verify, safe_globals=safe_globals, trust=trust)
-    run = partial(write_torch_file, dcp_checkpoint_dir, torch_save_path, options, overwrite, ConversionProgress())
-    return _Conversion(dcp_checkpoint_dir, run)
+    recoding = Recoding(dcp_checkpoint_dir, torch_save_path, _torch_format, options, {}, overwrite)
+    return _Conversion(dcp_checkpoint_dir, recoding.run)
 
 
 dcp_to_torch_save_async = _async_form(dcp_to_torch_save)
@@ -162,7 +163,9 @@ def torch_save_to_dcp(
         torch_save_path: a file with a state dict.
         dcp_checkpoint_dir: the checkpoint's directory.
         overwrite: replace an existing checkpoint, if nothing else is in its directory.
-        verify, safe_globals, trust: see `convert_checkpoint`.
+        verify: see `convert_checkpoint`.
+        safe_globals: see `convert_checkpoint`.
+        trust: see `convert_checkpoint`.
         staging_bytes: staging memory, in bytes.
 
     Raises:
@@ -200,8 +203,13 @@ def dcp_to_safetensors(
         dcp_checkpoint_dir: a checkpoint of ``torch.distributed.checkpoint``, of any number of ranks, or of any other
             format that we load.
         safetensors_path: a directory, or a file whose name ends in ``.safetensors``.
-        keys, dtype, overwrite, verify: see `convert_checkpoint`.
-        shard_bytes, fqn_to_index_mapping, metadata: see `aiockpt.AsyncCheckpointer.save`.
+        keys: see `convert_checkpoint`.
+        dtype: see `convert_checkpoint`.
+        shard_bytes: see `aiockpt.AsyncCheckpointer.save`.
+        fqn_to_index_mapping: see there.
+        metadata: see there.
+        overwrite: see `convert_checkpoint`.
+        verify: see `convert_checkpoint`.
 
     Raises:
         AiockptError: see `convert_checkpoint`.
@@ -235,7 +243,10 @@ def safetensors_to_dcp(
     Args:
         safetensors_path: a file, or a directory with a file, a set of files, or the shards of several ranks.
         dcp_checkpoint_dir: the checkpoint's directory.
-        keys, dtype, overwrite, verify: see `convert_checkpoint`; safetensors files have no CRCs.
+        keys: see `convert_checkpoint`.
+        dtype: see `convert_checkpoint`.
+        overwrite: see `convert_checkpoint`.
+        verify: see `convert_checkpoint`; safetensors files have no CRCs.
 
     Raises:
         AiockptError: see `convert_checkpoint`.
@@ -296,19 +307,15 @@ def convert_checkpoint(
     """
     options = _options(keys=keys, dtype=dtype, verify=verify, safe_globals=safe_globals, trust=trust)
     progress = progress or ConversionProgress()
-    match to:
-        case "torch":
-            return _Conversion(path, partial(write_torch_file, path, target, options, overwrite, progress))
-        case "dcp":
-            make_form: Callable[[dict[str, JsonValue]], FileFormat] = _dcp_format
-        case "safetensors":
-            is_file = os.fspath(target).endswith(SUFFIX)
-
-            def make_form(metadata: dict[str, JsonValue]) -> FileFormat:
-                return SafetensorsFormat(metadata, single_file=is_file, shard_bytes=None)
-        case _:
-            raise ValueError(f"to must be 'dcp', 'torch' or 'safetensors', not {to!r}")
-    return _Conversion(path, Recoding(path, target, make_form, options, None, overwrite, progress).run)
+    is_file = os.fspath(target).endswith(SUFFIX)
+    forms: dict[str, Callable[[dict[str, JsonValue]], FileFormat]] = {
+        "dcp": _dcp_format,
+        "torch": _torch_format,
+        "safetensors": partial(SafetensorsFormat, single_file=is_file, shard_bytes=None),
+    }
+    if to not in forms:
+        raise ValueError(f"to must be 'dcp', 'torch' or 'safetensors', not {to!r}")
+    return _Conversion(path, Recoding(path, target, forms[to], options, None, overwrite, progress).run)
 
 
 convert_checkpoint_async = _async_form(convert_checkpoint)
@@ -316,6 +323,10 @@ convert_checkpoint_async = _async_form(convert_checkpoint)
 
 def _dcp_format(_: dict[str, JsonValue]) -> FileFormat:
     return DcpFormat(_FILES)
+
+
+def _torch_format(_: dict[str, JsonValue]) -> FileFormat:
+    return TorchFormat()
 
 
 def _options(

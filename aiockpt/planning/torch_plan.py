@@ -37,9 +37,15 @@ class TorchPlan(SavePlan):
 
 
 class TorchFormat(FileFormat):
-    """The format of ``torch.save``. Tensors are stored as those of the CPU, NumPy arrays as tensors."""
+    """The format of ``torch.save``. Tensors are stored as those of the CPU, NumPy arrays as tensors.
+
+    ``wrapped`` is the only key of the state if the value of that is to be stored, and no dict.
+    """
 
     name = "torch"
+
+    def __init__(self, wrapped: str | None = None) -> None:
+        self._wrapped = wrapped
 
     def describe(self, tensor: torch.Tensor) -> TensorSpec | None:
         """Describe a tensor; its dense strides are kept."""
@@ -60,7 +66,7 @@ class TorchFormat(FileFormat):
         containers = [record for record in snapshot.containers if record["type"] != ARRAY_RECORD]
         state = unflatten(summary.structure.paths, map(values.__getitem__, range(len(values))), containers)
         try:
-            framed = frame_archive(state, later)
+            framed = frame_archive(state if self._wrapped is None else state[self._wrapped], later)
         except Warning:  # an error only because the program makes errors of warnings
             raise
         except Exception as exc:  # torch.save raises many types for what it can't store

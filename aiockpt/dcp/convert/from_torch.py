@@ -11,7 +11,7 @@ import anyio
 import torch
 
 from aiockpt.core.threads import off_duty
-from aiockpt.dcp.convert.parts import check_expansion
+from aiockpt.dcp.convert.recode import check_expansion
 from aiockpt.engine.facade import EngineAccess
 from aiockpt.errors import CheckpointExistsError, CorruptCheckpointError, LoadError, UnsafeCheckpointError
 from aiockpt.format.index import InlineEntry, TensorEntry

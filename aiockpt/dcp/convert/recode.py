@@ -1,19 +1,28 @@
-"""Converts a checkpoint to files of DCP or safetensors, in bounded memory: file by file, a chunk at a time."""
+"""Converts a checkpoint to another format in bounded memory: file by file, a chunk at a time."""
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import anyio
 import torch
+from isal.isal_zlib import crc32
 
 from aiockpt.core.strides import row_strides
-from aiockpt.dcp.convert.parts import ConversionProgress, PartReader, check_expansion, reads_of_part, sizes_of
 from aiockpt.engine.facade import EngineAccess
-from aiockpt.errors import AiockptError, CorruptCheckpointError, SaveError, unwrapped
+from aiockpt.errors import (
+    AiockptError,
+    CheckpointExistsError,
+    CorruptCheckpointError,
+    LoadError,
+    SaveError,
+    unwrapped,
+)
 from aiockpt.format.index import Entry, Index, InlineEntry, ObjectEntry, TensorEntry
 from aiockpt.format.item.arrays import ARRAY_RECORD
 from aiockpt.format.item.objects import encode_object
@@ -22,11 +31,14 @@ from aiockpt.format.keys import containers_within
 from aiockpt.format.manifest.manifest import JsonValue, Manifest, check_user_metadata
 from aiockpt.planning.dcp_plan import DcpFormat
 from aiockpt.planning.planner import FileFormat, SavePlan, StateSummary
+from aiockpt.planning.ranges import boxes, select
 from aiockpt.planning.snapshot import Snapshot, Structure
 from aiockpt.planning.specs import TensorSpec
+from aiockpt.planning.torch_plan import TorchFormat
+from aiockpt.reading.executor import LoadTools, ReadExecutor, run_each
 from aiockpt.reading.load import chosen_entries
 from aiockpt.reading.open import OpenCheckpoint, open_checkpoint
-from aiockpt.reading.read_plan import TensorRead, value_key
+from aiockpt.reading.read_plan import ObjectRead, TensorRead, reads_of, value_key
 from aiockpt.reading.targets import cast
 from aiockpt.staging.pool import MappedMemory
 from aiockpt.writing.commit import CommitDocuments, now, writer_name
@@ -34,14 +46,30 @@ from aiockpt.writing.file_writer import CommitInputs, FileWriter, FilledChunk, W
 
 if TYPE_CHECKING:
     from aiockpt.dcp.adapter import AnyCheckpointer
+    from aiockpt.format.index import ItemRange, TensorItem
     from aiockpt.options import LoadOptions, Path
     from aiockpt.planning.layout import FileImage
-    from aiockpt.reading.executor import LoadTools
     from aiockpt.storage.base import Storage, Transaction
 
 _CHUNK_BYTES = 16 << 20
 _CHUNKS = 4
+PART_BYTES = 8 << 20  # of a large tensor, of which the CRC is checked
+_AT_ONCE = 4
+_MOST_EXPANDED_BYTES = 1 << 30
 _CPU = torch.device("cpu")
+
+
+@dataclass(slots=True)
+class ConversionProgress:
+    """The progress of a conversion, which changes while it runs; a display polls it.
+
+    Attributes:
+        done_bytes: what was read and handed to the disk.
+        total_bytes: what there is to write; 0 until that is known.
+    """
+
+    done_bytes: int = 0
+    total_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +102,22 @@ class Recoding:
             form = self.make_form(metadata)
             entries, _ = chosen_entries(path, index, self.options)
             check_expansion(path, sizes_of(entries))
-            if not isinstance(form, DcpFormat):
-                _check_tensors(path, entries)
-            blobs = await run(_object_bytes, opened, entries)
             containers = _containers_of(index, entries, self.options.dtype)
-            plan = await run(_plan, index, entries, blobs, form, self.options.dtype)
+            reader = PartReader(opened, self.options, tools)
+            blobs: dict[str, bytes] = {}
+            values: dict[str, Any] = {}
+            if isinstance(form, TorchFormat):
+                if await run(os.path.isdir, target):
+                    raise CheckpointExistsError(f"{target} is a directory; name the file to write")
+                form = TorchFormat(index.wrapped)
+                values = await reader.objects(entries)
+            elif isinstance(form, DcpFormat):
+                blobs = await run(_object_bytes, opened, entries)
+            else:
+                _check_tensors(path, entries)
+            plan = await run(_plan, index, entries, blobs, values, containers, form, self.options.dtype, target)
             self.progress.total_bytes = plan.layout.nbytes
-            filler = _Filler(PartReader(opened, self.options, tools), entries, plan)
+            filler = _Filler(reader, entries, plan)
             transaction = await storage.begin(target, overwrite=self.overwrite, workers=tools.workers)
             try:
                 documents = None
@@ -135,6 +172,51 @@ class Recoding:
             await writer.commit()
 
 
+class PartReader:
+    """Reads parts of a checkpoint's tensors, and checks the CRCs that reads of parts can't check."""
+
+    def __init__(self, opened: OpenCheckpoint, options: LoadOptions, tools: LoadTools) -> None:
+        self.executor = ReadExecutor(opened.source, opened.path, options, tools)
+        self._source = opened.source
+        self._path = opened.path
+        self._verify = options.verify
+        self._run = tools.workers.run
+
+    async def objects(self, entries: Mapping[str, Entry]) -> dict[str, Any]:
+        """Return the values of all objects; stored ones are unpickled as far as the caller allows."""
+        reads = [ObjectRead(name, entry.place) for name, entry in entries.items() if isinstance(entry, ObjectEntry)]
+        await self.executor.read_objects(reads)
+        inline = {name: entry.value for name, entry in entries.items() if isinstance(entry, InlineEntry)}
+        return inline | {read.name: read.value for read in reads}
+
+    async def check(self, name: str, entry: TensorEntry) -> None:
+        """Check the CRCs of a tensor that is too large to be read at once, unless the caller wants no checks."""
+        if not self._verify:
+            return
+        reads = [TensorRead(name, entry.dtype, chunk, None) for chunk in entry.chunks if 0 not in chunk.sizes]
+        await self.executor.prepare(reads)
+        located = [(read.chunk.place, await self.executor.locate(read)) for read in reads]
+        checkable = [each for each in located if each[1].crc is not None]
+        await run_each(partial(self._check_chunk, name), checkable, _AT_ONCE)
+
+    async def _check_chunk(self, name: str, located: tuple[ItemRange, TensorItem]) -> None:
+        """Read a chunk of a tensor part by part, and check its CRC."""
+        place, item = located
+        view, crc = memoryview(bytearray(min(PART_BYTES, item.nbytes))), 0
+
+        def read(at: int, part: memoryview) -> int:
+            self._source.read(place.file, place.offset + item.payload_offset + at, part)
+            return crc32(part, crc)
+
+        for at in range(0, item.nbytes, PART_BYTES):
+            crc = await self._run(read, at, view[: item.nbytes - at])
+        if item.crc != crc:
+            raise CorruptCheckpointError(
+                f"{self._path}/{place.file}: the bytes of {name} do not match their CRC: they changed since they were "
+                "written. Use an older checkpoint."
+            )
+
+
 class _Filler:
     """Reads what belongs into the chunks of the new files."""
 
@@ -160,6 +242,19 @@ class _Filler:
         await self._reader.executor.read(reads)
 
 
+def reads_of_part(name: str, entry: TensorEntry, start: int, values: torch.Tensor) -> list[TensorRead]:
+    """Return the reads of the elements from ``start`` on, row by row, that fill ``values``, which may cast them."""
+    reads: list[TensorRead] = []
+    at = 0
+    for box in boxes(entry.shape, start, start + values.numel()):
+        wanted = select(entry.shape, box.index).selections
+        target = values[at : at + box.count].view([selection.count for selection in wanted])
+        is_whole = box.count * entry.dtype.itemsize == entry.nbytes
+        reads += reads_of(name, entry, target, None if is_whole else wanted)
+        at += box.count
+    return reads
+
+
 def _check_tensors(path: str, entries: Mapping[str, Entry]) -> None:
     """Raise SaveError for what is no tensor."""
     other = next((name for name, entry in entries.items() if not isinstance(entry, TensorEntry)), None)
@@ -168,6 +263,28 @@ def _check_tensors(path: str, entries: Mapping[str, Entry]) -> None:
             f"{other} of {path} is not a plain tensor, and a safetensors file holds nothing else: choose the tensors "
             "with keys="
         )
+
+
+def check_expansion(path: str, sizes: Iterable[tuple[str, int, int]]) -> None:
+    """Raise LoadError if a small file would become a huge one: elements that share memory are written one by one.
+
+    ``sizes`` are the names of tensors, their bytes, and the bytes that are stored for them.
+    """
+    more_bytes = 0
+    for name, nbytes, stored in sizes:
+        more_bytes += max(0, nbytes - stored)
+        if more_bytes > _MOST_EXPANDED_BYTES:
+            raise LoadError(
+                f"{name} of {path} would take {nbytes} bytes where {stored} are stored, for its elements share memory; "
+                "leave it out with keys=, or load it and save the part of it that does not repeat itself"
+            )
+
+
+def sizes_of(entries: Mapping[str, Entry]) -> Iterator[tuple[str, int, int]]:
+    """Yield the sizes of tensors for `check_expansion`."""
+    for name, entry in entries.items():
+        if isinstance(entry, TensorEntry) and any(chunk.item is not None for chunk in entry.chunks):
+            yield name, entry.nbytes, sum(chunk.place.length for chunk in entry.chunks)
 
 
 def _object_bytes(opened: OpenCheckpoint, entries: Mapping[str, Entry]) -> dict[str, bytes]:
@@ -206,10 +323,13 @@ def _plan(
     index: Index,
     entries: Mapping[str, Entry],
     blobs: Mapping[str, bytes],
+    values: Mapping[str, Any],
+    containers: list[dict[str, JsonValue]],
     form: FileFormat,
     dtype: torch.dtype | None,
+    target: str,
 ) -> SavePlan:
-    """Lay out the new files, with every tensor row by row."""
+    """Lay out the new files, with every tensor row by row; objects are ``blobs`` or ``values``."""
     first: dict[object, int] = {}
     tied: dict[int, int] = {}
     specs: list[TensorSpec | None] = []
@@ -225,11 +345,20 @@ def _plan(
         if earlier != leaf:
             tied[leaf] = earlier
     names = list(entries)
-    objects = {leaf: blobs[name] for leaf, name in enumerate(names) if specs[leaf] is None}
+    objects = {leaf: name for leaf, name in enumerate(names) if specs[leaf] is None}
     structure = Structure(names, [index.paths[name] for name in names], frozenset(objects))
     form.check(structure.names, specs)
-    summary = StateSummary(structure, specs, frozenset(), tied, len(first))
-    return form.lay_out(summary, Snapshot(structure, [], [], [], blobs=objects))
+    snapshot = Snapshot(structure, containers, [None] * len(names), [None] * len(names))
+    snapshot.blobs = {leaf: blobs[name] for leaf, name in objects.items() if name in blobs}
+    snapshot.values = {leaf: values[name] for leaf, name in objects.items() if name in values}
+    try:
+        return form.lay_out(StateSummary(structure, specs, frozenset(), tied, len(first)), snapshot)
+    except SaveError as exc:
+        if not isinstance(exc.__cause__, RecursionError):
+            raise
+        raise LoadError(
+            f"the state is nested too deeply for a file of torch.save, {target}: convert to dcp, or some keys"
+        ) from exc
 
 
 def _documents(
