@@ -17,6 +17,7 @@ from aiockpt.writing.commit import CommitDocuments, now, writer_name
 
 if TYPE_CHECKING:
     from aiockpt.core.threads import Workers
+    from aiockpt.format.manifest.manifest import JsonValue
     from aiockpt.planning.collective.local import LocalPlanner
     from aiockpt.saving.job import SaveJob
     from aiockpt.storage.base import Transaction
@@ -100,7 +101,8 @@ class LocalSave(_SaveAlone):
         return self._transaction
 
     async def documents(self, plan: SavePlan) -> CommitDocuments | None:
-        return await self._io.run(documents_of, self._job, plan)
+        spec, containers = self._job.spec, self._job.snapshot.containers
+        return await self._io.run(documents_of, plan, dict(spec.metadata), containers, spec.is_transformed)
 
     async def commit(self, plan: SavePlan, writer: ChunkWriter, times_s: Mapping[str, float]) -> SaveResult:
         await writer.write_documents()
@@ -149,7 +151,9 @@ class AppendSave(_SaveAlone):
 # --- the commit documents and the result ------------------------------------------------------------
 
 
-def documents_of(job: SaveJob, plan: SavePlan) -> CommitDocuments | None:
+def documents_of(
+    plan: SavePlan, metadata: dict[str, JsonValue], containers: list[dict[str, JsonValue]], is_transformed: bool = False
+) -> CommitDocuments | None:
     """Encode the metadata and the manifest; None if the checkpoint is one file. Slow for many tensors."""
     if plan.is_single_file:
         return None
@@ -157,17 +161,17 @@ def documents_of(job: SaveJob, plan: SavePlan) -> CommitDocuments | None:
     manifest = Manifest(
         writer=writer_name(),
         created=now(),
-        metadata=dict(job.spec.metadata),
+        metadata=metadata,
         totals={
             "tensors": tensors,
             "objects": objects,
             "tensor_bytes": plan.layout.tensor_bytes,
             "file_bytes": plan.layout.nbytes,
         },
-        containers=job.snapshot.containers,
+        containers=containers,
     )
     names = [image.name for image in plan.layout.images]
-    if job.spec.is_transformed and isinstance(plan, DcpPlan):
+    if is_transformed and isinstance(plan, DcpPlan):
         return CommitDocuments(names, {}, manifest, None, draft_of(plan))
     return CommitDocuments(names, plan.documents(), manifest, plan.index())
 

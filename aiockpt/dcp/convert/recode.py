@@ -28,7 +28,7 @@ from aiockpt.format.item.arrays import ARRAY_RECORD
 from aiockpt.format.item.objects import encode_object
 from aiockpt.format.item.ziparchive import FramingError, read_archive
 from aiockpt.format.keys import containers_within
-from aiockpt.format.manifest.manifest import JsonValue, Manifest, check_user_metadata
+from aiockpt.format.manifest.manifest import JsonValue, check_user_metadata
 from aiockpt.planning.dcp_plan import DcpFormat
 from aiockpt.planning.planner import FileFormat, SavePlan, StateSummary
 from aiockpt.planning.ranges import boxes, select
@@ -40,8 +40,8 @@ from aiockpt.reading.load import chosen_entries
 from aiockpt.reading.open import OpenCheckpoint, open_checkpoint
 from aiockpt.reading.read_plan import ObjectRead, TensorRead, reads_of, value_key
 from aiockpt.reading.targets import cast
+from aiockpt.saving.strategy import documents_of
 from aiockpt.staging.pool import MappedMemory
-from aiockpt.writing.commit import CommitDocuments, now, writer_name
 from aiockpt.writing.file_writer import CommitInputs, FileWriter, FilledChunk, WriterThreads
 
 if TYPE_CHECKING:
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from aiockpt.options import LoadOptions, Path
     from aiockpt.planning.layout import FileImage
     from aiockpt.storage.base import Storage, Transaction
+    from aiockpt.writing.commit import CommitDocuments
 
 _CHUNK_BYTES = 16 << 20
 _CHUNKS = 4
@@ -120,9 +121,7 @@ class Recoding:
             filler = _Filler(reader, entries, plan)
             transaction = await storage.begin(target, overwrite=self.overwrite, workers=tools.workers)
             try:
-                documents = None
-                if not plan.is_single_file:
-                    documents = await run(_documents, plan, metadata, containers)
+                documents = await run(documents_of, plan, metadata, containers)
                 await self._write(plan, filler, documents, transaction, tools)
             except BaseException as exc:
                 error = unwrapped(exc)
@@ -359,18 +358,3 @@ def _plan(
         raise LoadError(
             f"the state is nested too deeply for a file of torch.save, {target}: convert to dcp, or some keys"
         ) from exc
-
-
-def _documents(
-    plan: SavePlan, metadata: dict[str, JsonValue], containers: list[dict[str, JsonValue]]
-) -> CommitDocuments:
-    """Encode the metadata and the manifest."""
-    layout = plan.layout
-    totals = {
-        "tensors": len(layout.specs) - len(layout.structure.objects),
-        "objects": len(layout.structure.objects),
-        "tensor_bytes": layout.tensor_bytes,
-        "file_bytes": layout.nbytes,
-    }
-    manifest = Manifest(writer=writer_name(), created=now(), metadata=metadata, totals=totals, containers=containers)
-    return CommitDocuments([image.name for image in layout.images], plan.documents(), manifest, plan.index())
