@@ -60,7 +60,8 @@ class CheckpointerBase:
         self._storage = LocalStorage(direct_io=options.direct_io, fsync=options.fsync, retries=options.retries)
         self._failures: Failures = deque(maxlen=KEPT)
         self._engine = Engine(options, self._transforms, self._failures)
-        self._parts: dict[str, Any] = {}  # made at their first use
+        self._made_submitter: Submitter | None = None  # until its first use
+        self._made_loader: Loader | None = None  # likewise
         self._warns_as(f"{type(self).__name__}")
 
     def _warns_as(self, what: str) -> None:
@@ -81,24 +82,24 @@ class CheckpointerBase:
     @property
     def _submitter(self) -> Submitter:
         self._engine.origin.check_process()
-        if "submitter" not in self._parts:
+        if self._made_submitter is None:
             with importing():
                 from aiockpt.engine.submit import Submitter
 
-            self._parts.setdefault("submitter", Submitter(self._engine, self._storage, self._transforms))
-        made: Submitter = self._parts["submitter"]
-        return made
+            made = Submitter(self._engine, self._storage, self._transforms)
+            self._made_submitter = self._made_submitter or made
+        return self._made_submitter
 
     @property
     def _loader(self) -> Loader:
         self._engine.origin.check_process()
-        if "loader" not in self._parts:
+        if self._made_loader is None:
             with importing():
                 from aiockpt.engine.loader import Loader
 
-            self._parts.setdefault("loader", Loader(self._engine, self._storage, self._transforms))
-        made: Loader = self._parts["loader"]
-        return made
+            made = Loader(self._engine, self._storage, self._transforms)
+            self._made_loader = self._made_loader or made
+        return self._made_loader
 
     def submit_items(
         self,

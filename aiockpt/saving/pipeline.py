@@ -62,25 +62,6 @@ class SaveTools:
     writer: WriterHost | None = None  # the process that writes
 
 
-async def run_save(job: SaveJob, tools: SaveTools) -> None:
-    """Run one save until it has ended in any way. Never raises: the futures of the save get the outcome."""
-    error: BaseException | None = None
-    result: SaveResult | None = None
-    record_to(job.spans)
-    try:
-        with job.scope:
-            if job.cancel_asked:
-                job.scope.cancel()
-            result = await _Save(job, tools).run()
-        if result is None:  # the scope has absorbed its own cancellation
-            cancelled = SaveCancelledError(f"the save of {job.path} was cancelled; nothing of it is left")
-            error = job.consistency.abort_error or cancelled
-    except BaseException as exc:  # delivered to the waiters, never dropped
-        error = as_save_error(exc)
-    finally:
-        job.settle(result, error)
-
-
 def _strategy_for(job: SaveJob, tools: SaveTools) -> SaveStrategy:
     """Choose how a save is planned and committed."""
     world, spec = tools.world(), job.spec
@@ -129,13 +110,14 @@ class _Progress:
         self._written_bytes = 0
 
 
-class _Save:
+class SavePipeline:
     """One save, from its snapshot to its result."""
+
+    _strategy: SaveStrategy  # since it runs
 
     def __init__(self, job: SaveJob, tools: SaveTools) -> None:
         self._job = job
         self._tools = tools
-        self._strategy = _strategy_for(job, tools)
         self._progress = _Progress(job.handle)
         self._leases = Leases(tools.pool)
         self._planned_s = 0.0
@@ -146,9 +128,35 @@ class _Save:
         self._keeps_chunks = False  # for a second attempt, at the fallback
         self._kept: list[tuple[int, FilledChunk]] = []
 
-    async def run(self) -> SaveResult:
+    async def run(self) -> None:
+        """Run until the save has ended in any way. Never raises: the futures of the save get the outcome."""
         job = self._job
-        job.quarantine = self._quarantine
+        error: BaseException | None = None
+        result: SaveResult | None = None
+        record_to(job.spans)
+        try:
+            with job.scope:
+                if job.cancel_asked:
+                    job.scope.cancel()
+                self._strategy = _strategy_for(job, self._tools)
+                result = await self._save_somewhere()
+            if result is None:  # the scope has absorbed its own cancellation
+                cancelled = SaveCancelledError(f"the save of {job.path} was cancelled; nothing of it is left")
+                error = job.consistency.abort_error or cancelled
+        except BaseException as exc:  # delivered to the waiters, never dropped
+            error = as_save_error(exc)
+        finally:
+            job.settle(result, error)
+
+    def quarantine(self) -> None:
+        """Set the chunks of a hanging thread apart, and keep it from publishing when it returns."""
+        self._leases.quarantine()
+        if self._writer is not None:
+            self._writer.revoke()
+
+    async def _save_somewhere(self) -> SaveResult:
+        """Save to the path, or to the fallback if the storage fails there."""
+        job = self._job
         try:
             return await self._save()
         except BaseException as exc:
@@ -284,8 +292,7 @@ class _Save:
             job.snapshot.release()  # first: once `staged` has come, the save holds no tensor any more
             job.turn.pass_phase("staged")
             self._progress.report("staged")
-            job.on_staged(job)
-            job.handle.staged._settle(None)
+            job.settle_staged()
 
     # --- staging ------------------------------------------------------------------------------------
 
@@ -369,12 +376,6 @@ class _Save:
         await writer.put(number, chunk)
 
     # --- failures, and what comes after -------------------------------------------------------------
-
-    def _quarantine(self) -> None:
-        """Set the chunks of a hanging thread apart, and keep it from publishing when it returns."""
-        self._leases.quarantine()
-        if self._writer is not None:
-            self._writer.revoke()
 
     def _is_storage_failure(self, error: BaseException) -> bool:
         job = self._job

@@ -12,6 +12,7 @@ from aiockpt.core.spans import MOST, Span
 from aiockpt.telemetry.timeline import Recording, Timed
 
 if TYPE_CHECKING:
+    from aiockpt.engine.reports import Follower
     from aiockpt.telemetry.verification import VerifyReport
 
 ReadPhase = Literal["reading", "done", "failed", "cancelled"]
@@ -86,15 +87,16 @@ OnReadProgress = Callable[[ReadProgress], object]
 class ReadReport:
     """Counts and records the work of a load or a verification, and reports its end; a context manager around it."""
 
-    def __init__(self, what: Literal["load", "verify"] = "load", path: str = "") -> None:
+    def __init__(
+        self, what: Literal["load", "verify"] = "load", path: str = "", follower: Follower | None = None
+    ) -> None:
         self.what = what
         self.path = path
+        self._follower = follower  # is told of each count, and of the end
         self.started = time.perf_counter()
         self.spans: list[Span] = []
         self.read_bytes = self.total_bytes = self.tensors = self.objects = 0
         self.result: LoadResult | VerifyReport | None = None
-        self.changed: Callable[[], object] = lambda: None  # called after each count
-        self.ended: Callable[[ReadReport, BaseException | None], object] = lambda *_: None
 
     @property
     def elapsed_s(self) -> float:
@@ -106,15 +108,24 @@ class ReadReport:
         """The operations recorded so far."""
         return Recording(tuple(self.spans), self.started)
 
+    def event(self, phase: ReadPhase) -> ReadProgress:
+        """Return the figures so far."""
+        result = self.result if phase == "done" else None
+        return ReadProgress(self.what, self.path, phase, self.read_bytes, self.total_bytes, self.elapsed_s, result)
+
     def expect(self, nbytes: int) -> None:
         """Count bytes to read."""
         self.total_bytes += nbytes
-        self.changed()
+        self._note_change()
 
     def add(self, nbytes: int) -> None:
         """Count bytes that are read."""
         self.read_bytes += nbytes
-        self.changed()
+        self._note_change()
+
+    def _note_change(self) -> None:
+        if self._follower is not None:
+            self._follower.note_change(self)
 
     def did_read(self, begin: float, nbytes: int, file: str) -> None:
         """Count and record bytes that this thread has read since ``begin``. No lock: for one thread at a time."""
@@ -142,4 +153,5 @@ class ReadReport:
                 loaded_s=self.elapsed_s,
                 recording=self.recording,
             )
-        self.ended(self, error)
+        if self._follower is not None:
+            self._follower.end(self, error)
