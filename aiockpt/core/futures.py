@@ -16,7 +16,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import anyio
 
-from aiockpt.core.threads import Origin, check_asyncio
+from aiockpt.core.threads import Origin, check_asyncio, outlast
 from aiockpt.errors import AiockptError
 
 logger = logging.getLogger("aiockpt")
@@ -199,11 +199,10 @@ class Completion(Future[T]):
         yield from self.settled().__await__()
         return self._deliver()
 
-    async def settled(self) -> None:
-        """Wait until it completes, without its value or error."""
+    def settled(self) -> asyncio.Future[None]:
+        """Return a future of the running loop that is done when this one is, and has neither value nor error."""
         check_asyncio(self._what)
-        if not self._begin_to_wait(blocks=False):
-            return
+        must_wait = self._begin_to_wait(blocks=False)
         loop = asyncio.get_running_loop()
         waiter: asyncio.Future[None] = loop.create_future()
 
@@ -212,21 +211,26 @@ class Completion(Future[T]):
                 waiter.set_result(None)
 
         def wake() -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed, and with it the waiter
+            try:
                 loop.call_soon_threadsafe(arrive)
+            except RuntimeError:  # the loop is closed, and with it the waiter
+                leave()
 
-        with self._condition:
-            if self.done():  # since the check above: a waker that is added now would never be called
-                return
-            self._wakers.append(wake)
-            self._waiting += 1
-        try:
-            await waiter
-        finally:
+        def leave(_: object = None) -> None:
             with self._condition:
                 self._waiting -= 1
                 if wake in self._wakers:
                     self._wakers.remove(wake)
+
+        if must_wait:
+            with self._condition:
+                if not self.done():  # else since the check above: a waker that is added now would never be called
+                    self._wakers.append(wake)
+                    self._waiting += 1
+                    waiter.add_done_callback(leave)
+                    return waiter
+        arrive()
+        return waiter
 
     def _deliver(self) -> T:
         if self._exception is not None:
@@ -321,8 +325,8 @@ class Call(Generic[T]):
         except BaseException:
             if not self.completion.done():
                 self.cancel()
-            # Further cancellations are absorbed: the one that is being delivered stands for them.
-            await self._over()
+            with contextlib.suppress(asyncio.CancelledError):  # the one that is being delivered stands for it
+                await outlast(self.completion.settled())
             self._drop(drop)
             raise
 
@@ -330,23 +334,7 @@ class Call(Generic[T]):
         """Stop it and wait until it has stopped, whatever its outcome. A cancellation is raised afterwards."""
         if not self.completion.done():
             self.cancel()
-        if await self._over():
-            raise asyncio.CancelledError
-
-    async def _over(self) -> bool:
-        """Wait until it is over, however often this task is cancelled; return whether it was.
-
-        The call's resources must not be freed before. A shielded scope is not enough: it lets cancellation by asyncio
-        through.
-        """
-        cancelled = False
-        while not self.completion.done():
-            try:
-                with anyio.CancelScope(shield=True):
-                    await self.completion.settled()
-            except asyncio.CancelledError:
-                cancelled = True
-        return cancelled
+        await outlast(self.completion.settled())  # the call's resources must not be freed before
 
     def result(self, drop: Callable[[T], object] | None = None) -> T:
         """Block for its result. If the caller is interrupted, as by Ctrl-C, the call is stopped first; see `wait`."""
