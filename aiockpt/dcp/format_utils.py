@@ -20,7 +20,6 @@ import torch
 from aiockpt.checkpointer import AsyncCheckpointer
 from aiockpt.dcp.broadcast import BroadcastingTorchSaveReader
 from aiockpt.dcp.convert.from_torch import write_checkpoint
-from aiockpt.dcp.convert.parts import ConversionProgress
 from aiockpt.dcp.convert.recode import Recoding
 from aiockpt.dcp.convert.to_torch import write_torch_file
 from aiockpt.dcp.planners import DynamicMetaLoadPlanner, EmptyStateDictLoadPlanner, _EmptyStateDictLoadPlanner
@@ -29,7 +28,7 @@ from aiockpt.errors import AiockptError
 from aiockpt.format.keys import check_patterns
 from aiockpt.format.manifest.manifest import JsonValue, check_user_metadata
 from aiockpt.format.names import SUFFIX
-from aiockpt.options import LoadOptions, Path, check_options
+from aiockpt.options import LoadOptions, Path, check_options, check_progress
 from aiockpt.planning.dcp_plan import DcpFormat
 from aiockpt.planning.safetensors_plan import SafetensorsFormat
 from aiockpt.sync_checkpointer import SyncCheckpointer
@@ -39,10 +38,11 @@ if TYPE_CHECKING:
     from aiockpt.dcp.adapter import AnyCheckpointer
     from aiockpt.planning.planner import FileFormat
     from aiockpt.reading.executor import LoadTools
+    from aiockpt.telemetry.loads import ReadReport
+    from aiockpt.telemetry.progress import OnProgress
 
 __all__ = [
     "BroadcastingTorchSaveReader",
-    "ConversionProgress",
     "DynamicMetaLoadPlanner",
     "EmptyStateDictLoadPlanner",
     "_EmptyStateDictLoadPlanner",
@@ -70,11 +70,19 @@ class _Conversion:
     """A conversion whose arguments were checked."""
 
     path: Path  # of what is converted
-    run: Callable[[AnyCheckpointer, LoadTools], Coroutine[Any, Any, None]]  # on the checkpointer's loop
+    run: Callable[[AnyCheckpointer, LoadTools, ReadReport], Coroutine[Any, Any, None]]  # on the checkpointer's loop
     staging_bytes: int | None = None
+    progress: OnProgress | None = None
 
     def start(self, checkpointer: AnyCheckpointer) -> Call[None]:
-        return EngineAccess(checkpointer).call(partial(self.run, checkpointer), f"convert {self.path}")
+        engine = EngineAccess(checkpointer)
+        report = engine.reports.read("convert", os.fspath(self.path), self.progress)
+
+        async def run(tools: LoadTools) -> None:
+            with report:
+                await self.run(checkpointer, tools, report)
+
+        return engine.call(run, f"convert {self.path}")
 
 
 def _blocking(prepare: Callable[P, _Conversion]) -> Callable[P, None]:
@@ -140,7 +148,7 @@ def dcp_to_torch_save(
         WriteError, CommitError: the file can't be written.
     """
     options = _options(verify=verify, safe_globals=safe_globals, trust=trust)
-    run = partial(write_torch_file, dcp_checkpoint_dir, torch_save_path, options, overwrite, ConversionProgress())
+    run = partial(write_torch_file, dcp_checkpoint_dir, torch_save_path, options, overwrite)
     return _Conversion(dcp_checkpoint_dir, run)
 
 
@@ -291,7 +299,7 @@ def convert_checkpoint(
     verify: bool = True,
     safe_globals: Sequence[Any] = (),
     trust: bool = False,
-    progress: ConversionProgress | None = None,
+    progress: OnProgress | None = None,
 ) -> _Conversion:
     """Convert a checkpoint of any format that we load to any format that we save, in bounded memory. Blocks.
 
@@ -313,7 +321,7 @@ def convert_checkpoint(
         verify: check the CRC of everything that is read, if it has one; large tensors are read once more for that.
         safe_globals: classes and functions that pickled objects may use, in addition to those that torch allows.
         trust: unpickle objects without restriction, which runs whatever code they ask for.
-        progress: is updated while the conversion runs.
+        progress: a function that is called while the conversion runs, as that of `aiockpt.AsyncCheckpointer.load`.
 
     Raises:
         CheckpointNotFoundError: there is no checkpoint.
@@ -326,10 +334,11 @@ def convert_checkpoint(
         ValueError: there is no such format.
     """
     options = _options(keys=keys, dtype=dtype, verify=verify, safe_globals=safe_globals, trust=trust)
-    progress = progress or ConversionProgress()
+    check_progress(progress)
     match to:
         case "torch":
-            return _Conversion(path, partial(write_torch_file, path, target, options, overwrite, progress))
+            run = partial(write_torch_file, path, target, options, overwrite)
+            return _Conversion(path, run, progress=progress)
         case "dcp":
             make_form: Callable[[dict[str, JsonValue]], FileFormat] = _dcp_format
         case "safetensors":
@@ -339,7 +348,7 @@ def convert_checkpoint(
                 return SafetensorsFormat(metadata, single_file=is_file, shard_bytes=None)
         case _:
             raise ValueError(f"to must be 'dcp', 'torch' or 'safetensors', not {to!r}")
-    return _Conversion(path, Recoding(path, target, make_form, options, None, overwrite, progress).run)
+    return _Conversion(path, Recoding(path, target, make_form, options, None, overwrite).run, progress=progress)
 
 
 convert_checkpoint_async = _async_form(convert_checkpoint)

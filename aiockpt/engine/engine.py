@@ -440,7 +440,7 @@ class _SaveRun:
             async with anyio.create_task_group() as tasks:
                 from aiockpt.saving.pipeline import SavePipeline  # imported already, by the thread that has submitted
 
-                pipeline = SavePipeline(job, self._resources.saves)
+                pipeline = SavePipeline(job, self._resources)
                 if self._timeout_s is not None:
                     tasks.start_soon(self._watch, pipeline, self._timeout_s)
                 await pipeline.run()
@@ -483,7 +483,7 @@ class _SaveRun:
         )
         job.turn.pass_phase("reported")
         logger.error("a thread of the save of %s hangs in the file system; saving goes on without it", job.path)
-        if self._resources.saves.world() is None:  # else the ranks would get out of step
+        if self._resources.world() is None:  # else the ranks would get out of step
             workers = self._resources.io_workers
             job.turn.finish()
             self._extra_threads = workers.count  # as many as the save may block

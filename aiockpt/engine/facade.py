@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from aiockpt.core.futures import Call, Completion
     from aiockpt.engine.loader import Loader
+    from aiockpt.engine.reports import Reports
     from aiockpt.engine.submit import Submitter
     from aiockpt.planning.collective.local import LocalPlanner
     from aiockpt.reading.executor import LoadTools
@@ -233,6 +234,11 @@ class EngineAccess:
     def transforms(self) -> tuple[Transform, ...]:
         """The checkpointer's transforms."""
         return self._checkpointer._transforms
+
+    @property
+    def reports(self) -> Reports:
+        """The observers, and the progress callables."""
+        return self._checkpointer._engine.reports
 
     def locate(self, path: Path, storage: Storage | None = None) -> tuple[Storage, str]:
         """Return the storage of a path, the checkpointer's own if None, and the path in it."""

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from aiockpt.format.transforms.base import Transform
     from aiockpt.reading.reader import CheckpointReader, SyncCheckpointReader
     from aiockpt.storage.base import Storage
-    from aiockpt.telemetry.loads import OnReadProgress, ReadReport
+    from aiockpt.telemetry.loads import ReadReport
+    from aiockpt.telemetry.progress import OnProgress
     from aiockpt.telemetry.verification import VerifyReport
 
 
@@ -139,7 +140,7 @@ class Loader:
         ready = {} if target is None else ready_events(target.tree)
         return CheckpointLoad(storage, report.path, request, state_dict, target, ready, report)
 
-    def verify(self, path: Path, storage: Storage | None, progress: OnReadProgress | None) -> Verifying:
+    def verify(self, path: Path, storage: Storage | None, progress: OnProgress | None) -> Verifying:
         with importing():
             from aiockpt.reading.verify.verify import verify_checkpoint
 

@@ -8,15 +8,16 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from aiockpt.core.threads import DaemonThreads, Duty, Origin
-from aiockpt.telemetry.loads import LoadResult, OnReadProgress, ReadProgress, ReadReport
+from aiockpt.telemetry.loads import LoadResult, ReadReport
 from aiockpt.telemetry.observer import CallEvent, Observer, SaveEvent
 
 if TYPE_CHECKING:
     from aiockpt.engine.queue import Outcome
     from aiockpt.saving.job import SaveJob
+    from aiockpt.telemetry.progress import OnProgress, ProgressEvent, Reading
     from aiockpt.telemetry.saves import SaveResult
 
 MOST_CALLS = 10_000
@@ -64,8 +65,8 @@ class Reports:
 
     # --- loads and deletions --------------------------------------------------------------------------
 
-    def read(self, what: Literal["load", "verify"], path: str, progress: OnReadProgress | None) -> ReadReport:
-        """Report a load or a verification: to its progress callable, and to the observers when it ends."""
+    def read(self, what: Reading, path: str, progress: OnProgress | None) -> ReadReport:
+        """Report to a progress callable how far a call is, and to the observers the end of a load."""
         follower = Follower(self, self._displays, progress)
         report = ReadReport(what, path, follower)
         follower.note_change(report)
@@ -113,7 +114,7 @@ class Reports:
 class Follower:
     """Calls a progress callable, if there is one, with the newest figures: one call at a time for many changes."""
 
-    def __init__(self, reports: Reports, threads: DaemonThreads, function: OnReadProgress | None) -> None:
+    def __init__(self, reports: Reports, threads: DaemonThreads, function: OnProgress | None) -> None:
         self._reports = reports
         self._threads = threads
         self._function = function
@@ -142,7 +143,7 @@ class Follower:
         if not self._is_over:  # else the last event is older, and waits already
             self._tell(event)
 
-    def _tell(self, event: ReadProgress) -> None:
+    def _tell(self, event: ProgressEvent) -> None:
         function = self._function
         if function is None:
             return

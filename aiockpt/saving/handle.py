@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any, Literal
 from aiockpt.core.futures import Completion
 from aiockpt.core.threads import Origin, check_asyncio
 from aiockpt.errors import SaveCancelledError, SaveSkippedError
-from aiockpt.telemetry.saves import Phase, ProgressEvent, SaveResult
+from aiockpt.telemetry.progress import ProgressEvent, ReadPhase, SavePhase
+from aiockpt.telemetry.saves import SaveResult
 
 if TYPE_CHECKING:
     from aiockpt.saving.job import SaveJob
 
-SaveState = Literal["waiting", Phase, "skipped", "cancelled", "failed"]
+SaveState = Literal["waiting", "skipped", SavePhase, ReadPhase]
 
 
 class SaveHandle(Awaitable[SaveResult]):
@@ -51,7 +52,7 @@ class SaveHandle(Awaitable[SaveResult]):
         if last is None:
             return f"<SaveHandle {self.path} {self.state}>"
         return (
-            f"<SaveHandle {self.path} {self.state}: {last.staged_bytes} staged and {last.written_bytes} written "
+            f"<SaveHandle {self.path} {self.state}: {last.staged_bytes} staged and {last.done_bytes} written "
             f"of {last.total_bytes} bytes>"
         )
 

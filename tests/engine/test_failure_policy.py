@@ -128,7 +128,7 @@ def test_a_save_goes_to_the_fallback_when_its_disk_fails(step: str, when: str, o
         result = save.written.result(60)
         assert result.path == str(tmp_path / "spare" / "a")
         *_, last = save.progress()
-        assert last.written_bytes == last.total_bytes
+        assert last.done_bytes == last.total_bytes
         assert "No space left" in str(result.fallback_error)
         assert_same(expected, ckpt.load(result.path))
         assert ckpt.verify(result.path).ok

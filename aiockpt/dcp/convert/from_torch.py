@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from aiockpt.options import LoadOptions, Path
     from aiockpt.saving.handle import SaveHandle
     from aiockpt.storage.base import Source, Storage
+    from aiockpt.telemetry.loads import ReadReport
 
 _RELEASE_BYTES = 64 << 20
 """Pages of the file that was read are released each time so much was staged."""
@@ -104,7 +105,13 @@ def _loaded_by_torch(path: str, options: LoadOptions, why: LoadError) -> Any:
 
 
 async def write_checkpoint(
-    path: Path, target: Path, options: LoadOptions, overwrite: bool, checkpointer: AnyCheckpointer, tools: LoadTools
+    path: Path,
+    target: Path,
+    options: LoadOptions,
+    overwrite: bool,
+    checkpointer: AnyCheckpointer,
+    tools: LoadTools,
+    _report: ReadReport,
 ) -> None:
     """Convert, on the checkpointer's loop; see `aiockpt.dcp.format_utils.torch_save_to_dcp`."""
     engine = EngineAccess(checkpointer)

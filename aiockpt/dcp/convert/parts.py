@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from isal.isal_zlib import crc32
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     from aiockpt.format.index import ChunkEntry, Entry, TensorItem
     from aiockpt.options import LoadOptions
     from aiockpt.reading.open import OpenCheckpoint
+    from aiockpt.telemetry.loads import ReadReport
 
     StoredChunk = tuple[ChunkEntry, TensorItem]
 
@@ -50,19 +50,6 @@ def sizes_of(entries: Mapping[str, Entry]) -> Iterator[tuple[str, int, int]]:
             yield name, entry.nbytes, sum(chunk.place.length for chunk in entry.chunks)
 
 
-@dataclass(slots=True)
-class ConversionProgress:
-    """The progress of a conversion, which changes while it runs; a display polls it.
-
-    Attributes:
-        done_bytes: what was read and handed to the disk.
-        total_bytes: what there is to write; 0 until that is known.
-    """
-
-    done_bytes: int = 0
-    total_bytes: int = 0
-
-
 class PartReader:
     """Reads parts of a checkpoint's tensors, and checks the CRCs that reads of parts can't check."""
 
@@ -90,7 +77,7 @@ class PartReader:
         name: str,
         chunks: Sequence[StoredChunk],
         write: Callable[[ChunkEntry, int, memoryview], None],
-        progress: ConversionProgress | None = None,
+        report: ReadReport | None = None,
     ) -> list[int]:
         """Read chunks of a tensor part by part, check them, and return their CRCs.
 
@@ -110,8 +97,8 @@ class PartReader:
             for at in range(0, item.nbytes, PART_BYTES):
                 part = view[: item.nbytes - at]
                 crc = await self._run(copy, at, part)
-                if progress is not None:
-                    progress.done_bytes += len(part)
+                if report is not None:
+                    report.add(len(part))
             if self._verify and item.crc not in (None, crc):
                 raise CorruptCheckpointError(
                     f"{self._path}/{place.file}: the bytes of {name} do not match their CRC: they changed since they "

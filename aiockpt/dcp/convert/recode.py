@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import anyio
 import torch
 
 from aiockpt.core.strides import row_strides
-from aiockpt.dcp.convert.parts import ConversionProgress, PartReader, check_expansion, reads_of_part, sizes_of
+from aiockpt.dcp.convert.parts import PartReader, check_expansion, reads_of_part, sizes_of
 from aiockpt.engine.facade import EngineAccess
 from aiockpt.errors import AiockptError, CorruptCheckpointError, SaveError, unwrapped
 from aiockpt.format.index import Entry, Index, InlineEntry, ObjectEntry, TensorEntry
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from aiockpt.planning.layout import FileImage
     from aiockpt.reading.executor import LoadTools
     from aiockpt.storage.base import Transaction
+    from aiockpt.telemetry.loads import ReadReport
 
 _CHUNK_BYTES = 16 << 20
 _CHUNKS = 4
@@ -54,9 +55,8 @@ class Recoding:
     options: LoadOptions  # which keys, as which dtype
     metadata: dict[str, JsonValue] | None  # None: that of the checkpoint
     overwrite: bool
-    progress: ConversionProgress = field(default_factory=ConversionProgress)
 
-    async def run(self, checkpointer: AnyCheckpointer, tools: LoadTools) -> None:
+    async def run(self, checkpointer: AnyCheckpointer, tools: LoadTools, report: ReadReport) -> None:
         """Convert, on the checkpointer's loop; if that fails or is cancelled, leave what was there before."""
         engine, run = EngineAccess(checkpointer), tools.workers.run
         storage, path = engine.locate(self.path)
@@ -75,14 +75,14 @@ class Recoding:
             blobs = await run(_object_bytes, opened, entries)
             containers = _containers_of(index, entries, self.options.dtype)
             plan = await run(_plan, index, entries, blobs, form, self.options.dtype)
-            self.progress.total_bytes = plan.layout.nbytes
+            report.expect(plan.layout.nbytes)
             filler = _Filler(PartReader(opened, self.options, tools), entries, plan)
             transaction = await storage.begin(target, overwrite=self.overwrite, workers=tools.workers)
             try:
                 documents = None
                 if not plan.is_single_file:
                     documents = await run(_documents, plan, metadata, containers)
-                await self._write(plan, filler, documents, transaction, tools)
+                await self._write(plan, filler, documents, transaction, tools, report)
             except BaseException as exc:
                 error = unwrapped(exc)
                 with anyio.CancelScope(shield=True):
@@ -101,6 +101,7 @@ class Recoding:
         documents: CommitDocuments | None,
         transaction: Transaction,
         tools: LoadTools,
+        report: ReadReport,
     ) -> None:
         started = time.perf_counter()
         images = plan.layout.images
@@ -123,7 +124,7 @@ class Recoding:
                     stop = min(start + _CHUNK_BYTES, image.nbytes)
                     await filler.fill(image, start, stop, chunk.tensor)
                     await writer.put(number, FilledChunk(chunk.view, start, stop, release))
-                    self.progress.done_bytes += stop - start
+                    report.add(stop - start)
                 writer.end(number)
         await writer.hand_over(CommitInputs(documents, {}, started))
         with anyio.CancelScope(shield=True):  # from here on it is done or undone, not half

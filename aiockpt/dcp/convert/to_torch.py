@@ -21,7 +21,6 @@ from aiockpt.core.strides import is_dense, row_strides
 from aiockpt.dcp.adapter import AnyCheckpointer, write_errors
 from aiockpt.dcp.convert.parts import (
     PART_BYTES,
-    ConversionProgress,
     PartReader,
     check_expansion,
     reads_of_part,
@@ -53,6 +52,7 @@ if TYPE_CHECKING:
     from aiockpt.dcp.convert.parts import StoredChunk
     from aiockpt.options import LoadOptions, Path
     from aiockpt.reading.executor import LoadTools
+    from aiockpt.telemetry.loads import ReadReport
 
 
 _WINDOW_BYTES = 32 << 20
@@ -65,15 +65,15 @@ async def write_torch_file(
     target: Path,
     options: LoadOptions,
     overwrite: bool,
-    progress: ConversionProgress,
     checkpointer: AnyCheckpointer,
     tools: LoadTools,
+    report: ReadReport,
 ) -> None:
     """Convert, on the checkpointer's loop; see `aiockpt.dcp.format_utils.dcp_to_torch_save`."""
     storage, path = EngineAccess(checkpointer).locate(path)
     opened = await open_checkpoint(storage, path, options, tools)
     try:
-        conversion = _Conversion(opened, options, tools, progress)
+        conversion = _Conversion(opened, options, tools, report)
         await conversion.run(absolute(target), overwrite=overwrite)
     finally:
         await tools.workers.run(opened.source.close)
@@ -94,9 +94,7 @@ class _Pending:
 
 
 class _Conversion:
-    def __init__(
-        self, opened: OpenCheckpoint, options: LoadOptions, tools: LoadTools, progress: ConversionProgress
-    ) -> None:
+    def __init__(self, opened: OpenCheckpoint, options: LoadOptions, tools: LoadTools, report: ReadReport) -> None:
         self._path = opened.path
         self._index = opened.index
         self._entries, _ = chosen_entries(opened.path, opened.index, options)
@@ -105,7 +103,7 @@ class _Conversion:
         self._run = tools.workers.run
         self._parts = PartReader(opened, options, tools)
         self._reader = self._parts.executor
-        self._progress = progress
+        self._report = report
         self._window: MappedMemory | None = None
 
     async def run(self, target: str, *, overwrite: bool) -> None:
@@ -116,10 +114,10 @@ class _Conversion:
         try:
             await self._reader.read_objects(objects)
             pending, held = await self._run(self._frame, file, {read.name: read.value for read in objects})
-            self._progress.total_bytes = sum(space.nbytes for space in (*held, *(each.space for each in pending)))
+            self._report.expect(sum(space.nbytes for space in (*held, *(each.space for each in pending))))
             for space in held:
                 await self._run(_write_held, file, space)
-                self._progress.done_bytes += space.nbytes
+                self._report.add(space.nbytes)
             for window in _windows([each for each in pending if not each.is_large]):
                 await self._copy_window(file, window)
             await self._stream_all(file, [each for each in pending if each.is_large])
@@ -163,7 +161,7 @@ class _Conversion:
                 data = memory_of(part)
                 file.write(data, each.space.offset)
                 file.seal(each.space, crc32(data))
-                self._progress.done_bytes += len(data)
+                self._report.add(len(data))
 
         await self._run(write)
 
@@ -196,7 +194,7 @@ class _Conversion:
             await self._reader.read(reads)
             await self._run(file.write, memory_of(part), each.space.offset + start)
             crc = await self._run(crc32, memory_of(part), crc)
-            self._progress.done_bytes += len(part)
+            self._report.add(len(part))
         await self._run(file.seal, each.space, crc)
 
     async def _stream(self, file: TorchFileWriter, each: _Pending, chunks: Sequence[StoredChunk]) -> None:
@@ -210,7 +208,7 @@ class _Conversion:
                 file.write(part[done : done + count * size], each.space.offset + first * size)
                 done += count * size
 
-        crcs = await self._parts.stream(each.name, chunks, write, self._progress)
+        crcs = await self._parts.stream(each.name, chunks, write, self._report)
         if len(chunks) == 1:
             await self._run(file.seal, each.space, crcs[0])
             return
