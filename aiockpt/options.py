@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from aiockpt.format.transforms.rules import CompressRule
     from aiockpt.planning.filters import Filter
     from aiockpt.storage.base import Storage
-    from aiockpt.telemetry.loads import OnReadProgress
+    from aiockpt.telemetry.progress import OnProgress
 
 Path = str | os.PathLike[str]
 MapLocation = Callable[[torch.UntypedStorage, str], torch.UntypedStorage | None] | torch.device | str | dict[str, str]
@@ -383,7 +383,7 @@ class LoadOptions(OpenOptions):
             Writing to a tensor changes a private copy of the page, never the file. The files must not be written to
             while the tensors live; replacing or deleting the checkpoint is safe. Not with a ``state_dict``,
             ``dtype`` or ``map_location``.
-        progress: a function that is called with `ReadProgress` values while the load runs, such as
+        progress: a function that is called with `ProgressEvent` values while the load runs, such as
             ``aiockpt.progress.bar()``. It is called in a thread of its own, and the load does not wait for it: it may
             miss events, but gets the last one, which says how the load has ended. An exception in it is logged, and
             it is not called again.
@@ -396,7 +396,7 @@ class LoadOptions(OpenOptions):
     strict: bool = True
     missing: list[str] | None = None
     mmap: bool = False
-    progress: OnReadProgress | None = None
+    progress: OnProgress | None = None
     default_map_location: InitVar[MapLocation | None] = None
 
     def __post_init__(self, default_map_location: MapLocation | None) -> None:

@@ -20,14 +20,14 @@ import torch
 from aiockpt.checkpointer import AsyncCheckpointer
 from aiockpt.dcp.broadcast import BroadcastingTorchSaveReader
 from aiockpt.dcp.convert.from_torch import write_checkpoint
-from aiockpt.dcp.convert.recode import ConversionProgress, Recoding
+from aiockpt.dcp.convert.recode import Recoding
 from aiockpt.dcp.planners import DynamicMetaLoadPlanner, EmptyStateDictLoadPlanner, _EmptyStateDictLoadPlanner
 from aiockpt.engine.facade import EngineAccess
 from aiockpt.errors import AiockptError
 from aiockpt.format.keys import check_patterns
 from aiockpt.format.manifest.manifest import JsonValue, check_user_metadata
 from aiockpt.format.names import SUFFIX
-from aiockpt.options import LoadOptions, Path, check_options
+from aiockpt.options import LoadOptions, Path, check_options, check_progress
 from aiockpt.planning.dcp_plan import DcpFormat
 from aiockpt.planning.safetensors_plan import SafetensorsFormat
 from aiockpt.planning.torch_plan import TorchFormat
@@ -38,10 +38,11 @@ if TYPE_CHECKING:
     from aiockpt.dcp.adapter import AnyCheckpointer
     from aiockpt.planning.planner import FileFormat
     from aiockpt.reading.executor import LoadTools
+    from aiockpt.telemetry.loads import ReadReport
+    from aiockpt.telemetry.progress import OnProgress
 
 __all__ = [
     "BroadcastingTorchSaveReader",
-    "ConversionProgress",
     "DynamicMetaLoadPlanner",
     "EmptyStateDictLoadPlanner",
     "_EmptyStateDictLoadPlanner",
@@ -69,11 +70,19 @@ class _Conversion:
     """A conversion whose arguments were checked."""
 
     path: Path  # of what is converted
-    run: Callable[[AnyCheckpointer, LoadTools], Coroutine[Any, Any, None]]  # on the checkpointer's loop
+    run: Callable[[AnyCheckpointer, LoadTools, ReadReport], Coroutine[Any, Any, None]]  # on the checkpointer's loop
     staging_bytes: int | None = None
+    progress: OnProgress | None = None
 
     def start(self, checkpointer: AnyCheckpointer) -> Call[None]:
-        return EngineAccess(checkpointer).call(partial(self.run, checkpointer), f"convert {self.path}")
+        engine = EngineAccess(checkpointer)
+        report = engine.reports.read("convert", os.fspath(self.path), self.progress)
+
+        async def run(tools: LoadTools) -> None:
+            with report:
+                await self.run(checkpointer, tools, report)
+
+        return engine.call(run, f"convert {self.path}")
 
 
 def _blocking(prepare: Callable[P, _Conversion]) -> Callable[P, None]:
@@ -271,7 +280,7 @@ def convert_checkpoint(
     verify: bool = True,
     safe_globals: Sequence[Any] = (),
     trust: bool = False,
-    progress: ConversionProgress | None = None,
+    progress: OnProgress | None = None,
 ) -> _Conversion:
     """Convert a checkpoint of any format that we load to any format that we save, in bounded memory. Blocks.
 
@@ -293,7 +302,7 @@ def convert_checkpoint(
         verify: check the CRC of everything that is read, if it has one; large tensors are read once more for that.
         safe_globals: classes and functions that pickled objects may use, in addition to those that torch allows.
         trust: unpickle objects without restriction, which runs whatever code they ask for.
-        progress: is updated while the conversion runs.
+        progress: a function that is called while the conversion runs, as that of `aiockpt.AsyncCheckpointer.load`.
 
     Raises:
         CheckpointNotFoundError: there is no checkpoint.
@@ -306,7 +315,7 @@ def convert_checkpoint(
         ValueError: there is no such format.
     """
     options = _options(keys=keys, dtype=dtype, verify=verify, safe_globals=safe_globals, trust=trust)
-    progress = progress or ConversionProgress()
+    check_progress(progress)
     is_file = os.fspath(target).endswith(SUFFIX)
     forms: dict[str, Callable[[dict[str, JsonValue]], FileFormat]] = {
         "dcp": _dcp_format,
@@ -315,7 +324,7 @@ def convert_checkpoint(
     }
     if to not in forms:
         raise ValueError(f"to must be 'dcp', 'torch' or 'safetensors', not {to!r}")
-    return _Conversion(path, Recoding(path, target, forms[to], options, None, overwrite, progress).run)
+    return _Conversion(path, Recoding(path, target, forms[to], options, None, overwrite).run, progress=progress)
 
 
 convert_checkpoint_async = _async_form(convert_checkpoint)

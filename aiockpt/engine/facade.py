@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from aiockpt.core.futures import Call, Completion
     from aiockpt.engine.loader import Loader
+    from aiockpt.engine.reports import Reports
     from aiockpt.engine.submit import Submitter
     from aiockpt.planning.collective.local import LocalPlanner
     from aiockpt.reading.executor import LoadTools
@@ -60,7 +61,8 @@ class CheckpointerBase:
         self._storage = LocalStorage(direct_io=options.direct_io, fsync=options.fsync, retries=options.retries)
         self._failures: Failures = deque(maxlen=KEPT)
         self._engine = Engine(options, self._transforms, self._failures)
-        self._parts: dict[str, Any] = {}  # made at their first use
+        self._made_submitter: Submitter | None = None  # until its first use
+        self._made_loader: Loader | None = None  # likewise
         self._warns_as(f"{type(self).__name__}")
 
     def _warns_as(self, what: str) -> None:
@@ -81,24 +83,24 @@ class CheckpointerBase:
     @property
     def _submitter(self) -> Submitter:
         self._engine.origin.check_process()
-        if "submitter" not in self._parts:
+        if self._made_submitter is None:
             with importing():
                 from aiockpt.engine.submit import Submitter
 
-            self._parts.setdefault("submitter", Submitter(self._engine, self._storage, self._transforms))
-        made: Submitter = self._parts["submitter"]
-        return made
+            made = Submitter(self._engine, self._storage, self._transforms)
+            self._made_submitter = self._made_submitter or made
+        return self._made_submitter
 
     @property
     def _loader(self) -> Loader:
         self._engine.origin.check_process()
-        if "loader" not in self._parts:
+        if self._made_loader is None:
             with importing():
                 from aiockpt.engine.loader import Loader
 
-            self._parts.setdefault("loader", Loader(self._engine, self._storage, self._transforms))
-        made: Loader = self._parts["loader"]
-        return made
+            made = Loader(self._engine, self._storage, self._transforms)
+            self._made_loader = self._made_loader or made
+        return self._made_loader
 
     def submit_items(
         self,
@@ -232,6 +234,11 @@ class EngineAccess:
     def transforms(self) -> tuple[Transform, ...]:
         """The checkpointer's transforms."""
         return self._checkpointer._transforms
+
+    @property
+    def reports(self) -> Reports:
+        """The observers, and the progress callables."""
+        return self._checkpointer._engine.reports
 
     def locate(self, path: Path, storage: Storage | None = None) -> tuple[Storage, str]:
         """Return the storage of a path, the checkpointer's own if None, and the path in it."""

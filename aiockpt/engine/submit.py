@@ -73,10 +73,8 @@ class Submitter:
             is_calm = (self._options.warn_only and isinstance(exc, WriteError)) or isinstance(exc, SaveSkippedError)
             if not is_calm:
                 raise
-            job = SaveJob.of_failure(
-                path, self._storage, exc, started, self._engine.origin, warn_only=self._options.warn_only
-            )
-            self._engine.queue.record(job, None, exc)
+            job = SaveJob.of_refusal(path, self._storage, exc, started, self._engine)
+            job.settle(None, exc)
             return job.handle
         job.captured_s = time.perf_counter() - started
         return job.handle
@@ -84,7 +82,7 @@ class Submitter:
     def refuse(self, path: str, error: BaseException) -> None:
         """Inform the other ranks, which have called save() too: they must fail, not wait for this one."""
         if self._engine.coordinator() is not None:
-            job = SaveJob.of_refusal(path, self._storage, error, time.perf_counter(), self._engine.origin)
+            job = SaveJob.of_refusal(path, self._storage, error, time.perf_counter(), self._engine)
             self._engine.refuse(job)
 
     def submit_items(
@@ -110,7 +108,7 @@ class Submitter:
             append_planner=planner,
             transforms=transforms,
         )
-        job = SaveJob(spec, self._engine.origin)
+        job = SaveJob(spec, self._engine)
         self._engine.submit(job)
         job.captured_s = time.perf_counter() - started
         return job
@@ -197,7 +195,7 @@ class Submitter:
             fallback=fallback,
             replicas=request.replicas,
         )
-        return SaveJob(spec, engine.origin)
+        return SaveJob(spec, engine)
 
     def _warn_of_permissions(self, capture: Snapshot) -> None:
         """Warn about objects that need ``safe_globals`` or ``trust`` to be loaded, once for each set of classes."""

@@ -16,7 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import aiockpt
-from aiockpt.dcp.format_utils import ConversionProgress, convert_checkpoint, convert_checkpoint_async
+from aiockpt.dcp.format_utils import convert_checkpoint, convert_checkpoint_async
 from tests.memory import peak_growth
 from tests.states import assert_same
 from tests.stock import ALONE
@@ -68,10 +68,12 @@ def flat(state: dict, prefix: str = "") -> dict:
 def test_every_format_becomes_every_other(form: str, to: str, tmp_path: Path) -> None:
     source = write(form, tmp_path / "in", tensors())
     target = tmp_path / f"out{ENDINGS[to]}"
-    progress = ConversionProgress()
-    convert_checkpoint(source, target, to=to, progress=progress)
+    events: list[aiockpt.ProgressEvent] = []
+    convert_checkpoint(source, target, to=to, progress=events.append)
     assert_same(flat(load(target)), flat(tensors()))
-    assert progress.done_bytes == progress.total_bytes > sum(t.nbytes for t in tensors().values()) // 2
+    last = events[-1]
+    assert (last.what, last.path, last.phase) == ("convert", str(source), "done")
+    assert last.done_bytes == last.total_bytes > sum(t.nbytes for t in tensors().values()) // 2
     with aiockpt.SyncCheckpointer() as ckpt:
         assert ckpt.verify(target).ok
     if to == "torch":

@@ -207,7 +207,7 @@ async def test_many_files_in_a_row_with_little_memory(tmp_path: Path) -> None:
         for save in saves:
             await save
     assert events[-1].phase == "committed"
-    assert events[-1].written_bytes == events[-1].total_bytes == events[-1].staged_bytes > 12 * 80_000
+    assert events[-1].done_bytes == events[-1].total_bytes == events[-1].staged_bytes > 12 * 80_000
     for n, state in enumerate(states):
         found = {}
         for number in range(12):

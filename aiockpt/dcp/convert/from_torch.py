@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from aiockpt.options import LoadOptions
     from aiockpt.saving.handle import SaveHandle
     from aiockpt.storage.base import Source, Storage
+    from aiockpt.telemetry.loads import ReadReport
 
 _FINAL = (CorruptCheckpointError, UnsafeCheckpointError, FileNotFoundError)
 """Errors of a file that torch is not asked to read either."""
@@ -87,7 +88,9 @@ def _loaded_by_torch(path: str, options: LoadOptions, why: LoadError) -> Any:
 # --- its conversion -----------------------------------------------------------------------------------
 
 
-async def write_checkpoint(recoding: Recoding, checkpointer: AnyCheckpointer, tools: LoadTools) -> None:
+async def write_checkpoint(
+    recoding: Recoding, checkpointer: AnyCheckpointer, tools: LoadTools, report: ReadReport
+) -> None:
     """Convert, on the checkpointer's loop; see `aiockpt.dcp.format_utils.torch_save_to_dcp`."""
     engine, run = EngineAccess(checkpointer), tools.workers.run
     storage, path = engine.locate(recoding.path)
@@ -106,7 +109,7 @@ async def write_checkpoint(recoding: Recoding, checkpointer: AnyCheckpointer, to
             if opened.index.wrapped is not None:
                 await run(opened.source.close)
                 raise _no_state_dict(path)
-            await recoding.convert(opened, storage, inner, tools)
+            await recoding.convert(opened, storage, inner, tools, report)
         if shared:
             names = {name: name for name in await run(os.listdir, inner) if name != METADATA_NAME}
             await run(beside.publish, inner, target, names, METADATA_NAME)

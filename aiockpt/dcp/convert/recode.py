@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from aiockpt.options import LoadOptions, Path
     from aiockpt.planning.layout import FileImage
     from aiockpt.storage.base import Storage, Transaction
+    from aiockpt.telemetry.loads import ReadReport
     from aiockpt.writing.commit import CommitDocuments
 
 _CHUNK_BYTES = 16 << 20
@@ -58,19 +59,6 @@ PART_BYTES = 8 << 20  # of a large tensor, of which the CRC is checked
 _AT_ONCE = 4
 _MOST_EXPANDED_BYTES = 1 << 30
 _CPU = torch.device("cpu")
-
-
-@dataclass(slots=True)
-class ConversionProgress:
-    """The progress of a conversion, which changes while it runs; a display polls it.
-
-    Attributes:
-        done_bytes: what was read and handed to the disk.
-        total_bytes: what there is to write; 0 until that is known.
-    """
-
-    done_bytes: int = 0
-    total_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,16 +71,17 @@ class Recoding:
     options: LoadOptions  # which keys, as which dtype
     metadata: dict[str, JsonValue] | None  # None: that of the checkpoint
     overwrite: bool
-    progress: ConversionProgress = field(default_factory=ConversionProgress)
 
-    async def run(self, checkpointer: AnyCheckpointer, tools: LoadTools) -> None:
+    async def run(self, checkpointer: AnyCheckpointer, tools: LoadTools, report: ReadReport) -> None:
         """Convert, on the checkpointer's loop; if that fails or is cancelled, leave what was there before."""
         engine = EngineAccess(checkpointer)
         storage, path = engine.locate(self.path)
         opened = await open_checkpoint(storage, path, self.options, tools)
-        await self.convert(opened, *engine.locate(self.target), tools)
+        await self.convert(opened, *engine.locate(self.target), tools, report)
 
-    async def convert(self, opened: OpenCheckpoint, storage: Storage, target: str, tools: LoadTools) -> None:
+    async def convert(
+        self, opened: OpenCheckpoint, storage: Storage, target: str, tools: LoadTools, report: ReadReport
+    ) -> None:
         """Convert an open checkpoint, and close it."""
         path, run = opened.path, tools.workers.run
         try:
@@ -117,12 +106,12 @@ class Recoding:
             else:
                 _check_tensors(path, entries)
             plan = await run(_plan, index, entries, blobs, values, containers, form, self.options.dtype, target)
-            self.progress.total_bytes = plan.layout.nbytes
+            report.expect(plan.layout.nbytes)
             filler = _Filler(reader, entries, plan)
             transaction = await storage.begin(target, overwrite=self.overwrite, workers=tools.workers)
             try:
                 documents = await run(documents_of, plan, metadata, containers)
-                await self._write(plan, filler, documents, transaction, tools)
+                await self._write(plan, filler, documents, transaction, tools, report)
             except BaseException as exc:
                 error = unwrapped(exc)
                 with anyio.CancelScope(shield=True):
@@ -141,6 +130,7 @@ class Recoding:
         documents: CommitDocuments | None,
         transaction: Transaction,
         tools: LoadTools,
+        report: ReadReport,
     ) -> None:
         started = time.perf_counter()
         images = plan.layout.images
@@ -163,7 +153,7 @@ class Recoding:
                     stop = min(start + _CHUNK_BYTES, image.nbytes)
                     await filler.fill(image, start, stop, chunk.tensor)
                     await writer.put(number, FilledChunk(chunk.view, start, stop, release))
-                    self.progress.done_bytes += stop - start
+                    report.add(stop - start)
                 writer.end(number)
         await writer.hand_over(CommitInputs(documents, {}, started))
         with anyio.CancelScope(shield=True):  # from here on it is done or undone, not half

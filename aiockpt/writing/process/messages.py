@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from aiockpt.planning.layout import FileImage, Slot
 from aiockpt.planning.parts import PartImage
@@ -197,4 +197,6 @@ class Log:
     text: str
 
 
-Message = Any
+FromTrainer = Begin | ChunkFilled | Staged | Publish | CommitAsOrphan | Finish | Cancel
+FromWriter = Began | ChunkWritten | FilesWritten | Published | Failed
+Message = Hello | FromTrainer | Ready | Log | FromWriter
