@@ -46,8 +46,9 @@ from aiockpt.dcp.adapter import borrowed
 from aiockpt.dcp.writer import FileSystemWriter, files_of, locations_of, resolved, results_of, write_items
 from aiockpt.errors import AiockptError, CheckpointExistsError, SaveError, WriteError
 from aiockpt.format.index import ItemRange
-from aiockpt.planning.collective.local import LocalPlanner
+from aiockpt.planning.dcp_plan import DcpFormat
 from aiockpt.planning.layout import assign_buckets
+from aiockpt.planning.planner import Planner
 from aiockpt.snapshot.capture import dense_form
 from aiockpt.staging.runtime import has_events, ready_event
 from aiockpt.storage.local import beside
@@ -597,11 +598,11 @@ def _write_bucket(
     if open_file is not None:
         spans = write_stream(open_file, path, (value for _, value in pairs), fsync=fsync)
         return results_of([item for item, _ in pairs], [ItemRange(name, *span) for span in spans])
-    directory, planner = os.path.dirname(path), LocalPlanner(f"{name.removesuffix('.distcp')}_")
+    directory, planner = os.path.dirname(path), Planner(DcpFormat(1), f"{name.removesuffix('.distcp')}_")
     settings = {"staging_bytes": staging_bytes, "direct_io": direct_io, "io_threads": 1}
     values = [(item.index.fqn, value) for item, value in pairs]
     with borrowed(None, fsync=fsync, **settings) as checkpointer:
-        places = write_items(checkpointer, values, directory, planner, files=1, transforms=transforms)
+        places = write_items(checkpointer, values, directory, planner, transforms)
     (written,) = {place.file for place in places}
     os.replace(os.path.join(directory, written), path)
     return results_of([item for item, _ in pairs], [place._replace(file=name) for place in places])

@@ -35,7 +35,8 @@ from aiockpt.errors import CheckpointExistsError, SaveError, WriteError
 from aiockpt.format.index import ItemRange
 from aiockpt.format.names import DCP_VERSION, SUFFIX
 from aiockpt.format.safetensors.writer import Stored, describe_tensors, encode_header, file_order, has_name
-from aiockpt.planning.collective.local import LocalPlanner
+from aiockpt.planning.dcp_plan import DcpFormat
+from aiockpt.planning.planner import Planner
 from aiockpt.storage.local import beside
 from aiockpt.storage.local.storage import absolute
 from aiockpt.storage.local.temp_dir import hold
@@ -120,7 +121,7 @@ class FileSystemWriter(filesystem.FileSystemWriter):
         self._staging_bytes = staging_bytes
         self._direct_io = direct_io
         self._checkpointer = checkpointer
-        self._planners: dict[str, LocalPlanner] = {}
+        self._planners: dict[str, Planner] = {}
         self._unpublished: weakref.finalize[Any, Any] | None = None
 
     def __repr__(self) -> str:
@@ -218,7 +219,7 @@ class FileSystemWriter(filesystem.FileSystemWriter):
         if self._as_safetensors:
             resolve = partial(resolved, planner=planner)
             return write_safetensors(items, resolve, hidden, prefix, one_file=one_file, fsync=self.sync_files)
-        files = self.thread_count if one_file else None
+        form = DcpFormat(self.thread_count if one_file else None)
         settings = {
             "fsync": self.sync_files,
             "io_threads": self.thread_count,
@@ -229,8 +230,8 @@ class FileSystemWriter(filesystem.FileSystemWriter):
         with borrowed(self._checkpointer, **settings) as checkpointer:
             for number, values in enumerate(resolved_batches(items, planner, self._staging_bytes)):
                 name = f"{prefix}{number}_" if number else prefix
-                layout = self._planners.setdefault(name, LocalPlanner(name))
-                places += write_items(checkpointer, values, hidden, layout, files=files, transforms=self._transforms)
+                planner_of_files = self._planners.setdefault(name, Planner(form, name))
+                places += write_items(checkpointer, values, hidden, planner_of_files, self._transforms)
         return places
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -327,13 +328,11 @@ def write_items(
     checkpointer: AnyCheckpointer,
     values: ItemValues,
     directory: str,
-    planner: LocalPlanner,
-    *,
-    files: int | None,
+    planner: Planner,
     transforms: Sequence[Transform] = (),
 ) -> Sequence[ItemRange]:
     """Write items to files; return the location of each. Blocks; if it is interrupted, the files are removed."""
-    job = checkpointer.submit_items(values, directory, planner, files=files, transforms=transforms)
+    job = checkpointer.submit_items(values, directory, planner, transforms)
     try:
         job.handle.written.result()
     except BaseException:

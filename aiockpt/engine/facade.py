@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from aiockpt.engine.loader import Loader
     from aiockpt.engine.reports import Reports
     from aiockpt.engine.submit import Submitter
-    from aiockpt.planning.collective.local import LocalPlanner
+    from aiockpt.planning.planner import Planner
     from aiockpt.reading.executor import LoadTools
     from aiockpt.saving.fence import StepGuard
     from aiockpt.saving.job import SaveJob
@@ -106,18 +106,16 @@ class CheckpointerBase:
         self,
         items: Sequence[tuple[str, torch.Tensor | bytes]],
         directory: Path,
-        planner: LocalPlanner,
-        *,
-        files: int | None = None,
+        planner: Planner,
         transforms: Sequence[Transform] = (),
     ) -> SaveJob:
         """Start to write tensors, and bytes of objects, to files in an existing directory. For adapters.
 
-        The caller makes a checkpoint of the directory. If the save fails, its files are removed. ``planner`` names the
-        files and keeps their layout for the next call. ``files`` is the most files to write; None: one for each item.
-        ``transforms`` are applied to each item, in order.
+        The caller makes a checkpoint of the directory. If the save fails, its files are removed. ``planner`` has the
+        format and the names of the files, and keeps their layout for the next call. ``transforms`` are applied to each
+        item, in order.
         """
-        return self._submitter.submit_items(items, directory, planner, files, transforms)
+        return self._submitter.submit_items(items, directory, planner, transforms)
 
     def _delete(self, path: Path, storage: Storage | None) -> Call[None]:
         storage, where = locate(path, storage, self._storage)

@@ -35,8 +35,7 @@ if TYPE_CHECKING:
 
     from aiockpt.engine.engine import Engine
     from aiockpt.format.transforms.base import Transform
-    from aiockpt.planning.collective.local import LocalPlanner
-    from aiockpt.planning.planner import FileFormat
+    from aiockpt.planning.planner import FileFormat, Planner
     from aiockpt.planning.snapshot import Snapshot
     from aiockpt.saving.handle import SaveHandle
 
@@ -89,8 +88,7 @@ class Submitter:
         self,
         items: Sequence[tuple[str, torch.Tensor | bytes]],
         directory: Path,
-        planner: LocalPlanner,
-        files: int | None,
+        planner: Planner,
         transforms: Sequence[Transform],
     ) -> SaveJob:
         """Queue a save that adds files to a directory; see `CheckpointerBase.submit_items`."""
@@ -104,7 +102,6 @@ class Submitter:
             storage=storage,
             snapshot=capture_items(items, sampled=self._options.validate == "hash"),
             started=started,
-            form=DcpFormat(files),
             append_planner=planner,
             transforms=transforms,
         )

@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     from aiockpt.format.transforms.base import Transform
     from aiockpt.format.transforms.zstd import Zstd
     from aiockpt.options import Hook, Replicas
-    from aiockpt.planning.collective.local import LocalPlanner
-    from aiockpt.planning.planner import FileFormat
+    from aiockpt.planning.planner import FileFormat, Planner
     from aiockpt.saving.turn import Turn
     from aiockpt.storage.base import Storage
     from aiockpt.telemetry.saves import SaveResult
@@ -45,7 +44,7 @@ class SaveSpec:
     form: FileFormat | None = None  # None: DCP's default form
     pre_commit: Hook | None = None
     post_commit: Hook | None = None
-    append_planner: LocalPlanner | None = None  # only adds files to a directory, planned by this
+    append_planner: Planner | None = None  # only adds files to a directory, planned by this
     compression: Sequence[Zstd | None] | None = None  # for each leaf
     transforms: Sequence[Transform] = ()  # applied to every item, after compression
     warn_only: bool = False  # failures are not raised by `staged`, nor by fences

@@ -46,13 +46,11 @@ logger = logging.getLogger("aiockpt")
 def _strategy_for(job: SaveJob, tools: EngineResources) -> SaveStrategy:
     """Choose how a save is planned and committed."""
     world, spec = tools.world(), job.spec
-    if world is None and spec.append_planner is None:
+    if spec.append_planner is not None:
+        return AppendSave(job, spec.append_planner, tools.copy_workers, tools.io_workers)
+    if world is None:
         return LocalSave(job, tools.planner, tools.copy_workers, tools.io_workers)
     form = spec.form if spec.form is not None else DcpFormat(tools.io_workers.count)
-    if isinstance(form, DcpFormat) and spec.append_planner is not None:
-        return AppendSave(job, form, spec.append_planner, tools.copy_workers, tools.io_workers)
-    if world is None:
-        raise SaveError(f"format={form.name!r} can't add files to a directory")
     from aiockpt.saving.collective import CollectiveSave  # imported already, by the thread that met the other ranks
 
     return CollectiveSave(job, form, world, tools.copy_workers, tools.io_workers)
