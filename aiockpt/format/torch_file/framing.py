@@ -8,28 +8,17 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
-from typing import IO, Any, NamedTuple
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from isal.isal_zlib import crc32
 
 from aiockpt.format.item.item_framing import SparseFile
-from aiockpt.format.item.ziparchive import CRC, Framing, FramingError, data_offset, read_directory
+from aiockpt.format.item.ziparchive import CRC, Framing, FramingError, Record, data_offset, read_directory
 
 _PROTOCOL = 2  # that torch.save pickles with
 _CRC_IN_DESCRIPTOR = 4  # the offset of the CRC-32 behind a record's bytes
-
-
-@dataclass(frozen=True, slots=True)
-class ReservedSpace:
-    """The space of a storage in the file."""
-
-    storage: torch.UntypedStorage
-    offset: int
-    nbytes: int
-    crc_at: tuple[int, int]  # offsets of its CRC-32: in the data descriptor and in the central directory
 
 
 class ArchiveFraming(NamedTuple):
@@ -72,55 +61,32 @@ class _PickleModule:
                 state.skip_data = True
 
 
-def save_framing(value: Any, file: IO[bytes]) -> list[torch.UntypedStorage]:
-    """Write a file without the bytes of its storages, over which it seeks; return the storages in their order."""
-    order = _StorageOrder()
+def frame_archive(value: Any, later: Collection[int]) -> ArchiveFraming:
+    """Frame a file whose payloads are the storages in ``later``, by their ``_cdata``; others are in the framing."""
+    order, file = _StorageOrder(), SparseFile()
     order.dump(value)
     with torch.serialization.skip_data():
         torch.save(value, file, pickle_module=_PickleModule)
-    return list(order.found.values())
-
-
-def spaces_of(
-    storages: Sequence[torch.UntypedStorage], length: int, fetch: Callable[[int, int], bytes]
-) -> list[ReservedSpace]:
-    """Return the space of each storage that has any; ``fetch`` returns the bytes at (offset, size) of the file."""
-    records = {record.name.partition("/")[2]: record for record in read_directory(length, fetch)}
-    spaces = []
-    for number, storage in enumerate(storages):
+    records = {record.name.partition("/")[2]: record for record in read_directory(file.length, file.fetch)}
+    payloads: list[tuple[torch.UntypedStorage, int, Record]] = []  # with the offset of each
+    for number, storage in enumerate(order.found.values()):
         record = records.get(f"data/{number}")
         if record is None or record.size != storage.nbytes():
             raise FramingError(f"torch {torch.__version__} writes storages in an unknown order")
-        if record.size:
-            offset = data_offset(record, fetch)
-            crc_at = offset + record.size + _CRC_IN_DESCRIPTOR, record.crc_at
-            spaces.append(ReservedSpace(storage, offset, record.size, crc_at))
-    return spaces
-
-
-def bytes_of(storage: torch.UntypedStorage) -> memoryview:
-    """Return the bytes of a storage, copied if it is not in host memory."""
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).cpu().numpy().data
-
-
-def frame_archive(value: Any, later: Collection[int]) -> ArchiveFraming:
-    """Frame a file whose payloads are the storages in ``later``, by their ``_cdata``; others are in the framing."""
-    file = SparseFile()
-    spaces = spaces_of(save_framing(value, file), file.length, file.fetch)
-    payloads = [space for space in spaces if space.storage._cdata in later]
-    for space in spaces:
-        if space.storage._cdata not in later:
-            file.store(space.offset, bytes_of(space.storage))
+        if record.size and storage._cdata in later:
+            payloads.append((storage, data_offset(records.pop(f"data/{number}"), file.fetch), record))
+        elif record.size:
+            whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+            file.store(data_offset(record, file.fetch), whole.cpu().numpy().data)
     # The records carry CRCs only if torch is set to compute them, and knows their bytes; here they always do.
-    skipped = {space.crc_at[1] for space in payloads}
-    for record in read_directory(file.length, file.fetch):
-        if record.size and record.crc_at not in skipped:
+    for record in records.values():
+        if record.size:
             offset = data_offset(record, file.fetch)
             crc = CRC.pack(crc32(file.fetch(offset, record.size)))
             file.store(offset + record.size + _CRC_IN_DESCRIPTOR, crc)
             file.store(record.crc_at, crc)
     blocks = file.blocks()
-    ends = [space.offset + space.nbytes for space in payloads]
+    ends = [offset + record.size for _, offset, record in payloads]
     if [start for start, _ in blocks] != [0, *ends]:
         raise FramingError(f"torch {torch.__version__} places the bytes of storages in a way that is not known")
     head, *between = (bytes(block) for _, block in blocks)
@@ -129,8 +95,8 @@ def frame_archive(value: Any, later: Collection[int]) -> ArchiveFraming:
     last, tail = len(between) - 1, between[-1]
     suffixes = [(block, (_CRC_IN_DESCRIPTOR,)) for block in between[:-1]]
     framings = [
-        (space.storage, Framing(b"", suffix, crc_at, space.nbytes))
-        for space, (suffix, crc_at) in zip(payloads, [*suffixes, (b"", ())], strict=True)
+        (storage, Framing(b"", suffix, crc_at, record.size))
+        for (storage, _, record), (suffix, crc_at) in zip(payloads, [*suffixes, (b"", ())], strict=True)
     ]
-    directory = [(space.crc_at[1] - ends[-1], number) for number, space in enumerate(payloads)]
+    directory = [(record.crc_at - ends[-1], number) for number, (_, _, record) in enumerate(payloads)]
     return ArchiveFraming(head, framings, tail, [(_CRC_IN_DESCRIPTOR, last), *directory])
