@@ -76,8 +76,9 @@ class Recoding:
         """Convert, on the checkpointer's loop; if that fails or is cancelled, leave what was there before."""
         engine = EngineAccess(checkpointer)
         storage, path = engine.locate(self.path)
+        place = engine.locate(self.target)
         opened = await open_checkpoint(storage, path, self.options, tools)
-        await self.convert(opened, *engine.locate(self.target), tools, report)
+        await self.convert(opened, *place, tools, report)
 
     async def convert(
         self, opened: OpenCheckpoint, storage: Storage, target: str, tools: LoadTools, report: ReadReport
@@ -93,21 +94,20 @@ class Recoding:
             entries, _ = chosen_entries(path, index, self.options)
             check_expansion(path, sizes_of(entries))
             containers = _containers_of(index, entries, self.options.dtype)
-            reader = PartReader(opened, self.options, tools)
+            filler = _Filler(opened, entries, self.options, tools)
             blobs: dict[str, bytes] = {}
             values: dict[str, Any] = {}
             if isinstance(form, TorchFormat):
                 if await run(os.path.isdir, target):
                     raise CheckpointExistsError(f"{target} is a directory; name the file to write")
                 form = TorchFormat(index.wrapped)
-                values = await reader.objects(entries)
+                values = await filler.objects()
             elif isinstance(form, DcpFormat):
                 blobs = await run(_object_bytes, opened, entries)
             else:
                 _check_tensors(path, entries)
             plan = await run(_plan, index, entries, blobs, values, containers, form, self.options.dtype, target)
             report.expect(plan.layout.nbytes)
-            filler = _Filler(reader, entries, plan)
             transaction = await storage.begin(target, overwrite=self.overwrite, workers=tools.workers)
             try:
                 documents = await run(documents_of, plan, metadata, containers)
@@ -151,7 +151,7 @@ class Recoding:
                         room.release()
 
                     stop = min(start + _CHUNK_BYTES, image.nbytes)
-                    await filler.fill(image, start, stop, chunk.tensor)
+                    await filler.fill(plan, image, start, stop, chunk.tensor)
                     await writer.put(number, FilledChunk(chunk.view, start, stop, release))
                     report.add(stop - start)
                 writer.end(number)
@@ -161,30 +161,50 @@ class Recoding:
             await writer.commit()
 
 
-class PartReader:
-    """Reads parts of a checkpoint's tensors, and checks the CRCs that reads of parts can't check."""
+class _Filler:
+    """Reads what belongs into the chunks of the new files, and checks the CRCs that reads of parts can't check."""
 
-    def __init__(self, opened: OpenCheckpoint, options: LoadOptions, tools: LoadTools) -> None:
-        self.executor = ReadExecutor(opened.source, opened.path, options, tools)
+    def __init__(
+        self, opened: OpenCheckpoint, entries: Mapping[str, Entry], options: LoadOptions, tools: LoadTools
+    ) -> None:
+        self._entries = entries
+        self._executor = ReadExecutor(opened.source, opened.path, options, tools)
         self._source = opened.source
         self._path = opened.path
         self._verify = options.verify
         self._run = tools.workers.run
 
-    async def objects(self, entries: Mapping[str, Entry]) -> dict[str, Any]:
+    async def objects(self) -> dict[str, Any]:
         """Return the values of all objects; stored ones are unpickled as far as the caller allows."""
-        reads = [ObjectRead(name, entry.place) for name, entry in entries.items() if isinstance(entry, ObjectEntry)]
-        await self.executor.read_objects(reads)
-        inline = {name: entry.value for name, entry in entries.items() if isinstance(entry, InlineEntry)}
+        entries = self._entries.items()
+        reads = [ObjectRead(name, entry.place) for name, entry in entries if isinstance(entry, ObjectEntry)]
+        await self._executor.read_objects(reads)
+        inline = {name: entry.value for name, entry in entries if isinstance(entry, InlineEntry)}
         return inline | {read.name: read.value for read in reads}
 
-    async def check(self, name: str, entry: TensorEntry) -> None:
+    async def fill(self, plan: SavePlan, image: FileImage, start: int, stop: int, memory: torch.Tensor) -> None:
+        """Read the bytes ``start`` to ``stop`` of a new file into ``memory``, as far as they are of tensors."""
+        reads: list[TensorRead] = []
+        for piece in image.pieces(start, stop):
+            name, spec = plan.layout.structure.names[piece.leaf], plan.layout.specs[piece.leaf]
+            entry = self._entries[name]
+            if spec is None or not isinstance(entry, TensorEntry):
+                raise TypeError(f"{name} is no tensor")
+            nbytes = piece.stop - piece.start
+            values = memory[piece.at : piece.at + nbytes].view(spec.dtype)
+            reads += reads_of_part(name, entry, piece.start // spec.dtype.itemsize, values)
+            is_cut = nbytes < entry.nbytes // entry.dtype.itemsize * spec.dtype.itemsize
+            if is_cut and piece.start == 0:  # reads of parts can't check the CRC of the whole
+                await self._check(name, entry)
+        await self._executor.read(reads)
+
+    async def _check(self, name: str, entry: TensorEntry) -> None:
         """Check the CRCs of a tensor that is too large to be read at once, unless the caller wants no checks."""
         if not self._verify:
             return
         reads = [TensorRead(name, entry.dtype, chunk, None) for chunk in entry.chunks if 0 not in chunk.sizes]
-        await self.executor.prepare(reads)
-        located = [(read.chunk.place, await self.executor.locate(read)) for read in reads]
+        await self._executor.prepare(reads)
+        located = [(read.chunk.place, await self._executor.locate(read)) for read in reads]
         checkable = [each for each in located if each[1].crc is not None]
         await run_each(partial(self._check_chunk, name), checkable, _AT_ONCE)
 
@@ -204,31 +224,6 @@ class PartReader:
                 f"{self._path}/{place.file}: the bytes of {name} do not match their CRC: they changed since they were "
                 "written. Use an older checkpoint."
             )
-
-
-class _Filler:
-    """Reads what belongs into the chunks of the new files."""
-
-    def __init__(self, reader: PartReader, entries: Mapping[str, Entry], plan: SavePlan) -> None:
-        self._reader = reader
-        self._entries = entries
-        self._plan = plan
-
-    async def fill(self, image: FileImage, start: int, stop: int, memory: torch.Tensor) -> None:
-        """Read the bytes ``start`` to ``stop`` of a new file into ``memory``, as far as they are of tensors."""
-        reads: list[TensorRead] = []
-        for piece in image.pieces(start, stop):
-            name, spec = self._plan.layout.structure.names[piece.leaf], self._plan.layout.specs[piece.leaf]
-            entry = self._entries[name]
-            if spec is None or not isinstance(entry, TensorEntry):
-                raise TypeError(f"{name} is no tensor")
-            nbytes = piece.stop - piece.start
-            values = memory[piece.at : piece.at + nbytes].view(spec.dtype)
-            reads += reads_of_part(name, entry, piece.start // spec.dtype.itemsize, values)
-            is_cut = nbytes < entry.nbytes // entry.dtype.itemsize * spec.dtype.itemsize
-            if is_cut and piece.start == 0:  # reads of parts can't check the CRC of the whole
-                await self._reader.check(name, entry)
-        await self._reader.executor.read(reads)
 
 
 def reads_of_part(name: str, entry: TensorEntry, start: int, values: torch.Tensor) -> list[TensorRead]:
