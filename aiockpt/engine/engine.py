@@ -479,12 +479,14 @@ class _SaveRun:
         )
         job.turn.pass_phase("reported")
         logger.error("a thread of the save of %s hangs in the file system; saving goes on without it", job.path)
-        if self._resources.saves.world() is None:  # else the ranks would get out of step
-            workers = self._resources.io_workers
-            job.turn.finish()
-            self._extra_threads = workers.count  # as many as the save may block
-            workers.spare(self._extra_threads)
-            self._queue.abandon(job)
+        world = self._resources.saves.world()
+        if world is not None and job.spec.call is not None:
+            await world.coordinator.give_up(job.spec.call, f"the save of {job.path}", SaveTimeoutError(what))
+        workers = self._resources.io_workers
+        job.turn.finish()
+        self._extra_threads = workers.count  # as many as the save may block
+        workers.spare(self._extra_threads)
+        self._queue.abandon(job)
 
 
 def _late_error(jobs: list[SaveJob], timeout_s: float) -> SaveCancelledError | None:

@@ -274,13 +274,14 @@ class EngineAccess:
         """
         engine = self._checkpointer._engine
         coordinator = engine.coordinator()
+        agreement = None if coordinator is None else coordinator.call("agree")
 
         async def decide_for_all(values: Sequence[Any]) -> Sequence[T]:
             return [decide(values)] * len(values)
 
         async def run(_: LoadTools) -> T:
-            if coordinator is not None:
-                reply: T = await coordinator.round("agree", what, value, decide_for_all)
+            if coordinator is not None and agreement is not None:
+                reply: T = await coordinator.round(agreement, what, value, decide_for_all)
                 return reply
             if isinstance(value, BaseException):
                 raise value

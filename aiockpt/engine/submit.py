@@ -31,6 +31,7 @@ from aiockpt.storage.base import Storage, shared_storage
 if TYPE_CHECKING:
     import torch
 
+    from aiockpt.coordination.protocol import Call
     from aiockpt.engine.engine import Engine
     from aiockpt.format.transforms.base import Transform
     from aiockpt.planning.collective.local import LocalPlanner
@@ -57,16 +58,17 @@ class Submitter:
         """Queue a save; see `aiockpt.AsyncCheckpointer.save`."""
         started = time.perf_counter()
         coordinator = self._engine.coordinator()
+        call = None if coordinator is None else coordinator.call("save")
         path = printable_path(request.path)
         self._engine.origin.check(f"a save to {path}")
         try:
-            job = self._job(request, started, ranks=None if coordinator is None else coordinator.world_size)
+            job = self._job(request, started, call, ranks=None if coordinator is None else coordinator.world_size)
             captured = time.perf_counter()
             job.captured_s = captured - started
             job.spans.append(Span("capture", threading.current_thread().name, started, captured))
             self._engine.submit(job)
         except BaseException as exc:
-            self.refuse(path, exc)
+            self.refuse(path, exc, call)
             is_calm = (self._options.warn_only and isinstance(exc, WriteError)) or isinstance(exc, SaveSkippedError)
             if not is_calm:
                 raise
@@ -78,10 +80,14 @@ class Submitter:
         job.captured_s = time.perf_counter() - started
         return job.handle
 
-    def refuse(self, path: str, error: BaseException) -> None:
-        """Inform the other ranks, which have called save() too: they must fail, not wait for this one."""
-        if self._engine.coordinator() is not None:
-            job = SaveJob.of_refusal(path, self._storage, error, time.perf_counter(), self._engine.origin)
+    def refuse(self, path: str, error: BaseException, call: Call | None = None) -> None:
+        """Inform the other ranks, which have called save() too: they must fail, not wait for this one.
+
+        ``call`` is None if this rank has not counted it.
+        """
+        if (coordinator := self._engine.coordinator()) is not None:
+            call = call or coordinator.call("save")
+            job = SaveJob.of_refusal(path, self._storage, error, time.perf_counter(), self._engine.origin, call)
             self._engine.refuse(job)
 
     def submit_items(
@@ -136,7 +142,7 @@ class Submitter:
             if fallback is None:  # else the save meets the same error, and uses the fallback
                 raise
 
-    def _job(self, request: SaveRequest, started: float, *, ranks: int | None) -> SaveJob:
+    def _job(self, request: SaveRequest, started: float, call: Call | None, *, ranks: int | None) -> SaveJob:
         """Check everything that can be checked at the call, and capture the state."""
         engine, together = self._engine, ranks is not None
         engine.queue.raise_unreported()
@@ -188,6 +194,7 @@ class Submitter:
             warn_only=self._options.warn_only,
             fallback=fallback,
             replicas=request.replicas,
+            call=call,
         )
         return SaveJob(spec, engine.origin)
 

@@ -18,6 +18,7 @@ from aiockpt.staging.throttle import SaveThrottle
 if TYPE_CHECKING:
     import anyio
 
+    from aiockpt.coordination.protocol import Call
     from aiockpt.core.spans import Span
     from aiockpt.core.threads import Origin
     from aiockpt.format.index import ItemRange
@@ -51,6 +52,7 @@ class SaveSpec:
     warn_only: bool = False  # failures are not raised by `staged`, nor by fences
     fallback: str | None = None  # the path to use if this one can't be written
     replicas: Replicas = "check"
+    call: Call | None = None  # of all ranks
     refusal: BaseException | None = None  # why it is not made: it only informs the other ranks
 
     @property
@@ -94,10 +96,12 @@ class SaveJob:
         handle.staged._on_await = handle.staged._on_block = handle.written._on_block = self.unthrottle
 
     @classmethod
-    def of_refusal(cls, path: str, storage: Storage, error: BaseException, started: float, origin: Origin) -> Self:
+    def of_refusal(
+        cls, path: str, storage: Storage, error: BaseException, started: float, origin: Origin, call: Call | None = None
+    ) -> Self:
         """Make a job that only informs the other ranks why this one does not save."""
         nothing = Snapshot(Structure([], [], frozenset()), [], [], [])
-        spec = SaveSpec(path=path, storage=storage, snapshot=nothing, started=started, refusal=error)
+        spec = SaveSpec(path=path, storage=storage, snapshot=nothing, started=started, refusal=error, call=call)
         return cls(spec, origin)
 
     @classmethod
