@@ -3,12 +3,12 @@
 | message | from | content |
 | --- | --- | --- |
 | `Ask` | a rank | it has come to a round, with its value or its error |
-| `Come` | rank 0 | it has come to the call as well: from now on only its silence ends the wait |
+| `Come` | rank 0 | it has come to the round as well: from now on only its silence ends the wait |
 | `Reply` | rank 0 | its decision, or the failure that all ranks raise |
 | `Left` | a rank | it has stopped waiting, with the failure that it raised |
 
-Each side sends heartbeats. **A rank has the timeout to come to a call. In it, it may take as long as it works, but may
-not be silent for longer than the timeout.**
+Each side sends heartbeats. A rank has the timeout to come to a round. Once rank 0 has come, it may take as long as it
+works, but may not be silent for longer than the timeout.
 
 A round is named by its call: the n-th save, load or agreement of a rank, counted at the call, so that one that fails
 before its first message, or without any link, counts like the others. Rank 0 remembers how the last calls have ended,
@@ -101,7 +101,7 @@ class Ask(NamedTuple):
 
 
 class Come(NamedTuple):
-    """Rank 0 has come to a call."""
+    """Rank 0 has come to a round."""
 
     key: Key
 
@@ -416,7 +416,7 @@ class Leader(_Side):
 
     def _take(self, round_: _Round, peer: _Peer, ask: Ask) -> Arrival:
         peer.taken[round_.key] = ask.key
-        if not round_.key.step and peer.link is not None:
+        if peer.link is not None:
             peer.link.send(pickle.dumps(Come(ask.key)))
         try:
             return Arrived(pickle.loads(ask.message))
@@ -427,11 +427,11 @@ class Leader(_Side):
         now = time.monotonic()
         if peer.link is None and peer.broken is not None:
             return Dead(peer.name) if now - peer.broken > min(RECONNECT_S, self._timeout_s) else None
-        if peer.link is not None and now - max(peer.link.heard, round_.begun) >= self._timeout_s:
+        if now - round_.begun < self._timeout_s:
+            return None
+        if peer.link is not None and now - peer.link.heard >= self._timeout_s:
             return coordination_failure(peer.rank, silence_text(peer.name, round_.operation, self._timeout_s))
-        if round_.key.step == 0 and now - round_.begun >= self._timeout_s:
-            return TimedOut(peer.name, self._timeout_s)
-        return None
+        return TimedOut(peer.name, self._timeout_s)
 
 
 @dataclass(slots=True, eq=False)
@@ -440,7 +440,7 @@ class _Pending:
 
     ask: Ask
     reply: asyncio.Future[Reply]
-    has_come: bool  # rank 0
+    has_come: bool = False  # rank 0
 
 
 class Follower(_Side):
@@ -461,7 +461,7 @@ class Follower(_Side):
         """Send a message to rank 0 and return its reply; raise CoordinationError if it is dead or does not come."""
         begun = time.monotonic()
         reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
-        pending = _Pending(Ask(call.key, operation, message), reply, has_come=call.step > 0)
+        pending = _Pending(Ask(call.key, operation, message), reply)
         self._pending[call.key] = pending
         try:
             if self._link is None:
