@@ -521,8 +521,9 @@ class Follower(_Side):
     async def _connect(self, operation: str, deadline: float) -> None:
         """Connect to rank 0, and ask what is pending; raise CoordinationError if that can't be done in time."""
         while self._endpoint is None:
-            self._endpoint = await self._rendezvous.endpoint(operation, deadline)
-            for left in await self._rendezvous.notices(operation, deadline):
+            until = max(deadline, time.monotonic() + _NOTIFY_S)  # the store gets some time even if there is none left
+            self._endpoint = await self._rendezvous.endpoint(operation, until)
+            for left in await self._rendezvous.notices(operation, until):
                 pending = self._pending.get(left.key) if left.rank == 0 else None
                 if pending is not None and pending.ask.operation == left.operation and not pending.reply.done():
                     pending.reply.set_result(Reply(left.key, left.key.number, pickle.dumps(left.failure)))
