@@ -182,6 +182,13 @@ def is_loopback(address: str) -> bool:
     return address.startswith("127.") or address == "::1"
 
 
+def reachable(endpoint: Endpoint, namespace: str) -> list[tuple[str, int]]:
+    """Return the addresses of rank 0 for a process in this namespace, the best one first. Pure."""
+    is_near = endpoint.namespace == namespace
+    addresses = [each for each in endpoint.addresses if is_near or not is_loopback(each[0])]
+    return sorted(addresses, key=lambda address: is_loopback(address[0]) != is_near)
+
+
 def network_namespace() -> str:
     """Return a name for the network that this process sees, the same for processes that share their loopback."""
     try:
@@ -198,7 +205,7 @@ def _address_of_interface(name: str) -> str:
         except OSError as exc:
             there = ", ".join(each for _, each in socket.if_nameindex())
             text = f"GLOO_SOCKET_IFNAME is {name!r}, an interface that has no IPv4 address here; there are {there}"
-            raise OSError(exc.errno, text) from exc
+            raise OSError(text) from exc
     return socket.inet_ntoa(answer[20:24])
 
 

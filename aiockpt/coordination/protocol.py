@@ -38,9 +38,9 @@ from aiockpt.coordination.link import (
     Link,
     LinkBrokenError,
     connect,
-    is_loopback,
     listen,
     network_namespace,
+    reachable,
 )
 from aiockpt.coordination.outcome import (
     Arrival,
@@ -512,7 +512,8 @@ class Follower(_Side):
         if self._connecting is None or self._connecting.done():
             self._connecting = self._start(self._connect(operation, deadline))
         either: list[asyncio.Future[Any]] = [self._connecting, reply]
-        await asyncio.wait(either, timeout=deadline - time.monotonic(), return_when=asyncio.FIRST_COMPLETED)
+        until_s = deadline + 2 * _NOTIFY_S - time.monotonic()  # it knows best why it is late
+        await asyncio.wait(either, timeout=until_s, return_when=asyncio.FIRST_COMPLETED)
         if not reply.done() and self._link is None:
             if either[0].done():
                 either[0].result()
@@ -539,10 +540,7 @@ class Follower(_Side):
             link.send(pickle.dumps(pending.ask))
 
     async def _connect_to(self, endpoint: Endpoint, operation: str, deadline: float) -> tuple[str, Link]:
-        is_near = endpoint.namespace == network_namespace()
-        addresses = sorted(endpoint.addresses, key=lambda address: is_loopback(address[0]) != is_near)
-        if not is_near:
-            addresses = [address for address in addresses if not is_loopback(address[0])]
+        addresses = reachable(endpoint, network_namespace())
         if not addresses:
             raise CoordinationError(loopback_text(self._own_name, endpoint.host))
         tried = [f"{host} port {port}" for host, port in addresses]
