@@ -131,12 +131,21 @@ def fuzz(options: Namespace, directory: Path) -> Part:
     return _counted("fuzz: hostile checkpoints", counts)
 
 
+def rounds(options: Namespace, directory: Path) -> Part:
+    """Strike one of several ranks, once, at every step of their rounds."""
+    from tests.ranks.strikes import run_strikes  # needs the tests' dependencies
+
+    counts = run_strikes(full=options.full, folder=directory, seconds=options.seconds, most=24)
+    return _counted("rounds: passing faults of one rank of several", counts)
+
+
 PARTS: dict[str, Callable[[Namespace, Path], Part]] = {
     "kill": kill,
     "power": power,
     "faults": faults,
     "cancel": cancel,
     "fuzz": fuzz,
+    "rounds": rounds,
 }
 _TRIED = {
     "kill": ("kill points", "points"),
