@@ -153,6 +153,7 @@ _TRIED = {
     "faults": ("faults", "faults"),
     "cancel": ("cancels", "cancels"),
     "fuzz": ("inputs tried", "tried"),
+    "rounds": ("faults in rounds", "struck"),
 }
 
 
