@@ -66,11 +66,10 @@ from aiockpt.sync_checkpointer import load as load
 from aiockpt.sync_checkpointer import save as save
 from aiockpt.sync_checkpointer import verify as verify
 from aiockpt.telemetry.loads import LoadResult as LoadResult
-from aiockpt.telemetry.loads import ReadProgress as ReadProgress
 from aiockpt.telemetry.observer import CallEvent as CallEvent
 from aiockpt.telemetry.observer import Observer as Observer
 from aiockpt.telemetry.observer import SaveEvent as SaveEvent
-from aiockpt.telemetry.saves import ProgressEvent as ProgressEvent
+from aiockpt.telemetry.progress import ProgressEvent as ProgressEvent
 from aiockpt.telemetry.saves import SaveResult as SaveResult
 from aiockpt.telemetry.timeline import TimelineEvent as TimelineEvent
 from aiockpt.telemetry.verification import Problem as Problem

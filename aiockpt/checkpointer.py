@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from aiockpt.reading.reader import CheckpointReader
     from aiockpt.saving.handle import SaveHandle
     from aiockpt.storage.base import Storage
-    from aiockpt.telemetry.loads import OnReadProgress
+    from aiockpt.telemetry.progress import OnProgress
     from aiockpt.telemetry.verification import VerifyReport
 
 _INSTEAD = "use a SyncCheckpointer in a thread"
@@ -123,7 +123,7 @@ class AsyncCheckpointer(CheckpointerBase):
         return self._loader.open(request, self)
 
     async def verify(
-        self, path: Path, *, storage: Storage | None = None, progress: OnReadProgress | None = None
+        self, path: Path, *, storage: Storage | None = None, progress: OnProgress | None = None
     ) -> VerifyReport:
         """Check all of a checkpoint: files, sizes, framing, CRCs, and whether they match the metadata.
 

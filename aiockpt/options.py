@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from aiockpt.format.transforms.rules import CompressRule
     from aiockpt.planning.filters import Filter
     from aiockpt.storage.base import Storage
-    from aiockpt.telemetry.loads import OnReadProgress
+    from aiockpt.telemetry.progress import OnProgress
 
 Path = str | os.PathLike[str]
 MapLocation = Callable[[torch.UntypedStorage, str], torch.UntypedStorage | None] | torch.device | str | dict[str, str]
@@ -30,7 +30,7 @@ Hook = Callable[[str], "Awaitable[object] | object"]
 OnBusy = Literal["wait", "skip", "supersede", "error"]
 OnFailure = Literal["raise", "warn"]
 Planning = Literal["central", "decentralized"]
-SaveFormat = Literal["dcp", "safetensors"]
+SaveFormat = Literal["dcp", "safetensors", "torch"]
 Validation = Literal["versions", "hash"]
 Replicas = Literal["check", "trust", "error"]
 
@@ -282,7 +282,8 @@ class SaveOptions:
             ``transformers``. It stores plain tensors only, under dotted names and in row-major order; a tied tensor is
             stored under its first name, and the header's metadata maps each other name to that. A directory gets
             ``model.safetensors``, or a set of files with ``model.safetensors.index.json``, and `.aiockpt.json` with
-            their CRCs. None: "safetensors" if the path ends in ``.safetensors``, else "dcp".
+            their CRCs. "torch": one file, as ``torch.save`` writes it, from one process. None: by the end of the path,
+            "safetensors" for ``.safetensors``, "torch" for ``.pt``, ``.pth``, ``.ckpt`` and ``.bin``, else "dcp".
         include: save these only: names, names of containers (with everything in them), and glob patterns such as
             ``"model.*.weight"``, whose ``*`` matches dots too. Or a function of the dotted name and the value of each
             tensor and object, which returns whether to save it. A pattern that matches nothing in the state is
@@ -381,7 +382,7 @@ class LoadOptions(OpenOptions):
             Writing to a tensor changes a private copy of the page, never the file. The files must not be written to
             while the tensors live; replacing or deleting the checkpoint is safe. Not with a ``state_dict``,
             ``dtype`` or ``map_location``.
-        progress: a function that is called with `ReadProgress` values while the load runs, such as
+        progress: a function that is called with `ProgressEvent` values while the load runs, such as
             ``aiockpt.progress.bar()``. It is called in a thread of its own, and the load does not wait for it: it may
             miss events, but gets the last one, which says how the load has ended. An exception in it is logged, and
             it is not called again.
@@ -394,7 +395,7 @@ class LoadOptions(OpenOptions):
     strict: bool = True
     missing: list[str] | None = None
     mmap: bool = False
-    progress: OnReadProgress | None = None
+    progress: OnProgress | None = None
     default_map_location: InitVar[MapLocation | None] = None
 
     def __post_init__(self, default_map_location: MapLocation | None) -> None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from aiockpt.reading.reader import SyncCheckpointReader
     from aiockpt.saving.handle import SaveHandle
     from aiockpt.storage.base import Storage
-    from aiockpt.telemetry.loads import OnReadProgress
+    from aiockpt.telemetry.progress import OnProgress
     from aiockpt.telemetry.saves import SaveResult
     from aiockpt.telemetry.verification import VerifyReport
 
@@ -84,9 +84,7 @@ class SyncCheckpointer(CheckpointerBase):
         """Inspect a checkpoint: ``with ckpt.open(path) as reader:``; see `AsyncCheckpointer.open`."""
         return self._loader.open_sync(request, self)
 
-    def verify(
-        self, path: Path, *, storage: Storage | None = None, progress: OnReadProgress | None = None
-    ) -> VerifyReport:
+    def verify(self, path: Path, *, storage: Storage | None = None, progress: OnProgress | None = None) -> VerifyReport:
         """Check all of a checkpoint, blocking; see `AsyncCheckpointer.verify`."""
         return self._loader.verify(path, storage, progress).result()
 
@@ -154,7 +152,7 @@ def load(request: LoadRequest) -> Any:
         return checkpointer._loader.load(request)().result()
 
 
-def verify(path: Path, *, storage: Storage | None = None, progress: OnReadProgress | None = None) -> VerifyReport:
+def verify(path: Path, *, storage: Storage | None = None, progress: OnProgress | None = None) -> VerifyReport:
     """Check all of a checkpoint, blocking: ``aiockpt.verify("runs/a/step-100").ok``.
 
     See `AsyncCheckpointer.verify`, and `aiockpt.save` for the checkpointer that it uses.

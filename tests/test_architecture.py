@@ -1,4 +1,4 @@
-"""Imports point downward, and form no cycles."""
+"""What runs is imported downward, without cycles."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import importlib
 import inspect
 import subprocess
 import sys
+from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -40,13 +41,21 @@ LEVEL = {name: number for number, floor in enumerate(FLOORS) for name in floor}
 BESIDE = {"testing"}
 
 
+def _running(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield the nodes of what runs: imports for types alone may point anywhere."""
+    yield node
+    is_for_types = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    for inner in () if is_for_types else ast.iter_child_nodes(node):
+        yield from _running(inner)
+
+
 @functools.cache
 def _imports() -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for file in PACKAGE.rglob("*.py"):
         module = ".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts)
         names = set()
-        for node in ast.walk(ast.parse(file.read_text())):
+        for node in _running(ast.parse(file.read_text())):
             if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("aiockpt"):
                 base = node.module
                 is_package = (PACKAGE.parent / Path(*base.split("."))).is_dir()

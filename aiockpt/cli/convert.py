@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
 from aiockpt.cli.app import CommandError
 from aiockpt.cli.output import console, shown, size_text
-from aiockpt.cli.progress import Bar, bar
-from aiockpt.dcp.format_utils import ConversionProgress, convert_checkpoint_async
+from aiockpt.cli.progress import bar
+from aiockpt.dcp.format_utils import convert_checkpoint_async
+
+if TYPE_CHECKING:
+    from aiockpt.telemetry.progress import ProgressEvent
 
 Format = Literal["dcp", "torch", "safetensors"]
 Dtype = Literal["float64", "float32", "bfloat16", "float16"]
 
-_POLL_S = 0.1
 _ENDINGS: dict[str, Format] = {
     ".safetensors": "safetensors",
     ".pt": "torch",
@@ -54,29 +55,25 @@ async def convert(
         trust: let pickled objects run their code.
     """
     _check_target(source, target, overwrite=overwrite)
-    progress = ConversionProgress()
+    written_bytes = 0
     with bar("writing") as shown_bar:
-        polling = asyncio.create_task(_poll(progress, shown_bar))
-        try:
-            await convert_checkpoint_async(
-                source,
-                target,
-                to=to,
-                keys=keys,
-                dtype=None if dtype is None else getattr(torch, dtype),
-                overwrite=overwrite,
-                trust=trust,
-                progress=progress,
-            )
-        finally:
-            polling.cancel()
-    console().print(f"{shown(target)}: {to}, {size_text(progress.total_bytes)}")
 
+        def show(event: ProgressEvent) -> None:
+            nonlocal written_bytes
+            written_bytes = event.done_bytes
+            shown_bar(event)
 
-async def _poll(progress: ConversionProgress, shown_bar: Bar) -> None:
-    while True:
-        shown_bar.update(progress.done_bytes, progress.total_bytes or None)
-        await asyncio.sleep(_POLL_S)
+        await convert_checkpoint_async(
+            source,
+            target,
+            to=to,
+            keys=keys,
+            dtype=None if dtype is None else getattr(torch, dtype),
+            overwrite=overwrite,
+            trust=trust,
+            progress=show,
+        )
+    console().print(f"{shown(target)}: {to}, {size_text(written_bytes)}")
 
 
 def _check_target(source: str, target: str, *, overwrite: bool) -> None:

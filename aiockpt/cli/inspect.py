@@ -20,10 +20,9 @@ from aiockpt.cli import tree
 from aiockpt.cli.app import CommandError
 from aiockpt.cli.found import find
 from aiockpt.cli.html.page import html_page
-from aiockpt.cli.html.survey import Survey, survey
 from aiockpt.cli.output import console, print_json, shown, size_text
 from aiockpt.cli.progress import bar
-from aiockpt.cli.statistics import Statistics, measure
+from aiockpt.cli.statistics import Statistics, Survey, survey
 from aiockpt.core.gc_pause import gc_pause
 from aiockpt.format.keys import hint, matching
 from aiockpt.reading.info import ObjectInfo, TensorInfo
@@ -84,11 +83,7 @@ async def inspect(path: str, view: View, *, as_json: bool = False, trust: bool =
     async with aiockpt.open(path, trust=trust) as reader:
         contents = _chosen(reader, view.keys)
         if view.stats:
-            tensors = contents.tensors
-            with bar("reading", sum(info.nbytes for info in tensors)) as shown_bar:
-                async for info, figures in measure(reader, tensors):
-                    contents.statistics[info.key] = figures
-                    shown_bar.advance(info.nbytes)
+            contents.statistics = {key: found.figures for key, found in (await _surveys(reader, contents)).items()}
         if as_json:
             print_json(_document(contents))
             return
@@ -113,17 +108,23 @@ async def write_page(path: str, view: View, file: Path, *, trust: bool = False) 
     async with aiockpt.open(path, trust=trust) as reader:
         contents = _chosen(reader, view.keys)
         if view.stats:
-            tensors = contents.tensors
-            with bar("reading", sum(info.nbytes for info in tensors)) as shown_bar:
-                async for info, found in survey(reader, tensors):
-                    stats[info.key] = found
-                    shown_bar.advance(info.nbytes)
+            stats = await _surveys(reader, contents, histograms=True)
         with gc_pause():
             page = html_page(reader.path, reader.format, reader.metadata, contents.infos.values(), stats)
     part = file.with_name(f"{file.name}.part")
     part.write_text(page, encoding="utf-8")
     part.replace(file)
     console().print(f"{shown(str(file))}: {size_text(len(page))}")
+
+
+async def _surveys(reader: CheckpointReader, contents: Contents, *, histograms: bool = False) -> dict[str, Survey]:
+    """Read the tensors, under a bar."""
+    found: dict[str, Survey] = {}
+    with bar("reading", sum(info.nbytes for info in contents.tensors)) as shown_bar:
+        async for info, each in survey(reader, contents.tensors, histograms=histograms):
+            found[info.key] = each
+            shown_bar.advance(info.nbytes)
+    return found
 
 
 def _check_file(file: Path) -> None:

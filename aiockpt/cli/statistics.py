@@ -1,10 +1,11 @@
-"""Figures of stored tensors, read in parts, so that none has to fit into memory."""
+"""Figures and histograms of stored tensors, read in parts, so that none has to fit into memory."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -13,6 +14,8 @@ from aiockpt.reading.info import TensorInfo
 from aiockpt.reading.reader import CheckpointReader
 
 PART_BYTES = 32 << 20
+_BINS = 32
+_BLOCK = 1 << 20  # elements that are sorted into bins at once, in double precision
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,17 +34,87 @@ class Statistics:
     nan: int
 
 
-class Sums:
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """Figures of a tensor, and a histogram of its finite elements.
+
+    Attributes:
+        figures: None where torch can't compute with the dtype.
+        low: the lower edge of the first bin.
+        high: the upper edge of the last one.
+        counts: the elements in each bin; of complex numbers the absolute values are counted. Empty if there are none.
+    """
+
+    figures: Statistics | None
+    low: float = 0.0
+    high: float = 0.0
+    counts: tuple[int, ...] = ()
+
+    def as_json(self) -> list[Any]:
+        """Return what a page shows: texts of the figures, the bounds, and the counts."""
+        if self.figures is None:
+            return [None, 0, 0, []]
+        bounds = (self.figures.minimum, self.figures.maximum, self.figures.mean)
+        texts = ["" if each is None else f"{each:,}" if isinstance(each, int) else f"{each:.6g}" for each in bounds]
+        low, high = (float(f"{value:.6g}") for value in (self.low, self.high))
+        return [[*texts, f"{self.figures.nan:,}"], low, high, self.counts]
+
+
+async def survey(
+    reader: CheckpointReader, infos: Sequence[TensorInfo], *, histograms: bool = False
+) -> AsyncIterator[tuple[TensorInfo, Survey]]:
+    """Yield each tensor with its figures, and its histogram if wanted.
+
+    Small tensors are read ahead, in memory that is bounded; large ones part by part, and twice for a histogram.
+    """
+    small = {info.key: info for info in infos if info.nbytes <= PART_BYTES}
+    if small:
+        async for key, tensor in reader.stream(dict.fromkeys(small), buffer_bytes=4 * PART_BYTES):
+            sums = _Sums(histograms=histograms)
+            sums.add(tensor)
+            if bins := sums.bins():
+                bins.add(tensor)
+            yield small[key], _survey_of(sums, bins)
+    for info in infos:
+        if info.key in small:
+            continue
+        times = times_of(info)
+        sums = _Sums(times, histograms=histograms)
+        async for part in read_parts(reader, info, PART_BYTES):
+            sums.add(part)
+        if bins := sums.bins():
+            async for part in read_parts(reader, info, PART_BYTES):
+                bins.add(part)
+        yield info, _survey_of(sums, bins, times)
+
+
+def _survey_of(sums: _Sums, bins: _Bins | None, times: int = 1) -> Survey:
+    if bins is None:
+        return Survey(sums.result())
+    return Survey(sums.result(), bins.low, bins.high, tuple(n * times for n in bins.counts.tolist()))
+
+
+class _Sums:
     """Figures of a tensor that grow part by part; the tensor repeats ``times`` times what is added."""
 
-    def __init__(self, times: int = 1) -> None:
+    def __init__(self, times: int = 1, *, histograms: bool = False) -> None:
         self._times = times
+        self._histograms = histograms
+        self._can_compute = True
         self._minimum, self._maximum = math.inf, -math.inf
+        self._low, self._high = math.inf, -math.inf  # of the finite elements, for the histogram
         self._total = 0.0
         self._count = self._nan = 0
 
     def add(self, part: torch.Tensor) -> None:
-        """Add a part; raise RuntimeError or NotImplementedError if torch can't compute with its dtype."""
+        """Add a part."""
+        try:
+            if self._can_compute:
+                self._add(part)
+        except (RuntimeError, NotImplementedError):
+            self._can_compute = False
+
+    def _add(self, part: torch.Tensor) -> None:
         values = numbers(part)
         if values.is_floating_point():
             is_nan = values.isnan()
@@ -55,13 +128,46 @@ class Sums:
         self._minimum, self._maximum = min(self._minimum, low), max(self._maximum, high)
         self._total += values.sum(dtype=torch.float64).item()
         self._count += values.numel()
+        for block in _finite(values) if self._histograms else ():
+            low, high = (bound.item() for bound in torch.aminmax(block))
+            self._low, self._high = min(self._low, low), max(self._high, high)
 
-    def result(self) -> Statistics:
-        """Return the figures of all parts."""
+    def result(self) -> Statistics | None:
+        """Return the figures of all parts; None if torch can't compute with the dtype."""
+        if not self._can_compute:
+            return None
         nan = self._nan * self._times
         if not self._count:
             return Statistics(None, None, None, nan)
         return Statistics(self._minimum, self._maximum, self._total / self._count, nan)
+
+    def bins(self) -> _Bins | None:
+        """Return empty bins for the finite elements; None if there are none, or if their range is too large."""
+        low, high = self._low, self._high
+        if low == high:
+            half = max(abs(low) * 0.01, 0.5)
+            low, high = low - half, high + half
+        return _Bins(low, high) if self._can_compute and math.isfinite(high - low) and low < high else None
+
+
+class _Bins:
+    """A histogram that grows part by part."""
+
+    def __init__(self, low: float, high: float) -> None:
+        self.low, self.high = low, high
+        self.counts = torch.zeros(_BINS, dtype=torch.int64)
+
+    def add(self, part: torch.Tensor) -> None:
+        for block in _finite(numbers(part)):
+            # torch.histc would start threads for each tensor, which takes much longer on a busy machine.
+            bins = ((block - self.low) / (self.high - self.low) * _BINS).to(torch.int64)
+            self.counts += torch.bincount(bins.clamp_(max=_BINS - 1), minlength=_BINS)
+
+
+def _finite(values: torch.Tensor) -> list[torch.Tensor]:
+    """Return the finite elements in double precision, in blocks that are not empty."""
+    blocks = (block.to(torch.float64) for block in torch.split(values.reshape(-1), _BLOCK))
+    return [kept for block in blocks if (kept := block[block.isfinite()]).numel()]
 
 
 def numbers(part: torch.Tensor) -> torch.Tensor:
@@ -114,37 +220,3 @@ def part_indices(shape: Sequence[int], most: int) -> list[tuple[slice | int, ...
     step = max(1, most // max(1, row))
     rows = [slice(0, size) for size in shape[1:]]
     return [(slice(start, min(start + step, shape[0])), *rows) for start in range(0, shape[0], step)]
-
-
-async def measure(
-    reader: CheckpointReader, infos: Sequence[TensorInfo]
-) -> AsyncIterator[tuple[TensorInfo, Statistics | None]]:
-    """Yield each tensor with its figures; None where torch can't compute with its dtype.
-
-    Small tensors are read ahead, in memory that is bounded; large ones part by part.
-    """
-    small = {info.key: info for info in infos if info.nbytes <= PART_BYTES}
-    if small:
-        async for key, tensor in reader.stream(list(small), buffer_bytes=4 * PART_BYTES):
-            yield small[key], measured([tensor])
-    for info in infos:
-        if info.key not in small:
-            sums: Sums | None = Sums(times_of(info))
-            async for part in read_parts(reader, info, PART_BYTES):
-                try:
-                    if sums is not None:
-                        sums.add(part)
-                except (RuntimeError, NotImplementedError):
-                    sums = None
-            yield info, None if sums is None else sums.result()
-
-
-def measured(parts: Sequence[torch.Tensor]) -> Statistics | None:
-    """Return the figures of a tensor's parts; None where torch can't compute with its dtype."""
-    sums = Sums()
-    try:
-        for part in parts:
-            sums.add(part)
-    except (RuntimeError, NotImplementedError):
-        return None
-    return sums.result()

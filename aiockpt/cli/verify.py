@@ -59,7 +59,7 @@ def _paths_in(path: str) -> list[str]:
 
 async def _verify(ckpt: aiockpt.AsyncCheckpointer, path: str) -> aiockpt.VerifyReport:
     with bar(f"checking {shown(os.path.basename(path) or path)}") as shown_bar:
-        return await ckpt.verify(path, progress=lambda event: shown_bar.update(event.read_bytes, event.total_bytes))
+        return await ckpt.verify(path, progress=shown_bar)
 
 
 def _print(outcome: aiockpt.VerifyReport) -> None:

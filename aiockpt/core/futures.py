@@ -12,11 +12,11 @@ import time
 from collections.abc import Callable, Coroutine, Generator
 from concurrent.futures import Future, InvalidStateError
 from concurrent.futures._base import FINISHED
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import anyio
 
-from aiockpt.core.threads import Origin, check_asyncio
+from aiockpt.core.threads import Origin, check_asyncio, outlast
 from aiockpt.errors import AiockptError
 
 logger = logging.getLogger("aiockpt")
@@ -25,6 +25,16 @@ T = TypeVar("T")
 
 _WAIT_S = 1.0
 """Longest single wait for a lock: Python may notice a signal only after it."""
+
+
+class Listener(Protocol):
+    """The work behind a future, which may go on in another way when somebody waits for it."""
+
+    def on_wait(self, future: Completion[Any], *, blocks: bool) -> None:
+        """Note that a task or a thread is about to wait; ``blocks``: a thread."""
+
+    def on_delivery(self) -> None:
+        """Note that a caller gets the error."""
 
 
 class Completion(Future[T]):
@@ -47,18 +57,18 @@ class Completion(Future[T]):
 
     _done_callbacks: list[Callable[[Future[T]], object]]
 
-    def __init__(self, what: str, origin: Origin | None = None, *, saves: bool = True) -> None:
+    def __init__(
+        self, what: str, origin: Origin | None = None, *, saves: bool = True, listener: Listener | None = None
+    ) -> None:
         super().__init__()
         self.set_running_or_notify_cancel()  # so that it can't be cancelled
         self._what = what  # for messages
         self._origin = origin  # the engine that completes it; None: any thread may wait
         self._saves = saves  # it completes when saves end
+        self._listener = listener
         self._wakers: list[Any] = []  # of waiting loops; unlike done callbacks, they can be removed
         self._waiting = 0
         self.observed = False  # the error was delivered
-        self._on_block: Callable[[], object] | None = None  # called before a thread blocks
-        self._on_await: Callable[[], object] | None = None  # called before a task waits
-        self._on_observed: Callable[[], object] | None = None
 
     def __repr__(self) -> str:
         state = "pending" if not self.done() else f"failed: {self._exception!r}" if self._exception else "done"
@@ -129,8 +139,8 @@ class Completion(Future[T]):
             return
         if self._origin is not None:
             self._origin.check_process()
-        if self._on_await is not None:
-            self._on_await()
+        if self._listener is not None:
+            self._listener.on_wait(self, blocks=False)
         super().add_done_callback(fn)
 
     def ended(self, timeout: float | None) -> None:
@@ -139,21 +149,18 @@ class Completion(Future[T]):
             if not self._wait_done(timeout):
                 raise TimeoutError(f"{self._what} did not complete within {timeout} s")
 
-    def _check(self) -> None:
-        if self._origin is not None:
-            self._origin.check(self._what, saves=self._saves)
-
-    def _begin_to_block(self) -> bool:
+    def _begin_to_wait(self, *, blocks: bool) -> bool:
         """Return whether there is anything to wait for; raise an error if this thread can't."""
         if self.done():
             return False
-        self._check()
-        if self._on_block is not None:
-            self._on_block()
+        if self._origin is not None:
+            self._origin.check(self._what, saves=self._saves)
+        if self._listener is not None:
+            self._listener.on_wait(self, blocks=blocks)
         return True
 
     def _block(self, timeout: float | None) -> None:
-        if not self._begin_to_block():
+        if not self._begin_to_wait(blocks=True):
             return
         with self._condition:
             self._waiting += 1
@@ -175,7 +182,7 @@ class Completion(Future[T]):
     @property
     def _waiters(self) -> list[Any]:
         """The waiters of `concurrent.futures.wait` and `as_completed`, which call nothing else before they block."""
-        self._begin_to_block()
+        self._begin_to_wait(blocks=True)
         return self._installed
 
     @_waiters.setter
@@ -192,14 +199,10 @@ class Completion(Future[T]):
         yield from self.settled().__await__()
         return self._deliver()
 
-    async def settled(self) -> None:
-        """Wait until it completes, without its value or error."""
+    def settled(self) -> asyncio.Future[None]:
+        """Return a future of the running loop that is done when this one is, and has neither value nor error."""
         check_asyncio(self._what)
-        if self.done():
-            return
-        self._check()
-        if self._on_await is not None:
-            self._on_await()
+        must_wait = self._begin_to_wait(blocks=False)
         loop = asyncio.get_running_loop()
         waiter: asyncio.Future[None] = loop.create_future()
 
@@ -208,21 +211,26 @@ class Completion(Future[T]):
                 waiter.set_result(None)
 
         def wake() -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed, and with it the waiter
+            try:
                 loop.call_soon_threadsafe(arrive)
+            except RuntimeError:  # the loop is closed, and with it the waiter
+                leave()
 
-        with self._condition:
-            if self.done():  # since the check above: a waker that is added now would never be called
-                return
-            self._wakers.append(wake)
-            self._waiting += 1
-        try:
-            await waiter
-        finally:
+        def leave(_: object = None) -> None:
             with self._condition:
                 self._waiting -= 1
                 if wake in self._wakers:
                     self._wakers.remove(wake)
+
+        if must_wait:
+            with self._condition:
+                if not self.done():  # else since the check above: a waker that is added now would never be called
+                    self._wakers.append(wake)
+                    self._waiting += 1
+                    waiter.add_done_callback(leave)
+                    return waiter
+        arrive()
+        return waiter
 
     def _deliver(self) -> T:
         if self._exception is not None:
@@ -232,8 +240,8 @@ class Completion(Future[T]):
 
     def _observe(self) -> None:
         self.observed = True
-        if self._on_observed is not None:
-            self._on_observed()
+        if self._listener is not None:
+            self._listener.on_delivery()
 
     def _settle(self, value: T | None, error: BaseException | None = None) -> bool:
         """Complete it; return False if it was complete before."""
@@ -276,10 +284,16 @@ class Completion(Future[T]):
 class Call(Generic[T]):
     """A coroutine function that runs on the engine's loop."""
 
-    def __init__(self, function: Callable[[], Coroutine[Any, Any, T]], what: str, origin: Origin) -> None:
+    def __init__(
+        self,
+        function: Callable[[], Coroutine[Any, Any, T]],
+        what: str,
+        origin: Origin,
+        post: Callable[[Callable[[], object], Call[Any]], object],
+    ) -> None:
         self.completion: Completion[T] = Completion(what, origin, saves=False)
-        # Calls a function on the loop, for an owner.
-        self.post: Callable[[Callable[[], object], Any], object] = lambda *_: None
+        # Calls a function on the loop. No closure over this call: such a cycle would keep its result, gigabytes, alive.
+        self._post = post
         self._function = function
         self._scope: anyio.CancelScope | None = None
         self._cancel_asked = False
@@ -311,8 +325,8 @@ class Call(Generic[T]):
         except BaseException:
             if not self.completion.done():
                 self.cancel()
-            # Further cancellations are absorbed: the one that is being delivered stands for them.
-            await self._over()
+            with contextlib.suppress(asyncio.CancelledError):  # the one that is being delivered stands for it
+                await outlast(self.completion.settled())
             self._drop(drop)
             raise
 
@@ -320,23 +334,7 @@ class Call(Generic[T]):
         """Stop it and wait until it has stopped, whatever its outcome. A cancellation is raised afterwards."""
         if not self.completion.done():
             self.cancel()
-        if await self._over():
-            raise asyncio.CancelledError
-
-    async def _over(self) -> bool:
-        """Wait until it is over, however often this task is cancelled; return whether it was.
-
-        The call's resources must not be freed before. A shielded scope is not enough: it lets cancellation by asyncio
-        through.
-        """
-        cancelled = False
-        while not self.completion.done():
-            try:
-                with anyio.CancelScope(shield=True):
-                    await self.completion.settled()
-            except asyncio.CancelledError:
-                cancelled = True
-        return cancelled
+        await outlast(self.completion.settled())  # the call's resources must not be freed before
 
     def result(self, drop: Callable[[T], object] | None = None) -> T:
         """Block for its result. If the caller is interrupted, as by Ctrl-C, the call is stopped first; see `wait`."""
@@ -355,7 +353,7 @@ class Call(Generic[T]):
 
     def cancel(self) -> None:
         """Request it to stop. From any thread; does not block."""
-        self.post(self._cancel, self)
+        self._post(self._cancel, self)
 
     def _cancel(self) -> None:
         self._cancel_asked = True

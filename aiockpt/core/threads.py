@@ -198,15 +198,23 @@ def _free_descriptors(count: int) -> list[int]:
 # --- workers --------------------------------------------------------------------------------------------
 
 
-async def drained(awaitable: Awaitable[T]) -> T:
-    """Await to its end a call that can't be interrupted, even if this task is cancelled.
+async def outlast(awaitable: Awaitable[T]) -> T:
+    """Await to its end what can't or must not be interrupted, however often this task is cancelled; return its result.
 
-    The cancellation is raised at the caller's next await.
+    A cancellation by anyio is raised at the caller's next await, and one by asyncio in place of the result: no scope
+    keeps that out. A coroutine runs as a task of its own; a future is never cancelled.
     """
-    # Enough on the engine's loop, where only scopes cancel; for tasks of the caller's see `Call._over`.
+    future = asyncio.ensure_future(awaitable)
+    cancelled: asyncio.CancelledError | None = None
     with anyio.CancelScope(shield=True):
-        return await awaitable
-    raise AssertionError("a shielded scope lets nothing but the result and errors through")
+        while not future.done():
+            try:
+                await asyncio.wait([future])
+            except asyncio.CancelledError as exc:
+                cancelled = exc
+    if cancelled is not None:
+        raise cancelled from future.exception()
+    return future.result()
 
 
 def _step_back(nice: int) -> None:
@@ -349,7 +357,7 @@ class Workers(DaemonThreads):
                 # These would end the loop, and with it the work of others.
                 raise RuntimeError(f"{type(exc).__name__} was raised in a worker thread: {exc}") from exc
 
-        return await drained(asyncio.get_running_loop().run_in_executor(self, call))
+        return await outlast(asyncio.get_running_loop().run_in_executor(self, call))
 
     def close(self) -> None:
         """Wait for the running functions and end the threads. Blocks; idempotent."""

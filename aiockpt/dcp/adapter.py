@@ -1,4 +1,4 @@
-"""Shared by the readers and the writers: a checkpointer to work with, errors of writing, finished futures."""
+"""Shared by the readers and the writers: a checkpointer to work with, finished futures."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 from torch.futures import Future
 
 from aiockpt.checkpointer import AsyncCheckpointer
-from aiockpt.errors import WriteError
 from aiockpt.sync_checkpointer import SyncCheckpointer
 
 AnyCheckpointer = SyncCheckpointer | AsyncCheckpointer
@@ -24,15 +23,6 @@ def borrowed(checkpointer: AnyCheckpointer | None, **settings: Any) -> Iterator[
         return
     with SyncCheckpointer(process_group=None, **settings) as own:
         yield own
-
-
-@contextmanager
-def write_errors(task: str) -> Iterator[None]:
-    """Raise WriteError, with what could not be done, instead of OSError."""
-    try:
-        yield
-    except OSError as exc:
-        raise WriteError(f"can't {task}: {exc}") from exc
 
 
 def finished(value: T) -> Future[T]:

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 
 from aiockpt.coordination.choose import is_distributed
 from aiockpt.dcp.adapter import borrowed, finished
-from aiockpt.dcp.convert.from_torch import MappedState, map_torch_file
+from aiockpt.dcp.convert.from_torch import map_torch_file
 from aiockpt.engine.facade import EngineAccess
 from aiockpt.errors import AiockptError, LoadError, MissingKeysError, ShapeMismatchError
 from aiockpt.format.item.objects import encode_object
@@ -158,7 +158,7 @@ class BroadcastingTorchSaveReader(StorageReader):
     def _describe(self, names: Sequence[str], planner: LoadPlanner) -> tuple[dict[str, Any], _FileContents]:
         """Open the file, and describe what is wanted from it."""
         try:
-            value = self._open().value
+            value = self._open()
             if not isinstance(value, dict):
                 raise LoadError(f"{self.checkpoint_id} holds a {type(value).__name__}, not a state dict")
             leaves: dict[str, Any] = value
@@ -182,7 +182,7 @@ class BroadcastingTorchSaveReader(StorageReader):
             return {}, _FileContents(error=error)
         return tensors, contents
 
-    def _open(self) -> MappedState:
+    def _open(self) -> Any:
         with borrowed(None) as checkpointer:
             engine = EngineAccess(checkpointer)
             storage, path = engine.locate(os.fspath(self.checkpoint_id or ""))

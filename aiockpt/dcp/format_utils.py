@@ -20,18 +20,17 @@ import torch
 from aiockpt.checkpointer import AsyncCheckpointer
 from aiockpt.dcp.broadcast import BroadcastingTorchSaveReader
 from aiockpt.dcp.convert.from_torch import write_checkpoint
-from aiockpt.dcp.convert.parts import ConversionProgress
 from aiockpt.dcp.convert.recode import Recoding
-from aiockpt.dcp.convert.to_torch import write_torch_file
 from aiockpt.dcp.planners import DynamicMetaLoadPlanner, EmptyStateDictLoadPlanner, _EmptyStateDictLoadPlanner
 from aiockpt.engine.facade import EngineAccess
 from aiockpt.errors import AiockptError
 from aiockpt.format.keys import check_patterns
 from aiockpt.format.manifest.manifest import JsonValue, check_user_metadata
 from aiockpt.format.names import SUFFIX
-from aiockpt.options import LoadOptions, Path, check_options
+from aiockpt.options import LoadOptions, Path, check_options, check_progress
 from aiockpt.planning.dcp_plan import DcpFormat
 from aiockpt.planning.safetensors_plan import SafetensorsFormat
+from aiockpt.planning.torch_plan import TorchFormat
 from aiockpt.sync_checkpointer import SyncCheckpointer
 
 if TYPE_CHECKING:
@@ -39,10 +38,11 @@ if TYPE_CHECKING:
     from aiockpt.dcp.adapter import AnyCheckpointer
     from aiockpt.planning.planner import FileFormat
     from aiockpt.reading.executor import LoadTools
+    from aiockpt.telemetry.loads import ReadReport
+    from aiockpt.telemetry.progress import OnProgress
 
 __all__ = [
     "BroadcastingTorchSaveReader",
-    "ConversionProgress",
     "DynamicMetaLoadPlanner",
     "EmptyStateDictLoadPlanner",
     "_EmptyStateDictLoadPlanner",
@@ -70,11 +70,19 @@ class _Conversion:
     """A conversion whose arguments were checked."""
 
     path: Path  # of what is converted
-    run: Callable[[AnyCheckpointer, LoadTools], Coroutine[Any, Any, None]]  # on the checkpointer's loop
+    run: Callable[[AnyCheckpointer, LoadTools, ReadReport], Coroutine[Any, Any, None]]  # on the checkpointer's loop
     staging_bytes: int | None = None
+    progress: OnProgress | None = None
 
     def start(self, checkpointer: AnyCheckpointer) -> Call[None]:
-        return EngineAccess(checkpointer).call(partial(self.run, checkpointer), f"convert {self.path}")
+        engine = EngineAccess(checkpointer)
+        report = engine.reports.read("convert", os.fspath(self.path), self.progress)
+
+        async def run(tools: LoadTools) -> None:
+            with report:
+                await self.run(checkpointer, tools, report)
+
+        return engine.call(run, f"convert {self.path}")
 
 
 def _blocking(prepare: Callable[P, _Conversion]) -> Callable[P, None]:
@@ -127,21 +135,17 @@ def dcp_to_torch_save(
             format that we load.
         torch_save_path: the file to write.
         overwrite: replace an existing file of torch.save or safetensors; if it is a link, the link is replaced.
-        verify: check the CRC of everything that is read, if it has one.
-        safe_globals: classes and functions that pickled objects may use, in addition to those that torch allows.
-        trust: unpickle objects without restriction, which runs whatever code they ask for.
+        verify: see `convert_checkpoint`.
+        safe_globals: see `convert_checkpoint`.
+        trust: see `convert_checkpoint`.
 
     Raises:
-        CheckpointNotFoundError: there is no checkpoint.
-        CorruptCheckpointError: it is unfinished, truncated or changed.
-        UnsafeCheckpointError: an object needs something that was not allowed.
         CheckpointExistsError: the file exists and ``overwrite`` is False, or it is a directory or a file of another
-            kind.
-        WriteError, CommitError: the file can't be written.
+            kind. For other errors see `convert_checkpoint`.
     """
     options = _options(verify=verify, safe_globals=safe_globals, trust=trust)
-    run = partial(write_torch_file, dcp_checkpoint_dir, torch_save_path, options, overwrite, ConversionProgress())
-    return _Conversion(dcp_checkpoint_dir, run)
+    recoding = Recoding(dcp_checkpoint_dir, torch_save_path, _torch_format, options, {}, overwrite)
+    return _Conversion(dcp_checkpoint_dir, recoding.run)
 
 
 dcp_to_torch_save_async = _async_form(dcp_to_torch_save)
@@ -161,29 +165,24 @@ def torch_save_to_dcp(
     """Convert a ``torch.save`` file to a checkpoint that ``dcp.load`` reads. Blocks.
 
     The checkpoint appears atomically, complete and durable; if the conversion fails, whatever was there before stays.
-    The directory may hold other files, even the one that is converted: they stay. Tensors are read through a mapping
-    of the file and written through ``staging_bytes`` of memory.
+    The directory may hold other files, even the one that is converted: they stay. At most some 100 MB of tensors are
+    in memory; a file that only torch itself can read is loaded by it, and saved through ``staging_bytes`` of memory.
 
     Args:
         torch_save_path: a file with a state dict.
         dcp_checkpoint_dir: the checkpoint's directory.
         overwrite: replace an existing checkpoint, if nothing else is in its directory.
-        verify: check the CRCs of the file, which takes reading it once more.
-        safe_globals: classes and functions that pickled objects may use, in addition to those that torch allows.
-        trust: unpickle objects without restriction, which runs whatever code they ask for.
+        verify: see `convert_checkpoint`.
+        safe_globals: see `convert_checkpoint`.
+        trust: see `convert_checkpoint`.
         staging_bytes: staging memory, in bytes.
 
     Raises:
-        CheckpointNotFoundError: there is no file.
-        CorruptCheckpointError: it is damaged.
-        UnsafeCheckpointError: it needs something that was not allowed.
-        LoadError: it can't be read, or holds no state dict.
-        CheckpointExistsError: there is a checkpoint that may not be replaced.
-        SaveError: the checkpoint can't be written.
+        LoadError: the file can't be read, or holds no state dict. For other errors see `convert_checkpoint`.
     """
     options = _options(verify=verify, safe_globals=safe_globals, trust=trust)
-    run = partial(write_checkpoint, torch_save_path, dcp_checkpoint_dir, options, overwrite)
-    return _Conversion(torch_save_path, run, staging_bytes)
+    recoding = Recoding(torch_save_path, dcp_checkpoint_dir, _dcp_format, options, {}, overwrite)
+    return _Conversion(torch_save_path, partial(write_checkpoint, recoding), staging_bytes)
 
 
 torch_save_to_dcp_async = _async_form(torch_save_to_dcp)
@@ -213,22 +212,16 @@ def dcp_to_safetensors(
         dcp_checkpoint_dir: a checkpoint of ``torch.distributed.checkpoint``, of any number of ranks, or of any other
             format that we load.
         safetensors_path: a directory, or a file whose name ends in ``.safetensors``.
-        keys: convert only these: names, names of containers, and glob patterns; see `aiockpt.AsyncCheckpointer.load`.
-            They must be tensors.
-        dtype: cast floating-point tensors to this dtype.
+        keys: see `convert_checkpoint`.
+        dtype: see `convert_checkpoint`.
         shard_bytes: see `aiockpt.AsyncCheckpointer.save`.
         fqn_to_index_mapping: see there.
         metadata: see there.
-        overwrite: replace an existing checkpoint.
-        verify: check the CRC of everything that is read, if it has one; large tensors are read once more for that.
+        overwrite: see `convert_checkpoint`.
+        verify: see `convert_checkpoint`.
 
     Raises:
-        CheckpointNotFoundError: there is no checkpoint.
-        CorruptCheckpointError: it is unfinished, truncated or changed.
-        MissingKeysError: it has none of some keys.
-        SaveError: a key is no tensor, or of a dtype that safetensors has no name for.
-        CheckpointExistsError: something is there that may not be replaced.
-        WriteError, CommitError: the files can't be written.
+        AiockptError: see `convert_checkpoint`.
     """
     facts = check_user_metadata({} if metadata is None else metadata)
     is_file = os.fspath(safetensors_path).endswith(SUFFIX)
@@ -259,17 +252,13 @@ def safetensors_to_dcp(
     Args:
         safetensors_path: a file, or a directory with a file, a set of files, or the shards of several ranks.
         dcp_checkpoint_dir: the checkpoint's directory.
-        keys: convert only these, as for `dcp_to_safetensors`.
-        dtype: cast floating-point tensors to this dtype.
-        overwrite: replace an existing checkpoint.
-        verify: check CRCs, which safetensors files don't have.
+        keys: see `convert_checkpoint`.
+        dtype: see `convert_checkpoint`.
+        overwrite: see `convert_checkpoint`.
+        verify: see `convert_checkpoint`; safetensors files have no CRCs.
 
     Raises:
-        CheckpointNotFoundError: there is nothing.
-        CorruptCheckpointError: a file is truncated or damaged.
-        MissingKeysError: there are none of some keys.
-        CheckpointExistsError: something is there that may not be replaced.
-        WriteError, CommitError: the files can't be written.
+        AiockptError: see `convert_checkpoint`.
     """
     options = _options(keys=keys, dtype=dtype, verify=verify)
     recoding = Recoding(safetensors_path, dcp_checkpoint_dir, _dcp_format, options, {}, overwrite)
@@ -291,7 +280,7 @@ def convert_checkpoint(
     verify: bool = True,
     safe_globals: Sequence[Any] = (),
     trust: bool = False,
-    progress: ConversionProgress | None = None,
+    progress: OnProgress | None = None,
 ) -> _Conversion:
     """Convert a checkpoint of any format that we load to any format that we save, in bounded memory. Blocks.
 
@@ -313,7 +302,7 @@ def convert_checkpoint(
         verify: check the CRC of everything that is read, if it has one; large tensors are read once more for that.
         safe_globals: classes and functions that pickled objects may use, in addition to those that torch allows.
         trust: unpickle objects without restriction, which runs whatever code they ask for.
-        progress: is updated while the conversion runs.
+        progress: a function that is called while the conversion runs, as that of `aiockpt.AsyncCheckpointer.load`.
 
     Raises:
         CheckpointNotFoundError: there is no checkpoint.
@@ -326,20 +315,16 @@ def convert_checkpoint(
         ValueError: there is no such format.
     """
     options = _options(keys=keys, dtype=dtype, verify=verify, safe_globals=safe_globals, trust=trust)
-    progress = progress or ConversionProgress()
-    match to:
-        case "torch":
-            return _Conversion(path, partial(write_torch_file, path, target, options, overwrite, progress))
-        case "dcp":
-            make_form: Callable[[dict[str, JsonValue]], FileFormat] = _dcp_format
-        case "safetensors":
-            is_file = os.fspath(target).endswith(SUFFIX)
-
-            def make_form(metadata: dict[str, JsonValue]) -> FileFormat:
-                return SafetensorsFormat(metadata, single_file=is_file, shard_bytes=None)
-        case _:
-            raise ValueError(f"to must be 'dcp', 'torch' or 'safetensors', not {to!r}")
-    return _Conversion(path, Recoding(path, target, make_form, options, None, overwrite, progress).run)
+    check_progress(progress)
+    is_file = os.fspath(target).endswith(SUFFIX)
+    forms: dict[str, Callable[[dict[str, JsonValue]], FileFormat]] = {
+        "dcp": _dcp_format,
+        "torch": _torch_format,
+        "safetensors": partial(SafetensorsFormat, single_file=is_file, shard_bytes=None),
+    }
+    if to not in forms:
+        raise ValueError(f"to must be 'dcp', 'torch' or 'safetensors', not {to!r}")
+    return _Conversion(path, Recoding(path, target, forms[to], options, None, overwrite).run, progress=progress)
 
 
 convert_checkpoint_async = _async_form(convert_checkpoint)
@@ -347,6 +332,10 @@ convert_checkpoint_async = _async_form(convert_checkpoint)
 
 def _dcp_format(_: dict[str, JsonValue]) -> FileFormat:
     return DcpFormat(_FILES)
+
+
+def _torch_format(_: dict[str, JsonValue]) -> FileFormat:
+    return TorchFormat()
 
 
 def _options(
@@ -369,7 +358,6 @@ _MODES: dict[str, Callable[..., None]] = {
     "dcp_to_safetensors": dcp_to_safetensors,
     "safetensors_to_dcp": safetensors_to_dcp,
 }
-_RECODES = ("dcp_to_safetensors", "safetensors_to_dcp")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -385,15 +373,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--keys", action="append", help="safetensors: convert only this name or pattern; repeatable")
     parser.add_argument("--dtype", choices=_DTYPES, help="safetensors: cast floating-point tensors to this dtype")
     chosen = parser.parse_args(arguments)
-    given: dict[str, Any] = {"trust": chosen.trust}
-    if chosen.mode in _RECODES:
-        if chosen.trust:
-            parser.error("--trust is for torch.save files: safetensors hold no objects")
-        given = {"keys": chosen.keys, "dtype": chosen.dtype and getattr(torch, chosen.dtype)}
-    elif chosen.keys or chosen.dtype:
-        parser.error(f"--keys and --dtype are for {' and '.join(_RECODES)}")
+    convert = _MODES[chosen.mode]
+    given = {name: value for name in ("trust", "keys", "dtype") if (value := getattr(chosen, name))}
+    for name in given.keys() - inspect.signature(convert).parameters.keys():
+        parser.error(f"--{name} is not an option of {chosen.mode}")
+    if chosen.dtype:
+        given["dtype"] = getattr(torch, chosen.dtype)
     try:
-        _MODES[chosen.mode](chosen.src, chosen.dst, **given)
+        convert(chosen.src, chosen.dst, **given)
     except AiockptError as exc:
         sys.stderr.write(f"{exc}\n")
         return 1

@@ -42,15 +42,17 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 
 from aiockpt.coordination.choose import is_distributed
 from aiockpt.core.machine import BLOCK_BYTES
-from aiockpt.dcp import shared_commit
 from aiockpt.dcp.adapter import borrowed
 from aiockpt.dcp.writer import FileSystemWriter, files_of, locations_of, resolved, results_of, write_items
 from aiockpt.errors import AiockptError, CheckpointExistsError, SaveError, WriteError
 from aiockpt.format.index import ItemRange
-from aiockpt.planning.collective.local import LocalPlanner
+from aiockpt.planning.dcp_plan import DcpFormat
 from aiockpt.planning.layout import assign_buckets
+from aiockpt.planning.planner import Planner
 from aiockpt.snapshot.capture import dense_form
 from aiockpt.staging.runtime import has_events, ready_event
+from aiockpt.storage.local import beside
+from aiockpt.storage.local.temp_dir import hold
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -211,10 +213,10 @@ class FileSystemWriterAsync(FileSystemWriter):
             self._msc.os.makedirs(self._path(), exist_ok=True)
             return plan
         plan = super().prepare_local_plan(plan)
-        hidden = shared_commit.begin(self._path(), None, fsync=self.sync_files, keep=True)
+        hidden = beside.begin(self._path(), None, fsync=self.sync_files, keep=True)
         if self._is_coordinator:
             self.discard()
-            self._unpublished = weakref.finalize(self, shared_commit.discard, hidden, shared_commit.hold(hidden))
+            self._unpublished = weakref.finalize(self, beside.discard, hidden, hold(hidden))
         return plan
 
     def _url(self, name: str) -> str:
@@ -240,7 +242,7 @@ class FileSystemWriterAsync(FileSystemWriter):
             self._to_shared_memory(values)
         suffix = ".distcp"
         if not self.use_msc:
-            directory = shared_commit.find(self._path(), None)
+            directory = beside.find(self._path(), None)
             self._results = os.path.join(directory, f".{prefix}results.json")
             with contextlib.suppress(FileNotFoundError):  # left by an earlier save whose results were never retrieved
                 os.unlink(self._results)
@@ -596,11 +598,11 @@ def _write_bucket(
     if open_file is not None:
         spans = write_stream(open_file, path, (value for _, value in pairs), fsync=fsync)
         return results_of([item for item, _ in pairs], [ItemRange(name, *span) for span in spans])
-    directory, planner = os.path.dirname(path), LocalPlanner(f"{name.removesuffix('.distcp')}_")
+    directory, planner = os.path.dirname(path), Planner(DcpFormat(1), f"{name.removesuffix('.distcp')}_")
     settings = {"staging_bytes": staging_bytes, "direct_io": direct_io, "io_threads": 1}
     values = [(item.index.fqn, value) for item, value in pairs]
     with borrowed(None, fsync=fsync, **settings) as checkpointer:
-        places = write_items(checkpointer, values, directory, planner, files=1, transforms=transforms)
+        places = write_items(checkpointer, values, directory, planner, transforms)
     (written,) = {place.file for place in places}
     os.replace(os.path.join(directory, written), path)
     return results_of([item for item, _ in pairs], [place._replace(file=name) for place in places])

@@ -27,8 +27,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from aiockpt.dcp import shared_commit
-from aiockpt.dcp.adapter import AnyCheckpointer, borrowed, finished, write_errors
+from aiockpt.dcp.adapter import AnyCheckpointer, borrowed, finished
 from aiockpt.dcp.extensions import ExtensionTransform
 from aiockpt.dcp.index import storage_info
 from aiockpt.engine.requests import text_of
@@ -36,8 +35,11 @@ from aiockpt.errors import CheckpointExistsError, SaveError, WriteError
 from aiockpt.format.index import ItemRange
 from aiockpt.format.names import DCP_VERSION, SUFFIX
 from aiockpt.format.safetensors.writer import Stored, describe_tensors, encode_header, file_order, has_name
-from aiockpt.planning.collective.local import LocalPlanner
+from aiockpt.planning.dcp_plan import DcpFormat
+from aiockpt.planning.planner import Planner
+from aiockpt.storage.local import beside
 from aiockpt.storage.local.storage import absolute
+from aiockpt.storage.local.temp_dir import hold
 
 if TYPE_CHECKING:
     from torch.futures import Future
@@ -119,7 +121,7 @@ class FileSystemWriter(filesystem.FileSystemWriter):
         self._staging_bytes = staging_bytes
         self._direct_io = direct_io
         self._checkpointer = checkpointer
-        self._planners: dict[str, LocalPlanner] = {}
+        self._planners: dict[str, Planner] = {}
         self._unpublished: weakref.finalize[Any, Any] | None = None
 
     def __repr__(self) -> str:
@@ -163,7 +165,7 @@ class FileSystemWriter(filesystem.FileSystemWriter):
         path = self._path()
         if os.path.lexists(path) and not os.path.isdir(path):
             raise CheckpointExistsError(f"{path} is not a directory; save under another name")
-        marker = shared_commit.metadata_name(None if self.use_collectives else 0)
+        marker = beside.metadata_name(None if self.use_collectives else 0)
         if os.path.lexists(os.path.join(path, marker)):
             if not self.overwrite:
                 raise CheckpointExistsError(
@@ -185,8 +187,8 @@ class FileSystemWriter(filesystem.FileSystemWriter):
             WriteError: it can't be created.
         """
         self.discard()
-        hidden = shared_commit.begin(self._path(), self._alone, fsync=self.sync_files)
-        self._unpublished = weakref.finalize(self, shared_commit.discard, hidden, shared_commit.hold(hidden))
+        hidden = beside.begin(self._path(), self._alone, fsync=self.sync_files)
+        self._unpublished = weakref.finalize(self, beside.discard, hidden, hold(hidden))
         return [
             plan if plan.storage_data is not None else replace(plan, storage_data=_StoragePrefix(f"__{number}_"))
             for number, plan in enumerate(plans)
@@ -207,17 +209,17 @@ class FileSystemWriter(filesystem.FileSystemWriter):
         try:
             places = self._write(prefix, items, planner) if items else []
         except BaseException:
-            shared_commit.remove_files(self._path(), self._alone, prefix)
+            beside.remove_files(self._path(), self._alone, prefix)
             raise
         return finished(results_of(items, places))
 
     def _write(self, prefix: str, items: Sequence[WriteItem], planner: SavePlanner) -> Sequence[ItemRange]:
-        hidden = shared_commit.find(self._path(), self._alone)
+        hidden = beside.find(self._path(), self._alone)
         one_file = self.single_file_per_rank
         if self._as_safetensors:
             resolve = partial(resolved, planner=planner)
             return write_safetensors(items, resolve, hidden, prefix, one_file=one_file, fsync=self.sync_files)
-        files = self.thread_count if one_file else None
+        form = DcpFormat(self.thread_count if one_file else None)
         settings = {
             "fsync": self.sync_files,
             "io_threads": self.thread_count,
@@ -228,8 +230,8 @@ class FileSystemWriter(filesystem.FileSystemWriter):
         with borrowed(self._checkpointer, **settings) as checkpointer:
             for number, values in enumerate(resolved_batches(items, planner, self._staging_bytes)):
                 name = f"{prefix}{number}_" if number else prefix
-                layout = self._planners.setdefault(name, LocalPlanner(name))
-                places += write_items(checkpointer, values, hidden, layout, files=files, transforms=self._transforms)
+                planner_of_files = self._planners.setdefault(name, Planner(form, name))
+                places += write_items(checkpointer, values, hidden, planner_of_files, self._transforms)
         return places
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -244,18 +246,18 @@ class FileSystemWriter(filesystem.FileSystemWriter):
             CheckpointExistsError: another checkpoint has appeared at the path meanwhile.
         """
         path, rank = self._path(), self._alone
-        hidden = shared_commit.find(path, rank)
+        hidden = beside.find(path, rank)
         try:
-            names = shared_commit.names_for(files_of(results), hidden, path)
+            names = beside.names_for(files_of(results), hidden, path)
             metadata.storage_data = locations_of(metadata, results, names)
             metadata.storage_meta = self.storage_meta()
             if hasattr(metadata, "version"):  # since torch 2.8
                 metadata.version = DCP_VERSION
-            name = shared_commit.metadata_name(rank)
-            shared_commit.write_metadata(hidden, name, pickle.dumps(metadata), fsync=self.sync_files)
-            shared_commit.publish(hidden, path, names, rank, overwrite=self.overwrite, fsync=self.sync_files)
+            name = beside.metadata_name(rank)
+            beside.write_metadata(hidden, name, pickle.dumps(metadata), fsync=self.sync_files)
+            beside.publish(hidden, path, names, name, overwrite=self.overwrite, fsync=self.sync_files)
         except BaseException:
-            shared_commit.discard(hidden)
+            beside.discard(hidden)
             raise
         finally:
             self.discard()  # nothing is left to remove: it only closes the directory
@@ -326,13 +328,11 @@ def write_items(
     checkpointer: AnyCheckpointer,
     values: ItemValues,
     directory: str,
-    planner: LocalPlanner,
-    *,
-    files: int | None,
+    planner: Planner,
     transforms: Sequence[Transform] = (),
 ) -> Sequence[ItemRange]:
     """Write items to files; return the location of each. Blocks; if it is interrupted, the files are removed."""
-    job = checkpointer.submit_items(values, directory, planner, files=files, transforms=transforms)
+    job = checkpointer.submit_items(values, directory, planner, transforms)
     try:
         job.handle.written.result()
     except BaseException:
@@ -392,14 +392,14 @@ def write_safetensors(
         is_object = group[0][1].type == WriteItemType.BYTE_IO
         parts = _objects(group, resolve) if is_object else _tensors(group, resolve)
         with contextlib.ExitStack() as stack:
-            with write_errors(task):  # a planner's own errors pass
+            with beside.write_errors(task):  # a planner's own errors pass
                 file = stack.enter_context(open(path, "xb"))
             for at, part in parts:
-                with write_errors(task):
+                with beside.write_errors(task):
                     if at is not None:
                         places[at] = ItemRange(name, file.tell(), len(part))
                     file.write(part)
-            with write_errors(task):
+            with beside.write_errors(task):
                 file.flush()
                 if fsync:
                     os.fsync(file.fileno())

@@ -19,7 +19,7 @@ from aiockpt.coordination.choose import choose_coordinator, is_distributed
 from aiockpt.core.futures import Call, Completion
 from aiockpt.core.importing import importing
 from aiockpt.core.threads import Origin, check_threads
-from aiockpt.engine.loop import EngineLoop, Owner, logger
+from aiockpt.engine.loop import EngineLoop, logger
 from aiockpt.engine.queue import Failures, SaveQueue, Statistics
 from aiockpt.engine.reports import Reports
 from aiockpt.engine.resources import EngineResources, shared_memory
@@ -34,11 +34,13 @@ if TYPE_CHECKING:
     from anyio.abc import TaskGroup
 
     from aiockpt.coordination.coordinator import Coordinator
+    from aiockpt.engine.loop import Owner
     from aiockpt.format.transforms.base import Transform
     from aiockpt.options import CheckpointerOptions
     from aiockpt.reading.executor import LoadTools
     from aiockpt.saving.collective import CollectiveResources
     from aiockpt.saving.job import SaveJob
+    from aiockpt.saving.pipeline import SavePipeline
     from aiockpt.staging.pool import SharedMemory
 
 T = TypeVar("T")
@@ -62,9 +64,10 @@ class Engine:
         self._transforms = transforms
         self._was_distributed = is_distributed()
         self.origin = Origin()
-        self.queue = SaveQueue(options.on_busy, options.max_in_flight, options.on_failure, self.origin, failures)
         self.reports = Reports(options.observers, self.origin)
-        self.queue.on_over = self.reports.over
+        self.queue = SaveQueue(
+            options.on_busy, options.max_in_flight, options.on_failure, self.origin, self.reports, failures
+        )
         self.loop = EngineLoop(self.origin, self._fail)
         self._lock = self.queue.lock
         self._throttle: Throttle | None = None
@@ -212,7 +215,6 @@ class Engine:
                 self.queue.supersede(job.path)
             if self._throttle is not None:
                 job.throttle = self._throttle.for_next_save()
-            job.on_staged = self.reports.staged
             self.reports.started(job)
             self._enqueue(job)
 
@@ -226,7 +228,6 @@ class Engine:
                 self._enqueue(job)
 
     def _enqueue(self, job: SaveJob) -> None:
-        job.post = lambda function: self.loop.post(function, job)
         self.queue.add(job)
         self.loop.post(lambda: self._begin(job))
 
@@ -274,12 +275,14 @@ class Engine:
         self.origin.check(what, saves=False)
         streams = current_streams()  # the caller's, to which new tensors belong
         call = Call(
-            lambda: function(replace(self.tools.loads, streams=streams, report=ReadReport())), what, self.origin
+            lambda: function(replace(self.tools.loads, streams=streams, report=ReadReport())),
+            what,
+            self.origin,
+            self.loop.post,
         )
         with self._lock:
             # Closing waits for hooks and observers: what they ask for is still done.
             self._start(while_closing=self.origin.is_served_here)
-            call.post = self.loop.post  # no closure over the call: such a cycle would keep its result, gigabytes, alive
             self._calls.add(call)
             self.loop.post(lambda: self._tasks.start_soon(self._run_call, call), call)
         return call
@@ -435,11 +438,12 @@ class _SaveRun:
         job = self._job
         try:
             async with anyio.create_task_group() as tasks:
-                if self._timeout_s is not None:
-                    tasks.start_soon(self._watch, self._timeout_s)
-                from aiockpt.saving.pipeline import run_save  # imported already, by the thread that has submitted
+                from aiockpt.saving.pipeline import SavePipeline  # imported already, by the thread that has submitted
 
-                await run_save(job, self._resources.saves)
+                pipeline = SavePipeline(job, self._resources)
+                if self._timeout_s is not None:
+                    tasks.start_soon(self._watch, pipeline, self._timeout_s)
+                await pipeline.run()
                 tasks.cancel_scope.cancel()
         except BaseException as exc:
             job.fail(exc)
@@ -452,7 +456,7 @@ class _SaveRun:
             # not be garbage-collected then.
             job.spec = replace(job.spec, pre_commit=None, post_commit=None)
 
-    async def _watch(self, timeout_s: float) -> None:
+    async def _watch(self, pipeline: SavePipeline, timeout_s: float) -> None:
         """Cancel the save when its time is over; if it does not end, kill the writer; then abandon the save."""
         job = self._job
         await job.turn.wait_for("reported")  # the time begins when the save before has ended
@@ -468,7 +472,7 @@ class _SaveRun:
         await anyio.sleep(grace_s / 2)
         if self._job.committed:
             return
-        job.quarantine()
+        pipeline.quarantine()
         job.settle(
             None,
             SaveTimeoutError(
@@ -479,7 +483,7 @@ class _SaveRun:
         )
         job.turn.pass_phase("reported")
         logger.error("a thread of the save of %s hangs in the file system; saving goes on without it", job.path)
-        world = self._resources.saves.world()
+        world = self._resources.world()
         if world is not None and job.spec.call is not None:
             await world.coordinator.give_up(job.spec.call, f"the save of {job.path}", SaveTimeoutError(what))
         workers = self._resources.io_workers

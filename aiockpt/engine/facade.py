@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 
     from aiockpt.core.futures import Call, Completion
     from aiockpt.engine.loader import Loader
+    from aiockpt.engine.reports import Reports
     from aiockpt.engine.submit import Submitter
-    from aiockpt.planning.collective.local import LocalPlanner
+    from aiockpt.planning.planner import Planner
     from aiockpt.reading.executor import LoadTools
     from aiockpt.saving.fence import StepGuard
     from aiockpt.saving.job import SaveJob
@@ -60,7 +61,8 @@ class CheckpointerBase:
         self._storage = LocalStorage(direct_io=options.direct_io, fsync=options.fsync, retries=options.retries)
         self._failures: Failures = deque(maxlen=KEPT)
         self._engine = Engine(options, self._transforms, self._failures)
-        self._parts: dict[str, Any] = {}  # made at their first use
+        self._made_submitter: Submitter | None = None  # until its first use
+        self._made_loader: Loader | None = None  # likewise
         self._warns_as(f"{type(self).__name__}")
 
     def _warns_as(self, what: str) -> None:
@@ -81,41 +83,39 @@ class CheckpointerBase:
     @property
     def _submitter(self) -> Submitter:
         self._engine.origin.check_process()
-        if "submitter" not in self._parts:
+        if self._made_submitter is None:
             with importing():
                 from aiockpt.engine.submit import Submitter
 
-            self._parts.setdefault("submitter", Submitter(self._engine, self._storage, self._transforms))
-        made: Submitter = self._parts["submitter"]
-        return made
+            made = Submitter(self._engine, self._storage, self._transforms)
+            self._made_submitter = self._made_submitter or made
+        return self._made_submitter
 
     @property
     def _loader(self) -> Loader:
         self._engine.origin.check_process()
-        if "loader" not in self._parts:
+        if self._made_loader is None:
             with importing():
                 from aiockpt.engine.loader import Loader
 
-            self._parts.setdefault("loader", Loader(self._engine, self._storage, self._transforms))
-        made: Loader = self._parts["loader"]
-        return made
+            made = Loader(self._engine, self._storage, self._transforms)
+            self._made_loader = self._made_loader or made
+        return self._made_loader
 
     def submit_items(
         self,
         items: Sequence[tuple[str, torch.Tensor | bytes]],
         directory: Path,
-        planner: LocalPlanner,
-        *,
-        files: int | None = None,
+        planner: Planner,
         transforms: Sequence[Transform] = (),
     ) -> SaveJob:
         """Start to write tensors, and bytes of objects, to files in an existing directory. For adapters.
 
-        The caller makes a checkpoint of the directory. If the save fails, its files are removed. ``planner`` names the
-        files and keeps their layout for the next call. ``files`` is the most files to write; None: one for each item.
-        ``transforms`` are applied to each item, in order.
+        The caller makes a checkpoint of the directory. If the save fails, its files are removed. ``planner`` has the
+        format and the names of the files, and keeps their layout for the next call. ``transforms`` are applied to each
+        item, in order.
         """
-        return self._submitter.submit_items(items, directory, planner, files, transforms)
+        return self._submitter.submit_items(items, directory, planner, transforms)
 
     def _delete(self, path: Path, storage: Storage | None) -> Call[None]:
         storage, where = locate(path, storage, self._storage)
@@ -232,6 +232,11 @@ class EngineAccess:
     def transforms(self) -> tuple[Transform, ...]:
         """The checkpointer's transforms."""
         return self._checkpointer._transforms
+
+    @property
+    def reports(self) -> Reports:
+        """The observers, and the progress callables."""
+        return self._checkpointer._engine.reports
 
     def locate(self, path: Path, storage: Storage | None = None) -> tuple[Storage, str]:
         """Return the storage of a path, the checkpointer's own if None, and the path in it."""

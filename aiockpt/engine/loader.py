@@ -20,7 +20,6 @@ from aiockpt.reading.collective import Gathering, conclude, load_together
 from aiockpt.reading.load import CheckpointLoad
 from aiockpt.snapshot.capture import ready_events
 from aiockpt.snapshot.live import check_optimizers, resolve
-from aiockpt.telemetry.loads import OnReadProgress, ReadReport
 
 if TYPE_CHECKING:
     from aiockpt.core.futures import Call
@@ -28,6 +27,8 @@ if TYPE_CHECKING:
     from aiockpt.format.transforms.base import Transform
     from aiockpt.reading.reader import CheckpointReader, SyncCheckpointReader
     from aiockpt.storage.base import Storage
+    from aiockpt.telemetry.loads import ReadReport
+    from aiockpt.telemetry.progress import OnProgress
     from aiockpt.telemetry.verification import VerifyReport
 
 
@@ -75,7 +76,7 @@ class Loader:
             raise
 
         def start() -> Loading:
-            report = self._engine.reports.of_read(ReadReport("load", where), request.progress)
+            report = self._engine.reports.read("load", where, request.progress)
             try:
                 return self._start_load(request, storage, report)
             except BaseException as exc:
@@ -139,17 +140,17 @@ class Loader:
         ready = {} if target is None else ready_events(target.tree)
         return CheckpointLoad(storage, report.path, request, state_dict, target, ready, report)
 
-    def verify(self, path: Path, storage: Storage | None, progress: OnReadProgress | None) -> Verifying:
+    def verify(self, path: Path, storage: Storage | None, progress: OnProgress | None) -> Verifying:
         with importing():
             from aiockpt.reading.verify.verify import verify_checkpoint
 
         storage, where = locate(path, storage, self._storage)
         check_progress(progress)
-        report = ReadReport("verify", where)
+        report = self._engine.reports.read("verify", where, progress)
         call = self._engine.call(
             lambda tools: verify_checkpoint(storage, where, tools.workers, self._transforms, report), f"verify {where}"
         )
-        return Verifying(call, self._engine.reports.of_read(report, progress))
+        return Verifying(call, report)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -9,21 +9,20 @@ import importlib
 import logging
 import threading
 from collections.abc import Callable, Coroutine
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import anyio
 import torch
 
 from aiockpt.core.threads import Duty, Origin, new_event_loop
 
+if TYPE_CHECKING:
+    from aiockpt.core.futures import Call
+    from aiockpt.saving.job import SaveJob
+
+    Owner: TypeAlias = SaveJob | Call[Any]  # fails if a function posted for it raises
+
 logger = logging.getLogger("aiockpt")
-
-
-class Owner(Protocol):
-    """A save or a call that fails if a function posted for it raises."""
-
-    def fail(self, cause: BaseException) -> None:
-        """Fail with the engine's exception."""
 
 
 class EngineLoop:

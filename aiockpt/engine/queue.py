@@ -6,9 +6,8 @@ import logging
 import threading
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from aiockpt.core.futures import Completion
@@ -16,6 +15,7 @@ from aiockpt.errors import CheckpointerBusyError, SaveCancelledError, SaveSkippe
 
 if TYPE_CHECKING:
     from aiockpt.core.threads import Origin
+    from aiockpt.engine.reports import Reports
     from aiockpt.options import OnBusy, OnFailure
     from aiockpt.saving.job import SaveJob
     from aiockpt.telemetry.saves import SaveResult
@@ -77,8 +77,17 @@ def superseded(staged: Sequence[bool], most: int) -> list[int]:
 class SaveQueue:
     """The saves in flight, in order. All methods may be called from any thread, also with ``lock`` held."""
 
-    def __init__(self, on_busy: OnBusy, most: int, on_failure: OnFailure, origin: Origin, failures: Failures) -> None:
+    def __init__(
+        self,
+        on_busy: OnBusy,
+        most: int,
+        on_failure: OnFailure,
+        origin: Origin,
+        reports: Reports,
+        failures: Failures,
+    ) -> None:
         self._origin = origin
+        self._reports = reports  # get the outcome of each save
         # Weak: an error leads to the frames that it passed, which may hold the checkpointer and keep it alive.
         self._failures = weakref.ref(failures)
         # Guards everything. Reentrant: a signal handler may save, and outcomes are recorded, while it is held.
@@ -93,8 +102,6 @@ class SaveQueue:
         self._ready_waiters: list[Completion[None]] = []
         self._counts: Counter[Outcome] = Counter()
         self._skipped: deque[str] = deque(maxlen=KEPT)
-        # Called with the outcome of each save.
-        self.on_over: Callable[[SaveJob, Outcome, SaveResult | None, BaseException | None], object] = lambda *_: None
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -172,13 +179,12 @@ class SaveQueue:
 
     def add(self, job: SaveJob) -> None:
         with self.lock:
-            job.on_end = self.record
             self._jobs.append(job)
             if job.spec.refusal is None:
                 self._unreported.append(job)
-                job.handle.staged._on_observed = job.handle.written._on_observed = partial(self._mark_reported, job)
 
-    def _mark_reported(self, job: SaveJob) -> None:
+    def mark_reported(self, job: SaveJob) -> None:
+        """Note that a caller got the failure of a save."""
         with self.lock:
             self._unreported = [other for other in self._unreported if other is not job]
 
@@ -190,7 +196,7 @@ class SaveQueue:
             job.ended = True
             if job.spec.refusal is None or job not in self._jobs:
                 self._count(job, error)
-                self.on_over(job, outcome_of(error), result, error)
+                self._reports.over(job, outcome_of(error), result, error)
 
     def abandon(self, job: SaveJob) -> None:
         """Remove a save whose thread hangs; its paths stay taken, as the thread may still write or rename there."""

@@ -11,12 +11,13 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from aiockpt.core.threads import DaemonThreads, Duty, Origin
-from aiockpt.telemetry.loads import LoadResult, OnReadProgress, ReadPhase, ReadProgress, ReadReport
+from aiockpt.telemetry.loads import LoadResult, ReadReport
 from aiockpt.telemetry.observer import CallEvent, Observer, SaveEvent
 
 if TYPE_CHECKING:
     from aiockpt.engine.queue import Outcome
     from aiockpt.saving.job import SaveJob
+    from aiockpt.telemetry.progress import OnProgress, ProgressEvent, Reading
     from aiockpt.telemetry.saves import SaveResult
 
 MOST_CALLS = 10_000
@@ -64,25 +65,18 @@ class Reports:
 
     # --- loads and deletions --------------------------------------------------------------------------
 
-    def of_read(self, report: ReadReport, progress: OnReadProgress | None) -> ReadReport:
-        """Report a load or a verification: to its progress callable, and to the observers when it ends."""
-        follower = None if progress is None else _Follower(self._displays, report, progress)
-
-        def ended(report: ReadReport, error: BaseException | None) -> None:
-            if follower is not None:
-                follower.end(error)
-            if report.what != "load":
-                return
-            result = report.result if isinstance(report.result, LoadResult) else None
-            self.last_load = result or self.last_load
-            event = CallEvent(report.path, time.time(), report.elapsed_s, error)
-            self._tell(lambda observer, event: observer.loaded(event, result), event)
-
-        report.ended = ended
-        if follower is not None:
-            report.changed = follower.changed
-            follower.changed()
+    def read(self, what: Reading, path: str, progress: OnProgress | None) -> ReadReport:
+        """Report to a progress callable how far a call is, and to the observers the end of a load."""
+        follower = Follower(self, self._displays, progress)
+        report = ReadReport(what, path, follower)
+        follower.note_change(report)
         return report
+
+    def loaded(self, report: ReadReport, error: BaseException | None) -> None:
+        result = report.result if isinstance(report.result, LoadResult) else None
+        self.last_load = result or self.last_load
+        event = CallEvent(report.path, time.time(), report.elapsed_s, error)
+        self._tell(lambda observer, event: observer.loaded(event, result), event)
 
     def deleted(self, path: str, elapsed_s: float, error: BaseException | None) -> None:
         self._tell(lambda observer, event: observer.deleted(event), CallEvent(path, time.time(), elapsed_s, error))
@@ -117,44 +111,39 @@ class Reports:
                 logger.error("an observer or a progress callable still runs after %g s; it is left behind", END_S)
 
 
-class _Follower:
-    """Calls a progress callable with the newest figures: one call at a time, however many changes there are."""
+class Follower:
+    """Calls a progress callable, if there is one, with the newest figures: one call at a time for many changes."""
 
-    def __init__(self, threads: DaemonThreads, report: ReadReport, function: OnReadProgress) -> None:
+    def __init__(self, reports: Reports, threads: DaemonThreads, function: OnProgress | None) -> None:
+        self._reports = reports
         self._threads = threads
-        self._report = report
-        self._function: OnReadProgress | None = function
+        self._function = function
         self._is_queued = False
         self._is_over = False
 
-    def changed(self) -> None:
+    def note_change(self, report: ReadReport) -> None:
         """Schedule a call, unless one is scheduled."""
-        if not self._is_queued:
+        if self._function is not None and not self._is_queued and not self._is_over:
             self._is_queued = True
-            _submit(self._threads, self._call)
+            _submit(self._threads, lambda: self._call(report))
 
-    def end(self, error: BaseException | None) -> None:
-        """Schedule the last call."""
-        self._report.changed = lambda: None
+    def end(self, report: ReadReport, error: BaseException | None) -> None:
+        """Schedule the last call, and report the end of a load."""
         self._is_over = True
-        is_cancelled = isinstance(error, asyncio.CancelledError | KeyboardInterrupt)
-        phase: ReadPhase = "done" if error is None else "cancelled" if is_cancelled else "failed"
-        event = self._event(phase)
-        _submit(self._threads, lambda: self._tell(event))
+        if self._function is not None:
+            is_cancelled = isinstance(error, asyncio.CancelledError | KeyboardInterrupt)
+            event = report.event("done" if error is None else "cancelled" if is_cancelled else "failed")
+            _submit(self._threads, lambda: self._tell(event))
+        if report.what == "load":
+            self._reports.loaded(report, error)
 
-    def _call(self) -> None:
+    def _call(self, report: ReadReport) -> None:
         self._is_queued = False  # before the figures are taken: a change after that needs another call
-        event = self._event("reading")
+        event = report.event("reading")
         if not self._is_over:  # else the last event is older, and waits already
             self._tell(event)
 
-    def _event(self, phase: ReadPhase) -> ReadProgress:
-        report = self._report
-        result = report.result if phase == "done" else None
-        figures = (report.read_bytes, report.total_bytes, report.elapsed_s)
-        return ReadProgress(report.what, report.path, phase, *figures, result)
-
-    def _tell(self, event: ReadProgress) -> None:
+    def _tell(self, event: ProgressEvent) -> None:
         function = self._function
         if function is None:
             return

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
     from aiockpt.format.transforms.base import Transform
     from aiockpt.options import CheckpointerOptions
+    from aiockpt.planning.planner import Planner
     from aiockpt.reading.executor import LoadTools
     from aiockpt.saving.collective import CollectiveResources
-    from aiockpt.saving.pipeline import SaveTools
     from aiockpt.staging.base import Stager
     from aiockpt.writing.process.supervisor import WriterHost
 
@@ -54,7 +54,7 @@ class EngineResources:
         saving, loading = Duty(origin, "saves", "a thread that saves"), Duty(origin, "loads", "a thread that loads")
         self.copy_workers = Workers(max(2, min(4, cores())), "aiockpt-copy", duty=saving)
         self.io_workers = Workers(count, "aiockpt-io", duty=saving)
-        self._seal_workers = Workers(min(count, max(2, cores())), "aiockpt-seal", nice=_NICE, duty=saving)
+        self.seal_workers = Workers(min(count, max(2, cores())), "aiockpt-seal", nice=_NICE, duty=saving)
         # Twice as many as write: each also checks and places what it has read, during which it does not read.
         self._load_workers = Workers(2 * count, "aiockpt-load", duty=loading)
         self.stagers: dict[torch.device, Stager] = {}
@@ -69,28 +69,17 @@ class EngineResources:
             self.writer = WriterHost(options.process_writer, options.chunk, count, shared.fd)
         self.pool = ChunkPool(options.chunk, capacity, self._shared)
         self.growth = PoolSizer(self.pool, self.copy_workers, files=count, bounded=is_bounded, is_unwanted=is_unwanted)
-        self._world = world
+        self.world = world  # the other ranks to save with
         self._memory = HostCache(available_memory_bytes() // 2)
         self._transforms = transforms
 
     @lazy_property
-    def saves(self) -> SaveTools:
-        """Resources of the engine for saves; made at the first one."""
+    def planner(self) -> Planner:
+        """The planner of saves without other ranks; made at the first one."""
         from aiockpt.planning.dcp_plan import DcpFormat  # imported already, by the thread that has submitted the save
         from aiockpt.planning.planner import Planner
-        from aiockpt.saving.pipeline import SaveTools
 
-        return SaveTools(
-            pool=self.pool,
-            planner=Planner(DcpFormat(self._options.writing_threads)),
-            copy_workers=self.copy_workers,
-            io_workers=self.io_workers,
-            seal_workers=self._seal_workers,
-            stager_for=self.stager_for,
-            reserve=self.growth.reserve,
-            world=self._world,
-            writer=self.writer,
-        )
+        return Planner(DcpFormat(self._options.writing_threads))
 
     @lazy_property
     def loads(self) -> LoadTools:
@@ -127,7 +116,7 @@ class EngineResources:
             stack.callback(self.pool.drop)
             if self._shared is not None:
                 stack.callback(self._shared.close)
-            for workers in (self.copy_workers, self.io_workers, self._seal_workers, self._load_workers):
+            for workers in (self.copy_workers, self.io_workers, self.seal_workers, self._load_workers):
                 stack.callback(workers.close)
             for stager in self.stagers.values():
                 stack.callback(stager.close)

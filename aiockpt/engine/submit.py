@@ -19,11 +19,13 @@ from aiockpt.errors import CheckpointExistsError, SafeGlobalsWarning, SaveError,
 from aiockpt.format.item.objects import needed_for
 from aiockpt.format.manifest.manifest import JsonValue, check_user_metadata
 from aiockpt.format.names import SUFFIX
+from aiockpt.format.recognise import TORCH_SUFFIXES
 from aiockpt.format.transforms.rules import choose_compression
 from aiockpt.options import Path, Replicas, SaveFormat, Validation, check_choice
 from aiockpt.planning.dcp_plan import DcpFormat
 from aiockpt.planning.flatten import NameMemo
 from aiockpt.planning.safetensors_plan import SafetensorsFormat
+from aiockpt.planning.torch_plan import TorchFormat
 from aiockpt.saving.job import SaveJob, SaveSpec
 from aiockpt.snapshot.capture import capture_items, capture_state
 from aiockpt.storage.base import Storage, shared_storage
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
     from aiockpt.coordination.protocol import Call
     from aiockpt.engine.engine import Engine
     from aiockpt.format.transforms.base import Transform
-    from aiockpt.planning.collective.local import LocalPlanner
+    from aiockpt.planning.planner import FileFormat, Planner
     from aiockpt.planning.snapshot import Snapshot
     from aiockpt.saving.handle import SaveHandle
 
@@ -72,10 +74,8 @@ class Submitter:
             is_calm = (self._options.warn_only and isinstance(exc, WriteError)) or isinstance(exc, SaveSkippedError)
             if not is_calm:
                 raise
-            job = SaveJob.of_failure(
-                path, self._storage, exc, started, self._engine.origin, warn_only=self._options.warn_only
-            )
-            self._engine.queue.record(job, None, exc)
+            job = SaveJob.of_refusal(path, self._storage, exc, started, self._engine)
+            job.settle(None, exc)
             return job.handle
         job.captured_s = time.perf_counter() - started
         return job.handle
@@ -87,15 +87,14 @@ class Submitter:
         """
         if (coordinator := self._engine.coordinator()) is not None:
             call = call or coordinator.call("save")
-            job = SaveJob.of_refusal(path, self._storage, error, time.perf_counter(), self._engine.origin, call)
+            job = SaveJob.of_refusal(path, self._storage, error, time.perf_counter(), self._engine, call)
             self._engine.refuse(job)
 
     def submit_items(
         self,
         items: Sequence[tuple[str, torch.Tensor | bytes]],
         directory: Path,
-        planner: LocalPlanner,
-        files: int | None,
+        planner: Planner,
         transforms: Sequence[Transform],
     ) -> SaveJob:
         """Queue a save that adds files to a directory; see `CheckpointerBase.submit_items`."""
@@ -109,11 +108,10 @@ class Submitter:
             storage=storage,
             snapshot=capture_items(items, sampled=self._options.validate == "hash"),
             started=started,
-            form=DcpFormat(files),
             append_planner=planner,
             transforms=transforms,
         )
-        job = SaveJob(spec, self._engine.origin)
+        job = SaveJob(spec, self._engine)
         self._engine.submit(job)
         job.captured_s = time.perf_counter() - started
         return job
@@ -148,6 +146,11 @@ class Submitter:
         engine.queue.raise_unreported()
         storage, where = locate(request.path, request.storage, self._storage)
         format = format_for(request.format, where)
+        if format == "torch" and together:
+            raise SaveError(
+                f"{where}: a torch.save file is written by one process. Save with format='dcp', and convert it with "
+                "`aiockpt convert`, or save with process_group=None on one rank"
+            )
         if engine.leads:  # one rank decides for all: the others may be behind or ahead of it
             engine.queue.admit(where)
         fallback = self._fallback_for(where, storage, together=together)
@@ -196,7 +199,7 @@ class Submitter:
             replicas=request.replicas,
             call=call,
         )
-        return SaveJob(spec, engine.origin)
+        return SaveJob(spec, engine)
 
     def _warn_of_permissions(self, capture: Snapshot) -> None:
         """Warn about objects that need ``safe_globals`` or ``trust`` to be loaded, once for each set of classes."""
@@ -263,14 +266,15 @@ def check_portable(*tools: Storage | Transform) -> None:
 
 def format_for(name: SaveFormat | None, path: str) -> SaveFormat:
     """Return the requested format, or else the one of the path's ending; raise ValueError if they contradict."""
-    if name == "dcp" and path.endswith(SUFFIX):
-        raise ValueError(f"{path} ends in {SUFFIX}, which contradicts format='dcp'; rename it, or leave out format")
-    return name or ("safetensors" if path.endswith(SUFFIX) else "dcp")
+    if name not in (None, "safetensors") and path.endswith(SUFFIX):
+        raise ValueError(f"{path} ends in {SUFFIX}, which contradicts format={name!r}; rename it, or leave out format")
+    # An explicit format='dcp' may make a directory of any other name: some frameworks call theirs `.ckpt`.
+    return name or ("safetensors" if path.endswith(SUFFIX) else "torch" if path.endswith(TORCH_SUFFIXES) else "dcp")
 
 
 def choose_form(
     request: SaveRequest, name: SaveFormat, path: str, metadata: Mapping[str, JsonValue], *, files: int
-) -> SafetensorsFormat | DcpFormat | None:
+) -> FileFormat | None:
     """Return the file format, None for DCP's default form; raise ValueError for options that contradict it."""
     hint = request.separation_hint
     hints = (hint,) if isinstance(hint, str) else tuple(hint or ())
@@ -289,10 +293,14 @@ def choose_form(
             shard_bytes=request.shard_bytes,
             file_of=request.fqn_to_index_mapping,
         )
-    if name != "dcp":
-        raise ValueError(f"format is {name!r}; it must be 'dcp' or 'safetensors'")
+    if name not in ("dcp", "torch"):
+        raise ValueError(f"format is {name!r}; it must be 'dcp', 'safetensors' or 'torch'")
     if request.shard_bytes is not None:
-        raise ValueError("shard_bytes is for format='safetensors'; the dcp format has io_threads files")
+        raise ValueError("shard_bytes is for format='safetensors'")
     if request.fqn_to_index_mapping is not None:
         raise ValueError("fqn_to_index_mapping is for format='safetensors'")
+    if name == "torch":
+        if metadata:
+            raise ValueError("a torch.save file has no place for metadata=: put it into the state")
+        return TorchFormat()
     return DcpFormat(files, hints) if hints else None

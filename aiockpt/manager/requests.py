@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from aiockpt.engine.requests import StateDict
     from aiockpt.manager.policies import KeepPolicy
     from aiockpt.manager.when import SavePolicy
-    from aiockpt.telemetry.loads import OnReadProgress
+    from aiockpt.telemetry.progress import OnProgress
 
 Verification = Literal["auto", "before", "while"]
 StepChoice = int | Literal["latest", "best"]
@@ -75,7 +75,7 @@ class RestoreOptions(TypedDict, total=False):
     missing: list[str] | None
     safe_globals: Sequence[Any]
     trust: bool
-    progress: OnReadProgress | None
+    progress: OnProgress | None
 
 
 @dataclass(frozen=True, slots=True)

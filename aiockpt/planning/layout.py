@@ -94,13 +94,15 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FileImage:
-    """The plan of one file: ``head_bytes`` for objects or a header, then tensor items."""
+    """The plan of one file: ``head_bytes`` for objects or a header, then tensor items, then a tail."""
 
     name: str
     head_bytes: int  # padded with zeros
     slots: Sequence[Slot]  # by offset
     nbytes: int
     ends: Sequence[int] = field(repr=False, default=())  # of each slot's item
+    tail: bytes = field(repr=False, default=b"")  # as the directory of an archive
+    crc_at: Sequence[tuple[int, int]] = field(repr=False, default=())  # offsets in the tail of CRCs, by number of slot
 
     def pieces(self, start: int, stop: int) -> list[Piece]:
         """Return the pieces of payload within the bytes ``start`` to ``stop`` of the file."""
@@ -146,6 +148,7 @@ class Sealer:
         self._done = 0
         self._next = 0
         self._payload_crc = 0
+        self._tail: bytearray | None = None
         self.crcs: list[int] = []
         self.file_crc = 0
 
@@ -168,6 +171,7 @@ class Sealer:
             self._next += 1
             self.crcs.append(self._payload_crc)
             self._payload_crc = 0
+        filled = self._fill_tail(chunk, start, stop, filled)
         self._zero(chunk, filled, stop - start)
         self._cover(chunk, stop - start)
         # Direct I/O writes whole blocks; the file is cut to its size afterwards.
@@ -180,6 +184,18 @@ class Sealer:
         data = self._head[start:end]
         chunk[: len(data)] = data
         return self._zero(chunk, len(data), end - start)
+
+    def _fill_tail(self, chunk: memoryview, start: int, stop: int, filled: int) -> int:
+        begin = self._image.nbytes - len(self._image.tail)
+        low = max(begin, start)
+        if low >= stop:
+            return filled
+        if self._tail is None:  # every payload was before it, so all CRCs are known
+            self._tail = bytearray(self._image.tail)
+            for at, number in self._image.crc_at:
+                _CRC.pack_into(self._tail, at, self.crcs[number])
+        chunk[low - start : stop - start] = self._tail[low - begin : stop - begin]
+        return stop - start
 
     def _seal_slot(self, chunk: memoryview, start: int, stop: int, slot: Slot, filled: int) -> int:
         _, offset, framing, begin, end = slot

@@ -98,7 +98,8 @@ def lay_out_part(name: str, head_bytes: int, file_bytes: int, items: Sequence[Pa
         slots.append(Slot(leaf, at, framing, at, at + framing.nbytes))
         streams.append(stream)
         at += framing.nbytes
-    return PartImage(name, head_bytes, slots, at, [slot.payload_end for slot in slots], file_bytes, streams)
+    ends = [slot.payload_end for slot in slots]
+    return PartImage(name, head_bytes, slots, at, ends, file_bytes=file_bytes, streams=streams)
 
 
 class PartSealer:

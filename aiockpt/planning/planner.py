@@ -160,10 +160,14 @@ CHECKED_AHEAD = 10_000
 
 
 class Planner:
-    """Plans saves; caches the last layout of each format for saves of the same structure."""
+    """Plans saves of one process; caches the last layout of each format for saves of the same structure.
 
-    def __init__(self, default: FileFormat) -> None:
+    With a ``prefix`` it names files ``prefix...`` that are added to a directory.
+    """
+
+    def __init__(self, default: FileFormat, prefix: str | None = None) -> None:
         self._default = default
+        self._prefix = prefix
         self._layouts: dict[str, Layout] = {}
 
     def invalidate(self) -> None:
@@ -178,7 +182,8 @@ class Planner:
             plan = form.fill(layout, snapshot)
             if plan is not None:
                 return plan
-        plan = form.lay_out(summarize(snapshot, form), snapshot)
+        written = None if self._prefix is None else RankLeaves(self._prefix, range(len(snapshot.tensors)))
+        plan = form.lay_out(summarize(snapshot, form), snapshot, written)
         self._layouts[form.name] = plan.layout
         return plan
 

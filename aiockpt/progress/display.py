@@ -1,4 +1,4 @@
-"""Displays of progress: they follow a save from a thread, or are called with the events of a load or verification."""
+"""Displays of progress: they follow a save from a thread, or are called with the events of other work."""
 
 from __future__ import annotations
 
@@ -15,11 +15,9 @@ from aiockpt.telemetry.card import size_text
 
 if TYPE_CHECKING:
     from aiockpt.saving.handle import SaveHandle
-    from aiockpt.telemetry.loads import ReadProgress
+    from aiockpt.telemetry.progress import ProgressEvent
 
 logger = logging.getLogger("aiockpt")
-
-_ENDS = {"committed": "written", "done": "done"}
 
 
 class Bar(Protocol):
@@ -43,19 +41,18 @@ class Display:
         self._bars: dict[tuple[str, str], Bar] = {}
         self._threads: list[threading.Thread] = []
 
-    def __call__(self, event: ReadProgress) -> None:
-        """Show an event of a load or of a verification."""
+    def __call__(self, event: ProgressEvent) -> None:
+        """Show an event of a load, a verification or a conversion."""
         key = (event.what, event.path)
         bar = self._bars.get(key)
         if bar is None:
             bar = self._bars[key] = self._make(_title(event.what, event.path))
         if event.phase == "reading":
-            bar.update(event.read_bytes, event.total_bytes, "")
+            bar.update(event.done_bytes, event.total_bytes, "")
             return
         del self._bars[key]
         ok = event.phase == "done"
-        total = event.read_bytes if ok else event.total_bytes
-        bar.finish(event.read_bytes, total, _ENDS.get(event.phase, event.phase), ok=ok)
+        bar.finish(event.done_bytes, event.done_bytes if ok else event.total_bytes, event.phase, ok=ok)
 
     def follow(self, handle: SaveHandle) -> None:
         """Show a save, from a thread of its own, until it is over. Does not block."""
@@ -69,12 +66,13 @@ class Display:
         done = total = 0
         try:
             for event in handle.progress():
-                done, total = event.written_bytes, event.total_bytes
+                done, total = event.done_bytes, event.total_bytes
                 note = event.phase
                 if event.phase == "writing":
                     note = "staged" if event.staged_bytes >= total else "staging"
                 bar.update(done, total, note)
-            bar.finish(done, total, _ENDS.get(handle.state, handle.state), ok=handle.state == "committed")
+            ok = handle.state == "committed"
+            bar.finish(done, total, "written" if ok else handle.state, ok=ok)
         except Exception:
             logger.exception("the progress of %s can't be shown", handle.path)
 

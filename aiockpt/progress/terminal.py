@@ -17,6 +17,25 @@ if TYPE_CHECKING:
 logger = logging.getLogger("aiockpt")
 
 
+def bars(console: Console, *, transient: bool = False) -> Progress:
+    """Return a display of bars of bytes, not started yet. ``transient``: it disappears at its end."""
+    return Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=None),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(compact=True),
+        TextColumn("{task.fields[note]}", markup=False),
+        console=console,
+        transient=transient,
+        expand=True,
+        # rich would put its own streams in place of sys.stdout and sys.stderr, from this thread: what the program
+        # prints meanwhile would miss the file or the pipe that it is for.
+        redirect_stdout=False,
+        redirect_stderr=False,
+    )
+
+
 class Screen:
     """The bars of one stream."""
 
@@ -30,20 +49,7 @@ class Screen:
         with self._lock:
             if self._progress is None:
                 console = Console(file=stream, force_terminal=True if force else None, emoji=False)
-                progress = Progress(
-                    TextColumn("{task.description}", markup=False),
-                    BarColumn(bar_width=None),
-                    DownloadColumn(binary_units=True),
-                    TransferSpeedColumn(),
-                    TimeRemainingColumn(compact=True),
-                    TextColumn("{task.fields[note]}", markup=False),
-                    console=console,
-                    expand=True,
-                    # rich would put its own streams in place of sys.stdout and sys.stderr, from this thread: what the
-                    # program prints meanwhile would miss the file or the pipe that it is for.
-                    redirect_stdout=False,
-                    redirect_stderr=False,
-                )
+                progress = bars(console)
                 try:
                     progress.start()
                 except LiveError as exc:

@@ -411,10 +411,6 @@ class MapReader:
         self._path = path
         self._maps: dict[str, mmap.mmap] = {}
 
-    @property
-    def maps(self) -> tuple[mmap.mmap, ...]:
-        return tuple(self._maps.values())
-
     def tensors(self, entries: Mapping[str, TensorEntry]) -> dict[str, torch.Tensor]:
         """Return tensors by name; one of several chunks, or at an odd address, is a copy. Blocks."""
         return {name: self._tensor(name, entry) for name, entry in entries.items()}

@@ -47,7 +47,6 @@ class CheckpointLoad:
     async def run(self, tools: LoadTools, gathering: Gathering | None = None) -> Filled:
         """Run the engine's part of the load; ``gathering``: with the other ranks."""
         record_to(self.report.spans)
-        self.report.changed()
         with span("open"):
             opened = await open_checkpoint(self.storage, self.path, self.options, tools)
         try:

@@ -8,26 +8,18 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Generator, Iterator
-from typing import Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 from aiockpt.core.futures import Completion
 from aiockpt.core.threads import Origin, check_asyncio
 from aiockpt.errors import SaveCancelledError, SaveSkippedError
-from aiockpt.telemetry.saves import Phase, ProgressEvent, SaveResult
+from aiockpt.telemetry.progress import ProgressEvent, ReadPhase, SavePhase
+from aiockpt.telemetry.saves import SaveResult
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from aiockpt.saving.job import SaveJob
 
-SaveState = Literal["waiting", Phase, "skipped", "cancelled", "failed"]
-
-
-class Control(Protocol):
-    """The save behind a handle."""
-
-    def cancel(self) -> Completion[bool]:
-        """Cancel the save."""
-
-    def fence(self, timeout: float | None) -> None:
-        """Order the caller's stream behind the copies."""
+SaveState = Literal["waiting", "skipped", SavePhase, ReadPhase]
 
 
 class SaveHandle(Awaitable[SaveResult]):
@@ -43,12 +35,12 @@ class SaveHandle(Awaitable[SaveResult]):
     ``await handle`` is ``await handle.written``; ``stage, write = handle`` gives the two.
     """
 
-    def __init__(self, path: str, control: Control, started: float, origin: Origin | None = None) -> None:
+    def __init__(self, path: str, job: SaveJob, started: float, origin: Origin | None = None) -> None:
         self.path = path
-        self.staged: Completion[None] = Completion(f"`staged` of {path}", origin)
-        self.written: Completion[SaveResult] = Completion(f"`written` of {path}", origin)
+        self.staged: Completion[None] = Completion(f"`staged` of {path}", origin, listener=job)
+        self.written: Completion[SaveResult] = Completion(f"`written` of {path}", origin, listener=job)
         self._origin = origin
-        self._control = control
+        self._job = job
         self._started = started
         self._events: list[ProgressEvent] = []
         self._last: ProgressEvent | None = None
@@ -60,7 +52,7 @@ class SaveHandle(Awaitable[SaveResult]):
         if last is None:
             return f"<SaveHandle {self.path} {self.state}>"
         return (
-            f"<SaveHandle {self.path} {self.state}: {last.staged_bytes} staged and {last.written_bytes} written "
+            f"<SaveHandle {self.path} {self.state}: {last.staged_bytes} staged and {last.done_bytes} written "
             f"of {last.total_bytes} bytes>"
         )
 
@@ -109,7 +101,7 @@ class SaveHandle(Awaitable[SaveResult]):
             A completion: True when the save was cancelled and `written` raises `SaveCancelledError`; False
             when it was too late, because the save was being committed, was written or had failed.
         """
-        return self._control.cancel()
+        return self._job.cancel()
 
     def fence(self, timeout: float | None = None) -> None:
         """Make the caller's current accelerator streams wait for the copies, without blocking on them.
@@ -130,7 +122,7 @@ class SaveHandle(Awaitable[SaveResult]):
             AiockptError: a CUDA graph is being captured, which can't wait: call it before that, and before each
                 replay.
         """
-        self._control.fence(timeout)
+        self._job.fence(timeout)
 
     def progress(self) -> SaveProgress:
         """Return an iterator over the events of this save, from the first, until it is over. Never raises its error.

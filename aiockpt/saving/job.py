@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Self
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Self
 
 from aiockpt.core.futures import Completion
 from aiockpt.errors import AiockptError, SaveCancelledError, SaveError, SaveSkippedError, TornSnapshotError
@@ -20,14 +20,13 @@ if TYPE_CHECKING:
 
     from aiockpt.coordination.protocol import Call
     from aiockpt.core.spans import Span
-    from aiockpt.core.threads import Origin
+    from aiockpt.engine.engine import Engine
     from aiockpt.format.index import ItemRange
     from aiockpt.format.manifest.manifest import JsonValue
     from aiockpt.format.transforms.base import Transform
     from aiockpt.format.transforms.zstd import Zstd
     from aiockpt.options import Hook, Replicas
-    from aiockpt.planning.collective.local import LocalPlanner
-    from aiockpt.planning.planner import FileFormat
+    from aiockpt.planning.planner import FileFormat, Planner
     from aiockpt.saving.turn import Turn
     from aiockpt.storage.base import Storage
     from aiockpt.telemetry.saves import SaveResult
@@ -46,7 +45,7 @@ class SaveSpec:
     form: FileFormat | None = None  # None: DCP's default form
     pre_commit: Hook | None = None
     post_commit: Hook | None = None
-    append_planner: LocalPlanner | None = None  # only adds files to a directory, planned by this
+    append_planner: Planner | None = None  # only adds files to a directory, planned by this
     compression: Sequence[Zstd | None] | None = None  # for each leaf
     transforms: Sequence[Transform] = ()  # applied to every item, after compression
     warn_only: bool = False  # failures are not raised by `staged`, nor by fences
@@ -62,24 +61,22 @@ class SaveSpec:
 
 
 class SaveJob:
-    """A save in flight: its specification, how far it is, and how it ends.
-
-    It is the `Control` behind the `SaveHandle`: `cancel` and `fence` may be called from any thread.
-    """
+    """A save in flight: its specification, how far it is, and how it ends."""
 
     turn: Turn  # since it is on the engine's loop
     scope: anyio.CancelScope  # since then too
 
-    def __init__(self, spec: SaveSpec, origin: Origin) -> None:
+    def __init__(self, spec: SaveSpec, engine: Engine) -> None:
         self.spec = spec
-        self.origin = origin
+        self.origin = engine.origin
+        self._engine = engine
         self.path = spec.path  # becomes the fallback if it goes there
         self.overwrite = spec.overwrite
         self.fallback_error: BaseException | None = None  # why it goes to the fallback
         self.consistency = Consistency(spec.snapshot, spec.path)
         self.throttle = SaveThrottle()
-        self.handle = handle = SaveHandle(self.path, self, spec.started, origin)
-        self.cancelled: Completion[bool] = Completion(f"the end of cancelling {self.path}", origin)
+        self.handle = SaveHandle(self.path, self, spec.started, self.origin)
+        self.cancelled: Completion[bool] = Completion(f"the end of cancelling {self.path}", self.origin)
         self.captured_s = 0.0
         self.number = 0  # for observers; 0: there are none
         self.spans: list[Span] = []  # of the work in this process
@@ -87,32 +84,24 @@ class SaveJob:
         self.cancel_asked = False
         self.committed = False
         self.ended = False  # the queue has counted its outcome
-        self.post: Callable[[Callable[[], object]], object] = lambda _: None  # calls it on the engine's loop
-        # Called before the futures settle, with the result or the error.
-        self.on_end: Callable[[SaveJob, SaveResult | None, BaseException | None], object] = lambda *_: None
-        self.on_staged: Callable[[SaveJob], object] = lambda _: None
-        self.quarantine: Callable[[], None] = lambda: None  # sets the chunks apart that its threads hold
-        # Not `written._on_await`: a task that awaits `written` leaves its loop free to train, and to open windows.
-        handle.staged._on_await = handle.staged._on_block = handle.written._on_block = self.unthrottle
 
     @classmethod
     def of_refusal(
-        cls, path: str, storage: Storage, error: BaseException, started: float, origin: Origin, call: Call | None = None
+        cls, path: str, storage: Storage, error: BaseException, started: float, engine: Engine, call: Call | None = None
     ) -> Self:
-        """Make a job that only informs the other ranks why this one does not save."""
+        """Make a job that only informs the other ranks, or the waiters, why this process does not save."""
         nothing = Snapshot(Structure([], [], frozenset()), [], [], [])
-        spec = SaveSpec(path=path, storage=storage, snapshot=nothing, started=started, refusal=error, call=call)
-        return cls(spec, origin)
-
-    @classmethod
-    def of_failure(
-        cls, path: str, storage: Storage, error: BaseException, started: float, origin: Origin, *, warn_only: bool
-    ) -> Self:
-        """Make a job that has failed before it was queued."""
-        job = cls.of_refusal(path, storage, error, started, origin)
-        job.spec = replace(job.spec, warn_only=warn_only)
-        job.settle(None, error)
-        return job
+        warn_only = engine.options.warn_only
+        spec = SaveSpec(
+            path=path,
+            storage=storage,
+            snapshot=nothing,
+            started=started,
+            refusal=error,
+            warn_only=warn_only,
+            call=call,
+        )
+        return cls(spec, engine)
 
     @property
     def snapshot(self) -> Snapshot:
@@ -129,9 +118,20 @@ class SaveJob:
     def cancel(self) -> Completion[bool]:
         if not self.cancelled.done():
             self.origin.check_process()
-        self.cancel_asked = True
-        self.post(lambda: self.scope.cancel())
+            self.cancel_asked = True
+            self._cancel_scope()
         return self.cancelled
+
+    def _cancel_scope(self) -> None:
+        self._engine.loop.post(lambda: self.scope.cancel(), self)
+
+    def on_wait(self, future: Completion[Any], *, blocks: bool) -> None:
+        # A task that awaits `written` leaves its loop free to train, and to open windows.
+        if blocks or future is self.handle.staged:
+            self.unthrottle()
+
+    def on_delivery(self) -> None:
+        self._engine.queue.mark_reported(self)
 
     def unthrottle(self) -> None:
         """Copy without a pause from now on, because a caller waits. From any thread."""
@@ -182,7 +182,7 @@ class SaveJob:
         """
         if self.consistency.abort(error, though_copied=though_copied):
             self._settle_staged(error)
-            self.post(lambda: self.scope.cancel())
+            self._cancel_scope()
 
     def fail(self, cause: BaseException) -> None:
         """End with an error because the engine has failed. Work of the save that still runs publishes nothing."""
@@ -191,10 +191,16 @@ class SaveJob:
         self.consistency.abort_error = self.consistency.abort_error or error
         self.settle(None, error)
 
+    def settle_staged(self) -> None:
+        """Settle `staged`: all is copied, and the tensors may change."""
+        self._engine.reports.staged(self)
+        self.handle.staged._settle(None)
+
     def settle(self, result: SaveResult | None, error: BaseException | None) -> None:
         """Settle the futures, unless they are settled."""
         try:
-            self.on_end(self, result, error)  # logs, and a handler of the caller's may raise: hence `finally`
+            # This logs, and a handler of the caller's may raise: hence `finally`.
+            self._engine.queue.record(self, result, error)
             if error is not None:
                 self._settle_staged(error)
             self.snapshot.release()

@@ -8,7 +8,7 @@ import logging
 import pickle
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,30 +16,26 @@ import anyio
 import anyio.lowlevel
 
 from aiockpt.core.spans import record_to, span
-from aiockpt.core.threads import Duty, Origin, Workers
+from aiockpt.core.threads import Duty, Origin
 from aiockpt.errors import CommitError, SaveCancelledError, SaveError, TornSnapshotError, WriteError, unwrapped
 from aiockpt.planning.dcp_plan import DcpFormat, DcpPlan
 from aiockpt.planning.encoding import codings_of
 from aiockpt.saving.staging_session import Leases, StagerRouter, StagingChunk
 from aiockpt.saving.strategy import AppendSave, LocalSave, SaveStrategy
-from aiockpt.staging.base import Done, LayoutMismatchError, Stager
-from aiockpt.telemetry.saves import Phase, ProgressEvent, SaveResult
+from aiockpt.staging.base import Done, LayoutMismatchError
+from aiockpt.telemetry.progress import ProgressEvent, SavePhase
 from aiockpt.telemetry.timeline import Recording
 from aiockpt.writing.file_writer import CommitInputs, FileWriter, FilledChunk, WriterThreads
 from aiockpt.writing.process.error_transport import as_save_error
 
 if TYPE_CHECKING:
-    import torch
-
+    from aiockpt.engine.resources import EngineResources
     from aiockpt.options import Hook
     from aiockpt.planning.layout import FileImage
-    from aiockpt.planning.planner import Planner, SavePlan
-    from aiockpt.saving.collective import CollectiveResources
-    from aiockpt.saving.handle import SaveHandle
+    from aiockpt.planning.planner import SavePlan
     from aiockpt.saving.job import SaveJob
-    from aiockpt.staging.pool import ChunkPool
+    from aiockpt.telemetry.saves import SaveResult
     from aiockpt.writing.process.client import RemoteWriter
-    from aiockpt.writing.process.supervisor import WriterHost
 
     Writer = FileWriter | RemoteWriter
     Fill = Callable[[SavePlan, Writer], Awaitable[None]]
@@ -47,96 +43,28 @@ if TYPE_CHECKING:
 logger = logging.getLogger("aiockpt")
 
 
-@dataclass(frozen=True)
-class SaveTools:
-    """Resources of the engine that every save uses."""
-
-    pool: ChunkPool
-    planner: Planner
-    copy_workers: Workers
-    io_workers: Workers
-    seal_workers: Workers
-    stager_for: Callable[[torch.device], Stager]
-    reserve: Callable[[int], None]
-    world: Callable[[], CollectiveResources | None]  # the other ranks to save with
-    writer: WriterHost | None = None  # the process that writes
-
-
-async def run_save(job: SaveJob, tools: SaveTools) -> None:
-    """Run one save until it has ended in any way. Never raises: the futures of the save get the outcome."""
-    error: BaseException | None = None
-    result: SaveResult | None = None
-    record_to(job.spans)
-    try:
-        with job.scope:
-            if job.cancel_asked:
-                job.scope.cancel()
-            result = await _Save(job, tools).run()
-        if result is None:  # the scope has absorbed its own cancellation
-            cancelled = SaveCancelledError(f"the save of {job.path} was cancelled; nothing of it is left")
-            error = job.consistency.abort_error or cancelled
-    except BaseException as exc:  # delivered to the waiters, never dropped
-        error = as_save_error(exc)
-    finally:
-        job.settle(result, error)
-
-
-def _strategy_for(job: SaveJob, tools: SaveTools) -> SaveStrategy:
+def _strategy_for(job: SaveJob, tools: EngineResources) -> SaveStrategy:
     """Choose how a save is planned and committed."""
     world, spec = tools.world(), job.spec
-    if world is None and spec.append_planner is None:
+    if spec.append_planner is not None:
+        return AppendSave(job, spec.append_planner, tools.copy_workers, tools.io_workers)
+    if world is None:
         return LocalSave(job, tools.planner, tools.copy_workers, tools.io_workers)
     form = spec.form if spec.form is not None else DcpFormat(tools.io_workers.count)
-    if isinstance(form, DcpFormat) and spec.append_planner is not None:
-        return AppendSave(job, form, spec.append_planner, tools.copy_workers, tools.io_workers)
-    if world is None:
-        raise SaveError(f"format={form.name!r} can't add files to a directory")
     from aiockpt.saving.collective import CollectiveSave  # imported already, by the thread that met the other ranks
 
     return CollectiveSave(job, form, world, tools.copy_workers, tools.io_workers)
 
 
-class _Progress:
-    """The counters of a save's progress, which its handle reports."""
-
-    def __init__(self, handle: SaveHandle) -> None:
-        self._handle = handle
-        self._staged_bytes = 0
-        self._written_bytes = 0
-        self._total_bytes = 0
-
-    def report(self, phase: Phase) -> None:
-        numbers = (self._staged_bytes, self._written_bytes, self._total_bytes)
-        self._handle._report(ProgressEvent(phase, *numbers, self._handle._elapsed()))
-
-    def planned(self, total_bytes: int) -> None:
-        """Begin to count, with a new plan."""
-        self._total_bytes, self._staged_bytes, self._written_bytes = total_bytes, 0, 0
-        self.report("planned")
-
-    def staged(self, nbytes: int) -> None:
-        """Count bytes that are in staging memory."""
-        self._staged_bytes += nbytes
-        self.report("staging")
-
-    def wrote(self, nbytes: int) -> None:
-        """Count bytes that a file has taken."""
-        self._written_bytes += nbytes
-        self.report("writing")
-
-    def write_again(self) -> None:
-        """Count written bytes from zero again: the chunks go to another writer."""
-        self._written_bytes = 0
-
-
-class _Save:
+class SavePipeline:
     """One save, from its snapshot to its result."""
 
-    def __init__(self, job: SaveJob, tools: SaveTools) -> None:
+    _strategy: SaveStrategy  # since it runs
+
+    def __init__(self, job: SaveJob, tools: EngineResources) -> None:
         self._job = job
         self._tools = tools
-        self._strategy = _strategy_for(job, tools)
-        self._progress = _Progress(job.handle)
+        self._staged_bytes = self._written_bytes = 0
         self._leases = Leases(tools.pool)
         self._planned_s = 0.0
         self._staged_s = 0.0
@@ -146,9 +74,35 @@ class _Save:
         self._keeps_chunks = False  # for a second attempt, at the fallback
         self._kept: list[tuple[int, FilledChunk]] = []
 
-    async def run(self) -> SaveResult:
+    async def run(self) -> None:
+        """Run until the save has ended in any way. Never raises: the futures of the save get the outcome."""
         job = self._job
-        job.quarantine = self._quarantine
+        error: BaseException | None = None
+        result: SaveResult | None = None
+        record_to(job.spans)
+        try:
+            with job.scope:
+                if job.cancel_asked:
+                    job.scope.cancel()
+                self._strategy = _strategy_for(job, self._tools)
+                result = await self._save_somewhere()
+            if result is None:  # the scope has absorbed its own cancellation
+                cancelled = SaveCancelledError(f"the save of {job.path} was cancelled; nothing of it is left")
+                error = job.consistency.abort_error or cancelled
+        except BaseException as exc:  # delivered to the waiters, never dropped
+            error = as_save_error(exc)
+        finally:
+            job.settle(result, error)
+
+    def quarantine(self) -> None:
+        """Set the chunks of a hanging thread apart, and keep it from publishing when it returns."""
+        self._leases.quarantine()
+        if self._writer is not None:
+            self._writer.revoke()
+
+    async def _save_somewhere(self) -> SaveResult:
+        """Save to the path, or to the fallback if the storage fails there."""
+        job = self._job
         try:
             return await self._save()
         except BaseException as exc:
@@ -184,7 +138,8 @@ class _Save:
             self._plan = plan = await self._strategy.plan()
         self._job.turn.pass_phase("planned")
         self._planned_s = time.perf_counter() - begin
-        self._progress.planned(plan.layout.nbytes)
+        self._staged_bytes = self._written_bytes = 0
+        self._report("planned")
         return await self._write_and_commit(plan, self._stage)
 
     async def _write_and_commit(self, plan: SavePlan, fill: Fill) -> SaveResult:
@@ -199,7 +154,7 @@ class _Save:
             # A cancellation that came while the copies were checked has ended the writing, but `fill` has returned: a
             # call in a worker thread is awaited to its end, and raises no cancellation.
             await anyio.lowlevel.checkpoint_if_cancelled()
-            self._progress.report("written")
+            self._report("written")
             await job.turn.wait_for("over")  # the save before may be on its way to the fallback
             if job.spec.pre_commit is not None:
                 await self._run_hook(job.spec.pre_commit, "pre_commit")
@@ -216,7 +171,7 @@ class _Save:
             if error is unwrapped(exc):
                 raise
             raise error from error.__cause__
-        self._progress.report("committed")
+        self._report("committed")
         job.committed = True
         result = replace(result, recording=Recording((*job.spans, *writer.spans), job.spec.started))
         return result if job.spec.post_commit is None else await self._after(result, job.spec.post_commit)
@@ -243,12 +198,20 @@ class _Save:
                 codings=None if codings is None else pickle.dumps(codings),
                 again=job.fallback_error is not None,
             )
-            return RemoteWriter(tools.writer, order, job.spec.storage, layout, self._progress.wrote, tools.io_workers)
+            return RemoteWriter(tools.writer, order, job.spec.storage, layout, self._wrote, tools.io_workers)
         threads = WriterThreads(tools.seal_workers, tools.io_workers)
         after = job.turn.before_is_over
-        return FileWriter(
-            layout.images, plan.heads, names, threads, after=after, count=self._progress.wrote, codings=codings
-        )
+        return FileWriter(layout.images, plan.heads, names, threads, after=after, count=self._wrote, codings=codings)
+
+    def _wrote(self, nbytes: int) -> None:
+        """Count bytes that a file has taken."""
+        self._written_bytes += nbytes
+        self._report("writing")
+
+    def _report(self, phase: SavePhase) -> None:
+        handle, total_bytes = self._job.handle, 0 if self._plan is None else self._plan.layout.nbytes
+        figures = (self._written_bytes, total_bytes, handle._elapsed(), self._staged_bytes)
+        handle._report(ProgressEvent("save", handle.path, phase, *figures))
 
     async def _begin(self, writer: Writer) -> None:
         """Begin the transaction, while tensors are staged already: a file server may take long to answer."""
@@ -283,9 +246,8 @@ class _Save:
         if not job.handle.staged.done():
             job.snapshot.release()  # first: once `staged` has come, the save holds no tensor any more
             job.turn.pass_phase("staged")
-            self._progress.report("staged")
-            job.on_staged(job)
-            job.handle.staged._settle(None)
+            self._report("staged")
+            job.settle_staged()
 
     # --- staging ------------------------------------------------------------------------------------
 
@@ -293,7 +255,7 @@ class _Save:
         """Copy every tensor into chunks, in the order of the files, and put them to the writer."""
         job, layout = self._job, plan.layout
         await job.turn.wait_for("staged")
-        self._tools.reserve(layout.nbytes)
+        self._tools.growth.reserve(layout.nbytes)
         router = StagerRouter(layout, job.snapshot, self._tools.stager_for)
         job.consistency.stagers = router.stagers
         self._images_left = len(layout.images)
@@ -360,7 +322,8 @@ class _Save:
     async def _put(self, writer: Writer, number: int, staged: StagingChunk) -> None:
         """Wait for the copy, and put the chunk to the writer."""
         await staged.pending.wait()
-        self._progress.staged(staged.stop - staged.start)
+        self._staged_bytes += staged.stop - staged.start
+        self._report("staging")
         lease = staged.lease
         release = _keep if self._keeps_chunks else lease.release
         chunk = FilledChunk(lease.chunk.view, staged.start, staged.stop, release, lease.chunk.number)
@@ -369,12 +332,6 @@ class _Save:
         await writer.put(number, chunk)
 
     # --- failures, and what comes after -------------------------------------------------------------
-
-    def _quarantine(self) -> None:
-        """Set the chunks of a hanging thread apart, and keep it from publishing when it returns."""
-        self._leases.quarantine()
-        if self._writer is not None:
-            self._writer.revoke()
 
     def _is_storage_failure(self, error: BaseException) -> bool:
         job = self._job
@@ -396,7 +353,7 @@ class _Save:
         logger.warning("%s; it is saved to %s instead", error, fallback)
         try:
             if is_staged and self._plan is not None:
-                self._progress.write_again()
+                self._written_bytes = 0  # the chunks go to another writer
                 result = await self._write_and_commit(self._plan, self._write_again)
             else:
                 result = await self._save()

@@ -8,16 +8,17 @@ from typing import TYPE_CHECKING
 
 from aiockpt.errors import AiockptError, SaveError
 from aiockpt.format.manifest.manifest import Manifest
-from aiockpt.planning.dcp_plan import DcpFormat, DcpPlan
+from aiockpt.planning.dcp_plan import DcpPlan
 from aiockpt.planning.encoding import draft_of, item_ranges
-from aiockpt.planning.planner import Planner, SavePlan, Summary, summarize
+from aiockpt.planning.planner import SavePlan, Summary
 from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.telemetry.saves import SaveResult
 from aiockpt.writing.commit import CommitDocuments, now, writer_name
 
 if TYPE_CHECKING:
     from aiockpt.core.threads import Workers
-    from aiockpt.planning.collective.local import LocalPlanner
+    from aiockpt.format.manifest.manifest import JsonValue
+    from aiockpt.planning.planner import Planner
     from aiockpt.saving.job import SaveJob
     from aiockpt.storage.base import Transaction
     from aiockpt.writing.file_writer import ChunkWriter
@@ -60,33 +61,17 @@ class SaveStrategy(ABC):
         """Undo what was done since `plan`; return the error to raise. Not to be cancelled."""
 
 
-class _SaveAlone(SaveStrategy):
-    """A save without other ranks."""
-
-    def __init__(self, job: SaveJob, compute: Workers, io: Workers) -> None:
-        self._job = job
-        self._compute = compute
-        self._io = io
-        self._transaction: Transaction | None = None
-
-    async def fail(self, error: BaseException) -> BaseException:
-        transaction, self._transaction = self._transaction, None  # the fallback begins another
-        if transaction is not None:
-            try:
-                await transaction.abort()
-            except AiockptError as exc:
-                error.add_note(str(exc))
-        return error
-
-
-class LocalSave(_SaveAlone):
+class LocalSave(SaveStrategy):
     """A save of one process."""
 
     can_replan = True
 
     def __init__(self, job: SaveJob, planner: Planner, compute: Workers, io: Workers) -> None:
-        super().__init__(job, compute, io)
+        self._job = job
         self._planner = planner
+        self._compute = compute
+        self._io = io
+        self._transaction: Transaction | None = None
 
     async def plan(self) -> SavePlan:
         return await self._compute.run(self._planner.plan, self._job.snapshot, self._job.spec.form)
@@ -100,7 +85,8 @@ class LocalSave(_SaveAlone):
         return self._transaction
 
     async def documents(self, plan: SavePlan) -> CommitDocuments | None:
-        return await self._io.run(documents_of, self._job, plan)
+        spec, containers = self._job.spec, self._job.snapshot.containers
+        return await self._io.run(documents_of, plan, dict(spec.metadata), containers, spec.is_transformed)
 
     async def commit(self, plan: SavePlan, writer: ChunkWriter, times_s: Mapping[str, float]) -> SaveResult:
         await writer.write_documents()
@@ -108,25 +94,18 @@ class LocalSave(_SaveAlone):
         sizes = await writer.commit()
         return result_of(self._job, plan, summary_of(self._job, plan, sizes), times_s)
 
+    async def fail(self, error: BaseException) -> BaseException:
+        transaction, self._transaction = self._transaction, None  # the fallback begins another
+        if transaction is not None:
+            try:
+                await transaction.abort()
+            except AiockptError as exc:
+                error.add_note(str(exc))
+        return error
 
-class AppendSave(_SaveAlone):
+
+class AppendSave(LocalSave):
     """A save that adds files to an existing directory; its caller makes a checkpoint of them."""
-
-    def __init__(self, job: SaveJob, form: DcpFormat, planner: LocalPlanner, compute: Workers, io: Workers) -> None:
-        super().__init__(job, compute, io)
-        self._form = form
-        self._planner = planner
-
-    async def plan(self) -> SavePlan:
-        return await self._compute.run(self._plan)
-
-    def _plan(self) -> SavePlan:
-        snapshot, form, planner = self._job.snapshot, self._form, self._planner
-        reused = planner.reuse(snapshot, form)
-        if reused is not None:
-            return reused.plan
-        summary = summarize(snapshot, form)
-        return planner.lay_out(snapshot, form, summary, 0, range(len(summary.specs)))
 
     async def begin(self) -> Transaction:
         """Check that files can be added to the directory."""
@@ -135,6 +114,9 @@ class AppendSave(_SaveAlone):
             raise SaveError("files can be added to directories only")
         self._transaction = storage.append_to(self._job.path, workers=self._io)
         return self._transaction
+
+    async def documents(self, plan: SavePlan) -> None:
+        """Write none: the caller does."""
 
     async def commit(self, plan: SavePlan, writer: ChunkWriter, times_s: Mapping[str, float]) -> SaveResult:
         """Make the files durable, and record where each leaf is."""
@@ -149,7 +131,9 @@ class AppendSave(_SaveAlone):
 # --- the commit documents and the result ------------------------------------------------------------
 
 
-def documents_of(job: SaveJob, plan: SavePlan) -> CommitDocuments | None:
+def documents_of(
+    plan: SavePlan, metadata: dict[str, JsonValue], containers: list[dict[str, JsonValue]], is_transformed: bool = False
+) -> CommitDocuments | None:
     """Encode the metadata and the manifest; None if the checkpoint is one file. Slow for many tensors."""
     if plan.is_single_file:
         return None
@@ -157,17 +141,17 @@ def documents_of(job: SaveJob, plan: SavePlan) -> CommitDocuments | None:
     manifest = Manifest(
         writer=writer_name(),
         created=now(),
-        metadata=dict(job.spec.metadata),
+        metadata=metadata,
         totals={
             "tensors": tensors,
             "objects": objects,
             "tensor_bytes": plan.layout.tensor_bytes,
             "file_bytes": plan.layout.nbytes,
         },
-        containers=job.snapshot.containers,
+        containers=containers,
     )
     names = [image.name for image in plan.layout.images]
-    if job.spec.is_transformed and isinstance(plan, DcpPlan):
+    if is_transformed and isinstance(plan, DcpPlan):
         return CommitDocuments(names, {}, manifest, None, draft_of(plan))
     return CommitDocuments(names, plan.documents(), manifest, plan.index())
 

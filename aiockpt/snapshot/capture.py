@@ -34,7 +34,7 @@ from aiockpt.planning.filters import filter_leaves
 from aiockpt.planning.flatten import TENSOR_TYPES, FlatState, StructureError, flatten
 from aiockpt.planning.planner import CHECKED_AHEAD
 from aiockpt.planning.snapshot import Shard, Snapshot, Structure
-from aiockpt.planning.specs import unstorable
+from aiockpt.planning.specs import lazy_bits, unstorable
 from aiockpt.snapshot.live import check_optimizers, resolve
 from aiockpt.snapshot.optimizer_hooks import follow_steps, watch_optimizers
 from aiockpt.snapshot.sampling import Samples, plain_memory
@@ -374,6 +374,7 @@ def _copy_small_tensors(snapshot: Snapshot, devices: set[torch.device]) -> None:
     chosen: dict[torch.device, dict[int, int]] = {device: {} for device in devices}
     (only,) = devices if len(devices) == 1 else (None,)
     versions = snapshot.versions
+    clones: dict[object, torch.Tensor] = {}
     total = 0
     for leaf, tensor in enumerate(snapshot.tensors):
         if total > EAGER_BYTES and leaf >= CHECKED_AHEAD:
@@ -393,9 +394,12 @@ def _copy_small_tensors(snapshot: Snapshot, devices: set[torch.device]) -> None:
             # GIL; that `.data` has a version counter of its own does not matter for a tensor that is copied here.
             snapshot.tensors[leaf] = tensor.data
         else:
+            form = tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), lazy_bits(tensor)
             try:
-                # The copy has the strides that will be stored, and nothing else refers to it.
-                snapshot.tensors[leaf] = tensor.clone()
+                # The copy has the strides that will be stored; only tied tensors share it.
+                if form not in clones:
+                    clones[form] = tensor.clone()
+                snapshot.tensors[leaf] = clones[form]
             except torch.OutOfMemoryError:
                 continue  # copied with the large ones
         versions[leaf] = None

@@ -1,20 +1,19 @@
-"""The progress of a load or a verification, and the result of a load."""
+"""The result of a load, and the report of what a load, a verification or a conversion does."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Self
 
 from aiockpt.core.spans import MOST, Span
+from aiockpt.telemetry.progress import ProgressEvent, Reading, ReadPhase
 from aiockpt.telemetry.timeline import Recording, Timed
 
 if TYPE_CHECKING:
+    from aiockpt.engine.reports import Follower
     from aiockpt.telemetry.verification import VerifyReport
-
-ReadPhase = Literal["reading", "done", "failed", "cancelled"]
 
 
 @dataclass(frozen=True)
@@ -56,45 +55,17 @@ class LoadResult(Timed):
         return card("loaded", self.path, facts, self.timeline())
 
 
-@dataclass(frozen=True, slots=True)
-class ReadProgress:
-    """The progress of a load or a verification.
-
-    Attributes:
-        what: "load" or "verify".
-        path: the checkpoint.
-        phase: "reading"; the last event has "done", "failed" or "cancelled".
-        read_bytes: the bytes that are read so far.
-        total_bytes: the bytes to read, as far as that is known: it is 0 until the metadata is read.
-        elapsed_s: seconds since the call.
-        result: in the last event, if it succeeded: the `LoadResult` or `VerifyReport`.
-    """
-
-    what: Literal["load", "verify"]
-    path: str
-    phase: ReadPhase
-    read_bytes: int
-    total_bytes: int
-    elapsed_s: float
-    result: LoadResult | VerifyReport | None = None
-
-
-OnReadProgress = Callable[[ReadProgress], object]
-"""A function that receives events in a thread of its own; it may miss some, but never the last one."""
-
-
 class ReadReport:
-    """Counts and records the work of a load or a verification, and reports its end; a context manager around it."""
+    """Counts and records the work of a load, a verification or a conversion; a context manager that reports its end."""
 
-    def __init__(self, what: Literal["load", "verify"] = "load", path: str = "") -> None:
+    def __init__(self, what: Reading = "load", path: str = "", follower: Follower | None = None) -> None:
         self.what = what
         self.path = path
+        self._follower = follower  # is told of each count, and of the end
         self.started = time.perf_counter()
         self.spans: list[Span] = []
-        self.read_bytes = self.total_bytes = self.tensors = self.objects = 0
+        self.done_bytes = self.total_bytes = self.tensors = self.objects = 0
         self.result: LoadResult | VerifyReport | None = None
-        self.changed: Callable[[], object] = lambda: None  # called after each count
-        self.ended: Callable[[ReadReport, BaseException | None], object] = lambda *_: None
 
     @property
     def elapsed_s(self) -> float:
@@ -106,15 +77,25 @@ class ReadReport:
         """The operations recorded so far."""
         return Recording(tuple(self.spans), self.started)
 
+    def event(self, phase: ReadPhase) -> ProgressEvent:
+        """Return the figures so far."""
+        result = self.result if phase == "done" else None
+        figures = (self.done_bytes, self.total_bytes, self.elapsed_s)
+        return ProgressEvent(self.what, self.path, phase, *figures, result=result)
+
     def expect(self, nbytes: int) -> None:
-        """Count bytes to read."""
+        """Count bytes to read, or to write."""
         self.total_bytes += nbytes
-        self.changed()
+        self._note_change()
 
     def add(self, nbytes: int) -> None:
-        """Count bytes that are read."""
-        self.read_bytes += nbytes
-        self.changed()
+        """Count bytes that are read, or written."""
+        self.done_bytes += nbytes
+        self._note_change()
+
+    def _note_change(self) -> None:
+        if self._follower is not None:
+            self._follower.note_change(self)
 
     def did_read(self, begin: float, nbytes: int, file: str) -> None:
         """Count and record bytes that this thread has read since ``begin``. No lock: for one thread at a time."""
@@ -131,15 +112,16 @@ class ReadReport:
 
     def end(self, error: BaseException | None) -> None:
         """Report that it has ended."""
-        if error is None and self.result is None:
+        if error is None and self.what == "load":
             opened = [span.end - self.started for span in self.spans if span.name == "open"]
             self.result = LoadResult(
                 path=self.path,
-                nbytes=self.read_bytes,
+                nbytes=self.done_bytes,
                 tensors=self.tensors,
                 objects=self.objects,
                 opened_s=opened[0] if opened else 0.0,
                 loaded_s=self.elapsed_s,
                 recording=self.recording,
             )
-        self.ended(self, error)
+        if self._follower is not None:
+            self._follower.end(self, error)

@@ -1,33 +1,12 @@
-"""The progress of a save, and its result."""
+"""The result of a save."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, Self
+from typing import Self
 
 from aiockpt.telemetry.timeline import Timed
-
-Phase = Literal["planned", "staging", "staged", "writing", "written", "committed"]
-
-
-@dataclass(frozen=True, slots=True)
-class ProgressEvent:
-    """The progress of a save.
-
-    Attributes:
-        phase: what has just happened, or what is going on.
-        staged_bytes: bytes of the files that are copied into staging memory so far.
-        written_bytes: bytes of the files that are written so far.
-        total_bytes: bytes of all files.
-        elapsed_s: seconds since `save()` was called.
-    """
-
-    phase: Phase
-    staged_bytes: int
-    written_bytes: int
-    total_bytes: int
-    elapsed_s: float
 
 
 @dataclass(frozen=True)

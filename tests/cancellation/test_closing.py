@@ -72,7 +72,7 @@ async def test_saves_left_after_the_drain_timeout_are_cancelled(moment: str, tmp
     held = await hold(ckpt.save, moment, tmp_path / "runs")
     closing = asyncio.ensure_future(ckpt.aclose())
     if MOMENTS[moment].published:
-        while not held.save._control.cancel_asked:
+        while not held.save._job.cancel_asked:
             await asyncio.to_thread(os.sched_yield)
         held.stop.open()
         with contextlib.suppress(aiockpt.SaveCancelledError):

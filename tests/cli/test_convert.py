@@ -94,7 +94,7 @@ def test_interrupt_leaves_no_file(to, number, python, tmp_path):
     code = f"""
 import os, threading
 from aiockpt.cli.main import app
-from aiockpt.dcp.convert import recode, to_torch
+from aiockpt.dcp.convert import recode
 
 def interrupted(fill):  # the second read waits for the signal
     calls = []
@@ -106,7 +106,6 @@ def interrupted(fill):  # the second read waits for the signal
     return wrapper
 
 recode._Filler.fill = interrupted(recode._Filler.fill)
-to_torch._Conversion._copy_window = interrupted(to_torch._Conversion._copy_window)
 app(["convert", {str(tmp_path / "c")!r}, {str(tmp_path / TARGETS[to])!r}])
 """
     done = subprocess.run([*python, "-c", code], capture_output=True, text=True, timeout=120, check=False)

@@ -9,8 +9,8 @@ import torch
 from typer.testing import CliRunner
 
 import aiockpt
-from aiockpt.cli.html.survey import survey
 from aiockpt.cli.main import app
+from aiockpt.cli.statistics import survey
 from tests.memory import peak_growth
 
 BASES = {
@@ -60,7 +60,7 @@ def test_histogram_counts_each_repetition(bomb):
 
     async def surveyed():
         async with aiockpt.open(path) as reader:
-            return [found async for _, found in survey(reader, [reader["w"]])]
+            return [found async for _, found in survey(reader, [reader["w"]], histograms=True)]
 
     (found,) = asyncio.run(surveyed())
     assert sum(found.counts) == times * int(base.isfinite().sum())

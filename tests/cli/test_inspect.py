@@ -173,11 +173,11 @@ def test_statistics_of_each_dtype_whole_and_in_parts(part_bytes, tmp_path, monke
     with aiockpt.SyncCheckpointer() as ckpt:
         ckpt.save({f"t{number:02}": value for number, value in enumerate(VALUES)}, tmp_path / "c")
 
-    async def measured():
+    async def figures_of():
         async with aiockpt.open(tmp_path / "c") as reader:
-            return {info.key: found async for info, found in statistics.measure(reader, list(reader.values()))}
+            return {info.key: found.figures async for info, found in statistics.survey(reader, list(reader.values()))}
 
-    found = asyncio.run(measured())
+    found = asyncio.run(figures_of())
     for number, (low, high, mean, nan) in enumerate(EXPECTED):
         figures = found[f"t{number:02}"]
         assert (figures.minimum, figures.maximum, figures.nan) == (low, high, nan)

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import aiockpt
-from aiockpt.cli.html import survey as surveys
-from aiockpt.cli.html.survey import survey
+from aiockpt.cli import statistics
+from aiockpt.cli.statistics import survey
 
 pytestmark = pytest.mark.asyncio
 NAN, INF = math.nan, math.inf
@@ -15,12 +15,13 @@ async def survey_state(state, path):
     async with aiockpt.AsyncCheckpointer() as ckpt:
         await ckpt.save(state, path)
     async with aiockpt.open(path) as reader:
-        return {info.key: found async for info, found in survey(reader, [reader[key] for key in state])}
+        infos = [reader[key] for key in state]
+        return {info.key: found async for info, found in survey(reader, infos, histograms=True)}
 
 
 @pytest.mark.parametrize("most", [32 << 20, 4096], ids=["whole", "in-parts"])
 async def test_histogram_counts_every_finite_element(most, tmp_path, monkeypatch):
-    monkeypatch.setattr(surveys, "PART_BYTES", most)
+    monkeypatch.setattr(statistics, "PART_BYTES", most)
     state = {
         "ramp": torch.arange(32_000, dtype=torch.float32).reshape(80, 400),
         "half": torch.linspace(-1, 1, 6400).to(torch.bfloat16).reshape(10, 640),

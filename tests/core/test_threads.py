@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 import threading
 
+import anyio
 import pytest
 
-from aiockpt.core.threads import DaemonThreads, Workers
+from aiockpt.core.threads import DaemonThreads, Workers, outlast
 
 
 def test_functions_begin_in_order_in_a_fixed_number_of_threads() -> None:
@@ -129,3 +131,43 @@ async def test_an_exception_that_would_end_the_loop_becomes_an_error() -> None:
 
 def _interrupted() -> None:
     raise KeyboardInterrupt
+
+
+@pytest.mark.asyncio
+async def test_a_wait_outlasts_cancellations_by_asyncio() -> None:
+    """They are raised when what is waited for is over, with its error as their cause."""
+    awaited: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    waiter = asyncio.ensure_future(outlast(awaited))
+    for _ in range(3):
+        await asyncio.sleep(0)
+        waiter.cancel("once more")
+        await asyncio.sleep(0)
+        assert (waiter.done(), awaited.done()) == (False, False)
+    awaited.set_exception(ZeroDivisionError("at last"))
+    with pytest.raises(asyncio.CancelledError, match="once more") as caught:
+        await waiter
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+@pytest.mark.asyncio
+async def test_a_wait_outlasts_the_cancellation_of_its_scope() -> None:
+    """Which is raised at the next await: the result is not lost."""
+    begun, go = asyncio.Event(), asyncio.Event()
+    seen: list[object] = []
+
+    async def work() -> str:
+        begun.set()
+        await go.wait()
+        return "result"
+
+    async def wait() -> None:
+        seen.append(await outlast(work()))
+        await asyncio.sleep(0)
+        seen.append("not reached")
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(wait)
+        await begun.wait()
+        tasks.cancel_scope.cancel()
+        go.set()
+    assert seen == ["result"]

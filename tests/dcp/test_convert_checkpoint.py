@@ -16,7 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import aiockpt
-from aiockpt.dcp.format_utils import ConversionProgress, convert_checkpoint, convert_checkpoint_async
+from aiockpt.dcp.format_utils import convert_checkpoint, convert_checkpoint_async
 from tests.memory import peak_growth
 from tests.states import assert_same
 from tests.stock import ALONE
@@ -68,10 +68,12 @@ def flat(state: dict, prefix: str = "") -> dict:
 def test_every_format_becomes_every_other(form: str, to: str, tmp_path: Path) -> None:
     source = write(form, tmp_path / "in", tensors())
     target = tmp_path / f"out{ENDINGS[to]}"
-    progress = ConversionProgress()
-    convert_checkpoint(source, target, to=to, progress=progress)
+    events: list[aiockpt.ProgressEvent] = []
+    convert_checkpoint(source, target, to=to, progress=events.append)
     assert_same(flat(load(target)), flat(tensors()))
-    assert progress.done_bytes == progress.total_bytes > sum(t.nbytes for t in tensors().values()) // 2
+    last = events[-1]
+    assert (last.what, last.path, last.phase) == ("convert", str(source), "done")
+    assert last.done_bytes == last.total_bytes > sum(t.nbytes for t in tensors().values()) // 2
     with aiockpt.SyncCheckpointer() as ckpt:
         assert ckpt.verify(target).ok
     if to == "torch":
@@ -187,9 +189,7 @@ def test_objects_of_foreign_classes_are_copied_without_being_unpickled(tmp_path:
 @pytest.mark.parametrize("to", FORMATS)
 @pytest.mark.parametrize("dtype", [None, torch.float64])
 def test_sharded_and_large_tensors(to: str, dtype: torch.dtype | None, tmp_path: Path, monkeypatch) -> None:
-    for module in ("to_torch", "parts"):
-        monkeypatch.setattr(f"aiockpt.dcp.convert.{module}.PART_BYTES", 4096)
-    monkeypatch.setattr("aiockpt.dcp.convert.to_torch._WINDOW_BYTES", 4096)
+    monkeypatch.setattr("aiockpt.dcp.convert.recode.PART_BYTES", 4096)
     monkeypatch.setattr("aiockpt.dcp.convert.recode._CHUNK_BYTES", 8192)
     state = {
         "long": torch.randn(9001),
@@ -205,8 +205,7 @@ def test_sharded_and_large_tensors(to: str, dtype: torch.dtype | None, tmp_path:
 
 @pytest.mark.parametrize("to", FORMATS)
 def test_damage_is_found_where_large_tensors_are_cast(to: str, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("aiockpt.dcp.convert.to_torch._WINDOW_BYTES", 4096)
-    monkeypatch.setattr("aiockpt.dcp.convert.to_torch.PART_BYTES", 4096)
+    monkeypatch.setattr("aiockpt.dcp.convert.recode.PART_BYTES", 4096)
     monkeypatch.setattr("aiockpt.dcp.convert.recode._CHUNK_BYTES", 8192)
     source = write("dcp", tmp_path / "in", {"w": torch.arange(9000.0)})
     file = source / "__0_0.distcp"

@@ -71,7 +71,7 @@ def _outcomes(folder: Path, *, writer: str) -> list[BaseException | None]:
     gate.open("begin")
     with contextlib.suppress(aiockpt.AiockptError):
         save = ckpt.submit(STATE, folder / "e")
-        save._control.give_up("the test wants it")  # type: ignore[attr-defined]
+        save._job.give_up("the test wants it")  # type: ignore[attr-defined]
         note(lambda: save.written)
     note(lambda: ckpt._loader.load(LoadRequest(folder / "a"))()._call.completion)
     with contextlib.suppress(aiockpt.AiockptError):
@@ -104,8 +104,7 @@ def test_nothing_stays_pending_when_a_callback_raises(
         "Engine._finish",
         "Throttle._open",
         "Throttle._unthrottle",
-        "SaveJob.cancel",
-        "SaveJob.abort",
+        "SaveJob._cancel_scope",
         "Call._cancel",
     }
     for number in range(len(counted.names)):

@@ -222,7 +222,7 @@ def test_closing_cancels_saves_on_a_hanging_disk_after_drain_timeout(tmp_path: P
     save = ckpt.submit(large_state(2), tmp_path / "c", storage=storage)
     storage.reached.result(60)
     closed = ckpt._engine.close()
-    _wait_until(lambda: save._control.cancel_asked)
+    _wait_until(lambda: save._job.cancel_asked)
     assert not save.written.done()
     storage.recover()
     with pytest.raises(aiockpt.SaveCancelledError, match=r"drain_timeout = 0\.01 s .*nothing of it is left"):

@@ -44,19 +44,20 @@ def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> b
 
 
 def refused(rank: int, world_size: int, path: Path) -> list[str]:
-    """Return the errors of a save with compression and of one with transforms."""
+    """Return the errors of a save with compression, of one with transforms, and of one to a torch.save file."""
     told = []
-    for options, given in (({}, {"compress": "zstd"}), ({"transforms": [Zstd()]}, {})):
+    for options, given in (({}, {"compress": "zstd"}), ({"transforms": [Zstd()]}, {}), ({}, {"format": "torch"})):
         with aiockpt.SyncCheckpointer(**options) as ckpt, pytest.raises(aiockpt.SaveError) as caught:
             ckpt.save({"w": torch.ones(3)}, path, **given)
         told.append(str(caught.value))
     return told
 
 
-def test_compression_and_transforms_are_refused_with_several_ranks(world2: World, tmp_path: Path) -> None:
-    for compress, transforms in world2.results(refused, tmp_path / "c"):
+def test_what_several_ranks_can_not_do_is_refused(world2: World, tmp_path: Path) -> None:
+    for compress, transforms, one_file in world2.results(refused, tmp_path / "c"):
         assert "compress is for one process" in compress
         assert "transforms is for one process" in transforms
+        assert "a torch.save file is written by one process. Save with format='dcp'" in one_file
     assert not list(tmp_path.iterdir())
 
 

@@ -404,7 +404,7 @@ def test_a_guard_exempts_only_the_tensors_of_its_optimizer(victim: str, lagging,
     with aiockpt.SyncCheckpointer(validate="hash") as ckpt, ckpt.guard(optimizer):
         save = ckpt.submit(state, tmp_path / "c")
         if victim == "early":
-            save._control.consistency.issued.wait(60)
+            save._job.consistency.issued.wait(60)
             own.data.mul_(3)
         optimizer.step()
         (other if victim == "other" else own).data.add_(1)
@@ -434,11 +434,11 @@ def test_a_fence_can_not_be_captured(lagging, monkeypatch: pytest.MonkeyPatch, t
         save = ckpt.submit(_two()[0], tmp_path / "c")
         with monkeypatch.context() as patch:
             patch.setattr(save_job, "is_capturing", lambda device: True)
-            save._control.snapshot.events[torch.device("cpu")] = torch.device("cpu")  # any object does
+            save._job.snapshot.events[torch.device("cpu")] = torch.device("cpu")  # any object does
             for fence in (ckpt.fence, save.fence):
                 with pytest.raises(aiockpt.AiockptError, match="before the capture"):
                     fence()
-            save._control.snapshot.events.clear()
+            save._job.snapshot.events.clear()
         save.fence(math.inf)
         lagging.gate.set()
         save.written.result(60)

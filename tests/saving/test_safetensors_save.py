@@ -207,7 +207,7 @@ async def test_many_files_in_a_row_with_little_memory(tmp_path: Path) -> None:
         for save in saves:
             await save
     assert events[-1].phase == "committed"
-    assert events[-1].written_bytes == events[-1].total_bytes == events[-1].staged_bytes > 12 * 80_000
+    assert events[-1].done_bytes == events[-1].total_bytes == events[-1].staged_bytes > 12 * 80_000
     for n, state in enumerate(states):
         found = {}
         for number in range(12):
@@ -333,7 +333,7 @@ def test_invalid_header_entries_are_refused_during_the_save(
 @pytest.mark.parametrize(
     ("arguments", "path", "message"),
     [
-        ({"format": "torch"}, "c", "format is 'torch'; it must be 'dcp' or 'safetensors'"),
+        ({"format": "pickle"}, "c", "format is 'pickle'; it must be 'dcp', 'safetensors' or 'torch'"),
         ({"shard_bytes": 5}, "c", "shard_bytes is for format='safetensors'"),
         ({"format": "safetensors", "shard_bytes": 5}, "m.safetensors", "the path names one safetensors file"),
         ({"format": "safetensors", "shard_bytes": 0}, "c", "shard_bytes is 0"),

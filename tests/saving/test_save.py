@@ -86,8 +86,8 @@ async def test_progress_reports_every_event_in_order(tmp_path: Path) -> None:
     assert phases[0] == "planned"
     assert phases[-2:] == ["written", "committed"]
     assert phases.index("staged") < phases.index("written")
-    assert [e.written_bytes for e in live] == sorted(e.written_bytes for e in live)
-    assert live[-1].staged_bytes == live[-1].written_bytes == live[-1].total_bytes > 6 * 512 * 1024
+    assert [e.done_bytes for e in live] == sorted(e.done_bytes for e in live)
+    assert live[-1].staged_bytes == live[-1].done_bytes == live[-1].total_bytes > 6 * 512 * 1024
 
 
 @pytest.mark.asyncio

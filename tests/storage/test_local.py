@@ -16,7 +16,7 @@ from aiockpt.core.threads import Workers
 from aiockpt.errors import CheckpointExistsError, CommitError, WriteError
 from aiockpt.staging.pool import MappedMemory
 from aiockpt.storage import syscalls
-from aiockpt.storage.local import commit, sink
+from aiockpt.storage.local import beside, commit, sink
 from aiockpt.storage.local import storage as local
 from aiockpt.storage.local.belonging import remove
 from aiockpt.storage.local.storage import LocalStorage
@@ -477,30 +477,51 @@ async def _write_single(storage: LocalStorage, path: Path, data: memoryview, wor
         raise
 
 
-async def test_move_in_syncs_the_directory_before_the_metadata_is_moved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls: list[str] = []
-    real_sync, real_rename = commit.sync_fd, commit.rename_noreplace
-
-    def sync(fd: int) -> None:
-        calls.append("sync " + os.path.basename(os.readlink(f"/proc/self/fd/{fd}")))
-        real_sync(fd)
-
-    def rename(source: str, target: str) -> None:
-        calls.append(os.path.basename(target))
-        real_rename(source, target)
-
-    monkeypatch.setattr(commit, "sync_fd", sync)
-    monkeypatch.setattr(commit, "rename_noreplace", rename)
+def _unpublished(tmp_path: Path) -> tuple[str, str, dict[str, str]]:
+    """Return the hidden directory of a checkpoint, a directory with other files, and the final names."""
     for name in ("hidden", "target"):
         (tmp_path / name).mkdir()
     for name in ("0", "1", ".metadata"):
         (tmp_path / "hidden" / name).write_text(name)
-    names = {"0": "__0_0.distcp", "1": "__0_1.distcp"}
-    moved = commit.move_in(str(tmp_path / "hidden"), str(tmp_path / "target"), names, ".metadata", fsync=True)
-    assert calls == ["__0_0.distcp", "__0_1.distcp", "sync target", ".metadata"]
-    assert [os.path.basename(path) for path in moved] == ["__0_0.distcp", "__0_1.distcp", ".metadata"]
+    (tmp_path / "target" / "notes").write_text("mine")
+    return str(tmp_path / "hidden"), str(tmp_path / "target"), {"0": "__0_0.distcp", "1": "__0_1.distcp"}
+
+
+async def test_files_beside_others_are_synced_before_the_metadata_is_moved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[str, list[str]]] = []
+    real = os.fsync
+
+    def fsync(fd: int) -> None:
+        seen.append((os.path.basename(_path_of(fd)), sorted(os.listdir(tmp_path / "target"))))
+        real(fd)
+
+    hidden, target, names = _unpublished(tmp_path)
+    monkeypatch.setattr(os, "fsync", fsync)
+    beside.publish(hidden, target, names, ".metadata")
+    data = ["__0_0.distcp", "__0_1.distcp", "notes"]
+    assert seen == [("hidden", ["notes"]), ("target", data), ("target", [".metadata", *data])]
+    assert os.listdir(tmp_path) == ["target"]
+
+
+@pytest.mark.parametrize("nth", [2, 3])
+async def test_files_beside_others_are_taken_back_if_they_can_not_be_made_durable(
+    nth: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = itertools.count(1)
+    real = os.fsync
+
+    def fsync(fd: int) -> None:
+        if next(calls) == nth:
+            raise OSError(errno.EIO, "the disk failed")
+        real(fd)
+
+    hidden, target, names = _unpublished(tmp_path)
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(CommitError, match="the disk failed"):
+        beside.publish(hidden, target, names, ".metadata")
+    assert os.listdir(target) == ["notes"]
 
 
 async def test_single_file_checkpoint(workers, data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -247,12 +247,12 @@ def test_without_observers_there_is_no_thread_for_them(tmp_path: Path) -> None:
 # --- progress of loads ----------------------------------------------------------------------------------
 
 
-def check_progress(events: list[aiockpt.ReadProgress], path: Path) -> None:
+def check_progress(events: list[aiockpt.ProgressEvent], path: Path) -> None:
     assert {event.path for event in events} == {str(path)}
     assert [event.phase for event in events] == ["reading"] * (len(events) - 1) + ["done"]
-    assert [event.read_bytes for event in events] == sorted(event.read_bytes for event in events)
+    assert [event.done_bytes for event in events] == sorted(event.done_bytes for event in events)
     assert [event.elapsed_s for event in events] == sorted(event.elapsed_s for event in events)
-    assert events[-1].read_bytes == events[-1].total_bytes > 0
+    assert events[-1].done_bytes == events[-1].total_bytes > 0
     assert all(event.result is None for event in events[:-1])
 
 
@@ -260,10 +260,10 @@ def check_progress(events: list[aiockpt.ReadProgress], path: Path) -> None:
 @pytest.mark.parametrize("into", [False, True])
 async def test_the_progress_of_a_load(into: bool, tmp_path: Path) -> None:
     state = large_state(20) | {"words": ["a", {"b": 1.5}]}
-    events: list[aiockpt.ReadProgress] = []
+    events: list[aiockpt.ProgressEvent] = []
     threads: set[str] = set()
 
-    def note(event: aiockpt.ReadProgress) -> None:
+    def note(event: aiockpt.ProgressEvent) -> None:
         events.append(event)
         threads.add(threading.current_thread().name)
 
@@ -280,7 +280,7 @@ async def test_the_progress_of_a_load(into: bool, tmp_path: Path) -> None:
 
 
 def test_the_progress_of_a_verification(tmp_path: Path) -> None:
-    events: list[aiockpt.ReadProgress] = []
+    events: list[aiockpt.ProgressEvent] = []
     with aiockpt.SyncCheckpointer() as ckpt:
         ckpt.save(large_state(20), tmp_path / "c")
         report = ckpt.verify(tmp_path / "c", progress=events.append)
@@ -293,7 +293,7 @@ def test_the_progress_of_a_verification(tmp_path: Path) -> None:
 
 
 def test_progress_of_failed_loads(tmp_path: Path) -> None:
-    events: list[aiockpt.ReadProgress] = []
+    events: list[aiockpt.ProgressEvent] = []
     with aiockpt.SyncCheckpointer() as ckpt:
         ckpt.save({"x": 1}, tmp_path / "c")
         for call in (
@@ -314,11 +314,11 @@ def test_a_progress_callable_that_fails_or_blocks(
     calls: list[str] = []
     gate = threading.Event()
 
-    def fail(event: aiockpt.ReadProgress) -> None:
+    def fail(event: aiockpt.ProgressEvent) -> None:
         calls.append(event.phase)
         raise kind("a defect of the callable")
 
-    def block(event: aiockpt.ReadProgress) -> None:
+    def block(event: aiockpt.ProgressEvent) -> None:
         assert gate.wait(WAIT_S)
         calls.append(event.phase)
 

@@ -111,7 +111,7 @@ async def test_many_queued_saves_and_one_cancelled(tmp_path: Path, gate: Gate) -
         for number in (0, 2, 3):
             events = [event async for event in saves[number].progress()]
             assert events[-1].phase == "committed"
-            assert events[-1].written_bytes == events[-1].total_bytes == (await saves[number]).nbytes
+            assert events[-1].done_bytes == events[-1].total_bytes == (await saves[number]).nbytes
             assert_same({k: v + number for k, v in large_state(3).items()}, await ckpt.load(tmp_path / str(number)))
 
 

@@ -160,7 +160,7 @@ def _save_and_load(path: str, nbytes: int, advice: Advice) -> Saved:
             os.close(fd)
         with bar("loading", nbytes) as shown_bar:
             begin = time.perf_counter()
-            ckpt.load(path, state, progress=lambda event: shown_bar.update(event.read_bytes, event.total_bytes))
+            ckpt.load(path, state, progress=shown_bar)
             loaded_s = time.perf_counter() - begin
     return Saved(sum(each.nbytes for each in state.values()), staged_s, written_s, loaded_s)
 

@@ -2,99 +2,77 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
+import select
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import IO
-
-import anyio
-from anyio.abc import Process
-from anyio.streams.buffered import BufferedByteReceiveStream
 
 from aiockpt.cli.demo.events import Event, decode
 
-_LINE_BYTES = 1 << 16
+_READ_BYTES = 1 << 16
 _SHOWN_BYTES = 1 << 14
-_DRAIN_S = 5.0
 
 
 class ChildError(Exception):
     """A child process failed, or hung."""
 
 
-async def run_child(
+def run_child(
     module: str, arguments: Sequence[str], on_event: Callable[[Event], bool], *, timeout_s: float = 120.0
 ) -> bool:
-    """Run a module as a process until it ends, and pass each of its events to ``on_event``.
+    """Run a module as a process until it ends, and pass each of its events to ``on_event``. Blocks.
 
-    If ``on_event`` returns True, the process is killed with SIGKILL; so it is if the caller is cancelled or anything
+    If ``on_event`` returns True, the process is killed with SIGKILL; so it is if the caller is interrupted or anything
     fails. Return whether ``on_event`` had it killed; False if the process had already ended by then.
 
     Raises:
         ChildError: the process failed by itself, or sent nothing for ``timeout_s``; with its standard error.
     """
-    with tempfile.TemporaryFile() as errors:
-        process = await _start(module, arguments, errors)
+    with tempfile.TemporaryFile() as errors, _start(module, arguments, errors) as process:
+        killed = False
         try:
-            killed = await _listen(process, on_event, timeout_s)
-            with anyio.fail_after(timeout_s):
-                code = await process.wait()
-        except TimeoutError:
+            for line in _lines(process, timeout_s):
+                event = decode(line)
+                if event is not None and on_event(event) and not killed:
+                    process.kill()
+                    killed = True
+            code = process.wait(timeout_s)
+        except (TimeoutError, subprocess.TimeoutExpired):
             raise ChildError(f"{module} was silent for {timeout_s:g} s\n{_tail(errors)}") from None
         finally:
-            with anyio.CancelScope(shield=True):
-                _kill(process)
-                await _drain(process)
-                await process.aclose()
+            process.kill()
         if code != 0 and not killed:
             raise ChildError(f"{module} ended with exit code {code}\n{_tail(errors)}")
         return code != 0
 
 
-async def _start(module: str, arguments: Sequence[str], errors: IO[bytes]) -> Process:
+def _start(module: str, arguments: Sequence[str], errors: IO[bytes]) -> subprocess.Popen[bytes]:
     # CUDA's matrix products are reproducible only with a workspace of fixed size. A new session keeps Ctrl-C away
     # from the child: its parent ends it.
-    return await anyio.open_process(
+    return subprocess.Popen(
         [sys.executable, "-m", module, *arguments],
         stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
         stderr=errors,
         env=os.environ | {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"},
         start_new_session=True,
     )
 
 
-async def _listen(process: Process, on_event: Callable[[Event], bool], timeout_s: float) -> bool:
-    """Pass on events until the process closes its standard output; return whether it was killed."""
+def _lines(process: subprocess.Popen[bytes], timeout_s: float) -> Iterator[bytes]:
+    """Yield what a process prints until it closes its standard output; raise TimeoutError if it is silent so long."""
     assert process.stdout is not None
-    stream = BufferedByteReceiveStream(process.stdout)
-    killed = False
-    while True:
-        try:
-            with anyio.fail_after(timeout_s):
-                line = await stream.receive_until(b"\n", _LINE_BYTES)
-        except anyio.IncompleteRead:
-            return killed
-        event = decode(line)
-        if event is not None and on_event(event) and not killed:
-            _kill(process)
-            killed = True
-
-
-def _kill(process: Process) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        process.kill()
-
-
-async def _drain(process: Process) -> None:
-    """Read and drop the rest of the output of a killed process."""
-    # anyio 4.4 feeds the end of the stream in `aclose`, and bytes that asyncio receives after that fail an assertion.
-    assert process.stdout is not None
-    with anyio.move_on_after(_DRAIN_S):  # a child of the process may still hold the pipe
-        async for _ in process.stdout:
-            pass
+    fd, rest = process.stdout.fileno(), b""
+    while select.select([fd], [], [], timeout_s)[0]:
+        data = os.read(fd, _READ_BYTES)
+        if not data:
+            return
+        *lines, rest = (rest + data).split(b"\n")
+        yield from lines
+    raise TimeoutError
 
 
 def _tail(errors: IO[bytes]) -> str:

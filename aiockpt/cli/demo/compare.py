@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 import aiockpt
+from aiockpt.cli.diff import differences
+from aiockpt.reading.info import TensorInfo
+from aiockpt.reading.reader import CheckpointReader
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +22,7 @@ class Comparison:
     tensors: int
     nbytes: int  # of the tensors
     digests: tuple[str, str]  # the SHA-256 of each state
-    differences: tuple[str, ...]  # the keys that differ, in order
+    differences: tuple[str, ...]  # the keys that differ
 
 
 def compare_losses(seen: Iterable[tuple[int, float]], reference: Mapping[int, float]) -> str | None:
@@ -40,59 +41,26 @@ def compare_losses(seen: Iterable[tuple[int, float]], reference: Mapping[int, fl
 
 
 async def compare_checkpoints(first: Path, second: Path) -> Comparison:
-    """Load two checkpoints and compare them."""
-    async with aiockpt.AsyncCheckpointer() as ckpt:
-        return compare_states(await ckpt.load(first), await ckpt.load(second))
+    """Compare two checkpoints: keys, types, shapes and every bit."""
+    async with aiockpt.open(first) as a, aiockpt.open(second) as b:
+        found = await differences(a, b)
+        tensors = [info for info in a.values() if isinstance(info, TensorInfo)]
+        return Comparison(
+            tensors=len(tensors),
+            nbytes=sum(info.nbytes for info in tensors),
+            digests=(await _digest(a), await _digest(b)),
+            differences=tuple(each.key for each in (*found.changed, *found.removed, *found.added)),
+        )
 
 
-def compare_states(first: Any, second: Any) -> Comparison:
-    """Compare two state dicts: keys, types, shapes and every bit."""
-    a, b = dict(leaves(first)), dict(leaves(second))
-    tensors = [leaf for leaf in a.values() if isinstance(leaf, torch.Tensor)]
-    keys = list(a) + [key for key in b if key not in a]
-    return Comparison(
-        tensors=len(tensors),
-        nbytes=sum(tensor.nbytes for tensor in tensors),
-        digests=(digest(a), digest(b)),
-        differences=tuple(key for key in keys if key not in a or key not in b or not identical(a[key], b[key])),
-    )
-
-
-def leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the leaves of nested dicts, lists and tuples, with dotted keys."""
-    items: Iterable[tuple[Any, Any]]
-    if isinstance(value, Mapping):
-        items = value.items()
-    elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
-        items = enumerate(value)
-    else:
-        yield key, value
-        return
-    for name, item in items:
-        yield from leaves(item, f"{key}.{name}" if key else str(name))
-
-
-def identical(a: Any, b: Any) -> bool:
-    """Return whether two leaves are equal bit by bit: unlike ``==``, NaN equals NaN, and 0.0 differs from -0.0."""
-    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        return a.dtype == b.dtype and a.shape == b.shape and torch.equal(raw(a), raw(b))
-    return type(a) is type(b) and repr(a) == repr(b)
-
-
-def raw(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a tensor."""
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-
-
-def digest(flat: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of leaves, with their keys, dtypes and shapes."""
+async def _digest(reader: CheckpointReader) -> str:
+    """Return the SHA-256 of the values of a checkpoint, with their keys, dtypes and shapes."""
     sha = hashlib.sha256()
-    for key in sorted(flat):
-        leaf = flat[key]
-        if isinstance(leaf, torch.Tensor):
-            sha.update(f"{key} {leaf.dtype} {tuple(leaf.shape)}\n".encode())
-            data = raw(leaf)
-            sha.update((ctypes.c_char * data.nbytes).from_address(data.data_ptr()))
+    values = await reader.read_many(dict.fromkeys(reader))
+    for key, value in sorted(values.items()):
+        if isinstance(value, torch.Tensor):
+            sha.update(f"{key} {value.dtype} {tuple(value.shape)}\n".encode())
+            sha.update(value.contiguous().reshape(-1).view(torch.uint8).numpy().data)
         else:
-            sha.update(f"{key} {leaf!r}\n".encode())
+            sha.update(f"{key} {value!r}\n".encode())
     return sha.hexdigest()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import shutil
 import tempfile
@@ -11,7 +12,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-import anyio
 import torch
 
 import aiockpt
@@ -61,7 +61,7 @@ def run_demo(config: RunConfig, directory: Path | None, *, keep: bool, scale: bo
         with workspace(directory, keep=keep) as root:
             display.say(describe_run(config))
             display.say(f"Checkpoints go to {root}, and are {'kept' if keep else 'removed at the end'}.")
-            code = anyio.run(Demo(config, root, display).perform)
+            code = Demo(config, root, display).perform()
     except KeyboardInterrupt:
         display.say("Interrupted.", "red")
         return INTERRUPTED
@@ -103,29 +103,29 @@ class Demo:
         self._uninterrupted = replace(config, directory=str(root / "uninterrupted"))
         self._display = display
 
-    async def perform(self) -> int:
+    def perform(self) -> int:
         """Run all parts and return the exit code."""
         try:
-            history = await self._die()
-            await self._resume(history)
-            reference = await self._never_die()
-            if not await self._compare(history, reference):
+            history = self._die()
+            self._resume(history)
+            reference = self._never_die()
+            if not self._compare(history, reference):
                 return DIFFERENT
-            await self._measure(reference)
+            self._measure(reference)
         except (ChildError, aiockpt.AiockptError) as exc:
             self._display.title("The demo could not be completed")
             self._display.console.print(str(exc), style="red", markup=False, soft_wrap=True)
             return INCOMPLETE
         return IDENTICAL
 
-    async def _die(self) -> History:
+    def _die(self) -> History:
         """Train until a save is half done, then kill the process."""
         config, display = self._interrupted, self._display
         display.title("1. Train, and die in the middle of a save")
         history = History()
         numbers = range(config.every, config.steps + 1, config.every)
         kill_from = numbers[len(numbers) // 2]
-        while (step := await self._train(config, history, kill_from=kill_from)) is not None:
+        while (step := self._train(config, history, kill_from=kill_from)) is not None:
             victim = Path(config.directory, checkpoint_name(step))
             if not is_committed(victim):
                 self._show_wreck(victim, history.saves[step])
@@ -144,21 +144,21 @@ class Demo:
             described = f"{count}, {'' if METADATA_NAME in files else 'no '}{METADATA_NAME}"
             say(f"Left behind, and now removed: {name} ({described}).")
 
-    async def _resume(self, history: History) -> None:
+    def _resume(self, history: History) -> None:
         """Continue from the newest checkpoint to the last step."""
         self._display.title("2. Resume from the newest checkpoint")
-        await self._train(self._interrupted, history)
+        self._train(self._interrupted, history)
         if not self._interrupted.rng:
             self._display.say("The random-number states of the checkpoint were ignored, as asked for.", "yellow")
 
-    async def _never_die(self) -> History:
+    def _never_die(self) -> History:
         """Repeat the same run without an interruption."""
         self._display.title("3. The same run, never interrupted")
         history = History()
-        await self._train(self._uninterrupted, history)
+        self._train(self._uninterrupted, history)
         return history
 
-    async def _train(self, config: RunConfig, history: History, *, kill_from: float = math.inf) -> int | None:
+    def _train(self, config: RunConfig, history: History, *, kill_from: float = math.inf) -> int | None:
         """Run the training loop as a process; kill it within the first save from step ``kill_from`` on.
 
         Return the step of the interrupted save, or None if the process ended by itself.
@@ -176,16 +176,16 @@ class Demo:
             return victim is not None
 
         with self._display.run(config.steps):
-            killed = await run_child("aiockpt.cli.demo.train", [config.to_json()], on_event)
+            killed = run_child("aiockpt.cli.demo.train", [config.to_json()], on_event)
         return victim if killed else None
 
-    async def _compare(self, history: History, reference: History) -> bool:
+    def _compare(self, history: History, reference: History) -> bool:
         """Compare all losses, and the last checkpoints bit by bit; return whether they are identical."""
         self._display.title("4. Compare")
         losses = compare_losses(history.losses, dict(reference.losses))
         name = checkpoint_name(self._interrupted.steps)
-        states = await compare_checkpoints(
-            Path(self._interrupted.directory, name), Path(self._uninterrupted.directory, name)
+        states = asyncio.run(
+            compare_checkpoints(Path(self._interrupted.directory, name), Path(self._uninterrupted.directory, name))
         )
         for line, good in describe_comparison(len(history.losses), self._interrupted.steps, losses, states):
             self._display.say(line, "green" if good else "red")
@@ -196,13 +196,13 @@ class Demo:
             self._display.say("The resumed run differs from the one that was never interrupted.", "bold red")
         return same
 
-    async def _measure(self, reference: History) -> None:
+    def _measure(self, reference: History) -> None:
         """Train once more with ``torch.save``, and show how long both loops waited for their saves."""
         self._display.title("5. What the checkpoints cost")
         self._display.say("The same run once more, with torch.save and fsync:")
         stock = History()
         with scratch(self._root / "measure") as directory:
-            await self._train(replace(self._uninterrupted, directory=str(directory), torch_save=True), stock)
+            self._train(replace(self._uninterrupted, directory=str(directory), torch_save=True), stock)
         console = self._display.console
         console.print(saves_table(reference))
         console.print(loops_table({"aiockpt": reference, "torch.save + fsync": stock}))

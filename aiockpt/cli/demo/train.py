@@ -91,7 +91,7 @@ class Report:
 
     async def _follow(self, step: int, save: aiockpt.SaveHandle) -> None:
         async for event in save.progress():
-            self._pipe.send(Saving(step, event.phase, event.staged_bytes, event.written_bytes, event.total_bytes))
+            self._pipe.send(Saving(step, event.phase, event.staged_bytes, event.done_bytes, event.total_bytes))
         result = await save.written
         self._pipe.send(Saved(step, result.nbytes, result.staged_s, result.written_s))
 

@@ -20,7 +20,7 @@ from aiockpt.reading.info import TensorInfo
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from aiockpt.cli.html.survey import Survey
+    from aiockpt.cli.statistics import Survey
     from aiockpt.reading.info import ObjectInfo
 
 _FOLDER = files("aiockpt") / "cli" / "html"

@@ -1,46 +1,63 @@
-"""Converts a checkpoint to files of DCP or safetensors, in bounded memory: file by file, a chunk at a time."""
+"""Converts a checkpoint to another format in bounded memory: file by file, a chunk at a time."""
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import anyio
 import torch
+from isal.isal_zlib import crc32
 
 from aiockpt.core.strides import row_strides
-from aiockpt.dcp.convert.parts import ConversionProgress, PartReader, check_expansion, reads_of_part, sizes_of
 from aiockpt.engine.facade import EngineAccess
-from aiockpt.errors import AiockptError, CorruptCheckpointError, SaveError, unwrapped
+from aiockpt.errors import (
+    AiockptError,
+    CheckpointExistsError,
+    CorruptCheckpointError,
+    LoadError,
+    SaveError,
+    unwrapped,
+)
 from aiockpt.format.index import Entry, Index, InlineEntry, ObjectEntry, TensorEntry
 from aiockpt.format.item.arrays import ARRAY_RECORD
 from aiockpt.format.item.objects import encode_object
 from aiockpt.format.item.ziparchive import FramingError, read_archive
 from aiockpt.format.keys import containers_within
-from aiockpt.format.manifest.manifest import JsonValue, Manifest, check_user_metadata
+from aiockpt.format.manifest.manifest import JsonValue, check_user_metadata
 from aiockpt.planning.dcp_plan import DcpFormat
 from aiockpt.planning.planner import FileFormat, SavePlan, StateSummary
+from aiockpt.planning.ranges import boxes, select
 from aiockpt.planning.snapshot import Snapshot, Structure
 from aiockpt.planning.specs import TensorSpec
+from aiockpt.planning.torch_plan import TorchFormat
+from aiockpt.reading.executor import LoadTools, ReadExecutor, run_each
 from aiockpt.reading.load import chosen_entries
 from aiockpt.reading.open import OpenCheckpoint, open_checkpoint
-from aiockpt.reading.read_plan import TensorRead, value_key
+from aiockpt.reading.read_plan import ObjectRead, TensorRead, reads_of, value_key
 from aiockpt.reading.targets import cast
+from aiockpt.saving.strategy import documents_of
 from aiockpt.staging.pool import MappedMemory
-from aiockpt.writing.commit import CommitDocuments, now, writer_name
 from aiockpt.writing.file_writer import CommitInputs, FileWriter, FilledChunk, WriterThreads
 
 if TYPE_CHECKING:
     from aiockpt.dcp.adapter import AnyCheckpointer
+    from aiockpt.format.index import ItemRange, TensorItem
     from aiockpt.options import LoadOptions, Path
     from aiockpt.planning.layout import FileImage
-    from aiockpt.reading.executor import LoadTools
-    from aiockpt.storage.base import Transaction
+    from aiockpt.storage.base import Storage, Transaction
+    from aiockpt.telemetry.loads import ReadReport
+    from aiockpt.writing.commit import CommitDocuments
 
 _CHUNK_BYTES = 16 << 20
 _CHUNKS = 4
+PART_BYTES = 8 << 20  # of a large tensor, of which the CRC is checked
+_AT_ONCE = 4
+_MOST_EXPANDED_BYTES = 1 << 30
 _CPU = torch.device("cpu")
 
 
@@ -54,14 +71,19 @@ class Recoding:
     options: LoadOptions  # which keys, as which dtype
     metadata: dict[str, JsonValue] | None  # None: that of the checkpoint
     overwrite: bool
-    progress: ConversionProgress = field(default_factory=ConversionProgress)
 
-    async def run(self, checkpointer: AnyCheckpointer, tools: LoadTools) -> None:
+    async def run(self, checkpointer: AnyCheckpointer, tools: LoadTools, report: ReadReport) -> None:
         """Convert, on the checkpointer's loop; if that fails or is cancelled, leave what was there before."""
-        engine, run = EngineAccess(checkpointer), tools.workers.run
+        engine = EngineAccess(checkpointer)
         storage, path = engine.locate(self.path)
-        _, target = engine.locate(self.target)
         opened = await open_checkpoint(storage, path, self.options, tools)
+        await self.convert(opened, *engine.locate(self.target), tools, report)
+
+    async def convert(
+        self, opened: OpenCheckpoint, storage: Storage, target: str, tools: LoadTools, report: ReadReport
+    ) -> None:
+        """Convert an open checkpoint, and close it."""
+        path, run = opened.path, tools.workers.run
         try:
             index = opened.index
             metadata = self.metadata
@@ -70,19 +92,26 @@ class Recoding:
             form = self.make_form(metadata)
             entries, _ = chosen_entries(path, index, self.options)
             check_expansion(path, sizes_of(entries))
-            if not isinstance(form, DcpFormat):
-                _check_tensors(path, entries)
-            blobs = await run(_object_bytes, opened, entries)
             containers = _containers_of(index, entries, self.options.dtype)
-            plan = await run(_plan, index, entries, blobs, form, self.options.dtype)
-            self.progress.total_bytes = plan.layout.nbytes
-            filler = _Filler(PartReader(opened, self.options, tools), entries, plan)
+            reader = PartReader(opened, self.options, tools)
+            blobs: dict[str, bytes] = {}
+            values: dict[str, Any] = {}
+            if isinstance(form, TorchFormat):
+                if await run(os.path.isdir, target):
+                    raise CheckpointExistsError(f"{target} is a directory; name the file to write")
+                form = TorchFormat(index.wrapped)
+                values = await reader.objects(entries)
+            elif isinstance(form, DcpFormat):
+                blobs = await run(_object_bytes, opened, entries)
+            else:
+                _check_tensors(path, entries)
+            plan = await run(_plan, index, entries, blobs, values, containers, form, self.options.dtype, target)
+            report.expect(plan.layout.nbytes)
+            filler = _Filler(reader, entries, plan)
             transaction = await storage.begin(target, overwrite=self.overwrite, workers=tools.workers)
             try:
-                documents = None
-                if not plan.is_single_file:
-                    documents = await run(_documents, plan, metadata, containers)
-                await self._write(plan, filler, documents, transaction, tools)
+                documents = await run(documents_of, plan, metadata, containers)
+                await self._write(plan, filler, documents, transaction, tools, report)
             except BaseException as exc:
                 error = unwrapped(exc)
                 with anyio.CancelScope(shield=True):
@@ -101,6 +130,7 @@ class Recoding:
         documents: CommitDocuments | None,
         transaction: Transaction,
         tools: LoadTools,
+        report: ReadReport,
     ) -> None:
         started = time.perf_counter()
         images = plan.layout.images
@@ -123,12 +153,57 @@ class Recoding:
                     stop = min(start + _CHUNK_BYTES, image.nbytes)
                     await filler.fill(image, start, stop, chunk.tensor)
                     await writer.put(number, FilledChunk(chunk.view, start, stop, release))
-                    self.progress.done_bytes += stop - start
+                    report.add(stop - start)
                 writer.end(number)
         await writer.hand_over(CommitInputs(documents, {}, started))
         with anyio.CancelScope(shield=True):  # from here on it is done or undone, not half
             await writer.write_documents()
             await writer.commit()
+
+
+class PartReader:
+    """Reads parts of a checkpoint's tensors, and checks the CRCs that reads of parts can't check."""
+
+    def __init__(self, opened: OpenCheckpoint, options: LoadOptions, tools: LoadTools) -> None:
+        self.executor = ReadExecutor(opened.source, opened.path, options, tools)
+        self._source = opened.source
+        self._path = opened.path
+        self._verify = options.verify
+        self._run = tools.workers.run
+
+    async def objects(self, entries: Mapping[str, Entry]) -> dict[str, Any]:
+        """Return the values of all objects; stored ones are unpickled as far as the caller allows."""
+        reads = [ObjectRead(name, entry.place) for name, entry in entries.items() if isinstance(entry, ObjectEntry)]
+        await self.executor.read_objects(reads)
+        inline = {name: entry.value for name, entry in entries.items() if isinstance(entry, InlineEntry)}
+        return inline | {read.name: read.value for read in reads}
+
+    async def check(self, name: str, entry: TensorEntry) -> None:
+        """Check the CRCs of a tensor that is too large to be read at once, unless the caller wants no checks."""
+        if not self._verify:
+            return
+        reads = [TensorRead(name, entry.dtype, chunk, None) for chunk in entry.chunks if 0 not in chunk.sizes]
+        await self.executor.prepare(reads)
+        located = [(read.chunk.place, await self.executor.locate(read)) for read in reads]
+        checkable = [each for each in located if each[1].crc is not None]
+        await run_each(partial(self._check_chunk, name), checkable, _AT_ONCE)
+
+    async def _check_chunk(self, name: str, located: tuple[ItemRange, TensorItem]) -> None:
+        """Read a chunk of a tensor part by part, and check its CRC."""
+        place, item = located
+        view, crc = memoryview(bytearray(min(PART_BYTES, item.nbytes))), 0
+
+        def read(at: int, part: memoryview) -> int:
+            self._source.read(place.file, place.offset + item.payload_offset + at, part)
+            return crc32(part, crc)
+
+        for at in range(0, item.nbytes, PART_BYTES):
+            crc = await self._run(read, at, view[: item.nbytes - at])
+        if item.crc != crc:
+            raise CorruptCheckpointError(
+                f"{self._path}/{place.file}: the bytes of {name} do not match their CRC: they changed since they were "
+                "written. Use an older checkpoint."
+            )
 
 
 class _Filler:
@@ -156,6 +231,19 @@ class _Filler:
         await self._reader.executor.read(reads)
 
 
+def reads_of_part(name: str, entry: TensorEntry, start: int, values: torch.Tensor) -> list[TensorRead]:
+    """Return the reads of the elements from ``start`` on, row by row, that fill ``values``, which may cast them."""
+    reads: list[TensorRead] = []
+    at = 0
+    for box in boxes(entry.shape, start, start + values.numel()):
+        wanted = select(entry.shape, box.index).selections
+        target = values[at : at + box.count].view([selection.count for selection in wanted])
+        is_whole = box.count * entry.dtype.itemsize == entry.nbytes
+        reads += reads_of(name, entry, target, None if is_whole else wanted)
+        at += box.count
+    return reads
+
+
 def _check_tensors(path: str, entries: Mapping[str, Entry]) -> None:
     """Raise SaveError for what is no tensor."""
     other = next((name for name, entry in entries.items() if not isinstance(entry, TensorEntry)), None)
@@ -164,6 +252,28 @@ def _check_tensors(path: str, entries: Mapping[str, Entry]) -> None:
             f"{other} of {path} is not a plain tensor, and a safetensors file holds nothing else: choose the tensors "
             "with keys="
         )
+
+
+def check_expansion(path: str, sizes: Iterable[tuple[str, int, int]]) -> None:
+    """Raise LoadError if a small file would become a huge one: elements that share memory are written one by one.
+
+    ``sizes`` are the names of tensors, their bytes, and the bytes that are stored for them.
+    """
+    more_bytes = 0
+    for name, nbytes, stored in sizes:
+        more_bytes += max(0, nbytes - stored)
+        if more_bytes > _MOST_EXPANDED_BYTES:
+            raise LoadError(
+                f"{name} of {path} would take {nbytes} bytes where {stored} are stored, for its elements share memory; "
+                "leave it out with keys=, or load it and save the part of it that does not repeat itself"
+            )
+
+
+def sizes_of(entries: Mapping[str, Entry]) -> Iterator[tuple[str, int, int]]:
+    """Yield the sizes of tensors for `check_expansion`."""
+    for name, entry in entries.items():
+        if isinstance(entry, TensorEntry) and any(chunk.item is not None for chunk in entry.chunks):
+            yield name, entry.nbytes, sum(chunk.place.length for chunk in entry.chunks)
 
 
 def _object_bytes(opened: OpenCheckpoint, entries: Mapping[str, Entry]) -> dict[str, bytes]:
@@ -202,10 +312,13 @@ def _plan(
     index: Index,
     entries: Mapping[str, Entry],
     blobs: Mapping[str, bytes],
+    values: Mapping[str, Any],
+    containers: list[dict[str, JsonValue]],
     form: FileFormat,
     dtype: torch.dtype | None,
+    target: str,
 ) -> SavePlan:
-    """Lay out the new files, with every tensor row by row."""
+    """Lay out the new files, with every tensor row by row; objects are ``blobs`` or ``values``."""
     first: dict[object, int] = {}
     tied: dict[int, int] = {}
     specs: list[TensorSpec | None] = []
@@ -221,23 +334,17 @@ def _plan(
         if earlier != leaf:
             tied[leaf] = earlier
     names = list(entries)
-    objects = {leaf: blobs[name] for leaf, name in enumerate(names) if specs[leaf] is None}
+    objects = {leaf: name for leaf, name in enumerate(names) if specs[leaf] is None}
     structure = Structure(names, [index.paths[name] for name in names], frozenset(objects))
     form.check(structure.names, specs)
-    summary = StateSummary(structure, specs, frozenset(), tied, len(first))
-    return form.lay_out(summary, Snapshot(structure, [], [], [], blobs=objects))
-
-
-def _documents(
-    plan: SavePlan, metadata: dict[str, JsonValue], containers: list[dict[str, JsonValue]]
-) -> CommitDocuments:
-    """Encode the metadata and the manifest."""
-    layout = plan.layout
-    totals = {
-        "tensors": len(layout.specs) - len(layout.structure.objects),
-        "objects": len(layout.structure.objects),
-        "tensor_bytes": layout.tensor_bytes,
-        "file_bytes": layout.nbytes,
-    }
-    manifest = Manifest(writer=writer_name(), created=now(), metadata=metadata, totals=totals, containers=containers)
-    return CommitDocuments([image.name for image in layout.images], plan.documents(), manifest, plan.index())
+    snapshot = Snapshot(structure, containers, [None] * len(names), [None] * len(names))
+    snapshot.blobs = {leaf: blobs[name] for leaf, name in objects.items() if name in blobs}
+    snapshot.values = {leaf: values[name] for leaf, name in objects.items() if name in values}
+    try:
+        return form.lay_out(StateSummary(structure, specs, frozenset(), tied, len(first)), snapshot)
+    except SaveError as exc:
+        if not isinstance(exc.__cause__, RecursionError):
+            raise
+        raise LoadError(
+            f"the state is nested too deeply for a file of torch.save, {target}: convert to dcp, or some keys"
+        ) from exc

@@ -14,6 +14,7 @@ import io
 import math
 import mmap
 import sys
+from bisect import bisect_right
 from functools import lru_cache
 from typing import Any
 
@@ -22,31 +23,59 @@ from isal.isal_zlib import crc32
 
 from aiockpt.format.item.ziparchive import CRC, Framing, FramingError, data_offset, read_directory
 
-_MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0  # in the module mmap since Python 3.13
+MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0  # in the module mmap since Python 3.13
 
 
-class _Sink(io.BytesIO):
-    """Collects what ``torch.save`` writes, and the position of the bytes that it skips."""
+class SparseFile(io.BytesIO):
+    """A file in memory for ``torch.save``, in which the bytes that it skips take no room."""
 
     def __init__(self) -> None:
-        self.pieces: list[bytes] = []
-        self.skipped_at: int | None = None
-        self.position = 0
+        super().__init__()
+        self._starts = [0]
+        self._blocks = [bytearray()]
+
+    @property
+    def length(self) -> int:
+        """Bytes written and skipped."""
+        return self._starts[-1] + len(self._blocks[-1])
 
     def writable(self) -> bool:
         return True
 
     def write(self, data: Any) -> int:
-        self.pieces.append(bytes(data))
-        self.position += len(self.pieces[-1])
-        return len(self.pieces[-1])
+        self._blocks[-1] += data
+        return len(data)
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        if whence != io.SEEK_CUR or self.skipped_at is not None:
+        if whence != io.SEEK_CUR:
             raise FramingError(f"torch.save moved in the file in a way that is not known: {offset}, {whence}")
-        self.skipped_at = self.position
-        self.position += offset
-        return self.position
+        self._starts.append(self.length + offset)
+        self._blocks.append(bytearray())
+        return self._starts[-1]
+
+    def fetch(self, offset: int, size: int) -> bytes:
+        """Return bytes that were written in one go."""
+        block, at = self._find(offset)
+        return bytes(block[at : at + size])
+
+    def store(self, offset: int, data: bytes | memoryview) -> None:
+        """Replace bytes that were written, or fill skipped ones, of a gap in order."""
+        block, at = self._find(offset)
+        block[at : at + len(data)] = data
+
+    def _find(self, offset: int) -> tuple[bytearray, int]:
+        number = bisect_right(self._starts, offset) - 1
+        return self._blocks[number], offset - self._starts[number]
+
+    def blocks(self) -> list[tuple[int, bytearray]]:
+        """Return each run of bytes between gaps, with its offset."""
+        found: list[tuple[int, bytearray]] = []
+        for start, block in zip(self._starts, self._blocks, strict=True):
+            if found and found[-1][0] + len(found[-1][1]) == start:
+                found[-1] = (found[-1][0], found[-1][1] + block)
+            else:
+                found.append((start, block))
+        return found
 
 
 def unbacked_tensor(dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]) -> torch.Tensor:
@@ -55,7 +84,7 @@ def unbacked_tensor(dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[in
     if nbytes == 0:
         return torch.empty(shape, dtype=dtype, device="cpu").as_strided(shape, stride)
     # NORESERVE: the kernel must not refuse a mapping as large as the tensor, none of which is ever touched.
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
     storage = torch.frombuffer(mmap.mmap(-1, nbytes, flags=flags), dtype=torch.uint8)
     return storage.view(dtype).as_strided(shape, stride)
 
@@ -63,14 +92,12 @@ def unbacked_tensor(dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[in
 @lru_cache(maxsize=16_384)
 def tensor_framing(dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]) -> Framing:
     """Return the framing of a dense CPU tensor of any dtype that ``torch.save`` accepts; strides are in elements."""
-    sink = _Sink()
+    file = SparseFile()
     tensor = unbacked_tensor(dtype, shape, stride)
     with torch.serialization.skip_data():
-        torch.save(tensor, sink)
-    nbytes = tensor.untyped_storage().nbytes()
-    data = b"".join(sink.pieces)
-    start = len(data) if sink.skipped_at is None else sink.skipped_at
-    return _framing_around(data[:start], data[start:], nbytes, "/data/0")
+        torch.save(tensor, file)
+    prefix, *rest = (bytes(block) for _, block in file.blocks())
+    return _framing_around(prefix, b"".join(rest), tensor.untyped_storage().nbytes(), "/data/0")
 
 
 def pickle_framing(blob: bytes, nbytes: int) -> Framing:

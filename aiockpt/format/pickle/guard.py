@@ -12,7 +12,7 @@ import contextlib
 import importlib
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
 
@@ -137,10 +137,13 @@ class _AbstractValue:
 
 
 class _Guard(Machine):
-    def __init__(self, data: bytes, records: Mapping[str, int], allowed: Collection[str]) -> None:
+    def __init__(
+        self, data: bytes, records: Mapping[str, int], allowed: Collection[str], needs: Needs | None = None
+    ) -> None:
         super().__init__(data, self._find, None, _HANDLERS)
         self._records = records
         self._allowed = allowed
+        self.needs = needs  # collects what is not allowed; None: refuse it
         self._steps_left = _STEPS_PER_BYTE * len(data) + _LEAST_STEPS
         self._bytes_left = _STEPS_PER_BYTE * len(data) + _LEAST_BYTES
         self.storages: dict[str, _AbstractValue] = {}
@@ -164,15 +167,10 @@ class _Guard(Machine):
         module, name = _compat_pickle.NAME_MAPPING.get((module, name), (module, name))
         full = f"{_compat_pickle.IMPORT_MAPPING.get(module, module)}.{name}"
         if full not in _CALLS and full not in self._allowed and not full.startswith("torch."):
-            self.on_unknown_global(full)
+            if self.needs is None:
+                raise _RefusedByTorch
+            self.needs.names[full] = None
         return _AbstractValue("global", name=full)
-
-    def on_unknown_global(self, name: str) -> None:
-        """Handle a global that is neither allowed nor known."""
-        raise _RefusedByTorch
-
-    def on_mutation(self, target: _AbstractValue, *, filled: bool) -> None:
-        """Handle an object that gets a state or, if ``filled``, elements."""
 
     def invoke(self, function: Any, args: list[Any]) -> Any:
         if not isinstance(function, _AbstractValue) or function.kind != "global":
@@ -182,13 +180,14 @@ class _Guard(Machine):
             if function.name not in self._allowed:
                 if function.name in torch_names():
                     raise PickleError(f"it calls {function.name}, which torch.save never does")
-                self.on_unknown_call(function.name)
+                if self.needs is None:
+                    raise ForeignNameError(function.name)
+                self.needs.names[function.name] = None
             rule = _call_user
-        return rule(self, function.name, args)
-
-    def on_unknown_call(self, name: str) -> None:
-        """Handle a call of a function of torch that is neither allowed nor known."""
-        raise ForeignNameError(name)
+        made = rule(self, function.name, args)
+        if self.needs is not None:
+            self.needs.note_call(function.name, args, made)
+        return made
 
     def storage(self, pid: Any) -> _AbstractValue:
         if not isinstance(pid, _AbstractValue) or pid.items is None or len(pid.items) != 5 or pid.items[0] != "storage":
@@ -209,46 +208,36 @@ class _Guard(Machine):
         return known
 
 
-class _Needs(_Guard):
-    """The globals that a pickle needs to be allowed, collected by going on where the guard stops."""
+@dataclass(slots=True, eq=False)
+class Needs:
+    """The globals that a pickle needs to be allowed, collected by going on where the guard would stop."""
 
-    def __init__(self, data: bytes, records: Mapping[str, int], allowed: Collection[str]) -> None:
-        super().__init__(data, records, allowed)
-        self.names: dict[str, None] = {}  # full names of classes and functions, in order
-        self.made: set[str] = set()  # those of `names` whose results get a state: they have to be classes
-        self.lookups: set[tuple[str, str]] = set()  # of allowed `getattr` calls: full name ("" of a value), attribute
-        self.fills = False  # it adds elements to objects of the classes
-        self.is_complete = False  # it was interpreted to its end
+    names: dict[str, None] = field(default_factory=dict)  # full names of classes and functions, in order
+    made: set[str] = field(default_factory=set)  # of `names`, whose results get a state: they have to be classes
+    # of allowed `getattr` calls: full name ("" of a value), attribute
+    lookups: set[tuple[str, str]] = field(default_factory=set)
+    fills: bool = False  # it adds elements to objects of the classes
+    storages: Mapping[str, object] = field(default_factory=dict)  # that it refers to
+    is_complete: bool = False  # it was interpreted to its end
 
-    def on_unknown_global(self, name: str) -> None:
-        self.names[name] = None
-
-    def on_unknown_call(self, name: str) -> None:
-        self.names[name] = None
-
-    def on_mutation(self, target: _AbstractValue, *, filled: bool) -> None:
-        self.fills |= filled
-        if not filled and target.kind == "object":
-            self.made.add(target.name)
-
-    def invoke(self, function: Any, args: list[Any]) -> Any:
-        made = super().invoke(function, args)
-        if function.name == "builtins.getattr":
+    def note_call(self, name: str, args: list[Any], made: Any) -> None:
+        if name == "builtins.getattr":
             owner, attribute = args if len(args) == 2 else (None, None)
             if isinstance(owner, _AbstractValue) and owner.kind == "global" and type(attribute) is str:
                 self.lookups.add((owner.name, attribute))
             else:
                 self.lookups.add(("", ""))
         if isinstance(made, _AbstractValue) and made.kind == "object":
-            made.name = function.name
-        return made
+            made.name = name
 
 
-def needs_of(data: bytes, records: Mapping[str, int], allowed: Collection[str]) -> _Needs:
+def needs_of(data: bytes, records: Mapping[str, int], allowed: Collection[str]) -> Needs:
     """Return the globals of a pickle that are neither allowed nor known; args as in `check_object_pickle`."""
-    needs = _Needs(data, records, allowed)
+    needs = Needs()
+    guard = _Guard(data, records, allowed, needs)
+    needs.storages = guard.storages
     with contextlib.suppress(PickleError, _RefusedByTorch):
-        needs.run()
+        guard.run()
         needs.is_complete = True
     return needs
 
@@ -471,8 +460,8 @@ def _target(g: _Guard, kind: str) -> _AbstractValue:
     target = g.stack[-1]
     if not isinstance(target, _AbstractValue) or target.kind not in (*_LIKE[kind], "object"):
         raise _RefusedByTorch
-    if target.kind != kind:  # in a pickle with tensors torch fills lists and dicts alone
-        g.on_mutation(target, filled=True)
+    if target.kind != kind and g.needs is not None:  # in a pickle with tensors torch fills lists and dicts alone
+        g.needs.fills = True
     return target
 
 
@@ -502,7 +491,8 @@ def _build(g: _Guard, at: int) -> int:
     target = g.stack[-1]
     if not isinstance(target, _AbstractValue) or target.kind not in ("dict", "object"):
         raise PickleError("it gives a state to something that has none")
-    g.on_mutation(target, filled=False)
+    if target.kind == "object" and g.needs is not None:
+        g.needs.made.add(target.name)
     # A state of two items is a pair of dicts: attributes and slots.
     cost = _weight(state) + sum(map(_weight, (state.items or ())[:2])) if isinstance(state, _AbstractValue) else 1
     g.charge(cost)

@@ -102,7 +102,7 @@ class ItemVerifier:
     async def _run_one(self, job: Callable[[], None]) -> None:
         with recorded("check"):
             await self._workers.run(job)
-        self._progress.add(self.read_bytes - self._progress.read_bytes)
+        self._progress.add(self.read_bytes - self._progress.done_bytes)
 
     # --- framing of large items -------------------------------------------------------------------
 

@@ -63,7 +63,6 @@ async def verify_checkpoint(
     """
     report = report or ReadReport("verify", path)
     record_to(report.spans)
-    report.changed()
     with span("open"):
         source = DecodedSource(await open_files(storage, path, workers), path, transforms)
     try:

@@ -1,8 +1,8 @@
 """Publish a finished checkpoint: one durable rename to its final name, which is safe to retry.
 
-A checkpoint is written to a hidden directory. `Publication` renames that, or the file in it, to the final name.
-`move_in` moves it into a directory that holds other files. The file that makes it a checkpoint always comes last,
-after an fsync of everything else. All functions but `publish_repeatedly` block.
+A checkpoint is written to a hidden directory. `Publication` renames that, or the file in it, to the final name;
+`aiockpt.storage.local.beside` moves it into a directory that holds other files. The file that makes it a checkpoint
+always comes last, after an fsync of everything else. All functions but `publish_repeatedly` block.
 """
 
 from __future__ import annotations
@@ -417,40 +417,3 @@ async def publish_repeatedly(publication: Publication, repeater: Repeater, worke
             raise exc from fault
         if not is_published:
             raise
-
-
-# --- into a directory that holds other files ----------------------------------------------------------
-
-
-def move_in(
-    hidden: str,
-    target: str,
-    names: Mapping[str, str],
-    last: str,
-    *,
-    fsync: bool,
-    replace: bool = False,
-    obsolete: str | None = None,
-) -> list[str]:
-    """Move a finished checkpoint into a directory; if that fails, none of it stays there. Return the final paths.
-
-    ``names`` has the final name of each file but ``last``, the one that makes it a checkpoint and appears last; it may
-    ``replace`` another, right before which the file ``obsolete`` is removed. With ``fsync`` the other files are durable
-    before; the caller syncs ``target`` once more.
-    """
-    moved: list[str] = []
-    try:
-        for name, final in names.items():
-            rename_noreplace(os.path.join(hidden, name), os.path.join(target, final))
-            moved.append(os.path.join(target, final))
-        if fsync:
-            sync_directory(target)
-        if obsolete is not None:
-            remove(obsolete)
-        (os.replace if replace else rename_noreplace)(os.path.join(hidden, last), os.path.join(target, last))
-    except BaseException:
-        for path in moved:
-            with contextlib.suppress(OSError):  # the first error counts
-                remove(path)
-        raise
-    return [*moved, os.path.join(target, last)]

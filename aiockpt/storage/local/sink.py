@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import aiofiles
 
 from aiockpt.core.machine import BLOCK_BYTES
-from aiockpt.core.threads import Workers, drained
+from aiockpt.core.threads import Workers, outlast
 from aiockpt.errors import WriteError
 from aiockpt.storage.base import FileSink, PartSink
 from aiockpt.storage.local.retries import Repeater, described, sync_fd
@@ -70,7 +70,7 @@ class LocalSink(FileSink):
     async def _open(self) -> Any:
         # Unbuffered: each write is one system call, from the aligned chunk itself.
         opened = aiofiles.open(self.path, "wb", buffering=0, opener=self._opener, executor=self._workers).__aenter__()
-        return await drained(opened)
+        return await outlast(opened)
 
     def _opener(self, path: str, flags: int) -> int:
         # A file or a link that is there already was made by another process: it must not be written to.
@@ -111,7 +111,7 @@ class LocalSink(FileSink):
     async def _write_some(self, view: memoryview) -> int:
         """Write some of the next bytes at their offset, whatever an earlier attempt has done."""
         if self._astray:
-            await drained(self._file.seek(self._written))
+            await outlast(self._file.seek(self._written))
         self._astray = True
         try:
             count = await self._write_once(view)
@@ -124,8 +124,8 @@ class LocalSink(FileSink):
         return count
 
     async def _write_once(self, view: memoryview) -> int:
-        # Drained: if cancelled, aiofiles returns at once, while its thread goes on reading the buffer.
-        count: int | None = await drained(self._file.write(self._next(view)))
+        # Outlasted: if cancelled, aiofiles returns at once, while its thread goes on reading the buffer.
+        count: int | None = await outlast(self._file.write(self._next(view)))
         if count is None:  # how Python reports EAGAIN
             raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
         return count
@@ -145,10 +145,10 @@ class LocalSink(FileSink):
     async def finish(self) -> None:
         try:
             if self._nbytes is not None and self._written != self._nbytes:  # the last block was padded for direct I/O
-                await self._again(f"truncate {self._final}", lambda: drained(self._file.truncate(self._nbytes)))
+                await self._again(f"truncate {self._final}", lambda: outlast(self._file.truncate(self._nbytes)))
             if self._fsync:
                 await self._workers.run(sync_fd, self._file.fileno())
-            await drained(self._file.close())
+            await outlast(self._file.close())
         except OSError as exc:
             raise WriteError(f"can't make {self._final} durable: {described(exc, self.path)}") from exc
 
@@ -156,7 +156,7 @@ class LocalSink(FileSink):
         """Close the file as it is; errors don't matter, since it will be removed."""
         if self._file is not None:
             try:
-                await drained(self._file.close())
+                await outlast(self._file.close())
             except OSError as exc:
                 logger.debug("closing the abandoned file %s: %s", self.path, exc)
 

@@ -8,7 +8,7 @@ import errno
 import pickle
 import socket
 import struct
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import anyio
 
@@ -71,7 +71,7 @@ class Channel:
             self._broken = self._broken or OSError(errno.EPIPE, "nothing is sent any more")
             self._sent.set()  # after `_broken`, which a waiter in flush() looks at when it wakes
 
-    async def receive(self) -> Message:
+    async def receive(self) -> Any:
         """Wait for the next message; raise EOFError at the end, OSError if the connection is broken."""
         (length,) = _LENGTH.unpack(await self._read(_LENGTH.size))
         return pickle.loads(await self._read(length))

@@ -17,7 +17,7 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import anyio
 
@@ -28,7 +28,7 @@ from aiockpt.writing.file_writer import CommitInputs, FileWriter, FilledChunk, W
 from aiockpt.writing.process import messages
 from aiockpt.writing.process.channel import Channel
 from aiockpt.writing.process.error_transport import as_save_error, dump_error
-from aiockpt.writing.process.messages import Begin, Hello, Log, Message, Ready
+from aiockpt.writing.process.messages import Begin, FromTrainer, Hello, Log, Message, Ready
 
 if TYPE_CHECKING:
     from anyio.abc import TaskGroup
@@ -82,7 +82,7 @@ class ChildSave:
 
     # --- messages from the trainer -----------------------------------------------------------------
 
-    def handle(self, message: Message) -> None:
+    def handle(self, message: FromTrainer) -> None:
         match message:
             case messages.ChunkFilled():
                 self._put(message)
@@ -304,7 +304,7 @@ class _Child:
         threads.io_workers.close()
         threads.seal_workers.close()
 
-    async def _messages(self, dead: anyio.Event) -> AsyncIterator[Message]:
+    async def _messages(self, dead: anyio.Event) -> AsyncIterator[Any]:
         """Yield the trainer's messages, until it has closed its end, or has died and all that it sent was received."""
         while True:
             message = None
@@ -324,7 +324,7 @@ class _Child:
             await anyio.sleep(_DRAIN_S)
         await anyio.sleep(_DRAIN_S)  # the last bytes may have left the socket, and not yet reached `receive`
 
-    def _handle(self, message: Message, shared: SharedState, tasks: TaskGroup) -> None:
+    def _handle(self, message: FromTrainer, shared: SharedState, tasks: TaskGroup) -> None:
         if isinstance(message, Begin):
             if message.images is not None:  # only the latest layout: a save that needs another brings its images
                 shared.layouts.clear()

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from aiockpt.core.threads import Workers
     from aiockpt.format.manifest.manifest import FileFacts
     from aiockpt.planning.planner import Layout
-    from aiockpt.writing.process.messages import Message
+    from aiockpt.writing.process.messages import FromWriter
     from aiockpt.writing.process.supervisor import WriterConnection, WriterHost
 
 
@@ -62,7 +62,7 @@ class RemoteWriter(ChunkWriter):
 
     # --- messages from the process -----------------------------------------------------------------
 
-    def on_message(self, message: Message) -> None:
+    def on_message(self, message: FromWriter) -> None:
         match message:
             case messages.ChunkWritten():
                 self._release_chunk.pop(message.chunk)()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from aiockpt.planning.layout import FileImage, Slot
 from aiockpt.planning.parts import PartImage
@@ -28,6 +28,8 @@ class PackedImage(NamedTuple):
     leaves: array[int]
     offsets: array[int]
     framing_of: array[int]
+    tail: bytes = b""
+    crc_at: Sequence[tuple[int, int]] = ()
     file_bytes: int = 0  # of a file that others write too
     streams: Sequence[StoredStream] | None = None  # of a part of such a file: where each slot belongs
 
@@ -45,7 +47,7 @@ class PackedImage(NamedTuple):
             leaves.append(slot.leaf)
             offsets.append(slot.offset)
             framing_of.append(number)
-        packed = cls(image.name, image.head_bytes, image.nbytes, framings, *columns)
+        packed = cls(image.name, image.head_bytes, image.nbytes, framings, *columns, image.tail, image.crc_at)
         if isinstance(image, PartImage):
             return packed._replace(file_bytes=image.file_bytes, streams=image.streams)
         return packed
@@ -58,8 +60,9 @@ class PackedImage(NamedTuple):
             slots.append(Slot(leaf, offset, framing, begin, begin + framing.nbytes))
         ends = [slot.payload_end + len(slot.framing.suffix) for slot in slots]
         if self.streams is not None:
-            return PartImage(self.name, self.head_bytes, slots, self.nbytes, ends, self.file_bytes, self.streams)
-        return FileImage(self.name, self.head_bytes, slots, self.nbytes, ends)
+            image = self.name, self.head_bytes, slots, self.nbytes, ends
+            return PartImage(*image, file_bytes=self.file_bytes, streams=self.streams)
+        return FileImage(self.name, self.head_bytes, slots, self.nbytes, ends, self.tail, self.crc_at)
 
 
 # --- from the trainer ----------------------------------------------------------------------------------
@@ -194,4 +197,6 @@ class Log:
     text: str
 
 
-Message = Any
+FromTrainer = Begin | ChunkFilled | Staged | Publish | CommitAsOrphan | Finish | Cancel
+FromWriter = Began | ChunkWritten | FilesWritten | Published | Failed
+Message = Hello | FromTrainer | Ready | Log | FromWriter

@@ -17,7 +17,7 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import anyio
 
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from aiockpt.options import ProcessWriter
     from aiockpt.planning.planner import Layout
+    from aiockpt.writing.process.client import RemoteWriter
 
 _START_S = 120.0
 _END_S = 30.0
@@ -159,23 +160,13 @@ def _absolute(path: str) -> str:
 # --- the connection ------------------------------------------------------------------------------------
 
 
-class SaveListener(Protocol):
-    """A save whose files a writer process writes."""
-
-    def on_message(self, message: Message) -> None:
-        """Handle a message from the process."""
-
-    def on_process_death(self, error: WriteError) -> None:
-        """Handle the death of the process."""
-
-
 class WriterConnection:
     """Sends messages to one writer process, dispatches its messages to saves, and notices its death."""
 
     def __init__(self, process: WriterProcess, hello: Hello) -> None:
         self._process = process
         self._channel = Channel(process.end)
-        self._saves: dict[int, SaveListener] = {}
+        self._saves: dict[int, RemoteWriter] = {}
         self._waiter = DaemonThreads(1, f"aiockpt-writer-{process.pid}")
         self._ready = anyio.Event()
         self._received_all = anyio.Event()
@@ -188,7 +179,7 @@ class WriterConnection:
     def __repr__(self) -> str:
         return f"<writer process {self._process.pid}, {len(self._saves)} saves>"
 
-    def register(self, number: int, save: SaveListener) -> None:
+    def register(self, number: int, save: RemoteWriter) -> None:
         """Dispatch messages about a save to it; raise WriteError if the process has died."""
         if self._error is not None:
             raise self._error

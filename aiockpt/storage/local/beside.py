@@ -1,9 +1,9 @@
-"""The hidden directory that all ranks write to, and its commit. All functions block.
+"""Checkpoints whose files get into a directory that may hold other files. All functions block.
 
-The name of the hidden directory is the same on all ranks. It is beside the final path if nothing exists there; if a
-directory exists there, it is inside that. In the first case one rename commits the checkpoint. In the second case its
-files are moved into the directory under unused names, and `.metadata`, which makes them a checkpoint, is moved last,
-atomically. Other files in the directory stay.
+The ranks of ``dcp.save`` write to one hidden directory, whose name is the same on all of them. It is beside the final
+path if nothing exists there; if a directory exists there, it is inside that. In the first case one rename commits the
+checkpoint. In the second case its files are moved into the directory under unused names, and `.metadata`, which makes
+them a checkpoint, is moved last, atomically. Other files in the directory stay.
 """
 
 from __future__ import annotations
@@ -11,17 +11,26 @@ from __future__ import annotations
 import contextlib
 import os
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
-from aiockpt.dcp.adapter import write_errors
 from aiockpt.errors import AiockptError, CheckpointExistsError, CommitError, WriteError
 from aiockpt.format.names import HIDDEN, MANIFEST_NAME, METADATA_NAME
 from aiockpt.storage.local.belonging import data_files_of, remove
-from aiockpt.storage.local.commit import make_directories, move_in, sync_directory
-from aiockpt.storage.local.temp_dir import shared_ticket
+from aiockpt.storage.local.commit import make_directories, remove_own, sync_directory
+from aiockpt.storage.local.retries import sync_fd
+from aiockpt.storage.local.temp_dir import Hold, shared_ticket
 from aiockpt.storage.syscalls import rename_noreplace
 
 _DATA = ".distcp"
+
+
+@contextlib.contextmanager
+def write_errors(task: str) -> Iterator[None]:
+    """Raise WriteError, with what could not be done, instead of OSError."""
+    try:
+        yield
+    except OSError as exc:
+        raise WriteError(f"can't {task}: {exc}") from exc
 
 
 def metadata_name(rank: int | None) -> str:
@@ -95,20 +104,21 @@ def write_metadata(hidden: str, name: str, data: bytes, *, fsync: bool) -> None:
         file.write(data)
         file.flush()
         if fsync:
-            os.fsync(file.fileno())
+            sync_fd(file.fileno())
 
 
 def publish(
-    hidden: str, path: str, names: Mapping[str, str], rank: int | None, *, overwrite: bool, fsync: bool
+    hidden: str, path: str, names: Mapping[str, str], last: str, *, overwrite: bool = False, fsync: bool = True
 ) -> None:
-    """Commit the hidden directory, which is removed. ``names`` is the result of `names_for`.
+    """Commit the hidden directory, which is removed.
 
-    Raise CheckpointExistsError if the path holds something that may not be replaced, and CommitError if the commit
-    fails; what was at the path before is then unchanged.
+    ``names`` has the final name of each file but ``last``, the metadata that makes them a checkpoint. Raise
+    CheckpointExistsError if the path holds something that may not be replaced, and CommitError if the commit fails;
+    what was at the path before is then unchanged.
     """
     try:
         for name in os.listdir(hidden):
-            if name not in names and name != metadata_name(rank):
+            if name not in names and name != last:
                 remove(os.path.join(hidden, name))  # left by an earlier save that did not finish
         if fsync:
             # Before the rename: after a crash, the final name must not show a directory that lacks entries.
@@ -119,45 +129,55 @@ def publish(
                 if fsync:
                     sync_directory(os.path.dirname(path))
                 return
-        _move_in(hidden, path, names, rank, overwrite=overwrite, fsync=fsync)
+        _move_in(hidden, path, names, last, overwrite=overwrite, fsync=fsync)
     except AiockptError:
         raise
     except OSError as exc:
         raise CommitError(f"can't publish {path}: {exc}") from exc
 
 
-def _move_in(
-    hidden: str, path: str, names: Mapping[str, str], rank: int | None, *, overwrite: bool, fsync: bool
-) -> None:
-    metadata = os.path.join(path, metadata_name(rank))
+def _move_in(hidden: str, path: str, names: Mapping[str, str], last: str, *, overwrite: bool, fsync: bool) -> None:
+    """Move the files into a directory; if that fails, none of them stays there."""
+    metadata = os.path.join(path, last)
     if not os.path.isdir(path) or (os.path.lexists(metadata) and not overwrite):
         raise CheckpointExistsError(f"{path} exists already; save under another name, or pass overwrite=True")
-    old = [os.path.join(path, name) for name in data_files_of(path, metadata_name(rank))]
-    # The manifest describes the checkpoint that is replaced.
-    obsolete = os.path.join(path, MANIFEST_NAME) if rank is None else None
-    move_in(hidden, path, names, metadata_name(rank), fsync=fsync, replace=True, obsolete=obsolete)
-    if fsync:
-        sync_directory(path)
+    old = [os.path.join(path, name) for name in data_files_of(path, last)]
+    moved: list[str] = []
+    try:
+        for name, final in names.items():
+            rename_noreplace(os.path.join(hidden, name), os.path.join(path, final))
+            moved.append(os.path.join(path, final))
+        if fsync:
+            sync_directory(path)
+        if last == METADATA_NAME and MANIFEST_NAME not in names:
+            remove(os.path.join(path, MANIFEST_NAME))  # it describes the checkpoint that is replaced
+        if os.path.lexists(metadata):
+            os.replace(os.path.join(hidden, last), metadata)
+            moved.clear()  # what was replaced can't come back
+        else:
+            rename_noreplace(os.path.join(hidden, last), metadata)
+            moved.append(metadata)
+        if fsync:
+            sync_directory(path)
+    except BaseException as exc:
+        for file in reversed(moved):
+            with contextlib.suppress(OSError):  # the first error counts
+                remove(file)
+        if isinstance(exc, FileExistsError):
+            raise CheckpointExistsError(f"files of a checkpoint have appeared in {path} meanwhile") from exc
+        raise
     # Not before the new metadata is durable: until then, these files are the checkpoint.
-    for each in old:
-        remove(each)
+    for file in old:
+        remove(file)
     remove(hidden)
 
 
-def hold(hidden: str) -> int:
-    """Open the hidden directory: the descriptor tells it from a later directory of the same name."""
-    return os.open(hidden, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-
-
-def discard(hidden: str, held: int | None = None) -> None:
+def discard(hidden: str, held: Hold | None = None) -> None:
     """Remove the hidden directory; what can't be removed is left to the next save.
 
-    ``held`` is the result of `hold`, and is closed: another directory that has taken the name stays. None: remove any.
+    ``held`` is a hold of it, and is released: another directory that has taken the name stays. None: remove any.
     """
-    try:
-        with contextlib.suppress(OSError):
-            if held is None or os.path.samestat(os.stat(hidden), os.fstat(held)):
-                remove(hidden)
-    finally:
-        if held is not None:
-            os.close(held)
+    with contextlib.suppress(OSError):
+        remove_own(hidden, None if held is None else held.identity)
+    if held is not None:
+        held.release()
