@@ -11,8 +11,6 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-import anyio
-
 from aiockpt.coordination.outcome import (
     Arrived,
     RemoteError,
@@ -23,6 +21,7 @@ from aiockpt.coordination.outcome import (
 )
 from aiockpt.coordination.protocol import Call, Follower, Kind, Leader
 from aiockpt.coordination.rendezvous import RankAddress
+from aiockpt.core.threads import outlast
 from aiockpt.errors import CoordinationError
 
 if TYPE_CHECKING:
@@ -105,7 +104,7 @@ class Coordinator:
         A cancellation is delivered when the round is over: a rank that left alone would leave the others waiting.
         """
         self._loop = asyncio.get_running_loop()
-        return await _run_to_completion(self._round_in_turn(call, operation, value, decide, undo))
+        return await outlast(self._round_in_turn(call, operation, value, decide, undo))
 
     async def give_up(self, call: Call, operation: str, error: BaseException) -> None:
         """Fail a call on all ranks that this rank hangs in, outside of a round."""
@@ -223,18 +222,3 @@ def _pickled_replies(replies: Sequence[Any]) -> list[bytes]:
     # In tuples, so that a reply is never taken for a RemoteError.
     pickled = {key: pickle.dumps((reply,)) for key, reply in made.items()}
     return [pickled[id(reply)] for reply in replies]
-
-
-async def _run_to_completion(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine that other ranks wait for to its end, as a task of its own; deliver a cancellation after it."""
-    task = asyncio.ensure_future(coroutine)
-    cancelled: asyncio.CancelledError | None = None
-    with anyio.CancelScope(shield=True):
-        while not task.done():
-            try:
-                await asyncio.wait([task])
-            except asyncio.CancelledError as exc:  # asyncio's own, which no shield keeps out
-                cancelled = exc
-    if cancelled is not None:
-        raise cancelled from task.exception()
-    return task.result()
