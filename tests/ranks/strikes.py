@@ -278,7 +278,7 @@ class _Blow:
 def _intercepted(strikes: Callable[[str, str], str]) -> Iterator[None]:
     """Ask ``strikes`` before each operation of sockets, of the store and of directories."""
     with contextlib.ExitStack() as stack:
-        for name in ("bind", "listen", "connect", "accept", "send", "recv", "setsockopt"):
+        for name in ("bind", "listen", "connect", "accept", "send", "recv"):
             stack.enter_context(_replaced(socket.socket, name, _on_socket(name, strikes)))
         for name in ("check", "get", "set", "add"):
             stack.enter_context(_replaced(PrefixStore, name, _on_store(name, strikes)))
