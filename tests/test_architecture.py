@@ -36,27 +36,43 @@ FLOORS = [
     {"errors", "_version"},
 ]
 LEVEL = {name: number for number, floor in enumerate(FLOORS) for name in floor}
+# The same for the benchmarks.
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+BENCHMARK_FLOORS = [
+    {"__main__"},
+    {"matrix", "__init__"},
+    {"ranks", "gpu", "crash"},
+    {"measured"},
+    {"peers", "report"},
+    {"limits"},
+    {"harness"},
+]
 # Shipped for tests of users' storages; nothing in the package imports it.
 BESIDE = {"testing"}
 
 
-@functools.cache
-def _imports() -> dict[str, set[str]]:
+def _imports_below(root: Path) -> dict[str, set[str]]:
+    """Return what each module of a package imports from it, also within functions."""
     found: dict[str, set[str]] = {}
-    for file in PACKAGE.rglob("*.py"):
-        module = ".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts)
+    for file in root.rglob("*.py"):
+        module = ".".join(file.relative_to(root.parent).with_suffix("").parts)
         names = set()
         for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("aiockpt"):
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == root.name:
                 base = node.module
-                is_package = (PACKAGE.parent / Path(*base.split("."))).is_dir()
+                is_package = (root.parent / Path(*base.split("."))).is_dir()
                 for alias in node.names:
-                    inner = PACKAGE.parent / Path(*base.split("."), alias.name)
+                    inner = root.parent / Path(*base.split("."), alias.name)
                     names.add(f"{base}.{alias.name}" if is_package and (inner.with_suffix(".py").exists()) else base)
-            elif isinstance(node, ast.Import):
+            elif isinstance(node, ast.Import) and root == PACKAGE:
                 assert all(alias.name != "aiockpt" for alias in node.names) or module.startswith("aiockpt.cli"), module
         found[module] = names
     return found
+
+
+@functools.cache
+def _imports() -> dict[str, set[str]]:
+    return _imports_below(PACKAGE)
 
 
 def _part(module: str) -> str:
@@ -84,15 +100,24 @@ def test_imports_point_downward(module: str) -> None:
 
 
 def test_every_folder_states_its_purpose() -> None:
-    for file in PACKAGE.rglob("__init__.py"):
+    for file in [*PACKAGE.rglob("__init__.py"), *BENCHMARKS.rglob("__init__.py")]:
         purpose = ast.get_docstring(ast.parse(file.read_text()))
         assert purpose, f"{file.parent.name} has no docstring"
         assert purpose.partition("\n")[0].endswith("."), f"the purpose of {file.parent.name} is not one sentence"
 
 
-def test_no_cycles() -> None:
-    graph = {module: {name for name in names if name != module} for module, names in _imports().items()}
+@pytest.mark.parametrize("root", [PACKAGE, BENCHMARKS], ids=lambda root: root.name)
+def test_no_cycles(root: Path) -> None:
+    graph = {module: names - {module} for module, names in _imports_below(root).items()}
     TopologicalSorter(graph).prepare()
+
+
+def test_folders_of_benchmarks_import_downward() -> None:
+    level = {name: number for number, floor in enumerate(BENCHMARK_FLOORS) for name in floor}
+    for module, names in _imports_below(BENCHMARKS).items():
+        for imported in names:
+            mine, theirs = _part(module), _part(imported)
+            assert mine == theirs or level[mine] < level[theirs], f"{module} imports {imported}, which is not below it"
 
 
 def test_pure_folders_do_no_io() -> None:

@@ -14,10 +14,13 @@ from typing import Any
 
 import pytest
 
-from benchmarks import figures, limits, markdown, matrix, readme, scale
-from benchmarks.figures import Claim
+from benchmarks import matrix
+from benchmarks.harness import time_limits
+from benchmarks.harness.measure import interleave
 from benchmarks.matrix import Section
-from benchmarks.measure import interleave
+from benchmarks.ranks import scale
+from benchmarks.report import figures, markdown, readme
+from benchmarks.report.figures import Claim
 
 ROOT = Path(readme.__file__).parents[1]
 MACHINE = {
@@ -258,7 +261,7 @@ def test_a_hanging_run_ends_its_process_and_leaves_its_name(tmp_path: Path) -> N
     source = f"""
     import threading
     from pathlib import Path
-    from benchmarks.limits import Limits
+    from benchmarks.harness.time_limits import Limits
     limits = Limits(run_s=0.2, running=Path({str(file)!r}))
     with limits.watch("the quick one"):
         pass
@@ -286,11 +289,11 @@ async def count(_each: Counter, number: int) -> dict[str, float]:
 
 @pytest.mark.parametrize(("until", "numbers"), [(math.inf, [0, 1, 2]), (0.0, [0])])
 def test_one_round_is_run_even_if_time_is_over(until: float, numbers: list[int]) -> None:
-    before = limits.current.set(limits.Limits(until=until, without={"b": "it hangs"}))
+    before = time_limits.current.set(time_limits.Limits(until=until, without={"b": "it hangs"}))
     try:
         ours, other = asyncio.run(interleave([Counter("a"), Counter("b")], 3, count))
     finally:
-        limits.current.reset(before)
+        time_limits.current.reset(before)
     assert (ours.first, ours.values("number"), ours.error) == ({"number": -1}, numbers, None)
     assert (other.first, other.samples, other.error) == ({}, [], "it hangs")
 
