@@ -6,8 +6,10 @@ import ast
 import functools
 import importlib
 import inspect
+import re
 import subprocess
 import sys
+from collections import Counter
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -205,3 +207,49 @@ def test_the_error_tree_in_the_docstring_is_the_real_one() -> None:
         if isinstance(kind, type) and issubclass(kind, errors.AiockptError):
             assert name in (errors.__doc__ or ""), name
             assert name in aiockpt.__all__
+
+
+# --- the pages for contributors ---------------------------------------------------------------------------
+
+CONTRIBUTING = (PACKAGE / "docs" / "contributing.md").read_text()
+
+
+def _thread_names() -> set[str]:
+    """Return the names that the package gives its threads, with dots for what is not constant."""
+    kinds = {"Thread", "Timer", "Workers", "DaemonThreads", "ThreadPoolExecutor"}
+    names = set()
+    for file in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in kinds:
+                for value in [*node.args, *(keyword.value for keyword in node.keywords)]:
+                    if isinstance(value, ast.JoinedStr) and isinstance(value.values[0], ast.Constant):
+                        names.add(f"{value.values[0].value}...")
+                    elif isinstance(value, ast.Constant) and isinstance(value.value, str):
+                        names.add(value.value)
+            elif isinstance(node, ast.Assign) and ".name" in ast.unparse(node.targets[0]):  # of a timer
+                names |= {each.value for each in ast.walk(node.value) if isinstance(each, ast.Constant)}
+    return {name for name in names if str(name).startswith("aiockpt-")} - {"aiockpt-conformance"}
+
+
+def test_every_thread_is_in_the_map_of_threads() -> None:
+    rows = [line for line in CONTRIBUTING.splitlines() if line.startswith("| `aiockpt-")]
+    described = {name for row in rows for name in re.findall(r"`(aiockpt-[^`]+)`", row.split("|")[1])}
+    assert described == _thread_names()
+
+
+# What is still called alike: no name may be added.
+ALIKE = """
+Bar Block Budget Contents Conversion Decoder Display Encoder Follower Loader Outcome Owner Pending Piece Planner Ready
+Record Request Saved Slot Span Statistics Storage StoredItem UnsupportedError View
+"""
+
+
+def test_no_two_classes_have_one_name() -> None:
+    """Leading underscores don't count."""
+    count = Counter(
+        node.name.lstrip("_")
+        for file in PACKAGE.rglob("*.py")
+        for node in ast.parse(file.read_text()).body
+        if isinstance(node, ast.ClassDef)
+    )
+    assert {name for name, times in count.items() if times > 1} <= set(ALIKE.split())
