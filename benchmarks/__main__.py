@@ -23,6 +23,7 @@ from benchmarks.harness import time_limits
 from benchmarks.harness.time_limits import Limits
 from benchmarks.limits.machine import Others
 from benchmarks.report import readme
+from benchmarks.report.figures import title_of
 
 MODULES = {
     "save": "benchmarks.measured.save",
@@ -136,6 +137,8 @@ def run_one(options: argparse.Namespace) -> int:
     report.machine["share_of_cores_used_by_others"] = others.share
     report.remarks.append(f"other processes, and the kernel for nobody, used {others.share:.0%} of the cores meanwhile")
     rounds = {len(run.samples) for table in report.tables for run in table.runs if run.samples}
+    for table in report.tables:
+        table.title = title_of(table.title, {len(run.samples) for run in table.runs} - {0})
     if len(rounds) > 1 or (options.time_limit and rounds):
         report.remarks.append(f"rounds that were measured: {' or '.join(map(str, sorted(rounds)))}")
     report.show()

@@ -19,6 +19,7 @@ import time
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import product
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,7 @@ _ROUNDS_OF_A_SAVE = 2
 _LANES_OF_A_SAVE = 2
 _OPEN_FILES = 1024
 _PAYLOAD_BYTES = 256 << 10
+_ROUNDS = "two rounds of messages, later save"
 _BAR_AT, _BAR_S = (512, 1000), 1.0
 
 
@@ -116,8 +118,11 @@ class Model:
     def save_s(self, ranks: int, items: int, *, later: bool) -> float:
         """Return the seconds that coordination adds between the call and the commit."""
         work, sent = (self.later, self.later_bytes) if later else (self.first, self.first_bytes)
-        messages = _ROUNDS_OF_A_SAVE * self.round_s.at(ranks, 0) + self.message_s * sent.at(ranks, items)
-        return work.at(ranks, items) + messages
+        return work.at(ranks, items) + self.rounds_s(ranks) + self.message_s * sent.at(ranks, items)
+
+    def rounds_s(self, ranks: int) -> float:
+        """Return the seconds of the rounds of a save, with small messages."""
+        return _ROUNDS_OF_A_SAVE * self.round_s.at(ranks, 0)
 
 
 # --- measured: real processes ----------------------------------------------------------------------------
@@ -202,23 +207,24 @@ def _save(world: World, name: str, path: Path) -> Sample:
 
 def simulate(options: Namespace, directory: Path) -> Iterator[tuple[str, Imagined, Runs]]:
     """Yield every point; do not run a point that is larger than one that exceeded its time or memory."""
-    for kind in _KINDS:
-        failed: list[Imagined] = []
-        for items in _numbers(options.items):
-            for ranks in _numbers(options.ranks):
-                world = Imagined(ranks, items, each=True)
-                run = Runs(f"{kind}: {ranks:,} ranks, {items:,} items each")
-                if any(less.ranks <= ranks and less.items <= items for less in failed):
-                    run.error = "not run: a smaller one took too long or too much memory"
-                elif time_limits.current.get().over:
-                    run.error = "not run: no time was left"
-                elif kind != "aiockpt" and ranks > _DCP_RANKS:
-                    continue
-                else:
-                    _simulate_point(run, kind, world, directory, options.rounds or ROUNDS, options.limit)
-                    if run.error:
-                        failed.append(world)
-                yield kind, world, run
+    failed: dict[str, list[Imagined]] = {kind: [] for kind in _KINDS}
+    # By size: if time runs out, the small points of all kinds are there.
+    for kind, items, ranks in sorted(
+        product(_KINDS, _numbers(options.items), _numbers(options.ranks)), key=lambda point: point[1] * point[2]
+    ):
+        if kind != "aiockpt" and ranks > _DCP_RANKS:
+            continue
+        world = Imagined(ranks, items, each=True)
+        run = Runs(f"{kind}: {ranks:,} ranks, {items:,} items each")
+        if any(less.ranks <= ranks and less.items <= items for less in failed[kind]):
+            run.error = "not run: a smaller one took too long or too much memory"
+        elif time_limits.current.get().over:
+            run.error = "not run: no time was left"
+        else:
+            _simulate_point(run, kind, world, directory, options.rounds or ROUNDS, options.limit)
+            if run.error:
+                failed[kind].append(world)
+        yield kind, world, run
 
 
 def _numbers(text: str) -> list[int]:
@@ -279,7 +285,8 @@ async def run(options: Namespace, directory: Path) -> Report:
     """Run the benchmark, and return its report."""
     items_of_real = min(_numbers(options.items))
     real = list(measure_worlds(_numbers(options.world), items_of_real, options.rounds or ROUNDS, directory))
-    points = list(simulate(options, directory))
+    order = list(_KINDS)
+    points = sorted(simulate(options, directory), key=lambda point: (order.index(point[0]), point[1].items))
     ours = [(world, run) for kind, world, run in points if kind == "aiockpt" and run.samples]
     messages = {size: sample for size, run, sample in real if sample}
     report = Report("scale", vars(options), machine.facts(directory), [_simulated(points)], [])
@@ -385,8 +392,9 @@ def panels(
     worked: dict[str, list[tuple[int, float]]] = {}
     for items in sorted({world.items for world, _ in ours}):
         for later in (False, True):
-            name = f"{items:,} items each, {'later' if later else 'first'} save"
-            seconds[name] = [(size, model.save_s(size, items, later=later)) for size in sizes]
+            name = f"rank 0's work, {items:,} items each, {'later' if later else 'first'} save"
+            cost = model.later if later else model.first
+            seconds[name] = [(size, cost.at(size, items)) for size in sizes]
             worked[name] = [
                 (world.ranks, run.median("all_s") if later else run.first["all_s"])
                 for world, run in ours
@@ -398,11 +406,13 @@ def panels(
         nbytes[f"{items:,} items each, messages: first save"] = [
             (size, model.first_bytes.at(size, items) / 2**20) for size in sizes
         ]
+    seconds[_ROUNDS] = [(size, model.rounds_s(size)) for size in sizes]
+    worked[_ROUNDS] = [(size, _ROUNDS_OF_A_SAVE * sample["round_s"]) for size, _, sample in real if sample]
     extra = [(size, run.median("save_s") - run.median("alone_s")) for size, run, _ in real if run.samples]
-    seconds[f"measured with processes, {items_of_real:,} items each"] = [each for each in extra if each[1] > 0]
+    seconds[f"measured: all of a later save, {items_of_real:,} items each"] = [each for each in extra if each[1] > 0]
     return [
-        {"title": "one save (lines: model; x: rank 0 simulated)", "y": "seconds", "lines": seconds, "points": worked},
-        {"title": "bytes on rank 0 (model)", "y": "MiB", "lines": nbytes, "points": {}},
+        {"title": "lines: by the formula; x: what it is fitted to", "y": "seconds", "lines": seconds, "points": worked},
+        {"title": "bytes on rank 0, by the formula", "y": "MiB", "lines": nbytes, "points": {}},
     ]
 
 
@@ -421,7 +431,8 @@ def remarks(model: Model, messages: dict[int, Sample]) -> list[str]:
         f"so, with two links for each rank, {enough:,.0f} ranks reach the limit of {_OPEN_FILES:,} open files",
         f"simulated: a later save is {later.per_rank * 1e6:.1f} us of work a rank, {_ns(later.per_item)} an item",
         f"simulated: a first save is {first.per_rank * 1e6:.1f} us of work a rank, {_ns(first.per_item)} an item",
-        f"the formula is off by {max(first.worst, later.worst):.0%} at most, at a point that was simulated",
+        f"the formula of rank 0's work is off by {max(first.worst, later.worst):.0%} at most, where it was simulated",
+        f"the formula of a round is off by {rounds.worst:.0%} at most, where it was measured",
         f"simulated: the index has {model.index_bytes.per_item:.0f} bytes for each item",
         f"simulated: messages of a first save have {model.first_bytes.per_item:.0f} bytes for each item",
         f"simulated: messages of a later save have {model.later_bytes.per_rank:.0f} bytes for each rank",

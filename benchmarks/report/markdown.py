@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from benchmarks.report.figures import rounds_of, title_of
+
 RULES = (
     "Everybody runs once in each round, in an order that rotates; a first run does not count; cells are medians.",
     "Every saved state was loaded back, and every loaded one compared, bit for bit: a row with figures was right.",
@@ -30,7 +32,8 @@ def document(results: Mapping[str, Any], pictures: Sequence[str]) -> str:
         if "failed" in report:
             lines += [f"Failed: {cell(report['failed'])}", ""]
         for each in report["tables"]:
-            lines += [f"**{each['title']}**", "", *table(each["columns"], each["rows"]), ""]
+            title = title_of(each["title"], rounds_of(each))
+            lines += [f"**{title}**", "", *table(each["columns"], each["rows"]), ""]
         lines += [f"- {remark}" for remark in report.get("remarks", ())]
         if report["bars"]:
             lines += ["", *table(("compared", "measured", "asked", "held"), map(_bar, report["bars"])), ""]

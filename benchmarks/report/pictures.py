@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.report.figures import Figure, figures, seconds, tables
+from benchmarks.report.figures import OURS, Figure, figures, rounds_of, seconds, tables, title_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -60,7 +60,7 @@ def _canvas(rows: int, columns: int, width: float, height: float) -> tuple[Canva
 def ratios(results: Mapping[str, Any]) -> Canvas | None:
     """Draw each contender's speed as a share of the limit."""
     panels = [
-        (title, best_of([each for each in figures(table) if each.ratio is not None]))
+        (title_of(f"{title}, medians of 0 rounds", rounds_of(table)), best_of(_with_ratio(table)))
         for title, section, begin in _RATIOS
         for table in tables(results, section, begin)[:1]
     ]
@@ -73,10 +73,19 @@ def ratios(results: Mapping[str, Any]) -> Canvas | None:
         _bars(axis, known, [each.ratio or 0 for each in known], [seconds(each.value) for each in known])
         axis.axvline(1, color="black", linewidth=1)
         axis.set_title(title, loc="left", fontweight="bold")
-        axis.set_xlabel("share of the limit's speed (raw I/O of the same bytes)")
+        into_new = max(each.ratio or 0 for each in known) > 1.05  # no limit: the kernel clears pages one by one
+        axis.set_xlabel(
+            "speed, compared with raw I/O into new memory in two threads (the line)"
+            if into_new
+            else "share of the limit's speed (the line: raw I/O of the same bytes)"
+        )
     for axis in axes[len(panels) :]:
         axis.set_visible(False)
     return canvas
+
+
+def _with_ratio(table: Mapping[str, Any]) -> list[Figure]:
+    return [each for each in figures(table) if each.ratio is not None]
 
 
 def best_of(known: Sequence[Figure], most: int = _MOST) -> list[Figure]:
@@ -93,7 +102,7 @@ def _bars(axis: Axes, known: Sequence[Figure], lengths: Sequence[float], texts: 
     axis.invert_yaxis()
     for place, length, text in zip(places, lengths, texts, strict=True):
         axis.text(length, place, f" {length:.2f}  ({text})", va="center", fontsize=8.5, bbox=_BEHIND_TEXT, zorder=5)
-    axis.set_xlim(0, max([*lengths, 1]) * 1.3)
+    axis.set_xlim(0, max([*lengths, 1]) * 1.35)
 
 
 # --- a save's timeline -----------------------------------------------------------------------------------
@@ -144,12 +153,15 @@ def scaling(results: Mapping[str, Any]) -> Canvas | None:
     if not points:
         return None
     canvas, axes = _canvas(1, 2, 12, 4.4)
-    _lines(axes[0], points["size"], "GiB of state", "GiB/s, durable", lambda size, s: (size / 2**30, size / 2**30 / s))
+    _lines(axes[0], points["size"], "MiB of state", "GiB/s, durable", lambda size, s: (size / 2**20, size / 2**30 / s))
     _lines(axes[1], points["number"], "tensors", "seconds, durable", lambda number, s: (number, s))
-    axes[1].set_yscale("log")
-    axes[0].set_title("by size", loc="left", fontweight="bold")
-    axes[1].set_title(f"by number of tensors, {points['number_gib']:.2g} GiB", loc="left", fontweight="bold")
-    axes[0].legend(frameon=False, fontsize=9)
+    axes[0].set_ylim(bottom=0)
+    axes[1].set_yscale("log")  # without a zero
+    axes[1].yaxis.set_major_formatter("{x:g}")
+    axes[0].set_title("speed of a save, by size", loc="left", fontweight="bold")
+    title = f"time of a save of {points['number_gib'] * 1024:.0f} MiB, by number of tensors"
+    axes[1].set_title(title, loc="left", fontweight="bold")
+    axes[1].legend(frameon=False, fontsize=9)
     return canvas
 
 
@@ -160,7 +172,8 @@ def _lines(
     y: str,
     place: Callable[[float, float], tuple[float, float]],
 ) -> None:
-    for number, (name, points) in enumerate(curves.items()):
+    peers = iter(COLOURS[1:])
+    for name, points in curves.items():
         places = [place(at, value) for at, value in points]
         raw = name.startswith("raw")
         axis.plot(
@@ -168,23 +181,26 @@ def _lines(
             [each[1] for each in places],
             marker="o",
             label=name,
-            color="black" if raw else COLOURS[number % len(COLOURS)],
+            color="black" if raw else OURS_COLOUR if name.startswith(OURS) else next(peers, PEER_COLOUR),
             linestyle="--" if raw else "-",
         )
     axis.set_xscale("log")
+    # Where something was measured: the labels of a logarithmic axis overlap within a decade.
+    ticks = sorted({place(at, value)[0] for points in curves.values() for at, value in points})
+    axis.set_xticks(ticks, [f"{each:,.0f}" for each in ticks])
+    axis.minorticks_off()
     axis.set_xlabel(x)
     axis.set_ylabel(y)
     axis.grid(alpha=0.3)
-    axis.set_ylim(bottom=0)
 
 
 # --- training --------------------------------------------------------------------------------------------
 
 
 def training(results: Mapping[str, Any]) -> Canvas | None:
-    """Draw the throughput that a training loop keeps during saves, and its longest step."""
+    """Draw the throughput that a training loop keeps during saves, and its longest step of all rounds."""
     for table in tables(results, "training")[:1]:
-        whole, longest = figures(table, "train_s"), figures(table, "step_max_s")
+        whole = figures(table, "train_s")
         alone = next((each.value for each in whole if each.name == "no checkpoints"), None)
         if alone is None:
             return None
@@ -193,27 +209,36 @@ def training(results: Mapping[str, Any]) -> Canvas | None:
         _bars(axes[0], known, [alone / each.value for each in known], [seconds(each.value) for each in known])
         axes[0].axvline(1, color="black", linewidth=1)
         axes[0].set_xlabel("steps per second, as a share of those without checkpoints")
-        axes[0].set_title("throughput kept", loc="left", fontweight="bold")
-        step = {each.name: each for each in longest}
-        lengths = [step[each.name].value * 1e3 for each in known]
+        title = title_of("throughput kept, medians of 0 rounds", rounds_of(table))
+        axes[0].set_title(title, loc="left", fontweight="bold")
+        step = {run["name"]: _most(run, "step_max_s") * 1e3 for run in table["runs"] if run["samples"]}
+        lengths = [step[each.name] for each in known]
         axes[1].barh(range(len(known)), lengths, color=[OURS_COLOUR if each.ours else PEER_COLOUR for each in known])
-        axes[1].axvline(step["no checkpoints"].value * 1e3, color="black", linewidth=1)
+        axes[1].axvline(step["no checkpoints"], color="black", linewidth=1)
         for place, length in enumerate(lengths):
             axes[1].text(length, place, f" {length:.0f} ms", va="center", fontsize=8.5, bbox=_BEHIND_TEXT)
         axes[1].set_yticks([])
         axes[1].invert_yaxis()
         axes[1].set_xlim(0, max(lengths) * 1.15)
-        axes[1].set_xlabel("longest step of a round; the line: without checkpoints")
+        axes[1].set_xlabel("ms, of all rounds, the first included; the line: without checkpoints")
         axes[1].set_title("longest step", loc="left", fontweight="bold")
         return canvas
     return None
+
+
+def _most(run: Mapping[str, Any], metric: str) -> float:
+    """Return the greatest value of all rounds, as the tables do: also of the first, which does not count otherwise."""
+    return max(sample[metric] for sample in (*run["samples"], run["first"]) if metric in sample)
 
 
 # --- coordination ----------------------------------------------------------------------------------------
 
 
 def scale(results: Mapping[str, Any]) -> Canvas | None:
-    """Draw the cost of coordination by ranks: measured, simulated, and extrapolated."""
+    """Draw the cost of coordination by ranks: measured, simulated, and by the formula.
+
+    A line is the formula, and crosses of its colour are what it was fitted to.
+    """
     details = results["sections"].get("scale", {}).get("details", {})
     if not details:
         return None
@@ -229,9 +254,9 @@ def scale(results: Mapping[str, Any]) -> Canvas | None:
                 label=name,
                 color=COLOURS[number % len(COLOURS)],
             )
-            if name in panel["points"]:
-                simulated = zip(*panel["points"][name], strict=True)
-                axis.plot(*simulated, marker="x", linestyle="none", color=COLOURS[number % len(COLOURS)])
+            if panel["points"].get(name):
+                fitted = zip(*panel["points"][name], strict=True)
+                axis.plot(*fitted, marker="x", linestyle="none", color=COLOURS[number % len(COLOURS)])
         axis.set_xscale("log", base=2)
         axis.set_yscale("log")
         ticks = sorted({point[0] for points in panel["lines"].values() for point in points})
