@@ -6,10 +6,8 @@ import ast
 import functools
 import importlib
 import inspect
-import re
 import subprocess
 import sys
-from collections import Counter
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -38,43 +36,27 @@ FLOORS = [
     {"errors", "_version"},
 ]
 LEVEL = {name: number for number, floor in enumerate(FLOORS) for name in floor}
-# The same for the benchmarks.
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-BENCHMARK_FLOORS = [
-    {"__main__"},
-    {"matrix", "__init__"},
-    {"ranks", "gpu", "crash"},
-    {"measured"},
-    {"peers", "report"},
-    {"limits"},
-    {"harness"},
-]
 # Shipped for tests of users' storages; nothing in the package imports it.
 BESIDE = {"testing"}
 
 
-def _imports_below(root: Path) -> dict[str, set[str]]:
-    """Return what each module of a package imports from it, also within functions."""
+@functools.cache
+def _imports() -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
-    for file in root.rglob("*.py"):
-        module = ".".join(file.relative_to(root.parent).with_suffix("").parts)
+    for file in PACKAGE.rglob("*.py"):
+        module = ".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts)
         names = set()
         for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == root.name:
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("aiockpt"):
                 base = node.module
-                is_package = (root.parent / Path(*base.split("."))).is_dir()
+                is_package = (PACKAGE.parent / Path(*base.split("."))).is_dir()
                 for alias in node.names:
-                    inner = root.parent / Path(*base.split("."), alias.name)
+                    inner = PACKAGE.parent / Path(*base.split("."), alias.name)
                     names.add(f"{base}.{alias.name}" if is_package and (inner.with_suffix(".py").exists()) else base)
-            elif isinstance(node, ast.Import) and root == PACKAGE:
+            elif isinstance(node, ast.Import):
                 assert all(alias.name != "aiockpt" for alias in node.names) or module.startswith("aiockpt.cli"), module
         found[module] = names
     return found
-
-
-@functools.cache
-def _imports() -> dict[str, set[str]]:
-    return _imports_below(PACKAGE)
 
 
 def _part(module: str) -> str:
@@ -102,24 +84,15 @@ def test_imports_point_downward(module: str) -> None:
 
 
 def test_every_folder_states_its_purpose() -> None:
-    for file in [*PACKAGE.rglob("__init__.py"), *BENCHMARKS.rglob("__init__.py")]:
+    for file in PACKAGE.rglob("__init__.py"):
         purpose = ast.get_docstring(ast.parse(file.read_text()))
         assert purpose, f"{file.parent.name} has no docstring"
         assert purpose.partition("\n")[0].endswith("."), f"the purpose of {file.parent.name} is not one sentence"
 
 
-@pytest.mark.parametrize("root", [PACKAGE, BENCHMARKS], ids=lambda root: root.name)
-def test_no_cycles(root: Path) -> None:
-    graph = {module: names - {module} for module, names in _imports_below(root).items()}
+def test_no_cycles() -> None:
+    graph = {module: {name for name in names if name != module} for module, names in _imports().items()}
     TopologicalSorter(graph).prepare()
-
-
-def test_folders_of_benchmarks_import_downward() -> None:
-    level = {name: number for number, floor in enumerate(BENCHMARK_FLOORS) for name in floor}
-    for module, names in _imports_below(BENCHMARKS).items():
-        for imported in names:
-            mine, theirs = _part(module), _part(imported)
-            assert mine == theirs or level[mine] < level[theirs], f"{module} imports {imported}, which is not below it"
 
 
 def test_pure_folders_do_no_io() -> None:
@@ -207,49 +180,3 @@ def test_the_error_tree_in_the_docstring_is_the_real_one() -> None:
         if isinstance(kind, type) and issubclass(kind, errors.AiockptError):
             assert name in (errors.__doc__ or ""), name
             assert name in aiockpt.__all__
-
-
-# --- the pages for contributors ---------------------------------------------------------------------------
-
-CONTRIBUTING = (PACKAGE / "docs" / "contributing.md").read_text()
-
-
-def _thread_names() -> set[str]:
-    """Return the names that the package gives its threads, with dots for what is not constant."""
-    kinds = {"Thread", "Timer", "Workers", "DaemonThreads", "ThreadPoolExecutor"}
-    names = set()
-    for file in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in kinds:
-                for value in [*node.args, *(keyword.value for keyword in node.keywords)]:
-                    if isinstance(value, ast.JoinedStr) and isinstance(value.values[0], ast.Constant):
-                        names.add(f"{value.values[0].value}...")
-                    elif isinstance(value, ast.Constant) and isinstance(value.value, str):
-                        names.add(value.value)
-            elif isinstance(node, ast.Assign) and ".name" in ast.unparse(node.targets[0]):  # of a timer
-                names |= {each.value for each in ast.walk(node.value) if isinstance(each, ast.Constant)}
-    return {name for name in names if str(name).startswith("aiockpt-")} - {"aiockpt-conformance"}
-
-
-def test_every_thread_is_in_the_map_of_threads() -> None:
-    rows = [line for line in CONTRIBUTING.splitlines() if line.startswith("| `aiockpt-")]
-    described = {name for row in rows for name in re.findall(r"`(aiockpt-[^`]+)`", row.split("|")[1])}
-    assert described == _thread_names()
-
-
-# What is still called alike: no name may be added.
-ALIKE = """
-Bar Block Budget Contents Conversion Decoder Display Encoder Follower Loader Outcome Owner Pending Piece Planner Ready
-Record Request Saved Slot Span Statistics Storage StoredItem UnsupportedError View
-"""
-
-
-def test_no_two_classes_have_one_name() -> None:
-    """Leading underscores don't count."""
-    count = Counter(
-        node.name.lstrip("_")
-        for file in PACKAGE.rglob("*.py")
-        for node in ast.parse(file.read_text()).body
-        if isinstance(node, ast.ClassDef)
-    )
-    assert {name for name, times in count.items() if times > 1} <= set(ALIKE.split())
