@@ -1,10 +1,13 @@
-"""Facts about the machine: block size, memory, CPUs."""
+"""Facts about the machine: block size, memory, CPUs, and its C library."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 BLOCK_BYTES = 4096
 """The unit of direct I/O: offsets, lengths and addresses are multiples of it."""
@@ -26,3 +29,14 @@ def available_memory_bytes() -> int:
 def cores() -> int:
     """Return the number of CPUs that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@cache
+def libc() -> Any:
+    """Return the C library. Its errno is in `ctypes.get_errno`, since the interpreter changes the real one."""
+    library = ctypes.CDLL(None, use_errno=True)
+    library.mmap.restype = ctypes.c_void_p
+    library.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+    library.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+    library.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return library

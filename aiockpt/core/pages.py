@@ -14,9 +14,9 @@ import mmap
 import time
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from aiockpt.core.forks import ModuleLock
+from aiockpt.core.machine import libc
 
 HUGE_PAGE_BYTES = 2 << 20
 
@@ -140,12 +140,12 @@ def _huge_pages(address: int, nbytes: int) -> tuple[int, int]:
 
 def _advise(address: int, nbytes: int, advice: int | None) -> None:
     if advice is not None:  # a kernel without huge pages refuses, and needs no advice
-        _libc().madvise(address, nbytes, advice)
+        libc().madvise(address, nbytes, advice)
 
 
 def _populate(address: int, nbytes: int) -> bool:
     """Fault in pages; return whether the kernel did."""
-    return bool(_libc().madvise(address, nbytes, _POPULATE_WRITE) == 0)
+    return bool(libc().madvise(address, nbytes, _POPULATE_WRITE) == 0)
 
 
 @cache
@@ -154,10 +154,3 @@ def _is_always_huge() -> bool:
     with contextlib.suppress(OSError):
         return "[always]" in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
     return False
-
-
-@cache
-def _libc() -> Any:
-    libc = ctypes.CDLL(None)
-    libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    return libc

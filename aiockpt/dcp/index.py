@@ -24,7 +24,7 @@ from aiockpt.format.names import DCP_VERSION
 from aiockpt.planning.dtensor import is_distributed, local_parts
 
 if TYPE_CHECKING:
-    from aiockpt.format.boxes import Box
+    from aiockpt.format.checks import Box
     from aiockpt.reading.virtual_files import VirtualFile
 
 

@@ -7,11 +7,12 @@ import logging
 import threading
 import time
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import fields
 from datetime import datetime
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from aiockpt.core.parameters import outer_stacklevel, parameters_of
 from aiockpt.engine.facade import CheckpointerBase, EngineAccess
@@ -22,7 +23,6 @@ from aiockpt.manager.preemption import Answer, Asked, LastSaveRequests, Pace, de
 from aiockpt.manager.requests import ManagerOptions, check_metadata, check_metrics, check_step
 from aiockpt.manager.restoring import Restore
 from aiockpt.manager.retention import Retention
-from aiockpt.manager.run import ManagedRun, of_rank_0
 from aiockpt.manager.scan import RUN_KEY, StepScanner, step_path
 from aiockpt.manager.when import SavePolicy, StepFacts, split
 from aiockpt.options import CheckpointerOptions, SaveOptions
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from aiockpt.manager.scan import StepInfo
     from aiockpt.saving.handle import SaveHandle
 
+T = TypeVar("T")
+
 logger = logging.getLogger("aiockpt")
 
 _WRITER_S = 60.0  # for the writer process of a killed trainer to finish
@@ -42,8 +44,11 @@ _WRITER_POLL_S = 0.05
 _SHOWN = 20  # steps in a notebook's table
 
 
-class ManagerBase(ManagedRun):
-    """A manager without methods that wait."""
+class ManagerBase(ABC):
+    """A manager without its public methods that wait.
+
+    Those that wait are written once, as coroutines: in the async manager they suspend, in the blocking one they block.
+    """
 
     _kind: type[CheckpointerBase] = CheckpointerBase
 
@@ -77,6 +82,50 @@ class ManagerBase(ManagedRun):
         self._is_stopping = False
         self._pace = Pace()
         self._calls_left = 1  # until the next exchange with the other ranks
+
+    # --- waiting, and what rank 0 does for all ranks ----------------------------------------------------------
+
+    @abstractmethod
+    async def _call(self, method: str, *args: object, **options: object) -> Any:
+        """Call a method of the checkpointer, and wait for its result."""
+
+    @abstractmethod
+    async def _inspect(self, path: str) -> Mapping[str, Any]:
+        """Open a checkpoint, which checks its structure and the sizes of its files; return the info of each key."""
+
+    @abstractmethod
+    async def _agree(self, what: str, value: object, decide: Callable[[Sequence[Any]], T]) -> T:
+        """Agree with the other ranks; see `EngineAccess.agree`."""
+
+    @abstractmethod
+    async def _run(self, function: Callable[..., T], *args: object) -> T:
+        """Call a function that blocks."""
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is rank 0, which decides, or there are no other ranks."""
+        return self._access.leads
+
+    async def _led(self, what: str, work: Callable[[], Awaitable[T]]) -> T:
+        """Do something on rank 0 alone; its result, or its error, is that of all ranks."""
+        if self._access.world_size == 1:
+            return await work()
+        value: T | BaseException | None = None
+        error: BaseException | None = None
+        if self.leads:
+            try:
+                value = await work()
+            except BaseException as exc:  # raised below, once the other ranks have been notified
+                error = exc
+                value = exc if isinstance(exc, Exception) else AiockptError(f"{what} was interrupted: {exc!r}")
+        try:
+            result: T = await self._agree(what, value, of_rank_0)
+        except AiockptError:
+            # The error itself: what the other ranks get is made of its class name and text, and lacks its attributes.
+            if error is not None:
+                raise error from None
+            raise
+        return result
 
     # --- opening and closing ------------------------------------------------------------------------------
 
@@ -378,6 +427,11 @@ class ManagerBase(ManagedRun):
         """Return a table of the steps for notebooks, as this rank sees the directory. Blocks to read it."""
         infos = self._scanner.scan()
         return _html_table(repr(self)[1:-1], infos, select(self._keep, infos, time.time()), self._retention.pinned)
+
+
+def of_rank_0(values: Sequence[Any]) -> Any:
+    """Return the value of rank 0, for `EngineAccess.agree`."""
+    return values[0]
 
 
 def _checkpointer_of(options: ManagerOptions, kind: type[CheckpointerBase]) -> CheckpointerBase:

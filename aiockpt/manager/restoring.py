@@ -25,7 +25,7 @@ from aiockpt.reading.info import TensorInfo
 
 if TYPE_CHECKING:
     from aiockpt.engine.requests import StateDict
-    from aiockpt.manager.run import ManagedRun
+    from aiockpt.manager.base import ManagerBase
     from aiockpt.manager.scan import StepInfo
     from aiockpt.storage.base import Identity
     from aiockpt.telemetry.verification import VerifyReport
@@ -54,7 +54,7 @@ class Restore:
     is verified before the load begins.
     """
 
-    manager: ManagedRun
+    manager: ManagerBase
     state: StateDict
     choice: StepChoice
     metric: str

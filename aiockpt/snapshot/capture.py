@@ -17,7 +17,7 @@ import torch
 
 from aiockpt.core.extent import freed_message, is_freed
 from aiockpt.errors import SaveError
-from aiockpt.format.boxes import overlapping
+from aiockpt.format.checks import overlapping
 from aiockpt.format.item.arrays import ARRAY_RECORD, ARRAY_TYPES, tensor_of
 from aiockpt.format.item.objects import encode_object, foreign_names, is_frozen
 from aiockpt.planning.dtensor import (

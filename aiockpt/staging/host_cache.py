@@ -16,10 +16,10 @@ from typing import NamedTuple
 
 import torch
 
+from aiockpt.core.machine import BLOCK_BYTES
 from aiockpt.core.pages import HUGE_PAGE_BYTES, private_mapping
 from aiockpt.errors import LoadError
 
-_PAGE_BYTES = 4096
 _FREE = getattr(mmap, "MADV_FREE", None)
 
 
@@ -64,7 +64,7 @@ class HostCache:
 
     def take(self, nbytes: int) -> HostMemory:
         """Return uninitialised memory, at least 1 byte, page-aligned."""
-        size = -(-nbytes // _PAGE_BYTES) * _PAGE_BYTES
+        size = -(-nbytes // BLOCK_BYTES) * BLOCK_BYTES
         with self._lock:
             self._collect_returned()
             block = self._free[size].pop() if self._free.get(size) else None

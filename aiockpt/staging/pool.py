@@ -7,13 +7,12 @@ import mmap
 import os
 import sys
 import weakref
-from functools import cache
-from typing import Any
 
 import anyio
 import torch
 
 from aiockpt.core import pages
+from aiockpt.core.machine import libc
 from aiockpt.errors import AiockptError
 
 copy_small = ctypes.PYFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(("memmove", ctypes.PyDLL(None)))
@@ -266,31 +265,20 @@ def _map_most(fd: int, nbytes: int) -> tuple[int, int]:
                 raise
 
 
-@cache
-def _libc() -> Any:
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
-    libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-    libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    return libc
-
-
 def _map_shared(fd: int, nbytes: int) -> int:
     """Map a file, and return the address. Python's own mmap would keep a duplicate of the descriptor."""
-    libc = _libc()
     flags = mmap.MAP_SHARED | getattr(mmap, "MAP_NORESERVE", 0x4000)
-    address = libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, 0)
+    address = libc().mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, 0)
     if address in (None, ctypes.c_void_p(-1).value):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     # Huge pages if the system allows them for shared memory. No mapping in forked children, which would keep the memory
     # after this process and the writer process have ended.
     for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
-        libc.madvise(address, nbytes, getattr(mmap, advice))
+        libc().madvise(address, nbytes, getattr(mmap, advice))
     return int(address)
 
 
 def _unmap(address: int, nbytes: int, pid: int) -> None:
     """Unmap shared memory, but nothing in a forked child, which has memory of its own there."""
     if os.getpid() == pid:
-        _libc().munmap(address, nbytes)
+        libc().munmap(address, nbytes)

@@ -9,8 +9,9 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
-from functools import cache
 from typing import Any
+
+from aiockpt.core.machine import libc
 
 _CACHESTAT = 451  # the number of the system call, which the C library does not name; since Linux 6.5
 _AT_FDCWD = -100
@@ -37,13 +38,8 @@ def open_directory(path: str, *, dir_fd: int | None = None, follow: bool = False
         os.close(fd)
 
 
-@cache
-def _libc() -> Any:
-    return ctypes.CDLL(None, use_errno=True)  # with a copy of errno: the interpreter changes the real one
-
-
 def _call(name: str, *args: Any) -> None:
-    function = getattr(_libc(), name, None) if sys.platform == "linux" else None
+    function = getattr(libc(), name, None) if sys.platform == "linux" else None
     if function is None:
         raise UnsupportedError(errno.ENOSYS, f"{name} is not available here")
     if function(*args) != 0:
@@ -134,6 +130,6 @@ def cached_pages(fd: int, offset: int, nbytes: int) -> int:
         raise UnsupportedError(errno.ENOSYS, "cachestat is not available here")
     counts = (ctypes.c_uint64 * 5)()
     span = (ctypes.c_uint64 * 2)(offset, nbytes)
-    if _libc().syscall(ctypes.c_long(_CACHESTAT), ctypes.c_uint(fd), span, counts, ctypes.c_uint(0)) != 0:
+    if libc().syscall(ctypes.c_long(_CACHESTAT), ctypes.c_uint(fd), span, counts, ctypes.c_uint(0)) != 0:
         raise UnsupportedError(ctypes.get_errno(), "cachestat is not available here")
     return int(counts[0])

@@ -247,7 +247,7 @@ async def test_interrupted_rename_is_reported_not_retried(monkeypatch: pytest.Mo
 
             return function
 
-    monkeypatch.setattr(syscalls, "_libc", Interrupted)
+    monkeypatch.setattr(syscalls, "libc", Interrupted)
     for rename in (syscalls.rename_exchange, syscalls.rename_noreplace):
         with pytest.raises(InterruptedError):
             rename("a", "b")

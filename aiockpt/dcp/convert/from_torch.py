@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -14,14 +15,12 @@ from aiockpt.core.threads import off_duty
 from aiockpt.dcp.convert.recode import check_expansion
 from aiockpt.engine.facade import EngineAccess
 from aiockpt.errors import CheckpointExistsError, CorruptCheckpointError, LoadError, UnsafeCheckpointError
-from aiockpt.format.index import InlineEntry, TensorEntry
 from aiockpt.format.item.objects import checked_sparse, extended_allow_list
 from aiockpt.format.item.ziparchive import ZIP_MAGIC
 from aiockpt.format.names import METADATA_NAME
 from aiockpt.planning.flatten import TENSOR_TYPES, StructureError, flatten
-from aiockpt.reading.assemble import build_state
-from aiockpt.reading.executor import LoadTools, MapReader
-from aiockpt.reading.open import open_checkpoint, read_index
+from aiockpt.reading.load import CheckpointLoad
+from aiockpt.reading.open import open_checkpoint
 from aiockpt.reading.verify.verify import verify_checkpoint
 from aiockpt.storage.local import beside
 from aiockpt.storage.local.belonging import look_into
@@ -33,8 +32,9 @@ if TYPE_CHECKING:
     from aiockpt.dcp.adapter import AnyCheckpointer
     from aiockpt.dcp.convert.recode import Recoding
     from aiockpt.options import LoadOptions
+    from aiockpt.reading.executor import LoadTools
     from aiockpt.saving.handle import SaveHandle
-    from aiockpt.storage.base import Source, Storage
+    from aiockpt.storage.base import Storage
     from aiockpt.telemetry.loads import ReadReport
 
 _FINAL = (CorruptCheckpointError, UnsafeCheckpointError, FileNotFoundError)
@@ -46,27 +46,15 @@ _FINAL = (CorruptCheckpointError, UnsafeCheckpointError, FileNotFoundError)
 
 async def map_torch_file(storage: Storage, path: str, options: LoadOptions, tools: LoadTools) -> Any:
     """Return the contents of a file, its tensors backed by it; ``options.verify`` reads it once to check its CRCs."""
-    source = await storage.open(path, workers=tools.workers)
     try:
-        mapped = await tools.workers.run(_mapped, source, path, options)
+        loaded = await CheckpointLoad(storage, path, replace(options, mmap=True)).run(tools)
         if options.verify:
             (await verify_checkpoint(storage, path, tools.workers)).raise_if_bad()
     except _FINAL:
         raise
     except LoadError as exc:  # a format, or a kind of tensor, that only torch itself can read
         return await tools.workers.run(_loaded_by_torch, path, options, exc)
-    else:
-        return mapped
-    finally:  # the maps stay valid without it
-        await tools.workers.run(source.close)
-
-
-def _mapped(source: Source, path: str, options: LoadOptions) -> Any:
-    index = read_index(source, path, safe_globals=options.safe_globals, trust=options.trust)
-    tensors = {name: entry for name, entry in index.entries.items() if isinstance(entry, TensorEntry)}
-    values: dict[str, Any] = dict(MapReader(source, path).tensors(tensors))
-    values |= {name: entry.value for name, entry in index.entries.items() if isinstance(entry, InlineEntry)}
-    return build_state(path, index, values)
+    return loaded.value
 
 
 def _loaded_by_torch(path: str, options: LoadOptions, why: LoadError) -> Any:

@@ -17,7 +17,7 @@ import numpy as np
 
 from aiockpt.core.gc_pause import gc_pause
 from aiockpt.errors import SaveError
-from aiockpt.format.boxes import Box, leaves_shape, overlapping
+from aiockpt.format.checks import Box, leaves_shape, overlapping
 
 if TYPE_CHECKING:
     import torch

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Generic, Literal, NamedTuple, TypeVar
 from isal.isal_zlib import crc32_combine
 
 from aiockpt.errors import CorruptCheckpointError
-from aiockpt.format.boxes import overlapping
-from aiockpt.format.checks import is_outside
+from aiockpt.format.checks import is_outside, overlapping
 from aiockpt.format.index import Entry, Index, InlineEntry, ItemRange, ObjectEntry, TensorEntry, TensorItem
 from aiockpt.format.names import HIDDEN, METADATA_NAME
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 
+from aiockpt.core.machine import libc
 from aiockpt.core.spans import Span, record_to
 from aiockpt.core.threads import Workers, new_event_loop
 from aiockpt.errors import AiockptError, SaveCancelledError, SaveError
@@ -425,4 +426,4 @@ def _lower_priority(hello: Hello) -> None:
         scheduling_class, level = hello.ionice
         if number is not None:
             value = (scheduling_class << 13) | level  # IOPRIO_PRIO_VALUE of the kernel's headers
-            ctypes.CDLL(None).syscall(ctypes.c_long(number), ctypes.c_int(_IOPRIO_WHO_PROCESS), 0, ctypes.c_int(value))
+            libc().syscall(ctypes.c_long(number), ctypes.c_int(_IOPRIO_WHO_PROCESS), 0, ctypes.c_int(value))
