@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any, Literal
 from aiockpt.core.futures import Completion
 from aiockpt.core.threads import Origin, check_asyncio
 from aiockpt.errors import SaveCancelledError, SaveSkippedError
-from aiockpt.telemetry.progress import ProgressEvent, ReadPhase, SavePhase
+from aiockpt.telemetry.progress import ProgressEvent, SavePhase
 from aiockpt.telemetry.saves import SaveResult
 
 if TYPE_CHECKING:
     from aiockpt.saving.job import SaveJob
 
-SaveState = Literal["waiting", "skipped", SavePhase, ReadPhase]
+SaveState = Literal["waiting", SavePhase, "skipped", "cancelled", "failed"]
 
 
 class SaveHandle(Awaitable[SaveResult]):
@@ -66,7 +66,7 @@ class SaveHandle(Awaitable[SaveResult]):
     def state(self) -> SaveState:
         """Phase of the save, or its outcome. Reading it does not count as receiving its failure."""
         if not self.written.done():
-            return self._last.phase if self._last else "waiting"
+            return self._last.phase if self._last else "waiting"  # type: ignore[return-value] # one of a save
         error = self.written._exception
         if error is None:
             return "committed"

@@ -8,7 +8,7 @@ import shutil
 import statistics
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -206,23 +206,11 @@ def _document(
     return {
         "directory": directory,
         "raw": [
-            {
-                "kind": each.setting.kind,
-                "direct": each.setting.direct,
-                "threads": each.setting.threads,
-                "chunk_bytes": each.setting.chunk_bytes,
-                "bytes": each.nbytes,
-                "seconds": each.seconds,
-                "bytes_per_s": each.bytes_per_s,
-            }
+            {**asdict(each.setting), "bytes": each.nbytes, "seconds": each.seconds, "bytes_per_s": each.bytes_per_s}
             for each in measured
         ],
         "sync_s": {"median": statistics.median(syncs), "worst": max(syncs), "times": len(syncs)},
         "save": {"bytes": saved.nbytes, "staged_s": saved.staged_s, "written_s": saved.written_s},
         "load": {"bytes": saved.nbytes, "seconds": saved.loaded_s},
-        "settings": {
-            "io_threads": advice.io_threads,
-            "chunk_bytes": advice.chunk_bytes,
-            "direct_io": advice.direct_io,
-        },
+        "settings": asdict(advice),
     }
