@@ -240,7 +240,7 @@ def prune(
         policies = policies_of(latest, every or (), within, best or ())
     except ValueError as exc:
         raise typer.BadParameter(str(exc)) from None
-    from aiockpt.cli.prune import prune
+    from aiockpt.cli.removing import prune
 
     raise typer.Exit(prune(directory, policies, dry_run=dry_run, as_json=as_json))
 

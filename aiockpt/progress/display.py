@@ -105,7 +105,7 @@ def bar(save: SaveHandle | None = None, *, file: TextIO | None = None, force: bo
 
         return _shown(save, NotebookBar)
     if not force and not (hasattr(stream, "isatty") and stream.isatty()):
-        return _shown(save, _NoBar)
+        return _shown(save, lambda _: _NoBar())
     from aiockpt.progress.terminal import TerminalBar
 
     return _shown(save, lambda title: TerminalBar(stream, title, force=force))
@@ -153,9 +153,6 @@ def _title(what: str, path: str) -> str:
 
 class _NoBar:
     """Shows nothing."""
-
-    def __init__(self, title: str) -> None:
-        pass
 
     def update(self, done: int, total: int, note: str) -> None:
         """Do nothing."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from aiockpt.cli.interrupts import uninterrupted
+from aiockpt.core.wording import plural
 
 Kind = Literal["write", "read"]
 
@@ -40,8 +41,7 @@ class Setting:
     chunk_bytes: int
 
     def __str__(self) -> str:
-        threads = "1 thread" if self.threads == 1 else f"{self.threads} threads"
-        return f"{'direct' if self.direct else 'buffered'} {self.kind}, {threads}"
+        return f"{'direct' if self.direct else 'buffered'} {self.kind}, {plural(self.threads, 'thread')}"
 
 
 @dataclass(frozen=True, slots=True)

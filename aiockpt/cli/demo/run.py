@@ -29,6 +29,7 @@ from aiockpt.cli.demo.display import (
 )
 from aiockpt.cli.demo.events import Event, History, Saving
 from aiockpt.cli.demo.model import Trainer
+from aiockpt.core.wording import plural
 from aiockpt.format.names import HIDDEN, METADATA_NAME
 from aiockpt.storage.local.storage import absolute
 
@@ -140,8 +141,7 @@ class Demo:
         say(f"Killed (SIGKILL) while {victim.name} was being saved; the last news: {describe_progress(save)}.")
         say(f"There is no {victim.name}: a checkpoint gets its name when it is complete and durable, never before.")
         for name, files in remove_leftovers(victim.parent):
-            count = "1 file" if len(files) == 1 else f"{len(files)} files"
-            described = f"{count}, {'' if METADATA_NAME in files else 'no '}{METADATA_NAME}"
+            described = f"{plural(len(files), 'file')}, {'' if METADATA_NAME in files else 'no '}{METADATA_NAME}"
             say(f"Left behind, and now removed: {name} ({described}).")
 
     def _resume(self, history: History) -> None:
