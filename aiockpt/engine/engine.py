@@ -25,6 +25,7 @@ from aiockpt.engine.reports import Reports
 from aiockpt.engine.resources import EngineResources, shared_memory
 from aiockpt.errors import AiockptError, CheckpointerClosedError, SaveCancelledError, SaveTimeoutError
 from aiockpt.saving.turn import Turn
+from aiockpt.staging.pool import ArenaCache
 from aiockpt.staging.runtime import current_streams
 from aiockpt.staging.throttle import Throttle
 from aiockpt.telemetry.loads import ReadReport
@@ -76,6 +77,7 @@ class Engine:
         self._tools: EngineResources | None = None
         self._world: CollectiveResources | None = None
         self._calls: weakref.WeakSet[Call[Any]] = weakref.WeakSet()
+        self.arenas = ArenaCache()
         self._last: SaveJob | None = None
         self._died: BaseException | None = None
         self._is_stuck = False  # a thread hangs and is left behind
@@ -349,6 +351,7 @@ class Engine:
                 if not self._is_stuck:  # if it has died, its saves are settled, but a thread of them may hang
                     self.loop.thread.join(None if self._died is None else CANCEL_GRACE_S)
         finally:
+            self.arenas.clear()
             _live.discard(self)
             closed._settle(None, error)
 

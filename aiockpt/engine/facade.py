@@ -218,7 +218,9 @@ class CheckpointerBase:
         with importing():
             from aiockpt.planning.planner import stored_bytes
 
-        nbytes, devices = stored_bytes(resolve(state_dict, SaveError).tree)
+        tree = resolve(state_dict, SaveError).tree
+        nbytes, devices = stored_bytes(tree)
+        self._submitter.rehearse(tree)
         return self._engine.prewarm(nbytes, devices)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import threading
@@ -11,10 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import aiockpt.saving.pipeline  # noqa: F401 - what runs the save, imported before the engine's thread wants it
+from aiockpt.core.gc_pause import gc_pause
 from aiockpt.core.parameters import outer_stacklevel
 from aiockpt.core.spans import Span
 from aiockpt.core.wording import a
-from aiockpt.engine.requests import SaveRequest, locate, printable_path
+from aiockpt.engine.requests import SaveRequest, StateDict, locate, printable_path
 from aiockpt.errors import CheckpointExistsError, SafeGlobalsWarning, SaveError, SaveSkippedError, WriteError
 from aiockpt.format.item.objects import needed_for
 from aiockpt.format.manifest.manifest import JsonValue, check_user_metadata
@@ -79,6 +81,17 @@ class Submitter:
             return job.handle
         job.captured_s = time.perf_counter() - started
         return job.handle
+
+    def rehearse(self, state_dict: StateDict) -> None:
+        """Capture a state and drop it: a save then imports, calls and faults in nothing for the first time."""
+        with contextlib.suppress(SaveError):  # only sizes matter here; a save refuses what it can't store
+            capture_state(
+                state_dict,
+                self._names,
+                ranks=1,
+                sampled=self._options.validate == "hash",
+                arenas=self._engine.arenas,
+            ).release()
 
     def refuse(self, path: str, error: BaseException, call: Call | None = None) -> None:
         """Inform the other ranks, which have called save() too: they must fail, not wait for this one.
@@ -169,15 +182,17 @@ class Submitter:
         validate = request.validate or self._options.validate
         check_choice("validate", validate, Validation)
         check_choice("replicas", request.replicas, Replicas)
-        capture = capture_state(
-            request.state_dict,
-            self._names,
-            ranks=ranks,
-            once=together and self._options.planning == "decentralized" and format == "dcp",
-            sampled=validate == "hash",
-            include=request.include,
-            exclude=request.exclude,
-        )
+        with gc_pause():  # what is captured is no garbage
+            capture = capture_state(
+                request.state_dict,
+                self._names,
+                ranks=ranks,
+                once=together and self._options.planning == "decentralized" and format == "dcp",
+                sampled=validate == "hash",
+                include=request.include,
+                exclude=request.exclude,
+                arenas=engine.arenas,
+            )
         if form is not None:
             form.validate(capture)
         self._warn_of_permissions(capture)

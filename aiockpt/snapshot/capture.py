@@ -38,7 +38,7 @@ from aiockpt.planning.specs import lazy_bits, unstorable
 from aiockpt.snapshot.live import check_optimizers, resolve
 from aiockpt.snapshot.optimizer_hooks import follow_steps, watch_optimizers
 from aiockpt.snapshot.sampling import Samples, plain_memory
-from aiockpt.staging.pool import MappedMemory, copy_small
+from aiockpt.staging.pool import ArenaCache, copy_small
 from aiockpt.staging.runtime import reading_behind, ready_event
 
 if TYPE_CHECKING:
@@ -147,6 +147,8 @@ def dense_form(name: str, value: Any) -> Any:
 # --- capture --------------------------------------------------------------------------------------
 
 
+_CPU = torch.device("cpu")
+
 EAGER_TENSOR_BYTES = 64 << 10
 """Tensors up to this size are copied at the call ..."""
 EAGER_BYTES = 16 << 20
@@ -162,12 +164,13 @@ def capture_state(
     sampled: bool = False,
     include: Filter | None = None,
     exclude: Filter | None = None,
+    arenas: ArenaCache | None = None,
 ) -> Snapshot:
     """Capture a state dict. Blocks for the walk over it, and for pickling objects that could change.
 
     ``ranks`` is how many save their parts of distributed tensors together (None: this process alone); with ``once``,
     parts whose copy on another rank is saved are left out. ``sampled``: keep samples of all tensors, see `Samples`.
-    ``include`` and ``exclude``: see `aiockpt.options.SaveOptions`.
+    ``include`` and ``exclude``: see `aiockpt.options.SaveOptions`. ``arenas``: memory for the copies of small tensors.
     """
     resolved = resolve(state_dict, SaveError)
     try:
@@ -184,7 +187,7 @@ def capture_state(
     if any_distributed(flat.leaves) or any(map(is_encoded, kinds.values())):
         wholes = take_local_parts(flat, shards, together=ranks is not None, once=once)
     try:
-        snapshot = _hold(flat, shards, sampled=sampled)
+        snapshot = _hold(flat, shards, sampled=sampled, arenas=arenas)
     except (RecursionError, ValueError, NotImplementedError) as exc:
         raise SaveError(f"{_culprit(flat)} can't be saved: {type(exc).__name__}: {exc}") from exc
     snapshot.wholes = [
@@ -202,7 +205,12 @@ def capture_items(items: Sequence[tuple[str, torch.Tensor | bytes]], *, sampled:
 
 
 def _hold(
-    flat: FlatState, shards: dict[int, Shard], pickled: Mapping[int, bytes] | None = None, *, sampled: bool
+    flat: FlatState,
+    shards: dict[int, Shard],
+    pickled: Mapping[int, bytes] | None = None,
+    *,
+    sampled: bool,
+    arenas: ArenaCache | None = None,
 ) -> Snapshot:
     """Capture leaves, some of which may be pickled already."""
     if "torch._dynamo" in sys.modules:  # every optimizer imports it; without one, the import would take a second
@@ -235,7 +243,7 @@ def _hold(
     devices = _check_devices(flat.names, tensors)
     _check_kinds(flat.names, tensors)
     snapshot.versions = _versions(tensors)
-    _copy_small_tensors(snapshot, devices)
+    _copy_small_tensors(snapshot, devices, arenas or ArenaCache())
     samples = None
     if sampled:
         samples = Samples(flat.names, snapshot.tensors, besides=snapshot.eager)
@@ -312,10 +320,9 @@ def _check_devices(names: Sequence[str], tensors: Sequence[torch.Tensor | None])
 def _check_kinds(names: Sequence[str], tensors: Sequence[torch.Tensor | None]) -> None:
     """Refuse tensors that have no memory, or that could be stored but not loaded. Of very many, check the first."""
     names, tensors = names[:CHECKED_AHEAD], tensors[:CHECKED_AHEAD]
-    forms = {
-        (tensor.dtype, tensor.dim(), tensor.is_nested, _is_traced(tensor)) for tensor in tensors if tensor is not None
-    }
-    if not any(nested or traced or unstorable(dtype, dims) for dtype, dims, nested, traced in forms):
+    traced, stored = torch._is_functional_tensor, torch._C._has_storage
+    forms = {(t.dtype, t.dim(), t.is_nested or traced(t) or not stored(t)) for t in tensors if t is not None}
+    if not any(is_special or unstorable(dtype, dims) for dtype, dims, is_special in forms):
         return
     for name, tensor in zip(names, tensors, strict=True):
         if tensor is None:
@@ -366,40 +373,42 @@ def _ready_events(devices: Iterable[torch.device]) -> dict[torch.device, torch.E
 # --- small tensors --------------------------------------------------------------------------------
 
 
-def _copy_small_tensors(snapshot: Snapshot, devices: set[torch.device]) -> None:
+def _copy_small_tensors(snapshot: Snapshot, devices: set[torch.device], arenas: ArenaCache) -> None:
     """Copy small tensors, up to a total: among them those that a forward pass may change.
 
     Tensors that reach out of their storage are refused. Of very many, those not copied here are checked when staged.
     """
     chosen: dict[torch.device, dict[int, int]] = {device: {} for device in devices}
     (only,) = devices if len(devices) == 1 else (None,)
-    versions = snapshot.versions
+    tensors, versions, strided = snapshot.tensors, snapshot.versions, torch.strided
     clones: dict[object, torch.Tensor] = {}
     total = 0
-    for leaf, tensor in enumerate(snapshot.tensors):
+    for leaf, tensor in enumerate(tensors):
         if total > EAGER_BYTES and leaf >= CHECKED_AHEAD:
             break
         if tensor is None:
             continue
-        if is_freed(tensor):
+        nbytes = tensor.nbytes if tensor.layout is strided else 0
+        is_small = 0 < nbytes <= EAGER_TENSOR_BYTES
+        is_contiguous = is_small and tensor.is_contiguous()
+        # `is_freed` takes thrice as long as to see that a small tensor has the whole of a storage with an address.
+        is_whole = is_contiguous and only == _CPU and tensor.untyped_storage().nbytes() == nbytes
+        if not (is_whole and not tensor.storage_offset() and tensor.data_ptr()) and is_freed(tensor):
             raise SaveError(freed_message(snapshot.structure.names[leaf], tensor))
-        if total > EAGER_BYTES or tensor.layout is not torch.strided or tensor.is_quantized:
+        if not is_small or total > EAGER_BYTES or tensor.is_quantized:
             continue
-        nbytes = tensor.nbytes
-        if not 0 < nbytes <= EAGER_TENSOR_BYTES:
-            continue
-        if tensor.is_contiguous():
+        if is_contiguous:
             chosen[only or tensor.device][leaf] = nbytes
             # Capture the shape and strides too, not only the bytes. `.data` instead of `.detach()`, which releases the
             # GIL; that `.data` has a version counter of its own does not matter for a tensor that is copied here.
-            snapshot.tensors[leaf] = tensor.data
+            tensors[leaf] = tensor.data
         else:
             form = tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), lazy_bits(tensor)
             try:
                 # The copy has the strides that will be stored; only tied tensors share it.
                 if form not in clones:
                     clones[form] = tensor.clone()
-                snapshot.tensors[leaf] = clones[form]
+                tensors[leaf] = clones[form]
             except torch.OutOfMemoryError:
                 continue  # copied with the large ones
         versions[leaf] = None
@@ -407,7 +416,7 @@ def _copy_small_tensors(snapshot: Snapshot, devices: set[torch.device]) -> None:
     for device, sizes in chosen.items():
         if sizes:
             try:
-                snapshot.arenas[device] = _pack(snapshot, device, sizes)
+                snapshot.arenas[device] = _pack(snapshot, device, sizes, arenas)
             except torch.OutOfMemoryError:
                 _copy_later(snapshot, sizes)
 
@@ -420,17 +429,16 @@ def _copy_later(snapshot: Snapshot, leaves: Iterable[int]) -> None:
         snapshot.versions[leaf] = None if tensor is None or tensor.is_inference() else tensor._version
 
 
-def _pack(snapshot: Snapshot, device: torch.device, sizes: dict[int, int]) -> torch.Tensor:
+def _pack(snapshot: Snapshot, device: torch.device, sizes: dict[int, int], arenas: ArenaCache) -> torch.Tensor:
     tensors = [snapshot.tensors[leaf] for leaf in sizes]
-    ends = list(accumulate(sizes.values()))
-    for (leaf, nbytes), end in zip(sizes.items(), ends, strict=True):
-        snapshot.eager[leaf] = (end - nbytes, nbytes)
+    starts = [0, *accumulate(sizes.values())]
+    total = starts.pop()
+    snapshot.eager.update(zip(sizes, zip(starts, sizes.values(), strict=True), strict=True))
     if device.type != "cpu":
         # One kernel on the caller's stream, so ordered before later changes of the tensors.
         return torch.cat([plain_memory(t).reshape(-1).view(torch.uint8) for t in tensors if t is not None])
-    arena = MappedMemory(ends[-1])
-    target = arena.address
-    for tensor, nbytes in zip(tensors, sizes.values(), strict=True):
-        copy_small(target, tensor.data_ptr(), nbytes)  # type: ignore[union-attr]
-        target += nbytes
-    return arena.tensor
+    arena = arenas.take(total)
+    target = arena.data_ptr()
+    for tensor, start, nbytes in zip(tensors, starts, sizes.values(), strict=True):
+        copy_small(target + start, tensor.data_ptr(), nbytes)  # type: ignore[union-attr]
+    return arena
