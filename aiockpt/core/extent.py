@@ -80,5 +80,12 @@ def is_null(tensor: torch.Tensor) -> bool:
     """Return whether a tensor of at least one element has a storage without memory, as `torch._efficientzerotensor`."""
     if type(tensor) not in _PLAIN or not tensor.is_cpu:  # wrappers have no address, and not each device has addresses
         return tensor._is_zerotensor()
+    return not address_of(tensor) and tensor.untyped_storage().nbytes() > 0
+
+
+def address_of(tensor: torch.Tensor | None) -> int | None:
+    """Return the address of a strided tensor's memory; None if there is none."""
+    if tensor is None or tensor.layout is not torch.strided:
+        return None
     # Not `data_ptr`: it would copy memory that is shared until it is written.
-    return not torch._C._data_address(tensor) and tensor.untyped_storage().nbytes() > 0  # type: ignore[attr-defined]
+    return int(torch._C._data_address(tensor))  # type: ignore[attr-defined]

@@ -7,6 +7,8 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from aiockpt.core.extent import address_of
+
 if TYPE_CHECKING:
     import torch
 
@@ -39,6 +41,8 @@ class Snapshot:
     containers: list[dict[str, JsonValue]]  # records of the containers that paths can't express
     tensors: list[torch.Tensor | None]  # detached; None for objects
     versions: list[int | None]  # version counters; None if changes can't be seen or don't matter
+    # on devices, the memory's addresses; None as in `versions`. Empty if all is in host memory, which is copied at once
+    addresses: list[int | None] = field(default_factory=list)
     # leaf, its DTensor, which has a version counter of its own, and that version
     wholes: list[tuple[int, torch.Tensor, int]] = field(default_factory=list)
     values: dict[int, Any] = field(default_factory=dict)  # immutable objects, pickled later
@@ -61,12 +65,19 @@ class Snapshot:
         return nullcontext() if event is None or self.behind is None else self.behind(device, event)
 
     def changed(self) -> list[str]:
-        """Return the names of the tensors changed in place since the snapshot; none once it is released."""
+        """Return the names of the tensors changed, or moved, since the snapshot; none once it is released."""
         # Each is read once: another thread may release them meanwhile.
         tensors, versions, wholes, names = self.tensors, self.versions, self.wholes, self.structure.names
+        addresses = self.addresses
         if not len(tensors) == len(versions) == len(names):
             return []
         parts = [names[leaf] for leaf, whole, version in wholes if whole._version != version]
+        # Memory that was freed shows in no counter. If it was allocated again, that is elsewhere: see `Runtime.use`.
+        parts += [
+            name
+            for name, tensor, address in zip(names, tensors, addresses, strict=False)
+            if address is not None and address != address_of(tensor)
+        ]
         return parts + [
             name
             for name, tensor, version in zip(names, tensors, versions, strict=True)
@@ -80,6 +91,8 @@ class Snapshot:
         if len(tensors) == len(versions):
             for leaf in leaves:
                 versions[leaf] = None
+                if self.addresses:
+                    self.addresses[leaf] = None
         wholes[:] = [each for each in wholes if each[0] not in leaves]
 
     def release(self) -> None:
@@ -90,6 +103,7 @@ class Snapshot:
         self.foreign = {}
         self.tensors = []
         self.versions = []
+        self.addresses = []
         self.wholes = []
         self.eager.clear()
         self.arenas.clear()
