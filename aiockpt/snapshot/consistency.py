@@ -12,6 +12,7 @@ from aiockpt.core.wording import some_of
 from aiockpt.errors import SaveError, TornSnapshotError
 from aiockpt.planning.dtensor import ShardingError, is_distributed, local_parts
 from aiockpt.snapshot.optimizer_hooks import samples_of, saw_all
+from aiockpt.staging.runtime import is_host
 
 if TYPE_CHECKING:
     from aiockpt.planning.snapshot import Snapshot
@@ -89,7 +90,7 @@ class Consistency:
             def is_safe(tensor: torch.Tensor) -> bool:
                 if tensor.layout is not torch.strided or tensor.is_quantized:
                     return True  # it was pickled before any copy was issued
-                return (host_is_copied and tensor.device.type == "cpu") or _memory(tensor) in memory
+                return (host_is_copied and is_host(tensor.device)) or _memory(tensor) in memory
 
             self._compare_samples(is_safe)
             self._snapshot.ignore_changes(is_safe)
@@ -118,11 +119,10 @@ class Consistency:
 
         If a caller waits for the copies, return at once: its thread runs no operator.
         """
-        has_host_tensors = any(not stager.is_async for stager in self.stagers)
         eager = self._snapshot.eager  # copied at the call itself
         tensors = enumerate(self._snapshot.tensors)
         is_any_left = any(tensor is not None and leaf not in eager for leaf, tensor in tensors)
-        if has_host_tensors and is_any_left and not (self._mutations_allowed or self._fenced):
+        if is_any_left and not (self._mutations_allowed or self._fenced):
             self.awaited.wait(_OPERATOR_S)
 
     def _compare_samples(self, chosen: Callable[[torch.Tensor], bool] | None = None) -> None:

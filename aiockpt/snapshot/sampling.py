@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from itertools import compress
+from itertools import accumulate, compress
 from random import Random
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -22,7 +22,7 @@ from aiockpt.core.gc_pause import gc_pause
 from aiockpt.errors import SaveError, StageError
 from aiockpt.staging.base import RAW_DTYPES
 from aiockpt.staging.pool import copy_small
-from aiockpt.staging.runtime import reading_behind, ready_event
+from aiockpt.staging.runtime import is_host, reading_behind, ready_event, use_here
 
 if TYPE_CHECKING:
     from aiockpt.planning.snapshot import Snapshot
@@ -40,17 +40,33 @@ class _Group:
     """Sample points of one device, dtype and row length, which are read together."""
 
     points: list[SamplePoint]
-    before: torch.Tensor
+    starts: list[int]  # the first row of each point in ``samples``
+    samples: torch.Tensor  # taken at `save()`, of these points and perhaps of others
+
+    @classmethod
+    def taken(cls, points: list[SamplePoint]) -> _Group:
+        """Take the samples of these points now."""
+        return cls(points, list(accumulate((point.number for point in points[:-1]), initial=0)), _rows(points))
 
     def split(self, chosen: list[bool]) -> tuple[_Group, _Group]:
-        """Return the chosen points, and the others."""
-        rows = _split(self.before, self.points)
+        """Return the chosen points, and the others.
+
+        No kernel runs: the others may be compared in a stream that does not wait for this thread's.
+        """
         others = [not each for each in chosen]
         mine, theirs = (
-            _Group(list(compress(self.points, which)), torch.cat([self.before[:0], *compress(rows, which)]))
+            _Group(list(compress(self.points, which)), list(compress(self.starts, which)), self.samples)
             for which in (chosen, others)
         )
         return mine, theirs
+
+    def before(self) -> torch.Tensor:
+        """Return the samples of these points."""
+        numbers = [point.number for point in self.points]
+        if sum(numbers) == len(self.samples):
+            return self.samples
+        parts = zip(self.starts, numbers, strict=True)
+        return torch.cat([self.samples.narrow(0, start, number) for start, number in parts])
 
 
 @dataclass(slots=True, eq=False)
@@ -97,7 +113,7 @@ class Samples:
                     point = sample_point_of(names[leaf], leaf, tensor, part, random.random())
                     groups.setdefault((part.device, point.view.dtype, point.length), []).append(point)
             try:
-                self._groups = [_Group(points, _rows(points)) for points in groups.values()]
+                self._groups = [_Group.taken(points) for points in groups.values()]
             except torch.OutOfMemoryError as exc:
                 raise SaveError(
                     "the device has no memory to spare for validate='hash', which takes a thousandth of the state"
@@ -119,7 +135,7 @@ class Samples:
                 if chosen is not None:
                     group, rest = group.split([chosen(point.tensor) for point in group.points])
                     self._groups += [rest] if rest.points else []
-                device = group.before.device
+                device = group.samples.device
                 with nullcontext() if readable is None else readable(device):
                     self._compare(group, wait=readable is not None)
 
@@ -130,13 +146,15 @@ class Samples:
             self._moved += [point.leaf for point in moved.points]
         if not group.points:
             return
+        if not wait:
+            use_here(group.samples)
         try:
             now = _rows(group.points).view(torch.uint8)
-            differ = (now != group.before.view(torch.uint8)).any(1)
+            differ = (now != group.before().view(torch.uint8)).any(1)
         except torch.OutOfMemoryError as exc:
             raise StageError("the device has no memory to look for changes, as validate='hash' asks") from exc
         device = differ.device
-        finding = _Finding(group, differ, None if wait or device.type == "cpu" else ready_event(device))
+        finding = _Finding(group, differ, None if wait or is_host(device) else ready_event(device))
         if finding.ready is None:
             finding.differ = differ.cpu()
         self._findings.append(finding)
@@ -206,9 +224,6 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 # --- sample points --------------------------------------------------------------------------------
 
-# torch.cat takes these as they are; other dtypes are viewed as integers of the same size.
-_COMMON = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32})
-
 
 class SamplePoint(NamedTuple):
     """The points of a tensor at which it is sampled: rows of adjacent elements."""
@@ -262,7 +277,7 @@ def sample_point_of(name: str, leaf: int, tensor: torch.Tensor, part: torch.Tens
     else:
         row = torch.arange(begin, begin + length, device=part.device)
         indices = torch.arange(number, device=part.device)[:, None] * step + row
-    view = dense if dense.dtype in _COMMON else dense.view(RAW_DTYPES[size])
+    view = dense.view(RAW_DTYPES[size])  # autocast would cast floats, and refuses some mixtures of them
     return SamplePoint(
         leaf, tensor, part, view, indices, number, length, view.data_ptr() - part.data_ptr(), reach_bytes(part)
     )
