@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -43,8 +43,8 @@ class Snapshot:
     versions: list[int | None]  # version counters; None if changes can't be seen or don't matter
     # on devices, the memory's addresses; None as in `versions`. Empty if all is in host memory, which is copied at once
     addresses: list[int | None] = field(default_factory=list)
-    # leaf, its DTensor, which has a version counter of its own, and that version
-    wholes: list[tuple[int, torch.Tensor, int]] = field(default_factory=list)
+    # for a leaf its DTensor, which has a version counter of its own, and that version
+    wholes: dict[int, tuple[torch.Tensor, int]] = field(default_factory=dict)
     values: dict[int, Any] = field(default_factory=dict)  # immutable objects, pickled later
     blobs: dict[int, bytes] = field(default_factory=dict)  # mutable objects, pickled at the call
     # the blobs that are not plain data: class, and result of `foreign_names`
@@ -64,36 +64,42 @@ class Snapshot:
         event = self.events.get(device)
         return nullcontext() if event is None or self.behind is None else self.behind(device, event)
 
-    def changed(self) -> list[str]:
-        """Return the names of the tensors changed, or moved, since the snapshot; none once it is released."""
+    def changed(self, leaves: Iterable[int] | None = None) -> list[str]:
+        """Return the names of these leaves (None: all) that changed, or moved, since; none once it is released."""
         # Each is read once: another thread may release them meanwhile.
         tensors, versions, wholes, names = self.tensors, self.versions, self.wholes, self.structure.names
         addresses = self.addresses
         if not len(tensors) == len(versions) == len(names):
             return []
-        parts = [names[leaf] for leaf, whole, version in wholes if whole._version != version]
-        # Memory that was freed shows in no counter. If it was allocated again, that is elsewhere: see `Runtime.use`.
-        parts += [
-            name
-            for name, tensor, address in zip(names, tensors, addresses, strict=False)
-            if address is not None and address != address_of(tensor)
+        chosen = range(len(names)) if leaves is None else leaves
+        parts = [
+            names[leaf]
+            for leaf in (wholes if leaves is None else leaves)
+            if leaf in wholes and wholes[leaf][0]._version != wholes[leaf][1]
         ]
+        # Memory that was freed shows in no counter. If it was allocated again, that is elsewhere: see `Runtime.use`.
+        if addresses:
+            parts += [names[leaf] for leaf in chosen if addresses[leaf] not in (None, address_of(tensors[leaf]))]
+        rows = (
+            zip(chosen, tensors, versions, strict=True)
+            if leaves is None
+            else ((leaf, tensors[leaf], versions[leaf]) for leaf in leaves)
+        )
         return parts + [
-            name
-            for name, tensor, version in zip(names, tensors, versions, strict=True)
+            names[leaf]
+            for leaf, tensor, version in rows
             if version is not None and tensor is not None and tensor._version != version
         ]
 
-    def ignore_changes(self, allowed: Callable[[torch.Tensor], bool]) -> None:
-        """Stop reporting changes of the tensors that ``allowed`` selects, and of the DTensors they are parts of."""
-        tensors, versions, wholes = self.tensors, self.versions, self.wholes  # see `changed`
-        leaves = {leaf for leaf, tensor in enumerate(tensors) if tensor is not None and allowed(tensor)}
-        if len(tensors) == len(versions):
-            for leaf in leaves:
+    def ignore_changes(self, leaves: Iterable[int]) -> None:
+        """Stop reporting changes of these leaves, and of the DTensors they are parts of."""
+        versions, addresses, wholes = self.versions, self.addresses, self.wholes  # see `changed`
+        for leaf in leaves:
+            wholes.pop(leaf, None)
+            if versions:
                 versions[leaf] = None
-                if self.addresses:
-                    self.addresses[leaf] = None
-        wholes[:] = [each for each in wholes if each[0] not in leaves]
+            if addresses:
+                addresses[leaf] = None
 
     def release(self) -> None:
         """Release the tensors and objects."""
@@ -104,7 +110,7 @@ class Snapshot:
         self.tensors = []
         self.versions = []
         self.addresses = []
-        self.wholes = []
+        self.wholes = {}
         self.eager.clear()
         self.arenas.clear()
         self.events.clear()

@@ -195,9 +195,9 @@ def capture_state(
         snapshot = _hold(flat, shards, sampled=sampled)
     except (RecursionError, ValueError, NotImplementedError) as exc:
         raise SaveError(f"{_culprit(flat)} can't be saved: {type(exc).__name__}: {exc}") from exc
-    snapshot.wholes = [
-        (leaf, whole, whole._version) for leaf, whole in wholes.items() if snapshot.versions[leaf] is not None
-    ]
+    snapshot.wholes = {
+        leaf: (whole, whole._version) for leaf, whole in wholes.items() if snapshot.versions[leaf] is not None
+    }
     return snapshot
 
 

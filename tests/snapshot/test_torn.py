@@ -122,7 +122,7 @@ def test_small_writes_are_sampled_as_often_as_documented() -> None:
         pieces = seen.view(-1, 1024).any(1)
         tried, found = tried + pieces.numel(), found + int(pieces.sum())
     assert 0.9 < found / tried * 16 < 1.1
-    firsts = {Samples(["x"], [values])._groups[0].points[0].view.storage_offset() for _ in range(20)}
+    firsts = {Samples(["x"], [values])._left[0][0][2].view.storage_offset() for _ in range(20)}
     assert len(firsts) > 15
 
 
