@@ -16,6 +16,7 @@ from aiockpt.format.item.objects import decode_object
 from aiockpt.planning.dcp_plan import DcpFormat
 from aiockpt.planning.layout import Sealer
 from aiockpt.planning.planner import Planner
+from aiockpt.planning.specs import TensorSpec
 from aiockpt.saving.staging_session import _JoinedCopies
 from aiockpt.snapshot.capture import capture_state
 from aiockpt.staging import runtime as device_runtime
@@ -397,3 +398,40 @@ async def test_no_device_is_ever_synchronised() -> None:
     package = Path(aiockpt.__file__).parent
     calls = re.compile(r"\b(?:cuda|accelerator|xpu|mps|stream)\.synchronize\(")
     assert not [str(file) for file in package.rglob("*.py") if calls.search(file.read_text())]
+
+
+async def test_host_tensors_between_those_of_a_device_do_not_part_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Adam's `step` between the averages: small tensors of a device are packed, and copied together."""
+    state = {}
+    for number in range(50):
+        state[f"{number}.exp_avg"] = torch.full((number + 1,), float(number))
+        state[f"{number}.step"] = torch.tensor(float(number))
+        state[f"{number}.exp_avg_sq"] = torch.full((number + 2,), -float(number))
+
+    class Format(DcpFormat):
+        def describe(self, tensor: torch.Tensor) -> TensorSpec | None:
+            spec = super().describe(tensor)
+            return spec if spec is None or tensor.dim() else spec._replace(device=torch.device("meta"))
+
+    runtime = FakeRuntime()
+    capture = capture_state(state)
+    plan = Planner(Format(1)).plan(capture)
+    (image,) = plan.layout.images
+    assert [slot.leaf for slot in image.slots] == sorted(range(150), key=lambda leaf: (leaf % 3 == 1, leaf))
+    copied: list[int] = []
+    copy = torch.Tensor.copy_
+
+    def counted(target: torch.Tensor, source: torch.Tensor, **options) -> torch.Tensor:
+        copied.append(target.nbytes)
+        return copy(target, source, **options)
+
+    stager, pool = AcceleratorStager(CPU, runtime), ChunkPool(1 << 20, 1)
+    lease = await pool.acquire()
+    try:
+        monkeypatch.setattr(torch.Tensor, "copy_", counted)
+        await (await stager.issue(image.pieces(0, image.nbytes), lease.chunk, capture, plan.layout)).wait()
+    finally:
+        monkeypatch.undo()
+        lease.release()
+        stager.close()
+    assert len(copied) == 1
