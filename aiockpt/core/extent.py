@@ -83,3 +83,11 @@ def is_null(tensor: torch.Tensor) -> bool:
         # Not `data_ptr`: it would copy memory that is shared until it is written.
         return not _address(tensor) and tensor.untyped_storage().nbytes() > 0
     return tensor._is_zerotensor()
+
+
+def address_of(tensor: torch.Tensor | None) -> int | None:
+    """Return the address of a strided tensor's memory; None if there is none."""
+    if tensor is None or tensor.layout is not torch.strided:
+        return None
+    # Not `data_ptr`: it would copy memory that is shared until it is written.
+    return int(_address(tensor))

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from aiockpt.core.extent import freed_message, is_freed
-from aiockpt.errors import SaveError
+from aiockpt.core.extent import address_of, freed_message, is_freed
+from aiockpt.errors import AiockptError, LoadError, SaveError
 from aiockpt.format.checks import overlapping
 from aiockpt.format.item.arrays import ARRAY_RECORD, ARRAY_TYPES, tensor_of
 from aiockpt.format.item.objects import encode_object, foreign_names, is_frozen
@@ -39,7 +39,14 @@ from aiockpt.snapshot.live import check_optimizers, resolve
 from aiockpt.snapshot.optimizer_hooks import follow_steps, watch_optimizers
 from aiockpt.snapshot.sampling import Samples, plain_memory
 from aiockpt.staging.pool import ArenaCache, copy_small
-from aiockpt.staging.runtime import reading_behind, ready_event
+from aiockpt.staging.runtime import (
+    has_events,
+    is_capturing,
+    is_host,
+    reading_behind,
+    ready_event,
+    unordered_message,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -178,6 +185,7 @@ def capture_state(
     except StructureError as exc:
         raise SaveError(str(exc)) from None
     filter_leaves(flat, include, exclude, may_be_empty=ranks is not None)
+    _check_captures(flat.leaves, SaveError)
     if ranks is not None:
         saved = [each for each in resolved.objects if any(path[: len(each.path)] == each.path for path in flat.paths)]
         check_optimizers(saved, SaveError, flat.leaves, ranks)
@@ -190,14 +198,15 @@ def capture_state(
         snapshot = _hold(flat, shards, sampled=sampled, arenas=arenas)
     except (RecursionError, ValueError, NotImplementedError) as exc:
         raise SaveError(f"{_culprit(flat)} can't be saved: {type(exc).__name__}: {exc}") from exc
-    snapshot.wholes = [
-        (leaf, whole, whole._version) for leaf, whole in wholes.items() if snapshot.versions[leaf] is not None
-    ]
+    snapshot.wholes = {
+        leaf: (whole, whole._version) for leaf, whole in wholes.items() if snapshot.versions[leaf] is not None
+    }
     return snapshot
 
 
 def capture_items(items: Sequence[tuple[str, torch.Tensor | bytes]], *, sampled: bool = False) -> Snapshot:
     """Capture tensors, and objects that are pickled already; their names need not be distinct."""
+    _check_captures((value for _, value in items), SaveError)
     flat = FlatState([name for name, _ in items], [(name,) for name, _ in items])
     blobs = {leaf: value for leaf, (_, value) in enumerate(items) if isinstance(value, bytes)}
     flat.leaves = [None if isinstance(value, bytes) else dense_form(name, value) for name, value in items]
@@ -244,6 +253,8 @@ def _hold(
     _check_kinds(flat.names, tensors)
     snapshot.versions = _versions(tensors)
     _copy_small_tensors(snapshot, devices, arenas or ArenaCache())
+    if not all(map(is_host, devices)):
+        snapshot.addresses = [None if n in snapshot.eager else address_of(t) for n, t in enumerate(snapshot.tensors)]
     samples = None
     if sampled:
         samples = Samples(flat.names, snapshot.tensors, besides=snapshot.eager)
@@ -311,10 +322,27 @@ def _capture_object(
 
 def _check_devices(names: Sequence[str], tensors: Sequence[torch.Tensor | None]) -> set[torch.device]:
     devices = {tensor.device for tensor in tensors if tensor is not None}
-    if torch.device("meta") in devices:
-        name = next(n for n, t in zip(names, tensors, strict=True) if t is not None and t.is_meta)
-        raise SaveError(_meta_message(name))
+    for device in devices:
+        if not is_host(device) and not has_events(device):
+            name = next(n for n, t in zip(names, tensors, strict=True) if t is not None and t.device == device)
+            how = (
+                _meta_message(name) if device.type == "meta" else f"{name} can't be saved: {unordered_message(device)}"
+            )
+            raise SaveError(how)
     return devices
+
+
+def _check_captures(leaves: Iterable[Any], error: type[AiockptError]) -> None:
+    """Refuse tensors of a device on whose current stream a graph is captured; before any kernel is launched.
+
+    It would become a part of the graph, as would the staging stream, once it waits for an event of the capture.
+    """
+    for device in {leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)}:
+        if not is_host(device) and is_capturing(device):
+            raise error(
+                f"tensors of {device} can't be saved, nor loaded into, while this thread captures a graph there: do "
+                "it before or after the capture"
+            )
 
 
 def _check_kinds(names: Sequence[str], tensors: Sequence[torch.Tensor | None]) -> None:
@@ -355,19 +383,22 @@ def _versions(tensors: Sequence[torch.Tensor | None]) -> list[int | None]:
 
 
 def ready_events(state_dict: Mapping[Any, Any]) -> dict[torch.device, torch.Event]:
-    """Record an event in the caller's stream of each accelerator that holds tensors of a state dict."""
+    """Record an event in the caller's stream of each accelerator that holds tensors of a state dict.
+
+    Raise LoadError if that stream captures a graph.
+    """
     if not torch.accelerator.is_available():
         return {}
     try:
         leaves = flatten(state_dict).leaves
     except StructureError:
         return {}  # reported by the load that follows
+    _check_captures(leaves, LoadError)
     return _ready_events({leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)})
 
 
 def _ready_events(devices: Iterable[torch.device]) -> dict[torch.device, torch.Event]:
-    events = {device: ready_event(device) for device in devices if device.type not in ("cpu", "meta")}
-    return {device: event for device, event in events.items() if event is not None}
+    return {device: event for device in devices if (event := ready_event(device)) is not None}
 
 
 # --- small tensors --------------------------------------------------------------------------------
@@ -434,7 +465,7 @@ def _pack(snapshot: Snapshot, device: torch.device, sizes: dict[int, int], arena
     starts = [0, *accumulate(sizes.values())]
     total = starts.pop()
     snapshot.eager.update(zip(sizes, zip(starts, sizes.values(), strict=True), strict=True))
-    if device.type != "cpu":
+    if not is_host(device):
         # One kernel on the caller's stream, so ordered before later changes of the tensors.
         return torch.cat([plain_memory(t).reshape(-1).view(torch.uint8) for t in tensors if t is not None])
     arena = arenas.take(total)
