@@ -221,7 +221,7 @@ class CheckpointerBase:
         tree = resolve(state_dict, SaveError).tree
         nbytes, devices = stored_bytes(tree)
         self._submitter.rehearse(tree)
-        return self._engine.prewarm(nbytes, devices)
+        return self._engine.prewarm(nbytes, {device for device in devices if device.type != "meta"})  # it has no bytes
 
 
 class EngineAccess:

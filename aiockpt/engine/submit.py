@@ -17,7 +17,14 @@ from aiockpt.core.parameters import outer_stacklevel
 from aiockpt.core.spans import Span
 from aiockpt.core.wording import a
 from aiockpt.engine.requests import SaveRequest, StateDict, locate, printable_path
-from aiockpt.errors import CheckpointExistsError, SafeGlobalsWarning, SaveError, SaveSkippedError, WriteError
+from aiockpt.errors import (
+    AiockptError,
+    CheckpointExistsError,
+    SafeGlobalsWarning,
+    SaveError,
+    SaveSkippedError,
+    WriteError,
+)
 from aiockpt.format.item.objects import needed_for
 from aiockpt.format.manifest.manifest import JsonValue, check_user_metadata
 from aiockpt.format.names import SUFFIX
@@ -84,7 +91,7 @@ class Submitter:
 
     def rehearse(self, state_dict: StateDict) -> None:
         """Capture a state and drop it: a save then imports, calls and faults in nothing for the first time."""
-        with contextlib.suppress(SaveError):  # only sizes matter here; a save refuses what it can't store
+        with contextlib.suppress(AiockptError):  # only sizes matter here; a save refuses what it can't store
             capture_state(
                 state_dict,
                 self._names,

@@ -242,7 +242,7 @@ def test_memory_that_is_freed_under_its_tensors_is_no_checkpoint(regrown: bool, 
         ckpt.prewarm({"kept": kept, "freed": freed})
         torch.cuda._sleep(_cycles(0.5))
         save = ckpt.submit({"kept": kept, "freed": freed}, tmp_path / "c")
-        assert save._control.consistency.issued.wait(60)
+        assert save._job.consistency.issued.wait(60)
         freed.untyped_storage().resize_(0)
         others = [torch.zeros(64 << 20, device="cuda") for _ in range(2)]
         if regrown:

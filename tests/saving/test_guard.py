@@ -545,7 +545,7 @@ def _opcodes_of_a_step(count: int, ckpt: aiockpt.SyncCheckpointer, path: Path, l
         for each in optimizers:
             guards.enter_context(ckpt.guard(each))
         save = ckpt.submit(state, path)
-        assert save._control.consistency.issued.wait(60)
+        assert save._job.consistency.issued.wait(60)
         optimizers[0].step()
         before = sys.gettrace()
         sys.settrace(trace)

@@ -109,7 +109,7 @@ def test_an_operator_that_runs_has_time_to_end(device: PosingDevice, tmp_path: P
     with aiockpt.SyncCheckpointer() as ckpt:
         device.hold()
         save = ckpt.submit({"average": average}, tmp_path / "c")
-        save._control.consistency.awaited = _EndOfAnOperator(average)
+        save._job.consistency.awaited = _EndOfAnOperator(average)
         device.proceed()
         assert isinstance(save.written.exception(60), aiockpt.TornSnapshotError)
 
@@ -152,7 +152,7 @@ def test_a_guard_in_another_stream_than_the_saves(fails: bool, device: PosingDev
         with device.stream():
             optimizer.step()
             if fails:
-                save._control.give_up("of the test")
+                save._job.give_up("of the test")
             device.proceed()
             assert (save.written.exception(60) is not None) == fails
     device.check()
