@@ -114,7 +114,7 @@ async def listen(hosts: Sequence[str], secret: bytes, name: str, joined: Callabl
     def protocol() -> asyncio.StreamReaderProtocol:
         return asyncio.StreamReaderProtocol(_Reader(_BUFFER_BYTES, loop), welcome, loop)
 
-    return await loop.create_server(protocol, list(hosts), 0)
+    return await loop.create_server(protocol, list(hosts), 0, backlog=1024)  # all ranks come at once
 
 
 async def connect(host: str, port: int, secret: bytes, name: str) -> tuple[str, Link]:
