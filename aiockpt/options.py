@@ -17,7 +17,7 @@ from aiockpt.telemetry.observer import Observer
 
 if TYPE_CHECKING:
     from aiockpt.format.transforms.base import Transform
-    from aiockpt.format.transforms.rules import CompressRule
+    from aiockpt.format.transforms.zstd import CompressRule
     from aiockpt.planning.filters import Filter
     from aiockpt.storage.base import Storage
     from aiockpt.telemetry.progress import OnProgress

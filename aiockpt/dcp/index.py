@@ -25,7 +25,7 @@ from aiockpt.planning.dtensor import is_distributed, local_parts
 
 if TYPE_CHECKING:
     from aiockpt.format.checks import Box
-    from aiockpt.reading.virtual_files import VirtualFile
+    from aiockpt.reading.decoded import VirtualFile
 
 
 @dataclass(frozen=True, slots=True, eq=False)

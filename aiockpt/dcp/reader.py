@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from torch.futures import Future
 
     from aiockpt.format.index import Index, ItemRange, TensorItem
-    from aiockpt.reading.virtual_files import VirtualFile
+    from aiockpt.reading.decoded import VirtualFile
     from aiockpt.storage.base import Storage
 
 

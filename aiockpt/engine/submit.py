@@ -29,7 +29,7 @@ from aiockpt.format.item.objects import needed_for
 from aiockpt.format.manifest.manifest import JsonValue, check_user_metadata
 from aiockpt.format.names import SUFFIX
 from aiockpt.format.recognise import TORCH_SUFFIXES
-from aiockpt.format.transforms.rules import choose_compression
+from aiockpt.format.transforms.zstd import choose_compression
 from aiockpt.options import Path, Replicas, SaveFormat, Validation, check_choice
 from aiockpt.planning.dcp_plan import DcpFormat
 from aiockpt.planning.flatten import NameMemo

@@ -18,13 +18,22 @@ from aiockpt.core.parameters import outer_stacklevel, parameters_of
 from aiockpt.engine.facade import CheckpointerBase, EngineAccess
 from aiockpt.errors import AiockptError, CheckpointerClosedError, SaveError, printable_key
 from aiockpt.manager.owner import RunLock, is_finishing, take
-from aiockpt.manager.policies import as_policy, check_metric, kept_text, metric_of, ranked, select
+from aiockpt.manager.policies import (
+    SavePolicy,
+    StepFacts,
+    as_policy,
+    check_metric,
+    kept_text,
+    metric_of,
+    ranked,
+    select,
+    split,
+)
 from aiockpt.manager.preemption import Answer, Asked, LastSaveRequests, Pace, decide
 from aiockpt.manager.requests import ManagerOptions, check_metadata, check_metrics, check_step
 from aiockpt.manager.restoring import Restore
 from aiockpt.manager.retention import Retention
 from aiockpt.manager.scan import RUN_KEY, StepScanner, step_path
-from aiockpt.manager.when import SavePolicy, StepFacts, split
 from aiockpt.options import CheckpointerOptions, SaveOptions
 from aiockpt.telemetry.card import size_text
 

@@ -15,8 +15,7 @@ if TYPE_CHECKING:
 
     from aiockpt.engine.facade import CheckpointerBase
     from aiockpt.engine.requests import StateDict
-    from aiockpt.manager.policies import KeepPolicy
-    from aiockpt.manager.when import SavePolicy
+    from aiockpt.manager.policies import KeepPolicy, SavePolicy
     from aiockpt.telemetry.progress import OnProgress
 
 Verification = Literal["auto", "before", "while"]

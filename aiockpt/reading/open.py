@@ -24,9 +24,16 @@ from aiockpt.errors import (
     sanitize_error,
 )
 from aiockpt.format.checks import check_index
-from aiockpt.format.dcp.joined import in_directory, join_common, join_ranks
 from aiockpt.format.dcp.metadata import decode_metadata
-from aiockpt.format.file_sets import check_alone, decode_shard_index, join_files, merge_shards
+from aiockpt.format.file_sets import (
+    check_alone,
+    decode_shard_index,
+    in_directory,
+    join_common,
+    join_files,
+    join_ranks,
+    merge_shards,
+)
 from aiockpt.format.index import Entry, Index, InlineEntry, ItemRange, ObjectEntry, ObjPath, TensorEntry, TensorItem
 from aiockpt.format.item.arrays import check_arrays
 from aiockpt.format.keys import check_patterns, hint, matching

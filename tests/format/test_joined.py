@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from aiockpt.errors import CorruptCheckpointError, LoadError
-from aiockpt.format.dcp.joined import join_ranks
+from aiockpt.format.file_sets import join_ranks
 from aiockpt.format.index import ChunkEntry, Index, ItemRange, ObjectEntry, TensorEntry
 from aiockpt.format.recognise import rank_metadata
 

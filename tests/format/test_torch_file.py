@@ -412,7 +412,9 @@ def test_evil_pickles_never_run() -> None:
 
 
 def test_pickles_that_would_fill_the_memory_are_not_run() -> None:
-    with pytest.raises(UnsafeCheckpointError, match=r"model\.pt was not read: .*damaged, or was changed.*trust=True"):
+    with pytest.raises(
+        UnsafeCheckpointError, match=r"model\.pt was not unpickled: .*damaged, or was changed.*trust=True"
+    ):
         read(saved({"w": torch.ones(2), "x": Bomb()}))
 
 
@@ -423,7 +425,7 @@ def test_pickles_that_would_fill_the_memory_are_not_run() -> None:
 )
 def test_containers_nested_too_deep_are_refused_by_name(deep: bytes) -> None:
     blob = repacked(saved({}), changed={"data.pkl": b"\x80\x02" + deep + b"."})
-    with pytest.raises(UnsafeCheckpointError, match=r"in model\.pt was not read: it nests containers deeper"):
+    with pytest.raises(UnsafeCheckpointError, match=r"in model\.pt was not unpickled: it nests containers deeper"):
         read(blob)
     with pytest.raises(LoadError, match=r"model\.pt nests its containers too deep"):
         read(blob, trust=True)

@@ -181,21 +181,39 @@ def decode_object(
                 return _as_saved(
                     torch.load(io.BytesIO(blob), map_location=map_location, weights_only=not trust), records
                 )
-    except (pickle.UnpicklingError, ForeignNameError) as exc:
-        if trust:
-            raise CorruptCheckpointError(f"the object {name} can't be unpickled: {exc}") from exc
-        raise UnsafeCheckpointError(f"the object {name} {_why_refused(records, safe_globals, exc)}") from exc
-    except PickleError as exc:
-        raise UnsafeCheckpointError(
-            f"the object {name} was not unpickled: {exc}, which is not what torch.save writes: it is damaged, or was "
-            "changed; if you trust the checkpoint, pass trust=True."
-        ) from exc
     except Warning:  # the program turns warnings into errors
         raise
     except Exception as exc:  # a damaged pickle raises nearly anything
-        if is_shortage(exc):
-            raise LoadError(f"the object {name} can't be unpickled now, for lack of resources: {exc}") from exc
-        raise CorruptCheckpointError(f"the object {name} can't be unpickled: {type(exc).__name__}: {exc}") from exc
+        # An object that was refused has a pickle; one that is damaged may have none.
+        is_refused = not trust and isinstance(exc, pickle.UnpicklingError | ForeignNameError)
+        data = _pickle_of(records) if is_refused else b""
+        raise unpickling_error(f"the object {name}", exc, data, _storages(records), safe_globals, trust=trust) from exc
+
+
+def unpickling_error(
+    what: str, exc: Exception, data: bytes, storages: Mapping[str, int], safe_globals: Sequence[Any], *, trust: bool
+) -> LoadError:
+    """Return the error for a failure of unpickling, with what to do about it."""
+    if is_shortage(exc):
+        return LoadError(f"{what} can't be unpickled now, for lack of memory or descriptors: {exc}")
+    is_refused = isinstance(exc, pickle.UnpicklingError) and not trust and exc.__cause__ is None
+    if is_refused or isinstance(exc, ForeignNameError):
+        permission = permission_for(data, storages, safe_globals)
+        if permission:
+            return UnsafeCheckpointError(f"{what} needs {permission}")
+    if isinstance(exc, PickleError):
+        return UnsafeCheckpointError(
+            f"{what} was not unpickled: {exc}, which is not what torch.save writes: it is damaged, or was changed; if "
+            "you trust it, pass trust=True."
+        )
+    if is_refused:
+        reason = str(exc)
+        detail = reason.partition("WeightsUnpickler error:")[2].strip().partition("\n")[0] or reason.partition("\n")[0]
+        detail = detail.partition(". Please use")[0]  # its advice is for `torch.load`
+        return UnsafeCheckpointError(
+            f"{what} holds what torch's restricted unpickler can't read ({detail}). If you trust it, pass trust=True."
+        )
+    return CorruptCheckpointError(f"{what} can't be unpickled: {type(exc).__name__}: {exc}")
 
 
 def _as_saved(value: Any, records: Mapping[str, memoryview]) -> Any:
@@ -290,18 +308,6 @@ def extended_allow_list(safe_globals: Sequence[Any]) -> Iterator[None]:
         # On exit torch removes all that it was given, even if the process had allowed it before.
         with torch.serialization.safe_globals([each for each in (*HARMLESS, *safe_globals) if each not in allowed]):
             yield
-
-
-def _why_refused(records: Mapping[str, memoryview], safe_globals: Sequence[Any], error: Exception) -> str:
-    """Return why torch refused an object, and how to allow it, as the end of a sentence."""
-    permission = permission_for(_pickle_of(records), _storages(records), safe_globals)
-    if permission:
-        return f"needs {permission}"
-    reason = str(error)
-    detail = reason.partition("WeightsUnpickler error:")[2].strip().partition("\n")[0] or reason.partition("\n")[0]
-    return (
-        f"holds what torch's restricted unpickler can't read ({detail}). If you trust the checkpoint, pass trust=True."
-    )
 
 
 class Permission(NamedTuple):

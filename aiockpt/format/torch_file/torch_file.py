@@ -23,10 +23,10 @@ import torch
 from isal.isal_zlib import crc32
 
 from aiockpt.core.strides import view_fits
-from aiockpt.errors import CorruptCheckpointError, LoadError, UnsafeCheckpointError
+from aiockpt.errors import CorruptCheckpointError, LoadError
 from aiockpt.format.index import ChunkEntry, ItemRange, TensorEntry, TensorItem
 from aiockpt.format.item.harmless import build_harmless
-from aiockpt.format.item.objects import allowed_names, extended_allow_list, is_shortage, permission_for, permitted
+from aiockpt.format.item.objects import allowed_names, extended_allow_list, permitted, unpickling_error
 from aiockpt.format.item.ziparchive import (
     LEGACY_MAGIC,
     LOCAL_HEADER,
@@ -36,7 +36,7 @@ from aiockpt.format.item.ziparchive import (
     data_offset,
     read_directory,
 )
-from aiockpt.format.pickle.guard import ForeignNameError, check_object_pickle
+from aiockpt.format.pickle.guard import check_object_pickle
 from aiockpt.format.pickle.machine import PickleError
 
 # --- records and placeholders of storages ---------------------------------------------------------
@@ -315,10 +315,16 @@ def read_torch_file(
     except Warning:  # the program turns warnings into errors
         raise
     except Exception as exc:  # a damaged pickle raises nearly anything, and so does a class that needs the values
-        if is_shortage(exc):
-            raise LoadError(f"{name} can't be read now, for lack of memory or descriptors: {exc}") from exc
-        permission = "" if trust else permission_for(data, archive.storage_bytes(), safe_globals)
-        raise _error_of(name, exc, permission, trust=trust, checked=bool(archive.records["data.pkl"].crc)) from exc
+        if isinstance(exc, _UnsupportedError):
+            raise _unsupported(name, "something in it", str(exc)) from exc
+        error = unpickling_error(f"the pickle in {name}", exc, data, archive.storage_bytes(), safe_globals, trust=trust)
+        is_checked = archive.records["data.pkl"].crc and not isinstance(exc, pickle.UnpicklingError)
+        if isinstance(error, CorruptCheckpointError) and is_checked:
+            error = LoadError(
+                f"{name} can't be read without the values of its tensors ({type(exc).__name__}: {exc}); read it with "
+                "torch.load"
+            )
+        raise error from exc
     finally:
         _forget_sparse_tensors()
     try:
@@ -339,31 +345,6 @@ def read_torch_file(
 
 class _UnsupportedError(Exception):
     """The pickle makes a tensor that no placeholder can replace; the argument is its kind."""
-
-
-def _error_of(name: str, exc: Exception, permission: str, *, trust: bool, checked: bool) -> LoadError:
-    """Return the error for a failure of unpickling, with what to do about it."""
-    if isinstance(exc, _UnsupportedError):
-        return _unsupported(name, "something in it", str(exc))
-    refused = isinstance(exc, pickle.UnpicklingError) and not trust and exc.__cause__ is None
-    if permission and (refused or isinstance(exc, ForeignNameError)):
-        return UnsafeCheckpointError(f"{name} needs {permission}")
-    if isinstance(exc, PickleError):
-        return UnsafeCheckpointError(
-            f"the pickle in {name} was not read: {exc}, which is not what torch.save writes: it is damaged, or was "
-            "changed; if you trust the file, pass trust=True."
-        )
-    if refused:
-        reason = str(exc).partition("\n")[0].partition(". Please use")[0]  # its advice is for `torch.load`
-        return UnsafeCheckpointError(
-            f"{name} holds what torch's restricted unpickler can't read ({reason}). If you trust the file, pass "
-            "trust=True."
-        )
-    if isinstance(exc, pickle.UnpicklingError) or not checked:
-        return CorruptCheckpointError(f"the pickle in {name} is damaged: {type(exc).__name__}: {exc}")
-    return LoadError(
-        f"{name} can't be read without the values of its tensors ({type(exc).__name__}: {exc}); read it with torch.load"
-    )
 
 
 def _check_functions(data: bytes) -> None:

@@ -14,8 +14,8 @@ from aiockpt.core.gc_pause import gc_pause
 from aiockpt.core.spans import record_to, span
 from aiockpt.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError
 from aiockpt.format.checks import check_index
-from aiockpt.format.dcp.joined import in_directory, join_common, join_ranks
 from aiockpt.format.dcp.metadata import decode_metadata
+from aiockpt.format.file_sets import in_directory, join_common, join_ranks
 from aiockpt.format.index import Entry, Index, ObjectEntry, TensorEntry
 from aiockpt.format.item.arrays import check_arrays
 from aiockpt.format.item.ziparchive import ZIP_MAGIC
