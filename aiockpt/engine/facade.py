@@ -253,8 +253,7 @@ class EngineAccess:
     @property
     def leads(self) -> bool:
         """Whether this is rank 0, or saves alone."""
-        coordinator = self._checkpointer._engine.coordinator()
-        return coordinator is None or coordinator.leads
+        return self._checkpointer._engine.coordinator() is None or self._checkpointer._engine.leads
 
     def take_failure(self) -> BaseException | None:
         """Return an earlier save's failure that was not delivered, which counts as delivered then; None: no more."""
