@@ -185,6 +185,7 @@ class Engine:
 
     def coordinator(self) -> Coordinator | None:
         """Return the coordinator, chosen at the first call that finds other ranks; None if there are none."""
+        self.origin.check_process()
         with self._lock:
             if self._world is None:
                 group, timeout_s = self.options.process_group, self.options.coordination_timeout
