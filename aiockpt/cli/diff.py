@@ -20,6 +20,7 @@ from aiockpt.cli.output import (
     Column,
     console,
     dtype_text,
+    facts_of,
     print_json,
     print_table,
     shape_text,
@@ -262,26 +263,20 @@ def _document(a: CheckpointReader, b: CheckpointReader, found: Differences) -> d
         "b": b.path,
         "same": not found,
         "unchanged": found.unchanged,
-        "added": [{"key": info.key, **_facts(info)} for info in found.added],
-        "removed": [{"key": info.key, **_facts(info)} for info in found.removed],
+        "added": [{"key": info.key, **facts_of(info)} for info in found.added],
+        "removed": [{"key": info.key, **facts_of(info)} for info in found.removed],
         "changed": [
             {
                 "key": each.key,
                 "what": each.what,
-                "a": _facts(each.a),
-                "b": _facts(each.b),
+                "a": facts_of(each.a),
+                "b": facts_of(each.b),
                 **({} if each.values is None else _figures(each.values)),
                 **({} if each.texts is None else {"before": each.texts[0], "after": each.texts[1]}),
             }
             for each in found.changed
         ],
     }
-
-
-def _facts(info: Info) -> Mapping[str, Any]:
-    if isinstance(info, ObjectInfo):
-        return {"kind": "object", "bytes": info.nbytes}
-    return {"kind": "tensor", "dtype": dtype_text(info), "shape": info.shape, "bytes": info.nbytes}
 
 
 def _figures(values: TensorDifference) -> Mapping[str, Any]:

@@ -20,7 +20,7 @@ from aiockpt.cli import tree
 from aiockpt.cli.app import CommandError
 from aiockpt.cli.found import find
 from aiockpt.cli.html.page import html_page
-from aiockpt.cli.output import console, dtype_text, padded, print_json, shape_text, shown, size_text
+from aiockpt.cli.output import console, dtype_text, facts_of, padded, print_json, shape_text, shown, size_text
 from aiockpt.cli.progress import bar
 from aiockpt.cli.statistics import Statistics, Survey, survey
 from aiockpt.core.gc_pause import gc_pause
@@ -177,18 +177,12 @@ def _document(contents: Contents) -> dict[str, Any]:
 
 def _record(info: TensorInfo | ObjectInfo, contents: Contents) -> dict[str, Any]:
     if isinstance(info, ObjectInfo):
-        return {"key": info.key, "kind": "object", "bytes": info.nbytes, "file": info.file, "offset": info.offset}
-    record: dict[str, Any] = {
-        "key": info.key,
-        "kind": "tensor",
-        "dtype": dtype_text(info),
-        "shape": info.shape,
-        "bytes": info.nbytes,
-        "chunks": [
-            {"file": c.file, "offset": c.offset, "bytes": c.nbytes, "offsets": c.offsets, "sizes": c.sizes}
-            for c in info.chunks
-        ],
-    }
+        return {"key": info.key, **facts_of(info), "file": info.file, "offset": info.offset}
+    chunks = [
+        {"file": c.file, "offset": c.offset, "bytes": c.nbytes, "offsets": c.offsets, "sizes": c.sizes}
+        for c in info.chunks
+    ]
+    record = {"key": info.key, **facts_of(info), "chunks": chunks}
     if info.key in contents.statistics:
         figures = contents.statistics[info.key]
         record["stats"] = None if figures is None else asdict(figures)

@@ -19,13 +19,14 @@ from aiockpt.errors import printable_key
 from aiockpt.telemetry.card import size_text
 
 if TYPE_CHECKING:
-    from aiockpt.reading.info import TensorInfo
+    from aiockpt.reading.info import ObjectInfo, TensorInfo
 
 __all__ = [
     "Column",
     "console",
     "dtype_text",
     "duration_text",
+    "facts_of",
     "padded",
     "print_json",
     "print_table",
@@ -177,6 +178,15 @@ def rate_text(bytes_per_s: float) -> str:
 def dtype_text(info: TensorInfo) -> str:
     """Return the dtype of a tensor."""
     return str(info.dtype).removeprefix("torch.")
+
+
+def facts_of(info: TensorInfo | ObjectInfo) -> dict[str, Any]:
+    """Return what JSON says of a tensor or an object."""
+    from aiockpt.reading.info import TensorInfo  # not above: it imports torch
+
+    if not isinstance(info, TensorInfo):
+        return {"kind": "object", "bytes": info.nbytes}
+    return {"kind": "tensor", "dtype": dtype_text(info), "shape": info.shape, "bytes": info.nbytes}
 
 
 def shape_text(info: TensorInfo) -> str:

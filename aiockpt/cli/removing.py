@@ -55,7 +55,7 @@ def _ask(paths: Sequence[str]) -> None:
         raise typer.BadParameter("there is no terminal to ask on: pass --yes to remove without being asked")
     for path in paths:
         found = find(path) if os.path.lexists(path) else []
-        nbytes = sum(each.nbytes for each in found)
+        nbytes = sum(each.info.nbytes for each in found)
         console(stderr=True).print(f"{shown(path)}  {size_text(nbytes) if found else 'no checkpoint'}", soft_wrap=True)
     if not typer.confirm("Remove this?" if len(paths) == 1 else f"Remove these {len(paths)}?", err=True):
         console(stderr=True).print("Nothing was removed.")
@@ -173,12 +173,12 @@ def clean(directory: str, *, older_than_s: float | None, as_json: bool = False) 
         removed = ckpt.clean(directory, older_than_s=older_than_s)
     left = [found for found in find(directory) if found.name.startswith(HIDDEN)]
     if as_json:
-        print_json({"removed": removed, "left": [{"path": each.path, "why": each.problem} for each in left]})
+        print_json({"removed": removed, "left": [{"path": each.info.path, "why": each.info.problem} for each in left]})
         return
     out = console()
     for path in removed:
         out.print(f"removed {shown(path)}", soft_wrap=True)
     for each in left:
-        out.print(f"left {shown(each.path)}: {shown(each.problem)}", soft_wrap=True)
+        out.print(f"left {shown(each.info.path)}: {shown(each.info.problem)}", soft_wrap=True)
     if not removed and not left:
         out.print("There is nothing to remove.")

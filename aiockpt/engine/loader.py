@@ -59,6 +59,7 @@ class Loader:
 
     def _opening(self, request: OpenRequest) -> tuple[Storage, str, LoadOptions]:
         """Return storage, path and options of a reader."""
+        self._engine.origin.check_process()
         storage, where = locate(request.path, request.storage, self._storage)
         options = LoadOptions(verify=request.verify, safe_globals=request.safe_globals, trust=request.trust)
         check_options(options, into=False)
@@ -66,6 +67,7 @@ class Loader:
 
     def load(self, request: LoadRequest) -> Callable[[], Loading]:
         """Check the options of a load; return the function that starts it."""
+        self._engine.origin.check_process()
         try:
             request = replace(request, keys=check_patterns(request.keys))
             check_options(request, into=request.state_dict is not None)

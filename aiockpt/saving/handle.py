@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from aiockpt.core.futures import Completion
 from aiockpt.core.threads import Origin, check_asyncio
-from aiockpt.errors import SaveCancelledError, SaveSkippedError
-from aiockpt.telemetry.progress import ProgressEvent, SavePhase
+from aiockpt.telemetry.progress import ProgressEvent, SavePhase, outcome_of
 from aiockpt.telemetry.saves import SaveResult
 
 if TYPE_CHECKING:
@@ -68,17 +67,13 @@ class SaveHandle(Awaitable[SaveResult]):
         """Phase of the save, or its outcome. Reading it does not count as receiving its failure."""
         if not self.written.done():
             return self._last.phase if self._last else "waiting"  # type: ignore[return-value] # one of a save
-        error = self.written._exception
-        if error is None:
-            return "committed"
-        if isinstance(error, SaveSkippedError):
-            return "skipped"
-        return "cancelled" if isinstance(error, SaveCancelledError) else "failed"
+        outcome = outcome_of(self.written._exception)
+        return "committed" if outcome == "written" else outcome
 
     @property
     def skipped(self) -> bool:
         """Whether the save was skipped, or superseded by a later one; see ``on_busy``."""
-        return isinstance(self.written._exception, SaveSkippedError)
+        return self.state == "skipped"
 
     @property
     def observed(self) -> bool:

@@ -16,8 +16,7 @@ import typer
 
 import aiockpt
 from aiockpt.cli.app import CommandError
-from aiockpt.cli.bench.disk import Disk, Measured, Setting, drop
-from aiockpt.cli.interrupts import uninterrupted
+from aiockpt.cli.bench.disk import Disk, Measured, Setting, drop, uninterrupted
 from aiockpt.cli.output import Column, console, duration_text, print_json, print_table, rate_text, shown, size_text
 from aiockpt.cli.progress import bar
 from aiockpt.core.machine import available_memory_bytes
