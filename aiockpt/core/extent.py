@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -83,9 +83,5 @@ def is_null(tensor: torch.Tensor) -> bool:
     return not address_of(tensor) and tensor.untyped_storage().nbytes() > 0
 
 
-def address_of(tensor: torch.Tensor | None) -> int | None:
-    """Return the address of a strided tensor's memory; None if there is none."""
-    if tensor is None or tensor.layout is not torch.strided:
-        return None
-    # Not `data_ptr`: it would copy memory that is shared until it is written.
-    return int(torch._C._data_address(tensor))  # type: ignore[attr-defined]
+# The address of a strided tensor's memory. Not `data_ptr`: it would copy memory that is shared until it is written.
+address_of: Callable[[torch.Tensor], int] = torch._C._data_address  # type: ignore[attr-defined]

@@ -243,8 +243,13 @@ def _hold(
     _check_kinds(flat.names, tensors)
     snapshot.versions = _versions(tensors)
     _copy_small_tensors(snapshot, devices)
+    snapshot.addresses = [None] * len(leaves)
     if not all(map(is_host, devices)):
-        snapshot.addresses = [None if n in snapshot.eager else address_of(t) for n, t in enumerate(snapshot.tensors)]
+        for leaf, tensor in enumerate(snapshot.tensors):
+            if tensor is None or leaf in snapshot.eager or is_host(tensor.device):
+                continue
+            if tensor.layout is torch.strided:
+                snapshot.addresses[leaf] = address_of(tensor)
     samples = None
     if sampled:
         samples = Samples(flat.names, snapshot.tensors, besides=snapshot.eager)
@@ -322,6 +327,8 @@ def _check_devices(names: Sequence[str], tensors: Sequence[torch.Tensor | None])
 
 def _check_captures(leaves: Iterable[Any], error: type[AiockptError]) -> None:
     """Refuse tensors of a device whose current stream captures a graph, before a kernel or an event is added to it."""
+    if not torch.accelerator.is_available():
+        return
     for device in {leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)}:
         if not is_host(device) and is_capturing(device):
             raise error(CAPTURING.format(device))
