@@ -52,8 +52,8 @@ class OrderChecker:
         """
         raise NotImplementedError
 
-    def stream_of(self, tensor: torch.Tensor) -> int:
-        """Return this thread's current stream of a tensor's device."""
+    def stream_of(self, tensor: torch.Tensor) -> int | None:
+        """Return this thread's current stream of a tensor's device; None if no kernel would run in it."""
         raise NotImplementedError
 
     def is_synchronising(self, kernel: Any) -> bool:
@@ -179,6 +179,13 @@ class _Accesses(ArgumentHandler):
             self.dataptrs_read.add(memory)
 
 
+def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    try:
+        return tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):  # a sparse tensor, or a wrapper: its parts are seen by other kernels
+        return None
+
+
 def number_of(stream: Any) -> int:
     return stream.number if isinstance(stream, PosingStream) else stream.cuda_stream
 
@@ -188,10 +195,13 @@ def number_of(stream: Any) -> int:
 
 class _CudaChecker(OrderChecker):
     def memory_of(self, tensor: torch.Tensor, *, is_new: bool = False) -> int | None:
-        return tensor.untyped_storage().data_ptr() or None if tensor.is_cuda else None
+        storage = _storage_of(tensor) if tensor.is_cuda else None
+        return None if storage is None else storage.data_ptr() or None
 
-    def stream_of(self, tensor: torch.Tensor) -> int:
-        return torch.cuda.current_stream(tensor.device).cuda_stream
+    def stream_of(self, tensor: torch.Tensor) -> int | None:
+        with torch.cuda.device(tensor.device):  # a kernel that is captured does not run
+            is_captured = torch.cuda.is_current_stream_capturing()
+        return None if is_captured else torch.cuda.current_stream(tensor.device).cuda_stream
 
 
 @contextlib.contextmanager
@@ -299,11 +309,8 @@ class PosingDevice(OrderChecker):
         assert self._running.wait(60), "the device was held and never went on"
 
     def memory_of(self, tensor: torch.Tensor, *, is_new: bool = False) -> int | None:
-        try:
-            storage = tensor.untyped_storage()
-        except (NotImplementedError, RuntimeError):
-            return None
-        if not storage.nbytes():
+        storage = _storage_of(tensor)
+        if storage is None or not storage.nbytes():
             return None
         with self.lock:
             if storage._cdata not in self._memory:

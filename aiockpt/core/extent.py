@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from aiockpt.core.strides import span
 
-_address = torch._C._data_address  # type: ignore[attr-defined]
+# The address of a strided tensor's memory. Not `data_ptr`: it would copy memory that is shared until it is written.
+address_of: Callable[[torch.Tensor], int] = torch._C._data_address  # type: ignore[attr-defined]
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _PACKED = {dtype: count for name, count in (("quint4x2", 2), ("quint2x4", 4)) if (dtype := getattr(torch, name, None))}
 """Elements per byte of packed dtypes."""
@@ -80,14 +81,5 @@ def _is_short(tensor: torch.Tensor) -> bool:
 def is_null(tensor: torch.Tensor) -> bool:
     """Return whether a tensor of at least one element has a storage without memory, as `torch._efficientzerotensor`."""
     if type(tensor) in _PLAIN and tensor.is_cpu:  # wrappers have no address, and not each device has addresses
-        # Not `data_ptr`: it would copy memory that is shared until it is written.
-        return not _address(tensor) and tensor.untyped_storage().nbytes() > 0
+        return not address_of(tensor) and tensor.untyped_storage().nbytes() > 0
     return tensor._is_zerotensor()
-
-
-def address_of(tensor: torch.Tensor | None) -> int | None:
-    """Return the address of a strided tensor's memory; None if there is none."""
-    if tensor is None or tensor.layout is not torch.strided:
-        return None
-    # Not `data_ptr`: it would copy memory that is shared until it is written.
-    return int(_address(tensor))

@@ -41,8 +41,7 @@ class Snapshot:
     containers: list[dict[str, JsonValue]]  # records of the containers that paths can't express
     tensors: list[torch.Tensor | None]  # detached; None for objects
     versions: list[int | None]  # version counters; None if changes can't be seen or don't matter
-    # on devices, the memory's addresses; None as in `versions`. Empty if all is in host memory, which is copied at once
-    addresses: list[int | None] = field(default_factory=list)
+    addresses: list[int | None] = field(default_factory=list)  # of the memory on devices; None as in `versions`
     # for a leaf its DTensor, which has a version counter of its own, and that version
     wholes: dict[int, tuple[torch.Tensor, int]] = field(default_factory=dict)
     values: dict[int, Any] = field(default_factory=dict)  # immutable objects, pickled later
@@ -67,39 +66,38 @@ class Snapshot:
     def changed(self, leaves: Iterable[int] | None = None) -> list[str]:
         """Return the names of these leaves (None: all) that changed, or moved, since; none once it is released."""
         # Each is read once: another thread may release them meanwhile.
-        tensors, versions, wholes, names = self.tensors, self.versions, self.wholes, self.structure.names
-        addresses = self.addresses
-        if not len(tensors) == len(versions) == len(names):
+        tensors, versions, addresses, names = self.tensors, self.versions, self.addresses, self.structure.names
+        wholes = self.wholes
+        if not len(tensors) == len(versions) == len(addresses) == len(names):
             return []
-        chosen = range(len(names)) if leaves is None else leaves
         parts = [
             names[leaf]
             for leaf in (wholes if leaves is None else leaves)
             if leaf in wholes and wholes[leaf][0]._version != wholes[leaf][1]
         ]
+        if leaves is None:
+            rows = zip(names, tensors, versions, addresses, strict=True)
+        else:
+            rows = zip(
+                *([column[leaf] for leaf in leaves] for column in (names, tensors, versions, addresses)), strict=True
+            )
         # Memory that was freed shows in no counter. If it was allocated again, that is elsewhere: see `Runtime.use`.
-        if addresses:
-            parts += [names[leaf] for leaf in chosen if addresses[leaf] not in (None, address_of(tensors[leaf]))]
-        rows = (
-            zip(chosen, tensors, versions, strict=True)
-            if leaves is None
-            else ((leaf, tensors[leaf], versions[leaf]) for leaf in leaves)
-        )
         return parts + [
-            names[leaf]
-            for leaf, tensor, version in rows
-            if version is not None and tensor is not None and tensor._version != version
+            name
+            for name, tensor, version, address in rows
+            if tensor is not None
+            and (
+                (version is not None and tensor._version != version)
+                or (address is not None and address_of(tensor) != address)
+            )
         ]
 
     def ignore_changes(self, leaves: Iterable[int]) -> None:
         """Stop reporting changes of these leaves, and of the DTensors they are parts of."""
         versions, addresses, wholes = self.versions, self.addresses, self.wholes  # see `changed`
-        for leaf in leaves:
+        for leaf in leaves if versions else ():
             wholes.pop(leaf, None)
-            if versions:
-                versions[leaf] = None
-            if addresses:
-                addresses[leaf] = None
+            versions[leaf] = addresses[leaf] = None
 
     def release(self) -> None:
         """Release the tensors and objects."""

@@ -39,14 +39,7 @@ from aiockpt.snapshot.live import check_optimizers, resolve
 from aiockpt.snapshot.optimizer_hooks import follow_steps, watch_optimizers
 from aiockpt.snapshot.sampling import Samples, plain_memory
 from aiockpt.staging.pool import ArenaCache, copy_small
-from aiockpt.staging.runtime import (
-    has_events,
-    is_capturing,
-    is_host,
-    reading_behind,
-    ready_event,
-    unordered_message,
-)
+from aiockpt.staging.runtime import CAPTURING, UNORDERED, has_events, is_capturing, is_host, reading_behind, ready_event
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -144,8 +137,13 @@ def dense_form(name: str, value: Any) -> Any:
     """Return a plain tensor of the values of an encoded one."""
     if not is_encoded(value):
         return value
-    with torch.no_grad():
-        dense = value.dequantize()
+    try:
+        with torch.no_grad():
+            dense = value.dequantize()
+    except torch.OutOfMemoryError as exc:
+        raise SaveError(
+            f"{value.device} has no memory for the plain values of {name}, a {type(value).__name__}"
+        ) from exc
     if type(dense) not in TENSOR_TYPES:
         raise SaveError(f"{name} is a {type(value).__name__} whose dequantize() gave a {type(dense).__name__}")
     return dense.detach()
@@ -253,8 +251,13 @@ def _hold(
     _check_kinds(flat.names, tensors)
     snapshot.versions = _versions(tensors)
     _copy_small_tensors(snapshot, devices, arenas or ArenaCache())
+    snapshot.addresses = [None] * len(leaves)
     if not all(map(is_host, devices)):
-        snapshot.addresses = [None if n in snapshot.eager else address_of(t) for n, t in enumerate(snapshot.tensors)]
+        for leaf, tensor in enumerate(snapshot.tensors):
+            if tensor is None or leaf in snapshot.eager or is_host(tensor.device):
+                continue
+            if tensor.layout is torch.strided:
+                snapshot.addresses[leaf] = address_of(tensor)
     samples = None
     if sampled:
         samples = Samples(flat.names, snapshot.tensors, besides=snapshot.eager)
@@ -325,24 +328,18 @@ def _check_devices(names: Sequence[str], tensors: Sequence[torch.Tensor | None])
     for device in devices:
         if not is_host(device) and not has_events(device):
             name = next(n for n, t in zip(names, tensors, strict=True) if t is not None and t.device == device)
-            how = (
-                _meta_message(name) if device.type == "meta" else f"{name} can't be saved: {unordered_message(device)}"
-            )
+            how = _meta_message(name) if device.type == "meta" else f"{name} can't be saved: {UNORDERED.format(device)}"
             raise SaveError(how)
     return devices
 
 
 def _check_captures(leaves: Iterable[Any], error: type[AiockptError]) -> None:
-    """Refuse tensors of a device on whose current stream a graph is captured; before any kernel is launched.
-
-    It would become a part of the graph, as would the staging stream, once it waits for an event of the capture.
-    """
+    """Refuse tensors of a device whose current stream captures a graph, before a kernel or an event is added to it."""
+    if not torch.accelerator.is_available():
+        return
     for device in {leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)}:
         if not is_host(device) and is_capturing(device):
-            raise error(
-                f"tensors of {device} can't be saved, nor loaded into, while this thread captures a graph there: do "
-                "it before or after the capture"
-            )
+            raise error(CAPTURING.format(device))
 
 
 def _check_kinds(names: Sequence[str], tensors: Sequence[torch.Tensor | None]) -> None:

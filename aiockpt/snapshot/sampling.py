@@ -22,7 +22,7 @@ from aiockpt.core.gc_pause import gc_pause
 from aiockpt.errors import SaveError, StageError
 from aiockpt.staging.base import RAW_DTYPES
 from aiockpt.staging.pool import copy_small
-from aiockpt.staging.runtime import is_host, reading_behind, ready_event, use_here
+from aiockpt.staging.runtime import is_host, reading_behind, ready_event, use_in
 
 if TYPE_CHECKING:
     from aiockpt.planning.snapshot import Snapshot
@@ -125,7 +125,7 @@ class Samples:
         if not stayed:
             return
         if not wait:
-            use_here(samples)
+            use_in(None, samples)
         try:
             # Here, not when the points were chosen: there, this kernel would run in another stream than the next ones.
             before = torch.cat([samples.narrow(0, start, point.number) for start, point in stayed])

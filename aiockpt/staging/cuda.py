@@ -7,6 +7,7 @@ copies. Large pieces are copied one by one; small ones are packed on the device 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -75,6 +76,8 @@ class AcceleratorStager(Stager):
         self._runtime.order_behind(self._runtime.record())
 
     async def pin(self, chunk: Chunk) -> None:
+        if not self._locked:
+            await self._issuer.run(self._load_kernels)
         await self._issuer.run(self._pin, chunk)
 
     def _pin(self, chunk: Chunk) -> None:
@@ -92,6 +95,13 @@ class AcceleratorStager(Stager):
                 "staging memory could not be locked for %s, so copies are slower: the driver's error %d for %d bytes",
                 *(self.device, error, nbytes),
             )
+
+    def _load_kernels(self) -> None:
+        """Launch the kernels that staging uses: loading them later would wait for kernels of NCCL's that spin."""
+        self._runtime.enter()
+        with self._runtime.stream(), contextlib.suppress(torch.OutOfMemoryError):
+            some = torch.zeros(8, dtype=torch.uint8, device=self.device)
+            torch.cat([some, some])[::2].clone().ne(some).any()
 
     def close(self) -> None:
         # In this order: the stream may be given to another stager only when no copy is in flight.

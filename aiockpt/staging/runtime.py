@@ -168,6 +168,8 @@ def _driver() -> _Cuda | _Hip | None:
 
 
 HOST_KINDS = frozenset({"cpu"})
+CAPTURING = "the current stream of {} captures a graph, of which copies would become a part: do this before or after it"
+UNORDERED = "torch has no streams and events for {}, so copies have no order with other work there: use host memory"
 
 
 def is_host(device: torch.device) -> bool:
@@ -190,28 +192,16 @@ def is_capturing(device: torch.device) -> bool:
     if device.type == "cuda":
         with torch.cuda.device(device):
             return torch.cuda.is_current_stream_capturing()
-    if not _has_streams(device.type):
-        return False
-    asked = getattr(_current_stream(device), "is_capturing", None)
-    return bool(asked()) if asked is not None else False
+    asked = getattr(_current_stream(device), "is_capturing", None) if has_events(device) else None
+    return asked is not None and bool(asked())
 
 
 def current_streams() -> dict[torch.device, Any]:
     """Return this thread's current stream of each device whose allocator assigns new tensors to a stream."""
     kind = torch.accelerator.current_accelerator()
-    if kind is None or not has_events(kind):
-        return {}
-    if not getattr(torch.get_device_module(kind), "is_initialized", lambda: True)():
-        return {}
-    return {device: _current_stream(device) for device in _devices(kind.type)}
-
-
-def unordered_message(device: torch.device) -> str:
-    """Return the text of the error for a device without streams and events."""
-    return (
-        f"torch has no streams and events for {device.type!r} devices, so no copy can be ordered with the program's "
-        "work there: save, and load, copies in host memory"
-    )
+    if kind is None or not getattr(torch.get_device_module(kind), "is_initialized", lambda: True)():
+        return {}  # asking for a stream would initialise it
+    return {device: _current_stream(device) for device in _devices(kind.type)} if has_events(kind) else {}
 
 
 @contextlib.contextmanager
@@ -232,15 +222,10 @@ def running_in(stream: Any) -> Iterator[None]:
 
 
 def use_in(stream: Any, tensor: torch.Tensor) -> None:
-    """Keep a tensor's memory, once it is freed, from being reused before the work in a stream until then is done."""
-    with contextlib.suppress(NotImplementedError):  # an allocator that never reuses memory at once
-        tensor.record_stream(stream)
-
-
-def use_here(tensor: torch.Tensor) -> None:
-    """Do the same as `use_in` for this thread's current stream; nothing for memory of the host."""
+    """Keep a tensor's memory, even if it is freed, until the work in a stream is done. None: in the current stream."""
     if not is_host(tensor.device):
-        use_in(_current_stream(tensor.device), tensor)
+        with contextlib.suppress(NotImplementedError):  # an allocator that never reuses memory at once
+            tensor.record_stream(_current_stream(tensor.device) if stream is None else stream)
 
 
 @contextlib.contextmanager
@@ -259,7 +244,7 @@ def reading_behind(device: torch.device, event: torch.Event) -> Iterator[None]:
 def runtime_of(device: torch.device) -> Runtime:
     """Return the runtime of a device, with a new staging stream; raise AiockptError if it has no streams."""
     if not has_events(device):
-        raise AiockptError(unordered_message(device))
+        raise AiockptError(UNORDERED.format(device))
     return CudaRuntime(device) if device.type == "cuda" else Runtime(device)
 
 
@@ -282,7 +267,7 @@ class Runtime:
         return running_in(self._stream)
 
     def use(self, tensor: torch.Tensor) -> None:
-        """Keep a tensor's memory, once it is freed, from being reused before the copies are made; see `use_in`."""
+        """Keep a tensor's memory, even if it is freed, until the copies are made; see `use_in`."""
         use_in(self._stream, tensor)
 
     def wait_for(self, event: torch.Event) -> None:
@@ -307,10 +292,7 @@ class Runtime:
         event.synchronize()
 
     def lock(self, address: int, nbytes: int) -> int | None:
-        """Lock host memory so that the device copies to it directly; return an error's number, or 0.
-
-        None: devices of this kind can't.
-        """
+        """Lock host memory so that the device copies to it directly; return 0, an error, or None if none can."""
         return None
 
     def unlock(self, address: int) -> None:

@@ -283,7 +283,7 @@ async def test_the_bytes_of_other_devices_pieces_are_left_alone() -> None:
 async def test_a_device_without_streams_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ready_event(CPU) is None
     assert not is_capturing(CPU)
-    with pytest.raises(aiockpt.AiockptError, match="no streams and events for 'cpu' devices"):
+    with pytest.raises(aiockpt.AiockptError, match="no streams and events for cpu"):
         runtime_of(CPU)
     monkeypatch.setattr(device_runtime, "HOST_KINDS", frozenset())
     with pytest.raises(aiockpt.SaveError, match=r"^w can't be saved: torch has no streams and events"):

@@ -158,7 +158,7 @@ def test_a_guard_in_another_stream_than_the_saves(fails: bool, device: PosingDev
     device.check()
 
 
-@pytest.mark.parametrize("how", ["save", "hash", "load", "read"])
+@pytest.mark.parametrize("how", ["save", "hash", "load", "new", "read"])
 def test_nothing_is_done_while_a_graph_is_captured(how: str, device: PosingDevice, tmp_path: Path) -> None:
     """A kernel or an event in the captured stream would become a part of the graph."""
     state = _state()
@@ -167,17 +167,20 @@ def test_nothing_is_done_while_a_graph_is_captured(how: str, device: PosingDevic
         with device.stream() as stream, ckpt.open(tmp_path / "c") as reader:
             target = torch.zeros_like(state["large"])
             device.capturing.add(stream.number)
-            before = device.trace.seq_num
+            before = dict(device.trace.syncs.current_sync_states[stream.number])
             if how == "load":
                 with pytest.raises(aiockpt.LoadError, match="captures a graph"):
                     ckpt.load(tmp_path / "c", {"large": target})
+            elif how == "new":
+                with pytest.raises(aiockpt.LoadError, match="captures a graph"):
+                    ckpt.load(tmp_path / "c")
             elif how == "read":
                 with pytest.raises(aiockpt.LoadError, match="captures a graph"):
                     reader.read("large", out=target)
             else:
                 with pytest.raises(aiockpt.SaveError, match="captures a graph"):
                     ckpt.save(state, tmp_path / "d", validate="hash" if how == "hash" else "versions")
-            assert device.trace.seq_num == before
+            assert device.trace.syncs.current_sync_states[stream.number] == before
             device.capturing.clear()
         ckpt.save(state, tmp_path / "d")
     device.check()
