@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from aiockpt.core.threads import SHORT_ITEMS
 from aiockpt.errors import AiockptError, SaveError
 from aiockpt.format.manifest.manifest import Manifest
 from aiockpt.planning.dcp_plan import DcpFormat, DcpPlan
@@ -89,7 +90,9 @@ class LocalSave(_SaveAlone):
         self._planner = planner
 
     async def plan(self) -> SavePlan:
-        return await self._compute.run(self._planner.plan, self._job.snapshot, self._job.spec.form)
+        snapshot = self._job.snapshot
+        is_short = len(snapshot.tensors) <= SHORT_ITEMS
+        return await self._compute.run_unless(is_short, self._planner.plan, snapshot, self._job.spec.form)
 
     def invalidate_plan(self) -> None:
         self._planner.invalidate()
@@ -100,7 +103,7 @@ class LocalSave(_SaveAlone):
         return self._transaction
 
     async def documents(self, plan: SavePlan) -> CommitDocuments | None:
-        return await self._io.run(documents_of, self._job, plan)
+        return await self._io.run_unless(len(plan.layout.specs) <= SHORT_ITEMS, documents_of, self._job, plan)
 
     async def commit(self, plan: SavePlan, writer: ChunkWriter, times_s: Mapping[str, float]) -> SaveResult:
         await writer.write_documents()
