@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from aiockpt.core.threads import SHORT_BYTES, SHORT_ITEMS
 from aiockpt.staging.base import Done, LayoutMismatchError, Pending, Stager, check_memory, copy_strided, restore
 from aiockpt.staging.pool import Chunk, copy_small
 
@@ -36,7 +37,8 @@ class CpuStager(Stager):
         self._workers = workers
 
     async def issue(self, pieces: Sequence[Piece], chunk: Chunk, snapshot: Snapshot, layout: Layout) -> Pending:
-        await self._workers.run(copy_pieces, pieces, chunk, snapshot, layout)
+        is_short = len(pieces) <= SHORT_ITEMS and layout.nbytes <= SHORT_BYTES and not chunk.is_fresh
+        await self._workers.run_unless(is_short, copy_pieces, pieces, chunk, snapshot, layout)
         return Done()
 
 
