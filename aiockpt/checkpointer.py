@@ -198,8 +198,11 @@ class AsyncCheckpointer(CheckpointerBase):
     async def prewarm(self, state_dict: StateDict) -> None:
         """Allocate the staging memory for a state and fault it in, so that the first save is as fast as later ones.
 
+        Also captures the state once and drops it, in the caller's thread: the call of the first save finds its imports,
+        first calls and memory done.
+
         Args:
-            state_dict: a state of the expected size; only the sizes of its tensors matter.
+            state_dict: a state of the expected size and structure; nothing of it is kept.
         """
         check_asyncio("prewarm()", _INSTEAD)
         await self._prewarm(state_dict)

@@ -127,10 +127,9 @@ class CheckpointerOptions:
         process_group: the ranks that save together. Each of them calls `save` with its part of the state, the same
             number of times and in the same order; together they write one checkpoint. "default": all ranks of
             ``torch.distributed`` if that is initialised at the first use, else this process alone. None: this process
-            alone. The group itself is not used to communicate: a gloo group of the same ranks is created at the first
-            save.
+            alone. The group itself is not used to communicate: the ranks connect to rank 0 by TCP at the first save.
         coordination_timeout: seconds that a rank waits for the others before the save fails. The time that the others
-            take to write counts too.
+            take to write counts too. It is also the time that rank 0 may be silent while it publishes.
         planning: how the ranks plan what each of them writes, at the first save and after a change of the state.
             "central": rank 0 decides, so that everything is written once and the work is balanced. "decentralized":
             each rank decides for itself and waits for no other. One copy of each DTensor is written; plain tensors and

@@ -18,31 +18,34 @@ from types import ModuleType
 from typing import Any
 
 import benchmarks
-from benchmarks import limits, matrix, readme
-from benchmarks.limits import Limits
-from benchmarks.machine import Others
+from benchmarks import matrix
+from benchmarks.harness import time_limits
+from benchmarks.harness.time_limits import Limits
+from benchmarks.limits.machine import Others
+from benchmarks.report import readme
+from benchmarks.report.figures import title_of
 
 MODULES = {
-    "save": "benchmarks.save",
-    "load": "benchmarks.load",
-    "slice": "benchmarks.slice",
-    "open": "benchmarks.open",
-    "small": "benchmarks.small",
-    "blocked-loop": "benchmarks.blocked_loop",
-    "new-process": "benchmarks.new_process",
-    "startup": "benchmarks.startup",
-    "models": "benchmarks.models",
-    "sweep": "benchmarks.sweep",
-    "lag": "benchmarks.lag",
-    "ranks": "benchmarks.ranks",
-    "safetensors-ranks": "benchmarks.safetensors_ranks",
-    "scale": "benchmarks.scale",
-    "compress": "benchmarks.compress",
-    "writers": "benchmarks.writers",
-    "training": "benchmarks.training",
-    "gpu": "benchmarks.gpu",
-    "crash": "benchmarks.crash",
-    "soak": "benchmarks.soak",
+    "save": "benchmarks.measured.save",
+    "load": "benchmarks.measured.load",
+    "slice": "benchmarks.measured.slice",
+    "open": "benchmarks.measured.open",
+    "small": "benchmarks.measured.small",
+    "blocked-loop": "benchmarks.measured.blocked_loop",
+    "new-process": "benchmarks.measured.new_process",
+    "startup": "benchmarks.measured.startup",
+    "models": "benchmarks.measured.models",
+    "sweep": "benchmarks.measured.sweep",
+    "lag": "benchmarks.measured.lag",
+    "ranks": "benchmarks.ranks.sharded",
+    "safetensors-ranks": "benchmarks.ranks.safetensors_files",
+    "scale": "benchmarks.ranks.scale",
+    "compress": "benchmarks.measured.compress",
+    "writers": "benchmarks.measured.writers",
+    "training": "benchmarks.measured.training",
+    "gpu": "benchmarks.gpu.parts",
+    "crash": "benchmarks.crash.campaigns",
+    "soak": "benchmarks.crash.soak",
 }
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -121,7 +124,7 @@ def _add_options(command: argparse.ArgumentParser, options: Mapping[str, Mapping
 def run_one(options: argparse.Namespace) -> int:
     """Run a benchmark in this process, print its report and write its figures; return the exit code."""
     module = importlib.import_module(MODULES[options.name])
-    limits.current.set(
+    time_limits.current.set(
         Limits(
             options.run_limit,
             time.monotonic() + (options.time_limit or math.inf),
@@ -134,6 +137,8 @@ def run_one(options: argparse.Namespace) -> int:
     report.machine["share_of_cores_used_by_others"] = others.share
     report.remarks.append(f"other processes, and the kernel for nobody, used {others.share:.0%} of the cores meanwhile")
     rounds = {len(run.samples) for table in report.tables for run in table.runs if run.samples}
+    for table in report.tables:
+        table.title = title_of(table.title, {len(run.samples) for run in table.runs} - {0})
     if len(rounds) > 1 or (options.time_limit and rounds):
         report.remarks.append(f"rounds that were measured: {' or '.join(map(str, sorted(rounds)))}")
     report.show()

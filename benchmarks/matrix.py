@@ -24,9 +24,9 @@ from typing import Any
 
 import psutil
 
-from benchmarks import machine
-from benchmarks.markdown import document
-from benchmarks.pictures import draw
+from benchmarks.limits import machine
+from benchmarks.report.markdown import document
+from benchmarks.report.pictures import draw
 
 RESULTS, TABLES = "results.json", "results.md"
 TIME_LIMIT_S, RUN_LIMIT_S = 1500.0, 60.0

@@ -58,6 +58,7 @@ BOTH = {"cancellation", "core", "engine", "environments"}
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="also run the cases that only repeat what others find")
+    parser.addoption("--check-order", action="store_true", help="check the order of all accesses in tests/gpu")
 
 
 def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item):

@@ -14,12 +14,15 @@ from typing import Any
 
 import pytest
 
-from benchmarks import figures, limits, markdown, matrix, readme, scale
-from benchmarks.figures import Claim
+from benchmarks import matrix
+from benchmarks.harness import time_limits
+from benchmarks.harness.measure import interleave
 from benchmarks.matrix import Section
-from benchmarks.measure import interleave
+from benchmarks.ranks import scale
+from benchmarks.report import figures, markdown, pictures, readme
+from benchmarks.report.figures import Claim
 
-ROOT = Path(readme.__file__).parents[1]
+ROOT = readme.ROOT
 MACHINE = {
     "cpu": "A Processor",
     "cores": 2,
@@ -75,7 +78,7 @@ TRAINING = table_of(
     "train_s",
     "",
     run_of("no checkpoints", {"train_s": 4.0, "step_max_s": 0.3}),
-    run_of("aiockpt, thread", {"train_s": 4.2, "step_max_s": 0.4}),
+    run_of("aiockpt, thread", {"train_s": 4.2, "step_max_s": 0.4}) | {"first": {"step_max_s": 0.7}},
     run_of("torch.save + fsync", {"train_s": 5.0, "step_max_s": 0.9}),
 )
 RESULTS = {
@@ -147,14 +150,43 @@ def test_ratios_are_to_the_fastest_of_the_limit() -> None:
 
 def test_claims_name_the_best_peer_and_the_limit() -> None:
     claims = [
-        Claim("durable", "save", "save", "aiockpt"),
-        Claim("staged", "save", "save", "aiockpt", "staged_s", ("dcp.async",), "memmove"),
+        Claim("durable", "save", "save", "aiockpt", "raw writes"),
+        Claim("staged", "save", "save", "aiockpt", "memmove", "staged_s", ("dcp.async",), "memmove"),
         Claim("not measured", "load", "load", "aiockpt"),
         Claim("not there", "save", "save", "aiockpt, elsewhere"),
     ]
     durable, staged = figures.held(RESULTS, claims)
     assert (durable.ours.value, durable.best.name, durable.limit.value) == (0.8, "dcp.save, thread_count=2", 0.6)
     assert (staged.ours.value, staged.best.name, staged.limit.name) == (0.4, "dcp.async_save", "memmove, 1 thread")
+
+
+@pytest.mark.parametrize(
+    ("counts", "said"),
+    [
+        (set(), "medians of 3 rounds"),
+        ({1}, "one round"),
+        ({2}, "medians of 2 rounds"),
+        ({1, 3}, "medians of 1 to 3 rounds"),
+    ],
+)
+def test_a_title_says_how_many_rounds_were_measured(counts: set[int], said: str) -> None:
+    assert figures.title_of("save: 1 GiB, medians of 3 rounds, cold", counts) == f"save: 1 GiB, {said}, cold"
+
+
+def test_what_peers_are_faster_at_has_a_reason() -> None:
+    results = json.loads((readme.RESULTS / matrix.RESULTS).read_text())
+    found = figures.faster_peers(results)
+    assert found, "aiockpt is the fastest everywhere: drop the table"
+    assert {section for section, *_ in found} <= figures.WHY_FASTER.keys()
+    assert all(each.claim.why for each in figures.held(results) if each.is_beaten)
+
+
+def test_points_that_were_not_run_are_one_sentence() -> None:
+    rows = [
+        ["a: 8 ranks", "-", "not run: no time was left"],
+        *([f"b: {n}", "-", "not run: no time was left"] for n in "12"),
+    ]
+    assert readme._missing(rows, {"a"}) == "Not run (no time was left): a: 8 ranks; all of b."
 
 
 def test_the_page_has_every_table_with_escaped_cells() -> None:
@@ -200,6 +232,24 @@ def test_every_picture_is_drawn(drawn: Path) -> None:
     assert json.loads((drawn / "results.json").read_text()) == json.loads(json.dumps(RESULTS))
 
 
+def test_the_picture_of_numbers_of_tensors_shows_its_points() -> None:
+    pytest.importorskip("matplotlib")
+    canvas = pictures.scaling(RESULTS)
+    for axis in canvas.axes:
+        (least, most), (left, right) = axis.get_ylim(), axis.get_xlim()
+        assert least < most / 2
+        for line in axis.get_lines():
+            assert all(left <= x <= right and least <= y <= most for x, y in line.get_xydata())
+        labels = [label for label in axis.get_xticklabels(which="both") if label.get_text()]
+        assert len(labels) == len(line.get_xydata()), "labels only where something was measured"
+
+
+def test_the_longest_step_is_that_of_the_table() -> None:
+    pytest.importorskip("matplotlib")
+    longest = pictures.training(RESULTS).axes[1]
+    assert [text.get_text() for text in longest.texts] == [" 700 ms", " 900 ms"]
+
+
 def test_sections_without_results_have_no_picture(drawn: Path) -> None:
     assert [file.name for file in (drawn / "one").glob("*.png")] == ["training.png"]
 
@@ -216,7 +266,8 @@ def test_only_the_section_is_replaced() -> None:
 
 def test_the_section_has_the_figures() -> None:
     section = readme.section(RESULTS)
-    assert "| durable save | 0.80 s | 0.75 of 0.60 s | 1.60 s, dcp.save, thread_count=2 |" in section
+    row = "| save, until it is durable (2 GiB) | 0.80 s | 0.60 s, raw writes | 1.60 s, dcp.save, thread_count=2 |"
+    assert row in section
     assert "A Processor, 2 cores" in section
 
 
@@ -258,7 +309,7 @@ def test_a_hanging_run_ends_its_process_and_leaves_its_name(tmp_path: Path) -> N
     source = f"""
     import threading
     from pathlib import Path
-    from benchmarks.limits import Limits
+    from benchmarks.harness.time_limits import Limits
     limits = Limits(run_s=0.2, running=Path({str(file)!r}))
     with limits.watch("the quick one"):
         pass
@@ -286,11 +337,11 @@ async def count(_each: Counter, number: int) -> dict[str, float]:
 
 @pytest.mark.parametrize(("until", "numbers"), [(math.inf, [0, 1, 2]), (0.0, [0])])
 def test_one_round_is_run_even_if_time_is_over(until: float, numbers: list[int]) -> None:
-    before = limits.current.set(limits.Limits(until=until, without={"b": "it hangs"}))
+    before = time_limits.current.set(time_limits.Limits(until=until, without={"b": "it hangs"}))
     try:
         ours, other = asyncio.run(interleave([Counter("a"), Counter("b")], 3, count))
     finally:
-        limits.current.reset(before)
+        time_limits.current.reset(before)
     assert (ours.first, ours.values("number"), ours.error) == ({"number": -1}, numbers, None)
     assert (other.first, other.samples, other.error) == ({}, [], "it hangs")
 

@@ -19,30 +19,23 @@ import torch
 
 import aiockpt
 import benchmarks.__main__ as command
-from benchmarks import (
-    checkpoints,
-    gpu_device,
-    gpu_rounds,
-    gpu_training,
-    gpu_whole,
-    load,
-    machine,
-    new_process,
-    openers,
-    slice,
-    slicers,
-    training,
-)
-from benchmarks import open as opening
-from benchmarks.imagined import Imagined
-from benchmarks.imagined_ours import Coordinator
-from benchmarks.imagined_torch import TorchCoordinator
-from benchmarks.loaders import Aiockpt, Loader
-from benchmarks.measure import Transfers
-from benchmarks.new_process import NewProcess
-from benchmarks.states import State, checksums, empty_like, random_tensor, same_bits, small_state
-from benchmarks.writers_pace import Pace, compared
-from benchmarks.writers_work import Loader as LoadingThreads
+from benchmarks.gpu import device as gpu_device
+from benchmarks.gpu import rounds as gpu_rounds
+from benchmarks.gpu import training as gpu_training
+from benchmarks.gpu import whole as gpu_whole
+from benchmarks.harness.measure import Transfers
+from benchmarks.harness.states import State, checksums, empty_like, random_tensor, same_bits, small_state
+from benchmarks.limits import machine
+from benchmarks.measured import load, new_process, slice, training
+from benchmarks.measured import open as opening
+from benchmarks.measured.new_process import NewProcess
+from benchmarks.measured.pace import Pace, compared
+from benchmarks.measured.work import Loader as LoadingThreads
+from benchmarks.peers import checkpoints, openers, slicers
+from benchmarks.peers.loaders import Aiockpt, Loader
+from benchmarks.ranks.imagined import Imagined
+from benchmarks.ranks.imagined_ours import Coordinator
+from benchmarks.ranks.imagined_torch import TorchCoordinator
 from tests.stock import ALONE
 
 pytestmark = pytest.mark.skipif(not ALONE, reason="benchmarks use options of stock DCP that this torch lacks")
@@ -88,7 +81,7 @@ OPTIONAL = (
 RUN_ALL = """
 import gc, os, sys, traceback
 from pathlib import Path
-from benchmarks import machine
+from benchmarks.limits import machine
 from benchmarks.__main__ import main, parser
 machine.DROP_CACHES = Path(os.devnull)
 parser()  # imports everything, so that later collections skip it

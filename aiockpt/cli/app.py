@@ -8,12 +8,14 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from enum import IntEnum
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import typer
 from typer.core import TyperGroup
+
+T = TypeVar("T")
 
 
 class Code(IntEnum):
@@ -79,6 +81,13 @@ class Commands(TyperGroup):
             return super().invoke(ctx)
         except BrokenPipeError as exc:
             raise _ClosedPipeError from exc
+
+
+def run(command: Coroutine[Any, Any, T]) -> T:
+    """Run a command that awaits."""
+    import asyncio  # takes longer to import than help takes to show
+
+    return asyncio.run(command)
 
 
 def report(message: str) -> None:

@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from aiockpt.core.extent import strided_parts
+
 _BLOCK = 1 << 20  # elements that are compared at once, in up to five copies of eight bytes each
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _EXACT = float(1 << 62)  # differences of integers below it don't overflow
@@ -186,20 +188,10 @@ def _same_tensor(a: torch.Tensor, b: torch.Tensor, tolerance: Tolerance) -> bool
     return not difference.differing
 
 
-_COMPRESSED = {
-    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
-    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
-    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
-    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
-}
-
-
 def _parts(tensor: torch.Tensor) -> list[Any]:
     """Return the plain tensors and numbers that a sparse or quantized tensor consists of."""
-    if tensor.layout is torch.sparse_coo:
-        return [tensor._indices(), tensor._values()]
-    if tensor.layout in _COMPRESSED:
-        return [getattr(tensor, name)() for name in _COMPRESSED[tensor.layout]]
+    if tensor.layout is not torch.strided:
+        return list(strided_parts(tensor))
     if tensor.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
         return [tensor.int_repr(), tensor.q_scale(), tensor.q_zero_point()]
     return [tensor.int_repr(), tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()]

@@ -23,12 +23,12 @@ def checkpoints(incomplete: str) -> Words:
     folder, name = os.path.split(incomplete)
     try:
         fitting = {each for each in os.listdir(folder or ".") if each.startswith(name) and not each.startswith(".")}
-        found = {each.name: each for each in find(folder or ".") if each.name in fitting}
+        found = {each.name: each.info for each in find(folder or ".") if each.name in fitting}
     except OSError:
         return []
     if any(os.path.isdir(os.path.join(folder, each)) for each in fitting - found.keys()):
         return []
-    return [(os.path.join(folder, each.name), f"{each.state}, {size_text(each.nbytes)}") for each in found.values()]
+    return [(os.path.join(folder, name), f"{info.state}, {size_text(info.nbytes)}") for name, info in found.items()]
 
 
 def keys(context: typer.Context, incomplete: str) -> Words:

@@ -7,7 +7,7 @@ import math
 import os
 import reprlib
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -16,7 +16,17 @@ from rich.text import Text
 import aiockpt
 from aiockpt.cli.app import Code, CommandError
 from aiockpt.cli.compare import TensorDifference, Tolerance, same_objects
-from aiockpt.cli.output import Column, console, print_json, print_table, shown, size_text
+from aiockpt.cli.output import (
+    Column,
+    console,
+    dtype_text,
+    facts_of,
+    print_json,
+    print_table,
+    shape_text,
+    shown,
+    size_text,
+)
 from aiockpt.cli.progress import Bar, bar
 from aiockpt.cli.statistics import distinct_index, part_indices, times_of
 from aiockpt.format.keys import hint, matching
@@ -228,11 +238,11 @@ def _same_bytes(*places: tuple[str, ObjectInfo]) -> bool:
     lengths = {info.nbytes for _, info in places}
     if len(lengths) > 1 or not all(info.file for _, info in places):
         return False
-    try:
-        files = [open(os.path.join(path, info.file), "rb") for path, info in places]  # noqa: SIM115
-    except OSError:
-        return False
-    try:
+    with ExitStack() as stack:
+        try:
+            files = [stack.enter_context(open(os.path.join(path, info.file), "rb")) for path, info in places]
+        except OSError:
+            return False
         for file, (_, info) in zip(files, places, strict=True):
             file.seek(info.offset)
         left = lengths.pop()
@@ -242,9 +252,6 @@ def _same_bytes(*places: tuple[str, ObjectInfo]) -> bool:
                 return False
             left -= len(parts[0])
         return True
-    finally:
-        for file in files:
-            file.close()
 
 
 # --- output ---------------------------------------------------------------------------------------------
@@ -256,26 +263,20 @@ def _document(a: CheckpointReader, b: CheckpointReader, found: Differences) -> d
         "b": b.path,
         "same": not found,
         "unchanged": found.unchanged,
-        "added": [{"key": info.key, **_facts(info)} for info in found.added],
-        "removed": [{"key": info.key, **_facts(info)} for info in found.removed],
+        "added": [{"key": info.key, **facts_of(info)} for info in found.added],
+        "removed": [{"key": info.key, **facts_of(info)} for info in found.removed],
         "changed": [
             {
                 "key": each.key,
                 "what": each.what,
-                "a": _facts(each.a),
-                "b": _facts(each.b),
+                "a": facts_of(each.a),
+                "b": facts_of(each.b),
                 **({} if each.values is None else _figures(each.values)),
                 **({} if each.texts is None else {"before": each.texts[0], "after": each.texts[1]}),
             }
             for each in found.changed
         ],
     }
-
-
-def _facts(info: Info) -> Mapping[str, Any]:
-    if isinstance(info, ObjectInfo):
-        return {"kind": "object", "bytes": info.nbytes}
-    return {"kind": "tensor", "dtype": _dtype(info), "shape": info.shape, "bytes": info.nbytes}
 
 
 def _figures(values: TensorDifference) -> Mapping[str, Any]:
@@ -325,8 +326,4 @@ def _cells(each: Changed) -> tuple[str, ...]:
 def _described(info: Info) -> str:
     if isinstance(info, ObjectInfo):
         return f"object of {size_text(info.nbytes)}" if info.file else "object"
-    return f"{_dtype(info)} {'x'.join(map(str, info.shape)) or 'scalar'}"
-
-
-def _dtype(info: TensorInfo) -> str:
-    return str(info.dtype).removeprefix("torch.")
+    return f"{dtype_text(info)} {shape_text(info)}"

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from aiockpt.format.names import HIDDEN
-from aiockpt.format.recognise import Format, Recognised, State
-from aiockpt.manager.scan import examine, is_set_aside, step_of
+from aiockpt.format.recognise import Format, Recognised
+from aiockpt.manager.scan import NO_STEP, StepInfo, examine, is_set_aside, step_of
 from aiockpt.storage.local.entries import Budget, Listing
 from aiockpt.storage.local.temp_dir import REPLACED, SWEPT, Ticket, liveness, read_ticket, this_process
 
@@ -23,28 +22,15 @@ class Found:
 
     Attributes:
         name: its name in the directory.
-        path: its path.
+        info: its facts, as those of a step. Its ``step`` is `NO_STEP` if it is none of a manager's run; its state is
+            "unfinished" as well for what a save has left.
         format: its format; empty if that is not known.
-        state: "complete" as far as that is known without reading tensors, "unfinished" or "damaged".
-        nbytes: the bytes of its files.
-        time: when it was saved, in seconds as in `time.time`.
-        step: the number of the step if it is one of a manager's run.
-        metrics: the metrics saved with a step.
-        metadata: the metadata saved with it.
-        problem: why it is not complete.
         kept_by: the policies that keep the step.
     """
 
     name: str
-    path: str
-    format: Format
-    state: State
-    nbytes: int
-    time: float
-    step: int | None = None
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    metadata: Mapping[str, Any] = field(default_factory=dict)
-    problem: str = ""
+    info: StepInfo
+    format: Format = ""
     kept_by: tuple[str, ...] = ()
 
 
@@ -134,40 +120,21 @@ def _look_at(name: str, path: str, budget: Budget) -> tuple[Found | None, int]:
 
 
 def _examined(name: str, listing: Listing, *, counts: bool = False) -> tuple[Recognised, Found | None]:
-    about, info = examine(listing, counts=counts)
     step = step_of(name)
+    about, info = examine(listing, NO_STEP if step is None else step, counts=counts)
     if not about.layout and (step is None or listing.is_file or listing.folders):
         return about, None
-    found = Found(
-        name=name,
-        path=listing.path,
-        format=about.format,
-        state=info.state,
-        nbytes=info.nbytes,
-        time=info.time,
-        step=step,
-        metrics=info.metrics,
-        metadata=info.metadata,
-        problem=info.problem,
-    )
     if is_set_aside(name):
-        found = replace(found, state="damaged", problem=info.problem or "a manager has set it aside as damaged")
-    return about, found
+        info = replace(info, state="damaged", problem=info.problem or "a manager has set it aside as damaged")
+    return about, Found(name=name, info=info, format=about.format)
 
 
 def _unreadable_step(name: str, path: str, error: OSError) -> Found | None:
-    if step_of(name) is None:
+    step = step_of(name)
+    if step is None:
         return None
-    return Found(
-        name=name,
-        path=path,
-        format="",
-        state="damaged",
-        nbytes=0,
-        time=os.lstat(path).st_mtime,
-        step=step_of(name),
-        problem=f"it can't be read: {error.strerror}",
-    )
+    problem = f"it can't be read: {error.strerror}"
+    return Found(name=name, info=StepInfo(step, path, "damaged", time=os.lstat(path).st_mtime, problem=problem))
 
 
 def _naturally(name: str) -> list[tuple[int, int, str]]:
@@ -181,14 +148,10 @@ def _naturally(name: str) -> list[tuple[int, int, str]]:
 def _leftover(ticket: Ticket, name: str, listing: Listing) -> Found:
     """Return a temporary directory of a save or a deletion."""
     listing.list_below()
+    nbytes, problem = sum(listing.files.values()), _describe_leftover(ticket)
     return Found(
         name=name,
-        path=listing.path,
-        format="",
-        state="unfinished",
-        nbytes=sum(listing.files.values()),
-        time=listing.changed_s,
-        problem=_describe_leftover(ticket),
+        info=StepInfo(NO_STEP, listing.path, "unfinished", nbytes, listing.changed_s, problem=problem),
     )
 
 

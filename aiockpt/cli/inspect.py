@@ -20,10 +20,11 @@ from aiockpt.cli import tree
 from aiockpt.cli.app import CommandError
 from aiockpt.cli.found import find
 from aiockpt.cli.html.page import html_page
-from aiockpt.cli.output import console, print_json, shown, size_text
+from aiockpt.cli.output import console, dtype_text, facts_of, padded, print_json, shape_text, shown, size_text
 from aiockpt.cli.progress import bar
 from aiockpt.cli.statistics import Statistics, Survey, survey
 from aiockpt.core.gc_pause import gc_pause
+from aiockpt.core.wording import plural
 from aiockpt.format.keys import hint, matching
 from aiockpt.reading.info import ObjectInfo, TensorInfo
 from aiockpt.reading.reader import CheckpointReader
@@ -176,33 +177,23 @@ def _document(contents: Contents) -> dict[str, Any]:
 
 def _record(info: TensorInfo | ObjectInfo, contents: Contents) -> dict[str, Any]:
     if isinstance(info, ObjectInfo):
-        return {"key": info.key, "kind": "object", "bytes": info.nbytes, "file": info.file, "offset": info.offset}
-    record: dict[str, Any] = {
-        "key": info.key,
-        "kind": "tensor",
-        "dtype": _dtype(info),
-        "shape": info.shape,
-        "bytes": info.nbytes,
-        "chunks": [
-            {"file": c.file, "offset": c.offset, "bytes": c.nbytes, "offsets": c.offsets, "sizes": c.sizes}
-            for c in info.chunks
-        ],
-    }
+        return {"key": info.key, **facts_of(info), "file": info.file, "offset": info.offset}
+    chunks = [
+        {"file": c.file, "offset": c.offset, "bytes": c.nbytes, "offsets": c.offsets, "sizes": c.sizes}
+        for c in info.chunks
+    ]
+    record = {"key": info.key, **facts_of(info), "chunks": chunks}
     if info.key in contents.statistics:
         figures = contents.statistics[info.key]
         record["stats"] = None if figures is None else asdict(figures)
     return record
 
 
-def _dtype(info: TensorInfo) -> str:
-    return str(info.dtype).removeprefix("torch.")
-
-
 def _dtypes(tensors: Sequence[TensorInfo]) -> dict[str, int]:
     """Return the bytes of each dtype, the largest first."""
     counts: Counter[str] = Counter()
     for info in tensors:
-        counts[_dtype(info)] += info.nbytes
+        counts[dtype_text(info)] += info.nbytes
     return dict(counts.most_common())
 
 
@@ -218,17 +209,13 @@ def _print_head(contents: Contents) -> None:
     dtypes = ", ".join(f"{name} {size_text(nbytes)}" for name, nbytes in _dtypes(tensors).items())
     kinds = f" ({dtypes})" if dtypes else ""
     out.print(
-        f"{contents.format}: {_count(len(tensors), 'tensor')}, {size_text(total)}{kinds}; {_count(objects, 'object')}"
+        f"{contents.format}: {plural(len(tensors), 'tensor')}, {size_text(total)}{kinds}; {plural(objects, 'object')}"
     )
     if contents.metadata:
         out.print(f"metadata: {shown(json.dumps(contents.metadata, ensure_ascii=False))}")
     if contents.beside:
         out.print(f"not read: {shown(', '.join(contents.beside))}", soft_wrap=True)
     out.print()
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _print_tree(lines: Sequence[tree.Line], contents: Contents) -> None:
@@ -255,21 +242,16 @@ def _print_tree(lines: Sequence[tree.Line], contents: Contents) -> None:
 def _segments(style: Style, row: Sequence[str], widths: Sequence[int]) -> list[Segment]:
     """Return a line: the name, the dtype, and the rest, of which a number of nan stands out."""
     label, kind, shape, *numbers = row
-    figures = [_padded(cell, width, right=True) for cell, width in zip(numbers, widths[3:], strict=True) if width]
-    rest = "".join((f"  {_padded(shape, widths[2])}" if widths[2] else "", *(f"  {cell}" for cell in figures[:-1])))
+    figures = [padded(cell, width, right=True) for cell, width in zip(numbers, widths[3:], strict=True) if width]
+    rest = "".join((f"  {padded(shape, widths[2])}" if widths[2] else "", *(f"  {cell}" for cell in figures[:-1])))
     last = f"  {figures[-1]}" if figures else ""
     is_bad = len(numbers) > 1 and numbers[-1].isdecimal() and numbers[-1] != "0"
     if not is_bad:
         rest, last = (rest + last).rstrip(), ""
-    ahead = _padded(_fitted(label, widths[0]), widths[0])
-    between = f"  {_padded(kind, widths[1])}" if widths[1] else ""
+    ahead = padded(_fitted(label, widths[0]), widths[0])
+    between = f"  {padded(kind, widths[1])}" if widths[1] else ""
     found = [Segment(ahead, style), Segment(between, _KIND), Segment(rest), Segment(last, _BAD), Segment("\n")]
     return [segment for segment in found if segment.text]
-
-
-def _padded(text: str, width: int, *, right: bool = False) -> str:
-    gap = " " * (width - cell_len(text))
-    return gap + text if right else text + gap
 
 
 def _fitted(label: str, width: int) -> str:
@@ -296,7 +278,7 @@ def _row(line: tree.Line, contents: Contents) -> tuple[str, ...]:
     label = "  " * line.depth + shown(line.label)
     empty = ("",) * 4 if contents.statistics else ()
     if leaf is None or line.is_cut:
-        counted = _count(node.tensors * line.times, "tensor") if line.is_cut else ""
+        counted = plural(node.tensors * line.times, "tensor") if line.is_cut else ""
         return label, counted, "", _size(node.nbytes, line.times) if node.tensors else "", *empty
     if isinstance(leaf, ObjectInfo):
         if leaf.key not in contents.values:
@@ -309,9 +291,9 @@ def _row(line: tree.Line, contents: Contents) -> tuple[str, ...]:
             )
         value = contents.values[leaf.key]
         return label, type(value).__name__, shown(_value.repr(value)), "", *empty
-    shape = "x".join(map(str, leaf.shape)) or "scalar"
+    shape = shape_text(leaf)
     figures = _figures(contents.statistics[leaf.key]) if leaf.key in contents.statistics else empty
-    return label, _dtype(leaf), shape, _size(leaf.nbytes, line.times), *figures
+    return label, dtype_text(leaf), shape, _size(leaf.nbytes, line.times), *figures
 
 
 def _size(nbytes: int, times: int) -> str:

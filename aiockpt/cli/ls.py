@@ -17,7 +17,7 @@ from aiockpt.cli.output import Column, console, print_json, print_table, shown, 
 from aiockpt.format.names import HIDDEN
 from aiockpt.manager.owner import owner_of
 from aiockpt.manager.policies import select
-from aiockpt.manager.scan import StepInfo
+from aiockpt.manager.scan import NO_STEP
 
 _STYLES = {"complete": "green", "unfinished": "magenta", "damaged": "bold red"}
 _NAME_CELLS = 40  # longer names wrap
@@ -63,16 +63,12 @@ def ls(directory: str, *, as_json: bool = False) -> None:
 
 def with_reasons(found: Sequence[Found]) -> list[Found]:
     """Return the checkpoints with the policies that keep them, as far as the run's manager has noted them."""
-    infos = [
-        StepInfo(each.step, each.path, each.state, each.nbytes, each.time, each.metrics)
-        for each in found
-        if each.step is not None
-    ]
+    infos = [each.info for each in found if each.info.step != NO_STEP]
     policy = noted_policy(infos)
     if policy is None:
         return list(found)
     kept = select(policy, infos, time.time())
-    return [each if each.step is None else replace(each, kept_by=tuple(kept.get(each.step, ()))) for each in found]
+    return [replace(each, kept_by=tuple(kept.get(each.info.step, ()))) for each in found]
 
 
 def _print(found: Sequence[Found]) -> None:
@@ -84,25 +80,26 @@ def _print(found: Sequence[Found]) -> None:
     print_table([columns[number] for number in chosen], [[row[number] for number in chosen] for row in rows])
     out = console()
     for each in found:
-        if each.problem:
-            out.print(f"{_short(each.name)}: {shown(each.problem)}", style=_STYLES[each.state], soft_wrap=True)
-    complete = [each for each in found if each.state == "complete"]
-    total = size_text(sum(each.nbytes for each in found))
+        if each.info.problem:
+            text = f"{_short(each.name)}: {shown(each.info.problem)}"
+            out.print(text, style=_STYLES[each.info.state], soft_wrap=True)
+    complete = [each for each in found if each.info.state == "complete"]
+    total = size_text(sum(each.info.nbytes for each in found))
     others = f", {len(found) - len(complete)} not" if len(found) > len(complete) else ""
     out.print(f"{len(complete)} complete{others}; {total}", style="dim")
 
 
 def _row(found: Found) -> list[str | Text]:
-    metrics = ", ".join(f"{shown(name)} {value:.5g}" for name, value in found.metrics.items())
+    metrics = ", ".join(f"{shown(name)} {value:.5g}" for name, value in found.info.metrics.items())
     name = _short(found.name)
-    if os.path.islink(found.path):
-        name += f" -> {shown(os.readlink(found.path))}"
+    if os.path.islink(found.info.path):
+        name += f" -> {shown(os.readlink(found.info.path))}"
     return [
         name,
-        Text(found.state, style=_STYLES[found.state]),
+        Text(found.info.state, style=_STYLES[found.info.state]),
         found.format,
-        size_text(found.nbytes),
-        time_text(found.time),
+        size_text(found.info.nbytes),
+        time_text(found.info.time),
         metrics,
         ", ".join(map(reason_text, found.kept_by)),
     ]
@@ -116,16 +113,16 @@ def _short(name: str) -> str:
 def _record(found: Found) -> dict[str, Any]:
     return {
         "name": found.name,
-        "path": found.path,
-        "state": found.state,
+        "path": found.info.path,
+        "state": found.info.state,
         "format": found.format,
-        "bytes": found.nbytes,
-        "saved": _iso(found.time),
-        "step": found.step,
-        "metrics": dict(found.metrics),
-        "metadata": dict(found.metadata),
+        "bytes": found.info.nbytes,
+        "saved": _iso(found.info.time),
+        "step": None if found.info.step == NO_STEP else found.info.step,
+        "metrics": dict(found.info.metrics),
+        "metadata": dict(found.info.metadata),
         "kept_by": list(found.kept_by),
-        "problem": found.problem,
+        "problem": found.info.problem,
     }
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from aiockpt._version import __version__
-from aiockpt.cli.app import Code, Commands
+from aiockpt.cli.app import Code, Commands, run
 from aiockpt.cli.completion import checkpoints, topics
 from aiockpt.cli.completion import keys as complete_keys
 
@@ -99,17 +99,15 @@ def inspect(
 
     On a terminal, deep trees are shown to the level that fits, and layers that are alike are shown once.
     """
-    import asyncio
-
     from aiockpt.cli.inspect import View, inspect, write_page
 
     view = View(keys=keys or (), stats=stats, depth=depth, everything=everything)
     if html is None:
-        asyncio.run(inspect(path, view, as_json=as_json, trust=trust))
+        run(inspect(path, view, as_json=as_json, trust=trust))
     elif as_json:
         raise typer.BadParameter("--html and --json can't be given together")
     else:
-        asyncio.run(write_page(path, view, html, trust=trust))
+        run(write_page(path, view, html, trust=trust))
 
 
 @app.command()
@@ -128,13 +126,11 @@ def diff(
 
     Exit codes: 0 no differences, 1 differences, 2 wrong usage, 3 it could not be done.
     """
-    import asyncio
-
     from aiockpt.cli.compare import Tolerance
     from aiockpt.cli.diff import diff
 
     tolerance = Tolerance(rtol, atol)
-    raise typer.Exit(asyncio.run(diff(a, b, keys or (), tolerance=tolerance, as_json=as_json, trust=trust)))
+    raise typer.Exit(run(diff(a, b, keys or (), tolerance=tolerance, as_json=as_json, trust=trust)))
 
 
 @app.command()
@@ -160,12 +156,10 @@ def convert(
     dcp is a directory, torch a file, and safetensors a file if DST ends so, else a directory with files of 5 GB at
     most. Memory is bounded. DST appears at once and complete, or not at all.
     """
-    import asyncio
-
     from aiockpt.cli.convert import convert, format_of
 
     to = to or format_of(target) or "dcp"
-    asyncio.run(convert(source, target, to=to, keys=keys, dtype=dtype, overwrite=overwrite, trust=trust))
+    run(convert(source, target, to=to, keys=keys, dtype=dtype, overwrite=overwrite, trust=trust))
 
 
 @app.command()
@@ -183,14 +177,12 @@ def extract(
     trust: Trust = False,
 ) -> None:
     """Write some keys of a checkpoint into a file. Nothing else of the checkpoint is read."""
-    import asyncio
-
     from aiockpt.cli.convert import convert, format_of
 
     to = format_of(output)
     if to is None:
         raise typer.BadParameter("the name of the file must end in .safetensors or .pt", param_hint="--output")
-    asyncio.run(convert(path, output, to=to, keys=keys, dtype=dtype, overwrite=overwrite, trust=trust))
+    run(convert(path, output, to=to, keys=keys, dtype=dtype, overwrite=overwrite, trust=trust))
 
 
 @app.command()
@@ -205,11 +197,9 @@ def verify(
 
     Exit codes: 0 all are sound, 1 there are errors, 3 something can't be read at all.
     """
-    import asyncio
-
     from aiockpt.cli.verify import verify
 
-    raise typer.Exit(asyncio.run(verify(paths, as_json=as_json)))
+    raise typer.Exit(run(verify(paths, as_json=as_json)))
 
 
 @app.command()
@@ -240,7 +230,7 @@ def prune(
         policies = policies_of(latest, every or (), within, best or ())
     except ValueError as exc:
         raise typer.BadParameter(str(exc)) from None
-    from aiockpt.cli.prune import prune
+    from aiockpt.cli.removing import prune
 
     raise typer.Exit(prune(directory, policies, dry_run=dry_run, as_json=as_json))
 

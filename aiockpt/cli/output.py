@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.cells import cell_len
 from rich.console import Console
@@ -18,13 +18,20 @@ from rich.text import Text
 from aiockpt.errors import printable_key
 from aiockpt.telemetry.card import size_text
 
+if TYPE_CHECKING:
+    from aiockpt.reading.info import ObjectInfo, TensorInfo
+
 __all__ = [
     "Column",
     "console",
+    "dtype_text",
     "duration_text",
+    "facts_of",
+    "padded",
     "print_json",
     "print_table",
     "rate_text",
+    "shape_text",
     "shown",
     "size_text",
     "time_text",
@@ -87,10 +94,11 @@ def print_table(columns: Sequence[Column], rows: Sequence[Sequence[str | Text]])
     widths = [max(map(cell_len, cells)) for cells in zip(*texts, strict=True)]
     for line in texts:
         cells = zip(columns, widths, line, strict=True)
-        print("  ".join(_padded(text, width, right=column.right) for column, width, text in cells).rstrip())
+        print("  ".join(padded(text, width, right=column.right) for column, width, text in cells).rstrip())
 
 
-def _padded(text: str, width: int, *, right: bool) -> str:
+def padded(text: str, width: int, *, right: bool = False) -> str:
+    """Return a text with spaces after it, or before it, to a width in cells of a terminal."""
     gap = " " * (width - cell_len(text))
     return gap + text if right else text + gap
 
@@ -165,6 +173,25 @@ def time_text(time_s: float) -> str:
 def rate_text(bytes_per_s: float) -> str:
     """Return a speed."""
     return f"{size_text(bytes_per_s)}/s"
+
+
+def dtype_text(info: TensorInfo) -> str:
+    """Return the dtype of a tensor."""
+    return str(info.dtype).removeprefix("torch.")
+
+
+def facts_of(info: TensorInfo | ObjectInfo) -> dict[str, Any]:
+    """Return what JSON says of a tensor or an object."""
+    from aiockpt.reading.info import TensorInfo  # not above: it imports torch
+
+    if not isinstance(info, TensorInfo):
+        return {"kind": "object", "bytes": info.nbytes}
+    return {"kind": "tensor", "dtype": dtype_text(info), "shape": info.shape, "bytes": info.nbytes}
+
+
+def shape_text(info: TensorInfo) -> str:
+    """Return the shape of a tensor."""
+    return "x".join(map(str, info.shape)) or "scalar"
 
 
 def shown(name: str) -> str:

@@ -1,18 +1,25 @@
-"""``aiockpt rm`` and ``aiockpt clean``: removing checkpoints, and what killed processes have left of them."""
+"""``aiockpt rm``, ``prune`` and ``clean``: removing checkpoints, and what killed processes have left of them."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
 
 import typer
 
 import aiockpt
-from aiockpt.cli.app import Code, report
+from aiockpt.cli.app import Code, CommandError, report
 from aiockpt.cli.found import find
-from aiockpt.cli.output import console, print_json, shown, size_text
+from aiockpt.cli.keeping import reason_text
+from aiockpt.cli.output import Column, console, print_json, print_table, shown, size_text
 from aiockpt.format.names import HIDDEN
+from aiockpt.manager.owner import take
+from aiockpt.manager.policies import KeepAny, KeepPolicy, select, to_delete
+from aiockpt.manager.scan import StepInfo, scan
 
 
 def rm(paths: Sequence[str], *, yes: bool = False) -> Code:
@@ -21,16 +28,25 @@ def rm(paths: Sequence[str], *, yes: bool = False) -> Code:
     if not yes:
         _ask(paths)
     code = Code.FINE
+    for path, is_gone in zip(paths, _deleted(paths), strict=True):
+        if is_gone:
+            out.print(f"removed {shown(path)}", soft_wrap=True)
+        else:
+            code = Code.FAILED
+    return code
+
+
+def _deleted(paths: Sequence[str]) -> Iterator[bool]:
+    """Delete checkpoints, and report those that can't be; yield whether each was deleted."""
     with aiockpt.SyncCheckpointer() as ckpt:
         for path in paths:
             try:
                 ckpt.delete(path)
             except (aiockpt.DeleteError, aiockpt.CheckpointNotFoundError) as exc:
                 report(str(exc))
-                code = Code.FAILED
+                yield False
             else:
-                out.print(f"removed {shown(path)}", soft_wrap=True)
-    return code
+                yield True
 
 
 def _ask(paths: Sequence[str]) -> None:
@@ -39,11 +55,111 @@ def _ask(paths: Sequence[str]) -> None:
         raise typer.BadParameter("there is no terminal to ask on: pass --yes to remove without being asked")
     for path in paths:
         found = find(path) if os.path.lexists(path) else []
-        nbytes = sum(each.nbytes for each in found)
+        nbytes = sum(each.info.nbytes for each in found)
         console(stderr=True).print(f"{shown(path)}  {size_text(nbytes) if found else 'no checkpoint'}", soft_wrap=True)
     if not typer.confirm("Remove this?" if len(paths) == 1 else f"Remove these {len(paths)}?", err=True):
         console(stderr=True).print("Nothing was removed.")
         raise typer.Exit(Code.FINE)
+
+
+# --- steps of a run -------------------------------------------------------------------------------------
+
+
+def prune(directory: str, policies: Sequence[KeepPolicy], *, dry_run: bool = False, as_json: bool = False) -> Code:
+    """Delete the steps of a run that no policy keeps, and print what is kept and why.
+
+    The newest complete step always stays, and so does everything that is not a complete step of a manager.
+
+    Raises:
+        CommandError: there are no steps, or none has the metric of a policy; or the path is empty.
+        aiockpt.RunLockedError: a manager writes to the run, and this is not dry.
+    """
+    if not directory:  # as of a variable of a shell that is not set; abspath would take the current directory
+        raise CommandError("the path is empty; name a run's directory")
+    directory = os.path.abspath(os.path.expanduser(directory))
+    os.stat(directory)
+    infos = scan(directory)
+    _check(directory, infos, policies)
+    lock = None if dry_run else take(directory)
+    try:
+        infos = scan(directory)  # again: no manager starts between this list and the deletions
+        _check(directory, infos, policies)
+        policy, now = KeepAny(tuple(policies)), time.time()
+        doomed = to_delete(policy, infos, now)
+        fates = [] if dry_run else list(_deleted([info.path for info in doomed]))
+    finally:
+        if lock is not None:
+            lock.release()
+    kept = select(policy, infos, now)
+    failed = {info.step for info, is_gone in zip(doomed, fates, strict=False) if not is_gone}
+    outcome = _Outcome(kept=kept, doomed={info.step for info in doomed}, failed=failed, dry_run=dry_run)
+    if as_json:
+        print_json([_record(info, outcome) for info in infos])
+    else:
+        _print(infos, outcome)
+    return Code.FAILED if failed else Code.FINE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Outcome:
+    """The fate of each step, by its number."""
+
+    kept: Mapping[int, Sequence[str]]  # with the policies that keep them
+    doomed: AbstractSet[int]
+    failed: AbstractSet[int]  # those of them that could not be removed
+    dry_run: bool
+
+    def goes(self, info: StepInfo) -> bool:
+        """Return whether a step was removed, or would be."""
+        return info.step in self.doomed and info.step not in self.failed
+
+    def reasons(self, info: StepInfo) -> Sequence[str]:
+        """Return why a step stays."""
+        if info.step in self.failed:
+            return ["it could not be removed"]
+        if info.state != "complete":
+            return [f"{info.state}: {info.problem}"]
+        return self.kept.get(info.step) or ["the newest"]
+
+
+def _check(directory: str, infos: Sequence[StepInfo], policies: Sequence[KeepPolicy]) -> None:
+    if not infos:
+        raise CommandError(
+            f"{directory} has no steps of a manager, such as step-00000100; what has other names is never pruned"
+        )
+    known = sorted({metric for info in infos for metric in info.metrics})
+    for policy in policies:
+        if isinstance(policy, aiockpt.KeepBest) and policy.metric not in known:
+            raise CommandError(f"no step has the metric {policy.metric}; there are: {', '.join(known) or 'none'}")
+
+
+def _print(infos: Sequence[StepInfo], outcome: _Outcome) -> None:
+    word = "would be removed" if outcome.dry_run else "removed"
+    rows = [
+        (str(info.step), size_text(info.nbytes))
+        + ((word, "") if outcome.goes(info) else ("stays", ", ".join(map(_shown, outcome.reasons(info)))))
+        for info in infos
+    ]
+    print_table(
+        [Column("step", right=True), Column("size", right=True), Column(""), Column("because", wraps=True)], rows
+    )
+    gone = [info.nbytes for info in infos if outcome.goes(info)]
+    console().print(f"{len(gone)} of {len(infos)} steps {word}, {size_text(sum(gone))}")
+
+
+def _shown(reason: str) -> str:
+    return shown(reason_text(reason))
+
+
+def _record(info: StepInfo, outcome: _Outcome) -> dict[str, object]:
+    return {
+        "step": info.step,
+        "path": info.path,
+        "bytes": info.nbytes,
+        "removed": outcome.goes(info) and not outcome.dry_run,
+        "would_be_removed": info.step in outcome.doomed,
+        "because": [] if outcome.goes(info) else outcome.reasons(info),
+    }
 
 
 # --- leftovers ------------------------------------------------------------------------------------------
@@ -57,12 +173,12 @@ def clean(directory: str, *, older_than_s: float | None, as_json: bool = False) 
         removed = ckpt.clean(directory, older_than_s=older_than_s)
     left = [found for found in find(directory) if found.name.startswith(HIDDEN)]
     if as_json:
-        print_json({"removed": removed, "left": [{"path": each.path, "why": each.problem} for each in left]})
+        print_json({"removed": removed, "left": [{"path": each.info.path, "why": each.info.problem} for each in left]})
         return
     out = console()
     for path in removed:
         out.print(f"removed {shown(path)}", soft_wrap=True)
     for each in left:
-        out.print(f"left {shown(each.path)}: {shown(each.problem)}", soft_wrap=True)
+        out.print(f"left {shown(each.info.path)}: {shown(each.info.problem)}", soft_wrap=True)
     if not removed and not left:
         out.print("There is nothing to remove.")

@@ -54,7 +54,7 @@ async def _verified(
 
 def _paths_in(path: str) -> list[str]:
     """Return the checkpoints in a directory, or the path itself where there is none."""
-    return ([found.path for found in walk(os.path.abspath(path))] if os.path.isdir(path) else []) or [path]
+    return ([found.info.path for found in walk(os.path.abspath(path))] if os.path.isdir(path) else []) or [path]
 
 
 async def _verify(ckpt: aiockpt.AsyncCheckpointer, path: str) -> aiockpt.VerifyReport:

@@ -26,7 +26,6 @@ class RemoteError(NamedTuple):
 class Arrived(NamedTuple):
     """A rank sent its message."""
 
-    operation: str
     value: Any  # or its RemoteError
 
 
@@ -41,6 +40,23 @@ class TimedOut(NamedTuple):
 
     rank_name: str
     after_s: float
+
+
+class Key(NamedTuple):
+    """Names a round: a step of the n-th call of a kind, as its sender has counted; from step 1 on as rank 0 has."""
+
+    kind: str
+    number: int
+    step: int
+
+
+class Left(NamedTuple):
+    """A rank has left a round, and raised this."""
+
+    rank: int
+    key: Key
+    operation: str
+    failure: RemoteError
 
 
 Arrival = Arrived | Dead | TimedOut | RemoteError
@@ -60,10 +76,6 @@ def first_failure(arrivals: Sequence[Arrival], operation: str) -> RemoteError | 
     for arrival in arrived:
         if isinstance(arrival.value, RemoteError):
             return arrival.value
-    for rank, arrival in enumerate(arrived):
-        if arrival.operation != operation:
-            text = f"rank 0 is at {operation} while rank {rank} is at {arrival.operation}: {SAME_CALLS}"
-            return coordination_failure(rank, text)
     return None
 
 
@@ -80,9 +92,43 @@ def dead_rank_text(rank_name: str, operation: str) -> str:
     )
 
 
-def store_failure_text(operation: str, error: Exception) -> str:
+def store_failure_text(operation: str, host: str | None, error: Exception) -> str:
     """Return the message for a failure of the process group's store."""
-    return f"the store of the process group failed during {operation}: {error}"
+    where = "" if host is None else f" on {host}"
+    return (
+        f"the store of the process group{where} failed during {operation}: {error}; it is served by rank 0 or by the "
+        "launcher of the job, which may have ended"
+    )
+
+
+def silence_text(rank_name: str, operation: str, after_s: float) -> str:
+    """Return the message for a rank that sends no heartbeats."""
+    return (
+        f"{rank_name} was silent for {after_s:g} s during {operation}: its process is frozen, or the network between "
+        "the hosts is cut"
+    )
+
+
+def unreachable_text(names: tuple[str, str], tried: Sequence[str], error: BaseException) -> str:
+    """Return the message for a rank that can't connect to rank 0; ``names`` are its own name and that of rank 0."""
+    mine, leader = names
+    return (
+        f"{mine} can't connect to {leader} at {' or '.join(tried)}: {error or type(error).__name__}; "
+        "set GLOO_SOCKET_IFNAME on rank 0 to the interface by which the other ranks reach it"
+    )
+
+
+def loopback_text(own_name: str, host: str) -> str:
+    """Return the message if rank 0 on another host has no address but that of loopback."""
+    return (
+        f"{own_name} can't connect to {host} for the name of that host resolves to loopback there: give it its address "
+        "in DNS or /etc/hosts, or set GLOO_SOCKET_IFNAME on rank 0 to the interface by which the other ranks reach it"
+    )
+
+
+def out_of_step_text(operation: str, rank: int, other: str) -> str:
+    """Return the message for ranks that are at different calls."""
+    return f"rank 0 is at {operation} while rank {rank} is at {other}: {SAME_CALLS}"
 
 
 def timeout_text(rank_names: str, operation: str, after_s: float) -> str:

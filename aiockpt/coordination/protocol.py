@@ -1,277 +1,595 @@
-"""The protocol of one lane between rank 0 and each other rank. Blocking, for the lane's thread.
+"""The rounds between rank 0 and each other rank, over one link for each of them.
 
-In each round, rank 0 collects a message from every rank and then replies to each, over one link per rank. While a rank
-has no link, it and rank 0 use keys in the store. A link has a generation, a number that grows with each link that
-rank k asks for. For generation g of rank k::
+| message | from | content |
+| --- | --- | --- |
+| `Ask` | a rank | it has come to a round, with its value or its error |
+| `Come` | rank 0 | it has come to the round as well: from now on only its silence ends the wait |
+| `Reply` | rank 0 | its decision, or the failure that all ranks raise |
+| `Left` | a rank | it has stopped waiting, with the failure that it raised |
 
-    connect/k/g  rank k asks for a link; its name, host and process
-    accept/k/g   rank 0 accepts, with its own name, host and process; or NO_LINK: the round ended without rank k
-    missed/k/g   rank 0 stopped waiting for rank k and closed the link
-    reply/k/g    what rank 0 would have replied in the round that rank k missed, and the operation of that round
-    left/k/g     rank k stopped waiting for rank 0 and closed the link; its operation, and the failure it raised
+Each side sends heartbeats. A rank has the timeout to come to a round. Once rank 0 has come, it may take as long as it
+works, but may not be silent for longer than the timeout.
 
-A rank that comes late reads the reply and fails, or succeeds, as the others did. If the reply is about another
-operation, the rank has skipped a call, and joins the current round. So the ranks need not agree on round numbers.
+A round is named by its call: the n-th save, load or agreement of a rank, counted at the call, so that one that fails
+before its first message, or without any link, counts like the others. Rank 0 remembers how the last calls have ended,
+and replies at once to a rank that comes late. If the program skips a call on some rank, the counts differ from then on.
+Then rank 0 goes by the operation and corrects the count: it fails its own call, which that rank does not make, and
+waits for that rank's call in its next one.
+
+If a link breaks, the rank connects again, and repeats what it has asked.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import logging
 import pickle
+import secrets
 import time
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
 
+from aiockpt.coordination.link import (
+    HELLO_S,
+    Endpoint,
+    Link,
+    LinkBrokenError,
+    connect,
+    listen,
+    network_namespace,
+    reachable,
+)
 from aiockpt.coordination.outcome import (
     Arrival,
     Arrived,
     Dead,
+    Key,
+    Left,
     RemoteError,
     TimedOut,
     coordination_failure,
     dead_rank_text,
-    store_failure_text,
+    loopback_text,
+    out_of_step_text,
+    silence_text,
     timeout_text,
     to_remote_error,
+    unreachable_text,
 )
-from aiockpt.coordination.pair_channel import TRANSFER_S, Link, LinkBrokenError, LinkTimeoutError, Sending
-from aiockpt.coordination.rendezvous import RankAddress, Rendezvous, poll_intervals
+from aiockpt.coordination.rendezvous import RankAddress, Rendezvous
 from aiockpt.errors import CoordinationError
 
-CONNECT_S = 30.0
-"""Limit for connecting two ranks that are both there."""
-REASON_S = 2.0
-"""Limit for a living rank to set the key that says why it closed a link. Without the key it counts as dead."""
-DECIDE_S = 1800.0
-"""Limit for rank 0 to decide, once all ranks have come. It may be publishing a checkpoint on slow storage. If its
-process ends, this is noticed at once, so the limit is for a rank 0 that has frozen or can't be reached."""
-NO_LINK = b"-"
+logger = logging.getLogger("aiockpt")
+
+Kind = Literal["save", "load", "agree"]
+
+RECONNECT_S = 2.0
+"""Limit for a living rank whose link broke to connect again; after it, rank 0 takes it for dead."""
+_HOLD_S = 5.0
+"""How long the call of a rank that is ahead waits for rank 0 to come to it, after rank 0 has failed the one before."""
+_FLUSH_S = 60.0
+_NOTIFY_S = 2.0
+_LONGEST_BEAT_S = 5.0
+_POLL_S = 0.1
+_REMEMBERED = 64
+_KEPT_BYTES = 1 << 20
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
+class Call:
+    """One call that all ranks make: the n-th of its kind, as this rank has counted; then as rank 0 has."""
+
+    kind: Kind
+    number: int
+    step: int = 0  # of the next round
+
+    @property
+    def key(self) -> Key:
+        """The name of the next round."""
+        return Key(self.kind, self.number, self.step)
+
+
+class Ask(NamedTuple):
+    """A rank has come to a round."""
+
+    key: Key
+    operation: str
+    message: bytes  # the pickled value, or its RemoteError
+
+
+class Come(NamedTuple):
+    """Rank 0 has come to a round."""
+
+    key: Key
+
+
+class Reply(NamedTuple):
+    """Rank 0 has decided."""
+
+    key: Key  # the one of the Ask
+    number: int  # of the call, as rank 0 has counted
+    message: bytes
+
+
+class _End(NamedTuple):
+    """How a call, or its last round so far, has ended on rank 0."""
+
+    operation: str
+    step: int
+    failure: bytes | None
+    replies: Sequence[bytes] = ()  # from rank 1 on; none if they are large
+
+
+@dataclass(slots=True, eq=False)
 class _Peer:
     """Another rank, as rank 0 sees it."""
 
     rank: int
     name: str
-    generation: int = 0
     link: Link | None = field(default=None, repr=False)
-    missed: bool = False  # this round, so that it needs a reply in the store
+    broken: float | None = None  # since when there is none any more
+    asks: dict[Key, Ask] = field(default_factory=dict)  # in their order; not replied to
+    taken: dict[Key, Key] = field(default_factory=dict)  # rank 0's key of a round -> the rank's own
+    shifts: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))  # rank 0's number less this rank's
+    ahead: dict[Key, RemoteError] = field(default_factory=dict)  # calls that rank 0 had not come to -> how one failed
+    left: list[Left] = field(default_factory=list)
 
 
-class Leader:
+@dataclass(slots=True, eq=False)
+class _Round:
+    """A round that rank 0 collects."""
+
+    key: Key
+    operation: str
+    begun: float
+    found: dict[int, Arrival] = field(default_factory=dict)
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+    has_store: bool = True
+
+
+class _Side:
+    """What both sides have: the links' tasks, and the heartbeats."""
+
+    def __init__(self, address: RankAddress, *, timeout_s: float) -> None:
+        self._address = address
+        self._rendezvous = Rendezvous(address.store)
+        self._timeout_s = timeout_s
+        self._beat_s = min(timeout_s / 5, _LONGEST_BEAT_S)
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def _start(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.ensure_future(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._end)
+        return task
+
+    def _end(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and not isinstance(task.exception(), CoordinationError | None):
+            logger.error("a task that serves other ranks has failed", exc_info=task.exception())
+
+    async def _beat(self, link: Link) -> None:
+        while True:
+            await asyncio.sleep(self._beat_s)
+            link.beat()
+
+    def close(self, timeout_s: float) -> bool:
+        """Close all links; return whether the thread that uses the store has ended in time."""
+        for task in self._tasks:
+            task.cancel()
+        return self._rendezvous.close(timeout_s)
+
+
+class Leader(_Side):
     """Rank 0's side: collects the messages of all other ranks, then replies to each."""
 
-    def __init__(
-        self, address: RankAddress, rendezvous: Rendezvous, *, timeout_s: float, dead_ranks: dict[int, str]
-    ) -> None:
-        self._rendezvous = rendezvous
-        self._timeout_s = timeout_s  # of a round, for all other ranks together
-        self._dead_ranks = dead_ranks  # their names; shared by all lanes, and added to
-        self._own_name = address.own_name().encode()
+    def __init__(self, address: RankAddress, *, timeout_s: float) -> None:
+        super().__init__(address, timeout_s=timeout_s)
         self._peers = [_Peer(rank, address.rank_name(rank)) for rank in range(1, address.world_size)]
+        self._server: asyncio.Server | None = None
+        self._opening = asyncio.Lock()
+        self._rounds: list[_Round] = []
+        self._ends: dict[str, dict[int, _End]] = defaultdict(dict)  # of each kind, by rank 0's number
 
-    def collect(self, operation: str) -> list[Arrival]:
-        """Wait until every other rank has come, is dead, or is late; return one arrival for each, from rank 1 on."""
-        deadline = time.monotonic() + self._timeout_s
-        found: dict[int, Arrival] = {rank: Dead(name) for rank, name in self._dead_ranks.items()}
-        while pending := [peer for peer in self._peers if peer.rank not in found]:
-            found |= self._connect(pending, operation, deadline)
-            for peer in pending:
-                if peer.link is not None and (arrival := self._receive(peer, operation, deadline)) is not None:
-                    found[peer.rank] = arrival
-        return [found[peer.rank] for peer in self._peers]
+    async def collect(self, call: Call, operation: str) -> list[Arrival]:
+        """Wait until every other rank has come, is dead, or is late; return one arrival for each, from rank 1 on.
 
-    def reply(self, operation: str, replies: Sequence[bytes]) -> None:
-        """Send its reply to every rank that lives, from rank 1 on; store the reply for those that are late."""
-        # All sends begin before one is waited for, so that a slow rank delays no other.
-        sent: list[tuple[_Peer, bytes, Sending]] = []
-        for peer, reply in zip(self._peers, replies, strict=True):
-            if peer.missed:
-                self._store_reply(peer, operation, reply)
-            elif peer.link is not None:
-                with contextlib.suppress(LinkBrokenError):  # the next round finds out why
-                    sent.append((peer, reply, peer.link.start_send(reply)))
-        deadline = time.monotonic() + TRANSFER_S
-        for peer, reply, sending in sent:
-            try:
-                sending.wait(deadline - time.monotonic())
-            except LinkTimeoutError:
-                self._give_up_on(peer)
-                self._store_reply(peer, operation, reply)
-            except LinkBrokenError:
-                pass  # as above
-
-    def close(self) -> None:
-        """Close all links."""
-        for peer in self._peers:
-            peer.link = None  # gloo closes the connection with the last reference
-
-    def _connect(self, peers: Iterable[_Peer], operation: str, deadline: float) -> dict[int, Arrival]:
-        """Be ready to receive from ranks with a link; accept the others as they come, until the deadline."""
-        found: dict[int, Arrival] = {}
-        for peer in peers:
-            if peer.link is not None:
-                with contextlib.suppress(LinkBrokenError):  # handled when its message is received
-                    peer.link.start_receive()
-        waiting = [peer for peer in peers if peer.link is None]
+        Raises CoordinationError if this rank can't be reached.
+        """
+        round_ = _Round(call.key, operation, time.monotonic())
+        if (end := self._ends[call.kind].get(call.number)) is not None and end.failure is not None:
+            return [pickle.loads(end.failure)] * len(self._peers)  # `give_up` was called meanwhile
+        await self._open(call, operation, round_.begun + self._timeout_s)
+        self._rounds.append(round_)
         try:
-            for interval_s in poll_intervals():
-                for peer in waiting:
-                    if (failure := self._accept(peer, operation)) is not None:
-                        found[peer.rank] = failure
-                waiting = [peer for peer in waiting if peer.link is None and peer.rank not in found]
-                if not waiting:
-                    break
-                if time.monotonic() >= deadline:
-                    return found | {peer.rank: self._give_up_on(peer) for peer in waiting}
-                time.sleep(interval_s)
-        except RuntimeError as exc:  # the store's
-            failure = coordination_failure(0, store_failure_text(operation, exc))
-            found |= {peer.rank: failure for peer in waiting if peer.link is None}
-        return found
+            while True:
+                round_.over.clear()
+                for peer in self._peers:
+                    self._look(round_, peer)
+                if len(round_.found) == len(self._peers):
+                    return [round_.found[peer.rank] for peer in self._peers]
+                are_linked = all(peer.link is not None for peer in self._peers)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self._beat_s if are_linked else _POLL_S):
+                        await round_.over.wait()
+                if not are_linked:
+                    await self._read_notices(round_)
+        finally:
+            self._rounds.remove(round_)
 
-    def _accept(self, peer: _Peer, operation: str) -> RemoteError | None:
-        """Connect to a rank if it has asked for it; return its failure if it has already left this round."""
-        rendezvous = self._rendezvous
-        if not rendezvous.has("connect", peer.rank, peer.generation + 1):
-            return None
-        peer.generation += 1
-        if rendezvous.has("left", peer.rank, peer.generation):
-            return self._failure_it_left_with(peer, operation)
-        peer.name = rendezvous.get("connect", peer.rank, peer.generation).decode()
-        rendezvous.put("accept", peer.rank, peer.generation, self._own_name)
-        limit_s = min(self._timeout_s, CONNECT_S)
-        with contextlib.suppress(LinkBrokenError):  # if it lives it asks again
-            peer.link = rendezvous.link(peer.rank, peer.generation, side=0, timeout_s=limit_s)
-            peer.link.start_receive()
+    async def give_up(self, call: Call, operation: str, failure: RemoteError) -> None:
+        """Fail a call on all ranks, though this one hangs in it."""
+        await self.reply(call, operation, [pickle.dumps(failure)] * len(self._peers), failed=True)
+        for round_ in self._rounds:
+            if round_.key == call.key:
+                round_.found = {peer.rank: failure for peer in self._peers}
+                round_.over.set()
+
+    async def reply(self, call: Call, operation: str, messages: Sequence[bytes], *, failed: bool) -> None:
+        """Send its reply to every rank that has come, from rank 1 on, and remember it for those that are late."""
+        kept = messages if sum(map(len, messages)) <= _KEPT_BYTES else ()
+        end = _End(operation, call.step, messages[0]) if failed else _End(operation, call.step, None, kept)
+        ends = self._ends[call.kind]
+        ends.pop(call.number, None)
+        ends[call.number] = end
+        if (old := ends.get(call.number - 3)) is not None:
+            ends[call.number - 3] = old._replace(replies=())
+        while len(ends) > _REMEMBERED:
+            del ends[next(iter(ends))]
+        for peer, message in zip(self._peers, messages, strict=True):
+            if (theirs := peer.taken.pop(call.key, None)) is not None:
+                self._answer(peer, theirs, call.number, message)
+            for ask in [ask for ask in peer.asks.values() if self._number(peer, ask) == call.number]:
+                self._late(peer, ask)
+        flushes = [self._start(peer.link.flush()) for peer in self._peers if peer.link is not None]
+        if flushes:
+            await asyncio.wait(flushes, timeout=min(_FLUSH_S, self._timeout_s))
+
+    def close(self, timeout_s: float) -> bool:  # noqa: D102
+        if self._server is not None:
+            self._server.close()
+        for peer in self._peers:
+            for key, failure in list(peer.ahead.items()):
+                self._answer(peer, key, key.number, pickle.dumps(failure))
+            if peer.link is not None:
+                peer.link.close()
+        return super().close(timeout_s)
+
+    async def _open(self, call: Call, operation: str, deadline: float) -> None:
+        """Listen, and let the other ranks know where; once."""
+        async with self._opening:
+            if self._server is not None:
+                return
+            secret, name = secrets.token_bytes(32), f"0\n{self._address.own_name()}"
+            try:
+                hosts = await self._rendezvous.addresses(operation, deadline)
+                server = await listen(hosts, secret, name, self._join)
+                try:
+                    addresses = [socket_.getsockname()[:2] for socket_ in server.sockets]
+                    host = self._address.own_name()
+                    endpoint = Endpoint(addresses, secret, network_namespace(), host)
+                    await self._rendezvous.publish(endpoint, operation, deadline)
+                except BaseException:
+                    server.close()
+                    raise
+            except (OSError, CoordinationError) as exc:
+                error = coordination_failure(0, f"rank 0 can't be reached for {operation}: {exc}")
+                with contextlib.suppress(CoordinationError):
+                    left = Left(0, call.key, operation, error)
+                    await self._rendezvous.notify(left, time.monotonic() + _NOTIFY_S)
+                raise CoordinationError(error.message) from exc
+            self._server = server
+
+    def _join(self, hello: str, link: Link) -> None:
+        """Take a rank's new link."""
+        rank, _, name = hello.partition("\n")
+        peer = self._peers[int(rank) - 1]
+        if peer.link is not None:
+            peer.link.close()
+        peer.link, peer.name, peer.broken = link, name, None
+        self._start(self._serve(peer, link))
+
+    async def _serve(self, peer: _Peer, link: Link) -> None:
+        beats = self._start(self._beat(link))
+        try:
+            while True:
+                message = pickle.loads(await link.receive())
+                if isinstance(message, Left):
+                    self._note(peer, message)
+                elif not self._late(peer, message):
+                    peer.asks[message.key] = message
+                self._news(peer)
+        except LinkBrokenError:
+            if peer.link is link:
+                peer.link, peer.broken = None, time.monotonic()
+        finally:
+            beats.cancel()
+            link.close()
+            self._news(peer)
+
+    def _note(self, peer: _Peer, left: Left) -> None:
+        """Take note that a rank has left a round, though rank 0 has come to it and waits for others."""
+        peer.asks.pop(left.key, None)
+        peer.left.append(left)
+        del peer.left[:-_REMEMBERED]
+        for round_ in self._rounds:
+            if peer.taken.get(round_.key) == left.key:
+                round_.found[peer.rank] = left.failure
+
+    def _news(self, peer: _Peer) -> None:
+        for round_ in self._rounds:
+            self._look(round_, peer)
+            if len(round_.found) == len(self._peers) or peer.link is None:
+                round_.over.set()
+
+    async def _read_notices(self, round_: _Round) -> None:
+        """Read why ranks without a link have left. If the store has ended, they are just late."""
+        if round_.has_store:
+            try:
+                deadline = max(round_.begun + self._timeout_s, time.monotonic() + _POLL_S)
+                for left in await self._rendezvous.notices(round_.operation, deadline):
+                    if left.rank:
+                        self._note(self._peers[left.rank - 1], left)
+            except CoordinationError:
+                round_.has_store = False
+
+    # --- which call is meant ---------------------------------------------------------------------------
+
+    def _number(self, peer: _Peer, message: Ask | Left) -> int:
+        """Return the number of a rank's call as rank 0 counts."""
+        kind, number, step = message.key
+        return number if step else number + peer.shifts[kind]
+
+    def _late(self, peer: _Peer, ask: Ask) -> bool:
+        """Reply to a rank at once if its round has ended."""
+        number = self._number(peer, ask)
+        end = self._ends[ask.key.kind].get(number)
+        if end is None or end.operation != ask.operation or (end.failure is None and ask.key.step > end.step):
+            return False
+        if end.failure is not None:
+            message = end.failure
+        elif end.replies and ask.key.step == end.step:
+            message = end.replies[peer.rank - 1]
+        else:
+            text = f"the reply of rank 0 to {peer.name} was lost, as their connection broke during {ask.operation}"
+            message = pickle.dumps(coordination_failure(peer.rank, text))
+        self._answer(peer, ask.key, number, message)
+        return True
+
+    def _answer(self, peer: _Peer, key: Key, number: int, message: bytes) -> None:
+        peer.asks.pop(key, None)
+        peer.ahead.pop(key, None)
+        if peer.link is not None:
+            peer.link.send(pickle.dumps(Reply(key, number, message)))
+
+    def _look(self, round_: _Round, peer: _Peer) -> None:
+        """Find out whether a rank has come to a round, and if not, whether it still may."""
+        if peer.rank in round_.found:
+            return
+        arrival = self._failure_it_left_with(round_, peer) or self._come(round_, peer) or self._absence(round_, peer)
+        if arrival is not None:
+            round_.found[peer.rank] = arrival
+
+    def _failure_it_left_with(self, round_: _Round, peer: _Peer) -> RemoteError | None:
+        kind, number, step = round_.key
+        for left in peer.left:
+            is_same_step = (left.key.kind, left.key.step, left.operation) == (kind, step, round_.operation)
+            if is_same_step and self._number(peer, left) == number:
+                return left.failure
         return None
 
-    def _receive(self, peer: _Peer, operation: str, deadline: float) -> Arrival | None:
-        """Receive a rank's message; return None if it had left an earlier round, and needs a new link."""
-        assert peer.link is not None
+    def _come(self, round_: _Round, peer: _Peer) -> Arrival | None:
+        kind, number, step = round_.key
+        if step:
+            ask = peer.asks.get(round_.key)
+            return None if ask is None else self._take(round_, peer, ask)
+        is_known = any(end.operation == round_.operation for end in self._ends[kind].values())
+        for ask in [ask for ask in peer.asks.values() if ask.key.kind == kind and not ask.key.step]:
+            shifted = self._number(peer, ask)
+            if ask.operation == round_.operation:
+                # If an operation was called before, as when one path is saved to again and again, only numbers tell
+                # which of the calls is meant.
+                if shifted == number or not is_known or ask.key in peer.ahead:
+                    peer.shifts[kind] = number - ask.key.number
+                    return self._take(round_, peer, ask)
+                if shifted > number:
+                    text = f"{peer.name} has left {round_.operation} for a later call of it"
+                    return coordination_failure(peer.rank, text)
+            text = out_of_step_text(round_.operation, peer.rank, ask.operation)
+            failure = coordination_failure(peer.rank, text)
+            is_past = any(end.operation == ask.operation for end in self._ends[kind].values())
+            if not is_past and ask.operation != round_.operation and ask.key not in peer.ahead:
+                # It is ahead, unless rank 0 has skipped that call: what rank 0 calls next shows which it is.
+                peer.ahead[ask.key] = failure
+                self._start(self._hold(peer, ask, failure))
+                return failure
+            self._answer(peer, ask.key, shifted, pickle.dumps(peer.ahead.get(ask.key, failure)))
+        return None
+
+    async def _hold(self, peer: _Peer, ask: Ask, failure: RemoteError) -> None:
+        await asyncio.sleep(min(_HOLD_S, self._timeout_s))
+        if peer.asks.get(ask.key) is ask and ask.key not in peer.taken.values():
+            self._answer(peer, ask.key, ask.key.number, pickle.dumps(failure))
+
+    def _take(self, round_: _Round, peer: _Peer, ask: Ask) -> Arrival:
+        peer.taken[round_.key] = ask.key
+        if peer.link is not None:
+            peer.link.send(pickle.dumps(Come(ask.key)))
         try:
-            message = peer.link.receive(deadline - time.monotonic())
-        except LinkTimeoutError:
-            return self._give_up_on(peer)
-        except LinkBrokenError:
-            peer.link = None
-            if self._rendezvous.is_explained("left", peer.rank, peer.generation, REASON_S):
-                return self._failure_it_left_with(peer, operation)
-            self._dead_ranks[peer.rank] = peer.name
-            return Dead(peer.name)
-        try:
-            return Arrived(*pickle.loads(message))
+            return Arrived(pickle.loads(ask.message))
         except Exception as exc:  # a class of the value can't be imported here
             return to_remote_error(peer.rank, exc)
 
-    def _failure_it_left_with(self, peer: _Peer, operation: str) -> RemoteError | None:
-        """Return the failure that a rank raised when it left, or None if it left an earlier round, not this one."""
-        left_operation, failure = pickle.loads(self._rendezvous.get("left", peer.rank, peer.generation))
-        return failure if left_operation == operation else None
-
-    def _give_up_on(self, peer: _Peer) -> TimedOut:
-        """Go on without a rank in this round, and set the key by which it finds out."""
-        with contextlib.suppress(RuntimeError):  # without the store it finds no key, and takes rank 0 for dead
-            if peer.link is None:
-                peer.generation += 1
-                self._rendezvous.put("accept", peer.rank, peer.generation, NO_LINK)
-            else:
-                self._rendezvous.put("missed", peer.rank, peer.generation, b"")
-        peer.link, peer.missed = None, True
+    def _absence(self, round_: _Round, peer: _Peer) -> Arrival | None:
+        now = time.monotonic()
+        if peer.link is None and peer.broken is not None:
+            return Dead(peer.name) if now - peer.broken > min(RECONNECT_S, self._timeout_s) else None
+        if now - round_.begun < self._timeout_s:
+            return None
+        if peer.link is not None and now - peer.link.heard >= self._timeout_s:
+            return coordination_failure(peer.rank, silence_text(peer.name, round_.operation, self._timeout_s))
         return TimedOut(peer.name, self._timeout_s)
 
-    def _store_reply(self, peer: _Peer, operation: str, reply: bytes) -> None:
-        peer.missed = False
-        with contextlib.suppress(RuntimeError):  # as above
-            self._rendezvous.put("reply", peer.rank, peer.generation, pickle.dumps((operation, reply)))
+
+@dataclass(slots=True, eq=False)
+class _Pending:
+    """What a rank has asked, and waits for."""
+
+    ask: Ask
+    reply: asyncio.Future[Reply]
+    has_come: bool = False  # rank 0
 
 
-class Follower:
-    """Another rank's side: sends its message to rank 0, then waits for the reply.
+class Follower(_Side):
+    """Another rank's side: sends its message to rank 0, then waits for the reply."""
 
-    It waits as long for rank 0 to come as rank 0 waits for it. It waits longer for the reply, by the time that rank 0
-    may wait for the other ranks and then take to decide.
-    """
-
-    def __init__(
-        self, address: RankAddress, rendezvous: Rendezvous, *, timeout_s: float, dead_ranks: dict[int, str]
-    ) -> None:
-        self._rank = address.rank
-        self._own_name = address.own_name().encode()
-        self._rendezvous = rendezvous
-        self._timeout_s = timeout_s
-        self._come_s = timeout_s + min(timeout_s, CONNECT_S)  # rank 0 may be connecting to others first
-        self._reply_s = timeout_s + TRANSFER_S + DECIDE_S
-        self._dead_ranks = dead_ranks  # holds the name of rank 0 once it is known to be dead; added to
+    def __init__(self, address: RankAddress, *, timeout_s: float) -> None:
+        super().__init__(address, timeout_s=timeout_s)
+        self._own_name = address.own_name()
         self._leader_name = address.rank_name(0)
-        self._generation = 0
+        self._pending: dict[Key, _Pending] = {}
+        self._endpoint: Endpoint | None = None
         self._link: Link | None = None
+        self._broken = 0.0  # when the last link was
+        self._connecting: asyncio.Task[None] | None = None
+        self.leader_lives = True  # as far as is known
 
-    def ask(self, operation: str, message: bytes) -> bytes:
+    async def ask(self, call: Call, operation: str, message: bytes) -> bytes:
         """Send a message to rank 0 and return its reply; raise CoordinationError if it is dead or does not come."""
+        begun = time.monotonic()
+        reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        pending = _Pending(Ask(call.key, operation, message), reply)
+        self._pending[call.key] = pending
+        try:
+            if self._link is None:
+                await self._wait_for_link(operation, begun + self._timeout_s, reply)
+            else:
+                self._link.send(pickle.dumps(pending.ask))
+            await self._wait_for_reply(pending, begun)
+        except CoordinationError as exc:
+            if not reply.done():  # else rank 0 knows
+                await self.give_up(call, operation, coordination_failure(self._address.rank, str(exc)))
+            raise
+        finally:
+            del self._pending[call.key]
+        answer = reply.result()
+        call.number = answer.number
+        return answer.message
+
+    async def _wait_for_reply(self, pending: _Pending, begun: float) -> None:
+        timeout_s, operation = self._timeout_s, pending.ask.operation
+        while not pending.reply.done():
+            await asyncio.wait([pending.reply], timeout=self._beat_s)
+            silent_s = time.monotonic() - max(begun, self._broken if self._link is None else self._link.heard)
+            if pending.reply.done():
+                return
+            if silent_s >= timeout_s:
+                raise CoordinationError(silence_text(self._leader_name, operation, timeout_s))
+            if not pending.has_come and time.monotonic() - begun >= timeout_s:
+                raise CoordinationError(timeout_text(self._leader_name, operation, timeout_s))
+
+    async def give_up(self, call: Call, operation: str, failure: RemoteError) -> None:
+        """Inform rank 0 that this rank has raised an error instead of waiting on, or of coming."""
+        left = Left(self._address.rank, call.key, operation, failure)
+        if self._link is not None:
+            self._link.send(pickle.dumps(left))
+        else:
+            with contextlib.suppress(CoordinationError):  # then rank 0 finds that this rank does not come
+                await self._rendezvous.notify(left, time.monotonic() + min(_NOTIFY_S, self._timeout_s))
+
+    def close(self, timeout_s: float) -> bool:  # noqa: D102
+        if self._link is not None:
+            self._link.close()
+        return super().close(timeout_s)
+
+    # --- the link -------------------------------------------------------------------------------------
+
+    async def _wait_for_link(self, operation: str, deadline: float, reply: asyncio.Future[Reply]) -> None:
+        """Wait until there is a link, or rank 0 has explained why there is none; raise what hinders it."""
+        if self._connecting is None or self._connecting.done():
+            self._connecting = self._start(self._connect(operation, deadline))
+        either: list[asyncio.Future[Any]] = [self._connecting, reply]
+        until_s = deadline + 2 * _NOTIFY_S - time.monotonic()  # it knows best why it is late
+        await asyncio.wait(either, timeout=until_s, return_when=asyncio.FIRST_COMPLETED)
+        if not reply.done() and self._link is None:
+            if either[0].done():
+                either[0].result()
+            raise CoordinationError(timeout_text(self._leader_name, operation, self._timeout_s))
+
+    async def _connect(self, operation: str, deadline: float) -> None:
+        """Connect to rank 0, and ask what is pending; raise CoordinationError if that can't be done in time."""
+        while self._endpoint is None:
+            until = max(deadline, time.monotonic() + _NOTIFY_S)  # the store gets some time even if there is none left
+            self._endpoint = await self._rendezvous.endpoint(operation, until)
+            for left in await self._rendezvous.notices(operation, until):
+                pending = self._pending.get(left.key) if left.rank == 0 else None
+                if pending is not None and pending.ask.operation == left.operation and not pending.reply.done():
+                    pending.reply.set_result(Reply(left.key, left.key.number, pickle.dumps(left.failure)))
+            if self._endpoint is None:
+                if time.monotonic() >= deadline:
+                    raise CoordinationError(timeout_text(self._leader_name, operation, self._timeout_s))
+                await asyncio.sleep(_POLL_S)
+        hello, link = await self._connect_to(self._endpoint, operation, deadline)
+        self._leader_name = hello.partition("\n")[2]
+        self._link, self.leader_lives = link, True
+        self._start(self._read(link))
+        for pending in self._pending.values():
+            link.send(pickle.dumps(pending.ask))
+
+    async def _connect_to(self, endpoint: Endpoint, operation: str, deadline: float) -> tuple[str, Link]:
+        addresses = reachable(endpoint, network_namespace())
+        if not addresses:
+            raise CoordinationError(loopback_text(self._own_name, endpoint.host))
+        tried = [f"{host} port {port}" for host, port in addresses]
+        hello = f"{self._address.rank}\n{self._own_name}"
+        error: BaseException = TimeoutError("there was no time left")
         while True:
-            try:
-                reply = self._try(operation, message)
-            except LinkTimeoutError as exc:
-                raise self._leave(operation) from exc
-            except RuntimeError as exc:  # the store's
-                self._link = None
-                raise CoordinationError(
-                    f"{store_failure_text(operation, exc)}; it is served by rank 0 or by the launcher of the job, "
-                    "which may have ended"
-                ) from exc
-            if reply is not None:
-                return reply
+            refusals = 0
+            for host, port in addresses:
+                try:
+                    async with asyncio.timeout(min(HELLO_S, max(_POLL_S, deadline - time.monotonic()))):
+                        return await connect(host, port, endpoint.secret, hello)
+                except (OSError, LinkBrokenError, TimeoutError) as exc:
+                    error = exc
+                    refusals += isinstance(exc, ConnectionRefusedError)
+            if refusals == len(addresses):
+                self.leader_lives = False
+                raise CoordinationError(dead_rank_text(endpoint.host, operation)) from error
+            # An error of this host's own, such as EMFILE, is no matter of time.
+            if time.monotonic() >= deadline or not isinstance(error, LinkBrokenError | TimeoutError | ConnectionError):
+                names = self._own_name, endpoint.host
+                raise CoordinationError(unreachable_text(names, tried, error)) from error
+            await asyncio.sleep(_POLL_S)
 
-    def close(self) -> None:
-        """Close the link."""
-        self._link = None
-
-    def _try(self, operation: str, message: bytes) -> bytes | None:
-        """Ask once; return None if rank 0 has meanwhile ended another round, which this rank has skipped."""
-        link = self._link or self._connect()
-        if link is None:
-            return self._stored_reply(operation)
-        self._link = link
+    async def _read(self, link: Link) -> None:
+        beats = self._start(self._beat(link))
         try:
-            link.start_receive()
-            link.start_send(message).wait(self._come_s)
-            return link.receive(self._reply_s)
-        except LinkBrokenError as exc:
-            self._link = None
-            if self._rendezvous.is_explained("missed", self._rank, self._generation, REASON_S):
-                return self._stored_reply(operation)
-            self._dead_ranks[0] = self._leader_name
-            raise CoordinationError(dead_rank_text(self._leader_name, operation)) from exc
+            while True:
+                message = pickle.loads(await link.receive())
+                pending = self._pending.get(message.key)
+                if pending is None or pending.reply.done():
+                    continue
+                if isinstance(message, Come):
+                    pending.has_come = True
+                else:
+                    pending.reply.set_result(message)
+        except LinkBrokenError:
+            self._link, self._broken = None, time.monotonic()
+            self._connecting = self._start(self._reconnect())
+        finally:
+            beats.cancel()
+            link.close()
 
-    def _connect(self) -> Link | None:
-        """Ask rank 0 for a link; return None if it has ended a round without this rank."""
-        self._generation += 1
-        rendezvous, rank, generation = self._rendezvous, self._rank, self._generation
-        rendezvous.put("connect", rank, generation, self._own_name)
-        if not rendezvous.wait_for("accept", rank, generation, self._come_s):
-            raise LinkTimeoutError("no link was opened")
-        answer = rendezvous.get("accept", rank, generation)
-        if answer == NO_LINK:
-            return None
-        self._leader_name = answer.decode()
+    async def _reconnect(self) -> None:
         try:
-            return rendezvous.link(rank, generation, side=1, timeout_s=min(self._timeout_s, CONNECT_S))
-        except LinkBrokenError as exc:
-            raise LinkTimeoutError("the link could not be made") from exc
-
-    def _stored_reply(self, operation: str) -> bytes | None:
-        """Wait for the reply in the store; return None if it is about another operation."""
-        if not self._rendezvous.wait_for("reply", self._rank, self._generation, self._reply_s):
-            raise LinkTimeoutError("rank 0 stored no reply")
-        stored: tuple[str, bytes] = pickle.loads(self._rendezvous.get("reply", self._rank, self._generation))
-        return stored[1] if stored[0] == operation else None
-
-    def _leave(self, operation: str) -> CoordinationError:
-        """Leave the round, and set the key by which rank 0 finds out; return the error to raise."""
-        self._link = None
-        failure = coordination_failure(0, timeout_text(self._leader_name, operation, self._timeout_s))
-        with contextlib.suppress(RuntimeError):  # without the store rank 0 takes this rank for dead
-            self._rendezvous.put("left", self._rank, self._generation, pickle.dumps((operation, failure)))
-        return CoordinationError(failure.message)
+            await self._connect("this save or load", time.monotonic() + min(RECONNECT_S, self._timeout_s))
+        except CoordinationError as exc:
+            for pending in self._pending.values():
+                if not pending.reply.done():
+                    is_dead = not self.leader_lives
+                    text = dead_rank_text(self._leader_name, pending.ask.operation) if is_dead else str(exc)
+                    failure = pickle.dumps(coordination_failure(0, text))
+                    pending.reply.set_result(Reply(pending.ask.key, pending.ask.key.number, failure))

@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import os
+import pickle
 import socket
 import time
 import uuid
-from collections.abc import Iterator
-from typing import Any, Literal
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from aiockpt.coordination.pair_channel import Link, make_device
+from aiockpt.coordination.link import Endpoint, addresses_of_this_host
+from aiockpt.coordination.outcome import Left, store_failure_text
+from aiockpt.core.threads import DaemonThreads
 from aiockpt.errors import CoordinationError
 
-_SHORTEST_POLL_S = 0.002
-_LONGEST_POLL_S = 0.1
+T = TypeVar("T")
 
 _coordinator_numbers: WeakKeyDictionary[Any, Iterator[int]] = WeakKeyDictionary()
-
-StoreKey = Literal["connect", "accept", "missed", "reply", "left"]  # see `protocol`
 
 
 class RankAddress:
@@ -40,10 +41,10 @@ class RankAddress:
             )
         self.world_size: int = dist.get_world_size(group)
         self._global_ranks = dist.get_process_group_ranks(group)
-        self._store = _store_of(group)
         # Every rank makes its coordinators over a group in the same order, so the count is the same everywhere.
         # It keeps coordinators of one group apart: keys of an earlier one stay in the store.
-        self._number = next(_coordinator_numbers.setdefault(group, itertools.count()))
+        number = next(_coordinator_numbers.setdefault(group, itertools.count()))
+        self.store = PrefixStore(str(number), _store_of(group))
 
     def rank_name(self, rank: int) -> str:
         """Return a rank's name for messages: its number in the group, and in the whole job if that differs."""
@@ -54,66 +55,95 @@ class RankAddress:
         """Return this rank's name with its host and process."""
         return f"{self.rank_name(self.rank)} on host {socket.gethostname()}, process {os.getpid()},"
 
-    def rendezvous(self, lane: str) -> Rendezvous:
-        """Open a lane's keys in the store. To be called in the lane's own thread."""
-        return Rendezvous(PrefixStore(f"{self._number}/{lane}", _separate_client(self._store)))
-
 
 class Rendezvous:
-    """One lane's keys in the store, and the links made through it; for the lane's thread alone.
+    """What ranks say to each other through the store: where rank 0 listens, and why a rank without a link has left.
 
-    Each key belongs to a rank and to a generation of its link. If the store fails, the methods raise RuntimeError.
+    A store blocks, and one that has ended blocks for minutes. So its functions are called in a thread, which is left
+    behind if the store does not answer in time: CoordinationError.
     """
 
     def __init__(self, store: Store) -> None:
-        self._store = store
-        self._device = make_device()
+        self._shared = store  # with the program, whose waits block its connection
+        self._own: Store | None = None
+        self._thread: DaemonThreads | None = None
+        self._seen = 0  # notices
 
-    def has(self, key: StoreKey, rank: int, generation: int) -> bool:
-        """Return whether a key is set."""
-        return self._store.check([f"{key}/{rank}/{generation}"])
+    @property
+    def store_host(self) -> str | None:
+        """The host of the store, if it is one of TCP."""
+        inner = _innermost(self._shared)
+        return inner.host if isinstance(inner, TCPStore) else None
 
-    def wait_for(self, key: StoreKey, rank: int, generation: int, timeout_s: float) -> bool:
-        """Wait until a key is set; return whether it was in time.
+    async def addresses(self, operation: str, deadline: float) -> list[str]:
+        """Return the addresses of this host; see `addresses_of_this_host`."""
+        return await self._call(lambda: addresses_of_this_host(self.store_host), operation, deadline)
 
-        It polls, because a blocking wait in the store blocks all other requests on the same connection.
-        """
-        deadline = time.monotonic() + timeout_s
-        for interval_s in poll_intervals():
-            if self.has(key, rank, generation):
-                return True
-            if time.monotonic() >= deadline:
-                return False
-            time.sleep(interval_s)
-        return False
+    async def publish(self, endpoint: Endpoint, operation: str, deadline: float) -> None:
+        """Write where rank 0 listens."""
+        await self._call(lambda: _put(self._client(), "endpoint", endpoint), operation, deadline)
 
-    def is_explained(self, key: StoreKey, rank: int, generation: int, within_s: float) -> bool:
-        """Return whether the other side, which has closed its link, sets this key in time, and so is alive."""
+    async def endpoint(self, operation: str, deadline: float) -> Endpoint | None:
+        """Read where rank 0 listens; None if it does not yet."""
+
+        def read() -> Endpoint | None:
+            client = self._client()
+            found: Endpoint | None = pickle.loads(client.get("endpoint")) if client.check(["endpoint"]) else None
+            return found
+
+        return await self._call(read, operation, deadline)
+
+    async def notify(self, left: Left, deadline: float) -> None:
+        """Write why this rank, which has no link, has left a round."""
+
+        def write() -> None:
+            store = self._own or self._shared  # if descriptors have run out, there is the program's connection alone
+            _put(store, f"left/{store.add('left', 1)}", left)
+
+        await self._call(write, left.operation, deadline)
+
+    async def notices(self, operation: str, deadline: float) -> list[Left]:
+        """Read what ranks without a link have written since the last call."""
+
+        def read() -> list[Left]:
+            client, found = self._client(), list[Left]()
+            count = client.add("left", 0)
+            while self._seen < count and client.check([f"left/{self._seen + 1}"]):
+                self._seen += 1
+                found.append(pickle.loads(client.get(f"left/{self._seen}")))
+            return found
+
+        return await self._call(read, operation, deadline)
+
+    def close(self, timeout_s: float) -> bool:
+        """End the thread; return whether it has ended in time."""
+        thread, self._thread, self._own = self._thread, None, None
+        return thread is None or thread.end(timeout_s)
+
+    async def _call(self, function: Callable[[], T], operation: str, deadline: float) -> T:
+        if self._thread is None:
+            self._thread = DaemonThreads(1, "aiockpt-ranks")
+        call = asyncio.get_running_loop().run_in_executor(self._thread, function)
+        begun = time.monotonic()
         try:
-            return self.wait_for(key, rank, generation, within_s)
-        except RuntimeError:
-            return False  # with neither link nor store it can't be reached
+            async with asyncio.timeout(max(0.0, deadline - begun)):
+                return await call
+        except TimeoutError:
+            self._thread, self._own = None, None
+            silent = TimeoutError(f"no answer within {time.monotonic() - begun:.3g} s")
+            raise CoordinationError(store_failure_text(operation, self.store_host, silent)) from None
+        except RuntimeError as exc:  # the store's
+            self._own = None
+            raise CoordinationError(store_failure_text(operation, self.store_host, exc)) from exc
 
-    def get(self, key: StoreKey, rank: int, generation: int) -> bytes:
-        """Return the value of a key that is set."""
-        return self._store.get(f"{key}/{rank}/{generation}")
-
-    def put(self, key: StoreKey, rank: int, generation: int, value: bytes) -> None:
-        """Set a key."""
-        self._store.set(f"{key}/{rank}/{generation}", value)  # type: ignore[arg-type]  # bytes, whatever its stub says
-
-    def link(self, rank: int, generation: int, *, side: int, timeout_s: float) -> Link:
-        """Connect rank 0 and another rank; both call it."""
-        store = PrefixStore(f"link/{rank}/{generation}", self._store)
-        return Link(store, side, self._device, timeout_s=timeout_s)
+    def _client(self) -> Store:
+        if self._own is None:
+            self._own = _separate_client(self._shared)
+        return self._own
 
 
-def poll_intervals() -> Iterator[float]:
-    """Yield the seconds to sleep between polls: short at first."""
-    interval_s = _SHORTEST_POLL_S
-    while True:
-        yield interval_s
-        interval_s = min(2 * interval_s, _LONGEST_POLL_S)
+def _put(store: Store, key: str, value: object) -> None:
+    store.set(key, pickle.dumps(value))  # type: ignore[arg-type]  # bytes, whatever its stub says
 
 
 def _store_of(group: dist.ProcessGroup) -> Store:
@@ -126,8 +156,14 @@ def _store_of(group: dist.ProcessGroup) -> Store:
     return PrefixStore(f"aiockpt/{_world.pg_names[group]}", store)
 
 
+def _innermost(store: Store) -> Store:
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store
+
+
 def _separate_client(store: Store) -> Store:
-    """Return a client of the same store whose waits don't block the caller's own use of it.
+    """Return a client of the same store whose requests don't wait for the caller's own.
 
     A TCP store has one connection, on which a wait blocks all other requests: the caller's ``new_group`` on one rank
     and a round on another could wait for each other.
@@ -136,9 +172,7 @@ def _separate_client(store: Store) -> Store:
     if clone is not None:
         cloned: Store = clone()
         return cloned
-    inner = store
-    while isinstance(inner, PrefixStore):
-        inner = inner.underlying_store
+    inner = _innermost(store)
     if not isinstance(inner, TCPStore):
         return store  # a file, or memory: no connection is shared
     # The prefixes can't be read back, so the ranks agree on a new one, through the old ones.

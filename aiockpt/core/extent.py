@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from aiockpt.core.strides import span
 
+# The address of a strided tensor's memory. Not `data_ptr`: it would copy memory that is shared until it is written.
+address_of: Callable[[torch.Tensor], int] = torch._C._data_address  # type: ignore[attr-defined]
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _PACKED = {dtype: count for name, count in (("quint4x2", 2), ("quint2x4", 4)) if (dtype := getattr(torch, name, None))}
 """Elements per byte of packed dtypes."""
@@ -28,10 +30,10 @@ def freed_message(name: str, tensor: torch.Tensor) -> str:
 def is_freed(tensor: torch.Tensor) -> bool:
     """Return whether a tensor of any layout and class, or a part of it, reaches beyond its storage or has no memory."""
     if type(tensor) in _PLAIN and tensor.layout is torch.strided and tensor.is_contiguous():
-        numel = tensor.numel()
-        if not numel:
+        nbytes = tensor.nbytes
+        if not nbytes:
             return False
-        if tensor.untyped_storage().nbytes() >= (tensor.storage_offset() + numel) * tensor.itemsize:
+        if tensor.untyped_storage().nbytes() - nbytes >= tensor.storage_offset() * tensor.itemsize:
             return is_null(tensor)
     with torch._C.DisableTorchFunctionSubclass():  # else each attribute below could call code of the tensor's class
         return any(map(_is_short, strided_parts(tensor)))
@@ -78,7 +80,6 @@ def _is_short(tensor: torch.Tensor) -> bool:
 
 def is_null(tensor: torch.Tensor) -> bool:
     """Return whether a tensor of at least one element has a storage without memory, as `torch._efficientzerotensor`."""
-    if type(tensor) not in _PLAIN or not tensor.is_cpu:  # wrappers have no address, and not each device has addresses
-        return tensor._is_zerotensor()
-    # Not `data_ptr`: it would copy memory that is shared until it is written.
-    return not torch._C._data_address(tensor) and tensor.untyped_storage().nbytes() > 0  # type: ignore[attr-defined]
+    if type(tensor) in _PLAIN and tensor.is_cpu:  # wrappers have no address, and not each device has addresses
+        return not address_of(tensor) and tensor.untyped_storage().nbytes() > 0
+    return tensor._is_zerotensor()

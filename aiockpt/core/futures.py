@@ -66,7 +66,7 @@ class Completion(Future[T]):
         self._origin = origin  # the engine that completes it; None: any thread may wait
         self._saves = saves  # it completes when saves end
         self._listener = listener
-        self._wakers: list[Any] = []  # of waiting loops; unlike done callbacks, they can be removed
+        self._loop_waiters: list[asyncio.Future[None]] = []  # unlike done callbacks, they can be removed
         self._waiting = 0
         self.observed = False  # the error was delivered
 
@@ -202,35 +202,30 @@ class Completion(Future[T]):
     def settled(self) -> asyncio.Future[None]:
         """Return a future of the running loop that is done when this one is, and has neither value nor error."""
         check_asyncio(self._what)
-        must_wait = self._begin_to_wait(blocks=False)
-        loop = asyncio.get_running_loop()
-        waiter: asyncio.Future[None] = loop.create_future()
-
-        def arrive() -> None:
-            if not waiter.done():
-                waiter.set_result(None)
-
-        def wake() -> None:
-            try:
-                loop.call_soon_threadsafe(arrive)
-            except RuntimeError:  # the loop is closed, and with it the waiter
-                leave()
-
-        def leave(_: object = None) -> None:
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        if self._begin_to_wait(blocks=False):
             with self._condition:
-                self._waiting -= 1
-                if wake in self._wakers:
-                    self._wakers.remove(wake)
-
-        if must_wait:
-            with self._condition:
-                if not self.done():  # else since the check above: a waker that is added now would never be called
-                    self._wakers.append(wake)
+                if not self.done():  # else since the check above, and nothing would wake the waiter
                     self._waiting += 1
-                    waiter.add_done_callback(leave)
+                    self._loop_waiters.append(waiter)
+                    waiter.add_done_callback(self._leave)
                     return waiter
-        arrive()
+        waiter.set_result(None)
         return waiter
+
+    def _leave(self, waiter: asyncio.Future[None]) -> None:
+        with self._condition:
+            self._waiting -= 1
+            if waiter in self._loop_waiters:
+                self._loop_waiters.remove(waiter)
+
+    def _wake(self, waiter: asyncio.Future[None]) -> None:
+        try:
+            waiter.get_loop().call_soon_threadsafe(_arrive, waiter)
+        except RuntimeError:  # the loop is closed, and with it the waiter
+            self._leave(waiter)
+        except Exception:  # of a loop of the caller's; waiters in other loops are woken all the same
+            logger.exception("a loop that waits for %s can't be woken", self._what)
 
     def _deliver(self) -> T:
         if self._exception is not None:
@@ -257,13 +252,10 @@ class Completion(Future[T]):
     def _invoke_callbacks(self) -> None:
         """Wake the loops that wait. Call the callbacks in a new thread: this one may hold locks of the engine."""
         with self._condition:
-            wakers, self._wakers = self._wakers, []
+            waiters, self._loop_waiters = self._loop_waiters, []
             callbacks, self._done_callbacks = self._done_callbacks, []
-        for wake in wakers:
-            try:
-                wake()
-            except Exception:  # of a loop of the caller's; waiters in other loops are woken all the same
-                logger.exception("a loop that waits for %s can't be woken", self._what)
+        for waiter in waiters:
+            self._wake(waiter)
         if not callbacks:
             return
         # In an empty context: the engine's says that its threads can't wait for it.
@@ -279,6 +271,11 @@ class Completion(Future[T]):
                 callback(self)
             except BaseException:  # of a caller's; the other callbacks are called all the same
                 logger.exception("a callback of %s has failed", self._what)
+
+
+def _arrive(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
 
 
 class Call(Generic[T]):
@@ -325,8 +322,8 @@ class Call(Generic[T]):
         except BaseException:
             if not self.completion.done():
                 self.cancel()
-            with contextlib.suppress(asyncio.CancelledError):  # the one that is being delivered stands for it
-                await outlast(self.completion.settled())
+                with contextlib.suppress(asyncio.CancelledError):  # the one that is being delivered stands for it
+                    await outlast(self.completion.settled())
             self._drop(drop)
             raise
 
@@ -334,7 +331,7 @@ class Call(Generic[T]):
         """Stop it and wait until it has stopped, whatever its outcome. A cancellation is raised afterwards."""
         if not self.completion.done():
             self.cancel()
-        await outlast(self.completion.settled())  # the call's resources must not be freed before
+            await outlast(self.completion.settled())  # the call's resources must not be freed before
 
     def result(self, drop: Callable[[T], object] | None = None) -> T:
         """Block for its result. If the caller is interrupted, as by Ctrl-C, the call is stopped first; see `wait`."""

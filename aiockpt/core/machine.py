@@ -26,6 +26,15 @@ def available_memory_bytes() -> int:
     return available
 
 
+def memory_share_bytes() -> int:
+    """Return how much memory one rank may take: its share of half of what is available.
+
+    The ranks of a machine ask at the same moment, and locked memory can't be swapped out.
+    """
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "")  # set by torchrun, and by others that follow it
+    return available_memory_bytes() // 2 // max(1, int(ranks) if ranks.isdecimal() else 1)
+
+
 def cores() -> int:
     """Return the number of CPUs that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

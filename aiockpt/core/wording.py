@@ -11,6 +11,11 @@ def some_of(names: Sequence[str], most: int) -> str:
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
 
 
+def plural(number: int, noun: str) -> str:
+    """Return a number with its noun, in the plural unless it is one."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def a(noun: str) -> str:
     """Return a noun with its article."""
     return f"an {noun}" if noun[:1] in "aeiouAEIOU" else f"a {noun}"

@@ -76,10 +76,9 @@ class _Conversion:
 
     def start(self, checkpointer: AnyCheckpointer) -> Call[None]:
         engine = EngineAccess(checkpointer)
-        report = engine.reports.read("convert", os.fspath(self.path), self.progress)
 
         async def run(tools: LoadTools) -> None:
-            with report:
+            with engine.reports.read("convert", os.fspath(self.path), self.progress) as report:
                 await self.run(checkpointer, tools, report)
 
         return engine.call(run, f"convert {self.path}")

@@ -25,6 +25,7 @@ from aiockpt.engine.reports import Reports
 from aiockpt.engine.resources import EngineResources, shared_memory
 from aiockpt.errors import AiockptError, CheckpointerClosedError, SaveCancelledError, SaveTimeoutError
 from aiockpt.saving.turn import Turn
+from aiockpt.staging.pool import ArenaCache
 from aiockpt.staging.runtime import current_streams
 from aiockpt.staging.throttle import Throttle
 from aiockpt.telemetry.loads import ReadReport
@@ -76,6 +77,7 @@ class Engine:
         self._tools: EngineResources | None = None
         self._world: CollectiveResources | None = None
         self._calls: weakref.WeakSet[Call[Any]] = weakref.WeakSet()
+        self.arenas = ArenaCache()
         self._last: SaveJob | None = None
         self._died: BaseException | None = None
         self._is_stuck = False  # a thread hangs and is left behind
@@ -185,6 +187,7 @@ class Engine:
 
     def coordinator(self) -> Coordinator | None:
         """Return the coordinator, chosen at the first call that finds other ranks; None if there are none."""
+        self.origin.check_process()
         with self._lock:
             if self._world is None:
                 group, timeout_s = self.options.process_group, self.options.coordination_timeout
@@ -243,7 +246,7 @@ class Engine:
 
     async def _run(self, job: SaveJob) -> None:
         try:
-            await _SaveRun(job, self.queue, self.tools, self.options.save_timeout).run()
+            await _run_save(job, self.queue, self.tools, self.options.save_timeout)
         finally:
             if self._last is job:
                 self._last = None
@@ -349,6 +352,7 @@ class Engine:
                 if not self._is_stuck:  # if it has died, its saves are settled, but a thread of them may hang
                     self.loop.thread.join(None if self._died is None else CANCEL_GRACE_S)
         finally:
+            self.arenas.clear()
             _live.discard(self)
             closed._settle(None, error)
 
@@ -423,72 +427,70 @@ class Engine:
         self._stop.set()
 
 
-class _SaveRun:
-    """Runs a save with its ``save_timeout``: a thread that hangs must not stop the saves behind it."""
+async def _run_save(job: SaveJob, queue: SaveQueue, resources: EngineResources, timeout_s: float | None) -> None:
+    """Run a save, and cancel it at its ``save_timeout``; when this returns, the next save has its turn."""
+    try:
+        async with anyio.create_task_group() as tasks:
+            from aiockpt.saving.pipeline import SavePipeline  # imported already, by the thread that has submitted
 
-    def __init__(self, job: SaveJob, queue: SaveQueue, resources: EngineResources, timeout_s: float | None) -> None:
-        self._job = job
-        self._queue = queue
-        self._resources = resources
-        self._timeout_s = timeout_s
-        self._extra_threads = 0
+            pipeline = SavePipeline(job, resources)
+            if timeout_s is not None:
+                tasks.start_soon(_watch, job, pipeline, queue, resources, timeout_s)
+            await pipeline.run()
+            tasks.cancel_scope.cancel()
+    except BaseException as exc:
+        job.fail(exc)
+        raise
+    finally:
+        queue.remove(job)
+        await job.turn.finish_in_order()  # a save that has failed early must not let the next one overtake others
+        # A caller may keep the handle, and with it the job; the hooks may refer to the checkpointer, which could
+        # not be garbage-collected then.
+        job.spec = replace(job.spec, pre_commit=None, post_commit=None)
 
-    async def run(self) -> None:
-        """Run the save, and cancel it at its timeout; when this returns, the next save has its turn."""
-        job = self._job
-        try:
-            async with anyio.create_task_group() as tasks:
-                from aiockpt.saving.pipeline import SavePipeline  # imported already, by the thread that has submitted
 
-                pipeline = SavePipeline(job, self._resources)
-                if self._timeout_s is not None:
-                    tasks.start_soon(self._watch, pipeline, self._timeout_s)
-                await pipeline.run()
-                tasks.cancel_scope.cancel()
-        except BaseException as exc:
-            job.fail(exc)
-            raise
-        finally:
-            self._resources.io_workers.spare(-self._extra_threads)
-            self._queue.remove(job)
-            await job.turn.finish_in_order()  # a save that has failed early must not let the next one overtake others
-            # A caller may keep the handle, and with it the job; the hooks may refer to the checkpointer, which could
-            # not be garbage-collected then.
-            job.spec = replace(job.spec, pre_commit=None, post_commit=None)
+async def _watch(
+    job: SaveJob, pipeline: SavePipeline, queue: SaveQueue, resources: EngineResources, timeout_s: float
+) -> None:
+    """Cancel a save when its time is over; if it does not end, kill the writer; then abandon the save.
 
-    async def _watch(self, pipeline: SavePipeline, timeout_s: float) -> None:
-        """Cancel the save when its time is over; if it does not end, kill the writer; then abandon the save."""
-        job = self._job
-        await job.turn.wait_for("reported")  # the time begins when the save before has ended
-        await anyio.sleep(timeout_s)
-        if job.committed:  # it is published: only its post_commit hook is left
-            return
-        what = f"the save of {job.path} was not done after save_timeout = {timeout_s:g} s and was given up"
-        job.abort(SaveTimeoutError(f"{what}; nothing of it is left"), though_copied=True)
-        grace_s = min(_TIMEOUT_GRACE_S, timeout_s)
-        await anyio.sleep(grace_s / 2)
-        if self._resources.writer is not None:
-            self._resources.writer.kill()
-        await anyio.sleep(grace_s / 2)
-        if self._job.committed:
-            return
-        pipeline.quarantine()
-        job.settle(
-            None,
-            SaveTimeoutError(
-                f"{what}; a thread of it hangs in the file system, and holds its memory until it returns. What was "
-                "written is removed then, unless the system was just renaming it. Check the disk, and save elsewhere "
-                "meanwhile"
-            ),
-        )
-        job.turn.pass_phase("reported")
-        logger.error("a thread of the save of %s hangs in the file system; saving goes on without it", job.path)
-        if self._resources.world() is None:  # else the ranks would get out of step
-            workers = self._resources.io_workers
-            job.turn.finish()
-            self._extra_threads = workers.count  # as many as the save may block
-            workers.spare(self._extra_threads)
-            self._queue.abandon(job)
+    A thread that hangs must not stop the saves behind it.
+    """
+    await job.turn.wait_for("reported")  # the time begins when the save before has ended
+    await anyio.sleep(timeout_s)
+    if job.committed:  # it is published: only its post_commit hook is left
+        return
+    what = f"the save of {job.path} was not done after save_timeout = {timeout_s:g} s and was given up"
+    job.abort(SaveTimeoutError(f"{what}; nothing of it is left"), though_copied=True)
+    grace_s = min(_TIMEOUT_GRACE_S, timeout_s)
+    await anyio.sleep(grace_s / 2)
+    if resources.writer is not None:
+        resources.writer.kill()
+    await anyio.sleep(grace_s / 2)
+    if job.committed:
+        return  # type: ignore[unreachable] # it has changed meanwhile
+    pipeline.quarantine()
+    job.settle(
+        None,
+        SaveTimeoutError(
+            f"{what}; a thread of it hangs in the file system, and holds its memory until it returns. What was "
+            "written is removed then, unless the system was just renaming it. Check the disk, and save elsewhere "
+            "meanwhile"
+        ),
+    )
+    job.turn.pass_phase("reported")
+    logger.error("a thread of the save of %s hangs in the file system; saving goes on without it", job.path)
+    world = resources.world()
+    if world is not None and job.spec.call is not None:
+        await world.coordinator.give_up(job.spec.call, f"the save of {job.path}", SaveTimeoutError(what))
+    workers = resources.io_workers
+    job.turn.finish()
+    workers.spare(workers.count)  # as many as the save may block
+    queue.abandon(job)
+    try:
+        await anyio.sleep_forever()
+    finally:
+        workers.spare(-workers.count)
 
 
 def _late_error(jobs: list[SaveJob], timeout_s: float) -> SaveCancelledError | None:

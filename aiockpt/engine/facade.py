@@ -10,6 +10,7 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from aiockpt.core.importing import importing
+from aiockpt.core.lazy import lazy_property
 from aiockpt.core.parameters import parameters_of
 from aiockpt.engine.engine import Engine
 from aiockpt.engine.queue import KEPT, Failures, Statistics
@@ -61,8 +62,6 @@ class CheckpointerBase:
         self._storage = LocalStorage(direct_io=options.direct_io, fsync=options.fsync, retries=options.retries)
         self._failures: Failures = deque(maxlen=KEPT)
         self._engine = Engine(options, self._transforms, self._failures)
-        self._made_submitter: Submitter | None = None  # until its first use
-        self._made_loader: Loader | None = None  # likewise
         self._warns_as(f"{type(self).__name__}")
 
     def _warns_as(self, what: str) -> None:
@@ -80,27 +79,19 @@ class CheckpointerBase:
 
     # No lock is held meanwhile, as a signal handler may save or load in the middle of it: the first object is kept.
 
-    @property
+    @lazy_property
     def _submitter(self) -> Submitter:
-        self._engine.origin.check_process()
-        if self._made_submitter is None:
-            with importing():
-                from aiockpt.engine.submit import Submitter
+        with importing():
+            from aiockpt.engine.submit import Submitter
 
-            made = Submitter(self._engine, self._storage, self._transforms)
-            self._made_submitter = self._made_submitter or made
-        return self._made_submitter
+        return Submitter(self._engine, self._storage, self._transforms)
 
-    @property
+    @lazy_property
     def _loader(self) -> Loader:
-        self._engine.origin.check_process()
-        if self._made_loader is None:
-            with importing():
-                from aiockpt.engine.loader import Loader
+        with importing():
+            from aiockpt.engine.loader import Loader
 
-            made = Loader(self._engine, self._storage, self._transforms)
-            self._made_loader = self._made_loader or made
-        return self._made_loader
+        return Loader(self._engine, self._storage, self._transforms)
 
     def submit_items(
         self,
@@ -218,8 +209,10 @@ class CheckpointerBase:
         with importing():
             from aiockpt.planning.planner import stored_bytes
 
-        nbytes, devices = stored_bytes(resolve(state_dict, SaveError).tree)
-        return self._engine.prewarm(nbytes, devices)
+        tree = resolve(state_dict, SaveError).tree
+        nbytes, devices = stored_bytes(tree)
+        self._submitter.rehearse(tree)
+        return self._engine.prewarm(nbytes, {device for device in devices if device.type != "meta"})  # it has no bytes
 
 
 class EngineAccess:
@@ -251,8 +244,7 @@ class EngineAccess:
     @property
     def leads(self) -> bool:
         """Whether this is rank 0, or saves alone."""
-        coordinator = self._checkpointer._engine.coordinator()
-        return coordinator is None or coordinator.leads
+        return self._checkpointer._engine.coordinator() is None or self._checkpointer._engine.leads
 
     def take_failure(self) -> BaseException | None:
         """Return an earlier save's failure that was not delivered, which counts as delivered then; None: no more."""
@@ -279,13 +271,14 @@ class EngineAccess:
         """
         engine = self._checkpointer._engine
         coordinator = engine.coordinator()
+        agreement = None if coordinator is None else coordinator.call("agree")
 
         async def decide_for_all(values: Sequence[Any]) -> Sequence[T]:
             return [decide(values)] * len(values)
 
         async def run(_: LoadTools) -> T:
-            if coordinator is not None:
-                reply: T = await coordinator.round("agree", what, value, decide_for_all)
+            if coordinator is not None and agreement is not None:
+                reply: T = await coordinator.round(agreement, what, value, decide_for_all)
                 return reply
             if isinstance(value, BaseException):
                 raise value

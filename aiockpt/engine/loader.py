@@ -6,7 +6,7 @@ import asyncio
 import os
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from aiockpt.core.futures import Call
     from aiockpt.engine.engine import Engine
     from aiockpt.format.transforms.base import Transform
+    from aiockpt.reading.executor import LoadTools
     from aiockpt.reading.reader import CheckpointReader, SyncCheckpointReader
     from aiockpt.storage.base import Storage
     from aiockpt.telemetry.loads import ReadReport
@@ -58,6 +59,7 @@ class Loader:
 
     def _opening(self, request: OpenRequest) -> tuple[Storage, str, LoadOptions]:
         """Return storage, path and options of a reader."""
+        self._engine.origin.check_process()
         storage, where = locate(request.path, request.storage, self._storage)
         options = LoadOptions(verify=request.verify, safe_globals=request.safe_globals, trust=request.trust)
         check_options(options, into=False)
@@ -65,6 +67,7 @@ class Loader:
 
     def load(self, request: LoadRequest) -> Callable[[], Loading]:
         """Check the options of a load; return the function that starts it."""
+        self._engine.origin.check_process()
         try:
             request = replace(request, keys=check_patterns(request.keys))
             check_options(request, into=request.state_dict is not None)
@@ -140,32 +143,16 @@ class Loader:
         ready = {} if target is None else ready_events(target.tree)
         return CheckpointLoad(storage, report.path, request, state_dict, target, ready, report)
 
-    def verify(self, path: Path, storage: Storage | None, progress: OnProgress | None) -> Verifying:
+    def verify(self, path: Path, storage: Storage | None, progress: OnProgress | None) -> Call[VerifyReport]:
         with importing():
             from aiockpt.reading.verify.verify import verify_checkpoint
 
         storage, where = locate(path, storage, self._storage)
         check_progress(progress)
-        report = self._engine.reports.read("verify", where, progress)
-        call = self._engine.call(
-            lambda tools: verify_checkpoint(storage, where, tools.workers, self._transforms, report), f"verify {where}"
-        )
-        return Verifying(call, report)
 
+        async def verify(tools: LoadTools) -> VerifyReport:
+            with self._engine.reports.read("verify", where, progress) as report:
+                report.result = found = await verify_checkpoint(storage, where, tools.workers, self._transforms, report)
+                return found
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Verifying:
-    """One verification."""
-
-    _call: Call[VerifyReport]
-    _report: ReadReport
-
-    async def wait(self) -> VerifyReport:
-        with self._report:
-            self._report.result = result = await self._call.wait()
-            return result
-
-    def result(self) -> VerifyReport:
-        with self._report:
-            self._report.result = result = self._call.result()
-            return result
+        return self._engine.call(verify, f"verify {where}")

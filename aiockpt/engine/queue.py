@@ -8,10 +8,11 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from aiockpt.core.futures import Completion
-from aiockpt.errors import CheckpointerBusyError, SaveCancelledError, SaveSkippedError
+from aiockpt.errors import CheckpointerBusyError, SaveSkippedError
+from aiockpt.telemetry.progress import Outcome, outcome_of
 
 if TYPE_CHECKING:
     from aiockpt.core.threads import Origin
@@ -24,7 +25,6 @@ KEPT = 100  # paths and errors for `Statistics`
 
 logger = logging.getLogger("aiockpt")
 
-Outcome = Literal["written", "skipped", "failed", "cancelled"]
 Failures = deque[tuple[str, BaseException]]
 
 
@@ -55,15 +55,6 @@ class Statistics:
     failures: tuple[tuple[str, BaseException], ...] = field(repr=False)
     staging_bytes: int = 0
     quarantined_bytes: int = 0
-
-
-def outcome_of(error: BaseException | None) -> Outcome:
-    """Return the outcome of a save that ended with this error."""
-    if error is None:
-        return "written"
-    if isinstance(error, SaveSkippedError):
-        return "skipped"
-    return "cancelled" if isinstance(error, SaveCancelledError) else "failed"
 
 
 def superseded(staged: Sequence[bool], most: int) -> list[int]:

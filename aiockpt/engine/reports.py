@@ -15,9 +15,8 @@ from aiockpt.telemetry.loads import LoadResult, ReadReport
 from aiockpt.telemetry.observer import CallEvent, Observer, SaveEvent
 
 if TYPE_CHECKING:
-    from aiockpt.engine.queue import Outcome
     from aiockpt.saving.job import SaveJob
-    from aiockpt.telemetry.progress import OnProgress, ProgressEvent, Reading
+    from aiockpt.telemetry.progress import OnProgress, Outcome, ProgressEvent, Reading
     from aiockpt.telemetry.saves import SaveResult
 
 MOST_CALLS = 10_000

@@ -5,17 +5,19 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 import anyio
 
 from aiockpt.core.lazy import lazy_property
-from aiockpt.core.machine import available_memory_bytes, cores
+from aiockpt.core.machine import cores, memory_share_bytes
 from aiockpt.core.threads import Duty, Origin, Workers
 from aiockpt.staging.cpu import CpuStager
 from aiockpt.staging.cuda import AcceleratorStager
 from aiockpt.staging.host_cache import HostCache
 from aiockpt.staging.pool import ChunkPool, Lease, SharedMemory
+from aiockpt.staging.runtime import is_host
 from aiockpt.staging.scatter import AcceleratorPlacer
 
 if TYPE_CHECKING:
@@ -34,6 +36,8 @@ logger = logging.getLogger("aiockpt")
 # Threads that compute CRCs give way to the caller's, which halves the lag of its loop. Threads that copy keep their
 # priority, as training may wait for them.
 _NICE = 10
+
+_ARENA_BYTES = 256 << 20  # of staging memory are locked at once
 
 
 class EngineResources:
@@ -70,7 +74,7 @@ class EngineResources:
         self.pool = ChunkPool(options.chunk, capacity, self._shared)
         self.growth = PoolSizer(self.pool, self.copy_workers, files=count, bounded=is_bounded, is_unwanted=is_unwanted)
         self.world = world  # the other ranks to save with
-        self._memory = HostCache(available_memory_bytes() // 2)
+        self._memory = HostCache(memory_share_bytes())
         self._transforms = transforms
 
     @lazy_property
@@ -92,7 +96,7 @@ class EngineResources:
         """Return the stager of a device; create it at its first use."""
         stager = self.stagers.get(device)
         if stager is None:
-            stager = CpuStager(self.copy_workers) if device.type == "cpu" else AcceleratorStager(device)
+            stager = CpuStager(self.copy_workers) if is_host(device) else AcceleratorStager(device)
             self.stagers[device] = stager
         return stager
 
@@ -132,7 +136,7 @@ def shared_memory(options: CheckpointerOptions) -> SharedMemory | None:
     import aiockpt.writing.process.supervisor  # noqa: F401
 
     is_bounded = options.staging_bytes is not None
-    chunks = _chunks(options) if is_bounded else max(1, available_memory_bytes() // 2 // options.chunk)
+    chunks = _chunks(options) if is_bounded else max(1, memory_share_bytes() // options.chunk)
     return SharedMemory(chunks * options.chunk)
 
 
@@ -162,14 +166,15 @@ class PoolSizer:
         self._nbytes = nbytes
         if not self._bounded:
             chunk = self._pool.chunk_bytes
-            most = (available_memory_bytes() + self._pool.made * chunk) // 2
+            most = memory_share_bytes() + self._pool.made * chunk // 2
             # A pool without any chunk would never let a save begin.
             self._pool.raise_capacity(max(1, min(self._wanted(nbytes), most // chunk)))
 
     async def prewarm(self, nbytes: int, stagers: Sequence[Stager]) -> None:
         """Allocate staging memory for a state of this size, and fault it in with several threads."""
         self.reserve(nbytes)
-        await self._touch(self._pool.lease_new(self._wanted(nbytes)), stagers)
+        # In arenas, because locking takes milliseconds however little it is, and hampers the launch of kernels.
+        await self._touch(self._pool.lease_new(self._wanted(nbytes), _ARENA_BYTES), stagers)
 
     async def fill(self, stagers: Sequence[Stager]) -> None:
         """Allocate the rest of what the pool may hold, while nothing is in flight.
@@ -188,18 +193,21 @@ class PoolSizer:
     async def _touch(self, leases: list[Lease], stagers: Sequence[Stager], *, only_if_idle: bool = False) -> None:
         """Fault in the memory of new chunks with all copy threads, and return the chunks to the pool."""
 
-        async def touch(lease: Lease) -> None:
-            if only_if_idle and self._is_unwanted():  # a save needs the copy threads now
-                return
-            await self._workers.run(lease.chunk.touch)
+        async def touch(arena: list[Lease]) -> None:
+            async with anyio.create_task_group() as tasks:
+                for lease in arena:
+                    if only_if_idle and self._is_unwanted():  # a save needs the copy threads now
+                        return
+                    tasks.start_soon(self._workers.run, lease.chunk.touch)
             for stager in stagers:
-                await stager.pin(lease.chunk)
-            lease.release()
+                await stager.pin(arena[0].chunk)
+            for lease in arena:
+                lease.release()
 
         try:
             async with anyio.create_task_group() as tasks:
-                for lease in leases:
-                    tasks.start_soon(touch, lease)
+                for _, arena in groupby(leases, key=lambda lease: lease.chunk.arena):
+                    tasks.start_soon(touch, list(arena))
         finally:
             for lease in leases:
                 lease.release()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import threading
@@ -11,11 +12,19 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import aiockpt.saving.pipeline  # noqa: F401 - what runs the save, imported before the engine's thread wants it
+from aiockpt.core.gc_pause import gc_pause
 from aiockpt.core.parameters import outer_stacklevel
 from aiockpt.core.spans import Span
 from aiockpt.core.wording import a
-from aiockpt.engine.requests import SaveRequest, locate, printable_path
-from aiockpt.errors import CheckpointExistsError, SafeGlobalsWarning, SaveError, SaveSkippedError, WriteError
+from aiockpt.engine.requests import SaveRequest, StateDict, locate, printable_path
+from aiockpt.errors import (
+    AiockptError,
+    CheckpointExistsError,
+    SafeGlobalsWarning,
+    SaveError,
+    SaveSkippedError,
+    WriteError,
+)
 from aiockpt.format.item.objects import needed_for
 from aiockpt.format.manifest.manifest import JsonValue, check_user_metadata
 from aiockpt.format.names import SUFFIX
@@ -33,6 +42,7 @@ from aiockpt.storage.base import Storage, shared_storage
 if TYPE_CHECKING:
     import torch
 
+    from aiockpt.coordination.protocol import Call
     from aiockpt.engine.engine import Engine
     from aiockpt.format.transforms.base import Transform
     from aiockpt.planning.planner import FileFormat, Planner
@@ -59,16 +69,17 @@ class Submitter:
         """Queue a save; see `aiockpt.AsyncCheckpointer.save`."""
         started = time.perf_counter()
         coordinator = self._engine.coordinator()
+        call = None if coordinator is None else coordinator.call("save")
         path = printable_path(request.path)
         self._engine.origin.check(f"a save to {path}")
         try:
-            job = self._job(request, started, ranks=None if coordinator is None else coordinator.world_size)
+            job = self._job(request, started, call, ranks=None if coordinator is None else coordinator.world_size)
             captured = time.perf_counter()
             job.captured_s = captured - started
             job.spans.append(Span("capture", threading.current_thread().name, started, captured))
             self._engine.submit(job)
         except BaseException as exc:
-            self.refuse(path, exc)
+            self.refuse(path, exc, call)
             is_calm = (self._options.warn_only and isinstance(exc, WriteError)) or isinstance(exc, SaveSkippedError)
             if not is_calm:
                 raise
@@ -78,10 +89,25 @@ class Submitter:
         job.captured_s = time.perf_counter() - started
         return job.handle
 
-    def refuse(self, path: str, error: BaseException) -> None:
-        """Inform the other ranks, which have called save() too: they must fail, not wait for this one."""
-        if self._engine.coordinator() is not None:
-            job = SaveJob.of_refusal(path, self._storage, error, time.perf_counter(), self._engine)
+    def rehearse(self, state_dict: StateDict) -> None:
+        """Capture a state and drop it: a save then imports, calls and faults in nothing for the first time."""
+        with contextlib.suppress(AiockptError):  # only sizes matter here; a save refuses what it can't store
+            capture_state(
+                state_dict,
+                self._names,
+                ranks=1,
+                sampled=self._options.validate == "hash",
+                arenas=self._engine.arenas,
+            ).release()
+
+    def refuse(self, path: str, error: BaseException, call: Call | None = None) -> None:
+        """Inform the other ranks, which have called save() too: they must fail, not wait for this one.
+
+        ``call`` is None if this rank has not counted it.
+        """
+        if (coordinator := self._engine.coordinator()) is not None:
+            call = call or coordinator.call("save")
+            job = SaveJob.of_refusal(path, self._storage, error, time.perf_counter(), self._engine, call)
             self._engine.refuse(job)
 
     def submit_items(
@@ -134,7 +160,7 @@ class Submitter:
             if fallback is None:  # else the save meets the same error, and uses the fallback
                 raise
 
-    def _job(self, request: SaveRequest, started: float, *, ranks: int | None) -> SaveJob:
+    def _job(self, request: SaveRequest, started: float, call: Call | None, *, ranks: int | None) -> SaveJob:
         """Check everything that can be checked at the call, and capture the state."""
         engine, together = self._engine, ranks is not None
         engine.queue.raise_unreported()
@@ -163,15 +189,17 @@ class Submitter:
         validate = request.validate or self._options.validate
         check_choice("validate", validate, Validation)
         check_choice("replicas", request.replicas, Replicas)
-        capture = capture_state(
-            request.state_dict,
-            self._names,
-            ranks=ranks,
-            once=together and self._options.planning == "decentralized" and format == "dcp",
-            sampled=validate == "hash",
-            include=request.include,
-            exclude=request.exclude,
-        )
+        with gc_pause():  # what is captured is no garbage
+            capture = capture_state(
+                request.state_dict,
+                self._names,
+                ranks=ranks,
+                once=together and self._options.planning == "decentralized" and format == "dcp",
+                sampled=validate == "hash",
+                include=request.include,
+                exclude=request.exclude,
+                arenas=engine.arenas,
+            )
         if form is not None:
             form.validate(capture)
         self._warn_of_permissions(capture)
@@ -191,6 +219,7 @@ class Submitter:
             warn_only=self._options.warn_only,
             fallback=fallback,
             replicas=request.replicas,
+            call=call,
         )
         return SaveJob(spec, engine)
 

@@ -43,13 +43,16 @@ _MOST_S = 250e9  # in the year 9892; `datetime` ends with 9999
 _NAME = re.compile(r"step-([0-9]{8,18})")
 _MOST_LISTS = 20  # of a directory whose steps are deleted while they are looked at
 
+NO_STEP = -1
+"""The number of what is looked at as steps are, and is none."""
+
 
 @dataclass(frozen=True, slots=True)
 class StepInfo:
     """A step of a run, as its directory shows it.
 
     Attributes:
-        step: its number.
+        step: its number; `NO_STEP` of what is looked at likewise, and is no step.
         path: its directory.
         state: "complete", "unfinished" or "damaged", by what is known without reading tensors: whether the manifest
             is intact, and whether every file is there with its size.
@@ -141,7 +144,7 @@ class StepScanner:
         return replace(known[1], step=step)
 
 
-def examine(listing: Listing, step: int = -1, *, counts: bool = False) -> tuple[Recognised, StepInfo]:
+def examine(listing: Listing, step: int = NO_STEP, *, counts: bool = False) -> tuple[Recognised, StepInfo]:
     """Return what a directory or a file is, and its facts as those of a step.
 
     ``counts``: the choices in one that is no checkpoint matter as well.

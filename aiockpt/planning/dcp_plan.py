@@ -191,6 +191,12 @@ class DcpFormat(FileFormat):
     def _separated(self, summary: StateSummary, leaves: Sequence[int]) -> dict[str, list[tuple[int, Framing]]]:
         """Group the tensors, with their framing, by the hint that their names begin with; first those without one."""
         groups: dict[str, list[tuple[int, Framing]]] = {"": []}
+        # Device by device: small tensors side by side are packed there, and copied together, which those of another
+        # device between them, as Adam's `step`, would prevent.
+        devices = list(dict.fromkeys(spec.device for spec in summary.specs if spec is not None))
+        if len(devices) > 1:
+            specs = summary.specs
+            leaves = sorted(leaves, key=lambda leaf: 0 if (spec := specs[leaf]) is None else devices.index(spec.device))
         for leaf in leaves:
             name, spec = summary.structure.names[leaf], summary.specs[leaf]
             if spec is not None:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from aiockpt.format.manifest.manifest import JsonValue
 
 
-_MEMO_KEYS = 1000
+_TEXT = frozenset({str})
 TENSOR_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 """Types that hold their values directly; subclasses may not."""
 
@@ -132,6 +132,9 @@ def _walk(flat: FlatState, path: ObjPath, name: str, value: Any) -> None:
 
 
 def _walk_mapping(flat: FlatState, path: ObjPath, name: str, mapping: Mapping[Any, Any]) -> None:
+    if type(mapping) is dict and mapping and _is_of_tensors(mapping):  # as an optimizer has for each parameter
+        _add_tensors(flat, path, name, mapping)
+        return
     before = len(flat.leaves)
     ordered = isinstance(mapping, OrderedDict)
     own = _kind_of(mapping)
@@ -147,13 +150,10 @@ def _walk_mapping(flat: FlatState, path: ObjPath, name: str, mapping: Mapping[An
         if ordered and (attribute := _module_metadata(mapping)) is not None:
             record["module_metadata"] = attribute
         flat.containers.append(record)
-    dot = name + "." if path else ""
-    if set(map(type, mapping.values())) <= TENSOR_TYPES and len(kinds) == 1 and str in kinds:
-        names, paths = _names_of(flat, path, dot, list(mapping))
-        flat.names += names
-        flat.paths += paths
-        flat.leaves += mapping.values()
+    if mapping and _is_of_tensors(mapping):
+        _add_tensors(flat, path, name, mapping)
         return
+    dot = name + "." if path else ""
     for key, value in mapping.items():
         text = str(key)
         _walk(flat, (*path, text), dot + text, value)
@@ -197,14 +197,21 @@ def _shown(key: Any) -> str:
         return "(which can't be shown)"
 
 
-def _names_of(flat: FlatState, path: ObjPath, dot: str, keys: list[str]) -> tuple[list[str], list[ObjPath]]:
-    """Return names and paths of the leaves of a dict; those of a large one are kept for the next save."""
+def _is_of_tensors(mapping: Mapping[Any, Any]) -> bool:
+    return _TEXT.issuperset(map(type, mapping)) and TENSOR_TYPES.issuperset(map(type, mapping.values()))
+
+
+def _add_tensors(flat: FlatState, path: ObjPath, name: str, mapping: Mapping[Any, Any]) -> None:
+    """Add the leaves of a dict of tensors; names and paths are kept for the next save."""
+    keys = list(mapping)
     known = flat.memo.find(path)
     if known is None or known[0] != keys:
+        dot = name + "." if path else ""
         known = keys, [dot + key for key in keys], [(*path, key) for key in keys]
-    if len(keys) >= _MEMO_KEYS:
-        flat.used[path] = known
-    return known[1], known[2]
+    flat.used[path] = known
+    flat.names += known[1]
+    flat.paths += known[2]
+    flat.leaves += mapping.values()
 
 
 def _walk_sequence(flat: FlatState, path: ObjPath, name: str, values: list[Any] | tuple[Any, ...]) -> None:

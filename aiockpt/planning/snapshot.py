@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from aiockpt.core.extent import address_of
 
 if TYPE_CHECKING:
     import torch
@@ -39,8 +41,9 @@ class Snapshot:
     containers: list[dict[str, JsonValue]]  # records of the containers that paths can't express
     tensors: list[torch.Tensor | None]  # detached; None for objects
     versions: list[int | None]  # version counters; None if changes can't be seen or don't matter
-    # leaf, its DTensor, which has a version counter of its own, and that version
-    wholes: list[tuple[int, torch.Tensor, int]] = field(default_factory=list)
+    addresses: list[int | None] = field(default_factory=list)  # of the memory on devices; None as in `versions`
+    # for a leaf its DTensor, which has a version counter of its own, and that version
+    wholes: dict[int, tuple[torch.Tensor, int]] = field(default_factory=dict)
     values: dict[int, Any] = field(default_factory=dict)  # immutable objects, pickled later
     blobs: dict[int, bytes] = field(default_factory=dict)  # mutable objects, pickled at the call
     # the blobs that are not plain data: class, and result of `foreign_names`
@@ -60,27 +63,41 @@ class Snapshot:
         event = self.events.get(device)
         return nullcontext() if event is None or self.behind is None else self.behind(device, event)
 
-    def changed(self) -> list[str]:
-        """Return the names of the tensors changed in place since the snapshot; none once it is released."""
+    def changed(self, leaves: Iterable[int] | None = None) -> list[str]:
+        """Return the names of these leaves (None: all) that changed, or moved, since; none once it is released."""
         # Each is read once: another thread may release them meanwhile.
-        tensors, versions, wholes, names = self.tensors, self.versions, self.wholes, self.structure.names
-        if not len(tensors) == len(versions) == len(names):
+        tensors, versions, addresses, names = self.tensors, self.versions, self.addresses, self.structure.names
+        wholes = self.wholes
+        if not len(tensors) == len(versions) == len(addresses) == len(names):
             return []
-        parts = [names[leaf] for leaf, whole, version in wholes if whole._version != version]
+        parts = [
+            names[leaf]
+            for leaf in (wholes if leaves is None else leaves)
+            if leaf in wholes and wholes[leaf][0]._version != wholes[leaf][1]
+        ]
+        if leaves is None:
+            rows = zip(names, tensors, versions, addresses, strict=True)
+        else:
+            rows = zip(
+                *([column[leaf] for leaf in leaves] for column in (names, tensors, versions, addresses)), strict=True
+            )
+        # Memory that was freed shows in no counter. If it was allocated again, that is elsewhere: see `Runtime.use`.
         return parts + [
             name
-            for name, tensor, version in zip(names, tensors, versions, strict=True)
-            if version is not None and tensor is not None and tensor._version != version
+            for name, tensor, version, address in rows
+            if tensor is not None
+            and (
+                (version is not None and tensor._version != version)
+                or (address is not None and address_of(tensor) != address)
+            )
         ]
 
-    def ignore_changes(self, allowed: Callable[[torch.Tensor], bool]) -> None:
-        """Stop reporting changes of the tensors that ``allowed`` selects, and of the DTensors they are parts of."""
-        tensors, versions, wholes = self.tensors, self.versions, self.wholes  # see `changed`
-        leaves = {leaf for leaf, tensor in enumerate(tensors) if tensor is not None and allowed(tensor)}
-        if len(tensors) == len(versions):
-            for leaf in leaves:
-                versions[leaf] = None
-        wholes[:] = [each for each in wholes if each[0] not in leaves]
+    def ignore_changes(self, leaves: Iterable[int]) -> None:
+        """Stop reporting changes of these leaves, and of the DTensors they are parts of."""
+        versions, addresses, wholes = self.versions, self.addresses, self.wholes  # see `changed`
+        for leaf in leaves if versions else ():
+            wholes.pop(leaf, None)
+            versions[leaf] = addresses[leaf] = None
 
     def release(self) -> None:
         """Release the tensors and objects."""
@@ -90,7 +107,8 @@ class Snapshot:
         self.foreign = {}
         self.tensors = []
         self.versions = []
-        self.wholes = []
+        self.addresses = []
+        self.wholes = {}
         self.eager.clear()
         self.arenas.clear()
         self.events.clear()

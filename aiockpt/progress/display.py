@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from aiockpt.errors import printable_key
 from aiockpt.telemetry.card import size_text
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from aiockpt.telemetry.progress import ProgressEvent
 
 logger = logging.getLogger("aiockpt")
+
+_NOTEBOOK_S = 0.1  # between two messages to the browser
 
 
 class Bar(Protocol):
@@ -101,11 +104,9 @@ def bar(save: SaveHandle | None = None, *, file: TextIO | None = None, force: bo
     """
     stream = sys.stderr if file is None else file
     if file is None and in_notebook():
-        from aiockpt.progress.notebook import NotebookBar
-
-        return _shown(save, NotebookBar)
+        return _shown(save, _NotebookBar)
     if not force and not (hasattr(stream, "isatty") and stream.isatty()):
-        return _shown(save, _NoBar)
+        return _shown(save, lambda _: _NoBar())
     from aiockpt.progress.terminal import TerminalBar
 
     return _shown(save, lambda title: TerminalBar(stream, title, force=force))
@@ -154,9 +155,6 @@ def _title(what: str, path: str) -> str:
 class _NoBar:
     """Shows nothing."""
 
-    def __init__(self, title: str) -> None:
-        pass
-
     def update(self, done: int, total: int, note: str) -> None:
         """Do nothing."""
 
@@ -187,3 +185,47 @@ class _LogBar:
         took = time.monotonic() - self._begin
         figures = f", {size_text(total)} in {took:.1f} s ({size_text(total / max(took, 1e-9))}/s)" if ok else ""
         self._target.log(self._level if ok else logging.WARNING, "%s: %s%s", self._title, note, figures)
+
+
+class _NotebookBar:
+    """A bar in a notebook, by tqdm: a widget where ipywidgets is installed, else text."""
+
+    def __init__(self, title: str) -> None:
+        try:
+            # tqdm.notebook can be imported without ipywidgets, and then fails when a bar is made.
+            if importlib.util.find_spec("ipywidgets") is None:
+                from tqdm.std import tqdm
+            else:
+                from tqdm.notebook import tqdm
+        except ImportError as exc:
+            raise ImportError("progress bars in notebooks need tqdm: pip install 'aiockpt[notebook]'") from exc
+        self._bar: Any = tqdm(total=0, desc=title, unit="B", unit_scale=True, unit_divisor=1024, leave=True)
+        self._next = 0.0
+
+    def update(self, done: int, total: int, note: str) -> None:
+        """Show how far it is."""
+        if not self._set_total(total) and time.monotonic() < self._next:
+            return
+        self._next = time.monotonic() + _NOTEBOOK_S
+        self._show(done, note)
+
+    def finish(self, done: int, total: int, note: str, *, ok: bool) -> None:
+        """Show the end: green, or red where it has failed."""
+        self._set_total(total if ok else max(total, done + 1))  # tqdm takes an unfinished bar for a failed one
+        self._show(done, note)
+        self._bar.close()
+
+    def _set_total(self, total: int) -> bool:
+        """Set the total, without beginning to measure the time anew; return whether it has changed."""
+        if total == self._bar.total:
+            return False
+        begun = self._bar.start_t
+        # A widget learns of another total from `reset` only, which also restarts the clock.
+        self._bar.reset(total=total)
+        self._bar.start_t = begun
+        return True
+
+    def _show(self, done: int, note: str) -> None:
+        self._bar.n = done
+        self._bar.set_postfix_str(note, refresh=False)
+        self._bar.refresh()

@@ -35,6 +35,7 @@ class Gathering:
 
     def __init__(self, coordinator: Coordinator, path: str) -> None:
         self._coordinator = coordinator
+        self._call = coordinator.call("load")
         self.what = f"the load of {path}"
         self.failed = False  # the ranks have agreed on it
         self.filled: tuple[str, ...] = ()  # the keys that this rank has filled
@@ -64,7 +65,7 @@ class Gathering:
         ):  # the other ranks get it without the state of this rank's tensors
             mine = copy.copy(error)
             mine._state = ""
-        round_ = self._coordinator.round("load", self.what, mine, decide)
+        round_ = self._coordinator.round(self._call, self.what, mine, decide)
         self._round = asyncio.ensure_future(self._counted(round_))
         try:
             return await asyncio.shield(self._round)

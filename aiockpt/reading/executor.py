@@ -25,6 +25,7 @@ from aiockpt.reading.jobs import ChunkRead, FramingReader, ReadJob, coalesce, me
 from aiockpt.reading.read_plan import ObjectRead, ReadPlan, TensorRead, annotate_partial_load
 from aiockpt.snapshot.optimizer_hooks import count_change
 from aiockpt.staging.pool import Chunk, ChunkPool, MappedMemory
+from aiockpt.staging.runtime import is_host
 from aiockpt.staging.scatter import AcceleratorPlacer, place
 from aiockpt.telemetry.loads import ReadReport
 
@@ -222,7 +223,9 @@ class ReadExecutor:
         """Allocate the new tensors that are not read into memory as they are stored."""
         wanted = [each for each in plan.new if not each.reads]
         forms = [(each.shape, each.dtype) for each in wanted]
-        if plan.device.type == "cpu":
+        if not wanted:
+            return
+        if is_host(plan.device):
             made = [_new_tensor(self._tools, shape, dtype) for shape, dtype in forms]
         elif plan.device.type == "meta":
             made = [torch.empty(shape, dtype=dtype, device=plan.device) for shape, dtype in forms]

@@ -34,6 +34,7 @@ from aiockpt.planning.ranges import Selection, StoredStream, as_stream, boxes
 from aiockpt.planning.specs import lazy_bits
 from aiockpt.reading.targets import check_memory
 from aiockpt.staging.pool import Chunk, MappedMemory, copy_small
+from aiockpt.staging.runtime import is_host
 from aiockpt.staging.scatter import Placement
 
 if TYPE_CHECKING:
@@ -343,7 +344,7 @@ def _is_image(target: torch.Tensor, item: TensorItem) -> bool:
         type(target) is torch.Tensor
         and target.dtype is item.dtype
         and target.nbytes == item.nbytes
-        and target.device.type == "cpu"
+        and is_host(target.device)
         and _has_strides(target, item)
         and (target.is_contiguous() or is_dense(item.shape, item.stride))
         and not (item.storage_offset or item.conj or item.neg or any(lazy_bits(target)))
@@ -494,7 +495,7 @@ class ChunkRead:
         target, stream, item = self.read.target, self._stream, self.item
         if (
             target is None
-            or target.device.type != "cpu"
+            or not is_host(target.device)
             or type(target) is not torch.Tensor
             or target.dtype != item.dtype
             or (item.conj or item.neg or any(lazy_bits(target)))

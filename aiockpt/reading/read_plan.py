@@ -17,6 +17,7 @@ from aiockpt.format.index import ChunkEntry, Entry, InlineEntry, ItemRange, Obje
 from aiockpt.options import LoadOptions, target_device
 from aiockpt.planning.ranges import Selection, overlap
 from aiockpt.reading.targets import cast, target_of
+from aiockpt.staging.runtime import is_host
 
 if TYPE_CHECKING:
     from enum import Enum
@@ -155,7 +156,7 @@ def _new_tensors(
     found: dict[object, NewTensor] = {}
     for name, entry in tensors.items():
         loaded_dtype = cast(entry.dtype, dtype)
-        as_stored = len(entry.chunks) == 1 and device.type == "cpu" and loaded_dtype is entry.dtype
+        as_stored = len(entry.chunks) == 1 and is_host(device) and loaded_dtype is entry.dtype
         key: object = name
         if entry.nbytes and device.type != "meta":
             # As stored, all views of a storage share its memory.

@@ -64,6 +64,7 @@ class CollectiveSave(SaveStrategy):
         self._compute = compute
         self._io = io
         self._what = f"the save of {job.path}"
+        self._call = world.coordinator.call("save") if job.spec.call is None else job.spec.call
         self._transaction: SharedTransaction | None = None
         self._global = GlobalSave(job, form, world, compute, io)
         self._inventory: RankInventory | None = None
@@ -75,7 +76,6 @@ class CollectiveSave(SaveStrategy):
         """Agree with the other ranks on what each of them writes. A cancellation takes effect after that."""
         with anyio.CancelScope(shield=True):  # a rank that leaves alone would leave the others waiting
             await self._job.turn.wait_for("planned")
-            await self._connect()
             request, proposal = await self._propose()
             assignment = await self._first_round(request)
             if assignment.ticket is None:  # rank 0 lacks an inventory
@@ -88,13 +88,6 @@ class CollectiveSave(SaveStrategy):
             with anyio.CancelScope(shield=True):
                 error = await self.fail(exc)
             raise error from error.__cause__
-
-    async def _connect(self) -> None:
-        """Connect the lane of the second round first, so that a rank that dies after planning is noticed at once."""
-        world = self._world
-        if not world.connected:
-            await world.coordinator.round("finish", self._what, None, _agree)
-            world.connected = True
 
     async def _propose(
         self, *, again: bool = True
@@ -121,7 +114,7 @@ class CollectiveSave(SaveStrategy):
 
     async def _first_round(self, request: PlanRequest | BaseException) -> RankAssignment:
         assignment: RankAssignment = await self._world.coordinator.round(
-            "plan", self._what, request, self._global.decide, self._global.undo
+            self._call, self._what, request, self._global.decide, self._global.undo
         )
         return assignment
 
@@ -204,7 +197,7 @@ class CollectiveSave(SaveStrategy):
         # A failed round would remove the files of all ranks, which the writer processes may still publish.
         undo = None if may_agree else self._global.undo
         try:
-            summary: Summary = await coordinator.round("finish", self._what, mine, self._global.publish, undo)
+            summary: Summary = await coordinator.round(self._call, self._what, mine, self._global.publish, undo)
         except AiockptError as exc:
             lost = isinstance(exc, CoordinationError)
             if writer is not None and may_agree and lost and await self._agreed(writer, exc):
@@ -266,10 +259,6 @@ def _own_summary(plan: SavePlan, files: dict[str, FileFacts]) -> Summary:
     return Summary(None, nbytes, layout.tensor_bytes, tensors, len(plan.object_places))
 
 
-async def _agree(values: Sequence[None]) -> Sequence[None]:
-    return values
-
-
 # --- rank 0 -----------------------------------------------------------------------------------------
 
 
@@ -291,7 +280,6 @@ class CollectiveResources:
     decentralized: bool = False  # each rank decides alone what it writes
     plans: dict[str, GlobalPlanCache] = field(default_factory=dict)  # rank 0: the latest global plan of each format
     tokens: Iterator[int] = field(default_factory=lambda: itertools.count(1))  # rank 0: numbers for global plans
-    connected: bool = False  # the lane of the second rounds is connected as well
     differing: set[str] = field(default_factory=set)  # rank 0: the tensors that it has warned of
 
 

@@ -85,8 +85,7 @@ def _changed_by(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """Return the tensors that a step changes, including those of optimizers inside this one."""
     found: list[torch.Tensor] = []
     waiting, seen = [optimizer], {id(optimizer)}
-    while waiting:
-        each = waiting.pop()
+    for each in waiting:
         found += tensors_of(each)
         inner = [value for value in vars(each).values() if isinstance(value, torch.optim.Optimizer)]
         waiting += [value for value in inner if id(value) not in seen]

@@ -5,21 +5,19 @@ Everything here may be used from any thread and any asyncio loop. Waiting never 
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Generator, Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
 from aiockpt.core.futures import Completion
 from aiockpt.core.threads import Origin, check_asyncio
-from aiockpt.errors import SaveCancelledError, SaveSkippedError
-from aiockpt.telemetry.progress import ProgressEvent, ReadPhase, SavePhase
+from aiockpt.telemetry.progress import ProgressEvent, SavePhase, outcome_of
 from aiockpt.telemetry.saves import SaveResult
 
 if TYPE_CHECKING:
     from aiockpt.saving.job import SaveJob
 
-SaveState = Literal["waiting", "skipped", SavePhase, ReadPhase]
+SaveState = Literal["waiting", SavePhase, "skipped", "cancelled", "failed"]
 
 
 class SaveHandle(Awaitable[SaveResult]):
@@ -43,9 +41,7 @@ class SaveHandle(Awaitable[SaveResult]):
         self._job = job
         self._started = started
         self._events: list[ProgressEvent] = []
-        self._last: ProgressEvent | None = None
         self._news = self._next_news()
-        self._lock = threading.Lock()
 
     def __repr__(self) -> str:
         last = self._last
@@ -55,6 +51,10 @@ class SaveHandle(Awaitable[SaveResult]):
             f"<SaveHandle {self.path} {self.state}: {last.staged_bytes} staged and {last.done_bytes} written "
             f"of {last.total_bytes} bytes>"
         )
+
+    @property
+    def _last(self) -> ProgressEvent | None:
+        return self._events[-1] if self._events else None
 
     def __await__(self) -> Generator[Any, None, SaveResult]:
         return self.written.__await__()
@@ -66,18 +66,14 @@ class SaveHandle(Awaitable[SaveResult]):
     def state(self) -> SaveState:
         """Phase of the save, or its outcome. Reading it does not count as receiving its failure."""
         if not self.written.done():
-            return self._last.phase if self._last else "waiting"
-        error = self.written._exception
-        if error is None:
-            return "committed"
-        if isinstance(error, SaveSkippedError):
-            return "skipped"
-        return "cancelled" if isinstance(error, SaveCancelledError) else "failed"
+            return self._last.phase if self._last else "waiting"  # type: ignore[return-value] # one of a save
+        outcome = outcome_of(self.written._exception)
+        return "committed" if outcome == "written" else outcome
 
     @property
     def skipped(self) -> bool:
         """Whether the save was skipped, or superseded by a later one; see ``on_busy``."""
-        return isinstance(self.written._exception, SaveSkippedError)
+        return self.state == "skipped"
 
     @property
     def observed(self) -> bool:
@@ -131,18 +127,11 @@ class SaveHandle(Awaitable[SaveResult]):
         """
         return SaveProgress(self)
 
-    def _after(self, seen: int) -> tuple[list[ProgressEvent], Completion[None]]:
-        """Return the events after the first ``seen``, and what completes when there may be more."""
-        if self._origin is not None:
-            self._origin.check_process()
-        with self._lock:
-            return self._events[seen:], self._news
+    # No lock: only the engine's loop adds events, and a reader takes the news before it looks for events.
 
     def _report(self, event: ProgressEvent) -> None:
-        with self._lock:
-            self._events.append(event)
-            self._last = event
-            news, self._news = self._news, self._next_news()
+        self._events.append(event)
+        news, self._news = self._news, self._next_news()
         news._settle(None)
 
     def _next_news(self) -> Completion[None]:
@@ -150,9 +139,7 @@ class SaveHandle(Awaitable[SaveResult]):
 
     def _wake(self) -> None:
         """Wake the iterators over events: there will be no more."""
-        with self._lock:
-            news = self._news
-        news._settle(None)
+        self._news._settle(None)
 
     def _elapsed(self) -> float:
         return time.perf_counter() - self._started
@@ -163,30 +150,30 @@ class SaveProgress(AsyncIterator[ProgressEvent], Iterator[ProgressEvent]):
 
     def __init__(self, handle: SaveHandle) -> None:
         self._handle = handle
-        self._fresh: list[ProgressEvent] = []  # the next one last
         self._seen = 0
 
     async def __anext__(self) -> ProgressEvent:
         check_asyncio(f"the progress of {self._handle.path}")
-        while (news := self._look()) is not None:
-            await news
-        if self._fresh:
-            return self._fresh.pop()
-        raise StopAsyncIteration
+        while isinstance(found := self._look(), Completion):
+            await found
+        if found is None:
+            raise StopAsyncIteration
+        return found
 
     def __next__(self) -> ProgressEvent:
-        while (news := self._look()) is not None:
-            news.result()
-        if self._fresh:
-            return self._fresh.pop()
-        raise StopIteration
+        while isinstance(found := self._look(), Completion):
+            found.result()
+        if found is None:
+            raise StopIteration
+        return found
 
-    def _look(self) -> Completion[None] | None:
-        """Take the next events, if all before are given out; return what to wait for if there are none yet."""
-        if self._fresh:
-            return None
-        is_over = self._handle.written.done()  # asked first: the last event comes before it
-        fresh, news = self._handle._after(self._seen)
-        self._seen += len(fresh)
-        self._fresh = fresh[::-1]
-        return None if fresh or is_over else news
+    def _look(self) -> ProgressEvent | Completion[None] | None:
+        """Return the next event, or else what completes when there may be one; None at the end."""
+        handle = self._handle
+        if handle._origin is not None:
+            handle._origin.check_process()
+        is_over, news = handle.written.done(), handle._news  # asked first: the last event comes before the end
+        if self._seen < len(handle._events):
+            self._seen += 1
+            return handle._events[self._seen - 1]
+        return None if is_over else news

@@ -18,6 +18,7 @@ from aiockpt.staging.throttle import SaveThrottle
 if TYPE_CHECKING:
     import anyio
 
+    from aiockpt.coordination.protocol import Call
     from aiockpt.core.spans import Span
     from aiockpt.engine.engine import Engine
     from aiockpt.format.index import ItemRange
@@ -50,6 +51,7 @@ class SaveSpec:
     warn_only: bool = False  # failures are not raised by `staged`, nor by fences
     fallback: str | None = None  # the path to use if this one can't be written
     replicas: Replicas = "check"
+    call: Call | None = None  # of all ranks
     refusal: BaseException | None = None  # why it is not made: it only informs the other ranks
 
     @property
@@ -84,12 +86,20 @@ class SaveJob:
         self.ended = False  # the queue has counted its outcome
 
     @classmethod
-    def of_refusal(cls, path: str, storage: Storage, error: BaseException, started: float, engine: Engine) -> Self:
+    def of_refusal(
+        cls, path: str, storage: Storage, error: BaseException, started: float, engine: Engine, call: Call | None = None
+    ) -> Self:
         """Make a job that only informs the other ranks, or the waiters, why this process does not save."""
         nothing = Snapshot(Structure([], [], frozenset()), [], [], [])
         warn_only = engine.options.warn_only
         spec = SaveSpec(
-            path=path, storage=storage, snapshot=nothing, started=started, refusal=error, warn_only=warn_only
+            path=path,
+            storage=storage,
+            snapshot=nothing,
+            started=started,
+            refusal=error,
+            warn_only=warn_only,
+            call=call,
         )
         return cls(spec, engine)
 

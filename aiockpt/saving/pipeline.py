@@ -275,7 +275,8 @@ class SavePipeline:
                 for number, image in enumerate(layout.images):
                     staging.start_soon(self._stage_file, number, image, router, writer, turn)
             # In a thread: to read 100,000 version counters takes 28 ms, during which the loop would do nothing else.
-            await self._tools.copy_workers.run(job.consistency.check_for_changes)
+            check, is_short = job.consistency.check_for_changes, job.consistency.is_short
+            await self._tools.copy_workers.run_unless(is_short, check)
             self._staged_s = job.handle._elapsed()
             await self._hand_over(plan, writer)
 

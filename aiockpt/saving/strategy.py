@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from aiockpt.core.threads import SHORT_ITEMS
 from aiockpt.errors import AiockptError, SaveError
 from aiockpt.format.manifest.manifest import Manifest
 from aiockpt.planning.dcp_plan import DcpPlan
@@ -74,7 +75,9 @@ class LocalSave(SaveStrategy):
         self._transaction: Transaction | None = None
 
     async def plan(self) -> SavePlan:
-        return await self._compute.run(self._planner.plan, self._job.snapshot, self._job.spec.form)
+        snapshot = self._job.snapshot
+        is_short = len(snapshot.tensors) <= SHORT_ITEMS
+        return await self._compute.run_unless(is_short, self._planner.plan, snapshot, self._job.spec.form)
 
     def invalidate_plan(self) -> None:
         self._planner.invalidate()
@@ -86,7 +89,9 @@ class LocalSave(SaveStrategy):
 
     async def documents(self, plan: SavePlan) -> CommitDocuments | None:
         spec, containers = self._job.spec, self._job.snapshot.containers
-        return await self._io.run(documents_of, plan, dict(spec.metadata), containers, spec.is_transformed)
+        is_short = len(plan.layout.specs) <= SHORT_ITEMS
+        arguments = plan, dict(spec.metadata), containers, spec.is_transformed
+        return await self._io.run_unless(is_short, documents_of, *arguments)
 
     async def commit(self, plan: SavePlan, writer: ChunkWriter, times_s: Mapping[str, float]) -> SaveResult:
         await writer.write_documents()

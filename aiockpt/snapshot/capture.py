@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from aiockpt.core.extent import freed_message, is_freed
-from aiockpt.errors import SaveError
+from aiockpt.core.extent import address_of, freed_message, is_freed
+from aiockpt.errors import AiockptError, LoadError, SaveError
 from aiockpt.format.checks import overlapping
 from aiockpt.format.item.arrays import ARRAY_RECORD, ARRAY_TYPES, tensor_of
 from aiockpt.format.item.objects import encode_object, foreign_names, is_frozen
@@ -38,8 +38,8 @@ from aiockpt.planning.specs import lazy_bits, unstorable
 from aiockpt.snapshot.live import check_optimizers, resolve
 from aiockpt.snapshot.optimizer_hooks import follow_steps, watch_optimizers
 from aiockpt.snapshot.sampling import Samples, plain_memory
-from aiockpt.staging.pool import MappedMemory, copy_small
-from aiockpt.staging.runtime import reading_behind, ready_event
+from aiockpt.staging.pool import ArenaCache, copy_small
+from aiockpt.staging.runtime import CAPTURING, UNORDERED, has_events, is_capturing, is_host, reading_behind, ready_event
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -137,8 +137,13 @@ def dense_form(name: str, value: Any) -> Any:
     """Return a plain tensor of the values of an encoded one."""
     if not is_encoded(value):
         return value
-    with torch.no_grad():
-        dense = value.dequantize()
+    try:
+        with torch.no_grad():
+            dense = value.dequantize()
+    except torch.OutOfMemoryError as exc:
+        raise SaveError(
+            f"{value.device} has no memory for the plain values of {name}, a {type(value).__name__}"
+        ) from exc
     if type(dense) not in TENSOR_TYPES:
         raise SaveError(f"{name} is a {type(value).__name__} whose dequantize() gave a {type(dense).__name__}")
     return dense.detach()
@@ -146,6 +151,8 @@ def dense_form(name: str, value: Any) -> Any:
 
 # --- capture --------------------------------------------------------------------------------------
 
+
+_CPU = torch.device("cpu")
 
 EAGER_TENSOR_BYTES = 64 << 10
 """Tensors up to this size are copied at the call ..."""
@@ -162,12 +169,13 @@ def capture_state(
     sampled: bool = False,
     include: Filter | None = None,
     exclude: Filter | None = None,
+    arenas: ArenaCache | None = None,
 ) -> Snapshot:
     """Capture a state dict. Blocks for the walk over it, and for pickling objects that could change.
 
     ``ranks`` is how many save their parts of distributed tensors together (None: this process alone); with ``once``,
     parts whose copy on another rank is saved are left out. ``sampled``: keep samples of all tensors, see `Samples`.
-    ``include`` and ``exclude``: see `aiockpt.options.SaveOptions`.
+    ``include`` and ``exclude``: see `aiockpt.options.SaveOptions`. ``arenas``: memory for the copies of small tensors.
     """
     resolved = resolve(state_dict, SaveError)
     try:
@@ -175,6 +183,7 @@ def capture_state(
     except StructureError as exc:
         raise SaveError(str(exc)) from None
     filter_leaves(flat, include, exclude, may_be_empty=ranks is not None)
+    _check_captures(flat.leaves, SaveError)
     if ranks is not None:
         saved = [each for each in resolved.objects if any(path[: len(each.path)] == each.path for path in flat.paths)]
         check_optimizers(saved, SaveError, flat.leaves, ranks)
@@ -184,17 +193,18 @@ def capture_state(
     if any_distributed(flat.leaves) or any(map(is_encoded, kinds.values())):
         wholes = take_local_parts(flat, shards, together=ranks is not None, once=once)
     try:
-        snapshot = _hold(flat, shards, sampled=sampled)
+        snapshot = _hold(flat, shards, sampled=sampled, arenas=arenas)
     except (RecursionError, ValueError, NotImplementedError) as exc:
         raise SaveError(f"{_culprit(flat)} can't be saved: {type(exc).__name__}: {exc}") from exc
-    snapshot.wholes = [
-        (leaf, whole, whole._version) for leaf, whole in wholes.items() if snapshot.versions[leaf] is not None
-    ]
+    snapshot.wholes = {
+        leaf: (whole, whole._version) for leaf, whole in wholes.items() if snapshot.versions[leaf] is not None
+    }
     return snapshot
 
 
 def capture_items(items: Sequence[tuple[str, torch.Tensor | bytes]], *, sampled: bool = False) -> Snapshot:
     """Capture tensors, and objects that are pickled already; their names need not be distinct."""
+    _check_captures((value for _, value in items), SaveError)
     flat = FlatState([name for name, _ in items], [(name,) for name, _ in items])
     blobs = {leaf: value for leaf, (_, value) in enumerate(items) if isinstance(value, bytes)}
     flat.leaves = [None if isinstance(value, bytes) else dense_form(name, value) for name, value in items]
@@ -202,7 +212,12 @@ def capture_items(items: Sequence[tuple[str, torch.Tensor | bytes]], *, sampled:
 
 
 def _hold(
-    flat: FlatState, shards: dict[int, Shard], pickled: Mapping[int, bytes] | None = None, *, sampled: bool
+    flat: FlatState,
+    shards: dict[int, Shard],
+    pickled: Mapping[int, bytes] | None = None,
+    *,
+    sampled: bool,
+    arenas: ArenaCache | None = None,
 ) -> Snapshot:
     """Capture leaves, some of which may be pickled already."""
     if "torch._dynamo" in sys.modules:  # every optimizer imports it; without one, the import would take a second
@@ -235,7 +250,14 @@ def _hold(
     devices = _check_devices(flat.names, tensors)
     _check_kinds(flat.names, tensors)
     snapshot.versions = _versions(tensors)
-    _copy_small_tensors(snapshot, devices)
+    _copy_small_tensors(snapshot, devices, arenas or ArenaCache())
+    snapshot.addresses = [None] * len(leaves)
+    if not all(map(is_host, devices)):
+        for leaf, tensor in enumerate(snapshot.tensors):
+            if tensor is None or leaf in snapshot.eager or is_host(tensor.device):
+                continue
+            if tensor.layout is torch.strided:
+                snapshot.addresses[leaf] = address_of(tensor)
     samples = None
     if sampled:
         samples = Samples(flat.names, snapshot.tensors, besides=snapshot.eager)
@@ -303,19 +325,29 @@ def _capture_object(
 
 def _check_devices(names: Sequence[str], tensors: Sequence[torch.Tensor | None]) -> set[torch.device]:
     devices = {tensor.device for tensor in tensors if tensor is not None}
-    if torch.device("meta") in devices:
-        name = next(n for n, t in zip(names, tensors, strict=True) if t is not None and t.is_meta)
-        raise SaveError(_meta_message(name))
+    for device in devices:
+        if not is_host(device) and not has_events(device):
+            name = next(n for n, t in zip(names, tensors, strict=True) if t is not None and t.device == device)
+            how = _meta_message(name) if device.type == "meta" else f"{name} can't be saved: {UNORDERED.format(device)}"
+            raise SaveError(how)
     return devices
+
+
+def _check_captures(leaves: Iterable[Any], error: type[AiockptError]) -> None:
+    """Refuse tensors of a device whose current stream captures a graph, before a kernel or an event is added to it."""
+    if not torch.accelerator.is_available():
+        return
+    for device in {leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)}:
+        if not is_host(device) and is_capturing(device):
+            raise error(CAPTURING.format(device))
 
 
 def _check_kinds(names: Sequence[str], tensors: Sequence[torch.Tensor | None]) -> None:
     """Refuse tensors that have no memory, or that could be stored but not loaded. Of very many, check the first."""
     names, tensors = names[:CHECKED_AHEAD], tensors[:CHECKED_AHEAD]
-    forms = {
-        (tensor.dtype, tensor.dim(), tensor.is_nested, _is_traced(tensor)) for tensor in tensors if tensor is not None
-    }
-    if not any(nested or traced or unstorable(dtype, dims) for dtype, dims, nested, traced in forms):
+    traced, stored = torch._is_functional_tensor, torch._C._has_storage
+    forms = {(t.dtype, t.dim(), t.is_nested or traced(t) or not stored(t)) for t in tensors if t is not None}
+    if not any(is_special or unstorable(dtype, dims) for dtype, dims, is_special in forms):
         return
     for name, tensor in zip(names, tensors, strict=True):
         if tensor is None:
@@ -348,58 +380,63 @@ def _versions(tensors: Sequence[torch.Tensor | None]) -> list[int | None]:
 
 
 def ready_events(state_dict: Mapping[Any, Any]) -> dict[torch.device, torch.Event]:
-    """Record an event in the caller's stream of each accelerator that holds tensors of a state dict."""
+    """Record an event in the caller's stream of each accelerator that holds tensors of a state dict.
+
+    Raise LoadError if that stream captures a graph.
+    """
     if not torch.accelerator.is_available():
         return {}
     try:
         leaves = flatten(state_dict).leaves
     except StructureError:
         return {}  # reported by the load that follows
+    _check_captures(leaves, LoadError)
     return _ready_events({leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)})
 
 
 def _ready_events(devices: Iterable[torch.device]) -> dict[torch.device, torch.Event]:
-    events = {device: ready_event(device) for device in devices if device.type not in ("cpu", "meta")}
-    return {device: event for device, event in events.items() if event is not None}
+    return {device: event for device in devices if (event := ready_event(device)) is not None}
 
 
 # --- small tensors --------------------------------------------------------------------------------
 
 
-def _copy_small_tensors(snapshot: Snapshot, devices: set[torch.device]) -> None:
+def _copy_small_tensors(snapshot: Snapshot, devices: set[torch.device], arenas: ArenaCache) -> None:
     """Copy small tensors, up to a total: among them those that a forward pass may change.
 
     Tensors that reach out of their storage are refused. Of very many, those not copied here are checked when staged.
     """
     chosen: dict[torch.device, dict[int, int]] = {device: {} for device in devices}
     (only,) = devices if len(devices) == 1 else (None,)
-    versions = snapshot.versions
+    tensors, versions, strided = snapshot.tensors, snapshot.versions, torch.strided
     clones: dict[object, torch.Tensor] = {}
     total = 0
-    for leaf, tensor in enumerate(snapshot.tensors):
+    for leaf, tensor in enumerate(tensors):
         if total > EAGER_BYTES and leaf >= CHECKED_AHEAD:
             break
         if tensor is None:
             continue
-        if is_freed(tensor):
+        nbytes = tensor.nbytes if tensor.layout is strided else 0
+        is_small = 0 < nbytes <= EAGER_TENSOR_BYTES
+        is_contiguous = is_small and tensor.is_contiguous()
+        # `is_freed` takes thrice as long as to see that a small tensor has the whole of a storage with an address.
+        is_whole = is_contiguous and only == _CPU and tensor.untyped_storage().nbytes() == nbytes
+        if not (is_whole and not tensor.storage_offset() and tensor.data_ptr()) and is_freed(tensor):
             raise SaveError(freed_message(snapshot.structure.names[leaf], tensor))
-        if total > EAGER_BYTES or tensor.layout is not torch.strided or tensor.is_quantized:
+        if not is_small or total > EAGER_BYTES or tensor.is_quantized:
             continue
-        nbytes = tensor.nbytes
-        if not 0 < nbytes <= EAGER_TENSOR_BYTES:
-            continue
-        if tensor.is_contiguous():
+        if is_contiguous:
             chosen[only or tensor.device][leaf] = nbytes
             # Capture the shape and strides too, not only the bytes. `.data` instead of `.detach()`, which releases the
             # GIL; that `.data` has a version counter of its own does not matter for a tensor that is copied here.
-            snapshot.tensors[leaf] = tensor.data
+            tensors[leaf] = tensor.data
         else:
             form = tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), lazy_bits(tensor)
             try:
                 # The copy has the strides that will be stored; only tied tensors share it.
                 if form not in clones:
                     clones[form] = tensor.clone()
-                snapshot.tensors[leaf] = clones[form]
+                tensors[leaf] = clones[form]
             except torch.OutOfMemoryError:
                 continue  # copied with the large ones
         versions[leaf] = None
@@ -407,7 +444,7 @@ def _copy_small_tensors(snapshot: Snapshot, devices: set[torch.device]) -> None:
     for device, sizes in chosen.items():
         if sizes:
             try:
-                snapshot.arenas[device] = _pack(snapshot, device, sizes)
+                snapshot.arenas[device] = _pack(snapshot, device, sizes, arenas)
             except torch.OutOfMemoryError:
                 _copy_later(snapshot, sizes)
 
@@ -420,17 +457,16 @@ def _copy_later(snapshot: Snapshot, leaves: Iterable[int]) -> None:
         snapshot.versions[leaf] = None if tensor is None or tensor.is_inference() else tensor._version
 
 
-def _pack(snapshot: Snapshot, device: torch.device, sizes: dict[int, int]) -> torch.Tensor:
+def _pack(snapshot: Snapshot, device: torch.device, sizes: dict[int, int], arenas: ArenaCache) -> torch.Tensor:
     tensors = [snapshot.tensors[leaf] for leaf in sizes]
-    ends = list(accumulate(sizes.values()))
-    for (leaf, nbytes), end in zip(sizes.items(), ends, strict=True):
-        snapshot.eager[leaf] = (end - nbytes, nbytes)
-    if device.type != "cpu":
+    starts = [0, *accumulate(sizes.values())]
+    total = starts.pop()
+    snapshot.eager.update(zip(sizes, zip(starts, sizes.values(), strict=True), strict=True))
+    if not is_host(device):
         # One kernel on the caller's stream, so ordered before later changes of the tensors.
         return torch.cat([plain_memory(t).reshape(-1).view(torch.uint8) for t in tensors if t is not None])
-    arena = MappedMemory(ends[-1])
-    target = arena.address
-    for tensor, nbytes in zip(tensors, sizes.values(), strict=True):
-        copy_small(target, tensor.data_ptr(), nbytes)  # type: ignore[union-attr]
-        target += nbytes
-    return arena.tensor
+    arena = arenas.take(total)
+    target = arena.data_ptr()
+    for tensor, start, nbytes in zip(tensors, starts, sizes.values(), strict=True):
+        copy_small(target + start, tensor.data_ptr(), nbytes)  # type: ignore[union-attr]
+    return arena

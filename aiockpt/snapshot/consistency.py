@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
+from aiockpt.core.threads import SHORT_ITEMS
 from aiockpt.core.wording import some_of
 from aiockpt.errors import SaveError, TornSnapshotError
 from aiockpt.planning.dtensor import ShardingError, is_distributed, local_parts
 from aiockpt.snapshot.optimizer_hooks import samples_of, saw_all
+from aiockpt.staging.runtime import is_host
 
 if TYPE_CHECKING:
     from aiockpt.planning.snapshot import Snapshot
@@ -35,6 +37,7 @@ class Consistency:
         self.copied = False  # all copies are made, and compared
         self._fenced = False  # a caller may have passed a fence, to change tensors behind the copies
         self._mutations_allowed = False  # later changes are ordered behind the copies
+        self._leaves_at: dict[object, list[int]] | None = None  # by their memory; made when a guard first asks
 
     # --- the end of a save ------------------------------------------------------------------------
 
@@ -77,24 +80,51 @@ class Consistency:
         with self._lock:
             if self.copied:
                 return
-            self._compare_versions()
             if tensors is None or not any(stager.is_async for stager in self.stagers):
+                self._compare_versions()
                 self._compare_samples()
                 self._mutations_allowed = True
                 return
-            memory = {_memory(part) for tensor in tensors for part in _parts(tensor)} - {None}
+            leaves = self._leaves_of(tensors)
+            self._compare_versions(leaves)
+            self._compare_samples(leaves)
+            self._snapshot.ignore_changes(leaves)
+
+    def _leaves_of(self, tensors: Iterable[torch.Tensor]) -> set[int]:
+        """Return the leaves in the memory of these tensors; at the first call, also those that are copied already.
+
+        A guard asks at each step of its optimizer, of which there may be one for each parameter.
+        """
+        found: set[int] = set()
+        if self._leaves_at is None:
+            self._leaves_at = {}
             # The stager of host memory is not asynchronous: what it has issued is copied.
             host_is_copied = not all(stager.is_async for stager in self.stagers)
-
-            def is_safe(tensor: torch.Tensor) -> bool:
-                if tensor.layout is not torch.strided or tensor.is_quantized:
-                    return True  # it was pickled before any copy was issued
-                return (host_is_copied and tensor.device.type == "cpu") or _memory(tensor) in memory
-
-            self._compare_samples(is_safe)
-            self._snapshot.ignore_changes(is_safe)
+            for leaf, tensor in enumerate(self._snapshot.tensors):
+                if tensor is None:
+                    continue
+                was_pickled = tensor.layout is not torch.strided or tensor.is_quantized  # before any copy was issued
+                if was_pickled or (host_is_copied and is_host(tensor.device)):
+                    found.add(leaf)
+                elif (memory := _memory(tensor)) is not None:
+                    self._leaves_at.setdefault(memory, []).append(leaf)
+        for tensor in tensors:
+            for part in _parts(tensor):
+                found.update(self._leaves_at.get(_memory(part), ()))
+        return found
 
     # --- comparing --------------------------------------------------------------------------------
+
+    @property
+    def is_short(self) -> bool:
+        """Whether `check_for_changes` looks at few tensors, and waits for nothing."""
+        is_few = len(self._snapshot.tensors) <= SHORT_ITEMS and samples_of(self._snapshot) is None
+        return is_few and not self._is_any_left()
+
+    def _is_any_left(self) -> bool:
+        """Return whether a tensor was not copied at the call itself."""
+        eager = self._snapshot.eager
+        return any(tensor is not None and leaf not in eager for leaf, tensor in enumerate(self._snapshot.tensors))
 
     def check_for_changes(self) -> None:
         """Compare the version counters and the samples, when all is copied. Blocks.
@@ -118,23 +148,19 @@ class Consistency:
 
         If a caller waits for the copies, return at once: its thread runs no operator.
         """
-        has_host_tensors = any(not stager.is_async for stager in self.stagers)
-        eager = self._snapshot.eager  # copied at the call itself
-        tensors = enumerate(self._snapshot.tensors)
-        is_any_left = any(tensor is not None and leaf not in eager for leaf, tensor in tensors)
-        if has_host_tensors and is_any_left and not (self._mutations_allowed or self._fenced):
+        if self._is_any_left() and not (self._mutations_allowed or self._fenced):
             self.awaited.wait(_OPERATOR_S)
 
-    def _compare_samples(self, chosen: Callable[[torch.Tensor], bool] | None = None) -> None:
+    def _compare_samples(self, leaves: Iterable[int] | None = None) -> None:
         samples = samples_of(self._snapshot)
         if samples is not None:
-            samples.compare(chosen)
+            samples.compare(leaves)
 
-    def _compare_versions(self) -> None:
+    def _compare_versions(self, leaves: Iterable[int] | None = None) -> None:
         self.raise_if_aborted()
         if self.copied or self._mutations_allowed:
             return
-        changed = self._snapshot.changed()
+        changed = self._snapshot.changed(leaves)
         if not changed and saw_all(self._snapshot):
             return
         raise self._torn(changed or ["what a step of an optimizer changes (see the log)"])

@@ -115,11 +115,9 @@ class _Walk:
     def resolved(self, path: ObjPath, name: str, value: Any) -> Any:
         """Return a value whose live objects are replaced by state dicts."""
         kind = type(value)
-        if kind in _PLAIN:
+        if _is_plain(kind, value):
             return value
         if kind is list or kind is tuple:
-            if set(map(type, value)) <= _PLAIN:
-                return value
             parts = [self.resolved((*path, i), _dotted(name, path, i), part) for i, part in enumerate(value)]
             return value if all(a is b for a, b in zip(parts, value, strict=True)) else kind(parts)
         if is_live(value):
@@ -127,10 +125,10 @@ class _Walk:
         if not isinstance(value, Mapping):
             self._refuse_hidden(name, value)
             return value
-        if set(map(type, value.values())) <= _PLAIN:
-            return value
         items = {
-            key: self.resolved((*path, text := _text(key)), _dotted(name, path, text), part)
+            key: part
+            if _is_plain(type(part), part)  # as most are: an optimizer has a dict for each parameter
+            else self.resolved((*path, text := _text(key)), _dotted(name, path, text), part)
             for key, part in value.items()
         }
         if all(items[key] is part for key, part in value.items()):
@@ -167,6 +165,15 @@ class _Walk:
         state = self._states[id(value)]
         self.objects.append(LiveObject(path, name, value, state))
         return state
+
+
+def _is_plain(kind: type, value: Any) -> bool:
+    """Return whether a value of this type is a leaf, or a container of leaves alone."""
+    if kind in _PLAIN:
+        return True
+    if kind is dict or kind is OrderedDict:
+        return _PLAIN.issuperset(map(type, value.values()))
+    return (kind is list or kind is tuple) and _PLAIN.issuperset(map(type, value))
 
 
 def _find_live(value: Any, seen: set[int]) -> Any:

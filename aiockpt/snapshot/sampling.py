@@ -6,10 +6,10 @@ are kept, not a hash: they are a thousandth of the state, and a difference is ce
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from itertools import compress
+from itertools import accumulate
 from random import Random
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -22,7 +22,7 @@ from aiockpt.core.gc_pause import gc_pause
 from aiockpt.errors import SaveError, StageError
 from aiockpt.staging.base import RAW_DTYPES
 from aiockpt.staging.pool import copy_small
-from aiockpt.staging.runtime import reading_behind, ready_event
+from aiockpt.staging.runtime import is_host, reading_behind, ready_event, use_in
 
 if TYPE_CHECKING:
     from aiockpt.planning.snapshot import Snapshot
@@ -34,30 +34,15 @@ DISTANCE_BYTES = 64 << 10
 LEAST_POINTS = 8
 """... and their minimum number, if the tensor is large enough."""
 
-
-@dataclass(slots=True, eq=False)
-class _Group:
-    """Sample points of one device, dtype and row length, which are read together."""
-
-    points: list[SamplePoint]
-    before: torch.Tensor
-
-    def split(self, chosen: list[bool]) -> tuple[_Group, _Group]:
-        """Return the chosen points, and the others."""
-        rows = _split(self.before, self.points)
-        others = [not each for each in chosen]
-        mine, theirs = (
-            _Group(list(compress(self.points, which)), torch.cat([self.before[:0], *compress(rows, which)]))
-            for which in (chosen, others)
-        )
-        return mine, theirs
+_Kind = tuple[torch.device, torch.dtype, int]
+"""Device, dtype and row length of sample points, which are read together if they agree."""
 
 
 @dataclass(slots=True, eq=False)
 class _Finding:
-    """The result of comparing a group; it refers to the group because a device may still read its memory."""
+    """The result of comparing points."""
 
-    group: _Group
+    points: list[SamplePoint]
     differ: torch.Tensor
     ready: torch.Event | None  # when the device has the result; None: it is in host memory
 
@@ -67,7 +52,8 @@ class _Finding:
         with nullcontext() if self.ready is None else reading_behind(device, self.ready):
             differ = self.differ.cpu()
         if differ.any():
-            for point, rows in zip(self.group.points, _split(differ, self.group.points), strict=True):
+            parts = torch.split(differ, [point.number for point in self.points])
+            for point, rows in zip(self.points, parts, strict=True):
                 if rows.any():
                     yield point.leaf
 
@@ -88,7 +74,7 @@ class Samples:
         self._findings: list[_Finding] = []
         self._moved: list[int] = []
         random = Random()  # of its own: the program's must not be advanced
-        groups: dict[tuple[torch.device, torch.dtype, int], list[SamplePoint]] = {}
+        groups: dict[_Kind, list[SamplePoint]] = {}
         with torch.no_grad(), gc_pause():
             for leaf, tensor in enumerate(tensors):
                 if tensor is None or leaf in besides:
@@ -97,49 +83,61 @@ class Samples:
                     point = sample_point_of(names[leaf], leaf, tensor, part, random.random())
                     groups.setdefault((part.device, point.view.dtype, point.length), []).append(point)
             try:
-                self._groups = [_Group(points, _rows(points)) for points in groups.values()]
+                # Of the points of one device, dtype and row length, which are read together.
+                self._samples = {kind: _rows(points) for kind, points in groups.items()}
             except torch.OutOfMemoryError as exc:
                 raise SaveError(
                     "the device has no memory to spare for validate='hash', which takes a thousandth of the state"
                 ) from exc
+        # The points of each leaf that are not compared yet, with their first row in these samples.
+        self._left: dict[int, list[tuple[_Kind, int, SamplePoint]]] = {}
+        for kind, points in groups.items():
+            starts = accumulate((point.number for point in points), initial=0)
+            for start, point in zip(starts, points, strict=False):
+                self._left.setdefault(point.leaf, []).append((kind, start, point))
 
     def compare(
         self,
-        chosen: Callable[[torch.Tensor], bool] | None = None,
+        leaves: Iterable[int] | None = None,
         readable: Callable[[torch.device], AbstractContextManager[object]] | None = None,
     ) -> None:
-        """Compare the tensors that ``chosen`` accepts, or all, with their samples. Each is compared only once.
+        """Compare these leaves (None: all) with their samples. Each is compared only once.
 
         ``readable`` is a context in which a device's copies are made, and their result awaited. None: use the current
         streams, behind the caller's work in them, and block only for host memory.
         """
-        groups, self._groups = self._groups, []
+        found: dict[_Kind, list[tuple[int, SamplePoint]]] = {}
+        for leaf in sorted(self._left if leaves is None else self._left.keys() & set(leaves)):
+            for kind, start, point in self._left.pop(leaf):
+                found.setdefault(kind, []).append((start, point))
         with torch.no_grad():
-            for group in groups:
-                if chosen is not None:
-                    group, rest = group.split([chosen(point.tensor) for point in group.points])
-                    self._groups += [rest] if rest.points else []
-                device = group.before.device
-                with nullcontext() if readable is None else readable(device):
-                    self._compare(group, wait=readable is not None)
+            for kind, points in found.items():
+                with nullcontext() if readable is None else readable(kind[0]):
+                    self._compare(self._samples[kind], points, wait=readable is not None)
 
-    def _compare(self, group: _Group, *, wait: bool) -> None:
-        stayed = [not point.has_moved() for point in group.points]
-        if not all(stayed):
-            group, moved = group.split(stayed)
-            self._moved += [point.leaf for point in moved.points]
-        if not group.points:
+    def _compare(self, samples: torch.Tensor, points: list[tuple[int, SamplePoint]], *, wait: bool) -> None:
+        stayed = []
+        for start, point in points:
+            if point.has_moved():
+                self._moved.append(point.leaf)
+            else:
+                stayed.append((start, point))
+        if not stayed:
             return
+        if not wait:
+            use_in(None, samples)
         try:
-            now = _rows(group.points).view(torch.uint8)
-            differ = (now != group.before.view(torch.uint8)).any(1)
+            # Here, not when the points were chosen: there, this kernel would run in another stream than the next ones.
+            before = torch.cat([samples.narrow(0, start, point.number) for start, point in stayed])
+            now = _rows([point for _, point in stayed]).view(torch.uint8)
+            differ = (now != before.view(torch.uint8)).any(1)
         except torch.OutOfMemoryError as exc:
             raise StageError("the device has no memory to look for changes, as validate='hash' asks") from exc
         device = differ.device
-        finding = _Finding(group, differ, None if wait or device.type == "cpu" else ready_event(device))
-        if finding.ready is None:
-            finding.differ = differ.cpu()
-        self._findings.append(finding)
+        ready = None if wait or is_host(device) else ready_event(device)
+        if ready is None:
+            differ = differ.cpu()
+        self._findings.append(_Finding([point for _, point in stayed], differ, ready))
 
     def changed(self) -> list[str]:
         """Return the names of the tensors that differ. Blocks until devices have finished comparing."""
@@ -152,11 +150,6 @@ class Samples:
 def _rows(points: Sequence[SamplePoint]) -> torch.Tensor:
     """Return the present values at these points as one tensor, with the rows of all points."""
     return torch.cat([point.rows() for point in points])
-
-
-def _split(rows: torch.Tensor, points: Sequence[SamplePoint]) -> Sequence[torch.Tensor]:
-    """Split rows that were read together by point."""
-    return torch.split(rows, [point.number for point in points])
 
 
 # --- replicas on other ranks ----------------------------------------------------------------------
@@ -205,9 +198,6 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 # --- sample points --------------------------------------------------------------------------------
-
-# torch.cat takes these as they are; other dtypes are viewed as integers of the same size.
-_COMMON = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32})
 
 
 class SamplePoint(NamedTuple):
@@ -262,7 +252,7 @@ def sample_point_of(name: str, leaf: int, tensor: torch.Tensor, part: torch.Tens
     else:
         row = torch.arange(begin, begin + length, device=part.device)
         indices = torch.arange(number, device=part.device)[:, None] * step + row
-    view = dense if dense.dtype in _COMMON else dense.view(RAW_DTYPES[size])
+    view = dense.view(RAW_DTYPES[size])  # autocast would cast floats, and refuses some mixtures of them
     return SamplePoint(
         leaf, tensor, part, view, indices, number, length, view.data_ptr() - part.data_ptr(), reach_bytes(part)
     )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from aiockpt.core.threads import SHORT_BYTES, SHORT_ITEMS
 from aiockpt.staging.base import Done, LayoutMismatchError, Pending, Stager, check_memory, copy_strided, restore
 from aiockpt.staging.pool import Chunk, copy_small
 
@@ -36,7 +37,8 @@ class CpuStager(Stager):
         self._workers = workers
 
     async def issue(self, pieces: Sequence[Piece], chunk: Chunk, snapshot: Snapshot, layout: Layout) -> Pending:
-        await self._workers.run(copy_pieces, pieces, chunk, snapshot, layout)
+        is_short = len(pieces) <= SHORT_ITEMS and layout.nbytes <= SHORT_BYTES and not chunk.is_fresh
+        await self._workers.run_unless(is_short, copy_pieces, pieces, chunk, snapshot, layout)
         return Done()
 
 
@@ -44,8 +46,9 @@ def copy_pieces(pieces: Sequence[Piece], chunk: Chunk, snapshot: Snapshot, layou
     """Copy the pieces of host tensors into a chunk. Blocks; larger copies release the GIL."""
     chunk.fault_in()
     base = chunk.address
-    tensors, specs, eager, arenas = snapshot.tensors, layout.specs, snapshot.eager, snapshot.arenas
-    arena = arenas[_CPU].data_ptr() if _CPU in arenas else 0
+    tensors, specs, eager = snapshot.tensors, layout.specs, snapshot.eager
+    arena = snapshot.arenas.get(_CPU)  # this reference keeps the memory, though the save were given up meanwhile
+    copies = 0 if arena is None else arena.data_ptr()
     for piece in pieces:
         leaf, start, stop, at = piece
         tensor, spec = tensors[leaf], specs[leaf]
@@ -55,13 +58,13 @@ def copy_pieces(pieces: Sequence[Piece], chunk: Chunk, snapshot: Snapshot, layou
         if tensor is None or spec is None or not spec.describes(tensor):
             raise LayoutMismatchError(snapshot.structure.names[leaf])
         copied = eager.get(leaf)
-        if copied is not None:
+        if copied is not None and arena is not None:
             if stop > copied[1]:
                 raise LayoutMismatchError(snapshot.structure.names[leaf])
             if spec.is_raw:
-                copy_small(base + at, arena + copied[0] + start, stop - start)
+                copy_small(base + at, copies + copied[0] + start, stop - start)
             else:
-                source = restore(arenas[_CPU][copied[0] : sum(copied)], tensor)
+                source = restore(arena[copied[0] : sum(copied)], tensor)
                 copy_strided(piece, source, spec, chunk.tensor[at : at + stop - start])
         elif spec.is_raw:
             storage = tensor.untyped_storage()  # this reference keeps the memory from being freed while it is read

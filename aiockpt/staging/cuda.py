@@ -7,6 +7,7 @@ copies. Large pieces are copied one by one; small ones are packed on the device 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -16,7 +17,7 @@ import torch
 from aiockpt.core.threads import Workers
 from aiockpt.errors import StageError
 from aiockpt.staging.base import LayoutMismatchError, Pending, Stager, check_memory, copy_strided, matching, restore
-from aiockpt.staging.runtime import Runtime, runtime_of
+from aiockpt.staging.runtime import ALREADY_LOCKED, Runtime, runtime_of
 
 if TYPE_CHECKING:
     from aiockpt.planning.layout import Piece
@@ -62,11 +63,10 @@ class AcceleratorStager(Stager):
     def __init__(self, device: torch.device, runtime: Runtime | None = None) -> None:
         self.device = device
         self._runtime = runtime if runtime is not None else runtime_of(device)
-        self.is_async = self._runtime.non_blocking
         self._issuer = Workers(1, f"aiockpt-stage-{device}")
         self._waiter = Workers(2, f"aiockpt-wait-{device}")
-        self._pinned: list[Chunk] = []
-        self._pins = True  # until it fails: it is tried, and warned of, once
+        self._locked: dict[int, Chunk] = {}  # by address of their arena; mapped as long as the device has it registered
+        self._locks = True  # until it fails: it is tried, and warned of, once
 
     async def issue(self, pieces: Sequence[Piece], chunk: Chunk, snapshot: Snapshot, layout: Layout) -> Pending:
         event, sources = await self._issuer.run(self._enqueue, pieces, chunk, snapshot, layout)
@@ -76,22 +76,32 @@ class AcceleratorStager(Stager):
         self._runtime.order_behind(self._runtime.record())
 
     async def pin(self, chunk: Chunk) -> None:
+        if not self._locked:
+            await self._issuer.run(self._load_kernels)
         await self._issuer.run(self._pin, chunk)
 
     def _pin(self, chunk: Chunk) -> None:
-        """Lock a chunk's memory, once, in the stager's own thread: there the device is current."""
+        """Lock a chunk's arena, once, in the stager's own thread: there the device is current."""
         self._runtime.enter()
-        if chunk.pinned or not self._pins:
+        address, nbytes = chunk.arena
+        if address in self._locked or not self._locks:
             return
-        chunk.pinned = self._pins = self._runtime.pin(chunk.address, len(chunk.view))
-        if chunk.pinned:
-            self._pinned.append(chunk)  # keeps it mapped: memory must not be unmapped while CUDA has it registered
-        elif self.device.type == "cuda":
+        error = self._runtime.lock(address, nbytes)
+        self._locks = error in (0, ALREADY_LOCKED)  # already: by another device's stager, for all devices
+        if self._locks:
+            self._locked[address] = chunk
+        elif error is not None:
             logger.warning(
-                "staging memory could not be locked for %s, so copies are slower; look at the limit of locked memory, "
-                "see 'ulimit -l'",
-                self.device,
+                "staging memory could not be locked for %s, so copies are slower: the driver's error %d for %d bytes",
+                *(self.device, error, nbytes),
             )
+
+    def _load_kernels(self) -> None:
+        """Launch the kernels that staging uses: loading them later would wait for kernels of NCCL's that spin."""
+        self._runtime.enter()
+        with self._runtime.stream(), contextlib.suppress(torch.OutOfMemoryError):
+            some = torch.zeros(8, dtype=torch.uint8, device=self.device)
+            torch.cat([some, some])[::2].clone().ne(some).any()
 
     def close(self) -> None:
         # In this order: the stream may be given to another stager only when no copy is in flight.
@@ -101,18 +111,17 @@ class AcceleratorStager(Stager):
         self._runtime.close()
 
     def _unpin(self) -> None:
-        if self._pinned:
+        if self._locked:
             self._runtime.enter()
-        for chunk in self._pinned:
-            self._runtime.unpin(chunk.address)
-            chunk.pinned = False
-        self._pinned.clear()
+        for address in self._locked:
+            self._runtime.unlock(address)
+        self._locked.clear()
 
     def _enqueue(
         self, pieces: Sequence[Piece], chunk: Chunk, snapshot: Snapshot, layout: Layout
     ) -> tuple[torch.Event, list[torch.Tensor]]:
         self._pin(chunk)
-        filler = ChunkFiller(chunk, self.device, snapshot, layout, non_blocking=self._runtime.non_blocking)
+        filler = ChunkFiller(chunk, self.device, snapshot, layout, self._runtime)
         with self._runtime.stream():
             ready = snapshot.events.get(self.device)
             if ready is not None:
@@ -132,13 +141,13 @@ class ChunkFiller:
     """Enqueues the copies of one chunk in the current stream, piece by piece. Call `flush` at the end."""
 
     def __init__(
-        self, chunk: Chunk, device: torch.device, snapshot: Snapshot, layout: Layout, *, non_blocking: bool
+        self, chunk: Chunk, device: torch.device, snapshot: Snapshot, layout: Layout, runtime: Runtime
     ) -> None:
         self._chunk = chunk
         self._device = device
         self._snapshot = snapshot
         self._layout = layout
-        self._non_blocking = non_blocking
+        self._runtime = runtime
         self._small: list[tuple[int, int, torch.Tensor]] = []
         self._begin = self._end = 0
         self._gaps: dict[int, torch.Tensor] = {}
@@ -166,12 +175,17 @@ class ChunkFiller:
             tensor = restore(arena.narrow(0, offset, nbytes), tensor)
         elif spec.is_raw:
             source = self._bytes_of(piece, tensor)
-            self.sources.append(source)
+            self._use(source)
             self._add(at, stop - start, source)
             return
         check_memory(self._snapshot.structure.names[leaf], tensor)
-        self.sources.append(tensor)
+        self._use(tensor)
         self._add_strided(piece, tensor, spec)
+
+    def _use(self, source: torch.Tensor) -> None:
+        """Keep memory of the state until it is copied, even if the program frees it under its tensors."""
+        self.sources.append(source)
+        self._runtime.use(source)
 
     def flush(self) -> None:
         """Pack the small pieces that were kept, with the gaps between them, and copy them together."""
@@ -231,7 +245,7 @@ class ChunkFiller:
         self._end = end
 
     def _copy(self, at: int, nbytes: int, source: torch.Tensor) -> None:
-        self._chunk.tensor[at : at + nbytes].copy_(source, non_blocking=self._non_blocking)
+        self._chunk.tensor[at : at + nbytes].copy_(source, non_blocking=True)
 
     def _gap(self, nbytes: int) -> torch.Tensor:
         """Return ``nbytes`` zero bytes. They are cached by length, of which framing has few."""

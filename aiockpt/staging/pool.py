@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
 import sys
 import weakref
+from collections import deque
 
 import anyio
 import torch
@@ -33,25 +35,47 @@ class MappedMemory:
         pages.advise(self.address, nbytes)
 
 
+class ArenaCache:
+    """Memory for copies made at the call of a save, kept for the next one: filling fresh pages takes thrice as long.
+
+    Takes no lock: a signal handler may save in the middle of it, and finalizers run in any thread.
+    """
+
+    def __init__(self) -> None:
+        self._free: deque[MappedMemory] = deque(maxlen=1)
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """Return uninitialised memory of dtype uint8; it comes back when no tensor refers to it any more."""
+        memory = None
+        with contextlib.suppress(IndexError):
+            memory = self._free.pop()
+        if memory is None or len(memory.view) < nbytes:
+            memory = MappedMemory(nbytes)
+        # The tensor's storage keeps `owner` alive, so that it ends with the last tensor on this memory, views included.
+        owner = (ctypes.c_char * nbytes).from_buffer(memory.view)
+        weakref.finalize(owner, self._free.append, memory).atexit = False
+        return torch.frombuffer(owner, dtype=torch.uint8)
+
+    def clear(self) -> None:
+        """Free what is kept."""
+        self._free.clear()
+
+
 class Chunk:
-    """A piece of staging memory: private, or number ``number`` of those in shared memory."""
+    """A piece of staging memory: of a private mapping, or number ``number`` of those in shared memory."""
 
-    __slots__ = ("_mapping", "address", "is_fresh", "number", "pinned", "tensor", "view")
+    __slots__ = ("_mapping", "address", "arena", "is_fresh", "number", "tensor", "view")
 
-    def __init__(self, nbytes: int, number: int = 0, shared: SharedMemory | None = None) -> None:
+    def __init__(
+        self, nbytes: int, number: int = 0, mapping: MappedMemory | SharedMemory | None = None, begin: int = 0
+    ) -> None:
         self.number = number
-        self.pinned = False  # locked in memory for a device
-        self.is_fresh = shared is None  # its pages are not faulted in, as far as we know
-        self._mapping: MappedMemory | SharedMemory
-        if shared is None:
-            self._mapping = mapping = MappedMemory(nbytes)
-            self.address, self.view, self.tensor = mapping.address, mapping.view, mapping.tensor
-            return
-        begin = number * nbytes
-        self._mapping = shared
-        self.address = shared.address + begin
-        self.view = shared.view[begin : begin + nbytes]
-        self.tensor = shared.tensor[begin : begin + nbytes]
+        self._mapping = mapping = MappedMemory(nbytes) if mapping is None else mapping
+        self.is_fresh = isinstance(mapping, MappedMemory)  # its pages are not faulted in, as far as we know
+        self.address = mapping.address + begin
+        self.arena = (self.address, nbytes)  # the memory around it that devices lock at once: address and size
+        self.view = mapping.view[begin : begin + nbytes]
+        self.tensor = mapping.tensor[begin : begin + nbytes]
 
     def touch(self) -> None:
         """Fault all pages in, by writing to them. Blocks; releases the GIL."""
@@ -111,7 +135,7 @@ class ChunkPool:
         self.leased = 0  # in use, except those in quarantine
         self.quarantined = 0  # held by threads that hang
         self._replaced = 0
-        self._spare: list[int] = []
+        self._spare: list[Chunk] = []  # not counted in `made`, but it stays mapped and locked
 
     def __repr__(self) -> str:
         return (
@@ -140,23 +164,25 @@ class ChunkPool:
         """Wait for a chunk. First come, first served; safe to cancel."""
         await self._permits.acquire()
         try:
-            chunk = self._free.pop() if self._free else self._make()
+            chunk = self._free.pop() if self._free else self._make()[0]
         except BaseException:
             self._permits.release()
             raise
         return self._lease(chunk)
 
-    def lease_new(self, count: int) -> list[Lease]:
+    def lease_new(self, count: int, arena_bytes: int = 0) -> list[Lease]:
         """Create chunks until ``count`` exist, as far as the capacity allows, and lease them.
 
-        The caller touches and releases them. Leased, no save gets one whose pages are being faulted in.
+        As many as ``arena_bytes`` hold are locked together. The caller touches and releases them. Leased, no save gets
+        one whose pages are being faulted in.
         """
         leases: list[Lease] = []
         try:
-            while self.made - self._replaced < min(count, self.capacity) and self.available:
-                chunk = self._make()
-                self._permits.acquire_nowait()
-                leases.append(self._lease(chunk))
+            while (wanted := min(count, self.capacity) - (self.made - self._replaced)) > 0 and self.available:
+                most = min(wanted, self._permits.value, max(1, arena_bytes // self.chunk_bytes))
+                for chunk in self._make(most):
+                    self._permits.acquire_nowait()
+                    leases.append(self._lease(chunk))
         except BaseException:
             for lease in leases:
                 lease.release()
@@ -165,29 +191,29 @@ class ChunkPool:
 
     def drop(self) -> None:
         """Free all chunks that are not leased."""
-        for chunk in self._free:
-            self._forget(chunk)
+        self.made -= len(self._free)
         self._free.clear()
+        self._spare.clear()
 
     def _lease(self, chunk: Chunk) -> Lease:
         self.leased += 1
         return Lease(self, chunk)
 
-    def _make(self) -> Chunk:
-        number = self._spare.pop() if self._spare else self.made
-        if number >= self._most:
+    def _make(self, count: int = 1) -> list[Chunk]:
+        """Create chunks of one arena, or take up one that was replaced."""
+        nbytes, first = self.chunk_bytes, self.made
+        if self._spare:
+            chunks = [self._spare.pop()]
+        elif first + count > self._most:
             raise RuntimeError(f"all {self._most} chunks of the shared staging memory exist")
-        try:
-            chunk = Chunk(self.chunk_bytes, number, self._shared)
-        except BaseException:
-            self._spare.append(number)
-            raise
-        self.made += 1
-        return chunk
-
-    def _forget(self, chunk: Chunk) -> None:
-        self.made -= 1
-        self._spare.append(chunk.number)
+        else:
+            mapping = self._shared or MappedMemory(count * nbytes)
+            begin = 0 if self._shared is None else first * nbytes
+            chunks = [Chunk(nbytes, first + each, mapping, begin + each * nbytes) for each in range(count)]
+            for chunk in chunks:
+                chunk.arena = (chunks[0].address, count * nbytes)
+        self.made += len(chunks)
+        return chunks
 
     def _set_apart(self) -> bool:
         """Count a chunk as quarantined; return whether it may be replaced.
@@ -209,7 +235,8 @@ class ChunkPool:
             self.leased -= 1
         if lease.replaced:
             self._replaced -= 1
-            self._forget(lease.chunk)
+            self.made -= 1
+            self._spare.append(lease.chunk)
             return
         self._free.append(lease.chunk)
         self._permits.release()

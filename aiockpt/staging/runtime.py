@@ -12,14 +12,18 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from aiockpt.errors import AiockptError
+
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-# --- calls of the CUDA driver that torch does not expose ------------------------------------------
+# --- calls of the driver that torch does not expose -----------------------------------------------
 
-
-_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: copies must not wait for work in the legacy default stream, nor hold it up
-_THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+# These have the same values in CUDA and HIP.
+_NON_BLOCKING = 1  # a stream: copies must not wait for work in the legacy default stream, nor hold it up
+_THREAD_LOCAL = 1  # a mode of captures
+_PORTABLE = 1  # locked memory: for all devices
+ALREADY_LOCKED = 712  # an error
 
 _spare: defaultdict[int, list[Any]] = defaultdict(list)
 _spare_lock = threading.Lock()
@@ -60,25 +64,13 @@ def allow_captures() -> bool:
 
 
 def _new_stream(index: int) -> int | None:
-    """Create a stream in torch's primary context, which is retained as long as the process lives."""
-    driver = _driver()
-    if driver is None or driver.cuInit(0) != 0:
+    """Create a stream in torch's context of a device."""
+    driver, stream = _driver(), ctypes.c_void_p()
+    if driver is None:
         return None
-    device, context, stream = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_void_p()
-    with _captures_allowed():
-        if driver.cuDeviceGet(ctypes.byref(device), index) != 0:
-            return None
-        if driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device) != 0:
-            return None
-        if driver.cuCtxPushCurrent_v2(context) != 0:
-            driver.cuDevicePrimaryCtxRelease_v2(device)
-            return None
-        try:
-            if driver.cuStreamCreate(ctypes.byref(stream), _NON_BLOCKING) == 0 and stream.value:
-                return stream.value
-        finally:
-            driver.cuCtxPopCurrent_v2(ctypes.byref(context))
-    driver.cuDevicePrimaryCtxRelease_v2(device)
+    with _captures_allowed(), driver.current(index) as is_current:
+        if is_current and driver.create_stream(ctypes.byref(stream), _NON_BLOCKING) == 0:
+            return stream.value or None
     return None
 
 
@@ -97,79 +89,143 @@ def _captures_allowed() -> Iterator[None]:
 def _exchange(mode: ctypes.c_int) -> bool:
     """Set this thread's capture mode, and store its previous mode in ``mode``."""
     driver = _driver()
-    return driver is not None and driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)) == 0
+    return driver is not None and driver.exchange_mode(ctypes.byref(mode)) == 0
+
+
+class _Cuda:
+    """CUDA's driver API. Its errors do not become the thread's last error, as those of the runtime API do."""
+
+    def __init__(self, library: Any) -> None:
+        self._library = library
+        self._contexts: dict[int, ctypes.c_void_p] = {}
+        self.exchange_mode = library.cuThreadExchangeStreamCaptureMode
+        self.create_stream = library.cuStreamCreate
+        self._register, self.unregister = library.cuMemHostRegister_v2, library.cuMemHostUnregister
+
+    @contextlib.contextmanager
+    def current(self, index: int) -> Iterator[bool]:
+        """Make torch's context of a device current in this thread; the value is whether that was possible."""
+        context = self._context(index)
+        if context is None or self._library.cuCtxPushCurrent_v2(context) != 0:
+            yield False
+            return
+        try:
+            yield True
+        finally:
+            self._library.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
+
+    def _context(self, index: int) -> ctypes.c_void_p | None:
+        """Return torch's primary context, which is retained as long as the process lives."""
+        if index not in self._contexts:
+            library, device, context = self._library, ctypes.c_int(), ctypes.c_void_p()
+            if (
+                library.cuInit(0) != 0
+                or library.cuDeviceGet(ctypes.byref(device), index) != 0
+                or library.cuDevicePrimaryCtxRetain(ctypes.byref(context), device) != 0
+            ):
+                return None
+            self._contexts[index] = context
+        return self._contexts[index]
+
+    def register(self, address: ctypes.c_void_p, nbytes: int) -> int:
+        return int(self._register(address, ctypes.c_size_t(nbytes), _PORTABLE))
+
+
+class _Hip:
+    """HIP's runtime API: the same calls, with a current device instead of a context."""
+
+    def __init__(self, library: Any) -> None:
+        self._library = library
+        self.exchange_mode = library.hipThreadExchangeStreamCaptureMode
+        self.create_stream = library.hipStreamCreateWithFlags
+        self._register, self.unregister = library.hipHostRegister, library.hipHostUnregister
+
+    @contextlib.contextmanager
+    def current(self, index: int) -> Iterator[bool]:
+        with torch.cuda.device(index):
+            yield True
+
+    def register(self, address: ctypes.c_void_p, nbytes: int) -> int:
+        error = int(self._register(address, ctypes.c_size_t(nbytes), _PORTABLE))
+        if error:
+            self._library.hipGetLastError()  # clears it: torch would report it for the next kernel
+        return error
 
 
 @cache
-def _driver() -> Any:
-    """Return the loaded driver; None on another system, or with HIP."""
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-        for name in (
-            "cuThreadExchangeStreamCaptureMode",
-            *("cuInit", "cuDeviceGet", "cuStreamCreate"),
-            *("cuDevicePrimaryCtxRetain", "cuDevicePrimaryCtxRelease_v2", "cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2"),
-        ):
-            getattr(driver, name)
-    except (OSError, AttributeError):
-        return None
-    return driver
+def _driver() -> _Cuda | _Hip | None:
+    """Return the loaded driver; None on another system."""
+    kind: type[_Cuda | _Hip] = _Hip if torch.version.hip else _Cuda
+    # ROCm's wheels of torch bring their library without a version in its name.
+    names = [f"libamdhip64.so{version}" for version in ("", ".7", ".6")] if kind is _Hip else ["libcuda.so.1"]
+    for name in names:
+        with contextlib.suppress(OSError, AttributeError):
+            return kind(ctypes.CDLL(name))
+    return None
 
 
 # --- devices --------------------------------------------------------------------------------------
 
 
-class Runtime:
-    """A device without streams: copies block, in order with its other work. `runtime_of` makes those of all kinds."""
+HOST_KINDS = frozenset({"cpu"})
+CAPTURING = "the current stream of {} captures a graph, of which copies would become a part: do this before or after it"
+UNORDERED = "torch has no streams and events for {}, so copies have no order with other work there: use host memory"
 
-    non_blocking = False  # copies may be in flight until an event behind them is reached
 
-    def enter(self) -> None:
-        """Make the device current in this thread, if the current device is per thread."""
+def is_host(device: torch.device) -> bool:
+    """Return whether a device's memory is the host's, so that any thread may read and write it at once."""
+    return device.type in HOST_KINDS
 
-    def stream(self) -> AbstractContextManager[object]:
-        """Make the staging stream current in this thread."""
-        return contextlib.nullcontext()
 
-    def wait_for(self, event: torch.Event) -> None:
-        """Make the staging stream wait for an event."""
+def has_events(device: torch.device) -> bool:
+    """Return whether copies from a device may be in flight until an event is reached."""
+    return device.type == "cuda" or _has_streams(device.type)
 
-    def record(self) -> torch.Event:
-        """Record an event in the staging stream."""
-        return _PAST
 
-    def record_current(self) -> torch.Event:
-        """Record an event in this thread's current stream of the device."""
-        return _PAST
+def ready_event(device: torch.device) -> torch.Event | None:
+    """Record an event in this thread's current stream of a device; None if such devices have no events."""
+    return _recorded(device, _current_stream(device)) if has_events(device) else None
 
-    def order_behind(self, event: torch.Event) -> None:
-        """Make this thread's current stream of the device wait for an event. Does not block."""
 
-    def sleep_until(self, event: torch.Event) -> None:
-        """Block until an event is reached."""
-
-    def pin(self, address: int, nbytes: int) -> bool:
-        """Lock host memory so that the device copies to it directly; return False if that is not possible."""
-        return False
-
-    def unpin(self, address: int) -> None:
-        """Undo `pin`."""
-
-    def close(self) -> None:
-        """Release the staging stream, whose work is done."""
+def is_capturing(device: torch.device) -> bool:
+    """Return whether this thread's current stream of a device is capturing a graph."""
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            return torch.cuda.is_current_stream_capturing()
+    asked = getattr(_current_stream(device), "is_capturing", None) if has_events(device) else None
+    return asked is not None and bool(asked())
 
 
 def current_streams() -> dict[torch.device, Any]:
     """Return this thread's current stream of each device whose allocator assigns new tensors to a stream."""
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return {}
-    devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
-    return {device: torch.cuda.current_stream(device) for device in devices}
+    kind = torch.accelerator.current_accelerator()
+    if kind is None or not getattr(torch.get_device_module(kind), "is_initialized", lambda: True)():
+        return {}  # asking for a stream would initialise it
+    return {device: _current_stream(device) for device in _devices(kind.type)} if has_events(kind) else {}
 
 
-def making_in(stream: Any) -> AbstractContextManager[object]:
-    """Allocate new tensors in a stream of `current_streams`; None changes nothing."""
-    return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
+@contextlib.contextmanager
+def running_in(stream: Any) -> Iterator[None]:
+    """Make a stream current in this thread: for kernels, and for the memory of new tensors. None changes nothing."""
+    if stream is None:
+        yield
+    elif isinstance(stream, torch.cuda.Stream):
+        with torch.cuda.stream(stream):
+            yield
+    else:
+        before = torch.accelerator.current_stream(stream.device)
+        torch.accelerator.set_stream(stream)
+        try:
+            yield
+        finally:
+            torch.accelerator.set_stream(before)
+
+
+def use_in(stream: Any, tensor: torch.Tensor) -> None:
+    """Keep a tensor's memory, even if it is freed, until the work in a stream is done. None: in the current stream."""
+    if not is_host(tensor.device):
+        with contextlib.suppress(NotImplementedError):  # an allocator that never reuses memory at once
+            tensor.record_stream(_current_stream(tensor.device) if stream is None else stream)
 
 
 @contextlib.contextmanager
@@ -186,37 +242,14 @@ def reading_behind(device: torch.device, event: torch.Event) -> Iterator[None]:
 
 
 def runtime_of(device: torch.device) -> Runtime:
-    """Return the runtime of a device, with a new staging stream."""
-    if device.type == "cuda":
-        return CudaRuntime(device)
-    return _StreamRuntime(device) if _has_streams(device.type) else Runtime()
+    """Return the runtime of a device, with a new staging stream; raise AiockptError if it has no streams."""
+    if not has_events(device):
+        raise AiockptError(UNORDERED.format(device))
+    return CudaRuntime(device) if device.type == "cuda" else Runtime(device)
 
 
-def ready_event(device: torch.device) -> torch.Event | None:
-    """Record an event in this thread's current stream of a device; None if such devices have no events."""
-    return _recorded(device, _current_stream(device)) if has_events(device) else None
-
-
-def has_events(device: torch.device) -> bool:
-    """Return whether copies from a device may be in flight until an event is reached."""
-    return device.type == "cuda" or _has_streams(device.type)
-
-
-def is_capturing(device: torch.device) -> bool:
-    """Return whether this thread's current stream of a device is capturing a graph."""
-    if device.type == "cuda":
-        with torch.cuda.device(device):
-            return torch.cuda.is_current_stream_capturing()
-    if not _has_streams(device.type):
-        return False
-    asked = getattr(_current_stream(device), "is_capturing", None)
-    return bool(asked()) if asked is not None else False
-
-
-class _StreamRuntime(Runtime):
-    """A device with streams and events, through ``torch.accelerator``, which can't register memory."""
-
-    non_blocking = True
+class Runtime:
+    """The operations of a device, and a staging stream; through ``torch.accelerator``, which can't lock memory."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -226,32 +259,51 @@ class _StreamRuntime(Runtime):
         return torch.Stream(self._device)
 
     def enter(self) -> None:
+        """Make the device current in this thread, if the current device is per thread."""
         torch.accelerator.set_device_index(self._device.index or 0)
 
     def stream(self) -> AbstractContextManager[object]:
-        # Not restored: the thread belongs to staging.
-        torch.accelerator.set_stream(self._stream)
-        return contextlib.nullcontext()
+        """Make the staging stream current in this thread."""
+        return running_in(self._stream)
+
+    def use(self, tensor: torch.Tensor) -> None:
+        """Keep a tensor's memory, even if it is freed, until the copies are made; see `use_in`."""
+        use_in(self._stream, tensor)
 
     def wait_for(self, event: torch.Event) -> None:
+        """Make the staging stream wait for an event."""
         self._stream.wait_event(event)
 
     def record(self) -> torch.Event:
+        """Record an event in the staging stream."""
         return _recorded(self._device, self._stream)
 
     def record_current(self) -> torch.Event:
+        """Record an event in this thread's current stream of the device."""
         return _recorded(self._device, _current_stream(self._device))
 
     def order_behind(self, event: torch.Event) -> None:
+        """Make this thread's current stream of the device wait for an event. Does not block."""
         _current_stream(self._device).wait_event(event)
 
     def sleep_until(self, event: torch.Event) -> None:
+        """Block until an event is reached."""
         self.enter()  # for a thread that only waits: without it, device 0 would get a context, and a capture would fail
         event.synchronize()
 
+    def lock(self, address: int, nbytes: int) -> int | None:
+        """Lock host memory so that the device copies to it directly; return 0, an error, or None if none can."""
+        return None
 
-class CudaRuntime(_StreamRuntime):
-    """A CUDA device."""
+    def unlock(self, address: int) -> None:
+        """Undo `lock`."""
+
+    def close(self) -> None:
+        """Release the staging stream, whose work is done."""
+
+
+class CudaRuntime(Runtime):
+    """A CUDA device, or one of ROCm."""
 
     def _new_stream(self) -> Any:
         return take_stream(self._device)
@@ -262,32 +314,33 @@ class CudaRuntime(_StreamRuntime):
         if not hasattr(_thread, "allows_captures"):
             _thread.allows_captures = allow_captures()
 
-    def stream(self) -> AbstractContextManager[object]:
-        return torch.cuda.stream(self._stream)
-
     def record(self) -> torch.Event:
         """Record an event in the staging stream; a wait for it sleeps."""
         return _recorded(self._device, self._stream, blocking=True)
 
-    def pin(self, address: int, nbytes: int) -> bool:
-        """Register the memory with the CUDA driver, for all devices."""
-        portable = 1
-        if int(_cudart().cudaHostRegister(address, nbytes, portable)) == 0:
-            return True
-        # The failure stays the thread's last error, and torch would report it for the next kernel: clear it.
-        with contextlib.suppress(RuntimeError):
-            torch.ones(1, device=self._device)
-        return False
+    def lock(self, address: int, nbytes: int) -> int | None:
+        """Register the memory with the driver, for all devices."""
+        driver = _driver()
+        if driver is None:
+            return None
+        with driver.current(torch.cuda.current_device()) as is_current:
+            return driver.register(ctypes.c_void_p(address), nbytes) if is_current else None
 
-    def unpin(self, address: int) -> None:
-        _cudart().cudaHostUnregister(address)
+    def unlock(self, address: int) -> None:
+        driver = _driver()
+        if driver is not None:
+            with driver.current(torch.cuda.current_device()):
+                driver.unregister(ctypes.c_void_p(address))
 
     def close(self) -> None:
         give_stream_back(self._stream)
 
 
-_PAST = cast("torch.Event", object())  # stands for an event that was reached, where copies block
 _thread = threading.local()
+
+
+def _devices(kind: str) -> list[torch.device]:
+    return [torch.device(kind, index) for index in range(torch.accelerator.device_count())]
 
 
 def _current_stream(device: torch.device) -> Any:
@@ -301,10 +354,6 @@ def _recorded(device: torch.device, stream: Any, *, blocking: bool = False) -> t
     event: Any = torch.cuda.Event(blocking=blocking) if device.type == "cuda" else torch.Event(device)  # type: ignore[no-untyped-call]
     event.record(stream)
     return cast("torch.Event", event)
-
-
-def _cudart() -> Any:
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
 @cache

@@ -11,7 +11,7 @@ from aiockpt.core.threads import Workers
 from aiockpt.errors import LoadError
 from aiockpt.staging.base import RAW_DTYPES, Pending
 from aiockpt.staging.cuda import AcceleratorStager, Copies
-from aiockpt.staging.runtime import Runtime, making_in, runtime_of
+from aiockpt.staging.runtime import CAPTURING, Runtime, is_capturing, running_in, runtime_of
 
 if TYPE_CHECKING:
     from aiockpt.staging.pool import Chunk
@@ -86,7 +86,9 @@ class AcceleratorPlacer:
 
     def _new(self, shapes: Sequence[tuple[tuple[int, ...], torch.dtype]], stream: Any) -> list[torch.Tensor]:
         self._runtime.enter()
-        with making_in(stream):
+        with running_in(stream):
+            if is_capturing(self.device):
+                raise LoadError(CAPTURING.format(self.device))
             try:
                 made = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in shapes]
             except torch.OutOfMemoryError as exc:
@@ -99,7 +101,7 @@ class AcceleratorPlacer:
         self._runtime.enter()
         with self._runtime.stream():
             try:
-                sources = [place(placement, non_blocking=self._runtime.non_blocking) for placement in placements]
+                sources = [place(placement, non_blocking=True) for placement in placements]
             except BaseException:
                 # The chunk returns to the pool: no copy may still read it.
                 self._runtime.sleep_until(self._runtime.record())

@@ -90,6 +90,16 @@ class Transaction(ABC):
             nbytes: its size; None if it is known only when everything is written.
         """
 
+    async def write_files(self, files: Mapping[str, bytes | bytearray | memoryview]) -> None:
+        """Write small files, each as a whole and durably, in this order.
+
+        If cancelled, it returns only when their bytes are no longer in use.
+        """
+        for name, data in files.items():
+            sink = await self.create(name, len(data))
+            await sink.write(memoryview(data))
+            await sink.finish()
+
     @abstractmethod
     async def commit(self) -> None:
         """Publish the checkpoint, durably and atomically.

@@ -6,7 +6,7 @@ import html
 from collections.abc import Mapping, Sequence
 
 from aiockpt.errors import printable_key
-from aiockpt.telemetry.timeline import TimelineEvent, lanes_of
+from aiockpt.telemetry.timeline import TimelineEvent, lane_name, lanes_of
 
 COLORS = {
     "capture": "#d97706",
@@ -69,7 +69,8 @@ def _picture(events: Sequence[TimelineEvent]) -> str:
     scale = (_WIDTH - _LEFT) / total
     height = _ROW * (len(shown) + 1)
     parts = [
-        f"<text x='0' y='{_ROW * number + 11}'>{html.escape(_name(lane, pid))}</text>" for lane, number in shown.items()
+        f"<text x='0' y='{_ROW * number + 11}'>{html.escape(lane_name(lane, pid)[:24])}</text>"
+        for lane, number in shown.items()
     ]
     parts += [
         f"<rect x='{x:.1f}' y='{_ROW * shown[lane] + 2}' width='{max(stop - x, 0.7):.1f}' height='{_ROW - 4}' "
@@ -90,11 +91,6 @@ def _picture(events: Sequence[TimelineEvent]) -> str:
         f"<svg viewBox='0 0 {_WIDTH} {height}' width='{_WIDTH}' height='{height}' role='img' aria-label='timeline' "
         f"style='font:10px sans-serif;max-width:100%' fill='currentColor'>{''.join(parts)}</svg>"
     )
-
-
-def _name(lane: tuple[int, str], pid: int) -> str:
-    name = lane[1].removeprefix("aiockpt-")
-    return (name if lane[0] == pid else f"writer: {name}")[:24]
 
 
 def _bars(

@@ -6,12 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from aiockpt.errors import SaveCancelledError, SaveSkippedError
+
 if TYPE_CHECKING:
     from aiockpt.telemetry.loads import LoadResult
     from aiockpt.telemetry.verification import VerifyReport
 
 Reading = Literal["load", "verify", "convert"]
 SavePhase = Literal["planned", "staging", "staged", "writing", "written", "committed"]
+Outcome = Literal["written", "skipped", "failed", "cancelled"]
 ReadPhase = Literal["reading", "done", "failed", "cancelled"]
 
 
@@ -39,6 +42,15 @@ class ProgressEvent:
     elapsed_s: float
     staged_bytes: int = 0
     result: LoadResult | VerifyReport | None = None
+
+
+def outcome_of(error: BaseException | None) -> Outcome:
+    """Return the outcome of a save that ended with this error."""
+    if error is None:
+        return "written"
+    if isinstance(error, SaveSkippedError):
+        return "skipped"
+    return "cancelled" if isinstance(error, SaveCancelledError) else "failed"
 
 
 OnProgress = Callable[[ProgressEvent], object]

@@ -88,6 +88,12 @@ def lanes_of(events: Sequence[TimelineEvent]) -> list[tuple[int, str]]:
     ]
 
 
+def lane_name(lane: tuple[int, str], trainer: int) -> str:
+    """Return the name of a process and thread in a picture; ``trainer`` is the number of the main process."""
+    name = lane[1].removeprefix("aiockpt-")
+    return name if lane[0] == trainer else f"writer: {name}"
+
+
 def trace_of(events: Sequence[TimelineEvent], trainer: int) -> dict[str, Any]:
     """Return events as an object of the Trace Event Format; ``trainer`` is the number of the main process."""
     lanes = {lane: number for number, lane in enumerate(lanes_of(events))}

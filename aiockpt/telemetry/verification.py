@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from aiockpt.core.wording import plural
 from aiockpt.errors import CorruptCheckpointError, printable, printable_key
 from aiockpt.telemetry.timeline import Timed
 
@@ -128,7 +129,7 @@ class VerifyReport(Timed):
         errors = self.errors
         if errors:
             first = "; ".join(map(str, errors[:3])) + ("; ..." if len(errors) > 3 else "")
-            raise CorruptCheckpointError(f"{self.path} has {_count(len(errors), 'error')}: {first}. Use an older one.")
+            raise CorruptCheckpointError(f"{self.path} has {plural(len(errors), 'error')}: {first}. Use an older one.")
 
     def __str__(self) -> str:
         return self._text(len(self.problems))
@@ -142,11 +143,11 @@ class VerifyReport(Timed):
         speed = self.checked_bytes / self.elapsed_s if self.elapsed_s else 0.0
         facts = {
             "format": self.format,
-            "checked": f"{_count(self.files, 'file')}, {_count(self.items, 'item')}, {size_text(self.checked_bytes)}",
-            "without CRC": _count(self.unverifiable, "item"),
+            "checked": f"{plural(self.files, 'file')}, {plural(self.items, 'item')}, {size_text(self.checked_bytes)}",
+            "without CRC": plural(self.unverifiable, "item"),
             "took": f"{time_text(self.elapsed_s)} ({size_text(speed)}/s)",
         }
-        title = "sound" if self.ok else _count(len(self.errors), "error")
+        title = "sound" if self.ok else plural(len(self.errors), "error")
         notes = self._text(_SHOWN).partition("\n")[2]
         return card(f"verified: {title}", self.path, facts, self.timeline(), notes)
 
@@ -158,19 +159,15 @@ class VerifyReport(Timed):
 
     def _summary(self) -> str:
         warnings = len(self.problems) - len(self.errors)
-        state = _count(len(self.errors), "error") if self.errors else "sound"
+        state = plural(len(self.errors), "error") if self.errors else "sound"
         if warnings:
-            state += f", {_count(warnings, 'warning')}"
+            state += f", {plural(warnings, 'warning')}"
         if self.unverifiable:
-            state += f", {_count(self.unverifiable, 'item')} without CRC"
+            state += f", {plural(self.unverifiable, 'item')} without CRC"
         return (
-            f"{printable_key(self.path)}: {state} ({self.format}; {_count(self.files, 'file')}, "
-            f"{_count(self.items, 'item')}, {self.checked_bytes / 2**20:.1f} MiB in {self.elapsed_s:.2f} s)"
+            f"{printable_key(self.path)}: {state} ({self.format}; {plural(self.files, 'file')}, "
+            f"{plural(self.items, 'item')}, {self.checked_bytes / 2**20:.1f} MiB in {self.elapsed_s:.2f} s)"
         )
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 @dataclass(eq=False)

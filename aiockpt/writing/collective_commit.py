@@ -13,7 +13,7 @@ from aiockpt.errors import SaveError
 from aiockpt.format.manifest.manifest import FileFacts, JsonValue, Manifest, encode_manifest
 from aiockpt.format.names import MANIFEST_NAME, SINGLE_NAME
 from aiockpt.planning.collective.cache import GlobalPlanCache, cache_of_written
-from aiockpt.writing.commit import now, write_documents, writer_name
+from aiockpt.writing.commit import now, writer_name
 
 if TYPE_CHECKING:
     from aiockpt.core.threads import Workers
@@ -60,7 +60,7 @@ async def publish_together(
         manifest = await workers.run(
             world_manifest, facts.metadata, times_s, plan_cache, files, item_bytes, len(results)
         )
-        await write_documents(transaction, {MANIFEST_NAME: manifest, **documents})
+        await transaction.write_files({MANIFEST_NAME: manifest, **documents})
     await transaction.commit()
     return plan_cache, plan_cache.summaries({name: each.nbytes for name, each in files.items()}, item_bytes)
 

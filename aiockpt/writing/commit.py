@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from aiockpt.format.dcp.metadata_opcodes import EncodedItem
     from aiockpt.format.manifest.index_writer import IndexDraft
     from aiockpt.format.transforms.item_transforms import TransformedDraft
-    from aiockpt.storage.base import Transaction
 
 
 def writer_name() -> str:
@@ -65,11 +64,3 @@ class CommitDocuments:
         manifest = replace(self.manifest, files=files, times_s=times_s, totals=totals)
         index = None if self.index is None else self.index.finish(crcs)
         return {MANIFEST_NAME: encode_manifest(manifest, index, section), **documents}
-
-
-async def write_documents(transaction: Transaction, documents: Mapping[str, bytes | bytearray]) -> None:
-    """Write small files, each as a whole."""
-    for name, data in documents.items():
-        sink = await transaction.create(name, len(data))
-        await sink.write(memoryview(data))
-        await sink.finish()

@@ -18,13 +18,13 @@ import anyio
 
 from aiockpt.core.machine import BLOCK_BYTES
 from aiockpt.core.spans import Span, span
+from aiockpt.core.threads import SHORT_BYTES, SHORT_ITEMS
 from aiockpt.errors import SaveError
 from aiockpt.format.manifest.manifest import FileFacts
 from aiockpt.format.names import MANIFEST_NAME
 from aiockpt.planning.layout import FileImage, Sealer, align_up
 from aiockpt.planning.parts import RUNS_AT_ONCE, PartImage, PartSealer
-from aiockpt.storage.base import Transaction, shared_transaction
-from aiockpt.writing.commit import CommitDocuments, write_documents
+from aiockpt.storage.base import FileSink, Transaction, shared_transaction
 from aiockpt.writing.encode import EncodedOutput, ImageEncoder
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from aiockpt.core.threads import Workers
     from aiockpt.format.dcp.metadata_opcodes import EncodedItem
     from aiockpt.planning.encoding import ImageCoding
+    from aiockpt.writing.commit import CommitDocuments
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -196,8 +197,9 @@ class FileWriter(ChunkWriter):
             times_s = {**inputs.times_s, "data_written": time.perf_counter() - inputs.started}
             encode, crcs = inputs.documents.encode, [sealer.crcs for sealer in self._sealers]
             with span("documents"):
-                documents = await self._threads.io_workers.run(encode, self.files, crcs, times_s, self.encoded)
-                await write_documents(self._transaction, documents)
+                is_short, workers = sum(map(len, crcs)) <= SHORT_ITEMS, self._threads.io_workers
+                documents = await workers.run_unless(is_short, encode, self.files, crcs, times_s, self.encoded)
+                await self._transaction.write_files(documents)
             self._sizes |= {name: len(data) for name, data in documents.items() if name != MANIFEST_NAME}
 
     async def commit(self) -> dict[str, int]:
@@ -220,7 +222,8 @@ class FileWriter(ChunkWriter):
         with receive, send:
             async for chunk in receive:
                 with span("seal", chunk.stop - chunk.start, image.name):
-                    await self._threads.seal_workers.run(sealer.seal, chunk.view, chunk.start, chunk.stop)
+                    is_short, workers = image.nbytes <= SHORT_BYTES, self._threads.seal_workers
+                    await workers.run_unless(is_short, sealer.seal, chunk.view, chunk.start, chunk.stop)
                 if chunk.stop == image.nbytes:
                     nbytes = image.file_bytes if isinstance(image, PartImage) else image.nbytes
                     self.files[image.name] = FileFacts(nbytes, sealer.file_crc)
@@ -272,9 +275,17 @@ class FileWriter(ChunkWriter):
                 if isinstance(image, PartImage):
                     await self._write_part(image, name, receive)
                     return
-                with span("create", 0, image.name):
-                    sink = await self._transaction.create(name, None if is_encoded else image.nbytes)
+                is_small = not is_encoded and image.nbytes <= SHORT_BYTES
+                sink = None if is_small else await self._create(image, name)
                 async for chunk in receive:
+                    if is_small and chunk.stop - chunk.start == image.nbytes:
+                        with span("write", image.nbytes, image.name):
+                            await self._transaction.write_files({name: chunk.view[: image.nbytes]})
+                        chunk.release()
+                        self._count(image.nbytes)
+                        self._finished += 1
+                        return
+                    sink = sink or await self._create(image, name)
                     length = chunk.stop - chunk.start
                     if not is_encoded:  # direct I/O writes whole blocks; the sink cuts the file to its size
                         length = align_up(length, BLOCK_BYTES)
@@ -284,9 +295,14 @@ class FileWriter(ChunkWriter):
                     chunk.release()
                     if not is_encoded:  # encoded items are counted by what they were made from
                         self._count(chunk.stop - chunk.start)
-                with span("sync", 0, image.name):
-                    await sink.finish()
-                self._finished += 1
+                if sink is not None:  # else its staging has failed
+                    with span("sync", 0, image.name):
+                        await sink.finish()
+                    self._finished += 1
+
+    async def _create(self, image: FileImage, name: str) -> FileSink:
+        with span("create", 0, image.name):
+            return await self._transaction.create(name, None if self._encoders is not None else image.nbytes)
 
     async def _write_part(self, image: PartImage, name: str, receive: MemoryObjectReceiveStream[FilledChunk]) -> None:
         """Write the chunks of a part of a file, each piece to its place."""

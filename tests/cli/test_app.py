@@ -217,7 +217,7 @@ progress._AFTER_S = {after}
 with progress.bar("checking", 4 << 20) as bar:
     bar.advance(1 << 20)
     {wait}
-    bar.update(3 << 20)
+    bar.advance(2 << 20)
 """
 SHOWN = (
     "list(map(threading.Thread.join, [each for each in threading.enumerate() if isinstance(each, threading.Timer)]))"
@@ -227,7 +227,7 @@ SHOWN = (
 def test_bar_appears_in_a_terminal():
     seen = in_terminal(BAR.format(after=0, wait=SHOWN))
     assert "checking" in seen
-    assert "3.0 MiB of 4.0 MiB" in seen
+    assert "3.0/4.0 MiB" in seen
 
 
 def test_no_bar_for_work_of_less_than_a_second():

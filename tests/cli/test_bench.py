@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner
 
-from aiockpt.cli.bench.advice import Advice, best_chunk, best_direct_io, best_threads
 from aiockpt.cli.bench.disk import Disk, Measured, Setting
+from aiockpt.cli.bench.run import Advice, best_chunk, best_direct_io, best_threads
 from aiockpt.cli.main import app
 from aiockpt.options import CheckpointerOptions
 

@@ -14,11 +14,16 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import aiockpt
-from aiockpt.cli.demo.child import ChildError, run_child
-from aiockpt.cli.demo.compare import compare_checkpoints, compare_losses
 from aiockpt.cli.demo.display import loops_table
 from aiockpt.cli.demo.events import Held, History, Ready, Saved, Saving, Stepped, decode, encode
-from aiockpt.cli.demo.run import remove_leftovers, workspace
+from aiockpt.cli.demo.run import (
+    ChildError,
+    compare_checkpoints,
+    compare_losses,
+    remove_leftovers,
+    run_child,
+    workspace,
+)
 from aiockpt.cli.main import app
 
 COMMAND = (sys.executable, "-m", "aiockpt", "demo", "--layers", "2", "--width", "128", "--steps", "12", "--every", "2")

@@ -126,7 +126,7 @@ async def test_a_cancelled_waiter_leaves_nothing_and_the_save_goes_on(tmp_path: 
                 await asyncio.wait_for(written, 1e-6)
             with pytest.raises(TimeoutError):
                 written.result(0)
-        assert (written._wakers, written._waiters, written.expected) == ([], [], False)
+        assert (written._loop_waiters, written._waiters, written.expected) == ([], [], False)
         wrapped = asyncio.wrap_future(written)
         assert wrapped.cancel()
         await asyncio.sleep(0)

@@ -129,7 +129,7 @@ def test_calls_that_need_the_parents_threads_raise(what: str, tmp_path: Path) ->
             # During a fork, a thread of the parent, which the child lacks, may hold these locks.
             takes_them_first = what in ("wait", "as_completed")
             conditions = [] if takes_them_first else [save.staged._condition, save.written._condition]
-            with ckpt._engine._lock, _held_elsewhere(save._lock, *conditions):
+            with ckpt._engine._lock, _held_elsewhere(*conditions):
                 _forked(child)
             gate.open("begin")
             assert save.written.result(60).tensors == 1

@@ -169,7 +169,7 @@ def test_lack_of_memory_is_not_reported_as_damage(monkeypatch: pytest.MonkeyPatc
     assert type(caught.value) is aiockpt.LoadError
     monkeypatch.setattr(torch, "save", full)
     with pytest.raises(aiockpt.SaveError, match="k can't be pickled now, for lack of memory or descriptors: no room"):
-        encode_object("k", [1])
+        encode_object("k", {1})
 
 
 DTYPE = b"cnumpy\ndtype\nX\x02\x00\x00\x00%s\x89\x88\x87R"

@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
 import aiockpt
+from tests.ordering import watch_cuda
+
+
+@pytest.fixture(autouse=True)
+def order(request: pytest.FixtureRequest) -> Iterator[None]:
+    """With ``--check-order``, prove that all accesses of a test to the device's memory have an order."""
+    if not request.config.getoption("check_order") or request.node.get_closest_marker("unordered"):
+        yield
+        return
+    with watch_cuda() as checker:
+        yield
+    checker.check()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -92,7 +92,7 @@ def _check(ckpt: aiockpt.SyncCheckpointer, states: list[Any], saves: list[aiockp
 
 
 @pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}], ids=["foreach", "fused"])
-@pytest.mark.parametrize("how", ["fence", "guard", "nothing"])
+@pytest.mark.parametrize("how", ["fence", "guard", pytest.param("nothing", marks=pytest.mark.unordered)])
 @pytest.mark.parametrize("side_stream", [False, True])
 @pytest.mark.parametrize("validate", ["versions", "hash"])
 def test_every_checkpoint_is_a_state_between_two_steps(how, options, side_stream, validate, tmp_path: Path) -> None:
@@ -158,6 +158,7 @@ def _large(count: int = 8) -> dict[str, torch.Tensor]:
     return {f"w{i}": torch.arange(i, i + (8 << 20), dtype=torch.float32, device="cuda") for i in range(count)}
 
 
+@pytest.mark.unordered
 @pytest.mark.parametrize("how", ["data", "graph", "fused"])
 def test_writes_that_no_counter_shows(how: str, tmp_path: Path) -> None:
     """The last tensors are changed long before they are copied: the bus is slower than the device's memory."""
@@ -190,6 +191,21 @@ def test_writes_that_no_counter_shows(how: str, tmp_path: Path) -> None:
                 else:
                     assert error is None
                     assert not torch.equal(ckpt.load(save.path)["w7"], expected["w7"])
+
+
+def test_a_guard_and_samples_of_tensors_beside_the_optimizers(tmp_path: Path) -> None:
+    """The samples of these were taken at `save()`: no kernel behind the backward pass has to make them."""
+    frozen = torch.arange(8 << 20, dtype=torch.float32, device="cuda")
+    weight = torch.nn.Parameter(torch.ones(2048, 2048, device="cuda"))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    weight.grad = torch.ones_like(weight)
+    with aiockpt.SyncCheckpointer(validate="hash") as ckpt, ckpt.guard(optimizer):
+        ckpt.save({"weight": weight, "frozen": frozen}, tmp_path / "first")
+        for number in range(3):
+            save = ckpt.submit({"weight": weight, "frozen": frozen}, tmp_path / str(number))
+            torch.cuda._sleep(500_000_000)  # the backward pass
+            optimizer.step()
+            save.written.result(120)
 
 
 @pytest.mark.parametrize("side_stream", [False, True])

@@ -9,7 +9,10 @@ import torch
 
 import aiockpt
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 
 def test_dropout_on_the_device_resumes_exactly(tmp_path: Path) -> None:

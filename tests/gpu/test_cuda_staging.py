@@ -15,7 +15,7 @@ import torch
 import aiockpt
 from aiockpt.options import StagingWindow
 from aiockpt.staging.pool import Chunk
-from aiockpt.staging.runtime import CudaRuntime, allow_captures
+from aiockpt.staging.runtime import ALREADY_LOCKED, CudaRuntime, allow_captures
 from tests.states import assert_same, random_tensor
 
 pytestmark = [
@@ -50,7 +50,7 @@ def test_chunks_are_pinned_and_fit_for_direct_writes(tmp_path: Path) -> None:
     with aiockpt.SyncCheckpointer(chunk_bytes=CHUNK, staging_bytes=4 * CHUNK) as ckpt:
         ckpt.save(_state(), tmp_path / "c")
         (stager,) = (each for device, each in ckpt._engine.tools.stagers.items() if device.type == "cuda")
-        chunks = list(stager._pinned)
+        chunks = list(stager._locked.values())
         assert 1 <= len(chunks) <= 4
         assert all(chunk.tensor.is_pinned() and chunk.address % 4096 == 0 for chunk in chunks)
         try:
@@ -64,18 +64,18 @@ def test_chunks_are_pinned_and_fit_for_direct_writes(tmp_path: Path) -> None:
         finally:
             os.close(file)
         assert (tmp_path / "direct").read_bytes() == bytes(chunks[0].view)
-    assert not any(chunk.pinned or chunk.tensor.is_pinned() for chunk in chunks)
+    assert not any(chunk.tensor.is_pinned() for chunk in chunks)
 
 
 def _pin_twice() -> None:
     runtime, chunk = CudaRuntime(torch.device("cuda", 0)), Chunk(1 << 20)
     runtime.enter()
-    assert runtime.pin(chunk.address, 1 << 20)
+    assert runtime.lock(chunk.address, 1 << 20) == 0
     try:
-        assert not runtime.pin(chunk.address, 1 << 20)  # it is pinned already
+        assert runtime.lock(chunk.address, 1 << 20) == ALREADY_LOCKED
         assert (torch.ones(2, device="cuda") + 1).tolist() == [2, 2]
     finally:
-        runtime.unpin(chunk.address)
+        runtime.unlock(chunk.address)
         runtime.close()
 
 
@@ -232,3 +232,42 @@ async def test_windows_throttle_copies(tmp_path: Path) -> None:
         assert opened > 3
         await save
         assert_same(_on_host(state), await ckpt.load(tmp_path / "c"))
+
+
+@pytest.mark.parametrize("regrown", [False, True])
+def test_memory_that_is_freed_under_its_tensors_is_no_checkpoint(regrown: bool, tmp_path: Path) -> None:
+    """The copies go on reading the old memory, which no kernel gets before they are done."""
+    with aiockpt.SyncCheckpointer(chunk_bytes=CHUNK) as ckpt:
+        kept, freed = (torch.ones(64 << 20, device="cuda") for _ in range(2))
+        ckpt.prewarm({"kept": kept, "freed": freed})
+        torch.cuda._sleep(_cycles(0.5))
+        save = ckpt.submit({"kept": kept, "freed": freed}, tmp_path / "c")
+        assert save._job.consistency.issued.wait(60)
+        freed.untyped_storage().resize_(0)
+        others = [torch.zeros(64 << 20, device="cuda") for _ in range(2)]
+        if regrown:
+            freed.untyped_storage().resize_(256 << 20)
+        with pytest.raises(aiockpt.TornSnapshotError, match=r"^freed changed"):
+            save.written.result(120)
+        assert not others[0].any()
+
+
+@pytest.mark.parametrize("how", ["save", "load", "read"])
+def test_nothing_is_done_in_a_stream_that_captures_a_graph(how: str, tmp_path: Path) -> None:
+    state = {"w": torch.ones(1 << 20, device="cuda")}
+    graph = torch.cuda.CUDAGraph()
+    with aiockpt.SyncCheckpointer() as ckpt:
+        ckpt.save(state, tmp_path / "c")
+        with ckpt.open(tmp_path / "c") as reader, torch.cuda.graph(graph):
+            state["w"].add_(1)
+            if how == "save":
+                with pytest.raises(aiockpt.SaveError, match="captures a graph"):
+                    ckpt.submit(state, tmp_path / "d")
+            elif how == "load":
+                with pytest.raises(aiockpt.LoadError, match="captures a graph"):
+                    ckpt.load(tmp_path / "c", state)
+            else:
+                with pytest.raises(aiockpt.LoadError, match="captures a graph"):
+                    reader.read("w", out=state["w"])
+        graph.replay()
+        assert (state["w"] == 2).all()

@@ -197,11 +197,13 @@ def test_second_program_is_refused_until_the_first_has_died(tmp_path: Path) -> N
         with programs("blocking", 1, folder) as (second,):
             errors = second.wait(code=1)
             assert f"process {first.process.pid} on host {host}" in errors.splitlines()[-1]
-        start, _ = restored(folder)  # readers are welcome
+        start, state = restored(folder)  # readers are welcome
+        assert start is None or start.step == int(state["weights"][0]) == 2, "the save of step 2 is over, or it is not"
         first.process.kill()
         first.process.wait()
         with programs("blocking", 1, folder) as (third,):
             there = restored(folder)[0]
+            assert start is None or there.step == 2
             last = there.step + 1 if there else 1
             third.run_to(last)
             third.process.send_signal(signal.SIGTERM)
@@ -209,4 +211,3 @@ def test_second_program_is_refused_until_the_first_has_died(tmp_path: Path) -> N
             third.wait()
         assert steps_saved(third.lines)[-1] == last
     assert not any(name.startswith(".aiockpt") for name in names(folder))
-    assert start is None or start.step < last

@@ -22,6 +22,12 @@ def world2() -> Iterator[World]:
 
 
 @pytest.fixture(scope="module")
+def world3() -> Iterator[World]:
+    with World(3) as world:
+        yield world
+
+
+@pytest.fixture(scope="module")
 def world4() -> Iterator[World]:
     with World(4) as world:
         yield world

@@ -126,7 +126,7 @@ def die() -> None:
 
 def expect_no_reason() -> None:
     """Shorten this process's wait for the reason why a link was closed: a killed rank leaves none."""
-    protocol.REASON_S = 0.2
+    protocol.RECONNECT_S = 0.2
 
 
 # --- faults of one rank -----------------------------------------------------------------------------

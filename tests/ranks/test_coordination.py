@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from aiockpt.coordination.coordinator import Coordinator, Lane
+from aiockpt.coordination.coordinator import Coordinator, Kind
 from aiockpt.errors import CoordinationError, WriteError
 from tests.ranks.failing import die, expect_no_reason
 from tests.ranks.world import RankFailure, World
@@ -61,7 +61,9 @@ async def run_rounds(rank: int, world_size: int, seed: int) -> list[Any]:
         found = []
         for number in range(3):
             mine = values[number * world_size + rank]
-            found.append(await ranks.round("plan", f"the save of {number}", mine, tagged if rank == 0 else never))
+            found.append(
+                await ranks.round(ranks.call("save"), f"the save of {number}", mine, tagged if rank == 0 else never)
+            )
     return found
 
 
@@ -82,7 +84,7 @@ async def exchange_blobs(rank: int, world_size: int, size_bytes: int) -> bool:
         return [blob(100 + r) for r in range(world_size)]
 
     async with coordinator() as ranks:
-        return await ranks.round("plan", "the save of a", blob(rank), swap) == blob(100 + rank)
+        return await ranks.round(ranks.call("save"), "the save of a", blob(rank), swap) == blob(100 + rank)
 
 
 @pytest.mark.parametrize("size_bytes", [0, 5_000_003])
@@ -100,10 +102,10 @@ async def fail_then_succeed(rank: int, world_size: int, failing: list[int]) -> A
         mine = OSError(28, f"disk {rank} is full") if rank in failing else rank
         failure = None
         try:
-            await ranks.round("finish", "the save of a", mine, never, undo)
+            await ranks.round(ranks.call("agree"), "the save of a", mine, never, undo)
         except Exception as exc:
             failure = (type(exc).__name__, str(exc), exc.__cause__ is mine, getattr(exc, "__notes__", []))
-        after = await ranks.round("finish", "the save of b", rank * 7, tagged, undo)
+        after = await ranks.round(ranks.call("agree"), "the save of b", rank * 7, tagged, undo)
     return failure, after, undone
 
 
@@ -138,10 +140,13 @@ async def fail_to_decide(rank: int, world_size: int, how: str) -> None:
 
     async with coordinator() as ranks:
         try:
-            await ranks.round("finish", "the save of a", rank, decide, undo)
+            await ranks.round(ranks.call("agree"), "the save of a", rank, decide, undo)
         finally:
             assert undone == ([0] if rank == 0 else [])
-            assert await ranks.round("finish", "the save of b", rank, tagged) == (rank, list(range(world_size)))
+            assert await ranks.round(ranks.call("agree"), "the save of b", rank, tagged) == (
+                rank,
+                list(range(world_size)),
+            )
 
 
 @pytest.mark.parametrize(
@@ -168,7 +173,7 @@ def test_a_failed_decision_reaches_all(world4: World, how: str, kind: str, text:
 async def send_a_lock(rank: int, world_size: int) -> None:
     async with coordinator() as ranks:
         mine = threading.Lock() if rank == 1 else rank
-        await ranks.round("load", "the load of a", mine, never)
+        await ranks.round(ranks.call("load"), "the load of a", mine, never)
 
 
 def test_a_value_that_cannot_be_pickled_is_an_error_of_its_rank(world2: World) -> None:
@@ -181,8 +186,8 @@ def test_a_value_that_cannot_be_pickled_is_an_error_of_its_rank(world2: World) -
 async def call_different_operations(rank: int, world_size: int) -> Any:
     async with coordinator() as ranks:
         with pytest.raises(CoordinationError) as raised:
-            await ranks.round("plan", "the save of b" if rank == 2 else "the save of a", rank, never)
-        return str(raised.value), await ranks.round("plan", "the save of c", rank, tagged)
+            await ranks.round(ranks.call("save"), "the save of b" if rank == 2 else "the save of a", rank, never)
+        return str(raised.value), await ranks.round(ranks.call("save"), "the save of c", rank, tagged)
 
 
 def test_ranks_at_different_operations_raise(world4: World) -> None:
@@ -197,7 +202,7 @@ async def die_in_a_round(rank: int, world_size: int, victim: int, when: str) -> 
     seen = []
     async with coordinator() as ranks:
         if when == "between":
-            await ranks.round("plan", "the save of a", rank, tagged)
+            await ranks.round(ranks.call("save"), "the save of a", rank, tagged)
             if rank == victim:
                 die()
 
@@ -207,11 +212,11 @@ async def die_in_a_round(rank: int, world_size: int, victim: int, when: str) -> 
 
         for number in range(2):
             try:
-                await ranks.round("plan", f"the save of {number}", rank, decide)
+                await ranks.round(ranks.call("save"), f"the save of {number}", rank, decide)
             except CoordinationError as exc:
                 seen.append(str(exc))
         try:
-            await ranks.round("finish", "the save of c", rank, never)
+            await ranks.round(ranks.call("agree"), "the save of c", rank, never)
         except CoordinationError as exc:
             seen.append(str(exc))
     return os.getpid(), seen
@@ -222,8 +227,8 @@ async def wait_for_a_dead_rank(rank: int, world_size: int, victim: int) -> list[
     if rank == victim:
         die()
     async with coordinator(SHORT_S) as ranks:
-        lanes: list[Lane] = ["plan", "finish"]
-        rounds = (ranks.round(lane, "the save of a", rank, never) for lane in lanes)
+        lanes: list[Kind] = ["save", "agree"]
+        rounds = (ranks.round(ranks.call(lane), "the save of a", rank, never) for lane in lanes)
         errors = await asyncio.gather(*rounds, return_exceptions=True)
     assert all(isinstance(error, CoordinationError) for error in errors), errors
     return [str(error) for error in errors]
@@ -281,7 +286,7 @@ async def wait_for_absent_ranks(ranks: Coordinator, absent: Sequence[int]) -> st
     if ranks.rank in absent:
         return ""
     with pytest.raises(CoordinationError) as raised:
-        await ranks.round("plan", "the save of a", ranks.rank, never)
+        await ranks.round(ranks.call("save"), "the save of a", ranks.rank, never)
     return str(raised.value)
 
 
@@ -292,7 +297,7 @@ async def run_timeout_cases(rank: int, world_size: int) -> list[tuple[str, Any]]
         cases = list(zip(all_ranks, CASES, strict=True))
         for ranks, (_, _, warm) in cases:
             if warm:
-                await ranks.round("plan", "the save of warm", rank, tagged)
+                await ranks.round(ranks.call("save"), "the save of warm", rank, tagged)
         texts_by_case = await asyncio.gather(*(wait_for_absent_ranks(ranks, absent) for ranks, (_, absent, _) in cases))
         await asyncio.to_thread(dist.barrier)
         late = [number for number, (how, absent, _) in enumerate(CASES) if how == "late" and rank in absent]
@@ -301,7 +306,7 @@ async def run_timeout_cases(rank: int, world_size: int) -> list[tuple[str, Any]]
         for number, text in zip(late, late_texts, strict=True):
             texts_by_case[number] = text
         return [
-            (text, await ranks.round("plan", "the save of b", rank * 3, tagged))
+            (text, await ranks.round(ranks.call("save"), "the save of b", rank * 3, tagged))
             for text, ranks in zip(texts_by_case, all_ranks, strict=True)
         ]
 
@@ -346,14 +351,16 @@ def test_a_late_rank_fails_with_the_message_of_the_others(missed, late: int, war
 
 
 async def run_rounds_in_all_lanes(rank: int, world_size: int) -> Any:
-    lanes: list[Lane] = ["plan", "finish", "load"]
+    lanes: list[Kind] = ["save", "agree", "load"]
     if rank % 2:
         lanes.reverse()
     async with coordinator() as ranks:
         found: dict[str, Any] = {}
 
-        async def rounds(lane: Lane) -> None:
-            found[lane] = [await ranks.round(lane, f"{lane} {n}", (lane, n, rank), tagged) for n in range(5)]
+        async def rounds(lane: Kind) -> None:
+            found[lane] = [
+                await ranks.round(ranks.call(lane), f"{lane} {n}", (lane, n, rank), tagged) for n in range(5)
+            ]
 
         async with anyio.create_task_group() as group:
             for lane in lanes:
@@ -364,7 +371,7 @@ async def run_rounds_in_all_lanes(rank: int, world_size: int) -> Any:
 
 def test_lanes_do_not_wait_for_each_other(world4: World) -> None:
     for rank, found in enumerate(world4.results(run_rounds_in_all_lanes)):
-        for lane in ("plan", "finish", "load"):
+        for lane in ("save", "agree", "load"):
             assert found[lane] == [(rank, [(lane, n, r) for r in range(4)]) for n in range(5)]
 
 
@@ -376,8 +383,8 @@ async def block_a_lane(rank: int, world_size: int) -> Any:
         return list(values)
 
     async with coordinator() as ranks:
-        finish = asyncio.ensure_future(ranks.round("finish", "the save of a", rank, slowly))
-        plan = await ranks.round("plan", "the save of b", rank, tagged)
+        finish = asyncio.ensure_future(ranks.round(ranks.call("agree"), "the save of a", rank, slowly))
+        plan = await ranks.round(ranks.call("save"), "the save of b", rank, tagged)
         planned.set()
         return plan, await finish
 
@@ -388,7 +395,7 @@ def test_a_long_decision_in_one_lane_does_not_delay_the_others(world4: World) ->
 
 async def queue_rounds(rank: int, world_size: int) -> Any:
     async with coordinator() as ranks:
-        tasks = [asyncio.ensure_future(ranks.round("plan", f"{n}", (n, rank), tagged)) for n in range(6)]
+        tasks = [asyncio.ensure_future(ranks.round(ranks.call("save"), f"{n}", (n, rank), tagged)) for n in range(6)]
         return [await task for task in tasks]
 
 
@@ -401,7 +408,7 @@ async def cancel_twice(ranks: Coordinator, rank: int, task: asyncio.Task[Any]) -
     for _ in range(2):
         await asyncio.sleep(0)
         task.cancel()
-    await ranks.round("finish", "the cancellation", rank, tagged)
+    await ranks.round(ranks.call("agree"), "the cancellation", rank, tagged)
 
 
 async def cancel_a_round(rank: int, world_size: int, victim: int, how: str) -> Any:
@@ -419,7 +426,7 @@ async def cancel_a_round(rank: int, world_size: int, victim: int, how: str) -> A
         if rank == victim and how == "scope":
             with anyio.CancelScope() as scope:
                 scope.cancel()
-                outcome = await ranks.round("plan", "the save of a", rank, decide)
+                outcome = await ranks.round(ranks.call("save"), "the save of a", rank, decide)
                 await anyio.lowlevel.checkpoint()
                 raise AssertionError("the cancellation was lost")
             assert scope.cancelled_caught
@@ -429,7 +436,7 @@ async def cancel_a_round(rank: int, world_size: int, victim: int, how: str) -> A
             else:
                 told = asyncio.ensure_future(cancel_twice(ranks, rank, task))
             try:
-                await ranks.round("plan", "the save of a", rank, decide)
+                await ranks.round(ranks.call("save"), "the save of a", rank, decide)
             except asyncio.CancelledError:
                 while task.cancelling():
                     task.uncancel()
@@ -438,9 +445,9 @@ async def cancel_a_round(rank: int, world_size: int, victim: int, how: str) -> A
                 await told
         else:
             if how == "during":  # the victim is cancelled while it waits for this rank
-                await ranks.round("finish", "the cancellation", rank, tagged)
-            outcome = await ranks.round("plan", "the save of a", rank, decide)
-        return outcome, others, await ranks.round("plan", "the save of b", rank, tagged)
+                await ranks.round(ranks.call("agree"), "the cancellation", rank, tagged)
+            outcome = await ranks.round(ranks.call("save"), "the save of a", rank, decide)
+        return outcome, others, await ranks.round(ranks.call("save"), "the save of b", rank, tagged)
 
 
 @pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
@@ -470,7 +477,9 @@ async def train_during_rounds(rank: int, world_size: int) -> Any:
 
     async with coordinator() as ranks:
         training = asyncio.ensure_future(asyncio.to_thread(train))
-        found = [await ranks.round(lane, f"{n}", rank, tagged) for n in range(10) for lane in ("plan", "finish")]
+        found = [
+            await ranks.round(ranks.call(lane), f"{n}", rank, tagged) for n in range(10) for lane in ("save", "agree")
+        ]
         await training
     return sums, found
 
@@ -483,7 +492,7 @@ def test_rounds_do_not_disturb_the_process_groups_of_the_caller(world4: World) -
 
 def wait_in_new_group(rank: int, world_size: int) -> Any:
     async def first_round(ranks: Coordinator) -> Any:
-        return await ranks.round("plan", "the save of a", rank, tagged)
+        return await ranks.round(ranks.call("save"), "the save of a", rank, tagged)
 
     ranks = Coordinator(default_group(), timeout_s=LONG_S)
     found: list[Any] = []
@@ -508,14 +517,14 @@ async def open_and_close(rank: int, world_size: int, fail: bool) -> Any:
     counts = []
     for number in range(3):
         async with coordinator(SHORT_S if fail and number else LONG_S) as ranks:
-            for lane in ("plan", "finish", "load"):
-                if fail and number and lane == "finish":
+            for lane in ("save", "agree", "load"):
+                if fail and number and lane == "agree":
                     with contextlib.suppress(CoordinationError):
                         if rank != 1:
-                            await ranks.round(lane, "the save of a", rank, never)
+                            await ranks.round(ranks.call(lane), "the save of a", rank, never)
                     dist.barrier()
-                await ranks.round(lane, "the save of b", rank, tagged)
-            assert [t for t in threading.enumerate() if t.name.startswith("aiockpt-ranks-")]
+                await ranks.round(ranks.call(lane), "the save of b", rank, tagged)
+            assert [t for t in threading.enumerate() if t.name.startswith("aiockpt-ranks")]
             ranks.close()  # idempotent
         left = [t.name for t in threading.enumerate() if t.name.startswith("aiockpt")]
         dist.barrier()
@@ -540,10 +549,10 @@ async def run_in_a_subgroup(rank: int, world_size: int) -> Any:
         return None
     async with coordinator(group=group) as ranks, coordinator(group=group) as second:
         place = ranks.rank, ranks.world_size
-        found = await ranks.round("plan", "the save of a", rank * 11, tagged)
-        assert await second.round("plan", "the save of b", rank * 13, tagged) == (ranks.rank, [13, 39])
+        found = await ranks.round(ranks.call("save"), "the save of a", rank * 11, tagged)
+        assert await second.round(second.call("save"), "the save of b", rank * 13, tagged) == (ranks.rank, [13, 39])
         with pytest.raises(CoordinationError) as raised:
-            await ranks.round("plan", f"the save of {rank}", rank, never)
+            await ranks.round(ranks.call("save"), f"the save of {rank}", rank, never)
     return place, found, str(raised.value)
 
 
@@ -561,7 +570,7 @@ async def wait_for_an_absent_subgroup_rank(rank: int, world_size: int) -> str:
         return ""
     async with coordinator(SHORT_S, group=group) as ranks:
         with pytest.raises(CoordinationError) as raised:
-            await ranks.round("plan", "the save of a", rank, never)
+            await ranks.round(ranks.call("save"), "the save of a", rank, never)
     return str(raised.value)
 
 

@@ -294,7 +294,8 @@ def test_a_cancellation_on_some_ranks_cancels_all(
 ) -> None:
     ends = world4.results(function, tmp_path, ranks)
     text = same_error(ends, "SaveCancelledError")
-    assert text.startswith(f"rank {ranks[0]}: the save of {tmp_path / 'c'} was cancelled")
+    # A cancellation that comes when its rank has already sent its part of the plan takes effect one round later.
+    assert any(text.startswith(f"rank {rank}: the save of {tmp_path / 'c'} was cancelled") for rank in ranks)
     assert [end.cancelled for end in ends] == [True if rank in ranks else None for rank in range(4)]
     check_next(tmp_path, 4)
 

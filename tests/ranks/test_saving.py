@@ -20,6 +20,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tenso
 
 import aiockpt
 from aiockpt import Zstd
+from aiockpt.planning.collective.messages import RankAssignment
 from tests.ranks.layouts import LAYOUTS, distributed, full_tensors
 from tests.ranks.world import World, mesh_of
 from tests.stock import ALONE
@@ -253,9 +254,9 @@ def save_again(rank: int, world_size: int, path: Path) -> list[tuple[int, int]]:
         assert coordinator is not None
         inner = coordinator.round
 
-        async def counted(lane: Any, what: str, mine: Any, *rest: Any) -> Any:
-            reply = await inner(lane, what, mine, *rest)
-            if lane == "plan":
+        async def counted(call: Any, what: str, mine: Any, *rest: Any) -> Any:
+            reply = await inner(call, what, mine, *rest)
+            if isinstance(reply, RankAssignment):
                 seen.append((len(pickle.dumps(mine)), reply.token))
             return reply
 

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 import aiockpt
+from aiockpt.storage.base import Source
 from aiockpt.storage.local.storage import LocalStorage
-from aiockpt.storage.wrapper import WrapperStorage
+from aiockpt.storage.wrapper import WrapperStorage, _WrapperSource
 from tests.counting import CountingStorage
 from tests.states import assert_same, large_state, random_tensor, training_state
 
@@ -224,6 +225,60 @@ async def test_close_during_a_read(tmp_path: Path) -> None:
                 assert (await task).eq(0).all()
             except aiockpt.LoadError as exc:
                 assert "was closed before it was read" in str(exc)
+
+
+class _StoppingSource(_WrapperSource):
+    """Stops in each read of a tensor: before it, or when its first bytes are there."""
+
+    def __init__(self, storage: WrapperStorage, inner: Source, before: bool) -> None:
+        super().__init__(storage, inner)
+        self._before = before
+        self.reached, self.goes_on = threading.Event(), threading.Event()
+
+    def stop(self) -> None:
+        self.reached.set()
+        self.goes_on.wait(60)
+
+    def read(self, name, offset, view, seen=None) -> None:
+        def stop_and_see(piece: memoryview) -> None:
+            self.stop()
+            seen(piece)
+
+        is_document = not name.endswith(".distcp")
+        if self._before and not is_document:
+            self.stop()
+        super().read(name, offset, view, seen if is_document else stop_and_see)
+
+
+class _StoppingStorage(WrapperStorage):
+    def __init__(self, before: bool) -> None:
+        super().__init__(LocalStorage())
+        self._before = before
+        self.sources: list[_StoppingSource] = []
+
+    async def open(self, path: str, *, workers) -> Source:
+        self.sources.append(_StoppingSource(self, await self.inner.open(path, workers=workers), self._before))
+        return self.sources[-1]
+
+
+@pytest.mark.parametrize("before", [False, True])
+async def test_a_read_that_has_begun_outlives_the_reader(before: bool, tmp_path: Path) -> None:
+    storage = _StoppingStorage(before)
+    async with aiockpt.AsyncCheckpointer() as ckpt:
+        await ckpt.save({"w": torch.full((2_000_000,), 1)}, tmp_path / "c")
+        reader = await ckpt.open(tmp_path / "c", storage=storage)
+        (source,) = storage.sources
+        task = asyncio.ensure_future(reader.read("w"))
+        try:
+            assert await asyncio.to_thread(source.reached.wait, 60)
+            await reader.aclose()
+        finally:
+            source.goes_on.set()
+        if before:
+            with pytest.raises(aiockpt.LoadError, match="was closed before it was read"):
+                await task
+        else:
+            assert (await task).eq(1).all()
 
 
 async def test_reader_outlives_a_replaced_checkpoint_and_its_checkpointer(tmp_path: Path) -> None:

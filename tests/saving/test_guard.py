@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -518,3 +520,50 @@ def test_any_optimizer_state_is_counted_and_none_fails_the_step(changed, lagging
         lagging.gate.set()
         with pytest.raises(aiockpt.TornSnapshotError, match="a step of an optimizer" if optimizer.broken else "value"):
             save.written.result(60)
+
+
+def _opcodes_of_a_step(count: int, ckpt: aiockpt.SyncCheckpointer, path: Path, lagging: LaggingStager) -> int:
+    """Save parameters that each have an optimizer; return the opcodes of the package in the second guarded step."""
+    parameters = [torch.nn.Parameter(torch.full((200, 200), float(number))) for number in range(count)]
+    state = {f"w{number}": each for number, each in enumerate(parameters)}
+    expected = {name: each.detach().clone() for name, each in state.items()}
+    optimizers = [torch.optim.SGD([each], lr=1.0) for each in parameters]
+    for each in parameters:
+        each.grad = torch.ones_like(each)
+    executed = 0
+
+    def trace(frame: Any, event: str, _: object) -> Any:
+        nonlocal executed
+        if not frame.f_globals.get("__name__", "").startswith("aiockpt."):
+            return None
+        frame.f_trace_opcodes = True
+        executed += event == "opcode"
+        return trace
+
+    lagging.gate.clear()
+    with contextlib.ExitStack() as guards:
+        for each in optimizers:
+            guards.enter_context(ckpt.guard(each))
+        save = ckpt.submit(state, path)
+        assert save._job.consistency.issued.wait(60)
+        optimizers[0].step()
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            optimizers[1].step()
+        finally:
+            sys.settrace(before)
+        for each in optimizers[2:]:
+            each.step()
+        lagging.gate.set()
+        save.written.result(60)
+        assert_same(expected, ckpt.load(path))
+    return executed
+
+
+@pytest.mark.parametrize("validate", ["versions", "hash"])
+def test_a_guarded_step_looks_at_its_own_tensors_only(validate, lagging, tmp_path: Path) -> None:
+    """With an optimizer for each of n parameters, n steps do not look n times at n tensors."""
+    with aiockpt.SyncCheckpointer(validate=validate) as ckpt:
+        few, many = (_opcodes_of_a_step(count, ckpt, tmp_path / str(count), lagging) for count in (4, 40))
+    assert 0 < many <= few

@@ -55,6 +55,20 @@ def test_a_dequantize_that_returns_no_plain_tensor_is_refused(tmp_path: Path) ->
         ckpt.submit(state, tmp_path / "c")
 
 
+class Large(Quantized):
+    def dequantize(self) -> torch.Tensor:
+        raise torch.OutOfMemoryError("none left")
+
+
+def test_a_device_without_memory_for_the_plain_values_fails_the_call(tmp_path: Path) -> None:
+    state = {"a": {"w": Large(torch.ones(3, dtype=torch.int8), 1.0)}}
+    with (
+        aiockpt.SyncCheckpointer() as ckpt,
+        pytest.raises(aiockpt.SaveError, match=r"cpu has no memory for the plain values of a\.w, a Large"),
+    ):
+        ckpt.submit(state, tmp_path / "c")
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch emits each of its warnings once a process
 def test_torchs_own_quantized_tensors_stay_as_they_are(tmp_path: Path) -> None:
     quantized = torch.quantize_per_tensor(torch.randn(40), 0.1, 3, torch.qint8)

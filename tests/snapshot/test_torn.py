@@ -122,7 +122,7 @@ def test_small_writes_are_sampled_as_often_as_documented() -> None:
         pieces = seen.view(-1, 1024).any(1)
         tried, found = tried + pieces.numel(), found + int(pieces.sum())
     assert 0.9 < found / tried * 16 < 1.1
-    firsts = {Samples(["x"], [values])._groups[0].points[0].view.storage_offset() for _ in range(20)}
+    firsts = {Samples(["x"], [values])._left[0][0][2].view.storage_offset() for _ in range(20)}
     assert len(firsts) > 15
 
 
@@ -284,3 +284,16 @@ def test_a_running_operator_has_time_to_end_and_is_detected(tmp_path: Path, monk
             other.fence(60) if wait == "fence" else None
             getattr(other, wait).result(60) if wait in ("staged", "written") else None
     assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize("inside", ["save()", "the fence"])
+def test_samples_are_taken_and_compared_within_autocast(inside: str, tmp_path: Path) -> None:
+    """Autocast casts what torch.cat gets, or refuses it."""
+    state = {f"w{i}": torch.full((300, 300), i + 0.1, dtype=torch.float16) for i in range(3)}
+    with aiockpt.SyncCheckpointer(validate="hash") as ckpt:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=inside == "save()"):
+            save = ckpt.submit(state, tmp_path / "c")
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            ckpt.fence()
+        save.written.result(60)
+        assert_same(state, ckpt.load(tmp_path / "c"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 
@@ -20,7 +22,9 @@ class FakeDriver:
     def __getattr__(self, name: str):
         def call(*args) -> int:
             self.calls.append(name.removeprefix("cu"))
-            if name == "cuStreamCreate":
+            if name == "cuDevicePrimaryCtxRetain":
+                args[0]._obj.value = 0x70
+            elif name == "cuStreamCreate":
                 self.modes.append(self.mode)
                 assert args[1] == 1  # CU_STREAM_NON_BLOCKING: does not wait for the default stream
                 args[0]._obj.value = 0x5000
@@ -42,13 +46,14 @@ MADE = ["Init", "DeviceGet", "DevicePrimaryCtxRetain", "CtxPushCurrent_v2", "Str
         ("cuInit", None, MADE[:1]),
         ("cuDeviceGet", None, MADE[:2]),
         ("cuDevicePrimaryCtxRetain", None, MADE[:3]),
-        ("cuCtxPushCurrent_v2", None, [*MADE[:4], "DevicePrimaryCtxRelease_v2"]),
-        ("cuStreamCreate", None, [*MADE, "DevicePrimaryCtxRelease_v2"]),
+        ("cuCtxPushCurrent_v2", None, MADE[:4]),
+        ("cuStreamCreate", None, MADE),
     ],
 )
 def test_a_stream_is_made_or_nothing_is_left(failing, address, calls, monkeypatch: pytest.MonkeyPatch) -> None:
     fake = FakeDriver(*[failing] if failing else [])
-    monkeypatch.setattr(runtime, "_driver", lambda: fake)
+    driver = runtime._Cuda(fake)
+    monkeypatch.setattr(runtime, "_driver", lambda: driver)
     assert runtime._new_stream(0) == address
     assert fake.calls == calls
     assert fake.mode == 0  # the thread's own mode, restored
@@ -82,3 +87,56 @@ def test_without_a_driver_there_is_no_own_stream(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(runtime, "_driver", lambda: None)
     assert runtime._new_stream(0) is None
     assert not runtime.allow_captures()
+
+
+def test_memory_is_locked_in_the_current_device_and_errors_have_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    for failing, error in ((None, 0), ("cuMemHostRegister_v2", 999)):
+        fake = FakeDriver(*[failing] if failing else [])
+        driver = runtime._Cuda(fake)
+        monkeypatch.setattr(runtime, "_driver", lambda driver=driver: driver)
+        device = runtime.CudaRuntime.__new__(runtime.CudaRuntime)
+        assert device.lock(4096, 4096) == error
+        device.unlock(4096)
+        pushed = ["CtxPushCurrent_v2", "MemHostRegister_v2", "CtxPopCurrent_v2"]
+        assert fake.calls == [*MADE[:3], *pushed, pushed[0], "MemHostUnregister", pushed[2]]
+    monkeypatch.setattr(runtime, "_driver", lambda: None)
+    assert device.lock(4096, 4096) is None
+
+
+def test_hip_has_calls_of_its_own_and_its_last_error_is_cleared(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    class Library:
+        def __getattr__(self, name: str):
+            def call(*args) -> int:
+                calls.append(name)
+                if name == "hipStreamCreateWithFlags":
+                    args[0]._obj.value = 0x5000
+                return 712 if name == "hipHostRegister" else 0
+
+            return call
+
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    found = iter([OSError(), Library()])
+
+    def load(name: str) -> Library:
+        calls.append(name)
+        library = next(found)
+        if isinstance(library, OSError):
+            raise library
+        return library
+
+    monkeypatch.setattr(runtime.ctypes, "CDLL", load)
+    runtime._driver.cache_clear()
+    try:
+        assert runtime._new_stream(0) == 0x5000
+        assert runtime.allow_captures()
+        assert runtime.CudaRuntime.__new__(runtime.CudaRuntime).lock(4096, 4096) == runtime.ALREADY_LOCKED
+    finally:
+        runtime._driver.cache_clear()
+    mode = "hipThreadExchangeStreamCaptureMode"
+    loaded = ["libamdhip64.so", "libamdhip64.so.7"]
+    assert calls == [*loaded, mode, "hipStreamCreateWithFlags", mode, mode, "hipHostRegister", "hipGetLastError"]

@@ -16,13 +16,14 @@ from aiockpt.format.item.objects import decode_object
 from aiockpt.planning.dcp_plan import DcpFormat
 from aiockpt.planning.layout import Sealer
 from aiockpt.planning.planner import Planner
+from aiockpt.planning.specs import TensorSpec
 from aiockpt.saving.staging_session import _JoinedCopies
 from aiockpt.snapshot.capture import capture_state
 from aiockpt.staging import runtime as device_runtime
 from aiockpt.staging.base import LayoutMismatchError
 from aiockpt.staging.cuda import AcceleratorStager
-from aiockpt.staging.pool import ChunkPool
-from aiockpt.staging.runtime import is_capturing, reading_behind, ready_event, runtime_of
+from aiockpt.staging.pool import ChunkPool, Lease, SharedMemory
+from aiockpt.staging.runtime import ALREADY_LOCKED, is_capturing, reading_behind, ready_event, runtime_of
 from tests.states import random_tensor, raw_bytes
 
 CPU = torch.device("cpu")
@@ -43,15 +44,14 @@ class FakeEvent:
 class FakeRuntime:
     """A device that records the calls, and whose stream completes at once."""
 
-    non_blocking = True
-
     def __init__(self) -> None:
         self.log: list[str] = []
-        self.pinned: set[int] = set()
+        self.locked: set[int] = set()
+        self.used: list[torch.Tensor] = []
         self.threads: set[str] = set()
         self.waiters: set[str] = set()
         self.error: RuntimeError | None = None
-        self.pins = True
+        self.lock_error = 0
         self.closed = 0
 
     def enter(self) -> None:
@@ -78,16 +78,18 @@ class FakeRuntime:
         self.waiters.add(threading.current_thread().name)
         event.synchronize()
 
-    def pin(self, address: int, nbytes: int) -> bool:
-        self.log.append("pin")
-        if not self.pins:
-            return False
-        assert address not in self.pinned
-        self.pinned.add(address)
-        return True
+    def use(self, tensor: torch.Tensor) -> None:
+        self.used.append(tensor)
 
-    def unpin(self, address: int) -> None:
-        self.pinned.remove(address)
+    def lock(self, address: int, nbytes: int) -> int:
+        self.log.append("lock")
+        if not self.lock_error:
+            assert address not in self.locked
+            self.locked.add(address)
+        return self.lock_error
+
+    def unlock(self, address: int) -> None:
+        self.locked.remove(address)
 
     def close(self) -> None:
         self.closed += 1
@@ -144,10 +146,10 @@ async def test_every_kind_of_piece_arrives(chunk_bytes: int) -> None:
     capture, plan = _captured(state, runtime)
     assert len(capture.eager) == 29
     await _check_all(state, capture, plan, AcceleratorStager(CPU, runtime), chunk_bytes)
-    assert runtime.log[:6] == ["enter", "pin", "stream", "wait for caller", "record", "synchronized copies"]
+    assert runtime.log[:6] == ["enter", "lock", "stream", "wait for caller", "record", "synchronized copies"]
     assert runtime.threads == {"aiockpt-stage-cpu"}
     assert runtime.waiters <= {"aiockpt-wait-cpu_0", "aiockpt-wait-cpu_1"}
-    assert not runtime.pinned
+    assert not runtime.locked
 
 
 async def test_a_changed_tensor_is_not_copied() -> None:
@@ -278,24 +280,84 @@ async def test_the_bytes_of_other_devices_pieces_are_left_alone() -> None:
         stager.close()
 
 
-async def test_a_device_without_streams_is_copied_from_in_place() -> None:
-    state = {"large": random_tensor(torch.int32, (300, 500), 1), "s": random_tensor(torch.int16, (3, 7), 2)}
-    capture = capture_state(state)
+async def test_a_device_without_streams_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ready_event(CPU) is None
     assert not is_capturing(CPU)
-    stager = AcceleratorStager(CPU, runtime_of(CPU))
-    stager.fence()
-    await _check_all(state, capture, Planner(DcpFormat(1)).plan(capture), stager, 1 << 16)
+    with pytest.raises(aiockpt.AiockptError, match="no streams and events for cpu"):
+        runtime_of(CPU)
+    monkeypatch.setattr(device_runtime, "HOST_KINDS", frozenset())
+    with pytest.raises(aiockpt.SaveError, match=r"^w can't be saved: torch has no streams and events"):
+        capture_state({"w": torch.zeros(3)})
 
 
-async def test_pinning_is_tried_once_if_it_fails() -> None:
+@pytest.mark.parametrize("error", [2, 801])
+async def test_locking_is_tried_once_if_it_fails(error: int, caplog: pytest.LogCaptureFixture) -> None:
     state = {"large": random_tensor(torch.int32, (300, 500), 1)}
     runtime = FakeRuntime()
-    runtime.pins = False
+    runtime.lock_error = error
     capture, plan = _captured(state, runtime)
     await _check_all(state, capture, plan, AcceleratorStager(CPU, runtime), 1 << 16)
-    assert runtime.log.count("pin") == 1
+    assert runtime.log.count("lock") == 1
     assert runtime.log.count("record") > 5
+    assert f"the driver's error {error} for 65536 bytes" in caplog.text
+
+
+async def test_memory_that_another_stager_has_locked_is_locked(caplog: pytest.LogCaptureFixture) -> None:
+    state = {"large": random_tensor(torch.int32, (300, 500), 1)}
+    runtime = FakeRuntime()
+    runtime.lock_error = ALREADY_LOCKED
+    runtime.unlock = lambda address: None
+    capture, plan = _captured(state, runtime)
+    pool, stager = ChunkPool(4096, 4), AcceleratorStager(CPU, runtime)
+    leases = [await pool.acquire(), await pool.acquire()]
+    for lease in leases:
+        await stager.issue(plan.layout.images[0].pieces(0, 4096), lease.chunk, capture, plan.layout)
+    assert runtime.log.count("lock") == 2
+    assert not caplog.text
+    for lease in leases:
+        lease.release()
+    stager.close()
+
+
+@pytest.mark.parametrize("shared", [False, True])
+async def test_a_chunk_that_was_replaced_is_used_again_and_locked_once(shared: bool) -> None:
+    memory = SharedMemory(8 * 4096) if shared else None
+    runtime, pool = FakeRuntime(), ChunkPool(4096, 2, memory)
+    capture, plan = _captured({"large": random_tensor(torch.int32, (300, 500), 1)}, runtime)
+    stager = AcceleratorStager(CPU, runtime)
+
+    async def fill(lease: Lease) -> None:
+        await (await stager.issue(plan.layout.images[0].pieces(0, 4096), lease.chunk, capture, plan.layout)).wait()
+
+    for _ in range(3):
+        stuck, other = await pool.acquire(), await pool.acquire()
+        await fill(stuck)
+        await fill(other)
+        stuck.quarantine()
+        third = await pool.acquire()
+        await fill(third)
+        for lease in (stuck, other, third):
+            lease.release()
+    assert runtime.log.count("lock") == len(runtime.locked) == 3
+    stager.close()
+    assert not runtime.locked
+    pool.drop()
+    del stuck, other, third, lease
+    if memory is not None:
+        memory.close()
+
+
+async def test_arenas_are_locked_at_once() -> None:
+    runtime, pool = FakeRuntime(), ChunkPool(4096, 10)
+    stager = AcceleratorStager(CPU, runtime)
+    leases = pool.lease_new(10, arena_bytes=4 * 4096)
+    for lease in leases:
+        await stager.pin(lease.chunk)
+        lease.release()
+    assert [len(lease.chunk.view) for lease in leases] == [4096] * 10
+    assert len({lease.chunk.address for lease in leases}) == 10
+    assert runtime.log.count("lock") == 3
+    stager.close()
 
 
 async def test_tensors_live_until_the_copies_are_done() -> None:
@@ -306,7 +368,7 @@ async def test_tensors_live_until_the_copies_are_done() -> None:
     try:
         pending = await stager.issue(plan.layout.images[0].pieces(0, 4096), lease.chunk, capture, plan.layout)
         capture.release()
-        assert len(pending._sources) == 1
+        assert len(pending._sources) == len(runtime.used) == 1
         await pending.wait()
         assert not pending._sources
     finally:
@@ -336,3 +398,40 @@ async def test_no_device_is_ever_synchronised() -> None:
     package = Path(aiockpt.__file__).parent
     calls = re.compile(r"\b(?:cuda|accelerator|xpu|mps|stream)\.synchronize\(")
     assert not [str(file) for file in package.rglob("*.py") if calls.search(file.read_text())]
+
+
+async def test_host_tensors_between_those_of_a_device_do_not_part_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Adam's `step` between the averages: small tensors of a device are packed, and copied together."""
+    state = {}
+    for number in range(50):
+        state[f"{number}.exp_avg"] = torch.full((number + 1,), float(number))
+        state[f"{number}.step"] = torch.tensor(float(number))
+        state[f"{number}.exp_avg_sq"] = torch.full((number + 2,), -float(number))
+
+    class Format(DcpFormat):
+        def describe(self, tensor: torch.Tensor) -> TensorSpec | None:
+            spec = super().describe(tensor)
+            return spec if spec is None or tensor.dim() else spec._replace(device=torch.device("meta"))
+
+    runtime = FakeRuntime()
+    capture = capture_state(state)
+    plan = Planner(Format(1)).plan(capture)
+    (image,) = plan.layout.images
+    assert [slot.leaf for slot in image.slots] == sorted(range(150), key=lambda leaf: (leaf % 3 == 1, leaf))
+    copied: list[int] = []
+    copy = torch.Tensor.copy_
+
+    def counted(target: torch.Tensor, source: torch.Tensor, **options) -> torch.Tensor:
+        copied.append(target.nbytes)
+        return copy(target, source, **options)
+
+    stager, pool = AcceleratorStager(CPU, runtime), ChunkPool(1 << 20, 1)
+    lease = await pool.acquire()
+    try:
+        monkeypatch.setattr(torch.Tensor, "copy_", counted)
+        await (await stager.issue(image.pieces(0, image.nbytes), lease.chunk, capture, plan.layout)).wait()
+    finally:
+        monkeypatch.undo()
+        lease.release()
+        stager.close()
+    assert len(copied) == 1

@@ -126,6 +126,7 @@ def test_a_waiter_ends_the_throttling(act, tmp_path: Path) -> None:
     state = large_state(2)
     with _paced() as ckpt:
         save = ckpt.submit(state, tmp_path / "c")
+        assert not save.staged.done()
         act(ckpt, save)
     save.written.result()
     with aiockpt.SyncCheckpointer() as ckpt:
@@ -136,6 +137,7 @@ def test_a_waiter_ends_the_throttling(act, tmp_path: Path) -> None:
 async def test_awaiting_staged_ends_the_throttling(tmp_path: Path) -> None:
     async with _paced(aiockpt.AsyncCheckpointer) as ckpt:
         save = ckpt.save(large_state(2), tmp_path / "c")
+        assert not save.staged.done()
         await save.staged
         await save
 

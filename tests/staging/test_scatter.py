@@ -83,7 +83,7 @@ def test_every_kind_of_target_is_filled(staging_bytes, through_chunks, tmp_path:
         assert ckpt._engine.tools.pool.leased == 0
         log = through_chunks[1].log
         assert log.count("record") == log.count("synchronized copies") > 10
-    assert not through_chunks[0].pinned
+    assert not through_chunks[0].locked
     assert through_chunks[1].threads == {"aiockpt-place-cpu"}
 
 
@@ -108,12 +108,12 @@ async def test_copies_wait_for_the_callers_stream_and_for_the_allocator(monkeypa
     runtime = Runtime()
 
     @contextlib.contextmanager
-    def making_in(stream):
+    def running_in(stream):
         runtime.log.append(f"make in {stream}")
         yield
         runtime.log.append("made")
 
-    monkeypatch.setattr(scatter, "making_in", making_in)
+    monkeypatch.setattr(scatter, "running_in", running_in)
     stager = AcceleratorStager(CPU, FakeRuntime())
     placer = AcceleratorPlacer(stager, runtime)
     pool = ChunkPool(4096, 1)

@@ -19,6 +19,7 @@ from aiockpt.storage import syscalls
 from aiockpt.storage.local import beside, commit, sink
 from aiockpt.storage.local import storage as local
 from aiockpt.storage.local.belonging import remove
+from aiockpt.storage.local.retries import Retries
 from aiockpt.storage.local.storage import LocalStorage
 
 pytestmark = pytest.mark.asyncio
@@ -680,3 +681,115 @@ async def test_participants_write_their_parts_of_one_file(
     await begun.commit()
     assert (tmp_path / "c" / "model.safetensors").read_bytes() == expected
     assert any(flags) == direct_io
+
+
+# --- small files --------------------------------------------------------------------------------------
+
+
+SMALL = {"b": b"first", "a": bytearray(b"second"), ".metadata": b"last" * 1000}
+
+
+async def _write_small(storage: LocalStorage, path: Path, workers: Workers) -> None:
+    transaction = await storage.begin(str(path), overwrite=False, workers=workers)
+    try:
+        await transaction.write_files(SMALL)
+        await transaction.commit()
+    except BaseException:
+        await transaction.abort()
+        raise
+
+
+async def test_small_files_are_durable_in_order(
+    workers: Workers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[str] = []
+    real_sync, real_rename = os.fsync, commit.rename_noreplace
+
+    def sync(fd: int) -> None:
+        if os.path.isfile(_path_of(fd)):
+            steps.append(f"{os.path.basename(_path_of(fd))}: {os.fstat(fd).st_size}")
+        real_sync(fd)
+
+    def rename(source: str, target: str) -> None:
+        steps.append("rename")
+        real_rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    monkeypatch.setattr(commit, "rename_noreplace", rename)
+    await _write_small(LocalStorage(), tmp_path / "c", workers)
+    assert steps == ["b: 5", "a: 6", ".metadata: 4000", "rename"]
+    assert {each.name: each.read_bytes() for each in (tmp_path / "c").iterdir()} == SMALL
+    steps.clear()
+    await _write_small(LocalStorage(fsync=False), tmp_path / "d", workers)
+    assert steps == ["rename"]
+
+
+async def test_a_small_file_is_never_written_through_a_link(workers: Workers, tmp_path: Path) -> None:
+    transaction = await LocalStorage().begin(str(tmp_path / "c"), overwrite=False, workers=workers)
+    (tmp_path / "other").write_text("mine")
+    (tmp_path / transaction.ticket / "a").symlink_to(tmp_path / "other")
+    with pytest.raises(WriteError, match=r"can't create .*/c/a: .*exists"):
+        await transaction.write_files(SMALL)
+    assert (tmp_path / "other").read_text() == "mine"
+    await transaction.abort()
+    assert [each.name for each in tmp_path.iterdir()] == ["other"]
+
+
+@pytest.mark.parametrize("call", ["open", "write"])
+async def test_small_files_are_written_again_after_a_passing_error(
+    call: str, workers: Workers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, real = itertools.count(), getattr(os, call)
+    transaction = await LocalStorage(retries=Retries(first_s=0)).begin(
+        str(tmp_path / "c"), overwrite=False, workers=workers
+    )
+
+    def fail_second(*args: object) -> object:
+        if next(calls) == 1:
+            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+        return real(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sink.os, call, fail_second)
+        await transaction.write_files(SMALL)
+    await transaction.commit()
+    assert {each.name: each.read_bytes() for each in (tmp_path / "c").iterdir()} == SMALL
+
+
+async def test_a_small_file_that_may_have_been_created_is_not_created_again(
+    workers: Workers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transaction = await LocalStorage(retries=Retries(first_s=0)).begin(
+        str(tmp_path / "c"), overwrite=False, workers=workers
+    )
+    real = os.open
+
+    def create(path: str, flags: int, mode: int = 0o777) -> int:
+        os.close(real(path, flags, mode))
+        raise OSError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
+
+    with monkeypatch.context() as patch, pytest.raises(WriteError, match=r"can't create .*/c/b: .*timed out"):
+        patch.setattr(sink.os, "open", create)
+        await transaction.write_files(SMALL)
+    await transaction.abort()
+    assert not list(tmp_path.iterdir())
+
+
+async def test_a_failed_fsync_of_a_small_file_is_final(
+    workers: Workers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[int] = []
+    transaction = await LocalStorage(retries=Retries(first_s=0)).begin(
+        str(tmp_path / "c"), overwrite=False, workers=workers
+    )
+
+    def sync(fd: int) -> None:
+        synced.append(fd)
+        raise OSError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
+
+    with monkeypatch.context() as patch, pytest.raises(WriteError, match=r"can't make .*/c/b durable: .*timed out"):
+        patch.setattr(os, "fsync", sync)
+        await transaction.write_files(SMALL)
+    assert len(synced) == 1
+    await transaction.abort()
+    assert not list(tmp_path.iterdir())

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import mmap
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Literal
 
-from aiockpt.cli.interrupts import uninterrupted
+from aiockpt.core.wording import plural
 
 Kind = Literal["write", "read"]
 
@@ -40,8 +41,7 @@ class Setting:
     chunk_bytes: int
 
     def __str__(self) -> str:
-        threads = "1 thread" if self.threads == 1 else f"{self.threads} threads"
-        return f"{'direct' if self.direct else 'buffered'} {self.kind}, {threads}"
+        return f"{'direct' if self.direct else 'buffered'} {self.kind}, {plural(self.threads, 'thread')}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,3 +189,19 @@ def _direct_flag() -> int:
     if flag is None:
         raise OSError(errno.EINVAL, "this system has no direct I/O")
     return flag
+
+
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Delay an interrupt until the end of the block."""
+    if threading.current_thread() is not threading.main_thread():  # interrupts come to the main thread alone
+        yield
+        return
+    came: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: came.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if came:
+        raise KeyboardInterrupt

@@ -7,8 +7,8 @@ import os
 import shutil
 import statistics
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -16,20 +16,35 @@ import typer
 
 import aiockpt
 from aiockpt.cli.app import CommandError
-from aiockpt.cli.bench.advice import DEFAULT_CHUNK_BYTES, Advice, best_chunk, best_direct_io, best_threads
-from aiockpt.cli.bench.disk import Disk, Measured, Setting, drop
-from aiockpt.cli.interrupts import uninterrupted
+from aiockpt.cli.bench.disk import Disk, Measured, Setting, drop, uninterrupted
 from aiockpt.cli.output import Column, console, duration_text, print_json, print_table, rate_text, shown, size_text
 from aiockpt.cli.progress import bar
 from aiockpt.core.machine import available_memory_bytes
 from aiockpt.storage.local.temp_dir import make_hidden, new_ticket
 
 MIB = 1 << 20
+DEFAULT_THREADS = 4
+DEFAULT_CHUNK_BYTES = 16 << 20
+
+_ENOUGH = 0.9  # of the best speed; what measurements of a busy machine differ by
+_BUFFERED_GAIN = 1.25  # the least that the page cache has to gain, because it takes memory from other programs
 _THREADS = (1, 2, 4, 8)
 _CHUNKS = (1 * MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 _LEAST_BYTES = 16 * MIB
 _TENSOR_BYTES = 32 * MIB
 _SPARE = 4  # one part in so many of the free space, and of the free memory, is used
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """Options of a checkpointer."""
+
+    io_threads: int = DEFAULT_THREADS
+    chunk_bytes: int = DEFAULT_CHUNK_BYTES
+    direct_io: bool = True
+
+    def __str__(self) -> str:
+        return f"io_threads={self.io_threads}, chunk_bytes={self.chunk_bytes >> 20} << 20, direct_io={self.direct_io}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +180,32 @@ def _save_and_load(path: str, nbytes: int, advice: Advice) -> Saved:
     return Saved(sum(each.nbytes for each in state.values()), staged_s, written_s, loaded_s)
 
 
+# --- the settings that suit a disk ------------------------------------------------------------------------
+
+
+def best_direct_io(writes: Collection[Measured]) -> bool:
+    """Return whether direct I/O writes fast enough, compared with the page cache."""
+    direct = [each.bytes_per_s for each in writes if each.setting.direct]
+    buffered = [each.bytes_per_s for each in writes if not each.setting.direct]
+    return bool(direct) and max(direct) * _BUFFERED_GAIN >= max(buffered, default=0.0)
+
+
+def best_threads(writes: Collection[Measured]) -> int:
+    """Return how many threads to write with: the default if it is good enough, else the fewest that are."""
+    return _best(writes, lambda setting: setting.threads, DEFAULT_THREADS)
+
+
+def best_chunk(writes: Collection[Measured]) -> int:
+    """Return how many bytes to write at a time: the default if it is good enough, else the fewest that are."""
+    return _best(writes, lambda setting: setting.chunk_bytes, DEFAULT_CHUNK_BYTES)
+
+
+def _best(measured: Collection[Measured], value_of: Callable[[Setting], int], default: int) -> int:
+    best = max(each.bytes_per_s for each in measured)
+    good = {value_of(each.setting) for each in measured if each.bytes_per_s >= _ENOUGH * best}
+    return default if default in good else min(good)
+
+
 # --- output ---------------------------------------------------------------------------------------------
 
 
@@ -206,23 +247,11 @@ def _document(
     return {
         "directory": directory,
         "raw": [
-            {
-                "kind": each.setting.kind,
-                "direct": each.setting.direct,
-                "threads": each.setting.threads,
-                "chunk_bytes": each.setting.chunk_bytes,
-                "bytes": each.nbytes,
-                "seconds": each.seconds,
-                "bytes_per_s": each.bytes_per_s,
-            }
+            {**asdict(each.setting), "bytes": each.nbytes, "seconds": each.seconds, "bytes_per_s": each.bytes_per_s}
             for each in measured
         ],
         "sync_s": {"median": statistics.median(syncs), "worst": max(syncs), "times": len(syncs)},
         "save": {"bytes": saved.nbytes, "staged_s": saved.staged_s, "written_s": saved.written_s},
         "load": {"bytes": saved.nbytes, "seconds": saved.loaded_s},
-        "settings": {
-            "io_threads": advice.io_threads,
-            "chunk_bytes": advice.chunk_bytes,
-            "direct_io": advice.direct_io,
-        },
+        "settings": asdict(advice),
     }

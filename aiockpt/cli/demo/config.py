@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-
-def compute_threads() -> int:
-    """Return how many threads a small model can use on this machine."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(cores, 8)
+from aiockpt.core.machine import cores
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +31,7 @@ class RunConfig:
     every: int = 8  # steps between two checkpoints
     seed: int = 0  # of the weights, the dropout and the choice of text
     device: str = "cpu"
-    threads: int = field(default_factory=compute_threads)  # results depend on their number
+    threads: int = field(default_factory=lambda: min(cores(), 8))  # results depend on their number
     torch_save: bool = False  # save with torch.save instead, for comparison
     rng: bool = True  # restore the saved random-number states when resuming
     directory: str = ""  # of the checkpoints, also of the one to resume from

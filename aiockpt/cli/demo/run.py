@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import math
+import os
+import select
 import shutil
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import IO
 
 import torch
 
 import aiockpt
-from aiockpt.cli.demo.child import ChildError, run_child
-from aiockpt.cli.demo.compare import Comparison, compare_checkpoints, compare_losses
 from aiockpt.cli.demo.config import ModelConfig, RunConfig
 from aiockpt.cli.demo.display import (
     MIB,
@@ -27,9 +31,13 @@ from aiockpt.cli.demo.display import (
     open_display,
     saves_table,
 )
-from aiockpt.cli.demo.events import Event, History, Saving
+from aiockpt.cli.demo.events import Event, History, Saving, decode
 from aiockpt.cli.demo.model import Trainer
+from aiockpt.cli.diff import differences
+from aiockpt.core.wording import plural
 from aiockpt.format.names import HIDDEN, METADATA_NAME
+from aiockpt.reading.info import TensorInfo
+from aiockpt.reading.reader import CheckpointReader
 from aiockpt.storage.local.storage import absolute
 
 IDENTICAL, DIFFERENT, INCOMPLETE, INTERRUPTED = 0, 1, 3, 130
@@ -43,6 +51,8 @@ STEP_S = 0.2
 """The time of a step with which the demo takes a minute."""
 HALF_DONE = ("staging", "staged", "writing")
 """The phases in which a save has started to copy, and nothing is published."""
+_READ_BYTES = 1 << 16
+_SHOWN_BYTES = 1 << 14  # of what a child process has written to its standard error
 
 
 def run_demo(config: RunConfig, directory: Path | None, *, keep: bool, scale: bool = False) -> int:
@@ -59,7 +69,10 @@ def run_demo(config: RunConfig, directory: Path | None, *, keep: bool, scale: bo
     try:
         config = replace(config, model=scaled(config)) if scale else config
         with workspace(directory, keep=keep) as root:
-            display.say(describe_run(config))
+            display.say(
+                f"A small GPT learns from the sources of Python's standard library, on {config.device}: "
+                f"{config.steps} steps, a checkpoint every {config.every}."
+            )
             display.say(f"Checkpoints go to {root}, and are {'kept' if keep else 'removed at the end'}.")
             code = Demo(config, root, display).perform()
     except KeyboardInterrupt:
@@ -127,7 +140,7 @@ class Demo:
         kill_from = numbers[len(numbers) // 2]
         while (step := self._train(config, history, kill_from=kill_from)) is not None:
             victim = Path(config.directory, checkpoint_name(step))
-            if not is_committed(victim):
+            if not victim.exists():  # it gets its name when it is committed
                 self._show_wreck(victim, history.saves[step])
                 return history
             display.say(f"Killed, but {victim.name} had just been completed. Once more, at the next save.")
@@ -140,8 +153,7 @@ class Demo:
         say(f"Killed (SIGKILL) while {victim.name} was being saved; the last news: {describe_progress(save)}.")
         say(f"There is no {victim.name}: a checkpoint gets its name when it is complete and durable, never before.")
         for name, files in remove_leftovers(victim.parent):
-            count = "1 file" if len(files) == 1 else f"{len(files)} files"
-            described = f"{count}, {'' if METADATA_NAME in files else 'no '}{METADATA_NAME}"
+            described = f"{plural(len(files), 'file')}, {'' if METADATA_NAME in files else 'no '}{METADATA_NAME}"
             say(f"Left behind, and now removed: {name} ({described}).")
 
     def _resume(self, history: History) -> None:
@@ -170,7 +182,7 @@ class Demo:
             # Only once a save is complete, so that the next part has a checkpoint to resume from.
             armed = victim is None and bool(history.saved)
             if armed and isinstance(event, Saving) and event.phase in HALF_DONE and event.step >= kill_from:
-                victim = event.step if _has_begun(config.directory) else None
+                victim = event.step if any(Path(config.directory).glob(f"{HIDDEN}*")) else None
             history.add(event)
             self._display.show(event)
             return victim is not None
@@ -201,26 +213,13 @@ class Demo:
         self._display.title("5. What the checkpoints cost")
         self._display.say("The same run once more, with torch.save and fsync:")
         stock = History()
-        with scratch(self._root / "measure") as directory:
-            self._train(replace(self._uninterrupted, directory=str(directory), torch_save=True), stock)
+        with tempfile.TemporaryDirectory(dir=self._root) as directory:
+            self._train(replace(self._uninterrupted, directory=directory, torch_save=True), stock)
         console = self._display.console
         console.print(saves_table(reference))
         console.print(loops_table({"aiockpt": reference, "torch.save + fsync": stock}))
         for line in PRICE:
             self._display.say(line)
-
-
-def is_committed(checkpoint: Path) -> bool:
-    """Return whether a checkpoint has its final name."""
-    return checkpoint.exists()
-
-
-def describe_run(config: RunConfig) -> str:
-    """Describe the run."""
-    return (
-        f"A small GPT learns from the sources of Python's standard library, on {config.device}: "
-        f"{config.steps} steps, a checkpoint every {config.every}."
-    )
 
 
 def describe_comparison(done: int, steps: int, losses: str | None, states: Comparison) -> Iterator[tuple[str, bool]]:
@@ -238,14 +237,132 @@ def describe_comparison(done: int, steps: int, losses: str | None, states: Compa
         yield f"  {name}  sha256 {sha256[:32]}", not states.differences
 
 
-def _has_begun(directory: str | Path) -> bool:
-    """Return whether a save has created its hidden directory."""
-    return any(Path(directory).glob(f"{HIDDEN}*"))
+# --- child processes: run to the end, or killed on the way ----------------------------------------------
+
+
+class ChildError(Exception):
+    """A child process failed, or hung."""
+
+
+def run_child(
+    module: str, arguments: Sequence[str], on_event: Callable[[Event], bool], *, timeout_s: float = 120.0
+) -> bool:
+    """Run a module as a process until it ends, and pass each of its events to ``on_event``. Blocks.
+
+    If ``on_event`` returns True, the process is killed with SIGKILL; so it is if the caller is interrupted or anything
+    fails. Return whether ``on_event`` had it killed; False if the process had already ended by then.
+
+    Raises:
+        ChildError: the process failed by itself, or sent nothing for ``timeout_s``; with its standard error.
+    """
+    with tempfile.TemporaryFile() as errors, _start(module, arguments, errors) as process:
+        killed = False
+        try:
+            for line in _lines(process, timeout_s):
+                event = decode(line)
+                if event is not None and on_event(event) and not killed:
+                    process.kill()
+                    killed = True
+            code = process.wait(timeout_s)
+        except (TimeoutError, subprocess.TimeoutExpired):
+            raise ChildError(f"{module} was silent for {timeout_s:g} s\n{_tail(errors)}") from None
+        finally:
+            process.kill()
+        if code != 0 and not killed:
+            raise ChildError(f"{module} ended with exit code {code}\n{_tail(errors)}")
+        return code != 0
+
+
+def _start(module: str, arguments: Sequence[str], errors: IO[bytes]) -> subprocess.Popen[bytes]:
+    # CUDA's matrix products are reproducible only with a workspace of fixed size. A new session keeps Ctrl-C away
+    # from the child: its parent ends it.
+    return subprocess.Popen(
+        [sys.executable, "-m", module, *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=errors,
+        env=os.environ | {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"},
+        start_new_session=True,
+    )
+
+
+def _lines(process: subprocess.Popen[bytes], timeout_s: float) -> Iterator[bytes]:
+    """Yield what a process prints until it closes its standard output; raise TimeoutError if it is silent so long."""
+    assert process.stdout is not None
+    fd, rest = process.stdout.fileno(), b""
+    while select.select([fd], [], [], timeout_s)[0]:
+        data = os.read(fd, _READ_BYTES)
+        if not data:
+            return
+        *lines, rest = (rest + data).split(b"\n")
+        yield from lines
+    raise TimeoutError
+
+
+def _tail(errors: IO[bytes]) -> str:
+    """Return the end of the standard error."""
+    size = errors.seek(0, os.SEEK_END)
+    errors.seek(max(0, size - _SHOWN_BYTES))
+    return errors.read().decode(errors="replace").rstrip()
+
+
+# --- comparison of two runs, bit by bit ---------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The result of comparing two states."""
+
+    tensors: int
+    nbytes: int  # of the tensors
+    digests: tuple[str, str]  # the SHA-256 of each state
+    differences: tuple[str, ...]  # the keys that differ
+
+
+def compare_losses(seen: Iterable[tuple[int, float]], reference: Mapping[int, float]) -> str | None:
+    """Describe the first difference between the losses of a resumed run and a reference; None if there is none.
+
+    A step may be in ``seen`` more than once.
+    """
+    by_step: dict[int, list[float]] = {}
+    for step, loss in seen:
+        by_step.setdefault(step, []).append(loss)
+    for step in sorted(by_step.keys() | reference.keys()):
+        losses = by_step.get(step, [])
+        if not losses or any(loss != reference.get(step) for loss in losses):
+            return f"step {step}: loss {losses} when interrupted and resumed, {reference.get(step)} when not"
+    return None
+
+
+async def compare_checkpoints(first: Path, second: Path) -> Comparison:
+    """Compare two checkpoints: keys, types, shapes and every bit."""
+    async with aiockpt.open(first) as a, aiockpt.open(second) as b:
+        found = await differences(a, b)
+        tensors = [info for info in a.values() if isinstance(info, TensorInfo)]
+        return Comparison(
+            tensors=len(tensors),
+            nbytes=sum(info.nbytes for info in tensors),
+            digests=(await _digest(a), await _digest(b)),
+            differences=tuple(each.key for each in (*found.changed, *found.removed, *found.added)),
+        )
+
+
+async def _digest(reader: CheckpointReader) -> str:
+    """Return the SHA-256 of the values of a checkpoint, with their keys, dtypes and shapes."""
+    sha = hashlib.sha256()
+    values = await reader.read_many(dict.fromkeys(reader))
+    for key, value in sorted(values.items()):
+        if isinstance(value, torch.Tensor):
+            sha.update(f"{key} {value.dtype} {tuple(value.shape)}\n".encode())
+            sha.update(value.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        else:
+            sha.update(f"{key} {value!r}\n".encode())
+    return sha.hexdigest()
 
 
 # --- directories --------------------------------------------------------------------------------------
 
-MADE = ("interrupted", "uninterrupted", "measure")
+MADE = ("interrupted", "uninterrupted")
 """The directories that the demo creates."""
 
 
@@ -271,16 +388,6 @@ def workspace(directory: Path | None, *, keep: bool) -> Iterator[Path]:
                     shutil.rmtree(root / name)
             if made and not any(root.iterdir()):  # the user may have put files there
                 root.rmdir()
-
-
-@contextmanager
-def scratch(path: Path) -> Iterator[Path]:
-    """Create a directory, and remove it with its contents afterwards."""
-    path.mkdir(parents=True)
-    try:
-        yield path
-    finally:
-        shutil.rmtree(path)
 
 
 def remove_leftovers(directory: Path) -> Iterator[tuple[str, list[str]]]:

@@ -103,19 +103,11 @@ async def main(config: RunConfig, pipe: EventPipe) -> None:
     trainer = Trainer(config.model, steps=config.steps, seed=config.seed, device=config.device)
     async with asyncio.TaskGroup() as tasks:
         report = Report(pipe, tasks)
+        directory, steps, every = Path(config.directory), config.steps, config.every
         if config.torch_save:
-            train_with_torch_save(
-                trainer, Path(config.directory), steps=config.steps, every=config.every, report=report
-            )
-            return
-        await train(
-            trainer,
-            Path(config.directory),
-            steps=config.steps,
-            every=config.every,
-            rng=config.rng,
-            report=report,
-        )
+            train_with_torch_save(trainer, directory, steps=steps, every=every, report=report)
+        else:
+            await train(trainer, directory, steps=steps, every=every, rng=config.rng, report=report)
 
 
 if __name__ == "__main__":

@@ -45,10 +45,12 @@ def html_page(
     columns = _Columns()
     for info in infos:
         columns.add(info, None if stats is None else stats.get(info.key))
-    facts = {"path": path, "format": kind, "metadata": _metadata_text(metadata), **columns.as_json(path)}
+    shown = json.dumps(dict(metadata), indent=2, ensure_ascii=False, default=repr) if metadata else ""
+    facts = {"path": path, "format": kind, "metadata": shown, **columns.as_json(path)}
+    data = json.dumps(facts, separators=(",", ":")).replace("<", "\\u003c")
     style, script = (_asset(name) for name in ("page.css", "page.js"))
     return Template(_asset("page.html")).substitute(
-        style=style, style_hash=_hash(style), script=script, script_hash=_hash(script), data=_json_in_html(facts)
+        style=style, style_hash=_hash(style), script=script, script_hash=_hash(script), data=data
     )
 
 
@@ -136,14 +138,6 @@ def _size_of(path: str, name: str, least: int) -> int:
         except (OSError, ValueError):
             continue
     return least
-
-
-def _metadata_text(metadata: Mapping[str, Any]) -> str:
-    return json.dumps(dict(metadata), indent=2, ensure_ascii=False, default=repr) if metadata else ""
-
-
-def _json_in_html(value: object) -> str:
-    return json.dumps(value, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def _asset(name: str) -> str:

@@ -14,6 +14,7 @@ import torch
 from aiockpt.core.threads import off_duty
 from aiockpt.dcp.convert.recode import check_expansion
 from aiockpt.engine.facade import EngineAccess
+from aiockpt.engine.submit import format_for
 from aiockpt.errors import CheckpointExistsError, CorruptCheckpointError, LoadError, UnsafeCheckpointError
 from aiockpt.format.item.objects import checked_sparse, extended_allow_list
 from aiockpt.format.item.ziparchive import ZIP_MAGIC
@@ -83,6 +84,7 @@ async def write_checkpoint(
     engine, run = EngineAccess(checkpointer), tools.workers.run
     storage, path = engine.locate(recoding.path)
     _, target = engine.locate(recoding.target)
+    format_for("dcp", target)
     shared = await run(_must_move_in, target, overwrite=recoding.overwrite)
     inner = os.path.join(target, new_ticket()) if shared else target
     try:

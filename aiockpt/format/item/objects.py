@@ -28,7 +28,9 @@ from aiockpt.format.pickle.machine import HANDLERS, Machine, PickleError
 
 _IMMUTABLE = frozenset({int, float, bool, complex, str, bytes, type(None)})
 _SCALARS = frozenset({int, float, bool, str, type(None)})
-_SHORT_BYTES = 256  # pickles of scalars up to this size are framed here; a state dict may hold thousands
+_SHORT_BYTES = (
+    8 << 10
+)  # pickles of scalars, and of lists of them, up to this size are framed here: `torch.save` is slow
 _INTERPRETED_BYTES = 256 << 10  # longer pickles take too long to interpret
 _framings: dict[int, Framing] = {}  # of scalars, by length of the pickle
 _allow_list_lock = ModuleLock()  # torch's allow-list is global to the process
@@ -79,7 +81,7 @@ class _FreedError(Exception):
 def encode_object(name: str, value: Any, named: dict[Any, bool] | None = None) -> bytes:
     """Pickle a value as ``torch.save`` does; ``named`` collects its classes and functions for `foreign_names`."""
     try:
-        if type(value) in _SCALARS:
+        if type(value) in _SCALARS or (type(value) is list and _SCALARS.issuperset(map(type, value))):
             data = pickle.dumps(value, torch.serialization.DEFAULT_PROTOCOL)
             if len(data) <= _SHORT_BYTES:
                 framing = _framings.get(len(data))

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from aiockpt.core.threads import Workers
     from aiockpt.storage.base import Identity
     from aiockpt.storage.local.belonging import Version
+    from aiockpt.storage.local.temp_dir import Hold
 
 _ATTEMPTS = 100
 
@@ -399,13 +400,23 @@ def remove_own(path: str, own: Identity | None, also: Collection[str] = ()) -> N
     remove(path, also=also)
 
 
-async def publish_repeatedly(publication: Publication, repeater: Repeater, workers: Workers) -> None:
+async def publish_repeatedly(
+    publication: Publication, repeater: Repeater, workers: Workers, held: Hold | None = None
+) -> None:
     """Publish a checkpoint, and retry transient errors; raise what `Publication.attempt` raises.
+
+    ``held``, the hold of its directory, is released as soon as it is published.
 
     On a network file system a rename may have happened though its answer is an error: then it counts as done.
     """
+
+    def attempt() -> None:
+        publication.attempt()
+        if held is not None:
+            held.release()
+
     try:
-        await repeater.run(f"publish {publication.path}", partial(workers.run, publication.attempt))
+        await repeater.run(f"publish {publication.path}", partial(workers.run, attempt))
     except (CommitError, CheckpointExistsError) as exc:
         fault = fault_of(exc)
         if fault is None or isinstance(fault, NotSyncedError) or fault.errno not in _MAYBE_PUBLISHED:

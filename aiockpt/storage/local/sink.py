@@ -24,6 +24,7 @@ _DIRECT_MIN_BYTES = 1 << 20
 _FILE_MODE = 0o664  # less the umask; never writable for others
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
 _PART_FLAGS = os.O_WRONLY | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0)
+_NEW_FLAGS = _PART_FLAGS | os.O_CREAT | os.O_EXCL  # what is there already was made by another process
 
 logger = logging.getLogger("aiockpt")
 
@@ -159,6 +160,41 @@ class LocalSink(FileSink):
                 await outlast(self._file.close())
             except OSError as exc:
                 logger.debug("closing the abandoned file %s: %s", self.path, exc)
+
+
+class SmallFile:
+    """A file that one thread creates, writes, syncs and closes at once."""
+
+    def __init__(self, file: NewFile, data: bytes | bytearray | memoryview) -> None:
+        self.path, self._final, self._fsync, _, _ = file
+        self._data = memoryview(data)
+        self.step = ""  # that was tried last, for messages
+
+    def write(self) -> None:
+        """Write the file. Blocks; if it fails, the file is removed, so that it can be called again."""
+        self.step = f"create {self._final}"
+        fd = os.open(self.path, _NEW_FLAGS, _FILE_MODE)
+        try:
+            try:
+                written = 0
+                while written < len(self._data):
+                    self.step = f"write {self._final} at offset {written}"
+                    count = os.write(fd, self._data[written:])
+                    if count == 0:
+                        raise OSError(errno.EIO, "the file system wrote nothing")
+                    written += count
+                self.step = f"make {self._final} durable"
+                if self._fsync:
+                    sync_fd(fd)
+            finally:
+                os.close(fd)
+        except BaseException:
+            with contextlib.suppress(OSError):  # the first error counts
+                os.unlink(self.path)
+            raise
+
+    async def close(self) -> None:
+        """Do nothing: it is closed."""
 
 
 # --- a part of a file ---------------------------------------------------------------------------------

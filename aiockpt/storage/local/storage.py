@@ -94,16 +94,15 @@ class LocalStorage(SharedStorage):
     ) -> SharedTransaction:
         """Remove orphans beside the path, then make the temporary directory."""
         path = self.resolve(path)
-        again = self._policy.repeater.run
-        # First: an orphan's space may be needed, and an interrupted replacement of this path is completed.
-        await workers.run(self._policy.orphans.look, os.path.dirname(path))
-        # After that, since a replacement that was completed has put a checkpoint there.
-        await again(f"look at {path}", partial(workers.run, self.check_repository, path, overwrite=overwrite))
         make = partial(workers.run, self._make_hidden, path, ticket, overwrite)
-        hidden, held = await again(f"make the directory for {path}", make)
+        hidden, held = await self._policy.repeater.run(f"make the directory for {path}", make)
         return LocalTransaction(self._policy, path, hidden, workers, held, held.identity, overwrite=overwrite)
 
     def _make_hidden(self, path: str, ticket: str | None, overwrite: bool) -> tuple[str, Hold]:
+        # First: an orphan's space may be needed, and an interrupted replacement of this path is completed.
+        self._policy.orphans.look(os.path.dirname(path))
+        # After that, since a replacement that was completed has put a checkpoint there.
+        self.check_repository(path, overwrite=overwrite)
         try:
             make_parents(path, self._policy.fsync, self._settled)
             for attempt in range(_ATTEMPTS):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
+from aiockpt.core.threads import SHORT_BYTES
 from aiockpt.errors import CommitError, WriteError
 from aiockpt.format.names import SINGLE_NAME
 from aiockpt.storage.base import FileSink, Identity, PartSink, SharedTransaction, Status
@@ -20,7 +22,8 @@ from aiockpt.storage.local.commit import (
     sync_directory,
 )
 from aiockpt.storage.local.replacing import complete, is_between, remove_record
-from aiockpt.storage.local.sink import LocalPartSink, LocalSink, NewFile
+from aiockpt.storage.local.retries import described
+from aiockpt.storage.local.sink import LocalPartSink, LocalSink, NewFile, SmallFile
 from aiockpt.storage.local.temp_dir import REPLACED, Hold, read_sidecar, sizes_in, sweep, write_sidecar
 from aiockpt.storage.syscalls import identity
 
@@ -64,7 +67,7 @@ class LocalTransaction(SharedTransaction):
         self._workers = workers
         self._single = ""  # the name of the one file that is the checkpoint; empty if the directory is
         self._file: Identity | None = None  # of that file; None if it is not known
-        self._sinks: list[LocalSink | LocalPartSink] = []
+        self._sinks: list[LocalSink | LocalPartSink | SmallFile] = []
         self._over = False
         self._revoked = False
         self._held = held  # a lock against orphan collection; None if the directory is gone, or is no temporary one
@@ -75,6 +78,26 @@ class LocalTransaction(SharedTransaction):
         self._sinks.append(sink)
         await sink.open(direct=self._policy.direct_io)
         return sink
+
+    async def write_files(self, files: Mapping[str, bytes | bytearray | memoryview]) -> None:
+        if any(len(data) > SHORT_BYTES for data in files.values()):
+            return await super().write_files(files)
+        left = deque(SmallFile(self._new_file(name), data) for name, data in files.items())
+        self._sinks += left
+
+        def write() -> None:
+            while left:
+                left[0].write()
+                left.popleft()
+
+        async def undone() -> bool:
+            return not await self._workers.run(os.path.lexists, left[0].path)
+
+        what, step = f"write {', '.join(files)} of {self._path}", partial(self._workers.run, write)
+        try:
+            await self._policy.repeater.run(what, step, undone=undone)
+        except OSError as exc:
+            raise WriteError(f"can't {left[0].step}: {described(exc, left[0].path)}") from exc
 
     async def look_for_single_file(self) -> None:
         """Find out whether the checkpoint is one file: only the process that began it was told."""
@@ -107,7 +130,7 @@ class LocalTransaction(SharedTransaction):
             self._hidden, self._path, self._single, self._overwrite, policy.fsync, self._identity, self._check
         )
         try:
-            await publish_repeatedly(publication, policy.repeater, self._workers)
+            await publish_repeatedly(publication, policy.repeater, self._workers, self._held)
         except CommitUncertainError as exc:
             self._over = True  # the temporary directory may hold the only good checkpoint
             await self.release()
@@ -150,7 +173,7 @@ class LocalTransaction(SharedTransaction):
             await self.release()
 
     async def release(self) -> None:
-        if self._held is not None:
+        if self._held is not None and self._held.release.alive:
             await self._workers.run(self._held.release)
 
     async def _again(self, verb: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

@@ -1,0 +1,1 @@
+"""What is measured in one process: a module for each benchmark."""

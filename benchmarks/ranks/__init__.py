@@ -1,0 +1,1 @@
+"""Several ranks: processes that save and load together, and simulated worlds of very many ranks."""

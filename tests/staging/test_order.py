@@ -1,0 +1,236 @@
+"""Every access to a device's memory has an order: saves, fences, guards and loads on a device of numbered streams."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.cuda import _gpu_trace
+
+import aiockpt
+from aiockpt.reading import executor
+from aiockpt.staging.runtime import Runtime, current_streams, reading_behind, running_in
+from tests.ordering import PosingDevice, watch_cuda
+from tests.states import assert_same
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(executor, "_CPU", torch.device("meta"))
+    with PosingDevice().installed(monkeypatch) as posing:
+        yield posing
+
+
+def _state() -> dict[str, torch.Tensor]:
+    """Return tensors that are copied one by one, packed, made dense, and at the call."""
+    return {
+        "large": torch.arange(200_000.0),
+        "strided": torch.arange(90_000).view(-1, 3)[:, ::2],
+        "transposed": torch.arange(60_000.0).view(300, 200).t(),
+        **{f"middle{i}": torch.full((20_000,), float(i)) for i in range(3)},
+        **{f"small{i}": torch.full((20,), float(i)) for i in range(3)},
+    }
+
+
+def _copied(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in state.items()}
+
+
+@pytest.mark.parametrize("validate", ["versions", "hash"])
+def test_steps_behind_a_fence(validate, device: PosingDevice, tmp_path: Path) -> None:
+    state = _state()
+    expected = _copied(state)
+    with aiockpt.SyncCheckpointer(validate=validate) as ckpt:
+        device.hold()
+        save = ckpt.submit(state, tmp_path / "c")
+        ckpt.fence()
+        for tensor in state.values():
+            tensor.add_(1)
+        device.proceed()
+        save.written.result(60)
+        assert_same(expected, ckpt.load(tmp_path / "c"))
+    device.check()
+
+
+def test_steps_with_a_guard_and_samples(device: PosingDevice, tmp_path: Path) -> None:
+    """Tensors beside the optimizer's are compared with samples that the device has made before."""
+    weight = torch.nn.Parameter(torch.ones(300, 300))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    weight.grad = torch.ones_like(weight)
+    state = {"weight": weight, "frozen": torch.ones(300, 300)}
+    with aiockpt.SyncCheckpointer(validate="hash") as ckpt, ckpt.guard(optimizer):
+        device.hold()
+        save = ckpt.submit(state, tmp_path / "c")
+        optimizer.step()
+        device.proceed()
+        save.written.result(60)
+    device.check()
+
+
+@pytest.mark.parametrize("regrown", [False, True])
+def test_memory_freed_before_it_is_copied(regrown: bool, device: PosingDevice, tmp_path: Path) -> None:
+    """The allocator reuses the memory behind the copies, and what was copied of it is no checkpoint."""
+    freed = torch.ones(100_000)
+    nbytes = freed.nbytes
+    with aiockpt.SyncCheckpointer() as ckpt:
+        device.hold()
+        save = ckpt.submit({"freed": freed, "kept": torch.ones(100_000)}, tmp_path / "c")
+        assert device.waited_for.wait(60)
+        freed.untyped_storage().resize_(0)
+        others = torch.zeros(100_000)  # may get the old memory
+        if regrown:
+            freed.untyped_storage().resize_(nbytes)
+        device.proceed()
+        error = save.written.exception(60)
+    del others
+    device.check()
+    assert isinstance(error, aiockpt.TornSnapshotError)
+    assert str(error).startswith("freed changed")
+
+
+class _EndOfAnOperator(threading.Event):
+    """An operator ends when it is waited for."""
+
+    def __init__(self, changed: torch.Tensor) -> None:
+        super().__init__()
+        self._changed = changed
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self._changed.add_(0)
+        return True
+
+
+def test_an_operator_that_runs_has_time_to_end(device: PosingDevice, tmp_path: Path) -> None:
+    """Operators on lists of tensors launch their kernels first, and advance the version counters at their end."""
+    average = torch.ones(100_000)
+    with aiockpt.SyncCheckpointer() as ckpt:
+        device.hold()
+        save = ckpt.submit({"average": average}, tmp_path / "c")
+        save._job.consistency.awaited = _EndOfAnOperator(average)
+        device.proceed()
+        assert isinstance(save.written.exception(60), aiockpt.TornSnapshotError)
+
+
+def test_loaded_tensors_belong_to_the_callers_stream(device: PosingDevice, tmp_path: Path) -> None:
+    """Kernels of the caller's may still read what it drops: the next load must not write there."""
+    state = _state()
+    with aiockpt.SyncCheckpointer() as ckpt:
+        ckpt.save(state, tmp_path / "c")
+        with device.stream():
+            for _ in range(3):
+                loaded = ckpt.load(tmp_path / "c")
+                copies = [tensor.clone() for tensor in loaded.values()]
+                del loaded
+    assert len(copies) == len(state)
+    device.check()
+
+
+def test_targets_are_filled_behind_the_callers_work(device: PosingDevice, tmp_path: Path) -> None:
+    state = _state()
+    with aiockpt.SyncCheckpointer() as ckpt, device.stream():
+        ckpt.save(state, tmp_path / "c")
+        target = {name: torch.zeros_like(value) for name, value in state.items()}
+        sums = [value.sum() for value in target.values()]
+        ckpt.load(tmp_path / "c", target)
+        assert_same(state, target)
+    assert len(sums) == len(state)
+    device.check()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_guard_in_another_stream_than_the_saves(fails: bool, device: PosingDevice, tmp_path: Path) -> None:
+    """The samples of `save()` are in memory of its stream, and may be freed before the guard has read them."""
+    weight = torch.nn.Parameter(torch.ones(300, 300))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    weight.grad = torch.ones_like(weight)
+    with aiockpt.SyncCheckpointer(validate="hash") as ckpt, ckpt.guard(optimizer):
+        device.hold()
+        save = ckpt.submit({"weight": weight, "frozen": torch.ones(300, 300)}, tmp_path / "c")
+        with device.stream():
+            optimizer.step()
+            if fails:
+                save._job.give_up("of the test")
+            device.proceed()
+            assert (save.written.exception(60) is not None) == fails
+    device.check()
+
+
+@pytest.mark.parametrize("how", ["save", "hash", "load", "new", "read"])
+def test_nothing_is_done_while_a_graph_is_captured(how: str, device: PosingDevice, tmp_path: Path) -> None:
+    """A kernel or an event in the captured stream would become a part of the graph."""
+    state = _state()
+    with aiockpt.SyncCheckpointer() as ckpt:
+        ckpt.save(state, tmp_path / "c")
+        with device.stream() as stream, ckpt.open(tmp_path / "c") as reader:
+            target = torch.zeros_like(state["large"])
+            device.capturing.add(stream.number)
+            before = dict(device.trace.syncs.current_sync_states[stream.number])
+            if how == "load":
+                with pytest.raises(aiockpt.LoadError, match="captures a graph"):
+                    ckpt.load(tmp_path / "c", {"large": target})
+            elif how == "new":
+                with pytest.raises(aiockpt.LoadError, match="captures a graph"):
+                    ckpt.load(tmp_path / "c")
+            elif how == "read":
+                with pytest.raises(aiockpt.LoadError, match="captures a graph"):
+                    reader.read("large", out=target)
+            else:
+                with pytest.raises(aiockpt.SaveError, match="captures a graph"):
+                    ckpt.save(state, tmp_path / "d", validate="hash" if how == "hash" else "versions")
+            assert device.trace.syncs.current_sync_states[stream.number] == before
+            device.capturing.clear()
+        ckpt.save(state, tmp_path / "d")
+    device.check()
+
+
+def test_a_stream_is_restored(device: PosingDevice) -> None:
+    """Of accelerators that are known by ``torch.accelerator`` only."""
+    here, event = torch.device("cpu"), device.current_stream().record_event()
+    with device.stream() as stream:
+        with reading_behind(here, event):
+            assert device.current_stream() is not stream
+        assert device.current_stream() is stream
+        assert current_streams() == {here: stream}
+        with running_in(None):
+            assert device.current_stream() is stream
+
+
+def test_prewarm_locks_arenas_and_a_save_none(device: PosingDevice, tmp_path: Path, monkeypatch) -> None:
+    """Locking takes milliseconds however little it is, and a fence would wait for it."""
+    locked: list[tuple[int, int]] = []
+    monkeypatch.setattr(Runtime, "lock", lambda self, address, nbytes: locked.append((address, nbytes)) or 0)
+    state = {f"w{number}": torch.ones(100_000) for number in range(20)}
+    with aiockpt.SyncCheckpointer(chunk_bytes=64 << 10) as ckpt:
+        ckpt.prewarm(state)
+        chunks = ckpt._engine.tools.pool.made
+        assert chunks > 100
+        assert [nbytes for _, nbytes in locked] == [chunks * (64 << 10)]
+        ckpt.save(state, tmp_path / "c")
+        assert len(locked) == 1
+        assert_same(state, ckpt.load(tmp_path / "c"))
+    device.check()
+
+
+def test_the_trace_of_a_real_device_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch calls these functions on a machine that has one; here its stream is a number."""
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: SimpleNamespace(cuda_stream=1))
+    memory, one, other, event = 0x1000, 1, 2, 7
+    for is_ordered in (True, False):
+        with watch_cuda() as checker:
+            _gpu_trace.StreamCreationCallbacks.fire_callbacks(other)
+            _gpu_trace.MemoryAllocationCallbacks.fire_callbacks(memory)
+            checker.launch(one, set(), {memory}, "a kernel")
+            _gpu_trace.EventCreationCallbacks.fire_callbacks(event)
+            _gpu_trace.EventRecordCallbacks.fire_callbacks(event, one)
+            if is_ordered:
+                _gpu_trace.EventWaitCallbacks.fire_callbacks(event, other)
+            checker.launch(other, {memory}, set(), "a copy")
+            if is_ordered:
+                _gpu_trace.StreamSynchronizationCallbacks.fire_callbacks(other)
+            _gpu_trace.MemoryDeallocationCallbacks.fire_callbacks(memory)
+        assert len(checker.errors) == (0 if is_ordered else 2)
+    _gpu_trace.MemoryDeallocationCallbacks.fire_callbacks(memory)  # nobody listens any more
+    assert len(checker.errors) == 2

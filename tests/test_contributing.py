@@ -1,0 +1,125 @@
+"""What contributors rely on: the folders of the benchmarks, the map of threads, and one name for each class."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+from collections import Counter
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import aiockpt
+
+PACKAGE = Path(aiockpt.__file__).parent
+
+# --- the benchmarks ---------------------------------------------------------------------------------------
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+
+# Its folders, and the modules of its root, by floors: imports go to floors below, also those within functions.
+FLOORS = [
+    {"__main__"},
+    {"matrix", "__init__"},
+    {"ranks", "gpu", "crash"},
+    {"measured"},
+    {"peers", "report"},
+    {"limits"},
+    {"harness"},
+]
+
+
+def _imports(root: Path) -> dict[str, set[str]]:
+    """Return the modules below a folder that each of them imports."""
+    found: dict[str, set[str]] = {}
+    for file in root.rglob("*.py"):
+        names = found[".".join(file.relative_to(root.parent).with_suffix("").parts)] = set()
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.partition(".")[0] == root.name:
+                folder = root.parent / Path(*node.module.split("."))
+                inner = {f"{node.module}.{each.name}" for each in node.names if (folder / f"{each.name}.py").exists()}
+                names |= inner or {node.module}
+    return found
+
+
+def test_the_benchmarks_import_each_other_without_cycles() -> None:
+    TopologicalSorter(_imports(BENCHMARKS)).prepare()
+
+
+def test_folders_of_benchmarks_import_downward() -> None:
+    level = {name: number for number, floor in enumerate(FLOORS) for name in floor}
+    for module, names in _imports(BENCHMARKS).items():
+        for imported in names:
+            mine, theirs = module.split(".")[1], imported.split(".")[1]
+            assert mine == theirs or level[mine] < level[theirs], f"{module} imports {imported}, which is not below it"
+
+
+def test_every_folder_of_benchmarks_states_its_purpose() -> None:
+    for file in BENCHMARKS.rglob("__init__.py"):
+        purpose = ast.get_docstring(ast.parse(file.read_text())) or ""
+        assert purpose.partition("\n")[0].endswith("."), file.parent.name
+
+
+# --- the map of threads -----------------------------------------------------------------------------------
+
+CONTRIBUTING = (PACKAGE / "docs" / "contributing.md").read_text()
+
+
+def _thread_names() -> set[str]:
+    """Return the names that the package gives its threads, with dots for what is not constant."""
+    kinds = {"Thread", "Timer", "Workers", "DaemonThreads", "ThreadPoolExecutor"}
+    names = set()
+    for file in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in kinds:
+                for value in [*node.args, *(keyword.value for keyword in node.keywords)]:
+                    if isinstance(value, ast.JoinedStr) and isinstance(value.values[0], ast.Constant):
+                        names.add(f"{value.values[0].value}...")
+                    elif isinstance(value, ast.Constant) and isinstance(value.value, str):
+                        names.add(value.value)
+            elif isinstance(node, ast.Assign) and ".name" in ast.unparse(node.targets[0]):  # of a timer
+                names |= {each.value for each in ast.walk(node.value) if isinstance(each, ast.Constant)}
+    return {name for name in names if str(name).startswith("aiockpt-")} - {"aiockpt-conformance"}
+
+
+def test_every_thread_is_in_the_map_of_threads() -> None:
+    rows = [line for line in CONTRIBUTING.splitlines() if line.startswith("| `aiockpt-")]
+    described = {name for row in rows for name in re.findall(r"`(aiockpt-[^`]+)`", row.split("|")[1])}
+    assert described == _thread_names()
+
+
+# --- names -------------------------------------------------------------------------------------------------
+
+# What is still called alike: no name may be added.
+ALIKE = """
+Bar Block Budget Contents Conversion Decoder Display Encoder Follower Loader Outcome Owner Pending Piece Planner Ready
+Record Request Saved Slot Span Statistics Storage StoredItem UnsupportedError View
+"""
+
+
+def test_no_two_classes_have_one_name() -> None:
+    """Leading underscores don't count."""
+    count = Counter(
+        node.name.lstrip("_")
+        for file in PACKAGE.rglob("*.py")
+        for node in ast.parse(file.read_text()).body
+        if isinstance(node, ast.ClassDef)
+    )
+    assert {name for name, times in count.items() if times > 1} <= set(ALIKE.split())
+
+
+# Words that the glossary has replaced: no identifier of the package is called so any more.
+RETIRED = """
+checkpoints_below
+"""
+
+
+def test_retired_words_are_gone() -> None:
+    found = {
+        token.string
+        for file in PACKAGE.rglob("*.py")
+        for token in tokenize.generate_tokens(io.StringIO(file.read_text()).readline)
+        if token.type == tokenize.NAME
+    }
+    assert not found & set(RETIRED.split())
