@@ -244,7 +244,7 @@ def open(
     See `AsyncCheckpointer.open`. The reader has threads of its own, which end with it.
     """
     checkpointer = AsyncCheckpointer(transforms=transforms)
-    reader = checkpointer.open(path, verify=verify, safe_globals=safe_globals, trust=trust)
+    request = OpenRequest(path=path, verify=verify, safe_globals=safe_globals, trust=trust)
+    reader = checkpointer._loader.open(request, checkpointer, checkpointer.aclose)
     checkpointer._warns_as(f"reader of {reader.path}")
-    reader._close_owner = checkpointer.aclose
     return reader

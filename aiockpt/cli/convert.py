@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 
@@ -12,9 +12,6 @@ from aiockpt.cli.app import CommandError
 from aiockpt.cli.output import console, shown, size_text
 from aiockpt.cli.progress import bar
 from aiockpt.dcp.format_utils import convert_checkpoint_async
-
-if TYPE_CHECKING:
-    from aiockpt.telemetry.progress import ProgressEvent
 
 Format = Literal["dcp", "torch", "safetensors"]
 Dtype = Literal["float64", "float32", "bfloat16", "float16"]
@@ -55,14 +52,7 @@ async def convert(
         trust: let pickled objects run their code.
     """
     _check_target(source, target, overwrite=overwrite)
-    written_bytes = 0
     with bar("writing") as shown_bar:
-
-        def show(event: ProgressEvent) -> None:
-            nonlocal written_bytes
-            written_bytes = event.done_bytes
-            shown_bar(event)
-
         await convert_checkpoint_async(
             source,
             target,
@@ -71,9 +61,9 @@ async def convert(
             dtype=None if dtype is None else getattr(torch, dtype),
             overwrite=overwrite,
             trust=trust,
-            progress=show,
+            progress=shown_bar,
         )
-    console().print(f"{shown(target)}: {to}, {size_text(written_bytes)}")
+    console().print(f"{shown(target)}: {to}, {size_text(shown_bar.done_bytes)}")
 
 
 def _check_target(source: str, target: str, *, overwrite: bool) -> None:

@@ -105,11 +105,9 @@ async def inspect(path: str, view: View, *, as_json: bool = False, trust: bool =
 async def write_page(path: str, view: View, file: Path, *, trust: bool = False) -> None:
     """Write the keys of a checkpoint into a page for browsers."""
     _check_file(file)
-    stats: dict[str, Survey] = {}
     async with aiockpt.open(path, trust=trust) as reader:
         contents = _chosen(reader, view.keys)
-        if view.stats:
-            stats = await _surveys(reader, contents, histograms=True)
+        stats = await _surveys(reader, contents, histograms=True) if view.stats else {}
         with gc_pause():
             page = html_page(reader.path, reader.format, reader.metadata, contents.infos.values(), stats)
     part = file.with_name(f"{file.name}.part")

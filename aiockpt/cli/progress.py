@@ -24,6 +24,7 @@ class Bar:
     def __init__(self, progress: Progress, title: str, total: int | None) -> None:
         self._progress = progress
         self._task = progress.add_task(title, total=total, note="")
+        self.done_bytes = 0  # as of the last event
 
     def advance(self, nbytes: int) -> None:
         """Add bytes that are done."""
@@ -31,6 +32,7 @@ class Bar:
 
     def __call__(self, event: ProgressEvent) -> None:
         """Show an event."""
+        self.done_bytes = event.done_bytes
         self._progress.update(self._task, completed=event.done_bytes, total=event.total_bytes or None)
 
 

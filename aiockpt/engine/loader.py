@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -43,12 +43,14 @@ class Loader:
         self._turn = asyncio.Lock()  # of the loads of several ranks
         self._handing_over: set[int] = set()  # threads that are in a load_state_dict of this checkpointer's
 
-    def open(self, request: OpenRequest, owner: object) -> CheckpointReader:
+    def open(
+        self, request: OpenRequest, owner: object, close_owner: Callable[[], Awaitable[None]] | None = None
+    ) -> CheckpointReader:
         """Return a reader, which keeps its owner alive; see `aiockpt.AsyncCheckpointer.open`."""
         with importing():
             from aiockpt.reading.reader import CheckpointReader
 
-        return CheckpointReader(self._engine, *self._opening(request), owner)
+        return CheckpointReader(self._engine, *self._opening(request), owner, close_owner)
 
     def open_sync(self, request: OpenRequest, owner: object) -> SyncCheckpointReader:
         """Return a reader, which keeps its owner alive; see `aiockpt.SyncCheckpointer.open`."""

@@ -252,7 +252,7 @@ class SaveQueue:
                 is_reported = self._on_failure == "warn" or job.handle.observed
                 if is_reported or error is None or outcome_of(error) != "failed":
                     self._unreported.remove(job)
-                elif not job.handle.expected:
+                elif not any(future.expected for future in job.handle):
                     self._unreported.remove(job)
                     error.add_note(f"(this is the failure of the earlier save to {job.path}, which nobody awaited)")
                     raise error

@@ -11,6 +11,8 @@ from rich.console import Console
 from rich.errors import LiveError
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+from aiockpt.core.lazy import lazy_property
+
 if TYPE_CHECKING:
     from rich.progress import TaskID
 
@@ -85,25 +87,21 @@ class TerminalBar:
         self._title = title
         self._force = force
         self._screen = _screen_of(stream)
-        self._begun: tuple[Progress, TaskID] | None = None
-        self._asked = False
 
-    def _begin(self) -> tuple[Progress, TaskID] | None:
-        if not self._asked:
-            self._asked = True
-            self._begun = self._screen.begin(self._stream, self._title, force=self._force)
-        return self._begun
+    @lazy_property
+    def _begun(self) -> tuple[Progress, TaskID] | None:
+        return self._screen.begin(self._stream, self._title, force=self._force)
 
     def update(self, done: int, total: int, note: str) -> None:
         """Show how far it is."""
-        if begun := self._begin():
-            progress, task = begun
+        if self._begun is not None:
+            progress, task = self._begun
             progress.update(task, completed=done, total=total or None, note=note)
 
     def finish(self, done: int, total: int, note: str, *, ok: bool) -> None:
         """Show the end."""
-        if begun := self._begin():
-            progress, task = begun
+        if self._begun is not None:
+            progress, task = self._begun
             # rich shows a total of 0 as complete, and none as still running: neither is true of a failure before the
             # plan.
             progress.update(task, completed=done, total=done if ok else max(total, 1), note=note)

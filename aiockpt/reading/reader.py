@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 import anyio
 import torch
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from aiockpt.core.futures import Call
+    from aiockpt.engine.engine import Engine
     from aiockpt.reading.executor import LoadTools
     from aiockpt.reading.read_plan import ReadRequest
     from aiockpt.storage.base import Storage
@@ -92,20 +93,22 @@ class Stream(ReadMany):
     buffer_bytes: int = field(default=256 << 20, kw_only=True)
 
 
-class Caller(Protocol):
-    """The part of the engine that readers use."""
-
-    def call(self, function: Callable[[LoadTools], Coroutine[Any, Any, T]], what: str) -> Call[T]:
-        """Run a coroutine function on the engine's loop."""
-
-
 class _Reader(Mapping[str, "TensorInfo | ObjectInfo"]):
     """Base of both readers: a mapping of keys to the facts in the index."""
 
-    def __init__(self, caller: Caller, storage: Storage, path: str, options: LoadOptions, owner: object) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        storage: Storage,
+        path: str,
+        options: LoadOptions,
+        owner: object,
+        close_owner: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
         self._owner = owner  # a checkpointer that closes itself when its last reference goes
+        self._close_owner = close_owner  # if the checkpointer is the reader's alone
         self.path = path
-        self._caller = caller
+        self._engine = engine
         self._storage = storage
         self._options = options
         self._open: OpenCheckpoint | None = None
@@ -163,7 +166,7 @@ class _Reader(Mapping[str, "TensorInfo | ObjectInfo"]):
         async def open_it(tools: LoadTools) -> OpenCheckpoint:
             return await open_checkpoint(self._storage, self.path, self._options, tools)
 
-        return self._caller.call(open_it, f"open {self.path}")
+        return self._engine.call(open_it, f"open {self.path}")
 
     def _begin_read(self, wanted: Sequence[ReadRequest], how: ReadOptions) -> Call[dict[str, Any]]:
         opened = self._opened
@@ -173,7 +176,7 @@ class _Reader(Mapping[str, "TensorInfo | ObjectInfo"]):
         options = replace(self._options, **{name: value for name, value in changes.items() if value is not None})
         check_options(options, into=False)
         ready = ready_events({each.name: each.out for each in wanted if each.out is not None})
-        return self._caller.call(
+        return self._engine.call(
             lambda tools: read_requests(opened, wanted, options, tools, ready),
             f"read {len(wanted)} keys of {self.path}",
         )
@@ -272,7 +275,6 @@ class CheckpointReader(_Reader):
     `aiockpt.AsyncCheckpointer.load`. Several tasks may use one reader at the same time.
     """
 
-    _close_owner: Callable[[], Awaitable[None]] | None = None  # of a checkpointer that is the reader's alone
     _openers = 0  # tasks that open it at the moment
 
     async def __aenter__(self) -> Self:

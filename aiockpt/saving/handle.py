@@ -80,11 +80,6 @@ class SaveHandle(Awaitable[SaveResult]):
         """Whether a caller has received this save's failure."""
         return self.staged.observed or self.written.observed
 
-    @property
-    def expected(self) -> bool:
-        """Whether a caller is about to receive this save's failure."""
-        return self.staged.expected or self.written.expected
-
     def cancel(self) -> Completion[bool]:
         """Cancel the save. Does not block: await the result to know that nothing is left of the save.
 

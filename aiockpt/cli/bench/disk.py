@@ -93,8 +93,8 @@ class Disk:
                 note(count)
             return done
 
-        if setting.kind == "read":
-            self._drop(setting.threads)
+        for number in range(setting.threads if setting.kind == "read" else 0):
+            drop(self._file(number))
         pool = ThreadPoolExecutor(setting.threads)  # an interrupted join of a thread can't be repeated
         begin = time.perf_counter()
         try:
@@ -168,20 +168,12 @@ class Disk:
         finally:
             os.close(fd)
 
-    def _drop(self, threads: int) -> None:
-        """Drop what the page cache has of the files, as far as the system allows it."""
-        for number in range(threads):
-            fd = os.open(self._file(number), os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                drop(fd)
-            finally:
-                os.close(fd)
 
-
-def drop(fd: int) -> None:
-    """Drop what the page cache has of a file that is synced."""
+def drop(path: str) -> None:
+    """Drop what the page cache has of a file that is synced, as far as the system allows it."""
     if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        with open(path, "rb", buffering=0) as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _direct_flag() -> int:

@@ -94,23 +94,19 @@ class LiveDisplay(Display):
                     self._training, completed=event.step, note=f"step {event.step}, loss {event.loss:.3f}"
                 )
             case Saving() if event.total_bytes:
-                self._draw(event)
+                self._progress.start_task(self._saving)
+                self._progress.update(
+                    self._saving,
+                    description=checkpoint_name(event.step),
+                    visible=True,
+                    total=event.total_bytes,
+                    completed=event.written_bytes,
+                    note=f"{event.phase}: {describe_progress(event)}",
+                )
             case Saved():
                 self._progress.update(self._saving, note=describe_save(event))
             case _:
                 pass
-
-    def _draw(self, event: Saving) -> None:
-        """Draw the written share of a checkpoint."""
-        self._progress.start_task(self._saving)
-        self._progress.update(
-            self._saving,
-            description=checkpoint_name(event.step),
-            visible=True,
-            total=event.total_bytes,
-            completed=event.written_bytes,
-            note=f"{event.phase}: {describe_progress(event)}",
-        )
 
 
 def open_display() -> Display:
