@@ -16,7 +16,7 @@ import anyio
 import anyio.lowlevel
 
 from aiockpt.core.spans import record_to, span
-from aiockpt.core.threads import Duty, Origin
+from aiockpt.core.threads import SHORT_ITEMS, Duty, Origin
 from aiockpt.errors import CommitError, SaveCancelledError, SaveError, TornSnapshotError, WriteError, unwrapped
 from aiockpt.planning.dcp_plan import DcpFormat, DcpPlan
 from aiockpt.planning.encoding import codings_of
@@ -275,8 +275,10 @@ class SavePipeline:
                 for number, image in enumerate(layout.images):
                     staging.start_soon(self._stage_file, number, image, router, writer, turn)
             # In a thread: to read 100,000 version counters takes 28 ms, during which the loop would do nothing else.
-            check, is_short = job.consistency.check_for_changes, job.consistency.is_short
-            await self._tools.copy_workers.run_unless(is_short, check)
+            # What was copied at the call needs no look.
+            snapshot = job.snapshot
+            is_short = len(snapshot.tensors) == len(snapshot.eager) + len(snapshot.structure.objects) <= SHORT_ITEMS
+            await self._tools.copy_workers.run_unless(is_short, job.consistency.check_for_changes)
             self._staged_s = job.handle._elapsed()
             await self._hand_over(plan, writer)
 

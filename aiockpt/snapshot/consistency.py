@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from aiockpt.core.threads import SHORT_ITEMS
 from aiockpt.core.wording import some_of
 from aiockpt.errors import SaveError, TornSnapshotError
 from aiockpt.planning.dtensor import ShardingError, is_distributed, local_parts
@@ -115,17 +114,6 @@ class Consistency:
 
     # --- comparing --------------------------------------------------------------------------------
 
-    @property
-    def is_short(self) -> bool:
-        """Whether `check_for_changes` looks at few tensors, and waits for nothing."""
-        is_few = len(self._snapshot.tensors) <= SHORT_ITEMS and samples_of(self._snapshot) is None
-        return is_few and not self._is_any_left()
-
-    def _is_any_left(self) -> bool:
-        """Return whether a tensor was not copied at the call itself."""
-        eager = self._snapshot.eager
-        return any(tensor is not None and leaf not in eager for leaf, tensor in enumerate(self._snapshot.tensors))
-
     def check_for_changes(self) -> None:
         """Compare the version counters and the samples, when all is copied. Blocks.
 
@@ -148,7 +136,10 @@ class Consistency:
 
         If a caller waits for the copies, return at once: its thread runs no operator.
         """
-        if self._is_any_left() and not (self._mutations_allowed or self._fenced):
+        eager = self._snapshot.eager  # copied at the call itself
+        tensors = enumerate(self._snapshot.tensors)
+        is_any_left = any(tensor is not None and leaf not in eager for leaf, tensor in tensors)
+        if is_any_left and not (self._mutations_allowed or self._fenced):
             self.awaited.wait(_OPERATOR_S)
 
     def _compare_samples(self, leaves: Iterable[int] | None = None) -> None:

@@ -278,24 +278,22 @@ class FileWriter(ChunkWriter):
                 is_small = not is_encoded and image.nbytes <= SHORT_BYTES
                 sink = None if is_small else await self._create(image, name)
                 async for chunk in receive:
-                    if is_small and chunk.stop - chunk.start == image.nbytes:
-                        with span("write", image.nbytes, image.name):
-                            await self._transaction.write_files({name: chunk.view[: image.nbytes]})
-                        chunk.release()
-                        self._count(image.nbytes)
-                        self._finished += 1
-                        return
-                    sink = sink or await self._create(image, name)
                     length = chunk.stop - chunk.start
-                    if not is_encoded:  # direct I/O writes whole blocks; the sink cuts the file to its size
-                        length = align_up(length, BLOCK_BYTES)
-                    if length:
-                        with span("write", chunk.stop - chunk.start, image.name):
-                            await sink.write(chunk.view[:length])
+                    if is_small and length == image.nbytes:
+                        with span("write", length, image.name):
+                            await self._transaction.write_files({name: chunk.view[:length]})
+                        self._finished += 1
+                    else:
+                        sink = sink or await self._create(image, name)
+                        if not is_encoded:  # direct I/O writes whole blocks; the sink cuts the file to its size
+                            length = align_up(length, BLOCK_BYTES)
+                        if length:
+                            with span("write", chunk.stop - chunk.start, image.name):
+                                await sink.write(chunk.view[:length])
                     chunk.release()
                     if not is_encoded:  # encoded items are counted by what they were made from
                         self._count(chunk.stop - chunk.start)
-                if sink is not None:  # else its staging has failed
+                if sink is not None:
                     with span("sync", 0, image.name):
                         await sink.finish()
                     self._finished += 1

@@ -787,7 +787,7 @@ async def test_a_failed_fsync_of_a_small_file_is_final(
         synced.append(fd)
         raise OSError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
 
-    with monkeypatch.context() as patch, pytest.raises(WriteError, match=r"can't make .*/c/b durable: .*timed out"):
+    with monkeypatch.context() as patch, pytest.raises(WriteError, match=r"can't make durable .*/c/b: .*timed out"):
         patch.setattr(os, "fsync", sync)
         await transaction.write_files(SMALL)
     assert len(synced) == 1

@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from aiockpt.core.threads import Workers
     from aiockpt.storage.base import Identity
     from aiockpt.storage.local.belonging import Version
-    from aiockpt.storage.local.temp_dir import Hold
 
 _ATTEMPTS = 100
 
@@ -178,6 +177,7 @@ class Publication:
     fsync: bool
     own: Identity | None  # the identity of `hidden`; None if it is not known
     check: Callable[[], object] = lambda: None  # called right before the rename; may raise
+    release: Callable[[], object] = lambda: None  # called once it is published: gives up the hold of `hidden`
     rest: Rest | None = field(init=False, default=None)  # left behind though published; to be removed later
     _goal: Identity | None = field(init=False, default=None)
     _tried: bool = field(init=False, default=False)
@@ -195,6 +195,7 @@ class Publication:
             self._goal = identity(self._finished)  # a rename keeps the inode: this finds it under either name
         self._tried = True
         self.rest = self._publish()
+        self.release()
 
     def complete(self) -> bool:
         """Return whether it has its final name; if so, do what follows the rename."""
@@ -400,23 +401,13 @@ def remove_own(path: str, own: Identity | None, also: Collection[str] = ()) -> N
     remove(path, also=also)
 
 
-async def publish_repeatedly(
-    publication: Publication, repeater: Repeater, workers: Workers, held: Hold | None = None
-) -> None:
+async def publish_repeatedly(publication: Publication, repeater: Repeater, workers: Workers) -> None:
     """Publish a checkpoint, and retry transient errors; raise what `Publication.attempt` raises.
-
-    ``held``, the hold of its directory, is released as soon as it is published.
 
     On a network file system a rename may have happened though its answer is an error: then it counts as done.
     """
-
-    def attempt() -> None:
-        publication.attempt()
-        if held is not None:
-            held.release()
-
     try:
-        await repeater.run(f"publish {publication.path}", partial(workers.run, attempt))
+        await repeater.run(f"publish {publication.path}", partial(workers.run, publication.attempt))
     except (CommitError, CheckpointExistsError) as exc:
         fault = fault_of(exc)
         if fault is None or isinstance(fault, NotSyncedError) or fault.errno not in _MAYBE_PUBLISHED:

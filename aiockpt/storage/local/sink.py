@@ -162,39 +162,30 @@ class LocalSink(FileSink):
                 logger.debug("closing the abandoned file %s: %s", self.path, exc)
 
 
-class SmallFile:
-    """A file that one thread creates, writes, syncs and closes at once."""
-
-    def __init__(self, file: NewFile, data: bytes | bytearray | memoryview) -> None:
-        self.path, self._final, self._fsync, _, _ = file
-        self._data = memoryview(data)
-        self.step = ""  # that was tried last, for messages
-
-    def write(self) -> None:
-        """Write the file. Blocks; if it fails, the file is removed, so that it can be called again."""
-        self.step = f"create {self._final}"
-        fd = os.open(self.path, _NEW_FLAGS, _FILE_MODE)
+def write_small(file: NewFile, data: bytes | bytearray | memoryview) -> None:
+    """Create, write, sync and close a file. Blocks; if it fails, the file is removed, so that it can be tried again."""
+    step, rest = "create", memoryview(data)
+    try:
+        fd = os.open(file.path, _NEW_FLAGS, _FILE_MODE)
         try:
-            try:
-                written = 0
-                while written < len(self._data):
-                    self.step = f"write {self._final} at offset {written}"
-                    count = os.write(fd, self._data[written:])
-                    if count == 0:
-                        raise OSError(errno.EIO, "the file system wrote nothing")
-                    written += count
-                self.step = f"make {self._final} durable"
-                if self._fsync:
+            with open(fd, "wb", buffering=0) as out:
+                if len(rest) >= _DIRECT_MIN_BYTES:  # so that a full disk fails at once
+                    allocate(fd, len(rest))
+                while rest:
+                    step = "write"
+                    count = out.write(rest)
+                    if not count:  # None is how Python reports EAGAIN
+                        raise OSError(errno.EIO if count == 0 else errno.EAGAIN, "the file system wrote nothing")
+                    rest = rest[count:]
+                step = "make durable"
+                if file.fsync:
                     sync_fd(fd)
-            finally:
-                os.close(fd)
         except BaseException:
             with contextlib.suppress(OSError):  # the first error counts
-                os.unlink(self.path)
+                os.unlink(file.path)
             raise
-
-    async def close(self) -> None:
-        """Do nothing: it is closed."""
+    except OSError as exc:
+        raise WriteError(f"can't {step} {file.final}: {described(exc, file.path)}") from exc
 
 
 # --- a part of a file ---------------------------------------------------------------------------------

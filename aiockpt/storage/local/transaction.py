@@ -22,8 +22,7 @@ from aiockpt.storage.local.commit import (
     sync_directory,
 )
 from aiockpt.storage.local.replacing import complete, is_between, remove_record
-from aiockpt.storage.local.retries import described
-from aiockpt.storage.local.sink import LocalPartSink, LocalSink, NewFile, SmallFile
+from aiockpt.storage.local.sink import LocalPartSink, LocalSink, NewFile, write_small
 from aiockpt.storage.local.temp_dir import REPLACED, Hold, read_sidecar, sizes_in, sweep, write_sidecar
 from aiockpt.storage.syscalls import identity
 
@@ -67,7 +66,8 @@ class LocalTransaction(SharedTransaction):
         self._workers = workers
         self._single = ""  # the name of the one file that is the checkpoint; empty if the directory is
         self._file: Identity | None = None  # of that file; None if it is not known
-        self._sinks: list[LocalSink | LocalPartSink | SmallFile] = []
+        self._sinks: list[LocalSink | LocalPartSink] = []
+        self._files: list[NewFile] = []
         self._over = False
         self._revoked = False
         self._held = held  # a lock against orphan collection; None if the directory is gone, or is no temporary one
@@ -81,23 +81,20 @@ class LocalTransaction(SharedTransaction):
 
     async def write_files(self, files: Mapping[str, bytes | bytearray | memoryview]) -> None:
         if any(len(data) > SHORT_BYTES for data in files.values()):
-            return await super().write_files(files)
-        left = deque(SmallFile(self._new_file(name), data) for name, data in files.items())
-        self._sinks += left
+            await super().write_files(files)
+            return
+        left = deque((self._new_file(name), data) for name, data in files.items())
 
         def write() -> None:
             while left:
-                left[0].write()
+                write_small(*left[0])
                 left.popleft()
 
         async def undone() -> bool:
-            return not await self._workers.run(os.path.lexists, left[0].path)
+            return not await self._workers.run(os.path.lexists, left[0][0].path)
 
-        what, step = f"write {', '.join(files)} of {self._path}", partial(self._workers.run, write)
-        try:
-            await self._policy.repeater.run(what, step, undone=undone)
-        except OSError as exc:
-            raise WriteError(f"can't {left[0].step}: {described(exc, left[0].path)}") from exc
+        step = partial(self._workers.run, write)
+        await self._policy.repeater.run(f"write {', '.join(files)} of {self._path}", step, undone=undone)
 
     async def look_for_single_file(self) -> None:
         """Find out whether the checkpoint is one file: only the process that began it was told."""
@@ -122,15 +119,19 @@ class LocalTransaction(SharedTransaction):
         if not name:
             self._single = SINGLE_NAME
         path, final = os.path.join(self._hidden, name or SINGLE_NAME), os.path.join(self._path, name)
-        return NewFile(path, final if name else self._path, self._policy.fsync, self._workers, self._policy.repeater)
+        final = final if name else self._path
+        self._files.append(NewFile(path, final, self._policy.fsync, self._workers, self._policy.repeater))
+        return self._files[-1]
 
     async def commit(self) -> None:
         policy = self._policy
         publication = Publication(
             self._hidden, self._path, self._single, self._overwrite, policy.fsync, self._identity, self._check
         )
+        if self._held is not None:
+            publication.release = self._held.release
         try:
-            await publish_repeatedly(publication, policy.repeater, self._workers, self._held)
+            await publish_repeatedly(publication, policy.repeater, self._workers)
         except CommitUncertainError as exc:
             self._over = True  # the temporary directory may hold the only good checkpoint
             await self.release()
@@ -160,7 +161,7 @@ class LocalTransaction(SharedTransaction):
             raise WriteError(f"{self._path} is just being replaced, so what was written stays in {self._hidden}")
         try:
             # These belong to the save whatever their names, which `look_into` may not know.
-            own_files = [os.path.basename(sink.path) for sink in self._sinks]
+            own_files = [os.path.basename(file.path) for file in self._files]
             await self._again("remove", remove_own, self._hidden, self._identity, own_files)
         except OtherThingsError as exc:
             raise WriteError(f"can't remove the unfinished checkpoint {self._hidden}: {exc}; move it away") from exc
@@ -285,8 +286,8 @@ class WithinTransaction(JoinedTransaction):
     async def abort(self) -> None:
         """Close and remove the files of this process."""
         await super().abort()
-        for sink in self._sinks:
+        for file in self._files:
             try:
-                await self._workers.run(remove, sink.path)
+                await self._workers.run(remove, file.path)
             except OSError as exc:
-                raise WriteError(f"can't remove the unfinished file {sink.path}: {exc}; remove it by hand") from exc
+                raise WriteError(f"can't remove the unfinished file {file.path}: {exc}; remove it by hand") from exc
