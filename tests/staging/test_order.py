@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -234,3 +236,89 @@ def test_the_trace_of_a_real_device_is_followed(monkeypatch: pytest.MonkeyPatch)
         assert len(checker.errors) == (0 if is_ordered else 2)
     _gpu_trace.MemoryDeallocationCallbacks.fire_callbacks(memory)  # nobody listens any more
     assert len(checker.errors) == 2
+
+
+class _Program:
+    """Does random things with a state, in random streams that wait for each other, and never for the host."""
+
+    def __init__(self, seed: int, device: PosingDevice, ckpt: aiockpt.SyncCheckpointer, folder: Path) -> None:
+        self._random = random.Random(seed)
+        self._device = device
+        self._ckpt = ckpt
+        self._folder = folder
+        self._weight = torch.nn.Parameter(torch.ones(300, 300))
+        self._optimizer = torch.optim.SGD([self._weight], lr=1.0, momentum=0.9)
+        self._weight.grad = torch.ones_like(self._weight)
+        self._state = _state()
+        self.saves: list[tuple[aiockpt.SaveHandle, dict[str, torch.Tensor]]] = []
+
+    def run(self, actions: int) -> None:
+        with self._ckpt.guard(self._optimizer):
+            for _ in range(actions):
+                action = self._random.choice(
+                    [self.save, self.save, self.step, self.change, self.free, self.load, self.fill]
+                )
+                if self._random.random() < 0.5:
+                    self._do(action)
+                    continue
+                with self._device.stream() as stream:
+                    self._do(action)
+                self._device.current_stream().wait_event(stream.record_event())
+
+    def _do(self, action: Callable[[], None]) -> None:
+        used = [*self._state.values(), self._weight, *(each for _, copy in self.saves[-1:] for each in copy.values())]
+        action()
+        for tensor in used:  # as a program has to that uses tensors in several streams
+            tensor.record_stream(self._device.current_stream())
+
+    def save(self) -> None:
+        self._device.proceed()
+        for save, _ in self.saves[-1:]:  # the next one is staged behind it, and a fence would wait for both
+            save.staged.exception(60)
+        if self._random.random() < 0.5:
+            self._device.hold()
+        state = self._state | {"weight": self._weight.detach()}
+        validate = self._random.choice(["versions", "hash"])
+        path = self._folder / str(len(self.saves))
+        try:
+            self.saves.append((self._ckpt.submit(state, path, validate=validate), _copied(state)))
+        except aiockpt.TornSnapshotError:  # of an earlier one
+            self.save()
+
+    def step(self) -> None:
+        self._optimizer.step()
+
+    def change(self) -> None:
+        self._ckpt.fence()
+        for tensor in self._state.values():
+            tensor.data.mul_(2)
+
+    def free(self) -> None:
+        """Drop all tensors while they may be read, and take their memory."""
+        self._state = {name: tensor + 1 for name, tensor in self._state.items()}
+
+    def load(self) -> None:
+        self._device.proceed()
+        for save, _ in self.saves[-1:]:
+            if save.written.exception(60) is None:
+                loaded = self._ckpt.load(save.path)
+                self._state["large"] = self._state["large"] + loaded["large"]
+
+    def fill(self) -> None:
+        self._device.proceed()
+        for save, _ in self.saves[-1:]:
+            if save.written.exception(60) is None:
+                self._ckpt.fence()
+                self._ckpt.load(save.path, self._state)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_programs(seed: int, device: PosingDevice, tmp_path: Path) -> None:
+    with aiockpt.SyncCheckpointer() as ckpt:  # all in one chunk, which is enqueued while the device is held
+        program = _Program(seed, device, ckpt, tmp_path)
+        program.run(20)
+        device.proceed()
+        for save, expected in program.saves:
+            if save.written.exception(60) is None:
+                assert_same(expected, ckpt.load(save.path))
+    device.check()
