@@ -219,7 +219,11 @@ def test_the_report_of_safetensors_ranks(reports: dict[str, dict[str, Any]]) -> 
 @pytest.mark.full
 def test_the_report_of_new_processes(reports: dict[str, dict[str, Any]]) -> None:
     cold, cached = ([run["name"] for run in table["runs"]] for table in reports["new-process"]["tables"])
-    assert cold == cached == ["raw, fresh memory in small pages, 2 threads", new_process.NEW, new_process.TARGET]
+    assert (
+        cold
+        == cached
+        == ["raw, fresh memory in small pages, 2 threads", new_process.NEW, new_process.UNCHECKED, new_process.TARGET]
+    )
 
 
 @pytest.mark.full

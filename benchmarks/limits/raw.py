@@ -31,7 +31,8 @@ class Arena:
 
     def __init__(self, nbytes: int, *, touched: bool = True, huge: bool = True) -> None:
         nbytes = whole_blocks(nbytes)
-        self._memory = mmap.mmap(-1, nbytes)
+        # Private, as the memory of tensors is: shared memory, Python's default, gets other pages at other costs.
+        self._memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self._memory.madvise(mmap.MADV_HUGEPAGE if huge else mmap.MADV_NOHUGEPAGE)
         self.view = memoryview(self._memory)

@@ -145,7 +145,7 @@ def cold_bars(runs: Sequence[Runs]) -> list[Bar]:
         compare("cold, aiockpt into a target : raw O_DIRECT read, speed", limits, target, what, 0.95),
         compare("cold, aiockpt : dcp.load, both into a target, speed", stock, target, what, 2.5),
         compare("cold, aiockpt : best safetensors with memory of its own, speed", by_prefix(runs, *_OWN), new, what, 1),
-        compare("cold, aiockpt into a target : raw read and CRC, speed", by_prefix(runs, "CRC"), target, what),
+        compare("cold, aiockpt into a target : raw read and CRC, speed", by_prefix(runs, "CRC, raw"), target, what),
         *shown("cold", runs),
     ]
 
@@ -160,7 +160,7 @@ def cached_bars(runs: Sequence[Runs]) -> list[Bar]:
             "cached, aiockpt : best safetensors with memory of its own, speed", by_prefix(runs, *_OWN), new, what, 2
         ),
         compare("cached, aiockpt into a target : raw read into touched memory, speed", touched, target, what),
-        compare("cached, aiockpt into a target : raw read and CRC, speed", by_prefix(runs, "CRC"), target, what),
+        compare("cached, aiockpt into a target : raw read and CRC, speed", by_prefix(runs, "CRC, raw"), target, what),
         *shown("cached", runs),
     ]
 

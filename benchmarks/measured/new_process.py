@@ -32,22 +32,29 @@ OPTIONS = ("gib", "tensors", "rounds", "only")
 DEFAULTS = {"gib": 1.0}
 ROUNDS = 3
 
-NEW, TARGET = "aiockpt, new tensors", "aiockpt, into a target"
+NEW, UNCHECKED, TARGET = "aiockpt, new tensors", "aiockpt, new tensors, no CRC", "aiockpt, into a target"
 _SPEC = "spec.json"
-_IMPORTS = {"safetensors": "safetensors.torch", "Run:ai": "runai_model_streamer", "fastsafetensors": "fastsafetensors"}
+# What a package imports at its first load is imported before, too.
+_IMPORTS = {
+    "aiockpt": "aiockpt.engine.loader",
+    "safetensors": "safetensors.torch",
+    "Run:ai": "runai_model_streamer",
+    "fastsafetensors": "fastsafetensors",
+}
 _ORDINARY = ("torch.load", "safetensors")
 
 
 class FreshRead(Loader):
     """The limit: the bytes read into fresh memory."""
 
-    def __init__(self, path: Path, *, direct: bool, huge: bool) -> None:
+    def __init__(self, path: Path, *, direct: bool, huge: bool, crc: bool = False) -> None:
         super().__init__(path)
-        self._direct, self._huge = direct, huge
+        self._direct, self._huge, self._crc = direct, huge, crc
 
     async def load(self) -> None:
         file = self.path / raw.FIRST_FILE
-        raw.read_into(file, raw.Arena(file.stat().st_size, touched=False, huge=self._huge), 2, direct=self._direct)
+        arena = raw.Arena(file.stat().st_size, touched=False, huge=self._huge)
+        raw.read_into(file, arena, 2, direct=self._direct, crc=self._crc)
 
 
 def contenders(directory: Path, *, cold: bool) -> dict[str, Callable[[State], Loader]]:
@@ -57,7 +64,9 @@ def contenders(directory: Path, *, cold: bool) -> dict[str, Callable[[State], Lo
     return {
         "raw, fresh memory in small pages, 2 threads": lambda _: FreshRead(plain, direct=cold, huge=False),
         "raw, fresh memory in huge pages, 2 threads": lambda _: FreshRead(plain, direct=cold, huge=True),
+        "CRC, fresh memory in huge pages, 2 threads": lambda _: FreshRead(plain, direct=cold, huge=True, crc=True),
         NEW: lambda _: loaders.Aiockpt(own, name=NEW),
+        UNCHECKED: lambda _: loaders.Aiockpt(own, name=UNCHECKED, note="checks no bytes", verify=False),
         TARGET: lambda target: loaders.Aiockpt(own, target, name=TARGET),
         "dcp.load, into a target": lambda target: loaders.dcp_load(directory / "dcp", target),
         "torch.load": lambda _: loaders.torch_load(directory / "state.pt"),
@@ -156,8 +165,12 @@ async def run(options: Namespace, directory: Path) -> Report:
                 machine.bring_into_cache(paths)
 
         candidates = contenders(directory, cold=kind == "cold")
-        files = {name: machine.files_under(make_one({}).path) for name, make_one in candidates.items()}
-        selected = chosen([NewProcess(name, directory, kind, expected) for name in candidates], options.only)
+        loaders_by_name = {name: make_one({}) for name, make_one in candidates.items()}
+        files = {name: machine.files_under(each.path) for name, each in loaders_by_name.items()}
+        selected = chosen(
+            [NewProcess(each, directory, kind, expected, note=loaders_by_name[each].note) for each in candidates],
+            options.only,
+        )
 
         async def once(
             each: NewProcess, _number: int, prepare: Any = prepare, files: Mapping[str, list[Path]] = files

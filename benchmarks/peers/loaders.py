@@ -122,13 +122,17 @@ def limits(path: Path, touched: raw.Arena, *, direct: bool) -> list[Loader]:
             "touched memory" + ", each byte checked" * crc,
         )
 
-    def into_fresh(files: Path) -> None:
-        file = files / raw.FIRST_FILE
-        raw.read_into(file, raw.Arena(file.stat().st_size, touched=False), 2, direct=direct)
+    def into_fresh(*, crc: bool = False) -> Loader:
+        def read(files: Path) -> None:
+            file = files / raw.FIRST_FILE
+            raw.read_into(file, raw.Arena(file.stat().st_size, touched=False), 2, direct=direct, crc=crc)
 
-    fresh = Blocking(f"fresh memory, {how}, 2 threads", path, into_fresh, "huge pages where there are any")
+        note = "huge pages where there are any" + ", each byte checked" * crc
+        return Blocking(f"{'CRC, ' * crc}fresh memory, {how}, 2 threads", path, read, note)
+
     checked = into_touched(8 if direct else 2, crc=True)
-    return [*(into_touched(threads) for threads in ((1, 2, 4) if direct else (1, 2))), checked, fresh]
+    touched_ones = [into_touched(threads) for threads in ((1, 2, 4) if direct else (1, 2))]
+    return [*touched_ones, checked, into_fresh(), into_fresh(crc=True)]
 
 
 def dcp_load(path: Path, target: State) -> Loader:

@@ -23,7 +23,7 @@ def runai_load(path: Path) -> Loader:
             streamer.stream_file(str(file))
             return dict(streamer.get_tensors())
 
-    return Blocking("Run:ai streamer", path, load, "reads past the page cache")
+    return Blocking("Run:ai streamer", path, load, "reads past the page cache, into huge pages; checks no bytes")
 
 
 def fastsafetensors_load(path: Path, *, direct: bool) -> Loader:
@@ -37,7 +37,7 @@ def fastsafetensors_load(path: Path, *, direct: bool) -> Loader:
             names = opened.keys()
             return {name: opened.get_tensor(name) for name in names}
 
-    return Blocking("fastsafetensors", path, load, f"nogds, {'direct' if direct else 'buffered'} I/O")
+    return Blocking("fastsafetensors", path, load, f"nogds, {'direct' if direct else 'buffered'} I/O; checks no bytes")
 
 
 class TorchCheckpointing(Loader):
