@@ -7,15 +7,13 @@ import os
 from collections.abc import Sequence
 from typing import Literal
 
-import torch
-
 from aiockpt.cli.app import CommandError
 from aiockpt.cli.output import console, shown, size_text
 from aiockpt.cli.progress import Bar, bar
-from aiockpt.dcp.format_utils import ConversionProgress, convert_checkpoint_async
+from aiockpt.dcp.format_utils import DTYPES, ConversionProgress, convert_checkpoint_async
 
 Format = Literal["dcp", "torch", "safetensors"]
-Dtype = Literal["float64", "float32", "bfloat16", "float16"]
+Dtype = Literal["float64", "float32", "bfloat16", "float16", "fp32", "bf16", "fp16"]
 
 _POLL_S = 0.1
 _ENDINGS: dict[str, Format] = {
@@ -63,7 +61,7 @@ async def convert(
                 target,
                 to=to,
                 keys=keys,
-                dtype=None if dtype is None else getattr(torch, dtype),
+                dtype=None if dtype is None else DTYPES[dtype],
                 overwrite=overwrite,
                 trust=trust,
                 progress=progress,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import textwrap
 from importlib.resources import files
 
 from aiockpt.cli.output import console
@@ -19,10 +22,11 @@ def topics() -> dict[str, str]:
 def show_topics() -> None:
     """Print the list of topics."""
     listed = topics()
-    width = max(map(len, listed))
+    width, out = max(map(len, listed)) + 2, console()
     print("aiockpt docs TOPIC shows one of these pages:\n")
+    room = out.width if out.is_terminal else sys.maxsize
     for name, summary in listed.items():
-        print(f"{name:{width}}  {summary}")
+        print(textwrap.fill(f"{name:{width}}{summary}", room, subsequent_indent=" " * width))
 
 
 def show_topic(topic: str) -> None:
@@ -38,7 +42,9 @@ def show_topic(topic: str) -> None:
     if out.is_terminal:
         from rich.markdown import Markdown  # takes longer to import than everything else
 
-        out.print(Markdown(_text_of(topic)))
+        os.environ.setdefault("LESS", "-FRX")  # no paging of what fits; colors; the page stays on the screen
+        with out.pager(styles=True):
+            out.print(Markdown(_text_of(topic)))
     else:
         print(_text_of(topic), end="")
 

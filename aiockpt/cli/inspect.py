@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import reprlib
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -23,24 +22,18 @@ from aiockpt.cli.html.page import html_page
 from aiockpt.cli.html.survey import Survey, survey
 from aiockpt.cli.output import console, print_json, shown, size_text
 from aiockpt.cli.progress import bar
-from aiockpt.cli.statistics import Statistics, measure
+from aiockpt.cli.statistics import Statistics, measure, small_values
 from aiockpt.core.gc_pause import gc_pause
 from aiockpt.format.keys import hint, matching
-from aiockpt.reading.info import ObjectInfo, TensorInfo
+from aiockpt.reading.info import ObjectInfo, TensorInfo, stored_bytes, value_text
 from aiockpt.reading.reader import CheckpointReader
 
 _LINES = 100  # shown on a terminal before levels are left out
-_VALUES = 200  # objects whose values are shown
-_VALUE_BYTES = 4096
 _BATCH = 1000  # lines printed at once
 _LEAST_CELLS = 20  # for the names of keys
 _TITLES = ("min", "max", "mean", "nan")
 _PLAIN, _BOLD, _DIM, _BAD = Style(), Style(bold=True), Style(dim=True), Style(color="red", bold=True)
 _KIND = Style(color="magenta")
-
-_value = reprlib.Repr()
-_value.maxstring = _value.maxother = 40
-_value.maxdict = _value.maxlist = _value.maxtuple = 4
 
 
 @dataclass(slots=True)
@@ -99,7 +92,8 @@ async def inspect(path: str, view: View, *, as_json: bool = False, trust: bool =
             if depth is None and not view.everything and out.is_terminal:
                 depth = tree.fitting_depth(root, _LINES, fold=fold)
             lines = list(tree.lines(root, depth=depth, fold=fold))
-        await _read_values(reader, lines, contents)
+        leaves = [line.node.leaf for line in lines if line.node.leaf is not None and not line.is_cut]
+        contents.values, contents.damaged = await small_values(reader, leaves)
     _print_head(contents)
     _print_tree(lines, contents)
     if any(line.is_cut for line in lines):
@@ -118,8 +112,9 @@ async def write_page(path: str, view: View, file: Path, *, trust: bool = False) 
                 async for info, found in survey(reader, tensors):
                     stats[info.key] = found
                     shown_bar.advance(info.nbytes)
+        values, _ = await small_values(reader, contents.infos.values())
         with gc_pause():
-            page = html_page(reader.path, reader.format, reader.metadata, contents.infos.values(), stats)
+            page = html_page(reader.path, reader.format, reader.metadata, contents.infos.values(), stats, values)
     part = file.with_name(f"{file.name}.part")
     part.write_text(page, encoding="utf-8")
     part.replace(file)
@@ -143,19 +138,6 @@ def _chosen(reader: CheckpointReader, patterns: Sequence[str]) -> Contents:
         return Contents(reader.path, reader.format, reader.metadata, reader.beside, {key: reader[key] for key in keys})
 
 
-async def _read_values(reader: CheckpointReader, lines: Sequence[tree.Line], contents: Contents) -> None:
-    """Read the values of the first small objects; those that may not be read are left out."""
-    leaves = [line.node.leaf for line in lines if not line.is_cut]
-    objects = [leaf for leaf in leaves if isinstance(leaf, ObjectInfo) and leaf.nbytes <= _VALUE_BYTES]
-    for leaf in objects[:_VALUES]:
-        try:
-            contents.values[leaf.key] = await reader.read(leaf.key)
-        except aiockpt.UnsafeCheckpointError:
-            continue
-        except aiockpt.CorruptCheckpointError:  # the rest can be looked at all the same
-            contents.damaged.add(leaf.key)
-
-
 # --- JSON -----------------------------------------------------------------------------------------------
 
 
@@ -167,7 +149,7 @@ def _document(contents: Contents) -> dict[str, Any]:
         "beside": contents.beside,
         "tensors": len(contents.tensors),
         "objects": len(contents.infos) - len(contents.tensors),
-        "bytes": sum(info.nbytes for info in contents.tensors),
+        "bytes": stored_bytes(contents.tensors),
         "dtypes": _dtypes(contents.tensors),
         "keys": [_record(info, contents) for info in contents.infos.values()],
     }
@@ -182,6 +164,7 @@ def _record(info: TensorInfo | ObjectInfo, contents: Contents) -> dict[str, Any]
         "dtype": _dtype(info),
         "shape": info.shape,
         "bytes": info.nbytes,
+        "tied_to": info.tied_to,
         "chunks": [
             {"file": c.file, "offset": c.offset, "bytes": c.nbytes, "offsets": c.offsets, "sizes": c.sizes}
             for c in info.chunks
@@ -200,7 +183,7 @@ def _dtype(info: TensorInfo) -> str:
 def _dtypes(tensors: Sequence[TensorInfo]) -> dict[str, int]:
     """Return the bytes of each dtype, the largest first."""
     counts: Counter[str] = Counter()
-    for info in tensors:
+    for info in {info.tied_to or info.key: info for info in tensors}.values():
         counts[_dtype(info)] += info.nbytes
     return dict(counts.most_common())
 
@@ -212,8 +195,8 @@ def _print_head(contents: Contents) -> None:
     out = console()
     tensors = contents.tensors
     objects = len(contents.infos) - len(tensors)
-    total = sum(info.nbytes for info in tensors)
-    out.print(shown(contents.path), style="bold", soft_wrap=True)
+    total = stored_bytes(tensors)
+    out.print(shown(contents.path), style="bold")
     dtypes = ", ".join(f"{name} {size_text(nbytes)}" for name, nbytes in _dtypes(tensors).items())
     kinds = f" ({dtypes})" if dtypes else ""
     out.print(
@@ -222,7 +205,7 @@ def _print_head(contents: Contents) -> None:
     if contents.metadata:
         out.print(f"metadata: {shown(json.dumps(contents.metadata, ensure_ascii=False))}")
     if contents.beside:
-        out.print(f"not read: {shown(', '.join(contents.beside))}", soft_wrap=True)
+        out.print(f"not read: {shown(', '.join(contents.beside))}")
     out.print()
 
 
@@ -234,7 +217,9 @@ def _print_tree(lines: Sequence[tree.Line], contents: Contents) -> None:
     """Print the lines in batches, because each call of rich takes long."""
     titles = ("", "", "", "", *(_TITLES if contents.statistics else ()))
     rows = [_row(line, contents) for line in lines]
-    widths = [max(map(cell_len, column)) for column in zip(titles, *rows, strict=True)]
+    sized = (row for row in rows if row[3])  # values of objects, which have nothing behind them, widen no column
+    widths = [max(map(cell_len, column)) for column in zip(titles, *sized, strict=True)]
+    widths[:2] = [max(map(cell_len, column), default=0) for column in list(zip(titles, *rows, strict=True))[:2]]
     out = console()
     if out.is_terminal:
         rest = sum(width + 2 for width in widths[1:] if width)
@@ -297,20 +282,22 @@ def _row(line: tree.Line, contents: Contents) -> tuple[str, ...]:
     if leaf is None or line.is_cut:
         counted = _count(node.tensors * line.times, "tensor") if line.is_cut else ""
         return label, counted, "", _size(node.nbytes, line.times) if node.tensors else "", *empty
+    key = leaf.key
     if isinstance(leaf, ObjectInfo):
-        if leaf.key not in contents.values:
+        if key not in contents.values:
             return (
                 label,
                 "object",
-                "damaged" if leaf.key in contents.damaged else "",
+                "damaged" if key in contents.damaged else "",
                 size_text(leaf.nbytes) if leaf.file else "",
                 *empty,
             )
-        value = contents.values[leaf.key]
-        return label, type(value).__name__, shown(_value.repr(value)), "", *empty
-    shape = "x".join(map(str, leaf.shape)) or "scalar"
-    figures = _figures(contents.statistics[leaf.key]) if leaf.key in contents.statistics else empty
-    return label, _dtype(leaf), shape, _size(leaf.nbytes, line.times), *figures
+        value = contents.values[key]
+        return label, type(value).__name__, shown(value_text(value)), "", *empty
+    shape = "x".join(map(str, leaf.shape)) or (value_text(contents.values[key]) if key in contents.values else "scalar")
+    figures = _figures(contents.statistics[key]) if key in contents.statistics else empty
+    size = "tied" if leaf.tied_to else _size(leaf.nbytes, line.times)
+    return label, _dtype(leaf), shape, size, *figures
 
 
 def _size(nbytes: int, times: int) -> str:

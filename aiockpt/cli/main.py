@@ -16,8 +16,8 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Trust = Annotated[bool, typer.Option("--trust", help="Let a file of torch.save run the code in it.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint that is there already.")]
 Dtype = Annotated[
-    Literal["float64", "float32", "bfloat16", "float16"] | None,
-    typer.Option(help="Cast floating-point tensors to this dtype."),
+    Literal["float64", "float32", "bfloat16", "float16", "fp32", "bf16", "fp16"] | None,
+    typer.Option(metavar="DTYPE", help="Cast floating-point tensors to it: bfloat16, float16, float32 or float64."),
 ]
 Checkpoint = Annotated[
     str, typer.Argument(metavar="PATH", help="A checkpoint: a directory or a file.", autocompletion=checkpoints)

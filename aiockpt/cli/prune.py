@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import aiockpt
 from aiockpt.cli.app import Code, CommandError, report
-from aiockpt.cli.keeping import reason_text
 from aiockpt.cli.output import Column, console, print_json, print_table, shown, size_text
 from aiockpt.manager.owner import take
 from aiockpt.manager.policies import KeepAny, KeepPolicy, select, to_delete
@@ -103,18 +102,12 @@ def _print(infos: Sequence[StepInfo], outcome: _Outcome) -> None:
     word = "would be removed" if outcome.dry_run else "removed"
     rows = [
         (str(info.step), size_text(info.nbytes))
-        + ((word, "") if outcome.goes(info) else ("stays", ", ".join(map(_shown, outcome.reasons(info)))))
+        + ((word, "") if outcome.goes(info) else ("stays", ", ".join(map(shown, outcome.reasons(info)))))
         for info in infos
     ]
-    print_table(
-        [Column("step", right=True), Column("size", right=True), Column(""), Column("because", wraps=True)], rows
-    )
+    print_table([Column("step", right=True), Column("size", right=True), Column(""), Column("because")], rows)
     gone = [info.nbytes for info in infos if outcome.goes(info)]
     console().print(f"{len(gone)} of {len(infos)} steps {word}, {size_text(sum(gone))}")
-
-
-def _shown(reason: str) -> str:
-    return shown(reason_text(reason))
 
 
 def _record(info: StepInfo, outcome: _Outcome) -> dict[str, object]:

@@ -29,7 +29,7 @@ def rm(paths: Sequence[str], *, yes: bool = False) -> Code:
                 report(str(exc))
                 code = Code.FAILED
             else:
-                out.print(f"removed {shown(path)}", soft_wrap=True)
+                out.print(f"removed {shown(path)}")
     return code
 
 
@@ -40,7 +40,7 @@ def _ask(paths: Sequence[str]) -> None:
     for path in paths:
         found = find(path) if os.path.lexists(path) else []
         nbytes = sum(each.nbytes for each in found)
-        console(stderr=True).print(f"{shown(path)}  {size_text(nbytes) if found else 'no checkpoint'}", soft_wrap=True)
+        console(stderr=True).print(f"{shown(path)}  {size_text(nbytes) if found else 'no checkpoint'}")
     if not typer.confirm("Remove this?" if len(paths) == 1 else f"Remove these {len(paths)}?", err=True):
         console(stderr=True).print("Nothing was removed.")
         raise typer.Exit(Code.FINE)
@@ -61,8 +61,8 @@ def clean(directory: str, *, older_than_s: float | None, as_json: bool = False) 
         return
     out = console()
     for path in removed:
-        out.print(f"removed {shown(path)}", soft_wrap=True)
+        out.print(f"removed {shown(path)}")
     for each in left:
-        out.print(f"left {shown(each.path)}: {shown(each.problem)}", soft_wrap=True)
+        out.print(f"left {shown(each.path)}: {shown(each.problem)}")
     if not removed and not left:
         out.print("There is nothing to remove.")

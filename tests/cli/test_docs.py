@@ -1,3 +1,4 @@
+import pydoc
 from importlib.resources import files
 
 import pytest
@@ -35,6 +36,14 @@ def test_terminal_gets_rendered_page(monkeypatch, capsys):
     assert "\x1b[" in output
     assert "Threat model" in output
     assert "# Threat model" not in output
+
+
+def test_page_is_paged_on_a_terminal(monkeypatch):
+    paged = []
+    monkeypatch.setattr(pydoc, "pager", paged.append)
+    monkeypatch.setattr(aiockpt.cli.docs, "console", lambda: Console(force_terminal=True, width=100))
+    aiockpt.cli.docs.show_topic("threat-model")
+    assert "Threat model" in "".join(paged)
 
 
 def test_unknown_topic_error_lists_the_topics():
