@@ -333,7 +333,7 @@ def _described(info: Info, texts: Mapping[str, str]) -> str:
     text = shown(texts[info.key]) if info.key in texts else ""
     if isinstance(info, ObjectInfo):
         return text or (f"object of {size_text(info.nbytes)}" if info.file else "object")
-    return f"{_dtype(info)} {'x'.join(map(str, info.shape)) or text or 'scalar'}"
+    return f"{_dtype(info)} {'x'.join(map(str, info.shape)) or f'scalar {text}'.rstrip()}"
 
 
 def _dtype(info: TensorInfo) -> str:

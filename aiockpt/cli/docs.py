@@ -6,17 +6,23 @@ import os
 import sys
 import textwrap
 from importlib.resources import files
+from pathlib import Path
 
+from aiockpt.cli.app import CommandError
 from aiockpt.cli.output import console
 
 _FOLDER = files("aiockpt") / "docs"
 _SUFFIX = ".md"
+TUTORIAL = "tutorial"
+"""The topic that is a notebook: it is written to a file."""
 
 
 def topics() -> dict[str, str]:
-    """Return each topic with its summary: the first paragraph after the title, which is one line."""
-    names = sorted(page.name.removesuffix(_SUFFIX) for page in _FOLDER.iterdir() if page.name.endswith(_SUFFIX))
-    return {name: _text_of(name).split("\n\n", 2)[1] for name in names}
+    """Return each topic with its summary: of a page the first paragraph after the title, which is one line."""
+    pages = sorted(page.name.removesuffix(_SUFFIX) for page in _FOLDER.iterdir() if page.name.endswith(_SUFFIX))
+    found = {name: _text_of(name).split("\n\n", 2)[1] for name in pages}
+    found[TUTORIAL] = "A notebook: a save beside training, its pictures, and a run that is interrupted."
+    return dict(sorted(found.items()))
 
 
 def show_topics() -> None:
@@ -47,6 +53,16 @@ def show_topic(topic: str) -> None:
             out.print(Markdown(_text_of(topic)))
     else:
         print(_text_of(topic), end="")
+
+
+def export_tutorial(file: Path) -> None:
+    """Write the notebook to a new file; raise CommandError if there is one already."""
+    try:
+        with file.open("xb") as target:
+            target.write((_FOLDER / f"{TUTORIAL}.ipynb").read_bytes())
+    except FileExistsError:
+        raise CommandError(f"{file} exists already: name another file, as in `aiockpt docs {TUTORIAL} FILE`") from None
+    console().print(f"{file}: open it with Jupyter; pip install 'aiockpt[notebook,plots]' has what it needs")
 
 
 def _text_of(topic: str) -> str:

@@ -294,7 +294,8 @@ def _row(line: tree.Line, contents: Contents) -> tuple[str, ...]:
             )
         value = contents.values[key]
         return label, type(value).__name__, shown(value_text(value)), "", *empty
-    shape = "x".join(map(str, leaf.shape)) or (value_text(contents.values[key]) if key in contents.values else "scalar")
+    value = value_text(contents.values[key]) if key in contents.values else ""
+    shape = "x".join(map(str, leaf.shape)) or f"scalar {value}".rstrip()
     figures = _figures(contents.statistics[key]) if key in contents.statistics else empty
     size = "tied" if leaf.tied_to else _size(leaf.nbytes, line.times)
     return label, _dtype(leaf), shape, size, *figures

@@ -365,10 +365,16 @@ def docs(
     topic: Annotated[
         str | None, typer.Argument(help="The page to show. By default, the list of pages.", autocompletion=topics)
     ] = None,
+    file: Annotated[Path | None, typer.Argument(help="For tutorial: the file to write, ./tutorial.ipynb.")] = None,
 ) -> None:
-    """Show the documentation: a list of topics, or one page."""
-    from aiockpt.cli.docs import show_topic, show_topics
+    """Show the documentation: a list of topics, or one page. The tutorial is a notebook, which is written to a file."""
+    from aiockpt.cli.docs import TUTORIAL, export_tutorial, show_topic, show_topics
 
+    if topic == TUTORIAL:
+        export_tutorial(file or Path(f"{TUTORIAL}.ipynb"))
+        return
+    if file is not None:
+        raise typer.BadParameter(f"only {TUTORIAL} is written to a file", param_hint="FILE")
     if topic is None:
         show_topics()
         return

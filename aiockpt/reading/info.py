@@ -142,7 +142,7 @@ def _rows(
         value = printable_key(value_text(values[info.key])) if info.key in values else ""
         if isinstance(info, TensorInfo):
             pieces = f" and {len(info.chunks) - 1} more" if len(info.chunks) > 1 else ""
-            shape = "x".join(map(str, info.shape)) or value or "scalar"
+            shape = "x".join(map(str, info.shape)) or f"scalar {value}".rstrip()
             dtype = str(info.dtype).removeprefix("torch.")
             rows.append((key, dtype, shape, "tied" if info.tied_to else size_text(info.nbytes), file + pieces))
         else:

@@ -188,6 +188,6 @@ def test_values_of_scalars_and_small_objects_are_shown(tmp_path):
     aiockpt.save(other, tmp_path / "b")
     result = CliRunner().invoke(app, ["diff", str(tmp_path / "a"), str(tmp_path / "b")])
     lines = [" ".join(line.split()) for line in result.stdout.splitlines()]
-    for line in ("- gone 7", "+ new int64 9", "~ step 1 -> 2", "~ kind 3 -> int64 4"):
+    for line in ("- gone 7", "+ new int64 scalar 9", "~ step 1 -> 2", "~ kind 3 -> int64 scalar 4"):
         assert line in lines
-    assert any(line.startswith("~ lr float32 0.5 -> 0.25 1 of 1") for line in lines)
+    assert any(line.startswith("~ lr float32 scalar 0.5 -> 0.25 1 of 1") for line in lines)

@@ -220,7 +220,7 @@ def test_scalars_have_their_values_and_tied_tensors_count_once(name, tmp_path):
     lines = [line.split() for line in invoke(tmp_path / name).stdout.splitlines()]
     assert ["embed", "float32", "1000", "3.9", "KiB"] in lines
     assert ["head", "float32", "1000", "tied"] in lines
-    assert ["lr", "float32", "0.125", "4", "B"] in lines
+    assert ["lr", "float32", "scalar", "0.125", "4", "B"] in lines
     assert ["step", "int", "300"] in lines or name.endswith(".safetensors")
     found = document(tmp_path / name)
     assert found["bytes"] == found["dtypes"]["float32"] == 4004

@@ -74,7 +74,7 @@
   const kindName = (kind) => (kind === OBJECT ? "object" : data.dtypes[kind]);
   const shapeText = (item) => {
     const [dtype, shape] = form(item);
-    const text = dtype < 0 ? "" : data.shapes[shape].length ? data.shapes[shape].join(" × ") : notes.has(item) ? "" : "scalar";
+    const text = dtype < 0 ? "" : data.shapes[shape].length ? data.shapes[shape].join(" × ") : "scalar";
     return [text, visible(notes.get(item) || " ").trim()].filter(Boolean).join(" ");
   };
   const kinds = [];
