@@ -17,7 +17,10 @@ Trust = Annotated[bool, typer.Option("--trust", help="Let a file of torch.save r
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint that is there already.")]
 Dtype = Annotated[
     Literal["float64", "float32", "bfloat16", "float16", "fp32", "bf16", "fp16"] | None,
-    typer.Option(metavar="DTYPE", help="Cast floating-point tensors to it: bfloat16, float16, float32 or float64."),
+    typer.Option(
+        metavar="DTYPE",
+        help="Cast floating-point tensors to bfloat16, float16, float32 or float64, bf16 and so on for short.",
+    ),
 ]
 Checkpoint = Annotated[
     str, typer.Argument(metavar="PATH", help="A checkpoint: a directory or a file.", autocompletion=checkpoints)
