@@ -13,7 +13,7 @@ from enum import IntEnum
 from typing import Any, NoReturn, TypeVar
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperGroup, TyperOption
 
 T = TypeVar("T")
 
@@ -90,10 +90,28 @@ def run(command: Coroutine[Any, Any, T]) -> T:
     return asyncio.run(command)
 
 
+_FLAGS = {
+    "with keys=": "by naming their keys",
+    "keys=": "the keys to name",
+    "trust=True": "--trust",
+    "overwrite=True": "--overwrite",
+    "see what it holds with open(path), or pass strict=False": "aiockpt inspect shows what it holds",
+}
+"""What messages for programs advise, and the same for the command line."""
+
+
 def report(message: str) -> None:
-    """Write a message on one line to standard error."""
+    """Write a message to standard error: on one line, or wrapped at words on a terminal."""
+    for advice, flag in _FLAGS.items():
+        message = message.replace(advice, flag)
+    line = f"aiockpt: {' '.join(message.split())}"
     with contextlib.suppress(OSError):
-        print(f"aiockpt: {' '.join(message.split())}", file=sys.stderr, flush=True)
+        if not sys.stderr.isatty():
+            print(line, file=sys.stderr, flush=True)
+            return
+        from aiockpt.cli.output import console
+
+        console(stderr=True).print(line)
 
 
 def _choose_help_styles() -> None:
@@ -106,6 +124,13 @@ def _choose_help_styles() -> None:
         setattr(rich_utils, f"STYLE_{name}", "magenta")
     for name in ("HELPTEXT", "USAGE_COMMAND"):
         setattr(rich_utils, f"STYLE_{name}", "")
+    # typer would put <bool> behind a flag.
+    TyperOption.display_type_rich = _value_type  # type: ignore[assignment,method-assign]
+
+
+def _value_type(option: Any, ctx: Any) -> str | None:
+    """Return the type of an option's value, which a flag has not."""
+    return None if option.is_flag else option.metavar or option.display_type(ctx)
 
 
 def _without_debug(args: Sequence[str]) -> tuple[list[str], bool]:

@@ -6,15 +6,13 @@ import os
 from collections.abc import Sequence
 from typing import Literal
 
-import torch
-
 from aiockpt.cli.app import CommandError
 from aiockpt.cli.output import console, shown, size_text
 from aiockpt.cli.progress import bar
-from aiockpt.dcp.format_utils import convert_checkpoint_async
+from aiockpt.dcp.format_utils import DTYPES, convert_checkpoint_async
 
 Format = Literal["dcp", "torch", "safetensors"]
-Dtype = Literal["float64", "float32", "bfloat16", "float16"]
+Dtype = Literal["float64", "float32", "bfloat16", "float16", "fp32", "bf16", "fp16"]
 
 _ENDINGS: dict[str, Format] = {
     ".safetensors": "safetensors",
@@ -58,7 +56,7 @@ async def convert(
             target,
             to=to,
             keys=keys,
-            dtype=None if dtype is None else getattr(torch, dtype),
+            dtype=None if dtype is None else DTYPES[dtype],
             overwrite=overwrite,
             trust=trust,
             progress=shown_bar,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 import os
-import reprlib
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass, field
@@ -28,9 +27,9 @@ from aiockpt.cli.output import (
     size_text,
 )
 from aiockpt.cli.progress import Bar, bar
-from aiockpt.cli.statistics import distinct_index, part_indices, times_of
+from aiockpt.cli.statistics import distinct_index, part_indices, small_values, times_of
 from aiockpt.format.keys import hint, matching
-from aiockpt.reading.info import ObjectInfo, TensorInfo
+from aiockpt.reading.info import ObjectInfo, TensorInfo, value_text
 from aiockpt.reading.reader import CheckpointReader
 
 _PART_BYTES = 16 << 20  # read at once of each checkpoint
@@ -39,9 +38,6 @@ _RAW_BYTES = 8 << 20
 
 Info = TensorInfo | ObjectInfo
 Pair = TypeVar("Pair", bound=tuple[Info, Info])
-
-_value = reprlib.Repr()
-_value.maxstring = _value.maxother = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +66,7 @@ class Differences:
     removed: list[Info] = field(default_factory=list)
     changed: list[Changed] = field(default_factory=list)
     unchanged: int = 0
+    texts: tuple[dict[str, str], dict[str, str]] = ({}, {})  # of scalars and small objects that differ, in each
 
     def __bool__(self) -> bool:
         return bool(self.added or self.removed or self.changed)
@@ -89,6 +86,10 @@ async def diff(a: str, b: str, patterns: Sequence[str], *, tolerance: Tolerance,
     async with AsyncExitStack() as stack:
         old, new = [await stack.enter_async_context(aiockpt.open(path, trust=trust)) for path in (a, b)]
         found = await differences(old, new, patterns, tolerance)
+        found.texts = (
+            await _texts(old, [*found.removed, *(each.a for each in found.changed)]),
+            await _texts(new, [*found.added, *(each.b for each in found.changed)]),
+        )
         if as_json:
             print_json(_document(old, new, found))
         else:
@@ -229,8 +230,7 @@ async def _changed_objects(
     for one, other in pairs:
         values = old[one.key], new[one.key]
         if not same_objects(*values, tolerance):
-            before, after = map(_value.repr, values)
-            yield Changed(one.key, one, other, "values", texts=(before, after))
+            yield Changed(one.key, one, other, "values", texts=(value_text(values[0]), value_text(values[1])))
 
 
 def _same_bytes(*places: tuple[str, ObjectInfo]) -> bool:
@@ -252,6 +252,11 @@ def _same_bytes(*places: tuple[str, ObjectInfo]) -> bool:
                 return False
             left -= len(parts[0])
         return True
+
+
+async def _texts(reader: CheckpointReader, infos: Sequence[Info]) -> dict[str, str]:
+    values, _ = await small_values(reader, infos)
+    return {key: value_text(value) for key, value in values.items()}
 
 
 # --- output ---------------------------------------------------------------------------------------------
@@ -291,11 +296,12 @@ def _print(a: CheckpointReader, b: CheckpointReader, found: Differences) -> None
         keys = "key is" if found.unchanged == 1 else "keys are"
         out.print(f"\nno differences: {found.unchanged} {keys} the same")
         return
-    rows = [_row("-", "red", info, _described(info)) for info in found.removed]
-    rows += [_row("+", "green", info, _described(info)) for info in found.added]
-    rows += [_row("~", "yellow", each.a, *_cells(each)) for each in found.changed]
+    old, new = found.texts
+    rows = [_row("-", "red", info, _described(info, old)) for info in found.removed]
+    rows += [_row("+", "green", info, _described(info, new)) for info in found.added]
+    rows += [_row("~", "yellow", each.a, *_cells(each, old, new)) for each in found.changed]
     out.print()
-    columns = [Column(""), Column("key", wraps=True), Column("what", wraps=True)]
+    columns = [Column(""), Column("key"), Column("what")]
     columns += [Column(title, right=True) for title in ("differing", "max abs", "max rel")]
     filled = [number for number, _ in enumerate(columns) if number < 3 or any(str(row[number]) for row in rows)]
     print_table([columns[number] for number in filled], [[row[number] for number in filled] for row in rows])
@@ -309,13 +315,14 @@ def _row(sign: str, style: str, info: Info, *cells: str) -> list[str | Text]:
     return [Text(sign, style), shown(info.key), *cells, *[""] * (4 - len(cells))]
 
 
-def _cells(each: Changed) -> tuple[str, ...]:
+def _cells(each: Changed, old: Mapping[str, str], new: Mapping[str, str]) -> tuple[str, ...]:
     if each.what in ("kind", "dtype", "shape"):
-        what = f"{_described(each.a)} -> {_described(each.b)}"
+        what = f"{_described(each.a, old)} -> {_described(each.b, new)}"
     elif each.what == "bytes":
         what = "object: other bytes, not unpickled"
     else:
-        what = _described(each.a) if each.texts is None else " -> ".join(map(shown, each.texts))
+        what = _described(each.a, old) if each.texts is None else " -> ".join(map(shown, each.texts))
+        what += f" -> {shown(new[each.key])}" if each.texts is None and each.key in new else ""
     if each.values is None:
         return (what,)
     values = each.values
@@ -323,7 +330,8 @@ def _cells(each: Changed) -> tuple[str, ...]:
     return what, share, *("" if n is None else f"{n:.4g}" for n in (values.max_abs, values.max_rel))
 
 
-def _described(info: Info) -> str:
+def _described(info: Info, texts: Mapping[str, str]) -> str:
+    text = shown(texts[info.key]) if info.key in texts else ""
     if isinstance(info, ObjectInfo):
-        return f"object of {size_text(info.nbytes)}" if info.file else "object"
-    return f"{dtype_text(info)} {shape_text(info)}"
+        return text or (f"object of {size_text(info.nbytes)}" if info.file else "object")
+    return f"{dtype_text(info)} {f'scalar {text}'.rstrip() if not info.shape else shape_text(info)}"

@@ -2,27 +2,37 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import textwrap
 from importlib.resources import files
+from pathlib import Path
 
+from aiockpt.cli.app import CommandError
 from aiockpt.cli.output import console
 
 _FOLDER = files("aiockpt") / "docs"
 _SUFFIX = ".md"
+TUTORIAL = "tutorial"
+"""The topic that is a notebook: it is written to a file."""
 
 
 def topics() -> dict[str, str]:
-    """Return each topic with its summary: the first paragraph after the title, which is one line."""
-    names = sorted(page.name.removesuffix(_SUFFIX) for page in _FOLDER.iterdir() if page.name.endswith(_SUFFIX))
-    return {name: _text_of(name).split("\n\n", 2)[1] for name in names}
+    """Return each topic with its summary: of a page the first paragraph after the title, which is one line."""
+    pages = sorted(page.name.removesuffix(_SUFFIX) for page in _FOLDER.iterdir() if page.name.endswith(_SUFFIX))
+    found = {name: _text_of(name).split("\n\n", 2)[1] for name in pages}
+    found[TUTORIAL] = "A notebook: a save beside training, its pictures, and a run that is interrupted."
+    return dict(sorted(found.items()))
 
 
 def show_topics() -> None:
     """Print the list of topics."""
     listed = topics()
-    width = max(map(len, listed))
+    width, out = max(map(len, listed)) + 2, console()
     print("aiockpt docs TOPIC shows one of these pages:\n")
+    room = out.width if out.is_terminal else sys.maxsize
     for name, summary in listed.items():
-        print(f"{name:{width}}  {summary}")
+        print(textwrap.fill(f"{name:{width}}{summary}", room, subsequent_indent=" " * width))
 
 
 def show_topic(topic: str) -> None:
@@ -38,9 +48,21 @@ def show_topic(topic: str) -> None:
     if out.is_terminal:
         from rich.markdown import Markdown  # takes longer to import than everything else
 
-        out.print(Markdown(_text_of(topic)))
+        os.environ.setdefault("LESS", "-FRX")  # no paging of what fits; colors; the page stays on the screen
+        with out.pager(styles=True):
+            out.print(Markdown(_text_of(topic)))
     else:
         print(_text_of(topic), end="")
+
+
+def export_tutorial(file: Path) -> None:
+    """Write the notebook to a new file; raise CommandError if there is one already."""
+    try:
+        with file.open("xb") as target:
+            target.write((_FOLDER / f"{TUTORIAL}.ipynb").read_bytes())
+    except FileExistsError:
+        raise CommandError(f"{file} exists already: name another file, as in `aiockpt docs {TUTORIAL} FILE`") from None
+    console().print(f"{file}: open it with Jupyter; pip install 'aiockpt[notebook,plots]' has what it needs")
 
 
 def _text_of(topic: str) -> str:

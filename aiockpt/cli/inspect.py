@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import reprlib
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -20,27 +19,21 @@ from aiockpt.cli import tree
 from aiockpt.cli.app import CommandError
 from aiockpt.cli.found import find
 from aiockpt.cli.html.page import html_page
-from aiockpt.cli.output import console, dtype_text, facts_of, padded, print_json, shape_text, shown, size_text
+from aiockpt.cli.output import console, dtype_text, facts_of, print_json, shape_text, shown, size_text
 from aiockpt.cli.progress import bar
-from aiockpt.cli.statistics import Statistics, Survey, survey
+from aiockpt.cli.statistics import Statistics, Survey, small_values, survey
 from aiockpt.core.gc_pause import gc_pause
 from aiockpt.core.wording import plural
 from aiockpt.format.keys import hint, matching
-from aiockpt.reading.info import ObjectInfo, TensorInfo
+from aiockpt.reading.info import ObjectInfo, TensorInfo, stored_bytes, value_text
 from aiockpt.reading.reader import CheckpointReader
 
 _LINES = 100  # shown on a terminal before levels are left out
-_VALUES = 200  # objects whose values are shown
-_VALUE_BYTES = 4096
 _BATCH = 1000  # lines printed at once
 _LEAST_CELLS = 20  # for the names of keys
 _TITLES = ("min", "max", "mean", "nan")
 _PLAIN, _BOLD, _DIM, _BAD = Style(), Style(bold=True), Style(dim=True), Style(color="red", bold=True)
 _KIND = Style(color="magenta")
-
-_value = reprlib.Repr()
-_value.maxstring = _value.maxother = 40
-_value.maxdict = _value.maxlist = _value.maxtuple = 4
 
 
 @dataclass(slots=True)
@@ -95,7 +88,8 @@ async def inspect(path: str, view: View, *, as_json: bool = False, trust: bool =
             if depth is None and not view.everything and out.is_terminal:
                 depth = tree.fitting_depth(root, _LINES, fold=fold)
             lines = list(tree.lines(root, depth=depth, fold=fold))
-        await _read_values(reader, lines, contents)
+        leaves = [line.node.leaf for line in lines if line.node.leaf is not None and not line.is_cut]
+        contents.values, contents.damaged = await small_values(reader, leaves)
     _print_head(contents)
     _print_tree(lines, contents)
     if any(line.is_cut for line in lines):
@@ -108,8 +102,9 @@ async def write_page(path: str, view: View, file: Path, *, trust: bool = False) 
     async with aiockpt.open(path, trust=trust) as reader:
         contents = _chosen(reader, view.keys)
         stats = await _surveys(reader, contents, histograms=True) if view.stats else {}
+        values, _ = await small_values(reader, contents.infos.values())
         with gc_pause():
-            page = html_page(reader.path, reader.format, reader.metadata, contents.infos.values(), stats)
+            page = html_page(reader.path, reader.format, reader.metadata, contents.infos.values(), stats, values)
     part = file.with_name(f"{file.name}.part")
     part.write_text(page, encoding="utf-8")
     part.replace(file)
@@ -143,19 +138,6 @@ def _chosen(reader: CheckpointReader, patterns: Sequence[str]) -> Contents:
         return Contents(reader.path, reader.format, reader.metadata, reader.beside, {key: reader[key] for key in keys})
 
 
-async def _read_values(reader: CheckpointReader, lines: Sequence[tree.Line], contents: Contents) -> None:
-    """Read the values of the first small objects; those that may not be read are left out."""
-    leaves = [line.node.leaf for line in lines if not line.is_cut]
-    objects = [leaf for leaf in leaves if isinstance(leaf, ObjectInfo) and leaf.nbytes <= _VALUE_BYTES]
-    for leaf in objects[:_VALUES]:
-        try:
-            contents.values[leaf.key] = await reader.read(leaf.key)
-        except aiockpt.UnsafeCheckpointError:
-            continue
-        except aiockpt.CorruptCheckpointError:  # the rest can be looked at all the same
-            contents.damaged.add(leaf.key)
-
-
 # --- JSON -----------------------------------------------------------------------------------------------
 
 
@@ -167,7 +149,7 @@ def _document(contents: Contents) -> dict[str, Any]:
         "beside": contents.beside,
         "tensors": len(contents.tensors),
         "objects": len(contents.infos) - len(contents.tensors),
-        "bytes": sum(info.nbytes for info in contents.tensors),
+        "bytes": stored_bytes(contents.tensors),
         "dtypes": _dtypes(contents.tensors),
         "keys": [_record(info, contents) for info in contents.infos.values()],
     }
@@ -180,7 +162,7 @@ def _record(info: TensorInfo | ObjectInfo, contents: Contents) -> dict[str, Any]
         {"file": c.file, "offset": c.offset, "bytes": c.nbytes, "offsets": c.offsets, "sizes": c.sizes}
         for c in info.chunks
     ]
-    record = {"key": info.key, **facts_of(info), "chunks": chunks}
+    record = {"key": info.key, **facts_of(info), "tied_to": info.tied_to, "chunks": chunks}
     if info.key in contents.statistics:
         figures = contents.statistics[info.key]
         record["stats"] = None if figures is None else asdict(figures)
@@ -190,7 +172,7 @@ def _record(info: TensorInfo | ObjectInfo, contents: Contents) -> dict[str, Any]
 def _dtypes(tensors: Sequence[TensorInfo]) -> dict[str, int]:
     """Return the bytes of each dtype, the largest first."""
     counts: Counter[str] = Counter()
-    for info in tensors:
+    for info in {info.tied_to or info.key: info for info in tensors}.values():
         counts[dtype_text(info)] += info.nbytes
     return dict(counts.most_common())
 
@@ -202,8 +184,8 @@ def _print_head(contents: Contents) -> None:
     out = console()
     tensors = contents.tensors
     objects = len(contents.infos) - len(tensors)
-    total = sum(info.nbytes for info in tensors)
-    out.print(shown(contents.path), style="bold", soft_wrap=True)
+    total = stored_bytes(tensors)
+    out.print(shown(contents.path), style="bold")
     dtypes = ", ".join(f"{name} {size_text(nbytes)}" for name, nbytes in _dtypes(tensors).items())
     kinds = f" ({dtypes})" if dtypes else ""
     out.print(
@@ -212,7 +194,7 @@ def _print_head(contents: Contents) -> None:
     if contents.metadata:
         out.print(f"metadata: {shown(json.dumps(contents.metadata, ensure_ascii=False))}")
     if contents.beside:
-        out.print(f"not read: {shown(', '.join(contents.beside))}", soft_wrap=True)
+        out.print(f"not read: {shown(', '.join(contents.beside))}")
     out.print()
 
 
@@ -220,7 +202,9 @@ def _print_tree(lines: Sequence[tree.Line], contents: Contents) -> None:
     """Print the lines in batches, because each call of rich takes long."""
     titles = ("", "", "", "", *(_TITLES if contents.statistics else ()))
     rows = [_row(line, contents) for line in lines]
-    widths = [max(map(cell_len, column)) for column in zip(titles, *rows, strict=True)]
+    sized = (row for row in rows if row[3])  # values of objects, which have nothing behind them, widen no column
+    widths = [max(map(cell_len, column)) for column in zip(titles, *sized, strict=True)]
+    widths[:2] = [max(map(cell_len, column), default=0) for column in list(zip(titles, *rows, strict=True))[:2]]
     out = console()
     if out.is_terminal:
         rest = sum(width + 2 for width in widths[1:] if width)
@@ -240,16 +224,21 @@ def _print_tree(lines: Sequence[tree.Line], contents: Contents) -> None:
 def _segments(style: Style, row: Sequence[str], widths: Sequence[int]) -> list[Segment]:
     """Return a line: the name, the dtype, and the rest, of which a number of nan stands out."""
     label, kind, shape, *numbers = row
-    figures = [padded(cell, width, right=True) for cell, width in zip(numbers, widths[3:], strict=True) if width]
-    rest = "".join((f"  {padded(shape, widths[2])}" if widths[2] else "", *(f"  {cell}" for cell in figures[:-1])))
+    figures = [_padded(cell, width, right=True) for cell, width in zip(numbers, widths[3:], strict=True) if width]
+    rest = "".join((f"  {_padded(shape, widths[2])}" if widths[2] else "", *(f"  {cell}" for cell in figures[:-1])))
     last = f"  {figures[-1]}" if figures else ""
     is_bad = len(numbers) > 1 and numbers[-1].isdecimal() and numbers[-1] != "0"
     if not is_bad:
         rest, last = (rest + last).rstrip(), ""
-    ahead = padded(_fitted(label, widths[0]), widths[0])
-    between = f"  {padded(kind, widths[1])}" if widths[1] else ""
+    ahead = _padded(_fitted(label, widths[0]), widths[0])
+    between = f"  {_padded(kind, widths[1])}" if widths[1] else ""
     found = [Segment(ahead, style), Segment(between, _KIND), Segment(rest), Segment(last, _BAD), Segment("\n")]
     return [segment for segment in found if segment.text]
+
+
+def _padded(text: str, width: int, *, right: bool = False) -> str:
+    gap = " " * (width - cell_len(text))
+    return gap + text if right else text + gap
 
 
 def _fitted(label: str, width: int) -> str:
@@ -278,20 +267,23 @@ def _row(line: tree.Line, contents: Contents) -> tuple[str, ...]:
     if leaf is None or line.is_cut:
         counted = plural(node.tensors * line.times, "tensor") if line.is_cut else ""
         return label, counted, "", _size(node.nbytes, line.times) if node.tensors else "", *empty
+    key = leaf.key
     if isinstance(leaf, ObjectInfo):
-        if leaf.key not in contents.values:
+        if key not in contents.values:
             return (
                 label,
                 "object",
-                "damaged" if leaf.key in contents.damaged else "",
+                "damaged" if key in contents.damaged else "",
                 size_text(leaf.nbytes) if leaf.file else "",
                 *empty,
             )
-        value = contents.values[leaf.key]
-        return label, type(value).__name__, shown(_value.repr(value)), "", *empty
-    shape = shape_text(leaf)
-    figures = _figures(contents.statistics[leaf.key]) if leaf.key in contents.statistics else empty
-    return label, dtype_text(leaf), shape, _size(leaf.nbytes, line.times), *figures
+        value = contents.values[key]
+        return label, type(value).__name__, shown(value_text(value)), "", *empty
+    value = value_text(contents.values[key]) if key in contents.values else ""
+    shape = shape_text(leaf) if leaf.shape else f"scalar {value}".rstrip()
+    figures = _figures(contents.statistics[key]) if key in contents.statistics else empty
+    size = "tied" if leaf.tied_to else _size(leaf.nbytes, line.times)
+    return label, dtype_text(leaf), shape, size, *figures
 
 
 def _size(nbytes: int, times: int) -> str:

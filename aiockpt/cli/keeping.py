@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import os
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +16,6 @@ from aiockpt.manager.policies import KeepAll, KeepAny, KeepPolicy
 from aiockpt.manager.scan import RUN_KEY, StepInfo
 from aiockpt.storage.local.entries import read_regular
 
-_CALL = re.compile(r"\bKeep([A-Z][a-z]+)\(([^()]*)\)")
 _NOTED = ("KeepLatest", "KeepEvery", "KeepWithin", "KeepBest")
 
 
@@ -56,11 +54,6 @@ def noted_policy(infos: Sequence[StepInfo]) -> KeepPolicy | None:
     except (OSError, KeyError, TypeError, ValueError):
         return None
     return KeepAny(tuple(policies)) if policies else None
-
-
-def reason_text(reason: str) -> str:
-    """Return the repr of policies in a shorter form for tables, such as "best 2 loss" for KeepBest(2, 'loss')."""
-    return _CALL.sub(lambda call: f"{call[1].lower()} {call[2].replace(', ', ' ').replace(chr(39), '')}", reason)
 
 
 def parse_policy(text: str) -> KeepPolicy | None:

@@ -12,23 +12,23 @@ from typing import Any
 from rich.text import Text
 
 from aiockpt.cli.found import Found, look_into
-from aiockpt.cli.keeping import noted_policy, reason_text
-from aiockpt.cli.output import Column, console, print_json, print_table, shown, size_text, time_text
+from aiockpt.cli.keeping import noted_policy
+from aiockpt.cli.output import Column, console, print_json, print_table, shown, size_text
+from aiockpt.core.wording import time_text
 from aiockpt.format.names import HIDDEN
 from aiockpt.manager.owner import owner_of
 from aiockpt.manager.policies import select
 from aiockpt.manager.scan import NO_STEP
 
 _STYLES = {"complete": "green", "unfinished": "magenta", "damaged": "bold red"}
-_NAME_CELLS = 40  # longer names wrap
 _COLUMNS = (
     Column("name"),
     Column("state"),
     Column("format"),
     Column("size", right=True),
     Column("saved"),
-    Column("metrics", wraps=True),
-    Column("kept by", wraps=True),
+    Column("metrics"),
+    Column("kept by"),
 )
 
 
@@ -48,17 +48,17 @@ def ls(directory: str, *, as_json: bool = False) -> None:
         print_json({"directory": path, "owner": facts, "checkpoints": records, "below": below, "cut": contents.is_cut})
         return
     if owner is not None:
-        console().print(f"A manager writes to this run: {shown(str(owner))}.", style="bold", soft_wrap=True)
+        console().print(f"A manager writes to this run: {shown(str(owner))}.", style="bold")
     if found:
         _print(found)
     elif not below:
         why = f": {contents.problem}" if contents.problem else ""
-        console().print(f"There are no checkpoints in {shown(directory)}{why}.", soft_wrap=True)
+        console().print(f"There are no checkpoints in {shown(directory)}{why}.")
     if below:
         text = ", ".join(f"{shown(name)} ({count})" for name, count in below.items())
-        console().print(f"Directories with checkpoints: {text}", soft_wrap=True)
+        console().print(f"Directories with checkpoints: {text}")
     if contents.is_cut:
-        console().print("There is more: not all of it was looked at. List its subdirectories.", soft_wrap=True)
+        console().print("There is more: not all of it was looked at. List its subdirectories.")
 
 
 def with_reasons(found: Sequence[Found]) -> list[Found]:
@@ -76,13 +76,12 @@ def _print(found: Sequence[Found]) -> None:
     chosen = [number for number in range(len(_COLUMNS)) if any(str(row[number]) for row in rows)]
     if all(each.format in ("aiockpt", "") for each in found):
         chosen = [number for number in chosen if number != 2]
-    columns = [replace(_COLUMNS[0], wraps=max(len(str(row[0])) for row in rows) > _NAME_CELLS), *_COLUMNS[1:]]
-    print_table([columns[number] for number in chosen], [[row[number] for number in chosen] for row in rows])
+    print_table([_COLUMNS[number] for number in chosen], [[row[number] for number in chosen] for row in rows])
     out = console()
     for each in found:
         if each.info.problem:
             text = f"{_short(each.name)}: {shown(each.info.problem)}"
-            out.print(text, style=_STYLES[each.info.state], soft_wrap=True)
+            out.print(text, style=_STYLES[each.info.state])
     complete = [each for each in found if each.info.state == "complete"]
     total = size_text(sum(each.info.nbytes for each in found))
     others = f", {len(found) - len(complete)} not" if len(found) > len(complete) else ""
@@ -101,7 +100,7 @@ def _row(found: Found) -> list[str | Text]:
         size_text(found.info.nbytes),
         time_text(found.info.time),
         metrics,
-        ", ".join(map(reason_text, found.kept_by)),
+        ", ".join(map(shown, found.kept_by)),
     ]
 
 

@@ -16,8 +16,11 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Trust = Annotated[bool, typer.Option("--trust", help="Let a file of torch.save run the code in it.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint that is there already.")]
 Dtype = Annotated[
-    Literal["float64", "float32", "bfloat16", "float16"] | None,
-    typer.Option(help="Cast floating-point tensors to this dtype."),
+    Literal["float64", "float32", "bfloat16", "float16", "fp32", "bf16", "fp16"] | None,
+    typer.Option(
+        metavar="DTYPE",
+        help="Cast floating-point tensors to bfloat16, float16, float32 or float64, bf16 and so on for short.",
+    ),
 ]
 Checkpoint = Annotated[
     str, typer.Argument(metavar="PATH", help="A checkpoint: a directory or a file.", autocompletion=checkpoints)
@@ -355,10 +358,16 @@ def docs(
     topic: Annotated[
         str | None, typer.Argument(help="The page to show. By default, the list of pages.", autocompletion=topics)
     ] = None,
+    file: Annotated[Path | None, typer.Argument(help="For tutorial: the file to write, ./tutorial.ipynb.")] = None,
 ) -> None:
-    """Show the documentation: a list of topics, or one page."""
-    from aiockpt.cli.docs import show_topic, show_topics
+    """Show the documentation: a list of topics, or one page. The tutorial is a notebook, which is written to a file."""
+    from aiockpt.cli.docs import TUTORIAL, export_tutorial, show_topic, show_topics
 
+    if topic == TUTORIAL:
+        export_tutorial(file or Path(f"{TUTORIAL}.ipynb"))
+        return
+    if file is not None:
+        raise typer.BadParameter(f"only {TUTORIAL} is written to a file", param_hint="FILE")
     if topic is None:
         show_topics()
         return

@@ -8,10 +8,8 @@ import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
@@ -27,15 +25,17 @@ __all__ = [
     "dtype_text",
     "duration_text",
     "facts_of",
-    "padded",
     "print_json",
     "print_table",
     "rate_text",
     "shape_text",
     "shown",
     "size_text",
-    "time_text",
 ]
+
+
+_GAP = 2  # cells between columns
+_INDENT = 4  # cells before what is continued
 
 
 class _Console(Console):
@@ -44,7 +44,7 @@ class _Console(Console):
 
 
 def console(*, stderr: bool = False) -> Console:
-    """Return a console that wraps nothing where there is no terminal, and takes no text for markup."""
+    """Return a console that wraps at words on a terminal and nothing elsewhere, and takes no text for markup."""
     stream = sys.stderr if stderr else sys.stdout
     with contextlib.suppress(AttributeError):  # a name in a checkpoint may have what the terminal has not
         stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
@@ -62,45 +62,47 @@ class Column:
         title: its heading.
         right: align it to the right, as numbers are.
         style: its style, one that can be read on dark and on light.
-        wraps: whether long text is continued on the next line of a terminal.
     """
 
     title: str
     right: bool = False
     style: str = ""
-    wraps: bool = False
 
 
 def print_table(columns: Sequence[Column], rows: Sequence[Sequence[str | Text]]) -> None:
-    """Print a table: fitted to a terminal, with all of each text on a line elsewhere."""
+    """Print a table. What a terminal is too narrow for is continued on a second line, or a third; nothing is cut."""
     out = console()
-    if out.is_terminal:
-        from rich.table import Table
-
-        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-        for column in columns:
-            table.add_column(
-                column.title,
-                justify="right" if column.right else "left",
-                style=column.style,
-                overflow="fold",
-                no_wrap=not column.wraps,
-            )
-        for row in rows:
-            table.add_row(*(cell if isinstance(cell, Text) else Text(cell) for cell in row))
-        out.print(table)
-        return
-    texts = [[column.title for column in columns], *([str(cell) for cell in row] for row in rows)]
-    widths = [max(map(cell_len, cells)) for cells in zip(*texts, strict=True)]
-    for line in texts:
-        cells = zip(columns, widths, line, strict=True)
-        print("  ".join(padded(text, width, right=column.right) for column, width, text in cells).rstrip())
+    lines = [[Text(column.title, style="bold") for column in columns]]
+    for row in rows:
+        both = zip(columns, row, strict=True)
+        lines.append([cell if isinstance(cell, Text) else Text(cell, style=column.style) for column, cell in both])
+    widths = [max(cell.cell_len for cell in cells) for cells in zip(*lines, strict=True)]
+    bands = _bands(widths, out.width if out.is_terminal else None)
+    for cells in lines:
+        for number, band in enumerate(bands):
+            line = Text(" " * _INDENT if number else "")
+            for at in band:
+                gap = " " * (widths[at] - cells[at].cell_len)
+                line += Text.assemble(*((gap, cells[at]) if columns[at].right else (cells[at], gap)), " " * _GAP)
+            line.rstrip()
+            if not out.is_terminal:
+                print(line.plain)
+            elif line.plain or not number:
+                for each in line.wrap(out, out.width - _INDENT) if line.cell_len > out.width else [line]:
+                    out.print(each)
 
 
-def padded(text: str, width: int, *, right: bool = False) -> str:
-    """Return a text with spaces after it, or before it, to a width in cells of a terminal."""
-    gap = " " * (width - cell_len(text))
-    return gap + text if right else text + gap
+def _bands(widths: Sequence[int], room: int | None) -> list[list[int]]:
+    """Divide columns, by their numbers, among as many lines as they need; None: there is room for all."""
+    bands: list[list[int]] = [[]]
+    used = 0
+    for at, width in enumerate(widths):
+        if room is not None and bands[-1] and used + width > room:
+            bands.append([])
+            used = _INDENT
+        bands[-1].append(at)
+        used += width + _GAP
+    return bands
 
 
 # --- JSON -----------------------------------------------------------------------------------------------
@@ -163,11 +165,6 @@ def duration_text(seconds: float) -> str:
         return f"{minutes} min {rest} s"
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
-
-
-def time_text(time_s: float) -> str:
-    """Return a time in seconds as in `time.time` as text, to the minute, in the zone of this machine."""
-    return datetime.fromtimestamp(time_s).astimezone().strftime("%Y-%m-%d %H:%M")
 
 
 def rate_text(bytes_per_s: float) -> str:

@@ -14,7 +14,6 @@ import typer
 import aiockpt
 from aiockpt.cli.app import Code, CommandError, report
 from aiockpt.cli.found import find
-from aiockpt.cli.keeping import reason_text
 from aiockpt.cli.output import Column, console, print_json, print_table, shown, size_text
 from aiockpt.format.names import HIDDEN
 from aiockpt.manager.owner import take
@@ -30,7 +29,7 @@ def rm(paths: Sequence[str], *, yes: bool = False) -> Code:
     code = Code.FINE
     for path, is_gone in zip(paths, _deleted(paths), strict=True):
         if is_gone:
-            out.print(f"removed {shown(path)}", soft_wrap=True)
+            out.print(f"removed {shown(path)}")
         else:
             code = Code.FAILED
     return code
@@ -56,7 +55,7 @@ def _ask(paths: Sequence[str]) -> None:
     for path in paths:
         found = find(path) if os.path.lexists(path) else []
         nbytes = sum(each.info.nbytes for each in found)
-        console(stderr=True).print(f"{shown(path)}  {size_text(nbytes) if found else 'no checkpoint'}", soft_wrap=True)
+        console(stderr=True).print(f"{shown(path)}  {size_text(nbytes) if found else 'no checkpoint'}")
     if not typer.confirm("Remove this?" if len(paths) == 1 else f"Remove these {len(paths)}?", err=True):
         console(stderr=True).print("Nothing was removed.")
         raise typer.Exit(Code.FINE)
@@ -137,18 +136,12 @@ def _print(infos: Sequence[StepInfo], outcome: _Outcome) -> None:
     word = "would be removed" if outcome.dry_run else "removed"
     rows = [
         (str(info.step), size_text(info.nbytes))
-        + ((word, "") if outcome.goes(info) else ("stays", ", ".join(map(_shown, outcome.reasons(info)))))
+        + ((word, "") if outcome.goes(info) else ("stays", ", ".join(map(shown, outcome.reasons(info)))))
         for info in infos
     ]
-    print_table(
-        [Column("step", right=True), Column("size", right=True), Column(""), Column("because", wraps=True)], rows
-    )
+    print_table([Column("step", right=True), Column("size", right=True), Column(""), Column("because")], rows)
     gone = [info.nbytes for info in infos if outcome.goes(info)]
     console().print(f"{len(gone)} of {len(infos)} steps {word}, {size_text(sum(gone))}")
-
-
-def _shown(reason: str) -> str:
-    return shown(reason_text(reason))
 
 
 def _record(info: StepInfo, outcome: _Outcome) -> dict[str, object]:
@@ -177,8 +170,8 @@ def clean(directory: str, *, older_than_s: float | None, as_json: bool = False) 
         return
     out = console()
     for path in removed:
-        out.print(f"removed {shown(path)}", soft_wrap=True)
+        out.print(f"removed {shown(path)}")
     for each in left:
-        out.print(f"left {shown(each.info.path)}: {shown(each.info.problem)}", soft_wrap=True)
+        out.print(f"left {shown(each.info.path)}: {shown(each.info.problem)}")
     if not removed and not left:
         out.print("There is nothing to remove.")

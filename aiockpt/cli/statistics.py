@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
 
-from aiockpt.errors import LoadError
-from aiockpt.reading.info import TensorInfo
+from aiockpt.errors import CorruptCheckpointError, LoadError, UnsafeCheckpointError
+from aiockpt.reading.info import ObjectInfo, TensorInfo, has_value
 from aiockpt.reading.reader import CheckpointReader
 
 PART_BYTES = 32 << 20
 _BINS = 32
 _BLOCK = 1 << 20  # elements that are sorted into bins at once, in double precision
+_VALUES = 200  # that are shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,3 +222,19 @@ def part_indices(shape: Sequence[int], most: int) -> list[tuple[slice | int, ...
     step = max(1, most // max(1, row))
     rows = [slice(0, size) for size in shape[1:]]
     return [(slice(start, min(start + step, shape[0])), *rows) for start in range(0, shape[0], step)]
+
+
+async def small_values(
+    reader: CheckpointReader, infos: Iterable[TensorInfo | ObjectInfo]
+) -> tuple[dict[str, Any], set[str]]:
+    """Read the first scalars and small objects; return them, and the keys of damaged ones. Unsafe ones are left out."""
+    values: dict[str, Any] = {}
+    damaged: set[str] = set()
+    for info in islice(filter(has_value, infos), _VALUES):
+        try:
+            values[info.key] = await reader.read(info.key)
+        except UnsafeCheckpointError:
+            continue
+        except CorruptCheckpointError:  # the rest can be looked at all the same
+            damaged.add(info.key)
+    return values, damaged

@@ -47,6 +47,7 @@ class Line:
 def build(infos: Iterable[Info]) -> Node:
     """Return the root of the tree of these keys, whose names are taken apart at dots."""
     root = Node("")
+    counted: set[str] = set()  # of tied tensors, one
     for info in infos:
         path = [root]
         for part in info.key.split("."):
@@ -57,7 +58,9 @@ def build(infos: Iterable[Info]) -> Node:
             path.append(node)
         path[-1].leaf = info
         if isinstance(info, TensorInfo):
-            nbytes = info.nbytes
+            home = info.tied_to or info.key
+            nbytes = 0 if home in counted else info.nbytes
+            counted.add(home)
             for node in path:
                 node.tensors += 1
                 node.nbytes += nbytes

@@ -65,9 +65,9 @@ async def _verify(ckpt: aiockpt.AsyncCheckpointer, path: str) -> aiockpt.VerifyR
 def _print(outcome: aiockpt.VerifyReport) -> None:
     out = console()
     summary, *problems = str(outcome).splitlines()
-    out.print(summary, style="green" if outcome.ok else "bold red", soft_wrap=True)
+    out.print(summary, style="green" if outcome.ok else "bold red")
     for problem in problems:
-        out.print(problem, soft_wrap=True)
+        out.print(problem)
 
 
 def _record(path: str, outcome: aiockpt.VerifyReport | LoadError) -> dict[str, Any]:

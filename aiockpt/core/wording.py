@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import datetime
 
 
 def some_of(names: Sequence[str], most: int) -> str:
@@ -19,3 +20,8 @@ def plural(number: int, noun: str) -> str:
 def a(noun: str) -> str:
     """Return a noun with its article."""
     return f"an {noun}" if noun[:1] in "aeiouAEIOU" else f"a {noun}"
+
+
+def time_text(time_s: float) -> str:
+    """Return a time in seconds as in `time.time` as text, in the zone of this machine, which it names."""
+    return datetime.fromtimestamp(time_s).astimezone().isoformat(" ", "seconds")

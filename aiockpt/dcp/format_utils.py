@@ -60,7 +60,9 @@ __all__ = [
 
 _STAGING_BYTES = 128 << 20
 _FILES = 4  # of a DCP checkpoint, as a save writes it
-_DTYPES = ("float64", "float32", "bfloat16", "float16")
+DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
+DTYPES |= {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""The dtypes to cast to, by the names that command lines take."""
 
 P = ParamSpec("P")
 
@@ -370,14 +372,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("dst", help="where to write it")
     parser.add_argument("--trust", action="store_true", help="unpickle objects without restriction")
     parser.add_argument("--keys", action="append", help="safetensors: convert only this name or pattern; repeatable")
-    parser.add_argument("--dtype", choices=_DTYPES, help="safetensors: cast floating-point tensors to this dtype")
+    parser.add_argument("--dtype", choices=list(DTYPES), help="safetensors: cast floating-point tensors to this dtype")
     chosen = parser.parse_args(arguments)
     convert = _MODES[chosen.mode]
     given = {name: value for name in ("trust", "keys", "dtype") if (value := getattr(chosen, name))}
     for name in given.keys() - inspect.signature(convert).parameters.keys():
         parser.error(f"--{name} is not an option of {chosen.mode}")
     if chosen.dtype:
-        given["dtype"] = getattr(torch, chosen.dtype)
+        given["dtype"] = DTYPES[chosen.dtype]
     try:
         convert(chosen.src, chosen.dst, **given)
     except AiockptError as exc:

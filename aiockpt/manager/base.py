@@ -10,11 +10,11 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import fields
-from datetime import datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from aiockpt.core.parameters import outer_stacklevel, parameters_of
+from aiockpt.core.wording import time_text
 from aiockpt.engine.facade import CheckpointerBase, EngineAccess
 from aiockpt.errors import AiockptError, CheckpointerClosedError, SaveError, printable_key
 from aiockpt.manager.owner import RunLock, is_finishing, take
@@ -476,8 +476,7 @@ def _html_table(
 def _row(
     info: StepInfo, metrics: Sequence[str], kept: Mapping[int, Sequence[str]], pinned: Collection[int]
 ) -> list[str]:
-    saved = datetime.fromtimestamp(info.time).astimezone().isoformat(" ", "seconds")
     values = [f"{info.metrics[name]:.6g}" if name in info.metrics else "" for name in metrics]
     reasons = [*kept.get(info.step, ()), *(["a pin"] if info.step in pinned else [])]
     state = f"{info.state}: {info.problem}" if info.problem else info.state
-    return [str(info.step), state, size_text(info.nbytes), saved, *values, ", ".join(reasons)]
+    return [str(info.step), state, size_text(info.nbytes), time_text(info.time), *values, ", ".join(reasons)]

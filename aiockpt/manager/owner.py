@@ -33,9 +33,9 @@ import sys
 import time
 import weakref
 from dataclasses import dataclass
-from datetime import datetime
 from typing import Any
 
+from aiockpt.core.wording import time_text
 from aiockpt.errors import RunLockedError, printable_key
 from aiockpt.storage.local.entries import NotRegularError, open_regular
 from aiockpt.storage.local.temp_dir import Owner, liveness, lock, new_ticket, read_text, read_ticket, this_process
@@ -74,8 +74,7 @@ class LockFacts:
         return None if ticket is None else ticket.owner
 
     def __str__(self) -> str:
-        since = datetime.fromtimestamp(self.since).astimezone().isoformat(" ", "seconds")
-        return f"process {self.pid} on host {printable_key(self.host)}, since {since}"
+        return f"process {self.pid} on host {printable_key(self.host)}, since {time_text(self.since)}"
 
 
 class RunLock:

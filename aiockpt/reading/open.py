@@ -14,6 +14,7 @@ import anyio
 import torch
 from isal.isal_zlib import crc32
 
+from aiockpt.core.lazy import lazy_property
 from aiockpt.core.wording import some_of
 from aiockpt.errors import (
     CheckpointNotFoundError,
@@ -54,7 +55,7 @@ from aiockpt.planning.flatten import StructureError, flatten
 from aiockpt.planning.ranges import select
 from aiockpt.reading.copies import differing_copies
 from aiockpt.reading.decoded import DecodedSource
-from aiockpt.reading.read_plan import ReadRequest
+from aiockpt.reading.read_plan import ReadRequest, value_key
 
 if TYPE_CHECKING:
     from aiockpt.core.threads import Workers
@@ -372,6 +373,14 @@ class OpenCheckpoint:
     path: str
     index: Index
     known: dict[ItemRange, TensorItem] = field(default_factory=dict)  # cache of parsed items
+
+    @lazy_property
+    def tied(self) -> dict[str, str]:
+        """Keys of tensors that are stored under an earlier key, and that one."""
+        first: dict[object, str] = {}
+        tensors = ((name, entry) for name, entry in self.index.entries.items() if isinstance(entry, TensorEntry))
+        found = {name: first.setdefault(value_key(name, entry), name) for name, entry in tensors}
+        return {name: earlier for name, earlier in found.items() if earlier != name}
 
     def names(self, keys: object) -> list[str]:
         """Return the keys that match names, names of containers and patterns, in their order."""

@@ -13,10 +13,18 @@ import torch
 
 from aiockpt.core.parameters import parameters_of
 from aiockpt.core.threads import check_asyncio
-from aiockpt.errors import LoadError
-from aiockpt.format.index import TensorEntry
+from aiockpt.errors import AiockptError, LoadError
 from aiockpt.options import LoadOptions, check_options
-from aiockpt.reading.info import ObjectInfo, TensorInfo, describe, html_table, text_table
+from aiockpt.reading.info import (
+    ObjectInfo,
+    TensorInfo,
+    describe,
+    has_value,
+    html_table,
+    shown_infos,
+    stored_bytes,
+    text_table,
+)
 from aiockpt.reading.load import read_requests
 from aiockpt.reading.open import OpenCheckpoint, open_checkpoint
 from aiockpt.snapshot.capture import ready_events
@@ -136,14 +144,14 @@ class _Reader(Mapping[str, "TensorInfo | ObjectInfo"]):
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all tensors. A tensor stored once under several keys counts once per key."""
-        return sum(entry.nbytes for entry in self._opened.index.entries.values() if isinstance(entry, TensorEntry))
+        """The bytes of all tensors. A tensor stored once under several keys counts once."""
+        return stored_bytes(self.values())
 
     def __getitem__(self, key: str) -> TensorInfo | ObjectInfo:
         entry = self._opened.index.entries.get(key)
         if entry is None:
             raise KeyError(f"{self.path} has no {key!r}; keys() gives all that it has")
-        return describe(key, entry)
+        return describe(key, entry, self._opened.tied.get(key))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._opened.index.entries)
@@ -157,10 +165,21 @@ class _Reader(Mapping[str, "TensorInfo | ObjectInfo"]):
     def __repr__(self) -> str:
         if self._open is None:
             return f"<{type(self).__name__} of {self.path}, not open>"
-        return text_table(type(self).__name__, self.path, self.format, self)
+        return text_table(type(self).__name__, self.path, self.format, self, self._small_values())
 
     def _repr_html_(self) -> str:
-        return f"<pre>{self!r}</pre>" if self._open is None else html_table(self.path, self.format, self)
+        if self._open is None:
+            return f"<pre>{self!r}</pre>"
+        return html_table(self.path, self.format, self, self._small_values())
+
+    def _small_values(self) -> dict[str, Any]:
+        """Read the scalars and small objects that a table shows; those that may not be read are left out. Blocks."""
+        found: dict[str, Any] = {}
+        for info in shown_infos(self):
+            if has_value(info):
+                with contextlib.suppress(AiockptError):
+                    found |= self._begin_read([self._opened.request(info.key, None)], ReadOptions()).result()
+        return found
 
     def _begin_open(self) -> Call[OpenCheckpoint]:
         async def open_it(tools: LoadTools) -> OpenCheckpoint:

@@ -10,7 +10,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from aiockpt.cli.app import Code, CommandError, Commands
+from aiockpt.cli.app import Code, CommandError, Commands, report
 from aiockpt.cli.main import app
 from aiockpt.errors import CorruptCheckpointError
 from tests.cli.checkpoints import FORMATS, make
@@ -260,3 +260,23 @@ def test_commands_that_read_no_tensor_do_not_import_torch(arguments, tmp_path, m
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=TIMEOUT_S)
     assert done.stderr.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize(
+    ("message", "shown"),
+    [
+        ("leave it out with keys=", "leave it out by naming their keys"),
+        ("If you trust it, pass trust=True.", "If you trust it, pass --trust."),
+        ("or pass overwrite=True to replace it", "or pass --overwrite to replace it"),
+    ],
+)
+def test_advice_names_the_flags_of_the_command(message, shown, capsys):
+    report(message)
+    assert capsys.readouterr().err == f"aiockpt: {shown}\n"
+
+
+@pytest.mark.parametrize("command", [[], ["inspect"], ["convert"], ["prune"]])
+def test_help_shows_no_type_behind_a_flag(command):
+    result = CliRunner().invoke(app, [*command, "--help"], env={"COLUMNS": "200"})
+    assert result.exit_code == 0
+    assert "bool" not in result.stdout

@@ -47,7 +47,7 @@ def test_conversion_between_all_formats(form, to, tmp_path):
 def test_keys_and_dtype(tmp_path):
     source = make("aiockpt", tmp_path / "c")
     target = tmp_path / "m.safetensors"
-    assert invoke("convert", source, target, "--keys", "model", "--dtype", "bfloat16").exit_code == 0
+    assert invoke("convert", source, target, "--keys", "model", "--dtype", "bf16").exit_code == 0
     same(safetensors.torch.load_file(target), {k: v.bfloat16() for k, v in tensors().items() if k != "head"})
     result = invoke("convert", source, tmp_path / "x", "--dtype", "int3")
     assert result.exit_code == 2

@@ -14,7 +14,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import aiockpt
-from aiockpt.cli.demo.display import loops_table
+from aiockpt.cli.demo.display import LineDisplay, loops_table
 from aiockpt.cli.demo.events import Held, History, Ready, Saved, Saving, Stepped, decode, encode
 from aiockpt.cli.demo.run import (
     ChildError,
@@ -291,3 +291,13 @@ def test_only_leftovers_of_saves_are_removed(tmp_path):
     (tmp_path / "step-000005").mkdir()
     assert list(remove_leftovers(tmp_path)) == [(leftover.name, ["__0_0.distcp"])]
     assert sorted(os.listdir(tmp_path)) == [".git", "step-000005"]
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_sentences_wrap_at_words_on_a_terminal(terminal):
+    file = io.StringIO()
+    LineDisplay(Console(file=file, force_terminal=terminal, width=30)).say("word " * 20)
+    lines = file.getvalue().splitlines()
+    assert {word for line in lines for word in line.split()} == {"word"}
+    assert all(line.startswith("  ") for line in lines)
+    assert (max(map(len, lines)) <= 30) == (len(lines) > 1) == terminal

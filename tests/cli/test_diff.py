@@ -179,3 +179,15 @@ def test_unreadable_checkpoint_is_an_error_not_a_difference(tmp_path):
     assert "CRC" in damaged.stderr
     (tmp_path / "c.pt").write_bytes(pickle.dumps(Bomb()))
     assert invoke(a, tmp_path / "c.pt").exit_code == 3
+
+
+def test_values_of_scalars_and_small_objects_are_shown(tmp_path):
+    one = {"lr": torch.tensor(0.5), "step": 1, "gone": 7, "kind": 3, "w": torch.ones(2)}
+    other = {"lr": torch.tensor(0.25), "step": 2, "new": torch.tensor(9), "kind": torch.tensor(4), "w": torch.ones(2)}
+    aiockpt.save(one, tmp_path / "a")
+    aiockpt.save(other, tmp_path / "b")
+    result = CliRunner().invoke(app, ["diff", str(tmp_path / "a"), str(tmp_path / "b")])
+    lines = [" ".join(line.split()) for line in result.stdout.splitlines()]
+    for line in ("- gone 7", "+ new int64 scalar 9", "~ step 1 -> 2", "~ kind 3 -> int64 scalar 4"):
+        assert line in lines
+    assert any(line.startswith("~ lr float32 scalar 0.5 -> 0.25 1 of 1") for line in lines)

@@ -1,3 +1,4 @@
+import pydoc
 from importlib.resources import files
 
 import pytest
@@ -37,7 +38,28 @@ def test_terminal_gets_rendered_page(monkeypatch, capsys):
     assert "# Threat model" not in output
 
 
+def test_page_is_paged_on_a_terminal(monkeypatch):
+    paged = []
+    monkeypatch.setattr(pydoc, "pager", paged.append)
+    monkeypatch.setattr(aiockpt.cli.docs, "console", lambda: Console(force_terminal=True, width=100))
+    aiockpt.cli.docs.show_topic("threat-model")
+    assert "Threat model" in "".join(paged)
+
+
 def test_unknown_topic_error_lists_the_topics():
     result = CliRunner().invoke(app, ["docs", "nonsense"], env={"COLUMNS": "400"})
     assert result.exit_code == 2
     assert all(topic in result.output for topic in topics())
+
+
+def test_tutorial_is_written_to_a_new_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for arguments, name in (([], "tutorial.ipynb"), (["mine.ipynb"], "mine.ipynb")):
+        result = CliRunner().invoke(app, ["docs", "tutorial", *arguments])
+        assert (result.exit_code, name in result.output) == (0, True)
+        assert (tmp_path / name).read_bytes() == (FOLDER / "tutorial.ipynb").read_bytes()
+    (tmp_path / "mine.ipynb").write_text("mine")
+    result = CliRunner().invoke(app, ["docs", "tutorial", "mine.ipynb"])
+    assert (result.exit_code, "exists already: name another file" in " ".join(result.output.split())) == (3, True)
+    assert (tmp_path / "mine.ipynb").read_text() == "mine"
+    assert CliRunner().invoke(app, ["docs", "cli", "mine.ipynb"]).exit_code == 2

@@ -208,3 +208,24 @@ def test_damaged_object_does_not_hide_other_keys(tmp_path):
     assert result.exit_code == 0
     found = {line.split()[0]: line.split()[1:3] for line in result.stdout.splitlines()[3:]}
     assert found == {"w": ["float32", "3"], "text": ["object", "damaged"], "step": ["int", "7"]}
+
+
+@pytest.mark.parametrize("name", ["c", "c.pt", "c.safetensors"])
+def test_scalars_have_their_values_and_tied_tensors_count_once(name, tmp_path):
+    weight = torch.arange(1000.0)
+    state = {"embed": weight, "head": weight, "lr": torch.tensor(0.125)}
+    if not name.endswith(".safetensors"):
+        state |= {"step": 300, "name": "x" * 80}
+    aiockpt.save(state, tmp_path / name)
+    lines = [line.split() for line in invoke(tmp_path / name).stdout.splitlines()]
+    assert ["embed", "float32", "1000", "3.9", "KiB"] in lines
+    assert ["head", "float32", "1000", "tied"] in lines
+    assert ["lr", "float32", "scalar", "0.125", "4", "B"] in lines
+    assert ["step", "int", "300"] in lines or name.endswith(".safetensors")
+    found = document(tmp_path / name)
+    assert found["bytes"] == found["dtypes"]["float32"] == 4004
+    assert {each["key"]: each.get("tied_to") for each in found["keys"]}["head"] == "embed"
+    page = tmp_path / "page.html"
+    assert invoke(tmp_path / name, "--html", page).exit_code == 0
+    for text in ("tied to embed", "0.125"):
+        assert text in page.read_text()

@@ -60,7 +60,7 @@ def test_steps_that_no_policy_keeps_are_removed(options, kept, run):
 def test_reasons_are_shown(run):
     lines = [line.split() for line in invoke(run, "--keep-best", "1:loss", "-n").stdout.splitlines()]
     assert lines[1][-3:] == ["would", "be", "removed"]
-    assert lines[2][-4:] == ["stays", "best", "1", "loss"]
+    assert lines[2][-3:] == ["stays", "KeepBest(1,", "'loss')"]
     assert lines[5][-3:] == ["stays", "the", "newest"]
 
 

@@ -23,6 +23,10 @@ def home(tmp_path_factory):
         for step in (100, 200, 300):
             run.save(step, {"w": torch.ones(step)}, metrics={"loss": 1 / step, "accuracy": step / 400})
     make("dcp", home / "run" / ("long" * 20))
+    with aiockpt.SyncCheckpointManager(home / "other") as run:
+        metrics = {"validation_perplexity_of_the_second_set": 30.25, "accuracy": 0.5}
+        run.save(7, {"a.rather.long.name.of.a.parameter": torch.ones(3), "lr": torch.tensor(0.5)}, metrics=metrics)
+        run.save(8, {"a.rather.long.name.of.a.parameter": torch.zeros(3), "lr": torch.tensor(0.25)})
     state = {f"h.{n}.{'模型' * 30}.weight": torch.full((2, n + 1), float(n)) for n in range(30)}
     with aiockpt.SyncCheckpointer() as ckpt:
         ckpt.save({f"block{b}": state for b in range(8)}, home / "wide")
@@ -115,9 +119,23 @@ def test_documentation_is_rendered(in_terminal):
     assert "# The command line" not in shown
 
 
-def test_error_is_one_line(in_terminal):
-    shown, code = in_terminal("inspect", "none", columns=80)
-    assert (code, shown.count("\n")) == (3, 1)
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["ls", "other"],
+        ["diff", "other/step-00000007", "other/step-00000008"],
+        ["inspect", "a path of some words that is not there, and that is longer than a line"],
+        ["verify", "other"],
+        ["docs"],
+    ],
+    ids=" ".join,
+)
+def test_words_are_whole_and_nothing_is_cut(arguments, in_terminal):
+    narrow, wide = (in_terminal(*arguments, columns=columns)[0] for columns in (60, 300))
+    assert max(map(cells, narrow.splitlines())) <= 60
+    ignored = re.compile(r"[0-9.]+ s\)|[0-9.]+")  # a duration differs
+    words = [sorted(ignored.sub("", ESCAPE.sub("", shown)).split()) for shown in (narrow, wide)]
+    assert words[0] == words[1]
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["prune", "--help"], []], ids=" ".join)

@@ -277,6 +277,9 @@ SCENARIOS: dict[str, Scenario] = {
     "one safetensors file (overwrite)": Scenario(
         partial(save_one, name=_FILE, overwrite=True, **_FLAT, **_SAFE), {_FILE: 1}, suffix=SUFFIX, **_TENSORS
     ),
+    "one torch.save file": Scenario(
+        partial(save_one, name="c.pt", overwrite=True, **_FLAT), {"c.pt": 1}, {"format": "torch"}, suffix=".pt", **_FLAT
+    ),
     "safetensors directory": Scenario(
         partial(save_one, overwrite=True, shard_bytes=1 << 19, **_FLAT, **_SAFE), {"c": 1}, **_TENSORS
     ),

@@ -1,4 +1,7 @@
-"""The tutorial, executed cell by cell in a real kernel that is interrupted and restarted where its text says so."""
+"""The tutorial, executed cell by cell in a real kernel that is interrupted and restarted where its text says so.
+
+``python -m tests.notebooks.test_notebook`` executes it so and stores its outputs.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +26,21 @@ pytest.importorskip("ipykernel")
 pytest.importorskip("ipywidgets")
 pytest.importorskip("matplotlib")
 
-NOTEBOOK = Path(__file__).parent / "tutorial.ipynb"
 ROOT = Path(__file__).parents[2]
+NOTEBOOK = ROOT / "aiockpt" / "docs" / "tutorial.ipynb"
 WAIT_S = 240
+INTERRUPT = """
+import signal
+uninterrupted = train_step
+def train_step(number):
+    if number == 35:
+        signal.raise_signal(signal.SIGINT)
+    return uninterrupted(number)
+"""
 
 
-async def execute(notebook: Any, folder: Path) -> None:
-    """Execute the cells in a kernel that runs in ``folder``; restart and interrupt it where their tags say so."""
+async def execute(notebook: Any, folder: Path, *, attended: bool) -> None:
+    """Execute the cells in a kernel that runs in ``folder``; if attended, do what their tags ask the reader for."""
     from jupyter_client import AsyncKernelManager
 
     sockets = tempfile.mkdtemp()  # not TCP: concurrent tests could take each other's ports
@@ -44,7 +55,7 @@ async def execute(notebook: Any, folder: Path) -> None:
     try:
         async with client.async_setup_kernel():
             for number, cell in enumerate(notebook.cells):
-                tags = cell.metadata.get("tags", [])
+                tags = cell.metadata.get("tags", []) if attended else []
                 if "restart" in tags:
                     await manager.restart_kernel()
                     await client.kc.wait_for_ready(timeout=WAIT_S)
@@ -52,9 +63,8 @@ async def execute(notebook: Any, folder: Path) -> None:
                         if "set-up" in other.metadata.get("tags", []):
                             await client.async_execute_cell(other, again)
                 if "interrupt" in tags:
-                    await execute_and_interrupt(client, cell, number, until="step 30:")
-                else:
-                    await client.async_execute_cell(cell, number)
+                    await client.async_execute_cell(nbformat.v4.new_code_cell(INTERRUPT), number)
+                await client.async_execute_cell(cell, number)
             notebook.metadata["widgets"] = client.widget_state
     finally:
         if client.kc is not None:
@@ -63,16 +73,6 @@ async def execute(notebook: Any, folder: Path) -> None:
             await manager.shutdown_kernel(now=True)
         manager.context.destroy(linger=0)
         shutil.rmtree(sockets, ignore_errors=True)
-
-
-async def execute_and_interrupt(client: Any, cell: Any, number: int, until: str) -> None:
-    """Execute a cell, and interrupt the kernel once the cell has printed ``until``."""
-    running = asyncio.ensure_future(client.async_execute_cell(cell, number))
-    while until not in text_of(cell):
-        assert not running.done(), text_of(cell)
-        await asyncio.sleep(0.01)  # nbclient has no event for output
-    await client.km.interrupt_kernel()
-    await running
 
 
 def text_of(cell: Any) -> str:
@@ -86,22 +86,44 @@ def html_of(cell: Any) -> str:
     return "".join(output.get("data", {}).get("text/html", "") for output in cell.outputs)
 
 
-@pytest.fixture(scope="module")
-def executed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Path]]:
-    """The notebook with its outputs, and the folder that it wrote to."""
-    folder = tmp_path_factory.mktemp("notebook")
+def run_in(folder: Path, *, attended: bool = True) -> Any:
+    """Return the notebook with its outputs, executed in a folder; see `execute`."""
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = str(ROOT)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # warnings of the client's libraries
-            asyncio.run(execute(notebook, folder))
+            asyncio.run(execute(notebook, folder, attended=attended))
     finally:
         os.environ.pop("PYTHONPATH")
         if before is not None:
             os.environ["PYTHONPATH"] = before
-    yield notebook, folder
+    return notebook
+
+
+def store() -> None:
+    """Execute the notebook and store its outputs in it, without what is particular to this machine."""
+    with tempfile.TemporaryDirectory() as folder:
+        notebook = run_in(Path(folder))
+    bar = "application/vnd.jupyter.widget-view+json"
+    notebook.metadata.pop("widgets", None)
+    for cell in notebook.cells:
+        cell.metadata.pop("execution", None)
+        if cell.cell_type == "code":  # a bar shows nothing without its kernel
+            cell.outputs = [output for output in cell.outputs if bar not in output.get("data", {})]
+        for output in cell.get("outputs", ()):
+            if output.output_type == "error":
+                output.traceback = [f"{output.ename}: {output.evalue}"]
+    text = nbformat.writes(notebook)
+    NOTEBOOK.write_text(text.replace(f"{folder}/", ""), encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def executed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Path]]:
+    """The notebook with its outputs, and the folder that it wrote to."""
+    folder = tmp_path_factory.mktemp("notebook")
+    yield run_in(folder), folder
     with contextlib.suppress(FileNotFoundError):
         shutil.rmtree(folder)
 
@@ -162,12 +184,12 @@ def test_figure_is_drawn(executed: tuple[Any, Path]) -> None:
 
 def test_interrupted_run_resumes_in_a_restarted_kernel(executed: tuple[Any, Path]) -> None:
     notebook, folder = executed
-    cut = cell_with(notebook, "train(more=1_000_000)")
+    cut = cell_with(notebook, "train(more=300)")
     assert [output.ename for output in cut.outputs if output.output_type == "error"] == ["KeyboardInterrupt"]
     saved = [int(step) for step in re.findall(r"step (\d+):", text_of(cut))]
     assert "from step 1 on" in text_of(cut)
     latest = int(text_of(cell_with(notebook, "run.latest()")))
-    assert latest >= saved[-1] >= 30  # the save in flight was written too
+    assert latest == saved[-1] == 30  # the save in flight was written too
     resumed = text_of(cell_with(notebook, "train(more=20)"))
     assert f"from step {latest + 1} on" in resumed
     assert re.findall(r"step (\d+):", resumed) == [str(latest + 10), str(latest + 20)]
@@ -176,9 +198,28 @@ def test_interrupted_run_resumes_in_a_restarted_kernel(executed: tuple[Any, Path
         assert not [info for info in run.infos() if info.state != "complete"]
 
 
-def test_notebook_is_stored_without_outputs() -> None:
+def test_run_all_ends_without_anybody_who_interrupts_it(tmp_path: Path) -> None:
+    notebook = run_in(tmp_path, attended=False)
+    assert not [
+        output for cell in notebook.cells for output in cell.get("outputs", ()) if output.output_type == "error"
+    ]
+    assert text_of(cell_with(notebook, "run.latest()")).strip() == "300"
+    assert "from step 301 on" in text_of(cell_with(notebook, "train(more=20)"))
+
+
+def test_notebook_is_stored_with_outputs() -> None:
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     nbformat.validate(notebook)
-    for cell in notebook.cells:
-        if cell.cell_type == "code":
-            assert (cell.outputs, cell.execution_count) == ([], None)
+    for words, kind in (
+        ("aiockpt.plots.timeline", "image/png"),
+        ("await save", "text/html"),
+        ("ckpt.last_load", "text/html"),
+        ('mode="read"', "text/html"),
+    ):
+        cells = [cell for cell in notebook.cells if cell.cell_type == "code" and words in cell.source]
+        assert any(kind in output.get("data", {}) for cell in cells for output in cell.outputs), words
+    assert not re.search(r"/(tmp|root|home|work|usr)/", NOTEBOOK.read_text())
+
+
+if __name__ == "__main__":
+    store()

@@ -68,8 +68,8 @@ async def test_repr_and_html(tmp_path: Path) -> None:
             lines = repr(reader).splitlines()
             assert lines[0] == f"<CheckpointReader {tmp_path}/c (aiockpt): 3 tensors, 23.3 MiB; 2 objects"
             assert lines[1].split() == ["model.w", "float32", "300x400", "468.8", "KiB", reader["model.w"].file]
-            assert lines[2].split()[:4] == ["model.n", "int64", "scalar", "8"]
-            assert lines[4].split()[:2] == ["opt.lr", "object"]
+            assert lines[2].split()[:4] == ["model.n", "int64", "scalar", "3"]
+            assert lines[4].split()[:3] == ["opt.lr", "float", "0.1"]
             shown = reader._repr_html_()
             assert shown.count("<tr>") == 6
             assert "<td>300x400</td>" in shown

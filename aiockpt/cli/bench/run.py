@@ -209,7 +209,7 @@ def _best(measured: Collection[Measured], value_of: Callable[[Setting], int], de
 
 def _print(directory: str, measured: list[Measured], syncs: list[float], saved: Saved, advice: Advice) -> None:
     out = console()
-    out.print(f"{shown(directory)}", style="bold", soft_wrap=True)
+    out.print(f"{shown(directory)}", style="bold")
     rows = [
         (
             f"{'direct' if each.setting.direct else 'buffered'} {each.setting.kind}",
@@ -232,7 +232,7 @@ def _print(directory: str, measured: list[Measured], syncs: list[float], saved: 
     )
     out.print(f"load of {size}: {duration_text(saved.loaded_s)}, {rate_text(saved.nbytes / saved.loaded_s)}")
     out.print("\nThe defaults suit this disk:" if advice == Advice() else "\nSettings for this disk:")
-    out.print(f"  aiockpt.AsyncCheckpointer({advice})", style="bold", soft_wrap=True)
+    out.print(f"  aiockpt.AsyncCheckpointer({advice})", style="bold")
 
 
 def _ms(seconds: float) -> str:

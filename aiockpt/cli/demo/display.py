@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 
@@ -30,7 +31,10 @@ class Display(ABC):
 
     def say(self, text: str, style: str = "") -> None:
         """Print a sentence within a section."""
-        self.console.print(Text(f"  {text}", style=style), soft_wrap=True)
+        line = Text(text, style=style)
+        width = self.console.width if self.console.is_terminal else sys.maxsize
+        for part in line.wrap(self.console, width - 2):
+            self.console.print(Text("  ") + part, soft_wrap=True)
 
     @contextlib.contextmanager
     def run(self, steps: int) -> Iterator[None]:

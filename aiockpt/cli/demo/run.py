@@ -44,8 +44,8 @@ IDENTICAL, DIFFERENT, INCOMPLETE, INTERRUPTED = 0, 1, 3, 130
 """Exit codes; the last is the one that shells report after Ctrl-C."""
 PRICE = (
     "Kept: the share of the time of the steps in which training did not wait for a save.",
-    "Computing is the time of the faster loop, for both. The last save, after which nothing",
-    "trains, is left out. Steps beside a save share the cores with it, which is not counted.",
+    "Computing is the time of the faster loop, for both. The last save, after which nothing trains, is left out.",
+    "Steps beside a save share the cores with it, which is not counted.",
 )
 STEP_S = 0.2
 """The time of a step with which the demo takes a minute."""
@@ -127,7 +127,7 @@ class Demo:
             self._measure(reference)
         except (ChildError, aiockpt.AiockptError) as exc:
             self._display.title("The demo could not be completed")
-            self._display.console.print(str(exc), style="red", markup=False, soft_wrap=True)
+            self._display.say(str(exc), "red")
             return INCOMPLETE
         return IDENTICAL
 
@@ -216,8 +216,9 @@ class Demo:
         with tempfile.TemporaryDirectory(dir=self._root) as directory:
             self._train(replace(self._uninterrupted, directory=directory, torch_save=True), stock)
         console = self._display.console
-        console.print(saves_table(reference))
-        console.print(loops_table({"aiockpt": reference, "torch.save + fsync": stock}))
+        for table in (saves_table(reference), loops_table({"aiockpt": reference, "torch.save + fsync": stock})):
+            console.print()
+            console.print(table)
         for line in PRICE:
             self._display.say(line)
 

@@ -62,6 +62,7 @@
   const bytesOf = (item) => form(item)[2];
   const pieces = new Map(data.pieces); // of the items that are not stored in one piece
   const stats = new Map(data.stats || []);
+  const notes = new Map(data.notes || []); // values of scalars and small objects, and what tensors are tied to
 
   function piecesOf(item) {
     if (data.file[item] >= 0) return [[data.file[item], data.offset[item], data.length[item], null, null]];
@@ -73,7 +74,8 @@
   const kindName = (kind) => (kind === OBJECT ? "object" : data.dtypes[kind]);
   const shapeText = (item) => {
     const [dtype, shape] = form(item);
-    return dtype < 0 ? "" : data.shapes[shape].length ? data.shapes[shape].join(" × ") : "scalar";
+    const text = dtype < 0 ? "" : data.shapes[shape].length ? data.shapes[shape].join(" × ") : "scalar";
+    return [text, visible(notes.get(item) || " ").trim()].filter(Boolean).join(" ");
   };
   const kinds = [];
   for (let kind = 0; kind <= OBJECT; kind++) kinds.push({ kind, items: 0, elements: 0, bytes: 0 });
@@ -124,6 +126,12 @@
     if (node) { bytes[parent[node]] += bytes[node]; leaves[parent[node]] += leaves[node]; }
   }
   const isContainer = (node) => kids[node].length > 0;
+  // The parts of the first level that has several, such as a model and an optimizer, have a color each.
+  let top = 0;
+  while (kids[top].length === 1) top = kids[top][0];
+  const hue = new Int32Array(nodes).fill(COLORS);
+  [...kids[top]].sort((a, b) => bytes[b] - bytes[a]).forEach((kid, place) => { hue[kid] = Math.min(place, COLORS - 1); });
+  for (let node = 1; node < nodes; node++) if (hue[node] === COLORS) hue[node] = hue[parent[node]];
   const nameOf = (node) => {
     const parts = [];
     for (let at = node; at > 0; at = parent[at]) parts.push(label[at]);
@@ -209,6 +217,7 @@
     } else {
       shape.classList.add("count");
       shape.append(count(leaves[node], "key"));
+      if (parent[node] === top) dtype.append(dot(hue[node]));
     }
     const share = make("span", { class: "share", "aria-hidden": "true" }, make("i"));
     const whole = bytes[parent[node]];
@@ -387,6 +396,7 @@
       facts.append(fact("dtype", dtype), fact("shape", shapeText(item)), fact("elements", number.format(shape.reduce((a, b) => a * b, 1))));
     } else if (item >= 0) {
       facts.append(fact("kind", "object"));
+      if (notes.has(item)) facts.append(fact("value", shapeText(item), true));
     }
     if (container) facts.append(fact("keys", number.format(leaves[node])));
     facts.append(fact("size", size(bytes[node])));
@@ -538,17 +548,9 @@
     map.setAttribute("aria-label", `Treemap of ${root ? visible(nameOf(root)) : "all keys"}: ${top.map((kid) => `${visible(label[kid])} ${percent(bytes[kid], bytes[root])}`).join(", ") || "nothing"}`);
   }
 
-  // The dtype that most bytes of each node have, for groups that are too small to be divided.
-  const mainKind = new Int32Array(nodes).fill(-1);
-  for (let node = nodes - 1, most = new Float64Array(nodes); node >= 0; node--) {
-    if (itemAt[node] >= 0 && bytesOf(itemAt[node]) >= most[node]) { most[node] = bytesOf(itemAt[node]); mainKind[node] = kindOf(itemAt[node]); }
-    const up = parent[node];
-    if (up >= 0 && most[node] > most[up]) { most[up] = most[node]; mainKind[up] = mainKind[node]; }
-  }
-
   function cell(kid, text, left, top, wide, tall) {
     const node = kid < 0 ? -kid - 1 : kid;
-    const element = colored(make("div", { class: `cell${node === selected ? " on" : ""}`, "data-node": node }), colorOf[mainKind[node]]);
+    const element = colored(make("div", { class: `cell${node === selected ? " on" : ""}`, "data-node": node }), hue[node]);
     if (text && wide > 26 && tall > 15) element.textContent = visible(text);
     else element.style.padding = "0";
     Object.assign(element.style, { left: `${left}px`, top: `${top}px`, width: `${Math.max(1, wide - 1.5)}px`, height: `${Math.max(1, tall - 1.5)}px` });
@@ -650,7 +652,7 @@
       for (const [offset, stored, item] of inFile[file]) {
         const from = (offset / length) * width, to = ((offset + stored) / length) * width;
         if (to < until && to - from < 1) continue; // this pixel has its colour already
-        context.fillStyle = paints[colorOf[kindOf(item)]];
+        context.fillStyle = paints[hue[nodeOf[item]]];
         const gap = to - from > 4 * scale ? scale : 0; // between neighbours that are wide enough for it
         context.fillRect(from, 0, Math.max(1, to - from - gap), height);
         until = Math.max(to, from + 1);
@@ -691,7 +693,7 @@
   }
   $("files-note").textContent = data.files.length ? "where each item lies; the bars are as long as the files" : "nothing is stored in files";
   if (nodes <= 200) expanded.fill(1); // small trees are open
-  else for (let at = 0; kids[at].length === 1 && isContainer(kids[at][0]);) { at = kids[at][0]; expanded[at] = 1; }
+  else for (const at of [...kids[top], ...Array.from(kids, (_, node) => node).slice(0, top + 1)]) expanded[at] = 1;
   showDtypes();
   showFiles(FILES_SHOWN);
   applyFilter();

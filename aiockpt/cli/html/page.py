@@ -15,7 +15,7 @@ from importlib.resources import files
 from string import Template
 from typing import TYPE_CHECKING, Any
 
-from aiockpt.reading.info import TensorInfo
+from aiockpt.reading.info import TensorInfo, value_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from aiockpt.cli.statistics import Survey
     from aiockpt.reading.info import ObjectInfo
 
+_NONE = object()
 _FOLDER = files("aiockpt") / "cli" / "html"
 
 
@@ -32,6 +33,7 @@ def html_page(
     metadata: Mapping[str, Any],
     infos: Iterable[TensorInfo | ObjectInfo],
     stats: Mapping[str, Survey] | None = None,
+    values: Mapping[str, Any] | None = None,
 ) -> str:
     """Return the page of a checkpoint.
 
@@ -41,10 +43,11 @@ def html_page(
         metadata: what was saved with it.
         infos: its keys, in their order.
         stats: of the values of some keys.
+        values: of some scalars and objects.
     """
     columns = _Columns()
     for info in infos:
-        columns.add(info, None if stats is None else stats.get(info.key))
+        columns.add(info, (stats or {}).get(info.key), (values or {}).get(info.key, _NONE))
     shown = json.dumps(dict(metadata), indent=2, ensure_ascii=False, default=repr) if metadata else ""
     facts = {"path": path, "format": kind, "metadata": shown, **columns.as_json(path)}
     data = json.dumps(facts, separators=(",", ":")).replace("<", "\\u003c")
@@ -72,8 +75,9 @@ class _Columns:
         self._length: list[int] = []
         self._pieces: list[tuple[int, Sequence[Sequence[Any]]]] = []
         self._stats: list[tuple[int, list[Any]]] = []
+        self._notes: list[tuple[int, str]] = []
 
-    def add(self, info: TensorInfo | ObjectInfo, stats: Survey | None) -> None:
+    def add(self, info: TensorInfo | ObjectInfo, stats: Survey | None, value: object) -> None:
         row = len(self._form)
         pairs = enumerate(zip(self._last, info.key, strict=False))
         common = next((at for at, (a, b) in pairs if a != b), min(len(self._last), len(info.key)))
@@ -83,7 +87,7 @@ class _Columns:
         self._last = info.key
         if isinstance(info, TensorInfo):
             dtype = _number(self._dtypes, str(info.dtype).removeprefix("torch."))
-            form = (dtype, _number(self._shapes, info.shape), info.nbytes)
+            form = (dtype, _number(self._shapes, info.shape), 0 if info.tied_to else info.nbytes)
             pieces: list[tuple[int, int, int, Sequence[int], Sequence[int]]] = [
                 (self._place(c.file, c.offset + c.nbytes), c.offset, c.nbytes, c.offsets, c.sizes) for c in info.chunks
             ]
@@ -98,6 +102,10 @@ class _Columns:
         self._length.append(length)
         if len(pieces) > 1:
             self._pieces.append((row, pieces))
+        if isinstance(info, TensorInfo) and info.tied_to:
+            self._notes.append((row, f"tied to {info.tied_to}"))
+        elif value is not _NONE:
+            self._notes.append((row, value_text(value)))
         if stats is not None:
             self._stats.append((row, stats.as_json()))
 
@@ -122,6 +130,7 @@ class _Columns:
             "length": self._length,
             "pieces": self._pieces,
             "stats": self._stats,
+            "notes": self._notes,
         }
 
 
