@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import sys
 import threading
@@ -91,19 +92,20 @@ def run(command: Coroutine[Any, Any, T]) -> T:
 
 
 _FLAGS = {
-    "with keys=": "by naming their keys",
-    "keys=": "the keys to name",
-    "trust=True": "--trust",
-    "overwrite=True": "--overwrite",
-    "see what it holds with open(path), or pass strict=False": "aiockpt inspect shows what it holds",
+    r"with keys=": "by naming their keys",
+    r"\bkeys=": "the keys to name",
+    r"safe_globals=\[.*\].*, or trust=True": "--trust",
+    r"trust=True": "--trust",
+    r"overwrite=True": "--overwrite",
+    r"see what it holds with open\(path\), or pass strict=False": "aiockpt inspect shows what it holds",
 }
-"""What messages for programs advise, and the same for the command line."""
+"""Patterns of what messages for programs advise, and the same for the command line."""
 
 
 def report(message: str) -> None:
     """Write a message to standard error: on one line, or wrapped at words on a terminal."""
     for advice, flag in _FLAGS.items():
-        message = message.replace(advice, flag)
+        message = re.sub(advice, flag, message)
     line = f"aiockpt: {' '.join(message.split())}"
     with contextlib.suppress(OSError):
         if not sys.stderr.isatty():

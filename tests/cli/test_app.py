@@ -267,6 +267,7 @@ def test_commands_that_read_no_tensor_do_not_import_torch(arguments, tmp_path, m
     [
         ("leave it out with keys=", "leave it out by naming their keys"),
         ("If you trust it, pass trust=True.", "If you trust it, pass --trust."),
+        ("pass safe_globals=[a.B, c.D] and more, or trust=True.", "pass --trust."),
         ("or pass overwrite=True to replace it", "or pass --overwrite to replace it"),
     ],
 )
