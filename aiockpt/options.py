@@ -446,5 +446,6 @@ def target_device(where: MapLocation | None) -> torch.device:
         return _CPU
     device = torch.device(where)
     if device.type not in ("cpu", "meta") and ":" not in str(device):
-        device = torch.device(device.type, torch.accelerator.current_device_index())
+        current = getattr(torch.get_device_module(device), "current_device", lambda: 0)  # MPS has one device
+        device = torch.device(device.type, current())
     return device

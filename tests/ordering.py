@@ -375,7 +375,6 @@ class PosingDevice(OrderChecker):
         patch.setattr(torch.accelerator, "device_count", lambda: 1)
         patch.setattr(torch.accelerator, "current_stream", device.current_stream)
         patch.setattr(torch.accelerator, "set_stream", device.set_stream)
-        patch.setattr(torch.accelerator, "set_device_index", lambda _: None)
         patch.setattr(torch.Tensor, "cpu", to_host)
         patch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: device.record_stream(tensor, stream))
         patch.setattr(runtime, "_devices", lambda _: [torch.device("cpu")])

@@ -135,7 +135,7 @@ def _duty() -> Duty | None:
         return own
     duty = _inherited.get()
     # A callback of a loop inherits the context too, but no thread on duty waits for it.
-    return None if duty is None or duty.is_over or _has_loop() else duty
+    return None if duty is None or duty.is_over or has_loop() else duty
 
 
 @contextlib.contextmanager
@@ -148,7 +148,8 @@ def off_duty() -> Iterator[None]:
         _off_duty.reset(token)
 
 
-def _has_loop() -> bool:
+def has_loop() -> bool:
+    """Return whether an event loop runs in this thread."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -159,7 +160,7 @@ def _has_loop() -> bool:
 def check_asyncio(what: str, instead: str = "call result() in a thread") -> None:
     """Raise AiockptError if asyncio does not run this task, so that it can't await."""
     trio = sys.modules.get("trio")
-    if _has_loop() and not (trio is not None and trio.lowlevel.in_trio_task()):
+    if has_loop() and not (trio is not None and trio.lowlevel.in_trio_task()):
         return
     raise AiockptError(
         f"{what} can be awaited in asyncio only, which does not run this task: {instead}; in trio with "

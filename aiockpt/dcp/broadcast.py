@@ -295,7 +295,7 @@ def _device() -> torch.device:
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None:
         return torch.device("cpu")
-    return torch.device(accelerator.type, torch.accelerator.current_device_index())
+    return torch.device(accelerator.type, torch.get_device_module(accelerator).current_device())
 
 
 def _wanted_by_all(names: list[str]) -> list[str]:

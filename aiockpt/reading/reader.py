@@ -12,7 +12,7 @@ import anyio
 import torch
 
 from aiockpt.core.parameters import parameters_of
-from aiockpt.core.threads import check_asyncio
+from aiockpt.core.threads import check_asyncio, has_loop
 from aiockpt.errors import AiockptError, LoadError
 from aiockpt.options import LoadOptions, check_options
 from aiockpt.reading.info import (
@@ -165,7 +165,8 @@ class _Reader(Mapping[str, "TensorInfo | ObjectInfo"]):
     def __repr__(self) -> str:
         if self._open is None:
             return f"<{type(self).__name__} of {self.path}, not open>"
-        return text_table(type(self).__name__, self.path, self.format, self, self._small_values())
+        values = {} if has_loop() else self._small_values()  # which blocks
+        return text_table(type(self).__name__, self.path, self.format, self, values)
 
     def _repr_html_(self) -> str:
         if self._open is None:

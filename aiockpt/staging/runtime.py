@@ -260,7 +260,7 @@ class Runtime:
 
     def enter(self) -> None:
         """Make the device current in this thread, if the current device is per thread."""
-        torch.accelerator.set_device_index(self._device.index or 0)
+        torch.get_device_module(self._device).set_device(self._device.index or 0)
 
     def stream(self) -> AbstractContextManager[object]:
         """Make the staging stream current in this thread."""
