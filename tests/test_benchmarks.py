@@ -306,8 +306,8 @@ def test_both_coordinators_index_the_same(tmp_path: Path) -> None:
     for step in range(2):
         ours.save(step)
         stock.save(step)
-    book = ours.book
-    mine = pickle.loads(bytes(book.documents(ours.results)))
+    plan_cache = ours.plan_cache
+    mine = pickle.loads(bytes(plan_cache.documents(ours.results)))
     theirs = pickle.loads((tmp_path / ".metadata").read_bytes())
     assert mine.state_dict_metadata == theirs.state_dict_metadata
     assert mine.planner_data == theirs.planner_data

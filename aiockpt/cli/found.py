@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from aiockpt.format.names import HIDDEN
 from aiockpt.format.recognise import Format, Recognised
 from aiockpt.manager.scan import NO_STEP, StepInfo, examine, is_set_aside, step_of
-from aiockpt.storage.local.entries import Budget, Listing
+from aiockpt.storage.local.entries import Listing, LookBudget
 from aiockpt.storage.local.temp_dir import REPLACED, SWEPT, Ticket, liveness, read_ticket, this_process
 
 _MOST_LEVELS = 8  # of directories that are walked
@@ -59,13 +59,13 @@ def find(directory: str) -> list[Found]:
     return look_into(directory).found
 
 
-def look_into(directory: str, budget: Budget | None = None) -> Contents:
+def look_into(directory: str, budget: LookBudget | None = None) -> Contents:
     """Return the checkpoints in a directory, or the one that a file is.
 
     Raises:
         OSError: the directory can't be read.
     """
-    budget = budget or Budget()
+    budget = budget or LookBudget()
     with Listing(directory, budget) as listing:
         about, itself = _examined(os.path.basename(directory) or directory, listing)
         if listing.is_file or about.layout == "dcp" or about.ranks:
@@ -90,13 +90,13 @@ def look_into(directory: str, budget: Budget | None = None) -> Contents:
     return Contents(found=found, below=below, folders=folders, problem=about.problem, is_cut=budget.is_spent)
 
 
-def walk(directory: str, budget: Budget | None = None, levels: int = _MOST_LEVELS) -> Iterator[Found]:
+def walk(directory: str, budget: LookBudget | None = None, levels: int = _MOST_LEVELS) -> Iterator[Found]:
     """Yield the checkpoints in a directory and its subdirectories; leftovers are none.
 
     Raises:
         OSError: a directory can't be read, or there is more than is looked at.
     """
-    budget = budget or Budget()
+    budget = budget or LookBudget()
     contents = look_into(directory, budget)
     yield from (found for found in contents.found if found.format and not contents.problem)
     below = [os.path.join(directory, name) for name in (*contents.below, *contents.folders)]
@@ -107,7 +107,7 @@ def walk(directory: str, budget: Budget | None = None, levels: int = _MOST_LEVEL
         yield from walk(path, budget, levels - 1)
 
 
-def _look_at(name: str, path: str, budget: Budget) -> tuple[Found | None, int]:
+def _look_at(name: str, path: str, budget: LookBudget) -> tuple[Found | None, int]:
     """Return the checkpoint of a name, and how many are in a directory that is none."""
     ticket = read_ticket(name)
     if ticket is None and name.startswith("."):

@@ -19,7 +19,7 @@ from aiockpt.coordination.outcome import (
     to_exception,
     to_remote_error,
 )
-from aiockpt.coordination.protocol import Call, Follower, Kind, Leader
+from aiockpt.coordination.protocol import Follower, Kind, Leader, RankCall
 from aiockpt.coordination.rendezvous import RankAddress
 from aiockpt.core.threads import outlast
 from aiockpt.errors import CoordinationError
@@ -40,7 +40,7 @@ Undo = Callable[[], Awaitable[None]]
 _END_S = 5.0
 
 
-class _Outcome(NamedTuple):
+class _Decision(NamedTuple):
     """A round's outcome on rank 0: a reply for each rank, or the failure and, if it happened here, the error."""
 
     replies: Sequence[Any] = ()
@@ -82,11 +82,11 @@ class Coordinator:
         """Whether rank 0 can still be reached, as far as this rank has noticed."""
         return self._follower is None or self._follower.leader_lives
 
-    def call(self, kind: Kind) -> Call:
+    def call(self, kind: Kind) -> RankCall:
         """Count a call that all ranks make. To be called for each, first of all, also for one that fails then."""
-        return Call(kind, next(self._calls[kind]))
+        return RankCall(kind, next(self._calls[kind]))
 
-    async def round(self, call: Call, operation: str, value: Any, decide: Decide, undo: Undo | None = None) -> Any:
+    async def round(self, call: RankCall, operation: str, value: Any, decide: Decide, undo: Undo | None = None) -> Any:
         """Send a value, or this rank's error, to rank 0 and return rank 0's reply.
 
         Every rank calls it once for each round of a call, in the same order, with the same ``operation`` (such as
@@ -106,7 +106,7 @@ class Coordinator:
         self._loop = asyncio.get_running_loop()
         return await outlast(self._round_in_turn(call, operation, value, decide, undo))
 
-    async def give_up(self, call: Call, operation: str, error: BaseException) -> None:
+    async def give_up(self, call: RankCall, operation: str, error: BaseException) -> None:
         """Fail a call on all ranks that this rank hangs in, outside of a round."""
         failure = to_remote_error(self.rank, error)
         await (self._leader or self._follower).give_up(call, operation, failure)  # type: ignore[union-attr]
@@ -125,7 +125,9 @@ class Coordinator:
         if not (self._leader or self._follower).close(_END_S):  # type: ignore[union-attr]
             logger.warning("a thread that waits for the store of the process group is left behind")
 
-    async def _round_in_turn(self, call: Call, operation: str, value: Any, decide: Decide, undo: Undo | None) -> Any:
+    async def _round_in_turn(
+        self, call: RankCall, operation: str, value: Any, decide: Decide, undo: Undo | None
+    ) -> Any:
         async with contextlib.AsyncExitStack() as stack:
             if call.step == 0:
                 await stack.enter_async_context(self._turns[call.kind])
@@ -138,7 +140,7 @@ class Coordinator:
                 call.step += 1
 
     async def _lead(
-        self, leader: Leader, call: Call, operation: str, value: Any, decide: Decide, undo: Undo | None
+        self, leader: Leader, call: RankCall, operation: str, value: Any, decide: Decide, undo: Undo | None
     ) -> Any:
         outcome = await self._decide(leader, call, operation, value, decide)
         if outcome.failure is not None:
@@ -148,25 +150,25 @@ class Coordinator:
             raise _with_note(to_exception(outcome.failure, operation, outcome.cause), value)
         return outcome.replies[0]
 
-    async def _decide(self, leader: Leader, call: Call, operation: str, value: Any, decide: Decide) -> _Outcome:
+    async def _decide(self, leader: Leader, call: RankCall, operation: str, value: Any, decide: Decide) -> _Decision:
         """Collect the messages of all ranks, and decide unless one has failed. Never raises."""
         try:
             arrivals = [Arrived(_sent(0, value)), *await self._unless_abandoned(leader.collect(call, operation))]
         except Exception as exc:
-            return _Outcome(failure=coordination_failure(0, str(exc)), cause=exc)
+            return _Decision(failure=coordination_failure(0, str(exc)), cause=exc)
         found = first_failure(arrivals, operation)
         if found is not None:
             is_own = isinstance(value, BaseException) and found == to_remote_error(0, value)
-            return _Outcome(failure=found, cause=value if is_own else None)
+            return _Decision(failure=found, cause=value if is_own else None)
         try:
             replies = await decide([arrival.value for arrival in arrivals if isinstance(arrival, Arrived)])
             if len(replies) != self.world_size:
                 raise ValueError(f"{len(replies)} replies were made for {self.world_size} ranks")
-            return _Outcome(replies, _pickled_replies(replies[1:]))
+            return _Decision(replies, _pickled_replies(replies[1:]))
         except BaseException as exc:  # whatever it is, the other ranks must be notified
-            return _Outcome(failure=to_remote_error(0, exc), cause=exc)
+            return _Decision(failure=to_remote_error(0, exc), cause=exc)
 
-    async def _undo(self, failure: RemoteError, cause: BaseException | None, undo: Undo | None) -> _Outcome:
+    async def _undo(self, failure: RemoteError, cause: BaseException | None, undo: Undo | None) -> _Decision:
         """Run ``undo``, and return the failure as a reply for every rank."""
         if undo is not None:
             try:
@@ -176,9 +178,9 @@ class Coordinator:
                 failure = failure._replace(message=text)
                 cause = cause or exc
         messages = [pickle.dumps(failure)] * (self.world_size - 1)
-        return _Outcome(messages=messages, failure=failure, cause=cause)
+        return _Decision(messages=messages, failure=failure, cause=cause)
 
-    async def _follow(self, follower: Follower, call: Call, operation: str, value: Any) -> Any:
+    async def _follow(self, follower: Follower, call: RankCall, operation: str, value: Any) -> Any:
         try:
             message = pickle.dumps(_sent(self.rank, value))
         except Exception as exc:  # it can't be pickled

@@ -43,7 +43,7 @@ class Endpoint(NamedTuple):
     host: str
 
 
-class _Reader(asyncio.StreamReader):
+class _LinkReader(asyncio.StreamReader):
     """A stream that notes when the last byte came."""
 
     heard = 0.0
@@ -56,7 +56,7 @@ class _Reader(asyncio.StreamReader):
 class Link:
     """Messages to and from one other rank, in order. For the event loop's thread."""
 
-    def __init__(self, reader: _Reader, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, reader: _LinkReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
         self._writer = writer
         writer.transport.set_write_buffer_limits(0)  # so that `flush` waits for all bytes
@@ -106,13 +106,13 @@ async def listen(hosts: Sequence[str], secret: bytes, name: str, joined: Callabl
         except (LinkBrokenError, TimeoutError):
             writer.transport.abort()
             return
-        assert isinstance(reader, _Reader)
+        assert isinstance(reader, _LinkReader)
         joined(hello, Link(reader, writer))
 
     loop = asyncio.get_running_loop()
 
     def protocol() -> asyncio.StreamReaderProtocol:
-        return asyncio.StreamReaderProtocol(_Reader(_BUFFER_BYTES, loop), welcome, loop)
+        return asyncio.StreamReaderProtocol(_LinkReader(_BUFFER_BYTES, loop), welcome, loop)
 
     return await loop.create_server(protocol, list(hosts), 0, backlog=1024)  # all ranks come at once
 
@@ -120,7 +120,7 @@ async def listen(hosts: Sequence[str], secret: bytes, name: str, joined: Callabl
 async def connect(host: str, port: int, secret: bytes, name: str) -> tuple[str, Link]:
     """Connect, and return what the other side says it is; raise OSError, or LinkBrokenError if it proves nothing."""
     loop = asyncio.get_running_loop()
-    reader = _Reader(_BUFFER_BYTES, loop)
+    reader = _LinkReader(_BUFFER_BYTES, loop)
     protocol = asyncio.StreamReaderProtocol(reader, loop=loop)
     transport, _ = await loop.create_connection(lambda: protocol, host, port)
     writer = asyncio.StreamWriter(transport, protocol, reader, loop)

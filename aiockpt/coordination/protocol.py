@@ -79,7 +79,7 @@ _KEPT_BYTES = 1 << 20
 
 
 @dataclass(slots=True, eq=False)
-class Call:
+class RankCall:
     """One call that all ranks make: the n-th of its kind, as this rank has counted; then as rank 0 has."""
 
     kind: Kind
@@ -194,7 +194,7 @@ class Leader(_Side):
         self._rounds: list[_Round] = []
         self._ends: dict[str, dict[int, _End]] = defaultdict(dict)  # of each kind, by rank 0's number
 
-    async def collect(self, call: Call, operation: str) -> list[Arrival]:
+    async def collect(self, call: RankCall, operation: str) -> list[Arrival]:
         """Wait until every other rank has come, is dead, or is late; return one arrival for each, from rank 1 on.
 
         Raises CoordinationError if this rank can't be reached.
@@ -220,7 +220,7 @@ class Leader(_Side):
         finally:
             self._rounds.remove(round_)
 
-    async def give_up(self, call: Call, operation: str, failure: RemoteError) -> None:
+    async def give_up(self, call: RankCall, operation: str, failure: RemoteError) -> None:
         """Fail a call on all ranks, though this one hangs in it."""
         await self.reply(call, operation, [pickle.dumps(failure)] * len(self._peers), failed=True)
         for round_ in self._rounds:
@@ -228,7 +228,7 @@ class Leader(_Side):
                 round_.found = {peer.rank: failure for peer in self._peers}
                 round_.over.set()
 
-    async def reply(self, call: Call, operation: str, messages: Sequence[bytes], *, failed: bool) -> None:
+    async def reply(self, call: RankCall, operation: str, messages: Sequence[bytes], *, failed: bool) -> None:
         """Send its reply to every rank that has come, from rank 1 on, and remember it for those that are late."""
         kept = messages if sum(map(len, messages)) <= _KEPT_BYTES else ()
         end = _End(operation, call.step, messages[0]) if failed else _End(operation, call.step, None, kept)
@@ -258,7 +258,7 @@ class Leader(_Side):
                 peer.link.close()
         return super().close(timeout_s)
 
-    async def _open(self, call: Call, operation: str, deadline: float) -> None:
+    async def _open(self, call: RankCall, operation: str, deadline: float) -> None:
         """Listen, and let the other ranks know where; once."""
         async with self._opening:
             if self._server is not None:
@@ -435,7 +435,7 @@ class Leader(_Side):
 
 
 @dataclass(slots=True, eq=False)
-class _Pending:
+class _OpenAsk:
     """What a rank has asked, and waits for."""
 
     ask: Ask
@@ -450,18 +450,18 @@ class Follower(_Side):
         super().__init__(address, timeout_s=timeout_s)
         self._own_name = address.own_name()
         self._leader_name = address.rank_name(0)
-        self._pending: dict[Key, _Pending] = {}
+        self._pending: dict[Key, _OpenAsk] = {}
         self._endpoint: Endpoint | None = None
         self._link: Link | None = None
         self._broken = 0.0  # when the last link was
         self._connecting: asyncio.Task[None] | None = None
         self.leader_lives = True  # as far as is known
 
-    async def ask(self, call: Call, operation: str, message: bytes) -> bytes:
+    async def ask(self, call: RankCall, operation: str, message: bytes) -> bytes:
         """Send a message to rank 0 and return its reply; raise CoordinationError if it is dead or does not come."""
         begun = time.monotonic()
         reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
-        pending = _Pending(Ask(call.key, operation, message), reply)
+        pending = _OpenAsk(Ask(call.key, operation, message), reply)
         self._pending[call.key] = pending
         try:
             if self._link is None:
@@ -479,7 +479,7 @@ class Follower(_Side):
         call.number = answer.number
         return answer.message
 
-    async def _wait_for_reply(self, pending: _Pending, begun: float) -> None:
+    async def _wait_for_reply(self, pending: _OpenAsk, begun: float) -> None:
         timeout_s, operation = self._timeout_s, pending.ask.operation
         while not pending.reply.done():
             await asyncio.wait([pending.reply], timeout=self._beat_s)
@@ -491,7 +491,7 @@ class Follower(_Side):
             if not pending.has_come and time.monotonic() - begun >= timeout_s:
                 raise CoordinationError(timeout_text(self._leader_name, operation, timeout_s))
 
-    async def give_up(self, call: Call, operation: str, failure: RemoteError) -> None:
+    async def give_up(self, call: RankCall, operation: str, failure: RemoteError) -> None:
         """Inform rank 0 that this rank has raised an error instead of waiting on, or of coming."""
         left = Left(self._address.rank, call.key, operation, failure)
         if self._link is not None:

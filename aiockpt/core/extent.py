@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from aiockpt.core.strides import span
+from aiockpt.core.strides import reach
 
 # The address of a strided tensor's memory. Not `data_ptr`: it would copy memory that is shared until it is written.
 address_of: Callable[[torch.Tensor], int] = torch._C._data_address  # type: ignore[attr-defined]
@@ -67,7 +67,7 @@ def reach_bytes(tensor: torch.Tensor) -> int:
         return 0
     end = tensor.storage_offset() + numel
     if not tensor.is_contiguous():
-        end += span(tensor.shape, tensor.stride()) - numel
+        end += reach(tensor.shape, tensor.stride()) - numel
     return -(-end // _PACKED[tensor.dtype]) if tensor.dtype in _PACKED else int(end) * tensor.itemsize
 
 

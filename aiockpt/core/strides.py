@@ -16,7 +16,7 @@ def row_strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def span(shape: Sequence[int], stride: Sequence[int]) -> int:
+def reach(shape: Sequence[int], stride: Sequence[int]) -> int:
     """Return how many elements lie from the first to the last of a view, both included; zero for an empty one."""
     return 0 if 0 in shape else sum(map(mul, shape, stride)) - sum(stride) + 1
 
@@ -25,7 +25,7 @@ def view_fits(offset: int, shape: tuple[int, ...], stride: tuple[int, ...], item
     """Return whether a view lies within ``nbytes`` bytes; sizes and strides may be of any origin."""
     if len(shape) != len(stride) or min((offset, *shape, *stride)) < 0:
         return False
-    return 0 in shape or (offset + span(shape, stride)) * itemsize <= nbytes
+    return 0 in shape or (offset + reach(shape, stride)) * itemsize <= nbytes
 
 
 def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:

@@ -23,13 +23,13 @@ class ExtensionTransform:
         self._extension = extension
         self.descriptor = extension.get_descriptor() if descriptor is None else descriptor
 
-    def encoder(self) -> _Encoder:
+    def encoder(self) -> _ExtensionEncoder:
         """Return a new encoder for one item."""
-        return _Encoder(self._extension)
+        return _ExtensionEncoder(self._extension)
 
-    def decoder(self) -> _Decoder:
+    def decoder(self) -> _ExtensionDecoder:
         """Return a new decoder for one item."""
-        return _Decoder(self._extension)
+        return _ExtensionDecoder(self._extension)
 
 
 def registered(registry: ExtensionRegistry, descriptors: Iterable[str]) -> list[Transform]:
@@ -60,7 +60,7 @@ class _Output(io.RawIOBase):
         return taken
 
 
-class _Encoder:
+class _ExtensionEncoder:
     def __init__(self, extension: StreamTransformExtension) -> None:
         self._output = _Output()
         self._input = extension.transform_to(self._output)  # type: ignore[arg-type]
@@ -76,7 +76,7 @@ class _Encoder:
         return memoryview(self._output.take())
 
 
-class _Decoder:
+class _ExtensionDecoder:
     """Decodes an item when all of it has come: an extension reads its input whenever it wants."""
 
     def __init__(self, extension: StreamTransformExtension) -> None:

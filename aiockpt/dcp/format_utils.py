@@ -226,9 +226,9 @@ def dcp_to_safetensors(
     """
     facts = check_user_metadata({} if metadata is None else metadata)
     is_file = os.fspath(safetensors_path).endswith(SUFFIX)
-    form = SafetensorsFormat(facts, single_file=is_file, shard_bytes=shard_bytes, file_of=fqn_to_index_mapping)
+    file_format = SafetensorsFormat(facts, single_file=is_file, shard_bytes=shard_bytes, file_of=fqn_to_index_mapping)
     options = _options(keys=keys, dtype=dtype, verify=verify)
-    recoding = Recoding(dcp_checkpoint_dir, safetensors_path, lambda _: form, options, facts, overwrite)
+    recoding = Recoding(dcp_checkpoint_dir, safetensors_path, lambda _: file_format, options, facts, overwrite)
     return _Conversion(dcp_checkpoint_dir, recoding.run)
 
 

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from aiockpt.errors import CorruptCheckpointError, MissingKeysError
-from aiockpt.format.index import ChunkEntry, Entry, Index, InlineEntry, ItemRange, TensorEntry
+from aiockpt.format.index import Entry, Index, InlineEntry, ItemRange, StoredChunk, TensorEntry
 from aiockpt.format.names import DCP_VERSION
 from aiockpt.planning.dtensor import is_distributed, local_parts
 
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class StoredItem:
+class DescribedItem:
     """An item of a checkpoint."""
 
     info: _StorageInfo  # its location in torch's metadata
     dtype: torch.dtype | None = None  # None: an object
-    chunk: ChunkEntry | None = None  # the chunk of a tensor that it holds; None: an object
+    chunk: StoredChunk | None = None  # the chunk of a tensor that it holds; None: an object
     inline: InlineEntry | None = None  # the object itself, if it is stored in the index
     virtual: VirtualFile | None = None  # the file through which a transformed item is read
 
@@ -50,7 +50,7 @@ class DescribedCheckpoint:
     """A checkpoint's metadata in torch's form (``metadata``), with the `StoredItem` of each location in it."""
 
     def __init__(self, index: Index, transformed: Mapping[str, VirtualFile] | None = None) -> None:
-        self._items: dict[int, StoredItem] = {}
+        self._items: dict[int, DescribedItem] = {}
         self._incomplete: dict[str, TensorEntry] = {}
         described: dict[str, Any] = {}
         locations: dict[MetadataIndex, _StorageInfo] = {}
@@ -65,7 +65,7 @@ class DescribedCheckpoint:
         if hasattr(self.metadata, "version"):  # since torch 2.8
             self.metadata.version = DCP_VERSION
 
-    def find(self, info: _StorageInfo) -> StoredItem | None:
+    def find(self, info: _StorageInfo) -> DescribedItem | None:
         """Return the item of a location that is an object of this metadata, unchanged; None for any other."""
         item = self._items.get(id(info))
         return item if item is not None and item.info is info and _is_unchanged(item) else None
@@ -89,13 +89,13 @@ class DescribedCheckpoint:
                 )
 
 
-def _common(chunk: ChunkEntry, box: Box) -> int:
+def _common(chunk: StoredChunk, box: Box) -> int:
     """Return the number of elements that a chunk and a box share."""
     bounds = zip(chunk.offsets, chunk.sizes, *box, strict=True)
     return math.prod([max(0, min(a + n, b + m) - max(a, b)) for a, n, b, m in bounds])
 
 
-def _is_unchanged(item: StoredItem) -> bool:
+def _is_unchanged(item: DescribedItem) -> bool:
     if item.virtual is not None:
         info = item.info
         return item.virtual.place[:3] == (info.relative_path, info.offset, info.length)
@@ -109,7 +109,9 @@ def _describe(entry: Entry) -> TensorStorageMetadata | BytesStorageMetadata:
     return TensorStorageMetadata(TensorProperties(dtype=entry.dtype), torch.Size(entry.shape), chunks)
 
 
-def _items(name: str, entry: Entry, transformed: Mapping[str, VirtualFile]) -> list[tuple[MetadataIndex, StoredItem]]:
+def _items(
+    name: str, entry: Entry, transformed: Mapping[str, VirtualFile]
+) -> list[tuple[MetadataIndex, DescribedItem]]:
     if isinstance(entry, TensorEntry):
         return [
             (
@@ -119,7 +121,7 @@ def _items(name: str, entry: Entry, transformed: Mapping[str, VirtualFile]) -> l
             for number, chunk in enumerate(entry.chunks)
         ]
     if isinstance(entry, InlineEntry):
-        return [(MetadataIndex(name), StoredItem(_StorageInfo("", 0, 0), inline=entry))]
+        return [(MetadataIndex(name), DescribedItem(_StorageInfo("", 0, 0), inline=entry))]
     return [(MetadataIndex(name), _item_at(entry.place, transformed))]
 
 
@@ -127,10 +129,10 @@ def _item_at(
     place: ItemRange,
     transformed: Mapping[str, VirtualFile],
     dtype: torch.dtype | None = None,
-    chunk: ChunkEntry | None = None,
-) -> StoredItem:
+    chunk: StoredChunk | None = None,
+) -> DescribedItem:
     virtual = transformed.get(place.file)
-    return StoredItem(storage_info(place if virtual is None else virtual.place), dtype, chunk, virtual=virtual)
+    return DescribedItem(storage_info(place if virtual is None else virtual.place), dtype, chunk, virtual=virtual)
 
 
 def storage_info(place: ItemRange) -> _StorageInfo:
@@ -140,9 +142,9 @@ def storage_info(place: ItemRange) -> _StorageInfo:
     return _StorageInfo(*place[:3], transform_descriptors=list(place.transforms))
 
 
-def stored_item(
+def described_item(
     metadata: Metadata, described: DescribedCheckpoint | None, path: str, index: MetadataIndex
-) -> StoredItem:
+) -> DescribedItem:
     """Return the item that a plan asks for; ``described`` is what this process read of the checkpoint."""
     info = (metadata.storage_data or {}).get(index)
     if info is None:
@@ -151,7 +153,7 @@ def stored_item(
     return known if known is not None else _item_in_foreign_metadata(metadata, path, index, info)
 
 
-def _item_in_foreign_metadata(metadata: Metadata, path: str, index: MetadataIndex, info: _StorageInfo) -> StoredItem:
+def _item_in_foreign_metadata(metadata: Metadata, path: str, index: MetadataIndex, info: _StorageInfo) -> DescribedItem:
     """Return an item of metadata that another reader has read."""
     if getattr(info, "transform_descriptors", None):
         raise CorruptCheckpointError(
@@ -159,9 +161,11 @@ def _item_in_foreign_metadata(metadata: Metadata, path: str, index: MetadataInde
         )
     entry = metadata.state_dict_metadata.get(index.fqn)
     if not isinstance(entry, TensorStorageMetadata):
-        return StoredItem(info)
+        return DescribedItem(info)
     place = ItemRange(info.relative_path, info.offset, info.length)
     for chunk in entry.chunks:
         if chunk.offsets == index.offset:
-            return StoredItem(info, entry.properties.dtype, ChunkEntry(tuple(chunk.offsets), tuple(chunk.sizes), place))
+            return DescribedItem(
+                info, entry.properties.dtype, StoredChunk(tuple(chunk.offsets), tuple(chunk.sizes), place)
+            )
     raise CorruptCheckpointError(f"{path}: the metadata describes no chunk of {index.fqn} at {index.offset}")

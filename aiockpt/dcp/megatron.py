@@ -86,7 +86,7 @@ class RankWriteOptions:
     direct_io: bool  # write past the page cache
 
 
-class _Slot(NamedTuple):
+class _SharedPlace(NamedTuple):
     """A tensor's place in a block of shared memory."""
 
     offset: int
@@ -273,11 +273,11 @@ class FileSystemWriterAsync(FileSystemWriter):
 
     def _to_shared_memory(self, values: list[Any]) -> None:
         """Copy the tensors of accelerators to one block of shared memory; put their slots in their places."""
-        slots: dict[int, _Slot] = {}
+        slots: dict[int, _SharedPlace] = {}
         size = 0
         for number, value in enumerate(values):
             if isinstance(value, torch.Tensor) and value.device.type != "cpu":
-                slots[number] = _Slot(size, value.dtype, value.shape)
+                slots[number] = _SharedPlace(size, value.dtype, value.shape)
                 size += -(-value.nbytes // _ALIGNMENT) * _ALIGNMENT
         if not slots:
             return
@@ -345,7 +345,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         moved: set[torch.device] = set()
 
         def staged(value: Any) -> Any:
-            if isinstance(value, _Slot):
+            if isinstance(value, _SharedPlace):
                 return value.of(block)
             if value.device.type == "cpu":
                 return value.clone() if is_shared else value
@@ -479,7 +479,7 @@ def _rank() -> int:
 
 
 def _size_of(value: Any) -> int:
-    if isinstance(value, _Slot):
+    if isinstance(value, _SharedPlace):
         return math.prod(value.shape) * value.dtype.itemsize
     return value.nbytes if isinstance(value, torch.Tensor) else len(value)
 
@@ -596,8 +596,8 @@ def _write_bucket(
     path, name, (objects, tensors) = bucket
     pairs = [*objects, *tensors]
     if open_file is not None:
-        spans = write_stream(open_file, path, (value for _, value in pairs), fsync=fsync)
-        return results_of([item for item, _ in pairs], [ItemRange(name, *span) for span in spans])
+        ranges = write_stream(open_file, path, (value for _, value in pairs), fsync=fsync)
+        return results_of([item for item, _ in pairs], [ItemRange(name, *each) for each in ranges])
     directory, planner = os.path.dirname(path), Planner(DcpFormat(1), f"{name.removesuffix('.distcp')}_")
     settings = {"staging_bytes": staging_bytes, "direct_io": direct_io, "io_threads": 1}
     values = [(item.index.fqn, value) for item, value in pairs]

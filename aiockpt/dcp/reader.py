@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from aiockpt.core.extent import reach_bytes
 from aiockpt.dcp.adapter import AnyCheckpointer, borrowed, finished
 from aiockpt.dcp.extensions import registered
-from aiockpt.dcp.index import DescribedCheckpoint, StoredItem, stored_item
+from aiockpt.dcp.index import DescribedCheckpoint, DescribedItem, described_item
 from aiockpt.engine.facade import EngineAccess
 from aiockpt.engine.requests import text_of
 from aiockpt.errors import CorruptCheckpointError, LoadError, ShapeMismatchError
@@ -180,7 +180,9 @@ class FileSystemReader(filesystem.FileSystemReader):
                 state = getattr(planner, "state_dict", None)  # of DefaultLoadPlanner and its subclasses
                 if self._described is not None and isinstance(state, dict):
                     self._described.check_held(path, state)
-                items = [(i, stored_item(self._metadata, self._described, path, i.storage_index)) for i in plan.items]
+                items = [
+                    (i, described_item(self._metadata, self._described, path, i.storage_index)) for i in plan.items
+                ]
                 PlanExecution(engine, source, path, self._options, planner).run(items)
         return finished(None)
 
@@ -216,11 +218,11 @@ _OBJECTS_AT_A_TIME = 64
 
 
 @dataclass(eq=False, slots=True)
-class _Request:
+class _PlannedRead:
     """An item of a plan, and its state."""
 
     item: ReadItem
-    stored: StoredItem
+    stored: DescribedItem
     target: torch.Tensor | None = None  # the planner's, once resolved
     staged: torch.Tensor | None = None  # holds the values until they are copied to the target; None: read directly
     read: TensorRead | None = None  # of a tensor's part that has any bytes
@@ -260,22 +262,22 @@ class PlanExecution:
         self._ahead = getattr(type(planner), "commit_tensor", None) is DefaultLoadPlanner.commit_tensor
         self._known: dict[ItemRange, TensorItem] = {}
         self._aliases = AliasIndex()
-        self._window: list[_Request] = []
+        self._window: list[_PlannedRead] = []
         self._window_bytes = 0
         self._reads: list[TensorRead] = []
 
-    def run(self, items: Sequence[tuple[ReadItem, StoredItem]]) -> None:
+    def run(self, items: Sequence[tuple[ReadItem, DescribedItem]]) -> None:
         """Read all items. Blocks; see `aiockpt.dcp.reader.FileSystemReader.read_data`."""
         try:
             for item, stored in items:
-                self._add(_Request(item, stored))
+                self._add(_PlannedRead(item, stored))
             self._flush()
         except LoadError as exc:
             if any(read.fills for read in self._reads):
                 annotate_partial_load(exc, self._reads)
             raise
 
-    def _add(self, request: _Request) -> None:
+    def _add(self, request: _PlannedRead) -> None:
         if request.stored.chunk is None and not request.is_object:
             raise CorruptCheckpointError(f"{self._path}: {request.item.storage_index.fqn} is an object, not a tensor")
         if request.is_object or request.is_quantized:
@@ -296,14 +298,14 @@ class PlanExecution:
         if alone:
             self._flush()
 
-    def _enqueue(self, request: _Request, held: int) -> None:
+    def _enqueue(self, request: _PlannedRead, held: int) -> None:
         """Add a request to the window; read the window first if it is full."""
         if self._window_bytes + held > _WINDOW_BYTES:
             self._flush()
         self._window.append(request)
         self._window_bytes += held
 
-    def _resolve(self, request: _Request) -> None:
+    def _resolve(self, request: _PlannedRead) -> None:
         """Ask the planner for its tensor."""
         item = request.item
         target = self._planner.resolve_tensor(item)
@@ -316,7 +318,7 @@ class PlanExecution:
             )
         check_memory(item.dest_index.fqn, target)
 
-    def _is_direct(self, request: _Request, target: torch.Tensor) -> bool:
+    def _is_direct(self, request: _PlannedRead, target: torch.Tensor) -> bool:
         """Return whether a target can be read into directly; if not, torch copies its values, in the plan's order."""
         if type(target) is not torch.Tensor or target.layout is not torch.strided or target.is_quantized:
             return False
@@ -328,7 +330,7 @@ class PlanExecution:
             return False
         return not self._ahead or self._aliases.claim(request.item.dest_index.fqn, target)
 
-    def _plan(self, request: _Request) -> None:
+    def _plan(self, request: _PlannedRead) -> None:
         """Plan the read of a tensor's part, if it has any bytes."""
         item, stored = request.item, request.stored
         target = request.staged if request.staged is not None else request.target
@@ -378,7 +380,7 @@ class PlanExecution:
         for request in window:
             self._deliver(request)
 
-    def _read_objects(self, requests: Sequence[_Request]) -> None:
+    def _read_objects(self, requests: Sequence[_PlannedRead]) -> None:
         """Read objects, and check that unpickling them is safe. Blocks."""
         for request in requests:
             if request.is_quantized:
@@ -386,7 +388,7 @@ class PlanExecution:
             else:
                 request.blob = self._read_object(request)
 
-    def _read_object(self, request: _Request) -> bytes:
+    def _read_object(self, request: _PlannedRead) -> bytes:
         if request.stored.inline is not None:
             return encode_object(request.item.storage_index.fqn, request.stored.inline.value)
         blob = self._read_blob(request)
@@ -395,7 +397,7 @@ class PlanExecution:
             self._decode(request, blob)
         return blob
 
-    def _read_quantized(self, request: _Request) -> torch.Tensor:
+    def _read_quantized(self, request: _PlannedRead) -> torch.Tensor:
         """Read a quantized tensor: values and parameters are several storages of one item, so it is unpickled."""
         tensor, item, chunk = self._decode(request, self._read_blob(request)), request.item, request.stored.chunk
         sizes = () if chunk is None else chunk.sizes
@@ -408,18 +410,18 @@ class PlanExecution:
             tensor = tensor if length == tensor.shape[dim] else tensor.narrow(dim, start, length)
         return tensor
 
-    def _read_blob(self, request: _Request) -> bytes:
+    def _read_blob(self, request: _PlannedRead) -> bytes:
         place = self._source.exact_range(request.stored.range)
         return self._source.read_bytes(place.file, place.offset, place.length)
 
-    def _decode(self, request: _Request, blob: bytes) -> Any:
+    def _decode(self, request: _PlannedRead, blob: bytes) -> Any:
         try:
             name, allowed = request.item.storage_index.fqn, self._options.safe_globals
             return decode_object(name, blob, safe_globals=allowed, map_location="cpu")
         except LoadError as exc:
             raise type(exc)(f"{self._path}/{request.stored.range.file}: {exc}") from exc
 
-    def _deliver(self, request: _Request) -> None:
+    def _deliver(self, request: _PlannedRead) -> None:
         item = request.item
         if request.blob is not None:
             self._planner.load_bytes(item, io.BytesIO(request.blob))

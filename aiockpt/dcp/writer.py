@@ -219,7 +219,7 @@ class FileSystemWriter(filesystem.FileSystemWriter):
         if self._as_safetensors:
             resolve = partial(resolved, planner=planner)
             return write_safetensors(items, resolve, hidden, prefix, one_file=one_file, fsync=self.sync_files)
-        form = DcpFormat(self.thread_count if one_file else None)
+        file_format = DcpFormat(self.thread_count if one_file else None)
         settings = {
             "fsync": self.sync_files,
             "io_threads": self.thread_count,
@@ -230,7 +230,7 @@ class FileSystemWriter(filesystem.FileSystemWriter):
         with borrowed(self._checkpointer, **settings) as checkpointer:
             for number, values in enumerate(resolved_batches(items, planner, self._staging_bytes)):
                 name = f"{prefix}{number}_" if number else prefix
-                planner_of_files = self._planners.setdefault(name, Planner(form, name))
+                planner_of_files = self._planners.setdefault(name, Planner(file_format, name))
                 places += write_items(checkpointer, values, hidden, planner_of_files, self._transforms)
         return places
 

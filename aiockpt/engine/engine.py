@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from anyio.abc import TaskGroup
 
     from aiockpt.coordination.coordinator import Coordinator
-    from aiockpt.engine.loop import Owner
+    from aiockpt.engine.loop import Work
     from aiockpt.format.transforms.base import Transform
     from aiockpt.options import CheckpointerOptions
     from aiockpt.reading.executor import LoadTools
@@ -169,9 +169,9 @@ class Engine:
             calls = list(self._calls)
         error = AiockptError(f"the engine has failed: {cause!r}")
         error.__cause__ = cause
-        pending: list[Owner] = [*self.queue.fail_all(error), *calls]
-        for owner in pending:
-            owner.fail(cause)
+        pending: list[Work] = [*self.queue.fail_all(error), *calls]
+        for work in pending:
+            work.fail(cause)
         self.loop.cancel()
         if is_first:
             logger.critical("the thread of a checkpointer has failed, and with it what was pending", exc_info=cause)
@@ -478,7 +478,7 @@ async def _watch(
             "meanwhile"
         ),
     )
-    job.turn.pass_phase("reported")
+    job.turn.pass_milestone("reported")
     logger.error("a thread of the save of %s hangs in the file system; saving goes on without it", job.path)
     world = resources.world()
     if world is not None and job.spec.call is not None:

@@ -44,20 +44,20 @@ class Loader:
         self._handing_over: set[int] = set()  # threads that are in a load_state_dict of this checkpointer's
 
     def open(
-        self, request: OpenRequest, owner: object, close_owner: Callable[[], Awaitable[None]] | None = None
+        self, request: OpenRequest, checkpointer: object, close_owner: Callable[[], Awaitable[None]] | None = None
     ) -> CheckpointReader:
-        """Return a reader, which keeps its owner alive; see `aiockpt.AsyncCheckpointer.open`."""
+        """Return a reader, which keeps its checkpointer alive; see `aiockpt.AsyncCheckpointer.open`."""
         with importing():
             from aiockpt.reading.reader import CheckpointReader
 
-        return CheckpointReader(self._engine, *self._opening(request), owner, close_owner)
+        return CheckpointReader(self._engine, *self._opening(request), checkpointer, close_owner)
 
-    def open_sync(self, request: OpenRequest, owner: object) -> SyncCheckpointReader:
-        """Return a reader, which keeps its owner alive; see `aiockpt.SyncCheckpointer.open`."""
+    def open_sync(self, request: OpenRequest, checkpointer: object) -> SyncCheckpointReader:
+        """Return a reader, which keeps its checkpointer alive; see `aiockpt.SyncCheckpointer.open`."""
         with importing():
             from aiockpt.reading.reader import SyncCheckpointReader
 
-        return SyncCheckpointReader(self._engine, *self._opening(request), owner)
+        return SyncCheckpointReader(self._engine, *self._opening(request), checkpointer)
 
     def _opening(self, request: OpenRequest) -> tuple[Storage, str, LoadOptions]:
         """Return storage, path and options of a reader."""

@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from aiockpt.core.futures import Call
     from aiockpt.saving.job import SaveJob
 
-    Owner: TypeAlias = SaveJob | Call[Any]  # fails if a function posted for it raises
+    Work: TypeAlias = SaveJob | Call[Any]  # fails if a function posted for it raises
 
 logger = logging.getLogger("aiockpt")
 
 
 class EngineLoop:
-    """The loop and its thread. If something without an owner fails, ``on_failure`` gets the exception, once or more."""
+    """The loop and its thread. If what has no `Work` fails, ``on_failure`` gets the exception, once or more."""
 
     def __init__(self, origin: Origin, on_failure: Callable[[BaseException], None]) -> None:
         self._origin = origin
@@ -36,7 +36,7 @@ class EngineLoop:
         self._main_task: asyncio.Task[Any] | None = None
         self._context = contextvars.Context()
         self._posting = threading.RLock()  # reentrant: the garbage collector may run code that posts
-        self._backlog: list[tuple[Callable[[], object], Owner | None]] = []
+        self._backlog: list[tuple[Callable[[], object], Work | None]] = []
 
     def start(self, main: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Run ``main`` in a new thread, without waiting for it; raise OSError, ImportError or RuntimeError if it can't.
@@ -74,23 +74,23 @@ class EngineLoop:
             self._context = contextvars.copy_context()
             self._main_task = asyncio.current_task()
             self._loop = loop = asyncio.get_running_loop()
-            for function, owner in self._backlog:
-                loop.call_soon(self._call, function, owner)
+            for function, work in self._backlog:
+                loop.call_soon(self._call, function, work)
             self._backlog.clear()
         loop.set_exception_handler(self._on_exception)
 
-    def post(self, function: Callable[[], object], owner: Owner | None = None) -> None:
+    def post(self, function: Callable[[], object], work: Work | None = None) -> None:
         """Call a function on the loop as soon as it runs. From any thread; never waits, never raises.
 
         The function runs in the engine's context: in the caller's, anyio may find the mark of another event loop.
-        An exception of it fails the owner, or without an owner the engine.
+        An exception of it fails the save or call that it is for, or the engine.
         """
         with self._posting:
             if self._loop is None:
-                self._backlog.append((function, owner))
+                self._backlog.append((function, work))
                 return
         if self._origin.is_here:  # in a forked process, the descriptor that wakes the loop is the parent's
-            self._wake(self._call, function, owner)
+            self._wake(self._call, function, work)
 
     def post_without_lock(self, function: Callable[[], object]) -> None:
         """Call a function on the loop if it runs already. Takes no lock, as the garbage collector may be the caller."""
@@ -102,14 +102,14 @@ class EngineLoop:
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(function, *args, context=self._context.copy())  # type: ignore[union-attr]
 
-    def _call(self, function: Callable[[], object], owner: Owner | None) -> None:
+    def _call(self, function: Callable[[], object], work: Work | None) -> None:
         try:
             function()
         except BaseException as exc:
-            if owner is None:
+            if work is None:
                 raise  # to `_on_exception`
-            logger.exception("a function posted for %r has failed in the engine", owner)
-            owner.fail(exc)
+            logger.exception("a function posted for %r has failed in the engine", work)
+            work.fail(exc)
 
     def _on_exception(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """Fail the engine if a callback has failed: what was to follow it never happens. Log other reports."""

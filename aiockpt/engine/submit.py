@@ -42,7 +42,7 @@ from aiockpt.storage.base import Storage, shared_storage
 if TYPE_CHECKING:
     import torch
 
-    from aiockpt.coordination.protocol import Call
+    from aiockpt.coordination.protocol import RankCall
     from aiockpt.engine.engine import Engine
     from aiockpt.format.transforms.base import Transform
     from aiockpt.planning.planner import FileFormat, Planner
@@ -100,7 +100,7 @@ class Submitter:
                 arenas=self._engine.arenas,
             ).release()
 
-    def refuse(self, path: str, error: BaseException, call: Call | None = None) -> None:
+    def refuse(self, path: str, error: BaseException, call: RankCall | None = None) -> None:
         """Inform the other ranks, which have called save() too: they must fail, not wait for this one.
 
         ``call`` is None if this rank has not counted it.
@@ -160,7 +160,7 @@ class Submitter:
             if fallback is None:  # else the save meets the same error, and uses the fallback
                 raise
 
-    def _job(self, request: SaveRequest, started: float, call: Call | None, *, ranks: int | None) -> SaveJob:
+    def _job(self, request: SaveRequest, started: float, call: RankCall | None, *, ranks: int | None) -> SaveJob:
         """Check everything that can be checked at the call, and capture the state."""
         engine, together = self._engine, ranks is not None
         engine.queue.raise_unreported()
@@ -185,12 +185,12 @@ class Submitter:
             metadata = check_user_metadata({} if request.metadata is None else request.metadata)
         except TypeError as exc:
             raise SaveError(str(exc)) from None
-        form = choose_form(request, format, where, metadata, files=self._options.writing_threads)
+        file_format = choose_file_format(request, format, where, metadata, files=self._options.writing_threads)
         validate = request.validate or self._options.validate
         check_choice("validate", validate, Validation)
         check_choice("replicas", request.replicas, Replicas)
         with gc_pause():  # what is captured is no garbage
-            capture = capture_state(
+            snapshot = capture_state(
                 request.state_dict,
                 self._names,
                 ranks=ranks,
@@ -200,21 +200,21 @@ class Submitter:
                 exclude=request.exclude,
                 arenas=engine.arenas,
             )
-        if form is not None:
-            form.validate(capture)
-        self._warn_of_permissions(capture)
-        names, compress = capture.structure.names, request.compress
+        if file_format is not None:
+            file_format.validate(snapshot)
+        self._warn_of_permissions(snapshot)
+        names, compress = snapshot.structure.names, request.compress
         spec = SaveSpec(
             path=where,
             storage=storage,
             overwrite=request.overwrite,
             metadata=metadata,
-            snapshot=capture,
+            snapshot=snapshot,
             started=started,
-            form=form,
+            file_format=file_format,
             pre_commit=request.pre_commit,
             post_commit=request.post_commit,
-            compression=None if compress is None else choose_compression(compress, names, capture.tensors),
+            compression=None if compress is None else choose_compression(compress, names, snapshot.tensors),
             transforms=self._transforms,
             warn_only=self._options.warn_only,
             fallback=fallback,
@@ -223,20 +223,20 @@ class Submitter:
         )
         return SaveJob(spec, engine)
 
-    def _warn_of_permissions(self, capture: Snapshot) -> None:
+    def _warn_of_permissions(self, snapshot: Snapshot) -> None:
         """Warn about objects that need ``safe_globals`` or ``trust`` to be loaded, once for each set of classes."""
         new: dict[frozenset[str], int] = {}
-        for leaf, (_, foreign) in capture.foreign.items():
+        for leaf, (_, foreign) in snapshot.foreign.items():
             if frozenset(foreign) not in self._warned:
                 new.setdefault(frozenset(foreign), leaf)
         kinds: list[str] = []
         names: dict[str, None] = {}
         listed = True
         for leaf in new.values():
-            kind, foreign = capture.foreign[leaf]
-            needed = needed_for(capture.blobs[leaf], foreign)
+            kind, foreign = snapshot.foreign[leaf]
+            needed = needed_for(snapshot.blobs[leaf], foreign)
             if needed.names or not needed.suffices:
-                kinds.append(f"{capture.structure.names[leaf]} is {a(kind)}")
+                kinds.append(f"{snapshot.structure.names[leaf]} is {a(kind)}")
                 names |= dict.fromkeys(needed.names)
                 listed = listed and needed.suffices
         if kinds:
@@ -294,7 +294,7 @@ def format_for(name: SaveFormat | None, path: str) -> SaveFormat:
     return name or ("safetensors" if path.endswith(SUFFIX) else "torch" if path.endswith(TORCH_SUFFIXES) else "dcp")
 
 
-def choose_form(
+def choose_file_format(
     request: SaveRequest, name: SaveFormat, path: str, metadata: Mapping[str, JsonValue], *, files: int
 ) -> FileFormat | None:
     """Return the file format, None for DCP's default form; raise ValueError for options that contradict it."""

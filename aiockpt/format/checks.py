@@ -16,7 +16,7 @@ import numpy as np
 
 from aiockpt.core.strides import view_fits
 from aiockpt.errors import CorruptCheckpointError, LoadError, UnsafeCheckpointError
-from aiockpt.format.index import ChunkEntry, Index, ItemRange, ObjectEntry, ObjPath, TensorEntry, TensorItem
+from aiockpt.format.index import Index, ItemRange, ObjectEntry, ObjPath, StoredChunk, TensorEntry, TensorItem
 
 MAX_DIMS = 64  # the most dimensions that torch gives a tensor
 _LIMIT = 2**63
@@ -96,7 +96,7 @@ def _check_tensor(path: str, name: str, entry: TensorEntry, *, is_part: bool) ->
         raise CorruptCheckpointError(f"{path}: the chunks of {name} {wrong} {shape}; its metadata is damaged{hint}")
 
 
-def _check_chunk(path: str, name: str, entry: TensorEntry, chunk: ChunkEntry) -> None:
+def _check_chunk(path: str, name: str, entry: TensorEntry, chunk: StoredChunk) -> None:
     if chunk.place.transforms:
         return  # its decoded length is known only after decoding
     if chunk.item is None:

@@ -20,7 +20,7 @@ from itertools import islice
 from typing import Any
 
 from aiockpt.errors import CorruptCheckpointError, LoadError, UnsafeCheckpointError
-from aiockpt.format.index import ChunkEntry, Entry, Index, ItemRange, ObjectEntry, ObjPath, TensorEntry
+from aiockpt.format.index import Entry, Index, ItemRange, ObjectEntry, ObjPath, StoredChunk, TensorEntry
 from aiockpt.format.names import COMMON_NAME, METADATA_NAME
 from aiockpt.format.recognise import PART, known_ranks
 from aiockpt.format.safetensors.reader import HeaderError, parse_object, shared_names
@@ -51,11 +51,11 @@ class JoinedTensor:
     """A tensor of several ranks, with the chunks of each; of equal ones the first is taken."""
 
     entry: TensorEntry
-    chunks: dict[str, ChunkEntry] = field(default_factory=dict)  # by text, whose hash is salted
+    chunks: dict[str, StoredChunk] = field(default_factory=dict)  # by text, whose hash is salted
     elements: int = 0  # in all chunks
     most: int = 0  # that one rank has
 
-    def add(self, chunks: Iterable[ChunkEntry]) -> None:
+    def add(self, chunks: Iterable[StoredChunk]) -> None:
         mine = 0
         for chunk in chunks:
             nbytes = math.prod(chunk.sizes)

@@ -38,7 +38,7 @@ class TensorItem(NamedTuple):
     neg: bool = False  # the values are stored negated
 
 
-class ChunkEntry(NamedTuple):
+class StoredChunk(NamedTuple):
     """One stored piece of a tensor."""
 
     offsets: tuple[int, ...]  # where it begins in the whole tensor
@@ -52,7 +52,7 @@ class TensorEntry(NamedTuple):
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    chunks: tuple[ChunkEntry, ...]
+    chunks: tuple[StoredChunk, ...]
 
     @property
     def nbytes(self) -> int:

@@ -11,7 +11,7 @@ from aiockpt.core.machine import BLOCK_BYTES
 from aiockpt.errors import SaveError
 from aiockpt.format.dcp.metadata_opcodes import MetadataHead, finish_metadata
 from aiockpt.format.dcp.metadata_writer import encode_metadata
-from aiockpt.format.index import ChunkEntry, Entry, ItemRange, ObjectEntry, TensorEntry
+from aiockpt.format.index import Entry, ItemRange, ObjectEntry, StoredChunk, TensorEntry
 from aiockpt.format.item.item_framing import tensor_framing
 from aiockpt.format.item.objects import encode_object, is_shortage
 from aiockpt.format.manifest.columnar_index import ItemForm
@@ -64,7 +64,7 @@ class DcpLayout(Layout):
                 entries.append((name, nowhere))
             else:
                 shape = tuple(spec.shape)
-                chunk = ChunkEntry((0,) * len(shape), shape, places[summary.tied.get(leaf, leaf)])
+                chunk = StoredChunk((0,) * len(shape), shape, places[summary.tied.get(leaf, leaf)])
                 entries.append((name, TensorEntry(spec.dtype, shape, (chunk,))))
         paths = dict(zip(summary.structure.names, summary.structure.paths, strict=True))
         return encode_metadata(entries, paths, placed=placed)

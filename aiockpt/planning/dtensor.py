@@ -225,7 +225,7 @@ class _Cut(NamedTuple):
     number: int  # of this rank's part
 
 
-class _Piece(NamedTuple):
+class _LocalBox(NamedTuple):
     """A hyper-rectangle of a tensor that this rank has."""
 
     region: tuple[slice, ...] | None  # in the local tensor; None: all of it
@@ -245,7 +245,7 @@ def _dtensor_parts(name: str, value: Any) -> list[LocalPart]:
     shape = tuple(value.shape)
     if not local.numel() and 0 not in shape:
         return []
-    pieces = _pieces(shape, cuts, tuple(local.shape))
+    pieces = _local_boxes(shape, cuts, tuple(local.shape))
     if pieces is None:
         raise ShardingError(
             f"{name} is a DTensor of {shape} whose local part is {tuple(local.shape)}, which does not match its "
@@ -282,7 +282,9 @@ def _cuts(name: str, value: Any) -> tuple[_Cut, ...] | None:
 
 
 @lru_cache(maxsize=65_536)
-def _pieces(shape: tuple[int, ...], cuts: tuple[_Cut, ...], local: tuple[int, ...]) -> tuple[_Piece, ...] | None:
+def _local_boxes(
+    shape: tuple[int, ...], cuts: tuple[_Cut, ...], local: tuple[int, ...]
+) -> tuple[_LocalBox, ...] | None:
     """Return the pieces of a tensor that make up a local tensor; None if it can't be of this shape."""
     along = _runs(shape, cuts)
     if _run_sizes(along) != local:
@@ -291,10 +293,10 @@ def _pieces(shape: tuple[int, ...], cuts: tuple[_Cut, ...], local: tuple[int, ..
         if _run_sizes(along) != local or all(cut.split == 1 for cut in cuts):
             return None
     if all(len(runs) == 1 for runs in along):
-        return (_Piece(None, tuple(runs[0][0] for runs in along)),)
+        return (_LocalBox(None, tuple(runs[0][0] for runs in along)),)
     placed = [zip(_local_slices(runs), runs, strict=True) for runs in along]
     return tuple(
-        _Piece(tuple(part for part, _ in chosen), tuple(run[0] for _, run in chosen))
+        _LocalBox(tuple(part for part, _ in chosen), tuple(run[0] for _, run in chosen))
         for chosen in itertools.product(*placed)
     )
 

@@ -418,17 +418,17 @@ class Subtrees:
 
     def __contains__(self, name: object) -> bool:
         """Return whether there is a leaf below a name."""
-        return isinstance(name, str) and bool(_spans(self._names, name)[1])
+        return isinstance(name, str) and bool(_ranges(self._names, name)[1])
 
     def holds(self, name: str) -> bool:
         """Return whether there is a leaf or a container at or below a name."""
-        return not name or any(map(len, _spans(self._names, name) + _spans(self._record_names, name)))
+        return not name or any(map(len, _ranges(self._names, name) + _ranges(self._record_names, name)))
 
     def below(self, name: str) -> list[str]:
         """Return the names of the leaves at or below a name, in their order; all of them for the empty name."""
         if not name:
             return list(self._paths)
-        return sorted((self._names[at] for span in _spans(self._names, name) for at in span), key=self._order.get)  # type: ignore[arg-type]
+        return sorted((self._names[at] for each in _ranges(self._names, name) for at in each), key=self._order.get)  # type: ignore[arg-type]
 
     def build(self, name: str, values: Mapping[str, Any]) -> Any:
         """Rebuild what is stored at or below a name: a recorded container, a leaf, or else an empty dict."""
@@ -436,8 +436,10 @@ class Subtrees:
         # Under one more key, because the result may be a list, or a leaf.
         paths: list[ObjPath] = [("", *_beyond(self._paths[each], name)) for each in names]
         orders = [self._order[each] for each in names]
-        spans = _spans(self._record_names, name) if name else (range(len(self._records)),)
-        records = [self._containers[number] for number in sorted(self._records[at][1] for span in spans for at in span)]
+        ranges = _ranges(self._record_names, name) if name else (range(len(self._records)),)
+        records = [
+            self._containers[number] for number in sorted(self._records[at][1] for each in ranges for at in each)
+        ]
         containers: Any = [
             {**record, "path": ["", *_beyond(record["path"], name)], "at": bisect_left(orders, record["at"])}
             for record in records
@@ -448,7 +450,7 @@ class Subtrees:
         return unflatten([paths[n] for n in kept], [values[names[n]] for n in kept], containers).get("", {})
 
 
-def _spans(names: Sequence[str], name: str) -> tuple[range, range]:
+def _ranges(names: Sequence[str], name: str) -> tuple[range, range]:
     """Return the ranges of sorted names that equal a name, and that are below it."""
     at = bisect_left(names, name)
     # No character lies between the dot and the slash.

@@ -174,30 +174,30 @@ class Planner:
         """Drop the cached layouts, because one turned out not to fit."""
         self._layouts.clear()
 
-    def plan(self, snapshot: Snapshot, form: FileFormat | None = None) -> SavePlan:
+    def plan(self, snapshot: Snapshot, file_format: FileFormat | None = None) -> SavePlan:
         """Plan a save in a format (None: the default). Takes a while for many tensors."""
-        form = self._default if form is None else form
-        layout = self._layouts.get(form.name)
-        if layout is not None and can_reuse(layout, snapshot, form):
-            plan = form.fill(layout, snapshot)
+        file_format = self._default if file_format is None else file_format
+        layout = self._layouts.get(file_format.name)
+        if layout is not None and can_reuse(layout, snapshot, file_format):
+            plan = file_format.fill(layout, snapshot)
             if plan is not None:
                 return plan
         written = None if self._prefix is None else RankLeaves(self._prefix, range(len(snapshot.tensors)))
-        plan = form.lay_out(summarize(snapshot, form), snapshot, written)
-        self._layouts[form.name] = plan.layout
+        plan = file_format.lay_out(summarize(snapshot, file_format), snapshot, written)
+        self._layouts[file_format.name] = plan.layout
         return plan
 
 
-def summarize(snapshot: Snapshot, form: FileFormat) -> StateSummary:
+def summarize(snapshot: Snapshot, file_format: FileFormat) -> StateSummary:
     """Summarise a snapshot. Takes a while for many tensors."""
     tensors = snapshot.tensors
-    specs = [None if tensor is None else form.describe(tensor) for tensor in tensors]
+    specs = [None if tensor is None else file_format.describe(tensor) for tensor in tensors]
     late = frozenset(leaf for leaf, tensor in enumerate(tensors) if tensor is not None and specs[leaf] is None)
     addresses = _addresses(snapshot)
     return StateSummary(snapshot.structure, specs, late, _find_tied(specs, addresses), len(set(addresses)))
 
 
-def can_reuse(layout: Layout, snapshot: Snapshot, form: FileFormat, *, every: bool = False) -> bool:
+def can_reuse(layout: Layout, snapshot: Snapshot, file_format: FileFormat, *, every: bool = False) -> bool:
     """Return whether a cached layout fits a snapshot; staging later checks each tensor against its spec.
 
     Beyond `CHECKED_AHEAD` tensors only those that are never staged are compared here, unless ``every`` is set.
@@ -213,7 +213,7 @@ def can_reuse(layout: Layout, snapshot: Snapshot, form: FileFormat, *, every: bo
         tensor, spec = snapshot.tensors[leaf], layout.specs[leaf]
         if tensor is None:
             continue
-        if not spec.describes(tensor) if spec is not None else form.describe(tensor) is not None:
+        if not spec.describes(tensor) if spec is not None else file_format.describe(tensor) is not None:
             return False
     # Tied tensors are stored once, so the same ones must be tied as before, and no others.
     addresses = _addresses(snapshot)

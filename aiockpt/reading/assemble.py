@@ -147,12 +147,12 @@ def _array_copies(
     return copies
 
 
-def _complete(owner: LiveObject, state: Any) -> Any:
+def _complete(live: LiveObject, state: Any) -> Any:
     """Add to a live object's state what formats without containers lose: number keys, and a module's versions."""
-    if owner.parameters and isinstance(state, dict):
-        state["state"] = _with_numbers(state.get("state", {}), owner.state.get("param_groups"))
-    versions = getattr(owner.state, "_metadata", None)
-    if owner.is_module and versions is not None and not hasattr(state, "_metadata"):
+    if live.parameters and isinstance(state, dict):
+        state["state"] = _with_numbers(state.get("state", {}), live.state.get("param_groups"))
+    versions = getattr(live.state, "_metadata", None)
+    if live.is_module and versions is not None and not hasattr(state, "_metadata"):
         state = OrderedDict(state)
         state._metadata = versions
     return state

@@ -43,7 +43,7 @@ class Gathering:
         self._agreed = 0  # rounds
         self._round: asyncio.Future[Any] | None = None
 
-    async def agree(self, error: BaseException | None = None, reads: int = 0) -> bool:
+    async def meet(self, error: BaseException | None = None, reads: int = 0) -> bool:
         """Report success or ``error`` to the other ranks, and wait for theirs; ``reads`` is `TargetPlan.read_hash`.
 
         Cancelling returns at once; `leave` then notifies the other ranks. Returns whether another rank of this host is
@@ -53,8 +53,8 @@ class Gathering:
         same: bool = await self._meet(mine, _read_the_same, error)
         return same
 
-    async def agree_filled(self, *, has_objects: bool) -> None:
-        """Report that this rank has filled its tensors, and whether it has live objects; see `agree`."""
+    async def meet_filled(self, *, has_objects: bool) -> None:
+        """Report that this rank has filled its tensors, and whether it has live objects; see `meet`."""
         await self._meet(has_objects, _any_hands_over)
 
     async def _meet(
@@ -96,7 +96,7 @@ class Gathering:
             if self._round is not None:
                 await self._round
             if self._agreed < (3 if self.is_handing_over else 2) and not self.failed:
-                await self.agree(LoadError(f"{self.what} was cancelled"))
+                await self.meet(LoadError(f"{self.what} was cancelled"))
 
 
 async def load_together(
@@ -118,9 +118,9 @@ async def load_together(
             result = await load(gathering)
         except Exception as exc:
             if not gathering.failed:
-                await gathering.agree(exc)
+                await gathering.meet(exc)
             raise
-        await gathering.agree_filled(has_objects=bool(result.gifts))
+        await gathering.meet_filled(has_objects=bool(result.gifts))
     if not gathering.is_handing_over:
         turn.release()
     return result
@@ -129,7 +129,7 @@ async def load_together(
 async def conclude(gathering: Gathering, turn: asyncio.Lock, error: BaseException | None) -> None:
     """Agree on whether all live objects were given their states, and end the turn; see `load_together`."""
     with _ending_turn(gathering, turn):
-        await gathering.agree(error)
+        await gathering.meet(error)
     turn.release()
 
 

@@ -21,7 +21,7 @@ from isal.isal_zlib import crc32
 from aiockpt.core.machine import BLOCK_BYTES
 from aiockpt.core.strides import row_strides
 from aiockpt.errors import AiockptError, CorruptCheckpointError, LoadError
-from aiockpt.format.index import ChunkEntry, Entry, Index, ItemRange, ObjectEntry, TensorEntry, TensorItem
+from aiockpt.format.index import Entry, Index, ItemRange, ObjectEntry, StoredChunk, TensorEntry, TensorItem
 from aiockpt.format.names import MANIFEST_NAME
 from aiockpt.format.transforms.zstd import MOST_RATIO, ZSTD_DESCRIPTOR, ZSTD_NAME, Zstd, ZstdDecoder, require_zstd
 from aiockpt.storage.base import Source
@@ -465,7 +465,7 @@ class _Exposer:
             return entry._replace(chunks=tuple(self._chunk(key, entry.dtype, chunk) for chunk in entry.chunks))
         return entry
 
-    def _chunk(self, key: str, dtype: torch.dtype, chunk: ChunkEntry) -> ChunkEntry:
+    def _chunk(self, key: str, dtype: torch.dtype, chunk: StoredChunk) -> StoredChunk:
         if not chunk.place.transforms:
             return chunk
         nbytes = math.prod(chunk.sizes) * dtype.itemsize

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     import mmap
 
     from aiockpt.core.threads import Workers
-    from aiockpt.format.index import ChunkEntry, ItemRange, TensorEntry, TensorItem
+    from aiockpt.format.index import ItemRange, StoredChunk, TensorEntry, TensorItem
     from aiockpt.format.transforms.base import Transform
     from aiockpt.options import LoadOptions
     from aiockpt.reading.decoded import DecodedSource
@@ -427,7 +427,7 @@ class MapReader:
             region.copy_(self._chunk(name, chunk, entry.dtype))
         return whole
 
-    def _chunk(self, name: str, chunk: ChunkEntry, dtype: torch.dtype) -> torch.Tensor:
+    def _chunk(self, name: str, chunk: StoredChunk, dtype: torch.dtype) -> torch.Tensor:
         place = chunk.place
         item = chunk.item or self._item(name, chunk, dtype)
         if not item.nbytes:
@@ -438,7 +438,7 @@ class MapReader:
             memory = memory.clone()
         return view_of(memory, item, lazily=True)
 
-    def _item(self, name: str, chunk: ChunkEntry, dtype: torch.dtype) -> TensorItem:
+    def _item(self, name: str, chunk: StoredChunk, dtype: torch.dtype) -> TensorItem:
         mapped, place = self._map(chunk.place.file), chunk.place
 
         def fetch(offset: int, size: int) -> bytes:

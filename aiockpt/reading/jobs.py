@@ -25,7 +25,7 @@ from isal.isal_zlib import crc32, crc32_combine
 from aiockpt.core import pages
 from aiockpt.core.gc_pause import gc_pause
 from aiockpt.core.machine import BLOCK_BYTES
-from aiockpt.core.strides import is_dense, row_strides, span
+from aiockpt.core.strides import is_dense, reach, row_strides
 from aiockpt.errors import CorruptCheckpointError
 from aiockpt.format.item.tensor_item import HEAD_BYTES, TAIL_BYTES, ItemParser, parse_tensor_item
 from aiockpt.format.item.ziparchive import FramingError
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     Buffer = Chunk | MappedMemory  # a chunk of staging memory, or a thread's own
 
 _MAX_GAP_BYTES = 64 << 10  # reading over a gap costs less than another system call
-_MAX_SPANS = 64  # of one batch
+_MAX_STRETCHES = 64  # of one batch
 _MAX_RUNS = 16_384  # of one part; bounds the list of runs in memory
 _MAX_FETCH_BYTES = 1 << 20
 _HEADERS_BYTES = 1024
@@ -196,7 +196,7 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
 
 
 @dataclass(slots=True)
-class _Span:
+class _Stretch:
     """A byte range of a file that holds some items; one read."""
 
     file: str
@@ -208,11 +208,11 @@ class _Span:
 class CoalescedRead:
     """Small items that lie close together."""
 
-    def __init__(self, spans: list[_Span], framing: FramingReader) -> None:
-        self._spans = spans
+    def __init__(self, stretches: list[_Stretch], framing: FramingReader) -> None:
+        self._stretches = stretches
         self._framing = framing
-        self.nbytes = sum(each.end - each.begin for each in spans)
-        self.file = spans[0].file
+        self.nbytes = sum(each.end - each.begin for each in stretches)
+        self.file = stretches[0].file
 
     @gc_pause()
     def read(self, buffer: Buffer) -> list[Placement]:
@@ -220,7 +220,7 @@ class CoalescedRead:
         framing, view, address = self._framing, buffer.view, buffer.address
         found: list[tuple[TensorRead, TensorItem, int]] = []
         at = 0
-        for each in self._spans:
+        for each in self._stretches:
             at += (each.begin - at) % BLOCK_BYTES  # same offset in the page as in the file, as O_DIRECT requires
             framing.source.read(each.file, each.begin, view[at : at + each.end - each.begin])
             for read in each.reads:
@@ -244,24 +244,24 @@ class CoalescedRead:
         return left
 
     def finish(self) -> None:
-        for each in self._spans:
+        for each in self._stretches:
             for read in each.reads:
                 read.pending = 0
 
 
 @gc_pause()
 def coalesce(reads: Sequence[TensorRead], most_bytes: int, framing: FramingReader) -> list[CoalescedRead]:
-    """Group items: neighbours in a file become one span, and a few spans one job.
+    """Group items: neighbours in a file become one stretch, and a few stretches one job.
 
-    A job's buffer of ``most_bytes`` also holds gaps between items, and a page per span for alignment.
+    A job's buffer of ``most_bytes`` also holds gaps between items, and a page per stretch for alignment.
     """
     jobs: list[CoalescedRead] = []
-    spans: list[_Span] = []
+    stretches: list[_Stretch] = []
     used = 0
     for read in sorted(reads, key=lambda read: (read.chunk.place.file, read.chunk.place.offset)):
         place = read.chunk.place
         end = place.offset + place.length
-        last = spans[-1] if spans else None
+        last = stretches[-1] if stretches else None
         if last is not None and last.file == place.file and place.offset <= last.end + _MAX_GAP_BYTES:
             growth = max(0, end - last.end)
             if used + growth <= most_bytes:
@@ -269,15 +269,15 @@ def coalesce(reads: Sequence[TensorRead], most_bytes: int, framing: FramingReade
                 last.end += growth
                 used += growth
                 continue
-        elif used + place.length + BLOCK_BYTES <= most_bytes and len(spans) < _MAX_SPANS:
-            spans.append(_Span(place.file, place.offset, end, [read]))
+        elif used + place.length + BLOCK_BYTES <= most_bytes and len(stretches) < _MAX_STRETCHES:
+            stretches.append(_Stretch(place.file, place.offset, end, [read]))
             used += place.length + BLOCK_BYTES
             continue
-        if spans:
-            jobs.append(CoalescedRead(spans, framing))
-        spans = [_Span(place.file, place.offset, end, [read])]
+        if stretches:
+            jobs.append(CoalescedRead(stretches, framing))
+        stretches = [_Stretch(place.file, place.offset, end, [read])]
         used = place.length + BLOCK_BYTES
-    return [*jobs, CoalescedRead(spans, framing)] if spans else jobs
+    return [*jobs, CoalescedRead(stretches, framing)] if stretches else jobs
 
 
 def _make_tensors(found: Sequence[tuple[TensorRead, TensorItem]]) -> None:
@@ -318,7 +318,7 @@ def _place(read: TensorRead, item: TensorItem, buffer: memoryview, start: int, a
         item = _select(item, read.selections)
         size, skipped = item.dtype.itemsize, item.storage_offset * item.dtype.itemsize
         start, address = start + skipped, address + skipped
-        item = item._replace(storage_offset=0, nbytes=span(item.shape, item.stride) * size)
+        item = item._replace(storage_offset=0, nbytes=reach(item.shape, item.stride) * size)
     if _is_image(target, item):
         copy_small(target.data_ptr(), address, item.nbytes)
         return None

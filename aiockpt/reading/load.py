@@ -51,7 +51,7 @@ class CheckpointLoad:
             opened = await open_checkpoint(self.storage, self.path, self.options, tools)
         try:
             await tools.begin(self.ready)
-            loader = _Loader(opened, self.options, replace(tools, report=self.report))
+            loader = _OpenLoad(opened, self.options, replace(tools, report=self.report))
             if self.target is None:
                 return await loader.load_new()
             return await loader.load_into(self.target, self.state_dict, gathering)
@@ -71,11 +71,11 @@ async def read_requests(
     await tools.begin(ready)
     whole = {each.name: each.entry for each in requests if each.is_whole}
     parts = [each for each in requests if not each.is_whole]
-    values = await _Loader(opened, options, tools).read(whole, parts)
+    values = await _OpenLoad(opened, options, tools).read(whole, parts)
     return {each.name: values[each.name] for each in requests}
 
 
-class _Loader:
+class _OpenLoad:
     """One load of an open checkpoint."""
 
     def __init__(self, opened: OpenCheckpoint, options: LoadOptions, tools: LoadTools) -> None:
@@ -104,7 +104,7 @@ class _Loader:
         fresh = await self._read_with_arrays(plan.fresh, plan.enums)
         new_values = await run(build_target_values, self._path, plan, target, fresh)
         await self._executor.prepare(plan.reads)
-        if gathering is not None and await gathering.agree(reads=await run(plan.read_hash)):
+        if gathering is not None and await gathering.meet(reads=await run(plan.read_hash)):
             # Another rank of this host reads the same bytes: O_DIRECT would read the disk once for each of them.
             self._opened.source.share()
         await self._executor.fill(plan.reads, plan.filled)
@@ -158,8 +158,8 @@ class _Loader:
                     "clone one of them"
                 )
 
-    def _on_host(self) -> _Loader:
-        return _Loader(self._opened, replace(self._options, map_location=None), self._tools)
+    def _on_host(self) -> _OpenLoad:
+        return _OpenLoad(self._opened, replace(self._options, map_location=None), self._tools)
 
 
 def chosen_entries(path: str, index: Index, options: LoadOptions) -> tuple[Mapping[str, Entry], tuple[str, ...]]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiockpt.core.gc_pause import gc_pause
 from aiockpt.errors import LoadError
-from aiockpt.format.index import ChunkEntry, Entry, InlineEntry, ItemRange, ObjectEntry, TensorEntry, TensorItem
+from aiockpt.format.index import Entry, InlineEntry, ItemRange, ObjectEntry, StoredChunk, TensorEntry, TensorItem
 from aiockpt.options import LoadOptions, target_device
 from aiockpt.planning.ranges import Selection, overlap
 from aiockpt.reading.targets import cast, target_of
@@ -75,7 +75,7 @@ class TensorRead:
 
     name: str
     dtype: torch.dtype  # as stored
-    chunk: ChunkEntry
+    chunk: StoredChunk
     selections: tuple[Selection, ...] | None = None  # the part of the chunk, per dimension; None: all
     # A tensor of the selections' shape, on any device, of any dtype and strides. None: new memory of the stored form.
     target: torch.Tensor | None = None

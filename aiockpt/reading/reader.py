@@ -110,11 +110,11 @@ class _Reader(Mapping[str, "TensorInfo | ObjectInfo"]):
         storage: Storage,
         path: str,
         options: LoadOptions,
-        owner: object,
+        checkpointer: object,
         close_owner: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        self._owner = owner  # a checkpointer that closes itself when its last reference goes
-        self._close_owner = close_owner  # if the checkpointer is the reader's alone
+        self._checkpointer = checkpointer  # a checkpointer that closes itself when its last reference goes
+        self._close_checkpointer = close_owner  # if the checkpointer is the reader's alone
         self.path = path
         self._engine = engine
         self._storage = storage
@@ -310,7 +310,7 @@ class CheckpointReader(_Reader):
             self._openers -= 1
             # Other tasks may still open the reader with this checkpointer: the last one that fails closes it.
             if opened is None and self._open is None and not self._openers:
-                await self._end_owner()
+                await self._end_checkpointer()
         self._keep(opened)
         return self
 
@@ -385,12 +385,12 @@ class CheckpointReader(_Reader):
         try:
             self._close()
         finally:
-            await self._end_owner()
+            await self._end_checkpointer()
 
-    async def _end_owner(self) -> None:
-        if self._close_owner is not None:
+    async def _end_checkpointer(self) -> None:
+        if self._close_checkpointer is not None:
             with anyio.CancelScope(shield=True):
-                await self._close_owner()
+                await self._close_checkpointer()
 
 
 class SyncCheckpointReader(_Reader):

@@ -71,10 +71,10 @@ class TargetPlan:
 @gc_pause()
 def plan_target(path: str, index: Index, options: LoadOptions, target: ResolvedState, state_dict: Any) -> TargetPlan:
     """Compare a target, in which state dicts replace live objects, with what is stored."""
-    planner = _Planner(path, index, options, target, {})
+    planner = _TargetPlanner(path, index, options, target, {})
     flat = planner.flatten()
     if tied := tied_names(flat, index.entries):
-        planner = _Planner(path, index.with_names(tied), options, target, tied)
+        planner = _TargetPlanner(path, index.with_names(tied), options, target, tied)
         flat = planner.flatten()
     planner.plan_leaves(flat)
     planner.plan_subtrees(flat)
@@ -94,7 +94,7 @@ def tied_names(flat: FlatState, entries: Mapping[str, Entry]) -> dict[str, str]:
     return {name: places[place] for name, place in found.items() if place is not None and place in places}
 
 
-class _Planner:
+class _TargetPlanner:
     """Builds a `TargetPlan`."""
 
     def __init__(
@@ -144,39 +144,39 @@ class _Planner:
             if name in self._wanted and name not in self._open:
                 self._plan_leaf(name, path, leaf, self._owner_of(path))
 
-    def _plan_leaf(self, name: str, path: ObjPath, leaf: Any, owner: LiveObject | None) -> None:
+    def _plan_leaf(self, name: str, path: ObjPath, leaf: Any, live: LiveObject | None) -> None:
         plan, entry = self.plan, self._entries.get(name)
         if entry is None:
             # An object that chooses its keys may have others now than when it was saved: its load_state_dict judges.
-            if owner is None or not owner.chooses_keys:
+            if live is None or not live.chooses_keys:
                 plan.missing.append(name)
-            elif not self._stored.holds(owner.name):
-                plan.missing.append(owner.name)
+            elif not self._stored.holds(live.name):
+                plan.missing.append(live.name)
             return
-        target = self._target_of(name, entry, leaf, owner)
+        target = self._target_of(name, entry, leaf, live)
         if target is None:
             plan.fresh[name] = entry
             if isinstance(leaf, Enum):
                 plan.enums[name] = type(leaf)
-            if owner is None:
+            if live is None:
                 plan.paths[name] = path
                 if type(leaf) in ARRAY_TYPES:
                     plan.arrays[name] = leaf
             return
         if self._tied.get(name) not in self._wanted:  # else it is filled as the other
             self._fill(target)
-        if owner is not None:
+        if live is not None:
             plan.kept[name] = leaf
 
-    def _target_of(self, name: str, entry: Entry, leaf: Any, owner: LiveObject | None) -> Target | None:
+    def _target_of(self, name: str, entry: Entry, leaf: Any, live: LiveObject | None) -> Target | None:
         """Return the memory of a leaf to fill; None: a new value replaces it."""
         try:
             return target_of(self._path, name, entry, leaf, self._options.dtype)
         except ShapeMismatchError:
-            if owner is None or (owner.is_module and not torch.nn.parameter.is_lazy(leaf)):
+            if live is None or (live.is_module and not torch.nn.parameter.is_lazy(leaf)):
                 raise
             # load_state_dict of torch's optimizers takes any shape, and the next step then fails.
-            if owner.parameters and isinstance(entry, TensorEntry) and leaf.shape != entry.shape:
+            if live.parameters and isinstance(entry, TensorEntry) and leaf.shape != entry.shape:
                 raise
             return None
 
@@ -200,14 +200,14 @@ class _Planner:
         for container in plan.containers:
             below = self._stored.below(container)
             plan.fresh.update((name, self._entries[name]) for name in below if name in self._wanted)
-        for owner in plan.given:
-            is_sharded = any(map(is_distributed, owner.parameters))
-            for name in self._stored.below(owner.name):
+        for live in plan.given:
+            is_sharded = any(map(is_distributed, live.parameters))
+            for name in self._stored.below(live.name):
                 if name not in self._wanted:
                     if name in leaves:
                         plan.kept[name] = leaves[name]
                 elif name not in plan.kept and name not in plan.fresh:
-                    self._add_fresh(name, owner if is_sharded else None)
+                    self._add_fresh(name, live if is_sharded else None)
 
     def _choose_containers(self) -> None:
         for name, path in self._open.items():
@@ -257,12 +257,12 @@ class _Planner:
         self._fill(target)
         self.plan.kept[name] = like
 
-    def _sharded_like(self, name: str, entry: Entry, owner: LiveObject) -> torch.Tensor | None:
+    def _sharded_like(self, name: str, entry: Entry, live: LiveObject) -> torch.Tensor | None:
         """Make the state tensor of a sharded parameter; None if it is replicated, as the step count is."""
-        _, number, *_ = [*name[len(owner.name) + 1 if owner.name else 0 :].split("."), "", ""]
-        if not isinstance(entry, TensorEntry) or not number.isdecimal() or int(number) >= len(owner.parameters):
+        _, number, *_ = [*name[len(live.name) + 1 if live.name else 0 :].split("."), "", ""]
+        if not isinstance(entry, TensorEntry) or not number.isdecimal() or int(number) >= len(live.parameters):
             return None
-        parameter = owner.parameters[int(number)]
+        parameter = live.parameters[int(number)]
         if not is_distributed(parameter) or not entry.shape:
             return None
         if entry.shape != tuple(parameter.shape):

@@ -244,14 +244,14 @@ def find_twins(regions: Sequence[Region]) -> list[tuple[Region, Region]]:
 
 def _may_overlap(tensors: Sequence[torch.Tensor]) -> bool:
     """Return whether two tensors may have bytes in common: False is certain, True is not."""
-    spans: dict[torch.device, list[tuple[int, int]]] = defaultdict(list)
+    extents: dict[torch.device, list[tuple[int, int]]] = defaultdict(list)
     for tensor in tensors:
         if type(tensor) in TENSOR_TYPES and tensor.numel():
             begin = tensor.data_ptr()
             is_dense = tensor.is_contiguous()
             end = begin + tensor.nbytes if is_dense else tensor.untyped_storage().data_ptr() + reach_bytes(tensor)
-            spans[tensor.device].append((begin, end))
-    return any(begin < end for each in spans.values() for (_, end), (begin, _) in pairwise(sorted(each)))
+            extents[tensor.device].append((begin, end))
+    return any(begin < end for each in extents.values() for (_, end), (begin, _) in pairwise(sorted(each)))
 
 
 def _view_key(tensor: torch.Tensor) -> tuple[object, ...]:

@@ -53,24 +53,24 @@ class CollectiveSave(SaveStrategy):
     def __init__(
         self,
         job: SaveJob,
-        form: FileFormat,
+        file_format: FileFormat,
         world: CollectiveResources,
         compute: Workers,
         io: Workers,
     ) -> None:
         self._job = job
-        self._form = form
+        self._file_format = file_format
         self._world = world
         self._compute = compute
         self._io = io
         self._what = f"the save of {job.path}"
         self._call = world.coordinator.call("save") if job.spec.call is None else job.spec.call
         self._transaction: SharedTransaction | None = None
-        self._global = GlobalSave(job, form, world, compute, io)
+        self._global = GlobalSave(job, file_format, world, compute, io)
         self._inventory: RankInventory | None = None
         self._over = False  # this rank has entered the second round: it must not enter it again to report a failure
         # Where files are shared, rank 0 has to give every byte its place before any rank writes.
-        self._decentralized = world.decentralized and isinstance(form, DcpFormat)
+        self._decentralized = world.decentralized and isinstance(file_format, DcpFormat)
 
     async def plan(self) -> SavePlan:
         """Agree with the other ranks on what each of them writes. A cancellation takes effect after that."""
@@ -99,15 +99,17 @@ class CollectiveSave(SaveStrategy):
                 return job.spec.refusal, None
             if job.cancel_asked or job.consistency.abort_error is not None:
                 return job.consistency.abort_error or SaveCancelledError(f"the save of {job.path} was cancelled"), None
-            facts = (job.overwrite, self._decentralized, self._form.name)
+            facts = (job.overwrite, self._decentralized, self._file_format.name)
             digests = None if job.spec.replicas == "trust" else await self._compute.run(digest_replicas, job.snapshot)
-            reused = await self._compute.run(self._world.planner.reuse, job.snapshot, self._form) if again else None
+            reused = (
+                await self._compute.run(self._world.planner.reuse, job.snapshot, self._file_format) if again else None
+            )
             if reused is not None:
                 return PlanRequest(*facts, reused.token, None, job.spec.replicas, digests), reused
-            summary = await self._compute.run(summarize, job.snapshot, self._form)
+            summary = await self._compute.run(summarize, job.snapshot, self._file_format)
             inventory = None
             if not self._decentralized:
-                inventory = await self._compute.run(inventory_of, summary, job.snapshot, self._form)
+                inventory = await self._compute.run(inventory_of, summary, job.snapshot, self._file_format)
         except Exception as exc:  # goes to all ranks, this one among them
             return exc, None
         return PlanRequest(*facts, None, inventory, job.spec.replicas, digests), summary
@@ -125,14 +127,14 @@ class CollectiveSave(SaveStrategy):
         elif proposal is not None and assignment.leaves is None and proposal.token == assignment.token:
             return proposal.plan
         else:  # this rank's state is unchanged, but another rank's has changed, and with it the assignment
-            summary = await self._compute.run(summarize, job.snapshot, self._form)
+            summary = await self._compute.run(summarize, job.snapshot, self._file_format)
         leaves = range(len(summary.specs)) if self._decentralized else assignment.leaves
         if leaves is None:
             raise RuntimeError("rank 0 has given no assignment to a rank without a plan")
         if self._decentralized:
-            self._inventory = await self._compute.run(inventory_of, summary, job.snapshot, self._form)
+            self._inventory = await self._compute.run(inventory_of, summary, job.snapshot, self._file_format)
         return await self._compute.run(
-            planner.lay_out, job.snapshot, self._form, summary, assignment.token, leaves, assignment.shared
+            planner.lay_out, job.snapshot, self._file_format, summary, assignment.token, leaves, assignment.shared
         )
 
     async def begin(self) -> SharedTransaction:
@@ -155,8 +157,8 @@ class CollectiveSave(SaveStrategy):
         coordinator = self._world.coordinator
         lead = None
         if coordinator.leads:
-            book, facts = self._global.plan, self._global.facts()
-            lead = Leadership(None if book is None else book.pickled(), facts, self._job.overwrite)
+            plan_cache, facts = self._global.plan, self._global.facts()
+            lead = Leadership(None if plan_cache is None else plan_cache.pickled(), facts, self._job.overwrite)
         written = self._written(plan, {})
         return pickle.dumps(
             RecoveryRecord(coordinator.rank, coordinator.world_size, self._assignment.secret, written, lead)
@@ -212,7 +214,7 @@ class CollectiveSave(SaveStrategy):
     async def _agreed(self, writer: ChunkWriter, error: AiockptError) -> bool:
         """Commit by the writer processes of all ranks, since a trainer is dead; return whether they have published."""
         try:
-            await writer.agree()
+            await writer.commit_as_orphan()
         except AiockptError as exc:
             error.add_note(str(exc))
             return False
@@ -266,7 +268,7 @@ _SHOWN = 20
 _ALIKE = {
     "overwrite": "overwrite",
     "decentralized": "decentralized planning",
-    "form": "the form (format, io_threads, hints, division into files)",
+    "file_format": "the file format (io_threads, hints, division into files)",
     "replicas": "replicas",
 }
 
@@ -287,11 +289,11 @@ class GlobalSave:
     """Rank 0's part in one save of several ranks."""
 
     def __init__(
-        self, job: SaveJob, form: FileFormat, world: CollectiveResources, compute: Workers, io: Workers
+        self, job: SaveJob, file_format: FileFormat, world: CollectiveResources, compute: Workers, io: Workers
     ) -> None:
         self.transaction: SharedTransaction | None = None
         self._job = job
-        self._form = form
+        self._file_format = file_format
         self._plans = world.plans
         self._tokens = world.tokens
         self._warned = world.differing
@@ -306,12 +308,12 @@ class GlobalSave:
         """Plan for all ranks, and begin the transaction."""
         self._check_alike(requests)
         self._digests = [request.digests for request in requests]
-        plan = kept = self._plans.get(self._form.name)
+        plan = kept = self._plans.get(self._file_format.name)
         if not requests[0].decentralized:
             plan = await self._plan(kept, requests)
             if plan is None:  # a rank has sent a token alone, which is not that of the kept plan: all send inventories
                 return [RankAssignment(None, 0, None, report_places=False)] * len(requests)
-            self._plans[self._form.name] = plan
+            self._plans[self._file_format.name] = plan
         elif kept is None or any(request.token != kept.token for request in requests):
             plan = None
         else:
@@ -361,7 +363,7 @@ class GlobalSave:
             if apart <= kept.apart and all(request.token == kept.token for request in requests):
                 return kept
             apart |= kept.apart
-        return await self._compute.run(plan_cache_of, next(self._tokens), known, self._form, apart)
+        return await self._compute.run(plan_cache_of, next(self._tokens), known, self._file_format, apart)
 
     async def _differing(self, ranks: Sequence[RankInventory]) -> frozenset[str]:
         """Return the plain tensors that differ between the ranks; warn of those that are new, or raise SaveError."""
@@ -388,7 +390,7 @@ class GlobalSave:
         facts = self.facts()
         plan, summaries = await publish_together(self.transaction, self.plan, facts, results, self._compute)
         if self.plan is None:  # the plan was made from the results
-            self.plan = self._plans[self._form.name] = plan
+            self.plan = self._plans[self._file_format.name] = plan
         return summaries
 
     def facts(self) -> WorldFacts:

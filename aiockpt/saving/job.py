@@ -18,7 +18,7 @@ from aiockpt.staging.throttle import SaveThrottle
 if TYPE_CHECKING:
     import anyio
 
-    from aiockpt.coordination.protocol import Call
+    from aiockpt.coordination.protocol import RankCall
     from aiockpt.core.spans import Span
     from aiockpt.engine.engine import Engine
     from aiockpt.format.index import ItemRange
@@ -42,7 +42,7 @@ class SaveSpec:
     started: float  # by time.perf_counter()
     overwrite: bool = False
     metadata: Mapping[str, JsonValue] = field(default_factory=dict)
-    form: FileFormat | None = None  # None: DCP's default form
+    file_format: FileFormat | None = None  # None: DCP's default form
     pre_commit: Hook | None = None
     post_commit: Hook | None = None
     append_planner: Planner | None = None  # only adds files to a directory, planned by this
@@ -51,7 +51,7 @@ class SaveSpec:
     warn_only: bool = False  # failures are not raised by `staged`, nor by fences
     fallback: str | None = None  # the path to use if this one can't be written
     replicas: Replicas = "check"
-    call: Call | None = None  # of all ranks
+    call: RankCall | None = None  # of all ranks
     refusal: BaseException | None = None  # why it is not made: it only informs the other ranks
 
     @property
@@ -87,7 +87,13 @@ class SaveJob:
 
     @classmethod
     def of_refusal(
-        cls, path: str, storage: Storage, error: BaseException, started: float, engine: Engine, call: Call | None = None
+        cls,
+        path: str,
+        storage: Storage,
+        error: BaseException,
+        started: float,
+        engine: Engine,
+        call: RankCall | None = None,
     ) -> Self:
         """Make a job that only informs the other ranks, or the waiters, why this process does not save."""
         nothing = Snapshot(Structure([], [], frozenset()), [], [], [])

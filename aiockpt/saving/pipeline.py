@@ -50,10 +50,10 @@ def _strategy_for(job: SaveJob, tools: EngineResources) -> SaveStrategy:
         return AppendSave(job, spec.append_planner, tools.copy_workers, tools.io_workers)
     if world is None:
         return LocalSave(job, tools.planner, tools.copy_workers, tools.io_workers)
-    form = spec.form if spec.form is not None else DcpFormat(tools.io_workers.count)
+    file_format = spec.file_format if spec.file_format is not None else DcpFormat(tools.io_workers.count)
     from aiockpt.saving.collective import CollectiveSave  # imported already, by the thread that met the other ranks
 
-    return CollectiveSave(job, form, world, tools.copy_workers, tools.io_workers)
+    return CollectiveSave(job, file_format, world, tools.copy_workers, tools.io_workers)
 
 
 class SavePipeline:
@@ -136,7 +136,7 @@ class SavePipeline:
         begin = time.perf_counter()
         with span("plan"):
             self._plan = plan = await self._strategy.plan()
-        self._job.turn.pass_phase("planned")
+        self._job.turn.pass_milestone("planned")
         self._planned_s = time.perf_counter() - begin
         self._staged_bytes = self._written_bytes = 0
         self._report("planned")
@@ -245,7 +245,7 @@ class SavePipeline:
         job = self._job
         if not job.handle.staged.done():
             job.snapshot.release()  # first: once `staged` has come, the save holds no tensor any more
-            job.turn.pass_phase("staged")
+            job.turn.pass_milestone("staged")
             self._report("staged")
             job.settle_staged()
 

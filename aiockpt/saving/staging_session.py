@@ -69,9 +69,9 @@ class Leases:
 class StagerRouter:
     """Sends pieces to the stager of the device that their tensors are on."""
 
-    def __init__(self, layout: Layout, capture: Snapshot, stager_for: Callable[[torch.device], Stager]) -> None:
+    def __init__(self, layout: Layout, snapshot: Snapshot, stager_for: Callable[[torch.device], Stager]) -> None:
         self._layout = layout
-        self._capture = capture
+        self._snapshot = snapshot
         devices = {spec.device for spec in layout.specs if spec is not None} or {torch.device("cpu")}
         self._by_device = {device: stager_for(device) for device in devices}
 
@@ -85,7 +85,7 @@ class StagerRouter:
         try:
             if len(self._by_device) == 1:
                 (stager,) = self._by_device.values()
-                return await stager.issue(pieces, chunk, self._capture, self._layout)
+                return await stager.issue(pieces, chunk, self._snapshot, self._layout)
             return await self._issue_to_several(pieces, chunk)
         except (LayoutMismatchError, AiockptError):
             raise
@@ -103,7 +103,7 @@ class StagerRouter:
                 # Each stager gets all pieces: a packed copy covers the gaps between pieces, and has to know which gaps
                 # hold pieces of another device.
                 stager = self._by_device[device]
-                issued.pending.append(await stager.issue(pieces, chunk, self._capture, self._layout))
+                issued.pending.append(await stager.issue(pieces, chunk, self._snapshot, self._layout))
         except BaseException:
             with anyio.CancelScope(shield=True):  # the chunk goes back: nothing may be on its way into it
                 await issued.wait()

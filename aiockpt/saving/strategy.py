@@ -77,7 +77,7 @@ class LocalSave(SaveStrategy):
     async def plan(self) -> SavePlan:
         snapshot = self._job.snapshot
         is_short = len(snapshot.tensors) <= SHORT_ITEMS
-        return await self._compute.run_unless(is_short, self._planner.plan, snapshot, self._job.spec.form)
+        return await self._compute.run_unless(is_short, self._planner.plan, snapshot, self._job.spec.file_format)
 
     def invalidate_plan(self) -> None:
         self._planner.invalidate()

@@ -193,7 +193,7 @@ def capture_state(
     if any_distributed(flat.leaves) or any(map(is_encoded, kinds.values())):
         wholes = take_local_parts(flat, shards, together=ranks is not None, once=once)
     try:
-        snapshot = _hold(flat, shards, sampled=sampled, arenas=arenas)
+        snapshot = _capture_leaves(flat, shards, sampled=sampled, arenas=arenas)
     except (RecursionError, ValueError, NotImplementedError) as exc:
         raise SaveError(f"{_culprit(flat)} can't be saved: {type(exc).__name__}: {exc}") from exc
     snapshot.wholes = {
@@ -208,10 +208,10 @@ def capture_items(items: Sequence[tuple[str, torch.Tensor | bytes]], *, sampled:
     flat = FlatState([name for name, _ in items], [(name,) for name, _ in items])
     blobs = {leaf: value for leaf, (_, value) in enumerate(items) if isinstance(value, bytes)}
     flat.leaves = [None if isinstance(value, bytes) else dense_form(name, value) for name, value in items]
-    return _hold(flat, {}, blobs, sampled=sampled)
+    return _capture_leaves(flat, {}, blobs, sampled=sampled)
 
 
-def _hold(
+def _capture_leaves(
     flat: FlatState,
     shards: dict[int, Shard],
     pickled: Mapping[int, bytes] | None = None,
@@ -292,7 +292,7 @@ def _culprit(flat: FlatState) -> str:
     """Return the name of the leaf whose capture fails, by capturing each alone."""
     for name, path, leaf in zip(flat.names, flat.paths, flat.leaves, strict=True):
         try:
-            _hold(FlatState([name], [path], [leaf]), {}, sampled=False)
+            _capture_leaves(FlatState([name], [path], [leaf]), {}, sampled=False)
         except Exception:  # the caller raises it
             return name
     return "the state dict"

@@ -176,9 +176,9 @@ def digest_replicas(snapshot: Snapshot) -> bytes:
             packed.setdefault(tensor.device, []).append(leaf)
         elif tensor.is_cpu and _is_plain(tensor) and not is_freed(tensor):
             address, target, nbytes = tensor.data_ptr(), base + leaf * _LINES * LINE_BYTES, tensor.nbytes
-            length, span = min(nbytes, LINE_BYTES), max(0, nbytes - LINE_BYTES)
+            length, distance = min(nbytes, LINE_BYTES), max(0, nbytes - LINE_BYTES)
             for number in range(_LINES):
-                copy_small(target + number * LINE_BYTES, address + number * span // (_LINES - 1), length)
+                copy_small(target + number * LINE_BYTES, address + number * distance // (_LINES - 1), length)
             sampled[leaf] = nbytes > 0
     for device, leaves in packed.items():
         with snapshot.readable(device):

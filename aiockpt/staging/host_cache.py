@@ -30,7 +30,7 @@ class HostMemory(NamedTuple):
     is_fresh: bool  # its pages are not faulted in
 
 
-class _Block:
+class _MappedBlock:
     """A mapping whose bytes from ``skip`` on are aligned to a huge page."""
 
     __slots__ = ("nbytes", "skip", "whole")
@@ -48,11 +48,11 @@ class HostCache:
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self._lock = threading.Lock()
-        self._free: dict[int, list[_Block]] = defaultdict(list)
+        self._free: dict[int, list[_MappedBlock]] = defaultdict(list)
         self._free_bytes = 0
-        self._order: deque[_Block] = deque()
+        self._order: deque[_MappedBlock] = deque()
         # Tensors are freed in any thread, even within `take`, so the finalizer takes no lock: deque is thread-safe.
-        self._returned: deque[_Block] = deque()
+        self._returned: deque[_MappedBlock] = deque()
         self._closed = False
 
     @property
@@ -74,7 +74,7 @@ class HostCache:
         is_fresh = block is None
         if block is None:
             try:
-                block = _Block(size)
+                block = _MappedBlock(size)
             except OSError as exc:
                 raise LoadError(f"there is no memory for the {nbytes} bytes of a tensor: {exc}") from exc
         # The tensor's storage keeps `owner` alive, so that it ends with the last tensor on this memory, views included.
@@ -105,7 +105,7 @@ class HostCache:
             self._free_bytes -= oldest.nbytes
 
 
-def _give_back(owner: weakref.ref[HostCache], block: _Block) -> None:
+def _give_back(owner: weakref.ref[HostCache], block: _MappedBlock) -> None:
     """Keep the memory of a freed tensor. Runs as its finalizer."""
     cache = owner()
     if cache is None or cache._closed or _FREE is None:

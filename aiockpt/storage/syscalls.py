@@ -129,7 +129,7 @@ def cached_pages(fd: int, offset: int, nbytes: int) -> int:
     if sys.platform != "linux":
         raise UnsupportedError(errno.ENOSYS, "cachestat is not available here")
     counts = (ctypes.c_uint64 * 5)()
-    span = (ctypes.c_uint64 * 2)(offset, nbytes)
-    if libc().syscall(ctypes.c_long(_CACHESTAT), ctypes.c_uint(fd), span, counts, ctypes.c_uint(0)) != 0:
+    extent = (ctypes.c_uint64 * 2)(offset, nbytes)
+    if libc().syscall(ctypes.c_long(_CACHESTAT), ctypes.c_uint(fd), extent, counts, ctypes.c_uint(0)) != 0:
         raise UnsupportedError(ctypes.get_errno(), "cachestat is not available here")
     return int(counts[0])

@@ -77,7 +77,7 @@ class ChunkWriter(ABC):
     files: dict[str, FileFacts]  # size and CRC of each file whose bytes are all sealed
     encoded: Sequence[Sequence[EncodedItem]] | None = None  # of each image, once written; None: they are as planned
     spans: Sequence[Span] = ()  # of another process, once it has committed
-    outlives_trainer = False  # it goes on when this process dies, and can `agree` with those of other ranks
+    outlives_trainer = False  # it goes on when this process dies, and can `commit_as_orphan` with those of other ranks
 
     @abstractmethod
     def start(self, tasks: TaskGroup) -> None:
@@ -109,7 +109,7 @@ class ChunkWriter(ABC):
     async def abandon(self) -> None:
         """Stop after a failure; return when no thread or process uses the chunks. Not to be cancelled."""
 
-    async def agree(self) -> None:
+    async def commit_as_orphan(self) -> None:
         """Commit with the writers of the other ranks, some of whose trainers are dead, or remove everything."""
         raise SaveError("threads can't go on without the processes of other ranks")
 

@@ -30,8 +30,6 @@ from benchmarks.harness.measure import Sample
 from benchmarks.ranks.clock import Clock
 from benchmarks.ranks.imagined import DTYPE, FILES, Imagined, file_name, item_bytes
 
-_WHAT = "the save of runs/a/step-100"
-
 
 def inventory(world: Imagined, rank: int) -> RankInventory:
     """Return the inventory that a rank would send."""
@@ -81,7 +79,7 @@ class Coordinator:
     def __init__(self, world: Imagined) -> None:
         self._world = world
         self.results: list[Written] = []
-        self.book: GlobalPlanCache | None = None
+        self.plan_cache: GlobalPlanCache | None = None
         self.sent_bytes = self.index_bytes = 0
 
     def save(self, step: int) -> Sample:
@@ -93,8 +91,8 @@ class Coordinator:
         return clock.spent
 
     def _plan(self, clock: Clock) -> None:
-        world, book = self._world, self.book
-        token = book.token if book is not None else None
+        world, plan_cache = self._world, self.plan_cache
+        token = plan_cache.token if plan_cache is not None else None
         calls = self._received(
             clock,
             (
@@ -102,40 +100,41 @@ class Coordinator:
                 for rank in range(world.ranks)
             ),
         )
-        if book is None:
+        if plan_cache is None:
             plan = clock("plan", plan_globally, [call.inventory for call in calls])
-            self.book = book = clock("plan", GlobalPlanCache, 1, [call.inventory for call in calls], plan)
+            self.plan_cache = plan_cache = clock("plan", GlobalPlanCache, 1, [call.inventory for call in calls], plan)
         fresh = token is None
-        shares = book.plan.assignments if fresh else [None] * world.ranks
+        shares = plan_cache.plan.assignments if fresh else [None] * world.ranks
         orders = [
-            RankAssignment("a ticket", book.token, share, report_places=not book.knows_places) for share in shares
+            RankAssignment("a ticket", plan_cache.token, share, report_places=not plan_cache.knows_places)
+            for share in shares
         ]
         self._reply(clock, orders)
 
     def _publish(self, clock: Clock, step: int) -> None:
-        world, book = self._world, self.book
-        assert book is not None
-        places = not book.knows_places
+        world, plan_cache = self._world, self.plan_cache
+        assert plan_cache is not None
+        places = not plan_cache.knows_places
         results = self._received(
             clock,
             (
-                written(held, rank, book.plan.assignments[rank], places=places, step=step)
-                for rank, held in enumerate(book.ranks)
+                written(held, rank, plan_cache.plan.assignments[rank], places=places, step=step)
+                for rank, held in enumerate(plan_cache.ranks)
             ),
         )
         self.results = results
-        clock("check", book.check, results)
+        clock("check", plan_cache.check, results)
         files = clock("check", files_of, results)
         clock("check", _check_sizes, results, {name: facts.nbytes for name, facts in files.items()})
         item_bytes = sum(facts.nbytes for facts in files.values())
-        document = clock("metadata", book.documents, results)
+        document = clock("metadata", plan_cache.documents, results)
         crc = clock("metadata", crc32, document)
         self.index_bytes = len(document)
         files = {**files, METADATA_NAME: FileFacts(len(document), crc)}
         times_s = {"captured": 0.001, "data_written": 1.0}
-        clock("manifest", world_manifest, {}, times_s, book, files, item_bytes, world.ranks)
+        clock("manifest", world_manifest, {}, times_s, plan_cache, files, item_bytes, world.ranks)
         sizes = {name: facts.nbytes for name, facts in files.items()}
-        self._reply(clock, book.summaries(sizes, item_bytes))
+        self._reply(clock, plan_cache.summaries(sizes, item_bytes))
 
     def _received(self, clock: Clock, values: Iterable[Any]) -> list[Any]:
         """Return the values after a round trip through pickled messages, except rank 0's own, which needs none."""
@@ -144,9 +143,9 @@ class Coordinator:
             if rank == 0:
                 heard.append(value)
                 continue
-            message = pickle.dumps(Arrived(_WHAT, value))
+            message = pickle.dumps(value)
             self.sent_bytes += len(message)
-            heard.append(clock("hear", lambda message=message: Arrived(*pickle.loads(message))).value)
+            heard.append(clock("hear", lambda message=message: Arrived(pickle.loads(message))).value)
         return heard
 
     @staticmethod

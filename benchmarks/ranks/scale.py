@@ -144,7 +144,7 @@ def measure_rounds(rank: Rank, count: int, payload: int) -> Sample:
             each = []
             for number_ in range(count + 1):
                 began = time.perf_counter()
-                await coordinator.round("plan", f"round {number_} of {what}", value, decide)
+                await coordinator.round(coordinator.call("save"), f"round {number_} of {what}", value, decide)
                 each.append(time.perf_counter() - began)
                 if not used:  # measured now: a rank that is done with the last round closes its links
                     used = {

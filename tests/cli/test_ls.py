@@ -16,7 +16,7 @@ from aiockpt.cli.keeping import noted_policy, parse_best, parse_policy
 from aiockpt.cli.main import app
 from aiockpt.manager.policies import KeepAll, KeepAny
 from aiockpt.manager.scan import scan
-from aiockpt.storage.local.entries import Budget
+from aiockpt.storage.local.entries import LookBudget
 from aiockpt.storage.local.temp_dir import new_ticket
 from tests.cli.checkpoints import FORMATS, make
 
@@ -313,9 +313,9 @@ def test_each_directory_is_listed_once_and_no_deeper_than_needed(tmp_path):
 def test_listing_says_that_it_was_cut(tmp_path):
     for number in range(4):
         make("dcp", tmp_path / "runs" / f"c{number}")
-    assert not look_into(str(tmp_path), Budget(100)).is_cut
-    cut = look_into(str(tmp_path), Budget(2))
+    assert not look_into(str(tmp_path), LookBudget(100)).is_cut
+    cut = look_into(str(tmp_path), LookBudget(2))
     assert cut.is_cut
     with pytest.raises(OSError, match="more than is looked at"):
-        list(walk(str(tmp_path), Budget(2)))
+        list(walk(str(tmp_path), LookBudget(2)))
     assert len(list(walk(str(tmp_path)))) == 4

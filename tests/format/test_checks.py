@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from aiockpt.core.strides import view_fits
 from aiockpt.errors import CorruptCheckpointError, UnsafeCheckpointError
 from aiockpt.format.checks import check_index
-from aiockpt.format.index import ChunkEntry, Entry, Index, InlineEntry, ItemRange, ObjectEntry, TensorEntry, TensorItem
+from aiockpt.format.index import Entry, Index, InlineEntry, ItemRange, ObjectEntry, StoredChunk, TensorEntry, TensorItem
 
 FILES = {"a": 1000, "b": 10**15}
 Box = tuple[tuple[int, ...], tuple[int, ...]]
@@ -31,20 +31,20 @@ def tensor(
     chunks, at = [], 7
     for offsets, sizes in boxes:
         length = math.prod(sizes) * 4 + 5
-        chunks.append(ChunkEntry(offsets, sizes, ItemRange("b", at, length)))
+        chunks.append(StoredChunk(offsets, sizes, ItemRange("b", at, length)))
         at += length + 3
     return TensorEntry(torch.float32, shape, tuple(chunks))
 
 
 def whole(shape: tuple[int, ...], place: ItemRange, dtype: torch.dtype = torch.float32) -> TensorEntry:
-    return TensorEntry(dtype, shape, (ChunkEntry((0,) * len(shape), shape, place),))
+    return TensorEntry(dtype, shape, (StoredChunk((0,) * len(shape), shape, place),))
 
 
 def viewed(place: ItemRange, *args: object, chunk: tuple[int, ...] | None = None) -> TensorEntry:
     shape, stride, offset, payload, nbytes = args
     item = TensorItem(torch.float32, shape, stride, offset, payload, nbytes, None)  # type: ignore[arg-type]
     return TensorEntry(
-        torch.float32, item.shape, (ChunkEntry((0,) * len(item.shape), chunk or item.shape, place, item),)
+        torch.float32, item.shape, (StoredChunk((0,) * len(item.shape), chunk or item.shape, place, item),)
     )
 
 
@@ -209,7 +209,7 @@ def test_bytes_that_are_claimed_twice_are_corrupt(entries: dict[str, Entry]) -> 
 
 def test_chunks_of_a_tensor_that_share_bytes_are_corrupt() -> None:
     one, other = tensor((4,), [((0,), (2,)), ((2,), (2,))]).chunks
-    twice = TensorEntry(torch.float32, (4,), (one, ChunkEntry(other.offsets, other.sizes, one.place)))
+    twice = TensorEntry(torch.float32, (4,), (one, StoredChunk(other.offsets, other.sizes, one.place)))
     with pytest.raises(CorruptCheckpointError, match="k and k share the same bytes"):
         check(k=twice)
 
@@ -218,7 +218,7 @@ def test_tied_tensors_in_several_chunks() -> None:
     entry = tensor((4,), [((0,), (2,)), ((2,), (2,))])
     check(k=entry, tied=entry, third=tensor((4,), [((0,), (2,)), ((2,), (2,))]))
     (one, other), shape = entry.chunks, (2,)
-    swapped = (ChunkEntry((0,), shape, other.place), ChunkEntry((2,), shape, one.place))
+    swapped = (StoredChunk((0,), shape, other.place), StoredChunk((2,), shape, one.place))
     with pytest.raises(CorruptCheckpointError, match="not the same tensor"):
         check(k=entry, l=TensorEntry(torch.float32, (4,), swapped))
 

@@ -7,13 +7,13 @@ import torch
 
 from aiockpt.errors import CorruptCheckpointError, LoadError
 from aiockpt.format.file_sets import join_ranks
-from aiockpt.format.index import ChunkEntry, Index, ItemRange, ObjectEntry, TensorEntry
+from aiockpt.format.index import Index, ItemRange, ObjectEntry, StoredChunk, TensorEntry
 from aiockpt.format.recognise import rank_metadata
 
 
 def part(rank: int, *chunks: tuple[tuple[int, ...], tuple[int, ...]], shape: tuple[int, ...] = (8, 2)) -> Index:
     """Return the index of a rank with some chunks of the tensor w, and with the object n."""
-    placed = [ChunkEntry(*chunk, ItemRange(f"__{rank}_0.distcp", 100 * at, 64)) for at, chunk in enumerate(chunks)]
+    placed = [StoredChunk(*chunk, ItemRange(f"__{rank}_0.distcp", 100 * at, 64)) for at, chunk in enumerate(chunks)]
     entries = {"w": TensorEntry(torch.float32, shape, tuple(placed)), "n": ObjectEntry(ItemRange(f"{rank}", 0, 9))}
     return Index(entries, {"w": ("w",), "n": ("n",)})
 

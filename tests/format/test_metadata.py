@@ -26,11 +26,11 @@ from aiockpt.errors import CorruptCheckpointError, UnsafeCheckpointError
 from aiockpt.format.dcp.metadata import decode_metadata
 from aiockpt.format.dcp.metadata_opcodes import finish_metadata, int_opcodes, text_opcodes
 from aiockpt.format.dcp.metadata_writer import encode_metadata
-from aiockpt.format.index import ChunkEntry, ItemRange, ObjectEntry, TensorEntry
+from aiockpt.format.index import ItemRange, ObjectEntry, StoredChunk, TensorEntry
 
 
 def _tensor(dtype: torch.dtype, shape: tuple[int, ...], file: str, offset: int, length: int) -> TensorEntry:
-    chunk = ChunkEntry((0,) * len(shape), shape, ItemRange(file, offset, length))
+    chunk = StoredChunk((0,) * len(shape), shape, ItemRange(file, offset, length))
     return TensorEntry(dtype, shape, (chunk,))
 
 

@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from aiockpt.planning.dtensor import _Cut, _pieces, is_distributed
+from aiockpt.planning.dtensor import _Cut, _local_boxes, is_distributed
 
 
 def cut_by_torch(whole: torch.Tensor, cuts: list[_Cut]) -> torch.Tensor:
@@ -29,8 +29,8 @@ def nth(whole: torch.Tensor, pieces: int, number: int, dim: int) -> torch.Tensor
 
 
 def assemble(whole: torch.Tensor, local: torch.Tensor, cuts: list[_Cut]) -> torch.Tensor:
-    """Return a local tensor, filled from the whole as `_pieces` says."""
-    pieces = _pieces(tuple(whole.shape), tuple(cuts), tuple(local.shape))
+    """Return a local tensor, filled from the whole as `_local_boxes` says."""
+    pieces = _local_boxes(tuple(whole.shape), tuple(cuts), tuple(local.shape))
     assert pieces is not None
     made = torch.full_like(local, -1)
     for region, offsets in pieces:
@@ -67,11 +67,11 @@ def test_fsdp_shards_the_shards_of_tensor_parallelism(rows: int, tp: int, dp: in
 
 
 def test_pieces_of_another_shape_are_refused() -> None:
-    assert _pieces((8, 3), (_Cut(0, 1, 2, 1),), (4, 3)) is not None
-    assert _pieces((8, 3), (_Cut(0, 1, 2, 1),), (3, 3)) is None
-    assert _pieces((8, 3), (_Cut(0, 2, 2, 1),), (3, 3)) is None
-    assert _pieces((8, 3), (), (4, 3)) is None
-    assert _pieces((), (), ()) is not None
+    assert _local_boxes((8, 3), (_Cut(0, 1, 2, 1),), (4, 3)) is not None
+    assert _local_boxes((8, 3), (_Cut(0, 1, 2, 1),), (3, 3)) is None
+    assert _local_boxes((8, 3), (_Cut(0, 2, 2, 1),), (3, 3)) is None
+    assert _local_boxes((8, 3), (), (4, 3)) is None
+    assert _local_boxes((), (), ()) is not None
 
 
 def test_plain_values_are_not_distributed() -> None:

@@ -94,7 +94,7 @@ async def save_hinted(rank: int, world_size: int, path: Path) -> list[str]:
 def test_forms_that_differ_between_ranks_are_refused(world2: World, tmp_path: Path) -> None:
     for told in world2.results(save_hinted, tmp_path):
         assert [each.partition(":")[0] for each in told] == ["written", "written", "SaveError", "written"]
-        assert "the form (format, io_threads, hints, division into files) is" in told[2]
+        assert "the file format (io_threads, hints, division into files) is" in told[2]
         assert "but" in told[2]
         assert "on rank 1" in told[2]
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from aiockpt.errors import LoadError
-from aiockpt.format.index import ChunkEntry, InlineEntry, ItemRange, ObjectEntry, TensorEntry, TensorItem
+from aiockpt.format.index import InlineEntry, ItemRange, ObjectEntry, StoredChunk, TensorEntry, TensorItem
 from aiockpt.options import LoadOptions
 from aiockpt.planning.ranges import select
 from aiockpt.reading.read_plan import ReadRequest, plan_reads
@@ -15,14 +15,14 @@ ROWS = TensorEntry(
     torch.float32,
     (4, 3),
     (
-        ChunkEntry((0, 0), (2, 3), ItemRange("a", 0, 24)),
-        ChunkEntry((2, 0), (2, 3), ItemRange("b", 0, 24)),
+        StoredChunk((0, 0), (2, 3), ItemRange("a", 0, 24)),
+        StoredChunk((2, 0), (2, 3), ItemRange("b", 0, 24)),
     ),
 )
 
 
 def single(offset: int, length: int = 24) -> TensorEntry:
-    return TensorEntry(torch.float32, (2, 3), (ChunkEntry((0, 0), (2, 3), ItemRange("a", offset, length)),))
+    return TensorEntry(torch.float32, (2, 3), (StoredChunk((0, 0), (2, 3), ItemRange("a", offset, length)),))
 
 
 def test_keys_of_the_same_bytes_share_memory() -> None:
@@ -56,7 +56,7 @@ def test_out_tensor_gets_one_read_per_chunk() -> None:
 
 def test_expanded_tensor_is_refused_unless_loaded_as_stored() -> None:
     item = TensorItem(torch.float32, (2, 3), (0, 0), 0, 0, 4, None)
-    entry = TensorEntry(torch.float32, (2, 3), (ChunkEntry((0, 0), (2, 3), ItemRange("a", 0, 4), item),))
+    entry = TensorEntry(torch.float32, (2, 3), (StoredChunk((0, 0), (2, 3), ItemRange("a", 0, 4), item),))
     plan_reads("c", {"w": entry}, [], LoadOptions(), {})  # as it is stored
     with pytest.raises(LoadError, match="24 bytes are wanted of w but 4 are stored, for its elements share memory"):
         plan_reads("c", {"w": entry}, [], LoadOptions(dtype=torch.float64), {})

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import aiockpt
 from aiockpt.format.checks import Box, overlapping
-from aiockpt.format.index import ChunkEntry, Index, ItemRange, TensorEntry
+from aiockpt.format.index import Index, ItemRange, StoredChunk, TensorEntry
 from aiockpt.reading.verify.inventory import Extent, Inventory, cut_segments, group_segments, split_overlaps
 from aiockpt.telemetry.verification import Findings
 
@@ -71,7 +71,7 @@ def test_comparisons_of_neighbouring_chunks_are_bounded() -> None:
 def test_verify_reports_chunks_that_it_does_not_compare(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("aiockpt.format.checks._LEAST_COMPARISONS", -1 << 20)
     chunks = [
-        ChunkEntry(offsets, sizes, ItemRange("f", 64 * number, 64), None)
+        StoredChunk(offsets, sizes, ItemRange("f", 64 * number, 64), None)
         for number, (offsets, sizes) in enumerate(side_by_side(3))
     ]
     findings = Findings()

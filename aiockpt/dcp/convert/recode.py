@@ -67,7 +67,7 @@ class Recoding:
 
     path: Path
     target: Path
-    make_form: Callable[[dict[str, JsonValue]], FileFormat]  # of the metadata
+    make_file_format: Callable[[dict[str, JsonValue]], FileFormat]  # of the metadata
     options: LoadOptions  # which keys, as which dtype
     metadata: dict[str, JsonValue] | None  # None: that of the checkpoint
     overwrite: bool
@@ -90,23 +90,23 @@ class Recoding:
             metadata = self.metadata
             if metadata is None:  # without what the header of a safetensors file says of its framework
                 metadata = check_user_metadata({key: value for key, value in index.metadata.items() if key != "format"})
-            form = self.make_form(metadata)
+            file_format = self.make_file_format(metadata)
             entries, _ = chosen_entries(path, index, self.options)
             check_expansion(path, sizes_of(entries))
             containers = _containers_of(index, entries, self.options.dtype)
             filler = _Filler(opened, entries, self.options, tools)
             blobs: dict[str, bytes] = {}
             values: dict[str, Any] = {}
-            if isinstance(form, TorchFormat):
+            if isinstance(file_format, TorchFormat):
                 if await run(os.path.isdir, target):
                     raise CheckpointExistsError(f"{target} is a directory; name the file to write")
-                form = TorchFormat(index.wrapped)
+                file_format = TorchFormat(index.wrapped)
                 values = await filler.objects()
-            elif isinstance(form, DcpFormat):
+            elif isinstance(file_format, DcpFormat):
                 blobs = await run(_object_bytes, opened, entries)
             else:
                 _check_tensors(path, entries)
-            plan = await run(_plan, index, entries, blobs, values, containers, form, self.options.dtype, target)
+            plan = await run(_plan, index, entries, blobs, values, containers, file_format, self.options.dtype, target)
             report.expect(plan.layout.nbytes)
             transaction = await storage.begin(target, overwrite=self.overwrite, workers=tools.workers)
             try:
@@ -309,7 +309,7 @@ def _plan(
     blobs: Mapping[str, bytes],
     values: Mapping[str, Any],
     containers: list[dict[str, JsonValue]],
-    form: FileFormat,
+    file_format: FileFormat,
     dtype: torch.dtype | None,
     target: str,
 ) -> SavePlan:
@@ -331,12 +331,12 @@ def _plan(
     names = list(entries)
     objects = {leaf: name for leaf, name in enumerate(names) if specs[leaf] is None}
     structure = Structure(names, [index.paths[name] for name in names], frozenset(objects))
-    form.check(structure.names, specs)
+    file_format.check(structure.names, specs)
     snapshot = Snapshot(structure, containers, [None] * len(names), [None] * len(names))
     snapshot.blobs = {leaf: blobs[name] for leaf, name in objects.items() if name in blobs}
     snapshot.values = {leaf: values[name] for leaf, name in objects.items() if name in values}
     try:
-        return form.lay_out(StateSummary(structure, specs, frozenset(), tied, len(first)), snapshot)
+        return file_format.lay_out(StateSummary(structure, specs, frozenset(), tied, len(first)), snapshot)
     except SaveError as exc:
         if not isinstance(exc.__cause__, RecursionError):
             raise

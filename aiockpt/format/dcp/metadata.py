@@ -19,7 +19,7 @@ from aiockpt.core.gc_pause import gc_pause
 from aiockpt.errors import CorruptCheckpointError, UnsafeCheckpointError
 from aiockpt.format.checks import MAX_DIMS, check_paths
 from aiockpt.format.dtypes import DTYPES, QUANTIZED_DTYPES
-from aiockpt.format.index import ChunkEntry, Entry, Index, ItemRange, ObjectEntry, ObjPath, TensorEntry
+from aiockpt.format.index import Entry, Index, ItemRange, ObjectEntry, ObjPath, StoredChunk, TensorEntry
 from aiockpt.format.names import DCP_MODULE, METADATA_NAME
 from aiockpt.format.pickle.fast_pickle import read_pickle
 from aiockpt.format.pickle.machine import Function, Record
@@ -32,7 +32,7 @@ _MANY_BYTES = 1 << 20
 _MOST_TRANSFORMS = 16
 
 Sizes = tuple[int, ...]
-_Chunk = tuple[Sizes, Sizes, str]
+_FoundChunk = tuple[Sizes, Sizes, str]
 
 
 def _kind(name: str, *, repeats: bool = False) -> type[Record]:
@@ -93,7 +93,7 @@ _NAMES: dict[tuple[str, str], Any] = {
 }
 
 
-class _Decoder:
+class _MetadataDecoder:
     """Turns an untrusted `.metadata` file into an `Index`.
 
     Values of the pickle may be shared: whatever costs more than a fixed time is checked once for each value, or counted
@@ -110,7 +110,7 @@ class _Decoder:
         self._ranges: dict[tuple[str, str | None], ItemRange] = {}
         # Checked values by id. They stay referenced, so no other value gets their id.
         self._sizes: dict[int, tuple[Sizes, str]] = {}
-        self._tensors: dict[int, tuple[Record, torch.dtype, Sizes, list[_Chunk]]] = {}
+        self._tensors: dict[int, tuple[Record, torch.dtype, Sizes, list[_FoundChunk]]] = {}
 
     def decode(self) -> Index:
         loaded = read_pickle(self._data, self._find_global)
@@ -195,9 +195,9 @@ class _Decoder:
         if dtype in QUANTIZED_DTYPES and not self._as_stored and len(chunks) == 1 and chunks[0][1] == shape:
             # Unpickled as a whole: its item has scales and zero points beside the values.
             return ObjectEntry(self._range_of(name, chunks[0][2]))
-        return TensorEntry(dtype, shape, tuple([ChunkEntry(o, n, self._range_of(name, t)) for o, n, t in chunks]))
+        return TensorEntry(dtype, shape, tuple([StoredChunk(o, n, self._range_of(name, t)) for o, n, t in chunks]))
 
-    def _tensor(self, name: str, described: Any) -> tuple[torch.dtype, Sizes, list[_Chunk]]:
+    def _tensor(self, name: str, described: Any) -> tuple[torch.dtype, Sizes, list[_FoundChunk]]:
         if type(described) is not _TensorStorageMetadata:
             raise TypeError(f"{name[:200]} is neither a tensor nor an object")
         fields = described.fields()
@@ -206,7 +206,7 @@ class _Decoder:
         if type(listed) is not list or len(listed) > self._chunks_left:
             raise ValueError(f"{name[:200]} has no list of chunks, or an impossible one")
         self._chunks_left -= len(listed)
-        chunks: dict[str, _Chunk] = {}
+        chunks: dict[str, _FoundChunk] = {}
         # Several ranks that hold nothing of the tensor may describe the same empty chunk. Empty ones come last, so that
         # none takes the place of a chunk with values at the same offsets.
         for chunk in sorted([self._chunk(name, each, shape) for each in listed], key=_is_empty):
@@ -216,7 +216,7 @@ class _Decoder:
                 raise ValueError(f"{name[:200]} has two chunks at {chunk[2]}")
         return _dtype_of(fields.get("properties")), shape, list(chunks.values())
 
-    def _chunk(self, name: str, chunk: Any, shape: Sizes) -> _Chunk:
+    def _chunk(self, name: str, chunk: Any, shape: Sizes) -> _FoundChunk:
         if type(chunk) is not _ChunkStorageMetadata:
             raise TypeError(f"{name[:200]} has a chunk that is a {type(chunk).__name__}")
         fields = chunk.fields()
@@ -241,7 +241,7 @@ class _Decoder:
         return paths | {name: (name,) for name in entries if name not in paths}
 
 
-def _is_empty(chunk: _Chunk) -> bool:
+def _is_empty(chunk: _FoundChunk) -> bool:
     return 0 in chunk[1]
 
 
@@ -298,9 +298,9 @@ def decode_metadata(data: bytes, *, as_stored: bool = False) -> Index:
     """
     try:
         if len(data) < _MANY_BYTES:
-            return _Decoder(data, as_stored=as_stored).decode()
+            return _MetadataDecoder(data, as_stored=as_stored).decode()
         with gc_pause():
-            return _Decoder(data, as_stored=as_stored).decode()
+            return _MetadataDecoder(data, as_stored=as_stored).decode()
     except (TypeError, ValueError) as exc:  # PickleError among them
         raise CorruptCheckpointError(
             f"{METADATA_NAME} is damaged ({type(exc).__name__}: {exc}); the checkpoint can't be read, use an older one"

@@ -37,7 +37,7 @@ _LEGACY = b"\x80\x02\x8a"  # the beginning of files of torch < 1.6
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class CheckedRecord:
     """The bytes of one record; offsets count from the beginning of the item."""
 
     name: str
@@ -52,7 +52,7 @@ class Framed:
     """An item whose framing is sound."""
 
     tensor: TensorItem | None  # None for objects
-    spans: tuple[Span, ...]  # its records; none if the writer left CRCs out
+    checked: tuple[CheckedRecord, ...]  # its records; none if the writer left CRCs out
 
 
 def read_framing(length: int, fetch: Callable[[int, int], bytes], *, is_tensor: bool) -> Framed:
@@ -66,14 +66,14 @@ def read_framing(length: int, fetch: Callable[[int, int], bytes], *, is_tensor: 
             return Framed(None, ())
         records = read_directory(length, fetch)
         _check_end(records, length, fetch)
-        spans = tuple(_checked_span(record, length, fetch) for record in records)
+        checked = tuple(_checked_record(record, length, fetch) for record in records)
     except FramingError:
         raise
     except (StopIteration, IndexError, ValueError, OverflowError, struct.error) as exc:
         raise FramingError(f"the zip framing is damaged ({type(exc).__name__}: {exc})") from exc
-    if all(span.crc == 0 for span in spans):  # torch can be set to leave CRCs out, and then stores zeros
-        spans = ()
-    return Framed(tensor, spans)
+    if all(each.crc == 0 for each in checked):  # torch can be set to leave CRCs out, and then stores zeros
+        checked = ()
+    return Framed(tensor, checked)
 
 
 def _check_end(records: Sequence[Record], length: int, fetch: Callable[[int, int], bytes]) -> None:
@@ -95,7 +95,7 @@ def _check_end(records: Sequence[Record], length: int, fetch: Callable[[int, int
         raise FramingError("the zip directory does not end where its last entry does")
 
 
-def _checked_span(record: Record, length: int, fetch: Callable[[int, int], bytes]) -> Span:
+def _checked_record(record: Record, length: int, fetch: Callable[[int, int], bytes]) -> CheckedRecord:
     """Check a record's header and descriptor against the directory."""
     start = data_offset(record, fetch)
     stop = start + record.size
@@ -113,13 +113,13 @@ def _checked_span(record: Record, length: int, fetch: Callable[[int, int], bytes
     ):
         raise FramingError(f"the header of record {record.name} does not agree with the directory")
     if not flags & _DESCRIPTOR_FLAG:
-        return Span(record.name, start, stop, record.crc, (record.crc_at,))
+        return CheckedRecord(record.name, start, stop, record.crc, (record.crc_at,))
     head = _DESCRIPTOR + CRC.pack(record.crc)
     found = fetch(stop, len(head) + 16)
     forms = ("<2Q", "<2I") if record.size < 1 << 32 else ("<2Q",)
     if not any(found.startswith(head + struct.pack(form, record.size, record.size)) for form in forms):
         raise FramingError(f"the data descriptor of record {record.name} does not agree with the directory")
-    return Span(record.name, start, stop, record.crc, (stop + len(_DESCRIPTOR), record.crc_at))
+    return CheckedRecord(record.name, start, stop, record.crc, (stop + len(_DESCRIPTOR), record.crc_at))
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,17 +127,17 @@ class _Template:
     """An item without its payload and serialization id: the only records that differ between items framed alike."""
 
     tensor: TensorItem | None
-    payload: Span
-    varying: tuple[Span, ...]  # the records that differ, payload included
+    payload: CheckedRecord
+    varying: tuple[CheckedRecord, ...]  # the records that differ, payload included
     fixed: tuple[tuple[int, bytes], ...]  # offsets and bytes of the rest, from the payload on
 
     def matches(self, item: memoryview) -> bool:
         for start, data in self.fixed:
             if bytes(item[start : start + len(data)]) != data:  # a memoryview compares byte by byte
                 return False
-        for span in self.varying:
-            crc = crc32(item[span.start : span.stop])
-            for at in span.crc_at:
+        for each in self.varying:
+            crc = crc32(item[each.start : each.stop])
+            for at in each.crc_at:
                 if CRC.unpack_from(item, at)[0] != crc:
                     return False
         return True
@@ -150,7 +150,7 @@ class ItemChecker:
         self._tensors = TemplateCache[_Template]()
         self._objects = TemplateCache[_Template]()
 
-    def check(self, item: memoryview, *, is_tensor: bool) -> tuple[Framed, list[Span]]:
+    def check(self, item: memoryview, *, is_tensor: bool) -> tuple[Framed, list[CheckedRecord]]:
         """Check a whole item; return its framing, and the records that do not match their CRC."""
         template = self._tensors.find(item) if is_tensor else None
         if template is not None and template.matches(item):
@@ -161,8 +161,8 @@ class ItemChecker:
             return bytes(item[offset : offset + size])
 
         framed = read_framing(len(item), fetch, is_tensor=is_tensor)
-        wrong = [span for span in framed.spans if crc32(item[span.start : span.stop]) != span.crc]
-        if framed.spans and not wrong and (is_tensor or len(item) <= _SMALL_BYTES):
+        wrong = [each for each in framed.checked if crc32(item[each.start : each.stop]) != each.crc]
+        if framed.checked and not wrong and (is_tensor or len(item) <= _SMALL_BYTES):
             self._learn(item, framed)
         return framed, wrong
 
@@ -183,17 +183,19 @@ class ItemChecker:
         tensor = framed.tensor
         if tensor is not None:
             start = tensor.payload_offset
-            payload = next((span for span in framed.spans if span.start == start and span.stop > start), None)
+            payload = next((each for each in framed.checked if each.start == start and each.stop > start), None)
             if payload is None or payload.stop != start + tensor.nbytes:
                 return
         else:
-            payload = next((span for span in framed.spans if span.name.endswith("/data.pkl")), None)
+            payload = next((each for each in framed.checked if each.name.endswith("/data.pkl")), None)
             if payload is None or len(self._objects) >= _MOST_TEMPLATES:
                 return
             start = payload.start
         # The id differs between items, because torch makes it from the CRCs of the other records.
         varying = tuple(
-            s for s in framed.spans if s.start >= start and (s is payload or s.name.endswith("/.data/serialization_id"))
+            s
+            for s in framed.checked
+            if s.start >= start and (s is payload or s.name.endswith("/.data/serialization_id"))
         )
         holes = sorted({(s.start, s.stop) for s in varying} | {(at, at + CRC.size) for s in varying for at in s.crc_at})
         fixed = []

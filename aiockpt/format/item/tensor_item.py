@@ -31,13 +31,13 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class _Storage:
+class _StorageRef:
     key: str
     dtype: torch.dtype
     nbytes: int
 
 
-class _View(NamedTuple):
+class _StridedView(NamedTuple):
     """The contents of data.pkl: a strided view of one storage."""
 
     key: str  # of the storage
@@ -58,14 +58,14 @@ def _number(value: Any) -> int:
 
 def _rebuild_v2(
     storage: Any, offset: Any, shape: Any, stride: Any, _grad: Any, _hooks: Any, metadata: Any = None
-) -> _View:
+) -> _StridedView:
     return _rebuild_v3(storage, offset, shape, stride, _grad, _hooks, getattr(storage, "dtype", None), metadata)
 
 
 def _rebuild_v3(
     storage: Any, offset: Any, shape: Any, stride: Any, _grad: Any, _hooks: Any, dtype: Any, metadata: Any = None
-) -> _View:
-    if type(storage) is not _Storage or not isinstance(dtype, torch.dtype):
+) -> _StridedView:
+    if type(storage) is not _StorageRef or not isinstance(dtype, torch.dtype):
         raise FramingError("data.pkl does not describe a tensor")
     if metadata is not None and (type(metadata) is not dict or len(metadata) > len(_FLAGS)):
         raise FramingError("data.pkl describes a tensor with more than its values")
@@ -73,11 +73,11 @@ def _rebuild_v3(
     if (conj and not dtype.is_complex) or (neg and dtype not in _NEGATED):
         raise FramingError(f"data.pkl describes a {dtype} with flags that it can't have")
     sizes, strides, begin = _sizes(shape), _sizes(stride), _number(offset)
-    return _View(storage.key, TensorItem(dtype, sizes, strides, begin, 0, storage.nbytes, None, conj, neg))
+    return _StridedView(storage.key, TensorItem(dtype, sizes, strides, begin, 0, storage.nbytes, None, conj, neg))
 
 
-def _rebuild_parameter(data: Any, _grad: Any, _hooks: Any, _state: Any = None) -> _View:
-    if type(data) is not _View:
+def _rebuild_parameter(data: Any, _grad: Any, _hooks: Any, _state: Any = None) -> _StridedView:
+    if type(data) is not _StridedView:
         raise FramingError("data.pkl does not describe a tensor")
     return data
 
@@ -107,21 +107,21 @@ def _find_global(module: str, name: str) -> Any:
     raise FramingError(f"data.pkl names {module[:200]}.{name[:200]}, which no plain tensor needs")
 
 
-def _persistent_load(pid: Any) -> _Storage:
+def _persistent_load(pid: Any) -> _StorageRef:
     if not isinstance(pid, tuple) or len(pid) != 5 or pid[0] != "storage":
         raise FramingError("data.pkl refers to something other than a storage")
     _, dtype, key, _, numel = pid
     if not isinstance(dtype, torch.dtype) or type(key) is not str:
         raise FramingError("data.pkl refers to a storage without a dtype or a name")
-    return _Storage(key, dtype, _number(numel) * dtype.itemsize)
+    return _StorageRef(key, dtype, _number(numel) * dtype.itemsize)
 
 
-def _read_view(data_pkl: bytes) -> _View:
+def _read_view(data_pkl: bytes) -> _StridedView:
     try:
         view = read_pickle(data_pkl, _find_global, _persistent_load)
     except PickleError as exc:
         raise FramingError(f"data.pkl is damaged: {exc}") from exc
-    if not isinstance(view, _View):
+    if not isinstance(view, _StridedView):
         raise FramingError("data.pkl does not describe one plain tensor")
     return view
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from aiockpt.core.strides import span
+from aiockpt.core.strides import reach
 from aiockpt.errors import CorruptCheckpointError
 from aiockpt.format.checks import misplaced
-from aiockpt.format.index import ChunkEntry, Entry, ItemRange, ObjectEntry, ObjPath, TensorEntry, TensorItem
+from aiockpt.format.index import Entry, ItemRange, ObjectEntry, ObjPath, StoredChunk, TensorEntry, TensorItem
 
 if TYPE_CHECKING:
     import torch
@@ -36,7 +36,7 @@ class ItemForm(NamedTuple):
         if len(self.shape) != len(self.stride) or self.payload_offset + self.nbytes > self.item_bytes:
             return False
         size = self.dtype.itemsize
-        return self.nbytes == math.prod(self.shape) * size and span(self.shape, self.stride) * size <= self.nbytes
+        return self.nbytes == math.prod(self.shape) * size and reach(self.shape, self.stride) * size <= self.nbytes
 
 
 @dataclass(frozen=True, eq=False, slots=True, repr=False)
@@ -88,7 +88,7 @@ class IndexedEntries(_Rows[Entry]):
             return ObjectEntry(place)
         dtype, shape, stride, _, payload_offset, nbytes = self.forms[form]
         item = TensorItem(dtype, shape, stride, 0, payload_offset, nbytes, crc)
-        return TensorEntry(dtype, shape, (ChunkEntry((0,) * len(shape), shape, place, item),))
+        return TensorEntry(dtype, shape, (StoredChunk((0,) * len(shape), shape, place, item),))
 
     def check(self, files: Mapping[str, int], path: str) -> None:
         """Check that every item lies within its file, and overlaps no other; tied tensors have one item."""

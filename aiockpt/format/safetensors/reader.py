@@ -22,7 +22,7 @@ from aiockpt.core.gc_pause import gc_pause
 from aiockpt.core.strides import row_strides
 from aiockpt.errors import CorruptCheckpointError, LoadError
 from aiockpt.format.checks import MAX_DIMS
-from aiockpt.format.index import ChunkEntry, Index, ItemRange, ObjPath, TensorEntry, TensorItem
+from aiockpt.format.index import Index, ItemRange, ObjPath, StoredChunk, TensorEntry, TensorItem
 from aiockpt.format.safetensors.writer import DTYPE_NAMES, LENGTH, MAX_HEADER_BYTES, METADATA_KEY, PAIRED_DTYPE
 
 HEADER_PROBE_BYTES = 256 << 10  # read first of a file; holds the header of some two thousand tensors
@@ -143,7 +143,7 @@ def _read_tensors(name: str, document: dict[str, Any], base: int, file_bytes: in
         begins.append(begin)
         ends.append(end)
         place = ItemRange(name, base + begin, item.nbytes)
-        entries[key] = TensorEntry(item.dtype, item.shape, (ChunkEntry(origin, item.shape, place, item),))
+        entries[key] = TensorEntry(item.dtype, item.shape, (StoredChunk(origin, item.shape, place, item),))
     _check_cover(list(entries), begins, ends, room)
     return entries
 

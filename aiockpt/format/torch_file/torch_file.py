@@ -24,7 +24,7 @@ from isal.isal_zlib import crc32
 
 from aiockpt.core.strides import view_fits
 from aiockpt.errors import CorruptCheckpointError, LoadError
-from aiockpt.format.index import ChunkEntry, ItemRange, TensorEntry, TensorItem
+from aiockpt.format.index import ItemRange, StoredChunk, TensorEntry, TensorItem
 from aiockpt.format.item.harmless import build_harmless
 from aiockpt.format.item.objects import allowed_names, extended_allow_list, permitted, unpickling_error
 from aiockpt.format.item.ziparchive import (
@@ -247,7 +247,7 @@ class TorchFile:
             conj=tensor.is_conj(),
             neg=tensor.is_neg(),
         )
-        return TensorEntry(tensor.dtype, shape, (ChunkEntry((0,) * len(shape), shape, stored.range, item),))
+        return TensorEntry(tensor.dtype, shape, (StoredChunk((0,) * len(shape), shape, stored.range, item),))
 
 
 def _kind_of(tensor: torch.Tensor) -> str | None:
@@ -315,7 +315,7 @@ def read_torch_file(
     except Warning:  # the program turns warnings into errors
         raise
     except Exception as exc:  # a damaged pickle raises nearly anything, and so does a class that needs the values
-        if isinstance(exc, _UnsupportedError):
+        if isinstance(exc, _NoPlaceholderError):
             raise _unsupported(name, "something in it", str(exc)) from exc
         error = unpickling_error(f"the pickle in {name}", exc, data, archive.storage_bytes(), safe_globals, trust=trust)
         is_checked = archive.records["data.pkl"].crc and not isinstance(exc, pickle.UnpicklingError)
@@ -343,7 +343,7 @@ def read_torch_file(
     return TorchFile(name, value, {stored.placeholder._cdata: stored for stored in placeholders.by_key.values()})
 
 
-class _UnsupportedError(Exception):
+class _NoPlaceholderError(Exception):
     """The pickle makes a tensor that no placeholder can replace; the argument is its kind."""
 
 
@@ -351,7 +351,7 @@ def _check_functions(data: bytes) -> None:
     # Protocol 2, which torch.save uses, writes a global as "c" and two lines.
     for function, kind in _UNSUPPORTED.items():
         if f"ctorch._utils\n{function}\n".encode() in data:
-            raise _UnsupportedError(kind)
+            raise _NoPlaceholderError(kind)
 
 
 def _unpickle_restricted(data: bytes, placeholders: Placeholders, safe_globals: Sequence[Any]) -> Any:
@@ -399,7 +399,7 @@ class _TrustingUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch._utils" and name in _UNSUPPORTED:
-            raise _UnsupportedError(_UNSUPPORTED[name])
+            raise _NoPlaceholderError(_UNSUPPORTED[name])
         if "Storage" in name:
             try:
                 storage_type: Any = torch.serialization.StorageType

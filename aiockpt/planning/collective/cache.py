@@ -192,13 +192,15 @@ class SharedPlanCache(GlobalPlanCache):
 
     knows_places = True  # they follow from the plan
 
-    def __init__(self, token: int, ranks: Sequence[RankInventory], plan: GlobalPlan, form: SafetensorsFormat) -> None:
+    def __init__(
+        self, token: int, ranks: Sequence[RankInventory], plan: GlobalPlan, file_format: SafetensorsFormat
+    ) -> None:
         super().__init__(token, ranks, plan)
         tensors = plan.tensors.items()
         stored = [Stored(name, whole.dtype, whole.shape) for name, whole in tensors if name not in plan.aliases]
-        files = form.plan_files(stored, plan.aliases)
-        heads = form.encode_heads(files)
-        self.is_single_file = form.is_single_file
+        files = file_format.plan_files(stored, plan.aliases)
+        heads = file_format.encode_heads(files)
+        self.is_single_file = file_format.is_single_file
         self.sizes = {
             file.name: len(head) + (file.ends[-1] if file.ends else 0) for file, head in zip(files, heads, strict=True)
         }
@@ -230,12 +232,12 @@ class SharedPlanCache(GlobalPlanCache):
 
 
 def plan_cache_of(
-    token: int, ranks: Sequence[RankInventory], form: FileFormat, apart: frozenset[str]
+    token: int, ranks: Sequence[RankInventory], file_format: FileFormat, apart: frozenset[str]
 ) -> GlobalPlanCache:
     """Plan for all ranks in a format; raise `SaveError` if they contradict each other."""
     plan = plan_globally(ranks, apart)
     cache = GlobalPlanCache(token, ranks, plan)
-    if isinstance(form, SafetensorsFormat):
-        cache = SharedPlanCache(token, ranks, plan, form)
+    if isinstance(file_format, SafetensorsFormat):
+        cache = SharedPlanCache(token, ranks, plan, file_format)
     cache.apart = apart
     return cache

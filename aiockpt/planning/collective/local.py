@@ -35,32 +35,32 @@ class LocalPlanner:
         self._prefix = prefix
         self._kept: dict[str, _Kept] = {}
 
-    def reuse(self, snapshot: Snapshot, form: FileFormat) -> ReusedPlan | None:
+    def reuse(self, snapshot: Snapshot, file_format: FileFormat) -> ReusedPlan | None:
         """Return a plan with the cached layout, if that fits. Takes a while for many tensors."""
-        kept = self._kept.get(form.name)
+        kept = self._kept.get(file_format.name)
         if kept is None or kept.containers != snapshot.containers:
             return None
-        # Every tensor, because a save of several ranks can't be planned again once staging finds another form.
-        serves = can_reuse(kept.layout, snapshot, form, every=True)
-        plan = form.fill(kept.layout, snapshot) if serves else None
+        # Every tensor, because a save of several ranks can't be planned again once staging finds another file_format.
+        serves = can_reuse(kept.layout, snapshot, file_format, every=True)
+        plan = file_format.fill(kept.layout, snapshot) if serves else None
         return None if plan is None else ReusedPlan(kept.token, plan)
 
     def lay_out(
         self,
         snapshot: Snapshot,
-        form: FileFormat,
+        file_format: FileFormat,
         summary: StateSummary,
         token: int,
         leaves: Sequence[int],
         shared: SharedFiles | None = None,
     ) -> SavePlan:
         """Lay out the leaves assigned to this rank."""
-        plan = form.lay_out(summary, snapshot, RankLeaves(self._prefix, leaves, shared))
-        self._kept[form.name] = _Kept(token, plan.layout, snapshot.containers)
+        plan = file_format.lay_out(summary, snapshot, RankLeaves(self._prefix, leaves, shared))
+        self._kept[file_format.name] = _Kept(token, plan.layout, snapshot.containers)
         return plan
 
 
-def inventory_of(summary: StateSummary, snapshot: Snapshot, form: FileFormat) -> RankInventory:
+def inventory_of(summary: StateSummary, snapshot: Snapshot, file_format: FileFormat) -> RankInventory:
     """Return a rank's inventory; raise `SaveError` for a dtype that can't be stored."""
     structure = summary.structure
     forms: dict[ShardForm, int] = {}
@@ -75,7 +75,7 @@ def inventory_of(summary: StateSummary, snapshot: Snapshot, form: FileFormat) ->
         sizes = tuple(spec.shape)
         shard = structure.shards.get(leaf)
         whole, at = shard if shard is not None else (sizes, nowhere.setdefault(len(sizes), (0,) * len(sizes)))
-        part = ShardForm(spec.dtype, whole, sizes, form.framing(structure.names[leaf], spec).length)
+        part = ShardForm(spec.dtype, whole, sizes, file_format.framing(structure.names[leaf], spec).length)
         form_of.append(forms.setdefault(part, len(forms)))
         offsets.append(at)
     tied = dict(summary.tied)

@@ -87,7 +87,7 @@ class PlanRequest:
 
     overwrite: bool  # as passed by the caller
     decentralized: bool  # the rank decides alone what it writes
-    form: str  # name of the format
+    file_format: str  # its name
     token: int | None  # of the global plan that the rank's reusable layout belongs to; None: there is none
     inventory: RankInventory | None = field(repr=False)  # None: rank 0 knows it by the token, or the rank decides
     replicas: str = "check"  # as passed by the caller

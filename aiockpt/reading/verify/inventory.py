@@ -38,7 +38,7 @@ class Extent(Generic[T]):
 
     start: int
     stop: int
-    owner: T  # what the bytes are
+    ref: T  # what the bytes are
     streamed: bool  # they may be read piece by piece; else all of them must be in memory at once
 
 
@@ -149,7 +149,7 @@ class StoredItem:
     kind: Literal["tensor", "object", "raw"]  # in a zip archive of its own, or the bare bytes of a tensor
     crc: int | None = None  # of raw bytes, if it is known
     covered: bool = False  # by a CRC of the whole file
-    owners: list[KeyRef] = field(default_factory=list)
+    refs: list[KeyRef] = field(default_factory=list)
     inner: dict[int, list[KeyRef]] = field(default_factory=dict)  # torch.save file: the keys of each record's offset
     streams: list[CheckedRange] = field(default_factory=list)  # of a large item
 
@@ -245,7 +245,7 @@ class Inventory:
         """Add a file of ``torch.save``, with keys that are not known."""
         self._referenced.add(name)
         file = self.files.setdefault(name, StoredFile(name, self._sizes[name], None))
-        item = StoredItem(name, 0, file.nbytes, "object", covered=file.crc is not None, owners=[KeyRef(None)])
+        item = StoredItem(name, 0, file.nbytes, "object", covered=file.crc is not None, refs=[KeyRef(None)])
         file.items.append(item)
         return item
 
@@ -268,13 +268,13 @@ class Inventory:
             item = chunk.item
             if item is None and other is not None and other.place == chunk.place:
                 item = other.item
-            owner = KeyRef(key, entry.dtype, chunk.sizes, item)
+            ref = KeyRef(key, entry.dtype, chunk.sizes, item)
             if framed or chunk.item is None:
-                self._add_item(chunk.place, "tensor", None, owner)
+                self._add_item(chunk.place, "tensor", None, ref)
                 continue
             place = chunk.place
             raw = ItemRange(place.file, place.offset + chunk.item.payload_offset, chunk.item.nbytes)
-            self._add_item(raw, "raw", chunk.item.crc, owner)
+            self._add_item(raw, "raw", chunk.item.crc, ref)
 
     def _check_coverage(self, key: str, entry: TensorEntry) -> None:
         if len(entry.chunks) == 1 and entry.chunks[0].sizes == entry.shape:
@@ -301,10 +301,10 @@ class Inventory:
             self._findings.add("coverage", files[0] if files else METADATA_NAME, message, key=key)
 
     def _add_item(
-        self, place: ItemRange, kind: Literal["tensor", "object", "raw"], crc: int | None, owner: KeyRef
+        self, place: ItemRange, kind: Literal["tensor", "object", "raw"], crc: int | None, ref: KeyRef
     ) -> None:
         self.entries += 1
-        if not self._is_placed(place, owner.key):
+        if not self._is_placed(place, ref.key):
             return
         identity = (place.file, place.offset, place.length, kind, crc)
         item = self._items.get(identity)
@@ -316,7 +316,7 @@ class Inventory:
                 place.file, place.offset, place.length, kind, crc, file.crc is not None
             )
             file.items.append(item)
-        item.owners.append(owner)
+        item.refs.append(ref)
 
     def _is_placed(self, place: ItemRange, key: str | None) -> bool:
         self._referenced.add(place.file)
@@ -339,15 +339,15 @@ class Inventory:
             extents = [Extent(item.start, item.start + item.length, item, streamed=False) for item in file.items]
             reported: set[StoredItem] = set()
             for one, other in split_overlaps(extents)[1]:
-                self._report_overlap(one.owner, other)
-                if other.owner not in reported:
-                    reported.add(other.owner)
-                    self._report_overlap(other.owner, one)
+                self._report_overlap(one.ref, other)
+                if other.ref not in reported:
+                    reported.add(other.ref)
+                    self._report_overlap(other.ref, one)
 
     def _report_overlap(self, item: StoredItem, beside: Extent[StoredItem]) -> None:
-        message = f"its bytes overlap those of {beside.owner.owners[0].key} at {beside.start} to {beside.stop}"
-        for owner in item.owners:
-            self._findings.add("overlap", item.file, message, key=owner.key, offset=item.start)
+        message = f"its bytes overlap those of {beside.ref.refs[0].key} at {beside.start} to {beside.stop}"
+        for ref in item.refs:
+            self._findings.add("overlap", item.file, message, key=ref.key, offset=item.start)
 
     def find_unreferenced(self) -> None:
         """Add a warning for each file or folder that nothing refers to."""

@@ -14,7 +14,7 @@ from aiockpt.core.machine import BLOCK_BYTES
 from aiockpt.core.spans import span as recorded
 from aiockpt.errors import CorruptCheckpointError, LoadError, UnsafeCheckpointError
 from aiockpt.format.index import ItemRange
-from aiockpt.format.item.item_check import Framed, ItemChecker, Span, read_framing
+from aiockpt.format.item.item_check import CheckedRecord, Framed, ItemChecker, read_framing
 from aiockpt.format.item.ziparchive import FramingError
 from aiockpt.reading.executor import run_each
 from aiockpt.reading.jobs import ItemWindow
@@ -116,12 +116,12 @@ class ItemVerifier:
         try:
             framed = read_framing(item.length, window.fetch, is_tensor=item.kind == "tensor")
             self._accept(item, framed)
-            for span in framed.spans:
-                if window.holds(span.start, span.stop):
-                    self._check_crc(item, span, crc32(window.fetch(span.start, span.stop - span.start)))
+            for record in framed.checked:
+                if window.holds(record.start, record.stop):
+                    self._check_crc(item, record, crc32(window.fetch(record.start, record.stop - record.start)))
                 else:
-                    item.streams.append(CheckedRange(item, span.name, span.start, span.stop, span.crc))
-            if not framed.spans:  # there is no CRC to compare, but reading finds unreadable blocks
+                    item.streams.append(CheckedRange(item, record.name, record.start, record.stop, record.crc))
+            if not framed.checked:  # there is no CRC to compare, but reading finds unreadable blocks
                 item.streams = [CheckedRange(item, "", 0, item.length, None)]
             if not item.covered:
                 self._counts.append(item.length - sum(stream.stop - stream.start for stream in item.streams))
@@ -160,8 +160,8 @@ class ItemVerifier:
             try:
                 crc = self._read_segment(file, segment, buffer)
             except LoadError as exc:
-                owners = [extent.owner for extent in segment.extents]
-                items = [owner.item if isinstance(owner, CheckedRange) else owner for owner in owners]
+                refs = [extent.ref for extent in segment.extents]
+                items = [ref.item if isinstance(ref, CheckedRange) else ref for ref in refs]
                 self._unreadable(file.name, segment.start, items, exc)
                 continue
             self._counts.append(segment.stop - segment.start)
@@ -181,10 +181,10 @@ class ItemVerifier:
             view = buffer[skip : skip + min(STEP_BYTES, segment.stop - at)]
             self._source.read(file.name, at, view, add)
         for extent in segment.extents:
-            if isinstance(extent.owner, CheckedRange):
-                extent.owner.parts.append((segment.start, segment.stop - segment.start, crc))
+            if isinstance(extent.ref, CheckedRange):
+                extent.ref.parts.append((segment.start, segment.stop - segment.start, crc))
             else:
-                self._check_small(extent.owner, view[extent.start - segment.start : extent.stop - segment.start])
+                self._check_small(extent.ref, view[extent.start - segment.start : extent.stop - segment.start])
         return crc
 
     def _check_small(self, item: StoredItem, data: memoryview) -> None:
@@ -199,41 +199,41 @@ class ItemVerifier:
             self._report(item, "framing", str(exc))
             return
         self._accept(item, framed)
-        for span in wrong:
-            self._check_crc(item, span, crc32(data[span.start : span.stop]))
+        for record in wrong:
+            self._check_crc(item, record, crc32(data[record.start : record.stop]))
 
     # --- comparing --------------------------------------------------------------------------------
 
     def _accept(self, item: StoredItem, framed: Framed | None) -> None:
         """Compare the dtype, shape and CRC in an item with the metadata's; raw bytes have none of their own."""
-        has_crc = item.crc is not None if framed is None else bool(framed.spans)
+        has_crc = item.crc is not None if framed is None else bool(framed.checked)
         if not has_crc and not item.covered and item.length:
-            owners = [owner for inner in item.inner.values() for owner in inner] or item.owners
-            self.without_crc += [owner.key or item.file for owner in owners]
-        for owner in item.owners:
-            found = owner.given if framed is None else framed.tensor
+            refs = [ref for inner in item.inner.values() for ref in inner] or item.refs
+            self.without_crc += [ref.key or item.file for ref in refs]
+        for ref in item.refs:
+            found = ref.given if framed is None else framed.tensor
             if found is None:
                 continue
-            given = owner.given
-            if (found.dtype, found.shape) != (owner.dtype, owner.sizes):
-                message = f"it holds {found.dtype} {found.shape}, but the metadata says {owner.dtype} {owner.sizes}"
-                is_cast = given is None and found.shape == owner.sizes
+            given = ref.given
+            if (found.dtype, found.shape) != (ref.dtype, ref.sizes):
+                message = f"it holds {found.dtype} {found.shape}, but the metadata says {ref.dtype} {ref.sizes}"
+                is_cast = given is None and found.shape == ref.sizes
                 message += ": the planner of its save has cast it, and loading casts it back" if is_cast else ""
                 severity: Severity = "warning" if is_cast else "error"
-                self._findings.add("mismatch", item.file, message, key=owner.key, offset=item.start, severity=severity)
+                self._findings.add("mismatch", item.file, message, key=ref.key, offset=item.start, severity=severity)
             if given is not None and given != (found if given.crc is not None else found._replace(crc=None)):
                 message = "the manifest describes it in another way than its item does"
-                self._findings.add("disagreement", item.file, message, key=owner.key, offset=item.start)
+                self._findings.add("disagreement", item.file, message, key=ref.key, offset=item.start)
 
-    def _check_crc(self, item: StoredItem, span: Span | CheckedRange, crc: int) -> None:
-        if span.crc is not None and crc != span.crc:
-            what = f"of record {span.name} " if span.name else ""
+    def _check_crc(self, item: StoredItem, record: CheckedRecord | CheckedRange, crc: int) -> None:
+        if record.crc is not None and crc != record.crc:
+            what = f"of record {record.name} " if record.name else ""
             self._report(
                 item,
                 "item crc",
-                f"the {span.stop - span.start} bytes {what}have the CRC-32 {crc:08x} instead of {span.crc:08x}: "
+                f"the {record.stop - record.start} bytes {what}have the CRC-32 {crc:08x} instead of {record.crc:08x}: "
                 "they changed since they were written",
-                span.start,
+                record.start,
             )
 
     def _conclude(self, files: Sequence[StoredFile]) -> None:
@@ -252,8 +252,8 @@ class ItemVerifier:
                 self._findings.add("file crc", file.name, message)
 
     def _report(self, item: StoredItem, kind: ProblemKind, message: str, at: int = 0) -> None:
-        for owner in item.inner.get(at, item.owners):
-            self._findings.add(kind, item.file, message, key=owner.key, offset=item.start + at)
+        for ref in item.inner.get(at, item.refs):
+            self._findings.add(kind, item.file, message, key=ref.key, offset=item.start + at)
 
     def _unreadable(self, file: str, offset: int, items: Sequence[StoredItem], exc: LoadError) -> None:
         kind: ProblemKind = "unreadable"

@@ -73,7 +73,7 @@ def is_inside(path: str, homes: list[str]) -> bool:
 
 
 @dataclass(slots=True)
-class Budget:
+class LookBudget:
     """How many entries of directories that are no checkpoints may still be looked at."""
 
     left: int = _MOST_ENTRIES
@@ -95,14 +95,14 @@ class Listing:
         signature: changes whenever a file at the top does.
     """
 
-    def __init__(self, path: str, budget: Budget | None = None) -> None:
+    def __init__(self, path: str, budget: LookBudget | None = None) -> None:
         """Open and list it; raise OSError if it can't be read."""
         self.path = path
         self.is_file = not os.path.isdir(path)
         self.files: dict[str, int] = {}
         self.folders: list[str] = []
         self.others: list[str] = []
-        self._budget = budget or Budget()
+        self._budget = budget or LookBudget()
         self._fd = os.open(os.path.dirname(path) or "." if self.is_file else path, _DIRECTORY)
         try:
             marks: list[tuple[str, int, int, int]] = []

@@ -204,7 +204,7 @@ class RemoteWriter(ChunkWriter):
             return "gone"
         return status
 
-    async def agree(self) -> None:
+    async def commit_as_orphan(self) -> None:
         connection = await self._connected()
         await connection.send(messages.CommitAsOrphan(self._number))
         await self._wait_until(lambda: self._sizes is not None)

@@ -38,7 +38,7 @@ logger = logging.getLogger("aiockpt")
 class Leadership:
     """Facts that rank 0 needs in order to publish."""
 
-    book: bytes | None = field(repr=False)  # the pickled global plan cache; None if each rank has planned alone
+    plan_cache: bytes | None = field(repr=False)  # the pickled global plan cache; None if each rank has planned alone
     facts: WorldFacts
     overwrite: bool
 
@@ -122,7 +122,7 @@ class OrphanCommit:
         for name in (MANIFEST_NAME, METADATA_NAME, INDEX_NAME):
             await adopted.delete_file(name)  # the trainer may have written it before it died; create refuses a second
         results = [written[rank] for rank in range(ranks)]
-        plan_cache = None if leadership.book is None else pickle.loads(leadership.book)
+        plan_cache = None if leadership.plan_cache is None else pickle.loads(leadership.plan_cache)
         await publish_together(adopted, plan_cache, leadership.facts, results, self._workers)
 
     async def _read_sidecar(self, rank: int) -> Written | None:
