@@ -49,7 +49,6 @@ _DCP_RANKS = 64
 _KINDS = {"aiockpt": Coordinator, "dcp.save, plans cached": TorchCoordinator}
 _PARTS = ("hear", "plan", "tell", "check", "metadata", "manifest")
 _ROUNDS_OF_A_SAVE = 2
-_LANES_OF_A_SAVE = 2
 _OPEN_FILES = 1024
 _PAYLOAD_BYTES = 256 << 10
 _ROUNDS = "two rounds of messages, later save"
@@ -422,13 +421,13 @@ def remarks(model: Model, messages: dict[int, Sample]) -> list[str]:
         fit([(size - 1, 0, max(1.0, sample[what])) for size, sample in messages.items()])
         for what in ("descriptors", "memory_bytes")
     )
-    enough = (_OPEN_FILES - files.constant) / max(_LANES_OF_A_SAVE * files.per_rank, 1e-9)
+    enough = (_OPEN_FILES - files.constant) / max(files.per_rank, 1e-9)
     first, later, rounds = model.first, model.later, model.round_s
     return [
         f"measured: a round takes {duration(rounds.constant)} and {rounds.per_rank * 1e6:.0f} us for each rank",
         f"measured: a byte of a message takes {model.message_s * 1e9:.2f} ns",
         f"measured: a link costs rank 0 {files.per_rank:.1f} descriptors and {memory.per_rank / 2**10:.0f} KiB",
-        f"so, with two links for each rank, {enough:,.0f} ranks reach the limit of {_OPEN_FILES:,} open files",
+        f"so, with a link for each rank, {enough:,.0f} ranks reach the limit of {_OPEN_FILES:,} open files",
         f"simulated: a later save is {later.per_rank * 1e6:.1f} us of work a rank, {_ns(later.per_item)} an item",
         f"simulated: a first save is {first.per_rank * 1e6:.1f} us of work a rank, {_ns(first.per_item)} an item",
         f"the formula of rank 0's work is off by {max(first.worst, later.worst):.0%} at most, where it was simulated",
