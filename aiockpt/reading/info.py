@@ -120,7 +120,8 @@ def has_value(info: TensorInfo | ObjectInfo) -> bool:
 
 def value_text(value: object) -> str:
     """Return a value in short."""
-    item = value.item() if isinstance(value, torch.Tensor) and not value.shape else value
+    is_scalar = isinstance(value, torch.Tensor) and not value.is_nested and not value.shape
+    item = value.item() if is_scalar else value  # type: ignore[attr-defined] # a tensor
     return f"{item:.6g}" if item is not value and isinstance(item, float) else _short.repr(item)
 
 

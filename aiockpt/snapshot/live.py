@@ -125,6 +125,8 @@ class _Walk:
         if not isinstance(value, Mapping):
             self._refuse_hidden(name, value)
             return value
+        if _PLAIN.issuperset(map(type, value.values())):
+            return value
         items = {
             key: part
             if _is_plain(type(part), part)  # as most are: an optimizer has a dict for each parameter

@@ -57,7 +57,7 @@ def _converted(folder: Path) -> None:
 
 
 PROGRAMS: dict[str, Program] = {
-    **{f"save, {name}": partial(_native, name=name) for name in NAMES},
+    **{f"save, {name}": partial(_native, name=name, format="dcp") for name in NAMES},
     "safetensors file": partial(_native, name="step-30.safetensors", flat=True, format="safetensors"),
     "last.safetensors": partial(_native, name="last.safetensors", flat=True, format="safetensors"),
     "writer process": partial(_by_process, name="step-30"),

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from aiockpt.errors import AiockptError, SaveError
-from aiockpt.format.keys import matching
 
 if TYPE_CHECKING:
     import torch
@@ -251,6 +250,8 @@ def choose_compression(
 
 
 def _by_pattern(rule: Mapping[str, Compression], names: Sequence[str]) -> list[Zstd | None]:
+    from aiockpt.format.keys import matching  # which needs torch: the writer process does without
+
     chosen: dict[str, Zstd | None] = {}
     known = dict.fromkeys(names)
     for pattern, value in rule.items():
