@@ -131,8 +131,8 @@ def test_documentation_is_rendered(in_terminal):
     ids=" ".join,
 )
 def test_words_are_whole_and_nothing_is_cut(arguments, in_terminal):
-    narrow, wide = (in_terminal(*arguments, columns=columns)[0] for columns in (60, 300))
-    assert max(map(cells, narrow.splitlines())) <= 60
+    narrow, wide = (in_terminal(*arguments, columns=columns)[0] for columns in (80, 300))
+    assert max(map(cells, narrow.splitlines())) <= 80
     ignored = re.compile(r"[0-9.]+ s\)|[0-9.]+")  # a duration differs
     words = [sorted(ignored.sub("", ESCAPE.sub("", shown)).split()) for shown in (narrow, wide)]
     assert words[0] == words[1]
