@@ -598,7 +598,8 @@ def _write_bucket(
     if open_file is not None:
         ranges = write_stream(open_file, path, (value for _, value in pairs), fsync=fsync)
         return results_of([item for item, _ in pairs], [ItemRange(name, *each) for each in ranges])
-    directory, planner = os.path.dirname(path), Planner(DcpFormat(1), f"{name.removesuffix('.distcp')}_")
+    # Under a name of its own: an attempt that was killed may have left its file, and a fork of it may still be writing.
+    directory, planner = os.path.dirname(path), Planner(DcpFormat(1), f".{uuid.uuid4().hex}_")
     settings = {"staging_bytes": staging_bytes, "direct_io": direct_io, "io_threads": 1}
     values = [(item.index.fqn, value) for item, value in pairs]
     with borrowed(None, fsync=fsync, **settings) as checkpointer:

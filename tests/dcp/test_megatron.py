@@ -230,6 +230,27 @@ def test_a_process_that_dies_fails_the_save(tmp_path: Path, monkeypatch: pytest.
     alone.writer.discard()
 
 
+def die_before_the_file_is_renamed(path: Path) -> None:
+    os.replace = exit_process
+    write_alone(path, {"w": torch.rand(30, 20)})
+
+
+def test_a_save_replaces_what_a_killed_save_to_the_same_path_has_left(tmp_path: Path) -> None:
+    process = multiprocessing.get_context("fork").Process(target=die_before_the_file_is_renamed, args=(tmp_path / "c",))
+    process.start()
+    process.join()
+    assert process.exitcode == 5
+    (hidden,) = tmp_path.iterdir()
+    assert any(name.endswith(".distcp") for name in os.listdir(hidden))
+    state, target = {"w": torch.rand(30, 20)}, {"w": torch.zeros(30, 20)}
+    write_alone(tmp_path / "c", state)
+    dcp.load(target, checkpoint_id=tmp_path / "c")
+    assert_same(state, target)
+    assert os.listdir(tmp_path) == ["c"]
+    written = dcp.FileSystemReader(tmp_path / "c").read_metadata().storage_data.values()
+    assert set(os.listdir(tmp_path / "c")) == {".metadata", *(info.relative_path for info in written)}
+
+
 def raise_large_error(bucket: Any, *_: Any, **__: Any) -> None:
     raise OSError("x" * 1_000_000)  # more than a pipe holds
 
