@@ -393,3 +393,15 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert done.returncode == 1
     assert "no such path" in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_file_may_be_written_beside_the_files_that_it_is_made_of(tmp_path: Path) -> None:
+    """Stock allows it, and does it in its own tests."""
+    state = {"w": torch.arange(3000.0), "step": 7}
+    dcp.save(state, checkpoint_id=tmp_path / "c", no_dist=True)
+    ours.dcp_to_torch_save(tmp_path / "c", tmp_path / "c" / "model.pt")
+    loaded = torch.load(tmp_path / "c" / "model.pt", weights_only=True)
+    assert loaded["step"] == 7
+    assert torch.equal(loaded["w"], state["w"])
+    with aiockpt.SyncCheckpointer() as ckpt, pytest.raises(aiockpt.CheckpointExistsError, match="in the directory of"):
+        ckpt.save(state, tmp_path / "c" / "other.pt")

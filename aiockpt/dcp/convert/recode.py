@@ -42,6 +42,7 @@ from aiockpt.reading.read_plan import ObjectRead, TensorRead, reads_of, value_ke
 from aiockpt.reading.targets import cast
 from aiockpt.saving.strategy import documents_of
 from aiockpt.staging.pool import MappedMemory
+from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.writing.file_writer import CommitInputs, FileWriter, FilledChunk, WriterThreads
 
 if TYPE_CHECKING:
@@ -100,6 +101,8 @@ class Recoding:
             if isinstance(file_format, TorchFormat):
                 if await run(os.path.isdir, target):
                     raise CheckpointExistsError(f"{target} is a directory; name the file to write")
+                if isinstance(storage, LocalStorage):  # stock's conversion writes beside what it reads
+                    storage = storage.within_checkpoints()
                 file_format = TorchFormat(index.wrapped)
                 values = await filler.objects()
             elif isinstance(file_format, DcpFormat):

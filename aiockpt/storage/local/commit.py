@@ -69,12 +69,13 @@ class CommitUncertainError(Exception):
 # --- the path, and the directories above it -----------------------------------------------------------
 
 
-def check_free(path: str, *, overwrite: bool, keep: bool = False) -> None:
+def check_free(path: str, *, overwrite: bool, keep: bool = False, within: bool = False) -> None:
     """Raise CheckpointExistsError unless a path is free, or holds what may be overwritten.
 
-    ``keep``: safetensors may, beside the files of a model repository, which are kept.
+    ``keep``: safetensors may, beside the files of a model repository, which are kept. ``within``: the path may be in
+    the directory of a checkpoint.
     """
-    above = checkpoint_above(path)
+    above = None if within else checkpoint_above(path)
     if above is not None:
         raise CheckpointExistsError(
             f"{path} is in the directory of a checkpoint, {above}, which is replaced and deleted as one; save beside it"

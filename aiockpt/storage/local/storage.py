@@ -7,6 +7,7 @@ checkpoint, or nothing. A checkpoint of one file is written to such a directory 
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import socket
@@ -55,6 +56,7 @@ class LocalStorage(SharedStorage):
         repeater = Repeater(check_retries(retries))
         self._policy = WritePolicy(direct_io, fsync, repeater, OrphanCleaner(fsync=fsync))
         self._settled: set[str] = set()  # directories that are known to be durable
+        self._within = False  # may write into directories of checkpoints
 
     def __repr__(self) -> str:
         return f"LocalStorage(direct_io={self._policy.direct_io}, fsync={self._policy.fsync})"
@@ -72,6 +74,12 @@ class LocalStorage(SharedStorage):
             raise AiockptError("the path is empty; name a directory or a file")
         return absolute(path)
 
+    def within_checkpoints(self) -> LocalStorage:
+        """Return a storage that also writes files into the directory of a checkpoint, as conversions may."""
+        other = copy.copy(self)
+        other._within = True
+        return other
+
     def check(self, path: str, *, overwrite: bool) -> None:
         self._check(path, overwrite=overwrite, keep=False)
 
@@ -80,7 +88,7 @@ class LocalStorage(SharedStorage):
 
     def _check(self, path: str, *, overwrite: bool, keep: bool) -> None:
         try:
-            check_free(self.resolve(path), overwrite=overwrite, keep=keep)
+            check_free(self.resolve(path), overwrite=overwrite, keep=keep, within=self._within)
         except OSError as exc:
             if isinstance(exc, AiockptError):
                 raise
