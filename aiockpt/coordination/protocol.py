@@ -73,6 +73,7 @@ _HOLD_S = 5.0
 _FLUSH_S = 60.0
 _NOTIFY_S = 2.0
 _LONGEST_BEAT_S = 5.0
+_SHORTEST_POLL_S = 0.002
 _POLL_S = 0.1
 _REMEMBERED = 64
 _KEPT_BYTES = 1 << 20
@@ -521,6 +522,7 @@ class Follower(_Side):
 
     async def _connect(self, operation: str, deadline: float) -> None:
         """Connect to rank 0, and ask what is pending; raise CoordinationError if that can't be done in time."""
+        pause_s = _SHORTEST_POLL_S
         while self._endpoint is None:
             until = max(deadline, time.monotonic() + _NOTIFY_S)  # the store gets some time even if there is none left
             self._endpoint = await self._rendezvous.endpoint(operation, until)
@@ -531,7 +533,8 @@ class Follower(_Side):
             if self._endpoint is None:
                 if time.monotonic() >= deadline:
                     raise CoordinationError(timeout_text(self._leader_name, operation, self._timeout_s))
-                await asyncio.sleep(_POLL_S)
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, _POLL_S)
         hello, link = await self._connect_to(self._endpoint, operation, deadline)
         self._leader_name = hello.partition("\n")[2]
         self._link, self.leader_lives = link, True
