@@ -103,9 +103,11 @@ async def listen(hosts: Sequence[str], secret: bytes, name: str, joined: Callabl
         try:
             async with asyncio.timeout(HELLO_S):
                 hello = await _prove(reader, writer, secret, name)
-        except (LinkBrokenError, TimeoutError):
+        except BaseException as exc:  # also if the loop ends meanwhile
             writer.transport.abort()
-            return
+            if isinstance(exc, LinkBrokenError | TimeoutError):
+                return
+            raise
         assert isinstance(reader, _LinkReader)
         joined(hello, Link(reader, writer))
 

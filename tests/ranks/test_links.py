@@ -73,6 +73,18 @@ async def test_only_a_side_that_knows_the_secret_is_let_in() -> None:
     server.close()
 
 
+@pytest.mark.asyncio
+async def test_a_side_that_has_not_proven_itself_holds_no_socket_when_the_loop_ends() -> None:
+    server = await listen(["127.0.0.1"], SECRET, "0\nleader", lambda *_: None)
+    reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+    await reader.readexactly(32)  # its task waits for the proof now
+    (waiting,) = [task for task in asyncio.all_tasks() if "welcome" in repr(task)]
+    waiting.cancel()
+    assert await reader.read() == b""  # closed
+    writer.close()
+    server.close()
+
+
 def endpoint(*hosts: str) -> Endpoint:
     return Endpoint([(host, 1000 + number) for number, host in enumerate(hosts)], SECRET, "here", "rank 0 on host a")
 
