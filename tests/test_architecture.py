@@ -1,4 +1,4 @@
-"""What runs is imported downward, without cycles."""
+"""Imports that run go downward, without cycles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What contributors rely on: the folders of the benchmarks, the map of threads, and one name for each class."""
+"""Facts that contributors rely on: the folders of the benchmarks, the map of threads, and one name for each class."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class LinkBrokenError(Exception):
 
 
 class Endpoint(NamedTuple):
-    """Where rank 0 listens, and what it takes to connect."""
+    """The addresses at which rank 0 listens, and the secret that it takes to connect."""
 
     addresses: Sequence[tuple[str, int]]  # hosts as numbers, and ports
     secret: bytes

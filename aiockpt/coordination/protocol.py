@@ -152,7 +152,7 @@ class _Round:
 
 
 class _Side:
-    """What both sides have: the links' tasks, and the heartbeats."""
+    """The common part of both sides: the links' tasks, and the heartbeats."""
 
     def __init__(self, address: RankAddress, *, timeout_s: float) -> None:
         self._address = address
@@ -437,7 +437,7 @@ class Leader(_Side):
 
 @dataclass(slots=True, eq=False)
 class _OpenAsk:
-    """What a rank has asked, and waits for."""
+    """A question of this rank that rank 0 has not answered."""
 
     ask: Ask
     reply: asyncio.Future[Reply]

@@ -57,7 +57,7 @@ class RankAddress:
 
 
 class Rendezvous:
-    """What ranks say to each other through the store: where rank 0 listens, and why a rank without a link has left.
+    """Messages through the store: the address at which rank 0 listens, and why a rank without a link has left.
 
     A store blocks, and one that has ended blocks for minutes. So its functions are called in a thread, which is left
     behind if the store does not answer in time: CoordinationError.

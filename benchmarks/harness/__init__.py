@@ -1,1 +1,1 @@
-"""What every benchmark uses: the states, rounds that treat all contenders alike, and the time limits."""
+"""Tools of every benchmark: the states, rounds that treat all contenders alike, and the time limits."""

@@ -1,1 +1,1 @@
-"""What is measured in one process: a module for each benchmark."""
+"""Benchmarks that run in one process: a module for each."""

@@ -128,7 +128,7 @@ def _work(cost: Mapping[str, float], ranks: float, items: float) -> float:
 
 
 def _missing(rows: Sequence[Sequence[str]], done: Collection[str]) -> str:
-    """Say in a sentence what was not run, and why; of a kind of which nothing was done (``done``) only its name."""
+    """Return a sentence on what was not run, and why; of a kind of which nothing was done (``done``) only its name."""
     reasons: dict[str, dict[str, None]] = {}
     for name, *_, why in rows:
         what = name if name.partition(": ")[0] in done else f"all of {name.partition(': ')[0]}"

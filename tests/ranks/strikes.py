@@ -42,7 +42,7 @@ KINDS = {
     "interrupt": 1,
     "stop": 3,
 }
-"""What strikes, and the number of moments that differ: operations in an episode, or milliseconds."""
+"""Kinds of faults, and the number of moments that differ: operations in an episode, or milliseconds."""
 TIMEOUT_S = 4.0
 _STOP_S = 6.0
 SAVES = 5
@@ -65,7 +65,7 @@ class Strike:
 
 @dataclass(slots=True)
 class Counts:
-    """What a campaign has seen.
+    """The outcome of a campaign.
 
     Attributes:
         episodes: the number of episodes, and ``struck`` of those in which the fault took place.
