@@ -45,7 +45,7 @@ def choose_coordinator(group: ProcessGroupLike, timeout_s: float, *, was_distrib
     chosen = distributed.group.WORLD if group == "default" else group
     if chosen is None or chosen.size() == 1:
         return None
-    # Only now: it imports gloo, which a torch without distributed does not have.
+    # Only now: it imports stores, which a torch without distributed does not have.
     from aiockpt.coordination.coordinator import Coordinator
 
     return Coordinator(chosen, timeout_s=timeout_s)

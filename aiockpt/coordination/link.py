@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import fcntl
 import hashlib
 import hmac
@@ -176,7 +177,19 @@ def addresses_of_this_host(towards: str | None) -> list[str]:
         found += [str(info[4][0]) for info in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)]
     # Not link-local ones (fe80::), which mean nothing without an interface of the other host.
     apart = [each for each in dict.fromkeys(found) if not is_loopback(each) and not each.startswith("fe80")]
-    return [*apart, "127.0.0.1"]
+    return [*filter(_is_own, apart), "127.0.0.1"]
+
+
+def _is_own(address: str) -> bool:
+    """Return whether this host has an address: its name may resolve to that of a router, or to one that is gone."""
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM) as probe:
+            probe.bind((address, 0))
+    except OSError as exc:
+        if exc.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+            raise
+        return False
+    return True
 
 
 def is_loopback(address: str) -> bool:

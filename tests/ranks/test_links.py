@@ -105,6 +105,9 @@ def test_rank_0_listens_where_the_variable_says(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_args, **_kwargs: [(0, 0, 0, "", ("127.0.1.1", 0))])
     assert link.addresses_of_this_host("127.0.0.1") == ["127.0.0.1"]
+    others = [(0, 0, 0, "", (address, 0)) for address in ("192.0.2.1", "2001:db8::1")]  # of documentation: nobody's
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_args, **_kwargs: others)
+    assert link.addresses_of_this_host("127.0.0.1") == ["127.0.0.1"]
 
 
 def save_with_wrong_interface(rank: int, size: int, folder: Path) -> list[str]:
