@@ -132,7 +132,7 @@ LOAD = "ckpt.load(sys.argv[1])"
 @pytest.mark.parametrize(
     ("call", "other"),
     [
-        (SAVE, "aiockpt.reading aiockpt.writing.process.client aiockpt.planning.collective aiockpt.dcp"),
+        (SAVE, "aiockpt.reading aiockpt.writing.process.client aiockpt.saving.collective aiockpt.dcp"),
         (LOAD, "aiockpt.saving.job aiockpt.writing aiockpt.planning.dcp_plan aiockpt.reading.verify aiockpt.dcp"),
     ],
     ids=["save", "load"],

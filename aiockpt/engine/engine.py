@@ -195,12 +195,12 @@ class Engine:
                 if coordinator is None:
                     return None
                 with importing():
-                    from aiockpt.planning.collective.local import LocalPlanner
-                    from aiockpt.planning.dcp_plan import prefix_of
+                    from aiockpt.planning.dcp_plan import DcpFormat, prefix_of
+                    from aiockpt.planning.planner import Planner
                     from aiockpt.saving.collective import CollectiveResources
 
                 decentralized = self.options.planning == "decentralized"
-                planner = LocalPlanner(prefix_of(coordinator.rank))
+                planner = Planner(DcpFormat(self.options.writing_threads), prefix_of(coordinator.rank))
                 self._world = CollectiveResources(coordinator, planner, decentralized=decentralized)
             return self._world.coordinator
 

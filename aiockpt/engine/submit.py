@@ -176,7 +176,7 @@ class Submitter:
         fallback = self._fallback_for(where, storage, together=together)
         check = storage.check_repository if format == "safetensors" else storage.check
         self._check_path(check, where, fallback, overwrite=request.overwrite)
-        self._check_transforms(request, format, where, together=together)
+        self._check_transforms(request, format)
         if together or self._options.process_writer is not None:
             shared_storage(storage)
         if self._options.process_writer is not None:
@@ -254,18 +254,11 @@ class Submitter:
             self._warned.clear()
         self._warned |= new.keys()  # not before the warning: if it is an error, every such save must be refused
 
-    def _check_transforms(self, request: SaveRequest, format: SaveFormat, where: str, *, together: bool) -> None:
-        """Raise if items can't be compressed or transformed in this format, or with several ranks."""
-        if request.compress is None and not self._transforms:
-            return
-        what = "transforms" if self._transforms else "compress"
-        if format != "dcp":
+    def _check_transforms(self, request: SaveRequest, format: SaveFormat) -> None:
+        """Raise if items can't be compressed or transformed in this format."""
+        if format != "dcp" and (request.compress is not None or self._transforms):
+            what = "transforms" if self._transforms else "compress"
             raise ValueError(f"{what} is for format='dcp'; {format} files hold tensors as they are")
-        if together:
-            raise SaveError(
-                f"{where}: {what} is for one process; several ranks save their items as they are. Leave it out, or "
-                "save with process_group=None"
-            )
 
 
 def check_portable(*tools: Storage | Transform) -> None:

@@ -9,14 +9,12 @@ from typing import TYPE_CHECKING
 from aiockpt.core.lazy import lazy_property
 from aiockpt.core.machine import BLOCK_BYTES
 from aiockpt.errors import SaveError
-from aiockpt.format.dcp.metadata_opcodes import MetadataHead, finish_metadata
-from aiockpt.format.dcp.metadata_writer import encode_metadata
-from aiockpt.format.index import Entry, ItemRange, ObjectEntry, StoredChunk, TensorEntry
+from aiockpt.format.index import ItemRange
 from aiockpt.format.item.item_framing import tensor_framing
 from aiockpt.format.item.objects import encode_object, is_shortage
-from aiockpt.format.manifest.columnar_index import ItemForm
-from aiockpt.format.manifest.index_writer import IndexDraft, ItemRanges, encode_index
-from aiockpt.format.names import METADATA_NAME
+from aiockpt.planning.collective.cache import GlobalPlanCache
+from aiockpt.planning.collective.messages import inventory_of, places_of
+from aiockpt.planning.collective.plan import plan_globally
 from aiockpt.planning.layout import FileImage, align_up, assign_buckets, bucket_count, lay_out
 from aiockpt.planning.planner import FileFormat, Layout, RankLeaves, SavePlan, StateSummary
 from aiockpt.planning.specs import TensorSpec, describe, unstorable
@@ -25,6 +23,7 @@ if TYPE_CHECKING:
     import torch
 
     from aiockpt.format.item.ziparchive import Framing
+    from aiockpt.format.manifest.index_writer import Drafts
     from aiockpt.planning.snapshot import Snapshot
 
 
@@ -40,61 +39,12 @@ class DcpLayout(Layout):
     objects: Mapping[int, int]  # for each leaf that is written as an object, the number of its file
 
     @lazy_property
-    def metadata_head(self) -> MetadataHead:
-        """Head of `.metadata`, the same for every save."""
-        return self._head(placed=True)
-
-    @lazy_property
-    def bare_head(self) -> MetadataHead:
-        """Head of `.metadata` for transformed items, whose offsets are not those of the images."""
-        return self._head(placed=False)
-
-    def _head(self, *, placed: bool) -> MetadataHead:
-        places: dict[int, ItemRange] = {
-            slot.leaf: ItemRange(image.name, slot.offset, slot.framing.length)
-            for image in self.images
-            for slot in image.slots
-        }
-        summary = self.summary
-        entries: list[tuple[str, Entry]] = []
-        nowhere = ObjectEntry(ItemRange("", 0, 0))
-        for leaf, name in enumerate(summary.structure.names):
-            spec = summary.specs[leaf]
-            if spec is None:
-                entries.append((name, nowhere))
-            else:
-                shape = tuple(spec.shape)
-                chunk = StoredChunk((0,) * len(shape), shape, places[summary.tied.get(leaf, leaf)])
-                entries.append((name, TensorEntry(spec.dtype, shape, (chunk,))))
-        paths = dict(zip(summary.structure.names, summary.structure.paths, strict=True))
-        return encode_metadata(entries, paths, placed=placed)
-
-    @lazy_property
-    def index_head(self) -> str | None:
-        """Head of the manifest's index, the same for every save."""
-        summary = self.summary
-        forms: list[ItemForm] = []
-        # By identity: equal forms share one framing, as long as it is cached. Else a form is listed twice: harmless.
-        numbers: dict[int, int] = {}
-        places = ItemRanges(*([filler] * len(summary.specs) for filler in (-1, 0, 0)))
-        form_of, file_of, offset_of = places
-        for file, image in enumerate(self.images):
-            for leaf, offset, framing, begin, _ in image.slots:
-                spec, number = summary.specs[leaf], numbers.setdefault(id(framing), len(forms))
-                if number == len(forms) and spec is not None:
-                    sizes = (framing.length, begin - offset, framing.nbytes)
-                    forms.append(ItemForm(spec.dtype, spec.shape, spec.saved_stride, *sizes))
-                form_of[leaf], file_of[leaf], offset_of[leaf] = number, file, offset
-        for leaf, first in summary.tied.items():
-            for column in places:
-                column[leaf] = column[first]
-        files = [image.name for image in self.images]
-        return encode_index(summary.structure.names, summary.structure.paths, files, forms, places)
-
-    @lazy_property
-    def slot_leaves(self) -> Sequence[int]:
-        """Leaf of each slot, file by file."""
-        return [slot.leaf for image in self.images for slot in image.slots]
+    def world(self) -> GlobalPlanCache:
+        """The global plan, if this rank is the whole world; the same for every save."""
+        framings = {slot.leaf: slot.framing for image in self.images for slot in image.slots}
+        tied = self.summary.tied
+        inventory = inventory_of(self.summary, [], lambda leaf, _: framings[tied.get(leaf, leaf)])
+        return GlobalPlanCache(0, [inventory], plan_globally([inventory]), [places_of(self)])
 
 
 @dataclass(frozen=True)
@@ -108,15 +58,8 @@ class DcpPlan(SavePlan):
     def object_places(self) -> Mapping[int, ItemRange]:
         return dict(zip(self.layout.objects, (place for _, place in self.objects), strict=True))
 
-    def documents(self) -> dict[str, bytes]:
-        return {METADATA_NAME: finish_metadata(self.layout.metadata_head, self.objects)}
-
-    def index(self) -> IndexDraft | None:
-        layout = self.layout
-        if layout.index_head is None:
-            return None
-        objects = [(leaf, place.offset, place.length) for leaf, place in self.object_places.items()]
-        return IndexDraft(layout.index_head, len(layout.specs), layout.slot_leaves, layout.summary.tied, objects)
+    def drafts(self, *, is_transformed: bool = False) -> Drafts:
+        return self.layout.world.drafts([self.object_places], is_transformed=is_transformed)
 
 
 class DcpFormat(FileFormat):

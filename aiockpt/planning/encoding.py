@@ -6,12 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from aiockpt.core.strides import row_strides
-from aiockpt.format.dcp.metadata_opcodes import EncodedItem, MetadataDraft
 from aiockpt.format.index import ItemRange
-from aiockpt.format.transforms.item_transforms import TransformedDraft
 
 if TYPE_CHECKING:
+    from aiockpt.format.dcp.metadata_opcodes import EncodedItem
     from aiockpt.format.transforms.base import Transform
     from aiockpt.format.transforms.zstd import Zstd
     from aiockpt.planning.dcp_plan import DcpPlan
@@ -40,7 +38,6 @@ class _Item(NamedTuple):
     leaf: int
     offset: int
     length: int
-    payload_offset: int  # where the payload begins in the item
 
 
 def codings_of(
@@ -54,19 +51,6 @@ def codings_of(
         return ItemCoding(names[item.leaf], item.offset, item.length, chosen)
 
     return [ImageCoding(list(map(coding, items)), transforms) for items in _items(plan)]
-
-
-def draft_of(plan: DcpPlan) -> TransformedDraft:
-    """Describe the items of a plan whose stored bytes are not those of its images."""
-    layout = plan.layout
-    tied: dict[int, list[int]] = {}
-    for leaf, first in layout.summary.tied.items():
-        tied.setdefault(first, []).append(leaf)
-    keys, forms = [], []
-    for items in _items(plan):
-        keys.append([[_key(plan, each) for each in (item.leaf, *tied.get(item.leaf, ()))] for item in items])
-        forms.append([(item.payload_offset, _stride(plan, item.leaf)) for item in items])
-    return TransformedDraft(MetadataDraft(layout.bare_head, [image.name for image in layout.images], keys), forms)
 
 
 def item_ranges(plan: DcpPlan, encoded: Sequence[Sequence[EncodedItem]] | None) -> dict[int, ItemRange]:
@@ -86,20 +70,7 @@ def _items(plan: DcpPlan) -> list[list[_Item]]:
     """Return the items of each image, by offset."""
     found: list[list[_Item]] = [[] for _ in plan.layout.images]
     for (leaf, number), (_, place) in zip(plan.layout.objects.items(), plan.objects, strict=True):
-        found[number].append(_Item(leaf, place.offset, place.length, 0))
+        found[number].append(_Item(leaf, place.offset, place.length))
     for items, image in zip(found, plan.layout.images, strict=True):
-        items += [_Item(slot.leaf, slot.offset, slot.framing.length, len(slot.framing.prefix)) for slot in image.slots]
+        items += [_Item(slot.leaf, slot.offset, slot.framing.length) for slot in image.slots]
     return found
-
-
-def _key(plan: DcpPlan, leaf: int) -> tuple[str, tuple[int, ...] | None]:
-    spec = plan.layout.specs[leaf]
-    return plan.layout.structure.names[leaf], None if spec is None else (0,) * len(spec.shape)
-
-
-def _stride(plan: DcpPlan, leaf: int) -> tuple[int, ...] | None:
-    """Return the strides of a tensor; None if it is stored row by row."""
-    spec = plan.layout.specs[leaf]
-    if spec is None or tuple(spec.saved_stride) == row_strides(spec.shape):
-        return None
-    return tuple(spec.saved_stride)

@@ -18,7 +18,8 @@ from aiockpt.planning.flatten import flatten
 if TYPE_CHECKING:
     from aiockpt.format.index import ItemRange
     from aiockpt.format.item.ziparchive import Framing
-    from aiockpt.format.manifest.index_writer import IndexDraft
+    from aiockpt.format.manifest.index_writer import Drafts
+    from aiockpt.format.manifest.manifest import JsonValue
     from aiockpt.planning.layout import FileImage
     from aiockpt.planning.snapshot import Snapshot, Structure
     from aiockpt.planning.specs import TensorSpec
@@ -116,12 +117,8 @@ class SavePlan(ABC):
         return {}
 
     @abstractmethod
-    def documents(self) -> dict[str, bytes]:
-        """Encode the files beside the images and the manifest. The first call takes long for many tensors."""
-
-    def index(self) -> IndexDraft | None:
-        """Return a draft of the manifest's index, without CRCs; None for a format that has an index of its own."""
-        return None
+    def drafts(self, *, is_transformed: bool = False) -> Drafts:
+        """Encode the documents of a checkpoint of this rank alone. The first call takes long for many tensors."""
 
 
 class FileFormat(ABC):
@@ -159,32 +156,70 @@ class FileFormat(ABC):
 CHECKED_AHEAD = 10_000
 
 
-class Planner:
-    """Plans saves of one process; caches the last layout of each format for saves of the same structure.
+class ReusedPlan(NamedTuple):
+    """A plan with the cached layout."""
 
-    With a ``prefix`` it names files ``prefix...`` that are added to a directory.
+    token: int  # of the global plan that the layout belongs to
+    plan: SavePlan
+
+
+class _Kept(NamedTuple):
+    """A cached layout, with the global plan's token and the containers that it was made from."""
+
+    token: int
+    layout: Layout
+    containers: list[dict[str, JsonValue]]
+
+
+class Planner:
+    """Plans one rank's files; caches the last layout of each format for saves of the same structure.
+
+    ``prefix`` begins the names of the files of one of several ranks, or of files that are added to a directory.
     """
 
     def __init__(self, default: FileFormat, prefix: str | None = None) -> None:
         self._default = default
         self._prefix = prefix
-        self._layouts: dict[str, Layout] = {}
+        self._kept: dict[str, _Kept] = {}
 
     def invalidate(self) -> None:
         """Drop the cached layouts, because one turned out not to fit."""
-        self._layouts.clear()
+        self._kept.clear()
 
     def plan(self, snapshot: Snapshot, file_format: FileFormat | None = None) -> SavePlan:
-        """Plan a save in a format (None: the default). Takes a while for many tensors."""
+        """Plan a save of all leaves in a format (None: the default). Takes a while for many tensors."""
         file_format = self._default if file_format is None else file_format
-        layout = self._layouts.get(file_format.name)
-        if layout is not None and can_reuse(layout, snapshot, file_format):
-            plan = file_format.fill(layout, snapshot)
-            if plan is not None:
-                return plan
-        written = None if self._prefix is None else RankLeaves(self._prefix, range(len(snapshot.tensors)))
-        plan = file_format.lay_out(summarize(snapshot, file_format), snapshot, written)
-        self._layouts[file_format.name] = plan.layout
+        reused = self.reuse(snapshot, file_format)
+        if reused is not None:
+            return reused.plan
+        leaves = None if self._prefix is None else range(len(snapshot.tensors))
+        return self.lay_out(snapshot, file_format, summarize(snapshot, file_format), leaves)
+
+    def reuse(self, snapshot: Snapshot, file_format: FileFormat, *, together: bool = False) -> ReusedPlan | None:
+        """Return a plan with the cached layout, if that fits. Takes a while for many tensors.
+
+        Compare every tensor if ``together``: a save of several ranks can't be planned again once staging finds another.
+        """
+        kept = self._kept.get(file_format.name)
+        if kept is None or (together and kept.containers != snapshot.containers):
+            return None
+        serves = can_reuse(kept.layout, snapshot, file_format, every=together)
+        plan = file_format.fill(kept.layout, snapshot) if serves else None
+        return None if plan is None else ReusedPlan(kept.token, plan)
+
+    def lay_out(
+        self,
+        snapshot: Snapshot,
+        file_format: FileFormat,
+        summary: StateSummary,
+        leaves: Sequence[int] | None,
+        token: int = 0,
+        shared: SharedFiles | None = None,
+    ) -> SavePlan:
+        """Lay out the leaves that this rank writes (None: it is alone), by the global plan of a token."""
+        written = None if leaves is None else RankLeaves(self._prefix or "", leaves, shared)
+        plan = file_format.lay_out(summary, snapshot, written)
+        self._kept[file_format.name] = _Kept(token, plan.layout, snapshot.containers)
         return plan
 
 

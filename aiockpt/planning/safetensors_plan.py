@@ -16,6 +16,7 @@ import torch
 from aiockpt.core.lazy import lazy_property
 from aiockpt.errors import SaveError
 from aiockpt.format.item.ziparchive import Framing
+from aiockpt.format.manifest.index_writer import Drafts
 from aiockpt.format.names import INDEX_NAME
 from aiockpt.format.safetensors.writer import (
     MAX_HEADER_BYTES,
@@ -85,8 +86,8 @@ class SafetensorsPlan(SavePlan):
     def is_single_file(self) -> bool:
         return self.layout.is_single_file
 
-    def documents(self) -> dict[str, bytes]:
-        return self.layout.documents
+    def drafts(self, *, is_transformed: bool = False) -> Drafts:
+        return Drafts(self.layout.documents)
 
 
 class SafetensorsFormat(FileFormat):

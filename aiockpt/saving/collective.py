@@ -14,6 +14,7 @@ import pickle
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import anyio
@@ -21,11 +22,17 @@ import anyio
 from aiockpt.core.wording import some_of
 from aiockpt.errors import AiockptError, CoordinationError, SaveCancelledError, SaveError, TornSnapshotError, printable
 from aiockpt.planning.collective.cache import GlobalPlanCache, SharedPlanCache, plan_cache_of
-from aiockpt.planning.collective.local import LocalPlanner, ReusedPlan, inventory_of, places_of
-from aiockpt.planning.collective.messages import PlanRequest, RankAssignment, RankInventory, Written
+from aiockpt.planning.collective.messages import (
+    PlanRequest,
+    RankAssignment,
+    RankInventory,
+    Written,
+    inventory_of,
+    places_of,
+)
 from aiockpt.planning.collective.plan import differing_replicas
 from aiockpt.planning.dcp_plan import DcpFormat
-from aiockpt.planning.planner import FileFormat, SavePlan, SharedFiles, StateSummary, Summary, summarize
+from aiockpt.planning.planner import Planner, ReusedPlan, StateSummary, Summary, summarize
 from aiockpt.saving.strategy import SaveStrategy, result_of
 from aiockpt.snapshot.sampling import digest_replicas
 from aiockpt.staging.base import LayoutMismatchError
@@ -37,6 +44,7 @@ if TYPE_CHECKING:
     from aiockpt.coordination.coordinator import Coordinator
     from aiockpt.core.threads import Workers
     from aiockpt.format.manifest.manifest import FileFacts
+    from aiockpt.planning.planner import FileFormat, SavePlan, SharedFiles
     from aiockpt.saving.job import SaveJob
     from aiockpt.telemetry.saves import SaveResult
     from aiockpt.writing.file_writer import ChunkWriter
@@ -101,18 +109,20 @@ class CollectiveSave(SaveStrategy):
                 return job.consistency.abort_error or SaveCancelledError(f"the save of {job.path} was cancelled"), None
             facts = (job.overwrite, self._decentralized, self._file_format.name)
             digests = None if job.spec.replicas == "trust" else await self._compute.run(digest_replicas, job.snapshot)
-            reused = (
-                await self._compute.run(self._world.planner.reuse, job.snapshot, self._file_format) if again else None
-            )
+            reuse = partial(self._world.planner.reuse, job.snapshot, self._file_format, together=True)
+            reused = await self._compute.run(reuse) if again else None
+            options = job.spec.replicas, job.spec.is_transformed, job.spec.fallback is not None
             if reused is not None:
-                return PlanRequest(*facts, reused.token, None, job.spec.replicas, digests), reused
+                return PlanRequest(*facts, reused.token, None, digests, *options), reused
             summary = await self._compute.run(summarize, job.snapshot, self._file_format)
-            inventory = None
-            if not self._decentralized:
-                inventory = await self._compute.run(inventory_of, summary, job.snapshot, self._file_format)
+            inventory = None if self._decentralized else await self._compute.run(self._inventory_of, summary)
         except Exception as exc:  # goes to all ranks, this one among them
             return exc, None
-        return PlanRequest(*facts, None, inventory, job.spec.replicas, digests), summary
+        return PlanRequest(*facts, None, inventory, digests, *options), summary
+
+    def _inventory_of(self, summary: StateSummary) -> RankInventory:
+        names, framing = summary.structure.names, self._file_format.framing
+        return inventory_of(summary, self._job.snapshot.containers, lambda leaf, spec: framing(names[leaf], spec))
 
     async def _first_round(self, request: PlanRequest | BaseException) -> RankAssignment:
         assignment: RankAssignment = await self._world.coordinator.round(
@@ -132,9 +142,9 @@ class CollectiveSave(SaveStrategy):
         if leaves is None:
             raise RuntimeError("rank 0 has given no assignment to a rank without a plan")
         if self._decentralized:
-            self._inventory = await self._compute.run(inventory_of, summary, job.snapshot, self._file_format)
+            self._inventory = await self._compute.run(self._inventory_of, summary)
         return await self._compute.run(
-            planner.lay_out, job.snapshot, self._file_format, summary, assignment.token, leaves, assignment.shared
+            planner.lay_out, job.snapshot, self._file_format, summary, leaves, assignment.token, assignment.shared
         )
 
     async def begin(self) -> SharedTransaction:
@@ -159,15 +169,17 @@ class CollectiveSave(SaveStrategy):
         if coordinator.leads:
             plan_cache, facts = self._global.plan, self._global.facts()
             lead = Leadership(None if plan_cache is None else plan_cache.pickled(), facts, self._job.overwrite)
-        written = self._written(plan, {})
+        written = self._written(plan)
         return pickle.dumps(
             RecoveryRecord(coordinator.rank, coordinator.world_size, self._assignment.secret, written, lead)
         )
 
-    def _written(self, plan: SavePlan, files: dict[str, FileFacts]) -> Written:
+    def _written(self, plan: SavePlan, writer: ChunkWriter | None = None) -> Written:
+        """Return this rank's report; without a writer it lacks what is known only once the files are written."""
         places = places_of(plan.layout) if self._assignment.report_places else None
         items = sum(len(image.slots) for image in plan.layout.images)
-        return Written(files, items, dict(plan.object_places), places, self._inventory, self._assignment.token)
+        written = Written({}, items, dict(plan.object_places), places, self._inventory, self._assignment.token)
+        return written if writer is None else written.completed(writer.files, writer.crcs, writer.encoded)
 
     async def commit(self, plan: SavePlan, writer: ChunkWriter, times_s: Mapping[str, float]) -> SaveResult:
         """Report what this rank has written, and wait until rank 0 has published everything."""
@@ -177,7 +189,7 @@ class CollectiveSave(SaveStrategy):
         try:
             if not leads:  # a joined transaction only makes this rank's files durable
                 await transaction.commit()
-            summary = await self._last_round(self._written(plan, writer.files), writer)
+            summary = await self._last_round(self._written(plan, writer), writer)
         finally:
             await transaction.release()
         if summary is None:
@@ -270,6 +282,8 @@ _ALIKE = {
     "decentralized": "decentralized planning",
     "file_format": "the file format (io_threads, hints, division into files)",
     "replicas": "replicas",
+    "is_transformed": "the use of compress or transforms",
+    "has_fallback": "the use of fallback_path",
 }
 
 
@@ -278,7 +292,7 @@ class CollectiveResources:
     """State that an engine keeps for saving with other ranks."""
 
     coordinator: Coordinator
-    planner: LocalPlanner
+    planner: Planner
     decentralized: bool = False  # each rank decides alone what it writes
     plans: dict[str, GlobalPlanCache] = field(default_factory=dict)  # rank 0: the latest global plan of each format
     tokens: Iterator[int] = field(default_factory=lambda: itertools.count(1))  # rank 0: numbers for global plans
@@ -396,7 +410,8 @@ class GlobalSave:
     def facts(self) -> WorldFacts:
         """Return what rank 0, or its writer process, needs to publish besides the plan."""
         job = self._job
-        return WorldFacts(self._token, dict(job.spec.metadata), {"captured": job.captured_s}, job.spec.started)
+        times_s = {"captured": job.captured_s}
+        return WorldFacts(self._token, dict(job.spec.metadata), job.spec.is_transformed, times_s, job.spec.started)
 
     async def undo(self) -> None:
         """Remove what all ranks have written."""

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING
 
 from aiockpt.core.threads import SHORT_ITEMS
 from aiockpt.errors import AiockptError, SaveError
-from aiockpt.format.manifest.manifest import Manifest
 from aiockpt.planning.dcp_plan import DcpPlan
-from aiockpt.planning.encoding import draft_of, item_ranges
+from aiockpt.planning.encoding import item_ranges
 from aiockpt.planning.planner import SavePlan, Summary
 from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.telemetry.saves import SaveResult
-from aiockpt.writing.commit import CommitDocuments, now, writer_name
+from aiockpt.writing.commit import CommitDocuments, commit_documents
 
 if TYPE_CHECKING:
     from aiockpt.core.threads import Workers
@@ -143,22 +142,8 @@ def documents_of(
     if plan.is_single_file:
         return None
     tensors, objects = _counts(plan)
-    manifest = Manifest(
-        writer=writer_name(),
-        created=now(),
-        metadata=metadata,
-        totals={
-            "tensors": tensors,
-            "objects": objects,
-            "tensor_bytes": plan.layout.tensor_bytes,
-            "file_bytes": plan.layout.nbytes,
-        },
-        containers=containers,
-    )
-    names = [image.name for image in plan.layout.images]
-    if is_transformed and isinstance(plan, DcpPlan):
-        return CommitDocuments(names, {}, manifest, None, draft_of(plan))
-    return CommitDocuments(names, plan.documents(), manifest, plan.index())
+    totals = {"tensors": tensors, "objects": objects, "tensor_bytes": plan.layout.tensor_bytes}
+    return commit_documents(plan.drafts(is_transformed=is_transformed), totals, metadata, containers)
 
 
 def summary_of(job: SaveJob, plan: SavePlan, sizes: dict[str, int]) -> Summary:

@@ -7,16 +7,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from isal.isal_zlib import crc32
+import numpy as np
 
 from aiockpt.errors import SaveError
-from aiockpt.format.manifest.manifest import FileFacts, JsonValue, Manifest, encode_manifest
 from aiockpt.format.names import MANIFEST_NAME, SINGLE_NAME
 from aiockpt.planning.collective.cache import GlobalPlanCache, cache_of_written
-from aiockpt.writing.commit import now, writer_name
+from aiockpt.writing.commit import commit_documents
 
 if TYPE_CHECKING:
     from aiockpt.core.threads import Workers
+    from aiockpt.format.manifest.manifest import FileFacts, JsonValue
     from aiockpt.planning.collective.messages import Written
     from aiockpt.planning.planner import Summary
     from aiockpt.storage.base import SharedTransaction
@@ -28,6 +28,7 @@ class WorldFacts:
 
     token: int  # of the plan; every rank must have written by the same plan
     metadata: dict[str, JsonValue] = field(repr=False)  # the user's own
+    is_transformed: bool  # items are stored in another form than they were planned in
     times_s: Mapping[str, float]  # durations so far
     started: float  # when the save was called
 
@@ -51,18 +52,37 @@ async def publish_together(
         plan_cache = await workers.run(cache_of_written, facts.token, results)
     await workers.run(plan_cache.check, results)
     await _check_visible(transaction, results, is_single_file=plan_cache.is_single_file)
-    documents = await workers.run(plan_cache.files_beside, results)
     files = dict(await workers.run(plan_cache.data_files, results))
-    item_bytes = sum(each.nbytes for each in files.values())
-    files |= {name: FileFacts(len(data), crc32(data)) for name, data in documents.items()}
-    times_s = {**facts.times_s, "data_written": time.perf_counter() - facts.started}
+    sizes = {name: each.nbytes for name, each in files.items()}
+    item_bytes = sum(sizes.values())
     if not plan_cache.is_single_file:
-        manifest = await workers.run(
-            world_manifest, facts.metadata, times_s, plan_cache, files, item_bytes, len(results)
-        )
-        await transaction.write_files({MANIFEST_NAME: manifest, **documents})
+        times_s = {**facts.times_s, "data_written": time.perf_counter() - facts.started}
+        documents = await workers.run(documents_of_ranks, plan_cache, facts, results, files, times_s)
+        await transaction.write_files(documents)
+        sizes |= {name: len(data) for name, data in documents.items() if name != MANIFEST_NAME}
     await transaction.commit()
-    return plan_cache, plan_cache.summaries({name: each.nbytes for name, each in files.items()}, item_bytes)
+    return plan_cache, plan_cache.summaries(sizes, item_bytes)
+
+
+def documents_of_ranks(
+    plan_cache: GlobalPlanCache,
+    facts: WorldFacts,
+    results: Sequence[Written],
+    files: Mapping[str, FileFacts],
+    times_s: Mapping[str, float],
+) -> dict[str, bytes | bytearray]:
+    """Encode the manifest and the documents of a checkpoint that several ranks have written. Slow for many items."""
+    drafts = plan_cache.drafts([written.objects for written in results], is_transformed=facts.is_transformed)
+    totals = {
+        "tensors": plan_cache.tensors,
+        "objects": plan_cache.objects,
+        "tensor_bytes": plan_cache.tensor_bytes,
+        "ranks": len(results),
+    }
+    crcs = np.frombuffer(b"".join(written.crcs for written in results), np.uint32).tolist()
+    encoded = [items for written in results for items in written.encoded or ()]
+    documents = commit_documents(drafts, totals, facts.metadata, plan_cache.plan.containers)
+    return documents.encode(files, crcs, times_s, encoded)
 
 
 async def _check_visible(transaction: SharedTransaction, results: Sequence[Written], *, is_single_file: bool) -> None:
@@ -77,30 +97,3 @@ async def _check_visible(transaction: SharedTransaction, results: Sequence[Writt
                     f"rank {rank} has written {name} ({facts.nbytes} bytes), which {found} as rank 0 sees it: all "
                     "ranks must save to one file system that every host has mounted"
                 )
-
-
-def world_manifest(
-    metadata: dict[str, JsonValue],
-    times_s: Mapping[str, float],
-    plan_cache: GlobalPlanCache,
-    files: Mapping[str, FileFacts],
-    item_bytes: int,
-    ranks: int,
-) -> bytes:
-    """Encode the manifest of a checkpoint that several ranks have written; ``files`` are all others."""
-    manifest = Manifest(
-        writer=writer_name(),
-        created=now(),
-        metadata=metadata,
-        files=files,
-        totals={
-            "tensors": plan_cache.tensors,
-            "objects": plan_cache.objects,
-            "tensor_bytes": plan_cache.tensor_bytes,
-            "file_bytes": item_bytes,
-            "ranks": ranks,
-        },
-        times_s=times_s,
-        containers=plan_cache.plan.containers,
-    )
-    return encode_manifest(manifest)

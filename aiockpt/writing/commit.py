@@ -19,8 +19,8 @@ from aiockpt.format.names import MANIFEST_NAME, METADATA_NAME
 
 if TYPE_CHECKING:
     from aiockpt.format.dcp.metadata_opcodes import EncodedItem
-    from aiockpt.format.manifest.index_writer import IndexDraft
-    from aiockpt.format.transforms.item_transforms import TransformedDraft
+    from aiockpt.format.manifest.index_writer import Drafts
+    from aiockpt.format.manifest.manifest import JsonValue
 
 
 def writer_name() -> str:
@@ -39,28 +39,39 @@ def now() -> str:
 class CommitDocuments:
     """The metadata and the manifest of a checkpoint, encoded as far as they are known."""
 
-    images: Sequence[str]  # the files with items, in order
-    documents: Mapping[str, bytes] = field(repr=False)  # except the manifest
+    drafts: Drafts = field(repr=False)
     manifest: Manifest  # without files, index and times
-    index: IndexDraft | None = field(repr=False)  # None: the format has its own
-    transformed: TransformedDraft | None = field(repr=False, default=None)  # None: items are stored as they are
 
     def encode(
         self,
         written: Mapping[str, FileFacts],
-        crcs: Sequence[Sequence[int]],
+        crcs: Sequence[int],
         times_s: Mapping[str, float],
-        encoded: Sequence[Sequence[EncodedItem]] | None = None,
-    ) -> dict[str, bytes]:
-        """Return the manifest and the documents, in the order in which they are to be written."""
-        documents, totals = self.documents, self.manifest.totals
+        encoded: Sequence[Sequence[EncodedItem]],
+    ) -> dict[str, bytes | bytearray]:
+        """Return the manifest and the documents, in the order in which they are to be written.
+
+        ``written`` are all files with items, ``crcs`` those of the payloads of all tensor items, file by file, and
+        ``encoded`` the items of each file as they are stored, if they are transformed.
+        """
+        documents, index, transformed = self.drafts.documents, self.drafts.index, self.drafts.transformed
         section = None
-        if self.transformed is not None and encoded is not None:
-            documents = {METADATA_NAME: self.transformed.metadata.finish(encoded), **documents}
-            section = self.transformed.section(encoded)
-            totals = {**totals, "file_bytes": sum(facts.nbytes for facts in written.values())}
-        files = {name: written[name] for name in self.images}
-        files |= {name: FileFacts(len(data), crc32(data)) for name, data in documents.items()}
+        if transformed is not None:
+            documents = {METADATA_NAME: transformed.metadata.finish(encoded), **documents}
+            section = transformed.section(encoded)
+        totals = {**self.manifest.totals, "file_bytes": sum(facts.nbytes for facts in written.values())}
+        files = {**written, **{name: FileFacts(len(data), crc32(data)) for name, data in documents.items()}}
         manifest = replace(self.manifest, files=files, times_s=times_s, totals=totals)
-        index = None if self.index is None else self.index.finish(crcs)
-        return {MANIFEST_NAME: encode_manifest(manifest, index, section), **documents}
+        text = None if index is None else index.finish(crcs)
+        return {MANIFEST_NAME: encode_manifest(manifest, text, section), **documents}
+
+
+def commit_documents(
+    drafts: Drafts,
+    totals: Mapping[str, int],
+    metadata: dict[str, JsonValue],
+    containers: list[dict[str, JsonValue]],
+) -> CommitDocuments:
+    """Return what is known of the documents before the items are written; ``metadata`` is the user's own."""
+    manifest = Manifest(writer_name(), now(), metadata, totals=totals, containers=containers)
+    return CommitDocuments(drafts, manifest)

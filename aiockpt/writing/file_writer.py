@@ -9,9 +9,10 @@ import contextlib
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import TYPE_CHECKING
 
 import anyio
@@ -78,6 +79,11 @@ class ChunkWriter(ABC):
     encoded: Sequence[Sequence[EncodedItem]] | None = None  # of each image, once written; None: they are as planned
     spans: Sequence[Span] = ()  # of another process, once it has committed
     outlives_trainer = False  # it goes on when this process dies, and can `commit_as_orphan` with those of other ranks
+
+    @property
+    @abstractmethod
+    def crcs(self) -> bytes:
+        """CRC-32 (uint32) of the payload of each tensor item, image by image, once written."""
 
     @abstractmethod
     def start(self, tasks: TaskGroup) -> None:
@@ -195,10 +201,11 @@ class FileWriter(ChunkWriter):
         self._sizes = {name: facts.nbytes for name, facts in self.files.items()}
         if inputs.documents is not None:
             times_s = {**inputs.times_s, "data_written": time.perf_counter() - inputs.started}
-            encode, crcs = inputs.documents.encode, [sealer.crcs for sealer in self._sealers]
+            files = {image.name: self.files[image.name] for image in self._images}
+            crcs, encode = list(self._crcs()), inputs.documents.encode
             with span("documents"):
-                is_short, workers = sum(map(len, crcs)) <= SHORT_ITEMS, self._threads.io_workers
-                documents = await workers.run_unless(is_short, encode, self.files, crcs, times_s, self.encoded)
+                is_short, workers = len(crcs) <= SHORT_ITEMS, self._threads.io_workers
+                documents = await workers.run_unless(is_short, encode, files, crcs, times_s, self.encoded or ())
                 await self._transaction.write_files(documents)
             self._sizes |= {name: len(data) for name, data in documents.items() if name != MANIFEST_NAME}
 
@@ -206,6 +213,13 @@ class FileWriter(ChunkWriter):
         with span("publish"):
             await self._transaction.commit()
         return self._sizes
+
+    @property
+    def crcs(self) -> bytes:
+        return array("I", self._crcs()).tobytes()
+
+    def _crcs(self) -> Iterable[int]:
+        return chain.from_iterable(sealer.crcs for sealer in self._sealers)
 
     def revoke(self) -> None:
         if self._begun.is_set():  # else there is no transaction yet

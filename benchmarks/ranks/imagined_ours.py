@@ -5,14 +5,18 @@ The messages have exactly the bytes that real ranks would send. The network and 
 
 from __future__ import annotations
 
+import math
 import pickle
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
 from isal.isal_zlib import crc32
 
 from aiockpt.coordination.outcome import Arrived
+from aiockpt.core.strides import row_strides
 from aiockpt.format.index import ItemRange
+from aiockpt.format.manifest.columnar_index import ItemForm
 from aiockpt.format.manifest.manifest import FileFacts
 from aiockpt.format.names import METADATA_NAME
 from aiockpt.planning.collective.cache import GlobalPlanCache, files_of
@@ -25,7 +29,7 @@ from aiockpt.planning.collective.messages import (
     Written,
 )
 from aiockpt.planning.collective.plan import plan_globally
-from aiockpt.writing.collective_commit import world_manifest
+from aiockpt.writing.collective_commit import WorldFacts, documents_of_ranks
 from benchmarks.harness.measure import Sample
 from benchmarks.ranks.clock import Clock
 from benchmarks.ranks.imagined import DTYPE, FILES, Imagined, file_name, item_bytes
@@ -40,7 +44,7 @@ def inventory(world: Imagined, rank: int) -> RankInventory:
         names.append(name)
         paths.append(path)
         offsets.append(begin)
-        form_of.append(forms.setdefault(ShardForm(DTYPE, shape, sizes, item_bytes(rows)), len(forms)))
+        form_of.append(forms.setdefault(ShardForm(shape, _item(sizes, item_bytes(rows))), len(forms)))
     for name, path in world.objects():
         names.append(name)
         paths.append(path)
@@ -53,7 +57,7 @@ def written(held: RankInventory, rank: int, share: Sequence[int], *, places: boo
     """Return the report that a rank would send after it has written its share."""
     leaves = [leaf for leaf in share if held.form_of[leaf] >= 0]
     objects = {leaf: ItemRange(file_name(rank, 0), step + n, 600) for n, leaf in enumerate(share[len(leaves) :])}
-    lengths = [held.forms[held.form_of[leaf]].nbytes for leaf in leaves]
+    lengths = [held.forms[held.form_of[leaf]].item.item_bytes for leaf in leaves]
     begins, at = [], 0
     for length in lengths:
         begins.append(at)
@@ -61,9 +65,13 @@ def written(held: RankInventory, rank: int, share: Sequence[int], *, places: boo
     files = {file_name(rank, n): FileFacts(at + n, crc32(b"%d" % n, rank + step)) for n in range(FILES)}
     half = len(leaves) // 2
     file_of = [0] * (len(leaves) - half) + [1] * half
-    return Written(
-        files, len(leaves), objects, ItemPlaces(list(files), leaves, file_of, begins, lengths) if places else None
-    )
+    table = ItemPlaces(list(files), leaves, file_of, begins, lengths) if places else None
+    return Written(files, len(leaves), objects, table, crcs=np.arange(len(leaves), dtype=np.uint32).tobytes())
+
+
+def _item(sizes: tuple[int, ...], nbytes: int) -> ItemForm:
+    payload_bytes = math.prod(sizes) * DTYPE.itemsize
+    return ItemForm(DTYPE, sizes, row_strides(sizes), nbytes, 64, payload_bytes)
 
 
 class Coordinator:
@@ -112,7 +120,7 @@ class Coordinator:
         self._reply(clock, orders)
 
     def _publish(self, clock: Clock, step: int) -> None:
-        world, plan_cache = self._world, self.plan_cache
+        plan_cache = self.plan_cache
         assert plan_cache is not None
         places = not plan_cache.knows_places
         results = self._received(
@@ -127,12 +135,11 @@ class Coordinator:
         files = clock("check", files_of, results)
         clock("check", _check_sizes, results, {name: facts.nbytes for name, facts in files.items()})
         item_bytes = sum(facts.nbytes for facts in files.values())
-        document = clock("metadata", plan_cache.documents, results)
-        crc = clock("metadata", crc32, document)
-        self.index_bytes = len(document)
-        files = {**files, METADATA_NAME: FileFacts(len(document), crc)}
+        drafts = clock("metadata", plan_cache.drafts, [each.objects for each in results])
+        self.index_bytes = len(drafts.documents[METADATA_NAME])
+        facts = WorldFacts(plan_cache.token, {}, False, {}, 0.0)
         times_s = {"captured": 0.001, "data_written": 1.0}
-        clock("manifest", world_manifest, {}, times_s, plan_cache, files, item_bytes, world.ranks)
+        clock("manifest", documents_of_ranks, plan_cache, facts, results, files, times_s)
         sizes = {name: facts.nbytes for name, facts in files.items()}
         self._reply(clock, plan_cache.summaries(sizes, item_bytes))
 

@@ -18,7 +18,7 @@ from aiockpt.format.dcp.metadata import decode_metadata
 from aiockpt.format.index import ItemRange, ObjectEntry, TensorEntry
 from aiockpt.format.item.tensor_item import parse_tensor_item
 from aiockpt.format.manifest.columnar_index import IndexedEntries, ItemForm
-from aiockpt.format.manifest.index_writer import IndexDraft, ItemRanges, encode_index
+from aiockpt.format.manifest.index_writer import Cut, IndexDraft, ItemRows, encode_index
 from aiockpt.format.manifest.manifest import Manifest, encode_manifest
 from aiockpt.format.manifest.reader import decode_manifest
 from tests.states import training_state
@@ -122,10 +122,10 @@ def test_a_manifest_without_an_index(tmp_path: Path) -> None:
 
 
 def test_paths_that_names_do_not_determine_have_no_index() -> None:
-    places = ItemRanges([0], [0], [0])
+    places = ItemRows([0], [0], [0])
     assert encode_index(["a.b"], [("a", "b")], ["f"], [], places) is not None
     assert encode_index(["a.b"], [("a", "c")], ["f"], [], places) is None
-    assert encode_index(["a.0", "a.x"], [("a", 0), ("a", "x")], ["f"], [], ItemRanges([0, 0], [0, 0], [0, 0])) is None
+    assert encode_index(["a.0", "a.x"], [("a", 0), ("a", "x")], ["f"], [], ItemRows([0, 0], [0, 0], [0, 0])) is None
 
 
 def test_the_manifests_crc_covers_the_index(tmp_path: Path) -> None:
@@ -253,9 +253,9 @@ def test_an_index_written_by_hand() -> None:
     """Compare the text with a literal, so that a change of the format is noticed."""
     form = ItemForm(torch.float16, (2, 3), (3, 1), 100, 64, 12)
     names, paths = ["x.0", "x.1", "o"], [("x", 0), ("x", 1), ("o",)]
-    head = encode_index(names, paths, ["f", "g"], [form], ItemRanges([0, 0, -1], [1, 1, 0], [64, 192, 0]))
+    head = encode_index(names, paths, ["f", "g"], [form], ItemRows([0, 0, -1], [1, 1, 0], [64, 192, 0]))
     assert head is not None
-    text = IndexDraft(head, 3, [0, 1], {}, [(2, 16, 30)]).finish([[7], [8]])
+    text = IndexDraft(head, [1, 0, -1], [(2, 16, 30)]).finish([8, 7])
     assert json.loads(text) == {
         "files": ["f", "g"],
         "forms": [["float16", [2, 3], [3, 1], 100, 64, 12]],
@@ -292,3 +292,64 @@ def test_long_columns_are_complete(tmp_path: Path) -> None:
         payload = data[chunk.place.file][begin : begin + 24]
         assert torch.frombuffer(bytearray(payload), dtype=torch.int64).tolist() == [i, i, i]
         assert chunk.item.crc == crc32(payload)
+
+
+def sharded(**change: Any) -> bytes:
+    """Return a manifest of two tensors, the first in three parts, and an object between them; ``change`` its index."""
+    forms = [ItemForm(torch.float16, (n, 3), (3, 1), 100 + n, 64, 6 * n) for n in (2, 1)]
+    cut = Cut((5, 3), [(0, 0), (2, 0), (4, 0)])
+    rows = ItemRows([0, 0, 1, -1, 1], [0, 1, 1, 0, 0], [64, 0, 256, 0, 512], [cut], [0, -1, -1])
+    head = encode_index(["w", "o", "v"], [("w",), ("o",), ("v",)], ["f", "g"], forms, rows)
+    assert head is not None
+    index = json.loads(IndexDraft(head, [3, 0, 2, -1, 1], [(3, 16, 30)]).finish([10, 11, 12, 13]))
+    return encode_manifest(Manifest("w", "now"), json.dumps({**index, **change}))
+
+
+def test_a_tensor_in_parts() -> None:
+    entries = entries_of(decode_manifest(sharded()))
+    entries.check({"f": 1000, "g": 1000}, "c")
+    whole = entries["w"]
+    assert isinstance(whole, TensorEntry)
+    assert (whole.dtype, whole.shape) == (torch.float16, (5, 3))
+    assert [(each.offsets, each.sizes, each.place, each.item and each.item.crc) for each in whole.chunks] == [
+        ((0, 0), (2, 3), ("f", 64, 102, ()), 13),
+        ((2, 0), (2, 3), ("g", 0, 102, ()), 10),
+        ((4, 0), (1, 3), ("g", 256, 101, ()), 12),
+    ]
+    assert entries["o"] == ObjectEntry(ItemRange("f", 16, 30))
+    other = entries["v"]
+    assert isinstance(other, TensorEntry)
+    assert (other.shape, other.chunks[0].place, other.chunks[0].item.crc) == ((1, 3), ("f", 512, 101, ()), 11)  # type: ignore[union-attr]
+    assert dict(entries.items()) == {name: entries[name] for name in entries}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"cuts": [[[6, 3], [[0, 0], [2, 0], [4, 0]]]]},  # a row of it is missing
+        {"cuts": [[[5, 3], [[0, 0], [1, 0], [4, 0]]]]},  # two parts overlap
+        {"cuts": [[[5, 3], [[0, 0], [2, 0], [4, 1]]]]},  # a part reaches beyond it
+        {"cuts": [[[5], [[0], [2], [4]]]]},
+        {"cuts": [[[5, 3], [[0, 0], [2, 0]]]]},  # rows are left over
+        {"cuts": [[[5, 3], []]]},
+        {"cuts": [[[5, "3"], [[0, 0], [2, 0], [4, 0]]]]},
+        {"cuts": [[[0, 1 << 60, 1 << 60], [[0, 0], [2, 0], [4, 0]]]]},
+        {"cut": [0, -1]},
+        {"cut": [1, -1, -1]},
+        {"cut": [-1, 0, -1]},  # the object would be a part
+        {"form": [0, 0, -1, -1, 1]},
+        {"forms": [["float16", [2, 3], [3, 1], 102, 64, 12], ["bfloat16", [1, 3], [3, 1], 101, 64, 6]]},
+        {"objects": [[2, 16, 30]]},
+    ],
+)
+def test_parts_that_are_not_all_of_a_tensor_are_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(CorruptCheckpointError):
+        decode_manifest(sharded(**change))
+
+
+def test_overlapping_parts_of_two_tensors_are_named() -> None:
+    entries = entries_of(decode_manifest(sharded(offset=[64, 0, 256, 0, 100])))
+    with pytest.raises(CorruptCheckpointError, match="the item of v at offset 100 lies partly on that of w, 102 bytes"):
+        entries.check({"f": 1000, "g": 1000}, "c")
+    with pytest.raises(CorruptCheckpointError, match="c/g ends at byte 300, but w is at bytes 256 to 357"):
+        entries_of(decode_manifest(sharded())).check({"f": 1000, "g": 300}, "c")

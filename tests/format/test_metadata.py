@@ -9,6 +9,7 @@ import pickle
 import threading
 from pathlib import PurePosixPath
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -24,8 +25,8 @@ from torch.distributed.checkpoint.metadata import (
 from aiockpt.core.gc_pause import gc_pause
 from aiockpt.errors import CorruptCheckpointError, UnsafeCheckpointError
 from aiockpt.format.dcp.metadata import decode_metadata
-from aiockpt.format.dcp.metadata_opcodes import finish_metadata, int_opcodes, text_opcodes
-from aiockpt.format.dcp.metadata_writer import encode_metadata
+from aiockpt.format.dcp.metadata_opcodes import int_opcodes, metadata_tail, text_opcodes
+from aiockpt.format.dcp.metadata_writer import RangeTable, ShardedEntry, encode_metadata
 from aiockpt.format.index import ItemRange, ObjectEntry, StoredChunk, TensorEntry
 
 
@@ -53,8 +54,25 @@ PATHS = {
 OBJECTS = [("step", ItemRange("__0_0.distcp", 0, 1261)), ("n", ItemRange("__0_0.distcp", 1261, 99))]
 
 
+def metadata_of_aiockpt() -> bytes:
+    """Encode `ENTRIES`, as a world of one rank whose leaves they are."""
+    rows = [entry.chunks[0].place if isinstance(entry, TensorEntry) else None for _, entry in ENTRIES]
+    files = ["__0_0.distcp", "__0_1.distcp"]
+    file_of, offsets, lengths = (np.zeros(len(rows), kind) for kind in (np.int32, np.int64, np.int64))
+    entries: list[tuple[str, ShardedEntry | None]] = []
+    for leaf, ((name, entry), place) in enumerate(zip(ENTRIES, rows, strict=True)):
+        if place is None or not isinstance(entry, TensorEntry):
+            entries.append((name, None))
+            continue
+        file_of[leaf], offsets[leaf], lengths[leaf] = files.index(place.file), place.offset, place.length
+        chunks = [(chunk.offsets, chunk.sizes) for chunk in entry.chunks]
+        entries.append((name, ShardedEntry(entry.dtype, entry.shape, chunks, (0,), (leaf,))))
+    head = encode_metadata(entries, PATHS, RangeTable(files, np.array([0]), file_of, offsets, lengths))
+    return head.data + metadata_tail(head.remembered, OBJECTS)
+
+
 def test_torch_reads_metadata_of_aiockpt() -> None:
-    data = finish_metadata(encode_metadata(ENTRIES, PATHS), OBJECTS)
+    data = metadata_of_aiockpt()
     metadata = pickle.loads(data)
     assert isinstance(metadata, Metadata)
     assert metadata.planner_data == PATHS
@@ -76,7 +94,7 @@ def test_torch_reads_metadata_of_aiockpt() -> None:
 
 
 def test_aiockpt_reads_its_own_metadata_and_torchs() -> None:
-    data = finish_metadata(encode_metadata(ENTRIES, PATHS), OBJECTS)
+    data = metadata_of_aiockpt()
     for blob in (data, *(pickle.dumps(pickle.loads(data), protocol) for protocol in range(6))):
         index = decode_metadata(blob)
         assert dict(index.paths) == PATHS
@@ -95,12 +113,12 @@ def test_strings(value: str) -> None:
 
 
 def _stock() -> Metadata:
-    return pickle.loads(finish_metadata(encode_metadata(ENTRIES, PATHS), OBJECTS))
+    return pickle.loads(metadata_of_aiockpt())
 
 
 def test_later_versions_with_six_properties() -> None:
     """The sixth property is the strides."""
-    data = finish_metadata(encode_metadata(ENTRIES, PATHS), OBJECTS)
+    data = metadata_of_aiockpt()
     six = data.replace(b"\x89tb", b"\x89K\x04K\x01\x86tb")
     assert six != data
     assert decode_metadata(six).entries["model.w"] == dict(ENTRIES)["model.w"]

@@ -12,10 +12,13 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
+from aiockpt.core.strides import row_strides
 from aiockpt.errors import SaveError
 from aiockpt.format.dcp.metadata import decode_metadata
 from aiockpt.format.index import ItemRange, ObjectEntry, TensorEntry
+from aiockpt.format.manifest.columnar_index import ItemForm
 from aiockpt.format.manifest.manifest import FileFacts
+from aiockpt.format.names import METADATA_NAME
 from aiockpt.planning.collective.cache import GlobalPlanCache, files_of
 from aiockpt.planning.collective.messages import ItemPlaces, RankInventory, ShardForm, Written
 from aiockpt.planning.collective.plan import GlobalPlan, GlobalTensor, plan_globally
@@ -45,8 +48,9 @@ def held(
             offsets.append(())
             continue
         whole, at, sizes = each
-        nbytes = dtype.itemsize * torch.Size(sizes).numel() + FRAMING
-        form_of.append(forms.setdefault(ShardForm(dtype, whole, sizes, nbytes), len(forms)))
+        nbytes = dtype.itemsize * torch.Size(sizes).numel()
+        item = ItemForm(dtype, sizes, row_strides(sizes), nbytes + FRAMING, 64, nbytes)
+        form_of.append(forms.setdefault(ShardForm(whole, item), len(forms)))
         offsets.append(at)
     paths = paths or [tuple(name.split(".")) for name in leaves]
     return RankInventory(list(leaves), paths, list(forms), form_of, offsets, tied or {}, containers or [])
@@ -66,7 +70,7 @@ def rows(count: int, rank: int, world: int, columns: int = 4) -> Part:
 
 def loads_of(ranks: list[RankInventory], plan: GlobalPlan) -> list[int]:
     return [
-        sum(each.forms[each.form_of[leaf]].nbytes for leaf in share if each.form_of[leaf] >= 0)
+        sum(each.forms[each.form_of[leaf]].item.item_bytes for leaf in share if each.form_of[leaf] >= 0)
         for each, share in zip(ranks, plan.assignments, strict=True)
     ]
 
@@ -91,7 +95,7 @@ def written_of(ranks: list[RankInventory], plan: GlobalPlan, step: int = 0, *, p
             leaves,
             [leaf % 2 for leaf in leaves],
             [10_000 * rank + 100 * leaf for leaf in leaves],
-            [each.forms[each.form_of[leaf]].nbytes + leaf for leaf in leaves],
+            [each.forms[each.form_of[leaf]].item.item_bytes + leaf for leaf in leaves],
         )
         objects = {
             leaf: ItemRange(f"__{rank}_0.distcp", step + 5_000_000 + 77 * leaf, 40 + leaf)
@@ -100,6 +104,10 @@ def written_of(ranks: list[RankInventory], plan: GlobalPlan, step: int = 0, *, p
         }
         results.append(Written(files, len(leaves), objects, table if places else None))
     return results
+
+
+def metadata_of(cache: GlobalPlanCache, results: list[Written]) -> bytes | bytearray:
+    return cache.drafts([written.objects for written in results]).documents[METADATA_NAME]
 
 
 class WrittenPart(NamedTuple):
@@ -116,7 +124,7 @@ def parts_of(tensor: GlobalTensor) -> list[WrittenPart]:
 def place_in(ranks: list[RankInventory], writer: tuple[int, int]) -> ItemRange:
     """Return the place that `written_of` reports for a tensor's item."""
     rank, leaf = writer
-    nbytes = ranks[rank].forms[ranks[rank].form_of[leaf]].nbytes
+    nbytes = ranks[rank].forms[ranks[rank].form_of[leaf]].item.item_bytes
     return ItemRange(f"__{rank}_{leaf % 2}.distcp", 10_000 * rank + 100 * leaf, nbytes + leaf)
 
 
@@ -305,7 +313,7 @@ def test_torch_and_aiockpt_read_the_index() -> None:
     for step in (0, 1000):
         results = written_of(ranks, plan, step, places=not cache.knows_places)
         cache.check(results)
-        document = bytes(cache.documents(results))
+        document = bytes(metadata_of(cache, results))
         metadata = pickle.loads(document)
         assert isinstance(metadata, Metadata)
         assert list(metadata.state_dict_metadata) == list(metadata.planner_data) == list(plan.paths)
@@ -347,7 +355,7 @@ def test_places_beyond_four_gib_are_kept() -> None:
     ]
     cache = GlobalPlanCache(1, ranks, plan)
     cache.check(results)
-    metadata = pickle.loads(bytes(cache.documents(results)))
+    metadata = pickle.loads(bytes(metadata_of(cache, results)))
     infos = [metadata.storage_data[MetadataIndex("w", (2 * n, 0))] for n in range(2)]
     assert [(info.offset, info.length) for info in infos] == [(far[0], 2**31), (far[1], 2**31 + 1)]
 
@@ -358,9 +366,9 @@ def test_an_index_does_not_change_while_it_is_in_use() -> None:
     cache = GlobalPlanCache(1, ranks, plan)
     results = written_of(ranks, plan)
     cache.check(results)
-    seen = memoryview(cache.documents(results))
+    seen = memoryview(metadata_of(cache, results))
     before = bytes(seen)
-    later = bytes(cache.documents(written_of(ranks, plan, 12345)))
+    later = bytes(metadata_of(cache, written_of(ranks, plan, 12345)))
     assert bytes(seen) == before
     assert later != before
     assert pickle.loads(later).storage_data[MetadataIndex("rng.2")].offset >= 12345
@@ -451,7 +459,7 @@ def test_many_ranks_with_the_same_names() -> None:
     cache = GlobalPlanCache(1, ranks, plan)
     results = written_of(ranks, plan)
     cache.check(results)
-    metadata = pickle.loads(bytes(cache.documents(results)))
+    metadata = pickle.loads(bytes(metadata_of(cache, results)))
     assert len(metadata.storage_data) == size * 60
     info = metadata.storage_data[MetadataIndex("layers.31.weight", (4 * 17, 0))]
     assert (info.relative_path, info.offset, info.length) == place_in(ranks, (17, 31))[:3]

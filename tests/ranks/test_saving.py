@@ -19,7 +19,6 @@ from torch.distributed._shard.sharding_spec import ShardMetadata
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
 import aiockpt
-from aiockpt import Zstd
 from aiockpt.planning.collective.messages import RankAssignment
 from tests.ranks.layouts import LAYOUTS, distributed, full_tensors
 from tests.ranks.world import World, mesh_of
@@ -41,24 +40,6 @@ def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> b
     return found.keys() == expected.keys() and all(
         found[name].dtype == expected[name].dtype and torch.equal(found[name], expected[name]) for name in expected
     )
-
-
-def refused(rank: int, world_size: int, path: Path) -> list[str]:
-    """Return the errors of a save with compression, of one with transforms, and of one to a torch.save file."""
-    told = []
-    for options, given in (({}, {"compress": "zstd"}), ({"transforms": [Zstd()]}, {}), ({}, {"format": "torch"})):
-        with aiockpt.SyncCheckpointer(**options) as ckpt, pytest.raises(aiockpt.SaveError) as caught:
-            ckpt.save({"w": torch.ones(3)}, path, **given)
-        told.append(str(caught.value))
-    return told
-
-
-def test_what_several_ranks_can_not_do_is_refused(world2: World, tmp_path: Path) -> None:
-    for compress, transforms, one_file in world2.results(refused, tmp_path / "c"):
-        assert "compress is for one process" in compress
-        assert "transforms is for one process" in transforms
-        assert "a torch.save file is written by one process. Save with format='dcp'" in one_file
-    assert not list(tmp_path.iterdir())
 
 
 def save_layout(rank: int, world_size: int, path: Path, layout: str, planning: Any) -> aiockpt.SaveResult:

@@ -15,6 +15,7 @@ from aiockpt.errors import CommitError, WriteError
 from aiockpt.planning.collective.messages import RankInventory, Written
 from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.writing.collective_commit import WorldFacts
+from aiockpt.writing.file_writer import FileWriter, WriterThreads
 from aiockpt.writing.process.messages import Begin
 from aiockpt.writing.process.orphan_commit import (
     Leadership,
@@ -48,11 +49,13 @@ async def commit(folder: Path, workers: Workers, leave: Callable[[Path], object]
     joined = await storage.join(path, begun.ticket, workers=workers)
     joined.delete_sidecar = delete or joined.delete_sidecar
     leave(folder / f"{begun.ticket}-part-1")
-    lead = None if rank else Leadership(None, WorldFacts(7, {}, {}, 0.0), overwrite=False)
+    lead = None if rank else Leadership(None, WorldFacts(7, {}, False, {}, 0.0), overwrite=False)
     record = RecoveryRecord(rank, 2, SECRET, replace(NOTHING), lead)
     begin = Begin(0, path, b"", False, (), (), None, ticket=begun.ticket, joins=True)
     try:
-        await OrphanCommit(begin, record, storage, joined, 0.02, workers).run({})
+        await OrphanCommit(begin, record, storage, joined, 0.02, workers).run(
+            FileWriter((), (), (), WriterThreads(workers, workers))
+        )
     finally:
         await joined.release()
         await begun.release()

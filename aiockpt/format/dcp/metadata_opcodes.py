@@ -14,7 +14,9 @@ from aiockpt.format.index import ItemRange
 from aiockpt.format.names import DCP_MODULE, DCP_VERSION
 
 if TYPE_CHECKING:
-    Row = tuple[bytes, tuple[int, tuple[int, ...]] | None, ItemRange]
+    ChunkKey = tuple[int, tuple[int, ...]] | None  # number and offsets of a tensor's chunk; None for an object
+    ItemKey = tuple[str, ChunkKey]
+    Row = tuple[bytes, ChunkKey, ItemRange]
 
 
 class Opcodes:
@@ -95,7 +97,7 @@ def int_opcodes(value: int) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class MetadataHead:
-    """The part of `.metadata` that does not depend on the byte ranges of objects; see `finish_metadata`."""
+    """The part of `.metadata` that does not depend on the byte ranges of objects; see `metadata_tail`."""
 
     data: bytes
     remembered: int  # length of the memo
@@ -117,8 +119,7 @@ class MetadataDraft:
 
     head: MetadataHead
     files: Sequence[str]
-    # By file and item: the names that are read from it, each with the offsets of its chunk, or None for an object.
-    keys: Sequence[Sequence[Sequence[tuple[str, tuple[int, ...] | None]]]] = field(repr=False)
+    keys: Sequence[Sequence[Sequence[ItemKey]]] = field(repr=False)  # by file and item: the names that are read from it
 
     def finish(self, encoded: Sequence[Sequence[EncodedItem]]) -> bytes:
         """Complete it with the items of each file as they were stored."""
@@ -126,13 +127,8 @@ class MetadataDraft:
         for file, keys_of, items in zip(self.files, self.keys, encoded, strict=True):
             for keys, item in zip(keys_of, items, strict=True):
                 where = ItemRange(file, item.offset, item.length, item.transforms)
-                rows += [(text_opcodes(name), None if at is None else (0, at), where) for name, at in keys]
+                rows += [(text_opcodes(name), chunk, where) for name, chunk in keys]
         return self.head.data + _tail(self.head.remembered, rows)
-
-
-def finish_metadata(head: MetadataHead, objects: Sequence[tuple[str, ItemRange]]) -> bytes:
-    """Complete `.metadata` with the byte ranges of the objects."""
-    return head.data + metadata_tail(head.remembered, objects)
 
 
 def metadata_tail(remembered: int, objects: Sequence[tuple[str, ItemRange]]) -> bytes:

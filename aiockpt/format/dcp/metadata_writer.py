@@ -9,7 +9,7 @@ Source of the layout: ``torch/distributed/checkpoint/metadata.py`` and ``filesys
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -19,15 +19,15 @@ from aiockpt.format.dcp.metadata_opcodes import (
     Opcodes,
     int_opcodes,
     row_opcodes,
-    storage_data,
     text_opcodes,
 )
-from aiockpt.format.index import Entry, ObjPath, TensorEntry
 from aiockpt.format.names import DCP_MODULE
 
 if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
+
+    from aiockpt.format.index import ObjPath
 
     _Begins = tuple[tuple[int, ...], ...]
     Chunks = Sequence[tuple[tuple[int, ...], tuple[int, ...]]]  # offsets and sizes
@@ -37,7 +37,7 @@ _REFERENCE = np.dtype("V5")  # the opcodes that push a value from the memo
 
 
 class ShardedEntry(NamedTuple):
-    """A tensor of several shards, whose byte ranges are in a `RangeTable`."""
+    """A tensor of one or more shards, whose byte ranges are in a `RangeTable`."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -57,16 +57,12 @@ class RangeTable(NamedTuple):
 
 
 def encode_metadata(
-    entries: Sequence[tuple[str, Entry | ShardedEntry]],
-    paths: Mapping[str, ObjPath],
-    table: RangeTable | None = None,
-    *,
-    placed: bool = True,
+    entries: Sequence[tuple[str, ShardedEntry | None]], paths: Mapping[str, ObjPath], table: RangeTable | None
 ) -> MetadataHead:
     """Encode everything that does not depend on the byte ranges of objects.
 
-    ``entries`` are in the order of the state dict; ``table`` has the byte ranges of sharded entries. Without ``placed``
-    the byte ranges of tensors are left out too; see `MetadataDraft`.
+    ``entries`` are the tensors, and None for objects, in the order of the state dict. Without a ``table`` of the byte
+    ranges of tensors these are left out too; see `MetadataDraft`.
     """
     ops = Opcodes()
     out = ops.out
@@ -79,11 +75,8 @@ def encode_metadata(
     for name, entry in entries:
         out.append(text_opcodes(name))
         references.append(ops.put(name))
-        if isinstance(entry, ShardedEntry):
-            _tensor_metadata(ops, entry.dtype, entry.shape, entry.chunks, id(entry.chunks))
-        elif isinstance(entry, TensorEntry):
-            chunks = tuple((chunk.offsets, chunk.sizes) for chunk in entry.chunks)
-            _tensor_metadata(ops, entry.dtype, entry.shape, chunks, chunks)
+        if entry is not None:
+            _tensor_metadata(ops, entry)
         elif not ops.get("an object"):
             ops.name(DCP_MODULE, "BytesStorageMetadata")
             out.append(b")\x81")
@@ -102,27 +95,16 @@ def encode_metadata(
     out.append(b"u")
     ops.text("storage_data")
     out.append(b"}")
-    storage_data(
-        ops,
-        [
-            (reference, (number, chunk.offsets), chunk.place)
-            for (_, entry), reference in zip(entries, references, strict=True)
-            if isinstance(entry, TensorEntry) and placed
-            for number, chunk in enumerate(entry.chunks)
-        ],
-    )
     if table is not None:
-        pairs = [(reference, entry) for (_, entry), reference in zip(entries, references, strict=True)]
-        sharded = [(reference, entry) for reference, entry in pairs if isinstance(entry, ShardedEntry)]
-        _sharded_storage(ops, sharded, table)
+        pairs = zip(references, (entry for _, entry in entries), strict=True)
+        _sharded_storage(ops, [(reference, entry) for reference, entry in pairs if entry is not None], table)
     return MetadataHead(b"".join(out), ops.remembered)
 
 
-def _tensor_metadata(
-    ops: Opcodes, dtype: torch.dtype, shape: tuple[int, ...], chunks: Chunks, chunks_key: Hashable
-) -> None:
-    """Push a TensorStorageMetadata; ``chunks_key`` is equal for equal chunks."""
-    key = ("tensor", dtype, shape, chunks_key)
+def _tensor_metadata(ops: Opcodes, entry: ShardedEntry) -> None:
+    """Push a TensorStorageMetadata."""
+    dtype, shape, chunks = entry[:3]
+    key = ("tensor", dtype, shape, id(chunks))
     if ops.get(key):
         return
     out = ops.out

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import ItemsView, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -17,6 +17,8 @@ from aiockpt.format.index import Entry, ItemRange, ObjectEntry, ObjPath, StoredC
 if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
+
+    from aiockpt.format.manifest.index_writer import Cut
 
 T = TypeVar("T")
 
@@ -41,10 +43,10 @@ class ItemForm(NamedTuple):
 
 @dataclass(frozen=True, eq=False, slots=True, repr=False)
 class _Rows(Mapping[str, T]):
-    """Values by name, made on access from columns; a row is the position of a name in ``names``."""
+    """Values by name, made on access from columns."""
 
     names: Sequence[str]  # in the order of the state dict
-    numbers: Mapping[str, int]  # row of each name
+    numbers: Mapping[str, int]  # position of each name in ``names``
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {len(self.names)} leaves>"
@@ -59,9 +61,17 @@ class _Rows(Mapping[str, T]):
         return name in self.numbers
 
 
+class PartColumns(NamedTuple):
+    """The rows of each name, where tensors are stored in parts."""
+
+    cuts: Sequence[Cut]
+    cut_of: NDArray[np.int64]  # by name: positions in ``cuts``; -1 if it has one row
+    begin_of: NDArray[np.int64]  # by name: its first row
+
+
 @dataclass(frozen=True, eq=False, slots=True, repr=False)
 class IndexedEntries(_Rows[Entry]):
-    """The entries of an index."""
+    """The entries of an index: a row for each name, or for each stored part of it."""
 
     files: Sequence[str]
     forms: Sequence[ItemForm]  # the distinct ones
@@ -70,25 +80,51 @@ class IndexedEntries(_Rows[Entry]):
     offset_of: NDArray[np.int64]  # of the item in the file, in bytes
     length_of: NDArray[np.int64]  # of the item, in bytes
     crc_of: NDArray[np.int64]  # CRC-32 of the payload; undefined for objects
+    parts: PartColumns | None = None  # None: every tensor is stored whole
 
     def __getitem__(self, name: str) -> Entry:
-        row = self.numbers[name]
-        offset, length, crc = int(self.offset_of[row]), int(self.length_of[row]), int(self.crc_of[row])
-        return self._entry(self.form_of[row], self.file_of[row], offset, length, crc)
+        number = self.numbers[name]
+        row, cut = number, -1
+        if self.parts is not None:
+            row, cut = int(self.parts.begin_of[number]), int(self.parts.cut_of[number])
+        count = len(self.parts.cuts[cut].offsets) if self.parts is not None and cut >= 0 else 1
+        columns = (self.form_of, self.file_of, self.offset_of, self.length_of, self.crc_of)
+        return self._entry(cut, [column[row : row + count].tolist() for column in columns])
 
     def items(self) -> ItemsView[str, Entry]:
         """Return all entries with their names, several times as fast as one by one."""
-        columns = (self.form_of, self.file_of, self.offset_of, self.length_of, self.crc_of)
-        entries = map(self._entry, *(column.tolist() for column in columns))
-        return dict(zip(self.names, entries, strict=True)).items()
+        columns = [c.tolist() for c in (self.form_of, self.file_of, self.offset_of, self.length_of, self.crc_of)]
+        if self.parts is None:
+            return dict(zip(self.names, map(self._whole, *columns), strict=True)).items()
+        found: dict[str, Entry] = {}
+        ends = [*self.parts.begin_of[1:].tolist(), len(self.form_of)]
+        bounds = zip(self.names, self.parts.cut_of.tolist(), self.parts.begin_of.tolist(), ends, strict=True)
+        for name, cut, begin, end in bounds:
+            found[name] = self._entry(cut, [column[begin:end] for column in columns])
+        return found.items()
 
-    def _entry(self, form: Any, file: Any, offset: int, length: int, crc: int) -> Entry:
-        place = ItemRange(self.files[file], offset, length)
+    def _entry(self, cut: int, columns: Sequence[Sequence[int]]) -> Entry:
+        """Return an entry by its cut and its rows."""
+        if cut < 0 or self.parts is None:
+            return self._whole(*(column[0] for column in columns))
+        shape, offsets = self.parts.cuts[cut]
+        chunks = tuple(map(self._chunk, offsets, *columns))
+        return TensorEntry(self.forms[columns[0][0]].dtype, shape, chunks)
+
+    def _whole(self, form: int, file: int, offset: int, length: int, crc: int) -> Entry:
         if form < 0:
-            return ObjectEntry(place)
+            return ObjectEntry(ItemRange(self.files[file], offset, length))
+        dtype, shape = self.forms[form][:2]
+        return TensorEntry(dtype, shape, (self._chunk((0,) * len(shape), form, file, offset, length, crc),))
+
+    def _chunk(self, at: tuple[int, ...], form: int, file: int, offset: int, length: int, crc: int) -> StoredChunk:
         dtype, shape, stride, _, payload_offset, nbytes = self.forms[form]
         item = TensorItem(dtype, shape, stride, 0, payload_offset, nbytes, crc)
-        return TensorEntry(dtype, shape, (StoredChunk((0,) * len(shape), shape, place, item),))
+        return StoredChunk(at, shape, ItemRange(self.files[file], offset, length), item)
+
+    def _name_of(self, row: int) -> str:
+        begins = None if self.parts is None else self.parts.begin_of
+        return self.names[row if begins is None else int(np.searchsorted(begins, row, "right")) - 1]
 
     def check(self, files: Mapping[str, int], path: str) -> None:
         """Check that every item lies within its file, and overlaps no other; tied tensors have one item."""
@@ -98,7 +134,7 @@ class IndexedEntries(_Rows[Entry]):
             row = beyond[0]
             file = self.files[self.file_of[row]]
             place = ItemRange(file, int(self.offset_of[row]), int(self.length_of[row]))
-            raise misplaced(path, self.names[row], place, files.get(file))
+            raise misplaced(path, self._name_of(row), place, files.get(file))
         columns = [self.crc_of, self.form_of, self.length_of, self.offset_of, self.file_of]
         order = np.lexsort(columns)
         columns = [column[order] for column in columns]
@@ -107,10 +143,11 @@ class IndexedEntries(_Rows[Entry]):
         on_another = np.flatnonzero(differ & (file[1:] == file[:-1]) & (offset[1:] < (offset + length)[:-1]))
         if len(on_another):
             first, second = order[on_another[0] : on_another[0] + 2].tolist()
+            file, one, two = self.files[self.file_of[first]], self._name_of(first), self._name_of(second)
             raise CorruptCheckpointError(
-                f"{path}/{self.files[self.file_of[first]]}: the item of {self.names[second]} at offset "
-                f"{self.offset_of[second]} lies partly on that of {self.names[first]}, {self.length_of[first]} bytes "
-                f"at offset {self.offset_of[first]}: the index is damaged. Use an older checkpoint."
+                f"{path}/{file}: the item of {two} at offset {self.offset_of[second]} lies partly on that of {one}, "
+                f"{self.length_of[first]} bytes at offset {self.offset_of[first]}: the index is damaged. Use an older "
+                "checkpoint."
             )
 
 

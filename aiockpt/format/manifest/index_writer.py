@@ -5,49 +5,61 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from aiockpt.format.index import ObjPath
     from aiockpt.format.manifest.columnar_index import ItemForm
+    from aiockpt.format.transforms.item_transforms import TransformedDraft
 
 _STEP = 8192  # rows of a column encoded at a time, so that no C function holds the GIL for long
 
 
-class ItemRanges(NamedTuple):
-    """The places of the items, leaf by leaf."""
+class Cut(NamedTuple):
+    """The division of a tensor into stored parts."""
 
-    form_of: list[int]  # positions in the list of forms; -1 for objects
-    file_of: list[int]  # positions in the list of files
-    offset_of: list[int]  # in the file, in bytes; zero for objects
+    shape: tuple[int, ...]  # of the whole tensor
+    offsets: Sequence[tuple[int, ...]]  # where each part begins in it
+
+
+class ItemRows(NamedTuple):
+    """The places of the items: a row for each stored part of a tensor, and one for each object, leaf by leaf."""
+
+    form_of: Sequence[int]  # positions in the list of forms; -1 for objects
+    file_of: Sequence[int]  # positions in the list of files
+    offset_of: Sequence[int]  # in the file, in bytes; zero for objects
+    cuts: Sequence[Cut] = ()  # of the tensors that are not stored whole
+    cut_of: Sequence[int] = ()  # by leaf, not by row: positions in ``cuts``; -1 for what has one row
 
 
 @dataclass(frozen=True, slots=True)
 class IndexDraft:
     """The index of a manifest without the CRCs."""
 
-    head: str = field(repr=False)  # the same for every save with one layout
-    leaves: int  # how many there are
-    slot_leaves: Sequence[int] = field(repr=False)  # leaf of each slot, file by file
-    tied: Mapping[int, int] = field(repr=False)  # leaves that are stored as another one, and that one
-    objects: Sequence[tuple[int, int, int]] = field(repr=False)  # leaf, offset and length of each, in bytes
+    head: str = field(repr=False)  # the same for every save by one plan
+    slot_of: Sequence[int] = field(repr=False)  # by row: its position among the tensor items of all files; else -1
+    objects: Sequence[tuple[int, int, int]] = field(repr=False)  # row, offset and length of each, in bytes
 
-    def finish(self, crcs: Sequence[Sequence[int]]) -> str:
-        """Return the JSON text, with the CRC-32 of each slot's payload, file by file."""
-        column = [0] * self.leaves
-        for leaf, crc in zip(self.slot_leaves, chain.from_iterable(crcs), strict=True):
-            column[leaf] = crc
-        for leaf, first in self.tied.items():
-            column[leaf] = column[first]
+    def finish(self, crcs: Sequence[int]) -> str:
+        """Return the JSON text, with the CRC-32 of the payload of each tensor item, file by file."""
+        column = [crcs[slot] if slot >= 0 else 0 for slot in self.slot_of]
         columns = f'"crc32": {encode_column(column)},\n    "objects": {encode_column(self.objects)}'
         return f"{{{self.head},\n    {columns}\n  }}"
 
 
+@dataclass(frozen=True, slots=True)
+class Drafts:
+    """The documents of a checkpoint, as far as they are known before its items are written; without the manifest."""
+
+    documents: Mapping[str, bytes | bytearray] = field(repr=False)
+    index: IndexDraft | None = None  # of the manifest; None: the format has an index of its own, or there is no place
+    transformed: TransformedDraft | None = None  # None: items are stored as they are
+
+
 def encode_index(
-    names: Sequence[str], paths: Sequence[ObjPath], files: Sequence[str], forms: Iterable[ItemForm], places: ItemRanges
+    names: Sequence[str], paths: Sequence[ObjPath], files: Sequence[str], forms: Iterable[ItemForm], rows: ItemRows
 ) -> str | None:
-    """Return the beginning of the JSON text, which is the same for every save with one layout.
+    """Return the beginning of the JSON text, which is the same for every save by one plan.
 
     Returns None if a path can't be reconstructed from its name.
     """
@@ -66,10 +78,12 @@ def encode_index(
         "parents": encode_column(list(parents)),
         "sequences": json.dumps(sorted(sequences)),
         "parent": encode_column(parent_of),
-        "form": encode_column(places.form_of),
-        "file": encode_column(places.file_of),
-        "offset": encode_column(places.offset_of),
+        "form": encode_column(rows.form_of),
+        "file": encode_column(rows.file_of),
+        "offset": encode_column(rows.offset_of),
     }
+    if rows.cuts:
+        columns |= {"cuts": encode_column(rows.cuts), "cut": encode_column(rows.cut_of)}
     return ",".join(f'\n    "{key}": {text}' for key, text in columns.items())
 
 

@@ -3,30 +3,37 @@
 The index in the manifest duplicates `.metadata` and the framing of the items as columns of JSON, so that a reader
 needs neither, and no object per tensor: 100,000 tensors are a few arrays, checked all at once.
 
-The columns ``names``, ``parent``, ``form``, ``file``, ``offset`` and ``crc32`` have a row for each leaf, in the order
-of the state dict. ``form`` is a position in ``forms``, which lists the distinct (dtype, shape, stride, bytes of the
-item, offset of the payload in it, bytes of the payload); or -1 for an object, whose length is in ``objects``. The path
-of a leaf is ``parents[parent]`` and the rest of its name after the parent's; the leaves of the parents listed
-in ``sequences`` are elements of a list. Offsets and lengths are in bytes; the CRC-32 is the payload's.
+The columns ``names`` and ``parent`` have a row for each leaf, in the order of the state dict, and so have ``form``,
+``file``, ``offset`` and ``crc32``. ``form`` is a position in ``forms``, which lists the distinct (dtype, shape, stride,
+bytes of the item, offset of the payload in it, bytes of the payload); or -1 for an object, whose row, offset and length
+are in ``objects``. The path of a leaf is ``parents[parent]`` and the rest of its name after the parent's; the leaves of
+the parents listed in ``sequences`` are elements of a list. Offsets and lengths are in bytes; the CRC-32 is the
+payload's.
+
+Where several ranks have stored tensors in parts, ``cut`` has for each leaf a position in ``cuts``, which lists the
+distinct (shape of the whole tensor, offsets of each part), or -1; and ``form``, ``file``, ``offset`` and ``crc32`` have
+a row for each part, leaf by leaf.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from isal.isal_zlib import crc32
 
 from aiockpt.errors import CorruptCheckpointError, LoadError
-from aiockpt.format.checks import MAX_DIMS, check_paths
+from aiockpt.format.checks import MAX_DIMS, check_paths, cover_error
 from aiockpt.format.dtypes import DTYPES
 from aiockpt.format.index import Index
 from aiockpt.format.item.arrays import ARRAY_RECORD, check_arrays
 from aiockpt.format.keys import FACTORIES, decode_key
-from aiockpt.format.manifest.columnar_index import IndexedEntries, IndexedPaths, ItemForm
-from aiockpt.format.manifest.index_writer import head_of
+from aiockpt.format.manifest.columnar_index import IndexedEntries, IndexedPaths, ItemForm, PartColumns
+from aiockpt.format.manifest.index_writer import Cut, head_of
 from aiockpt.format.manifest.manifest import FORMAT_VERSION, SEAL, FileFacts, JsonValue, Manifest, read_user_metadata
 from aiockpt.format.names import MANIFEST_NAME
 from aiockpt.format.transforms.item_transforms import decode_transformed
@@ -160,8 +167,11 @@ def decode_index(document: Mapping[str, Any]) -> Index:
     if len(numbers) != len(names) or len(set(files)) != len(files):
         raise ValueError("a name stands twice in the index")
     forms = [_form(*form) for form in raw["forms"]]
-    form_of = _numbers(raw, "form", len(names), -1, len(forms) - 1)
-    offset_of = _numbers(raw, "offset", len(names), 0, _MAX_BYTES)
+    parts, rows = _parts(raw, len(names))
+    form_of = _numbers(raw, "form", rows, -1, len(forms) - 1)
+    if parts is not None:
+        _check_parts(parts, forms, form_of)
+    offset_of = _numbers(raw, "offset", rows, 0, _MAX_BYTES)
     # One more at the end, for objects, which have the form -1.
     length_of = np.array([*(form.item_bytes for form in forms), 0], dtype=np.int64)[form_of]
     _place_objects(raw["objects"], form_of, offset_of, length_of)
@@ -171,10 +181,11 @@ def decode_index(document: Mapping[str, Any]) -> Index:
         files=files,
         forms=forms,
         form_of=form_of,
-        file_of=_numbers(raw, "file", len(names), 0, len(files) - 1),
+        file_of=_numbers(raw, "file", rows, 0, len(files) - 1),
         offset_of=offset_of,
         length_of=length_of,
-        crc_of=_numbers(raw, "crc32", len(names), 0, 0xFFFF_FFFF),
+        crc_of=_numbers(raw, "crc32", rows, 0, 0xFFFF_FFFF),
+        parts=parts,
     )
     return Index(entries, _paths(raw, names, numbers), document["containers"], document["metadata"], "aiockpt")
 
@@ -213,6 +224,41 @@ def _form(
     if not form.fits():
         raise ValueError(f"a tensor of the form {form} does not fit into its item")
     return form
+
+
+def _parts(raw: Any, names: int) -> tuple[PartColumns | None, int]:
+    """Return the rows of each name, and the number of all; None if each name has one."""
+    if "cuts" not in raw:
+        return None, names
+    cuts = [Cut(tuple(shape), [tuple(each) for each in offsets]) for shape, offsets in raw["cuts"]]
+    for cut in cuts:
+        numbers = [*cut.shape, *chain.from_iterable(cut.offsets)]
+        is_sound = len(cut.shape) <= MAX_DIMS and all(type(n) is int and 0 <= n <= _MAX_BYTES for n in numbers)
+        # torch computes the strides of an empty tensor as if its zeros were ones, and fails if that overflows 63 bits.
+        if not is_sound or math.prod([n or 1 for n in cut.shape]) > _MAX_BYTES:
+            raise ValueError("a tensor of the index is divided in a way that is not possible")
+    cut_of = _numbers(raw, "cut", names, -1, len(cuts) - 1)
+    # One more at the end, for what is stored whole, which has the cut -1.
+    ends = np.cumsum(np.array([*(len(cut.offsets) for cut in cuts), 1], dtype=np.int64)[cut_of])
+    begin_of = np.concatenate([np.zeros(1, np.int64), ends])
+    return PartColumns(cuts, cut_of, begin_of[:-1]), int(begin_of[-1])
+
+
+def _check_parts(parts: PartColumns, forms: Sequence[ItemForm], form_of: NDArray[np.int64]) -> None:
+    """Check that the parts of each tensor are all of it, each element once."""
+    known: set[tuple[int, bytes]] = set()
+    for number in np.flatnonzero(parts.cut_of >= 0).tolist():
+        cut, begin = int(parts.cut_of[number]), int(parts.begin_of[number])
+        shape, offsets = parts.cuts[cut]
+        rows = form_of[begin : begin + len(offsets)]
+        if (cut, rows.tobytes()) in known:
+            continue
+        known.add((cut, rows.tobytes()))
+        mine = [forms[row] for row in rows.tolist()]
+        if rows.min(initial=0) < 0 or len({form.dtype for form in mine}) != 1:
+            raise ValueError("the parts of a tensor in the index are not of one dtype")
+        if wrong := cover_error(shape, [(at, form.shape) for at, form in zip(offsets, mine, strict=True)]):
+            raise ValueError(f"the parts of a tensor in the index {wrong} {shape}")
 
 
 def _place_objects(

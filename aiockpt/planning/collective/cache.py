@@ -1,30 +1,39 @@
-"""The global plan that rank 0 keeps between saves, with the encoded metadata, or the layout of shared files."""
+"""The global plan that rank 0 keeps between saves, and the documents that follow from it: `.metadata` and the index.
+
+A process that saves alone is a world of one rank, and its documents are made here too.
+"""
 
 from __future__ import annotations
 
 import io
 import pickle
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from aiockpt.core.gc_pause import gc_pause
+from aiockpt.core.strides import row_strides
 from aiockpt.errors import SaveError
-from aiockpt.format.dcp.metadata_opcodes import MetadataHead, metadata_tail
+from aiockpt.format.dcp.metadata_opcodes import MetadataDraft, MetadataHead, metadata_tail
 from aiockpt.format.dcp.metadata_writer import RangeTable, ShardedEntry, encode_metadata
-from aiockpt.format.index import Entry, ItemRange, ObjectEntry
+from aiockpt.format.manifest.index_writer import Cut, Drafts, IndexDraft, ItemRows, encode_index
 from aiockpt.format.manifest.manifest import FileFacts
 from aiockpt.format.names import METADATA_NAME
 from aiockpt.format.safetensors.writer import Stored
+from aiockpt.format.transforms.item_transforms import TransformedDraft
 from aiockpt.planning.collective.plan import GlobalPlan, plan_globally
 from aiockpt.planning.parts import crc_of_parts
 from aiockpt.planning.planner import FileFormat, SharedFiles, Summary
 from aiockpt.planning.safetensors_plan import SafetensorsFormat, index_documents
 
 if TYPE_CHECKING:
-    from aiockpt.planning.collective.messages import ItemPlaces, RankInventory, Written
+    from aiockpt.format.dcp.metadata_opcodes import ItemKey
+    from aiockpt.format.index import ItemRange
+    from aiockpt.format.manifest.columnar_index import ItemForm
+    from aiockpt.planning.collective.messages import ItemPlaces, RankInventory, RankLeaf, Written
 
 
 class _Yielding(pickle.Pickler):
@@ -35,13 +44,19 @@ class _Yielding(pickle.Pickler):
 
 
 class GlobalPlanCache:
-    """A global plan, and what was computed from it."""
+    """A global plan, and what was computed from it; ``places`` of each rank's items, if they are known."""
 
     is_single_file = False
 
     apart: frozenset[str] = frozenset()  # the tensors that were found to differ between ranks
 
-    def __init__(self, token: int, ranks: Sequence[RankInventory], plan: GlobalPlan) -> None:
+    def __init__(
+        self,
+        token: int,
+        ranks: Sequence[RankInventory],
+        plan: GlobalPlan,
+        places: list[ItemPlaces] | None = None,
+    ) -> None:
         self.token = token
         self.ranks = list(ranks)
         self.plan = plan
@@ -53,9 +68,9 @@ class GlobalPlanCache:
             {leaf for leaf in assignment if inventory.form_of[leaf] < 0}
             for inventory, assignment in zip(ranks, plan.assignments, strict=True)
         ]
-        self._places: list[ItemPlaces] | None = None
-        self._document: bytearray | None = None
-        self._head_bytes = self._remembered = 0
+        self._places = places
+        self._begins = np.cumsum([0, *(len(inventory.names) for inventory in ranks)])
+        self._made = _Made()
         self._pickled: tuple[bool, bytes] | None = None
 
     @property
@@ -73,7 +88,7 @@ class GlobalPlanCache:
         return self._pickled[1]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_document": None, "_pickled": None}
+        return {**vars(self), "_made": _Made(), "_pickled": None}
 
     def check(self, results: Sequence[Written]) -> None:
         """Check that every planned item was written once; keep the places. The first call takes long."""
@@ -82,46 +97,173 @@ class GlobalPlanCache:
         if self._places is None:
             self._places = [written.places for written in results if written.places is not None]
 
-    def documents(self, results: Sequence[Written]) -> bytes | bytearray:
-        """Encode `.metadata` of checked results. The first call takes long for many items.
-
-        The result is valid until the next call: it can be large, and only its end changes.
-        """
-        if self._document is None:
-            head = self._encode()
-            self._document, self._head_bytes, self._remembered = bytearray(head.data), len(head.data), head.remembered
-        objects = [(name, results[rank].objects[leaf]) for name, (rank, leaf) in self.plan.objects.items()]
-        tail = metadata_tail(self._remembered, objects)
-        try:
-            del self._document[self._head_bytes :]
-        except BufferError:  # a view of the last one is still in use
-            self._document = self._document[: self._head_bytes]
-        self._document += tail
-        return self._document
-
     def data_files(self, results: Sequence[Written]) -> Mapping[str, FileFacts]:
         """Return the facts of the files with tensors; raise `SaveError` if two ranks have written one file."""
         return files_of(results)
-
-    def files_beside(self, results: Sequence[Written]) -> Mapping[str, bytes | bytearray]:
-        """Return the encoded files beside the data files, except the manifest; see `documents`."""
-        return {METADATA_NAME: self.documents(results)}
 
     def summaries(self, files: dict[str, int], item_bytes: int) -> list[Summary]:
         """Return the summary for each rank; only rank 0 gets the sizes of ``files``."""
         brief = Summary(None, item_bytes, self.tensor_bytes, self.tensors, self.objects)
         return [replace(brief, files=files), *[brief] * (len(self.ranks) - 1)]
 
-    def _encode(self) -> MetadataHead:
-        nowhere = ObjectEntry(ItemRange("", 0, 0))
+    # --- documents ----------------------------------------------------------------------------------
+
+    def drafts(self, objects: Sequence[Mapping[int, ItemRange]], *, is_transformed: bool = False) -> Drafts:
+        """Encode the documents; ``objects`` are the places of each rank's objects. Places of tensors must be known.
+
+        The first call takes long for many items. `.metadata` is valid until the next call: it can be large, and only
+        its end changes.
+        """
+        if is_transformed:
+            return Drafts({}, None, self._transformed(objects))
+        return Drafts({METADATA_NAME: self._metadata(objects)}, self._index(objects))
+
+    def _metadata(self, objects: Sequence[Mapping[int, ItemRange]]) -> bytes | bytearray:
+        made = self._made
+        if made.document is None:
+            head = self._head(self._range_table())
+            made.document, made.head_bytes, made.remembered = bytearray(head.data), len(head.data), head.remembered
+        places = [(name, objects[rank][leaf]) for name, (rank, leaf) in self.plan.objects.items()]
+        tail = metadata_tail(made.remembered, places)
+        try:
+            del made.document[made.head_bytes :]
+        except BufferError:  # a view of the last one is still in use
+            made.document = made.document[: made.head_bytes]
+        made.document += tail
+        return made.document
+
+    def _head(self, table: RangeTable | None) -> MetadataHead:
         tensors = self.plan.tensors
-        entries: list[tuple[str, Entry | ShardedEntry]] = [
-            (name, ShardedEntry(*tensors[name]) if name in tensors else nowhere) for name in self.plan.paths
-        ]
+        entries = [(name, ShardedEntry(*tensors[name]) if name in tensors else None) for name in self.plan.paths]
         with gc_pause():
-            return encode_metadata(
-                entries, self.plan.paths, _table([len(inventory.names) for inventory in self.ranks], self._places or ())
-            )
+            return encode_metadata(entries, self.plan.paths, table)
+
+    def _range_table(self) -> RangeTable:
+        """Return one table of the places of all ranks, with a row for every leaf."""
+        if self._made.table is None:
+            columns = (np.zeros(self._begins[-1], kind) for kind in (np.int32, np.int64, np.int64))
+            self._made.table = table = RangeTable([], self._begins[:-1], *columns)
+            for begin, each in zip(self._begins, self._places or (), strict=False):
+                mine = begin + np.array(each.leaves, np.int64)
+                table.file_of[mine] = np.array(each.file_of, np.int32) + len(table.files)
+                table.offsets[mine] = each.offsets
+                table.lengths[mine] = each.lengths
+                table.files.extend(each.files)
+        return self._made.table
+
+    def _index(self, objects: Sequence[Mapping[int, ItemRange]]) -> IndexDraft | None:
+        """Draft the index of the manifest; None if it has no place for the paths of the leaves."""
+        if self._made.index is None:
+            with gc_pause():
+                self._made.index = self._index_head(objects)
+        head, slot_of, rows = self._made.index
+        if head is None:
+            return None
+        places = [objects[rank][leaf] for rank, leaf in self.plan.objects.values()]
+        return IndexDraft(head, slot_of, [(row, place[1], place[2]) for row, place in zip(rows, places, strict=True)])
+
+    def _index_head(self, objects: Sequence[Mapping[int, ItemRange]]) -> _IndexHead:
+        plan, table = self.plan, self._range_table()
+        file_of, files = table.file_of.copy(), {name: number for number, name in enumerate(table.files)}
+        for begin, mine in zip(self._begins, objects, strict=False):
+            for leaf, place in mine.items():
+                file_of[begin + leaf] = files[place.file]
+        forms: dict[ItemForm, int] = {}
+        # One more at the end, for objects, which have the form -1.
+        numbers = [[*(forms.setdefault(each.item, len(forms)) for each in rank.forms), -1] for rank in self.ranks]
+        forms_of = [
+            np.array(each)[rank.form_of] for each, rank in zip(numbers, self.ranks, strict=True) if rank.form_of
+        ]
+        form_of = np.concatenate([np.zeros(0, np.int64), *forms_of])
+        slots = np.full(len(form_of), -1)
+        taken = 0
+        for begin, each in zip(self._begins, self._places or (), strict=False):
+            slots[begin + np.array(each.leaves, np.int64)] = range(taken, taken + len(each.leaves))
+            taken += len(each.leaves)
+        ranks: list[int] = []  # by row: the rank that writes it, and the leaf there
+        leaves: list[int] = []
+        cut_of: list[int] = []
+        cuts: list[Cut] = []
+        known: dict[tuple[int, tuple[int, ...]], int] = {}  # by the identity of the parts, and the shape
+        object_rows: list[int] = []
+        for name in plan.paths:
+            tensor, cut = plan.tensors.get(name), -1
+            if tensor is None:
+                object_rows.append(len(ranks))
+                rank, leaf = plan.objects[name]
+                ranks.append(rank)
+                leaves.append(leaf)
+            else:
+                ranks += tensor.ranks
+                leaves += tensor.leaves
+                if len(tensor.cut) > 1 or tensor.cut[0][1] != tensor.shape:
+                    cut = known.setdefault((id(tensor.cut), tensor.shape), len(cuts))
+                    if cut == len(cuts):
+                        cuts.append(Cut(tensor.shape, [offsets for offsets, _ in tensor.cut]))
+            cut_of.append(cut)
+        where = self._begins[np.array(ranks, np.int64)] + np.array(leaves, np.int64)
+        columns = [each[where].tolist() for each in (form_of, file_of, table.offsets)]
+        places = ItemRows(columns[0], columns[1], columns[2], cuts, cut_of)
+        head = encode_index(list(plan.paths), list(plan.paths.values()), table.files, list(forms), places)
+        return _IndexHead(head, slots[where].tolist(), object_rows)
+
+    def _transformed(self, objects: Sequence[Mapping[int, ItemRange]]) -> TransformedDraft:
+        """Describe items whose stored bytes are not those of the files as they were planned."""
+        plan, made = self.plan, self._made
+        if made.bare_head is None:
+            made.bare_head = self._head(None)
+        keys_of: defaultdict[RankLeaf, list[ItemKey]] = defaultdict(list)
+        for name in plan.paths:
+            tensor = plan.tensors.get(name)
+            if tensor is None:
+                keys_of[plan.objects[name]].append((name, None))
+                continue
+            for number, ((offsets, _), *at) in enumerate(zip(tensor.cut, tensor.ranks, tensor.leaves, strict=True)):
+                keys_of[at[0], at[1]].append((name, (number, offsets)))
+        files: list[str] = []
+        keys: list[list[list[ItemKey]]] = []
+        facts: list[list[tuple[int, tuple[int, ...] | None]]] = []
+        for rank, (inventory, mine, places) in enumerate(zip(self.ranks, objects, self._places or (), strict=True)):
+            items: list[list[tuple[int, int]]] = [[] for _ in places.files]  # of each file: offset and leaf
+            for leaf, place in mine.items():
+                items[places.files.index(place.file)].append((place.offset, leaf))
+            for leaf, file, offset in zip(*places[1:4], strict=True):
+                items[file].append((offset, leaf))
+            files += places.files
+            for each in items:
+                ordered = [leaf for _, leaf in sorted(each)]
+                keys.append([keys_of[rank, leaf] for leaf in ordered])
+                facts.append([_payload_facts(inventory, leaf) for leaf in ordered])
+        return TransformedDraft(MetadataDraft(made.bare_head, files, keys), facts)
+
+
+class _IndexHead(NamedTuple):
+    """The part of the index that is the same for every save."""
+
+    head: str | None
+    slot_of: list[int]  # see `IndexDraft`
+    object_rows: list[int]
+
+
+@dataclass(slots=True)
+class _Made:
+    """What was made from a plan for its documents, and can be made again."""
+
+    table: RangeTable | None = None
+    document: bytearray | None = None  # `.metadata` of the last save
+    head_bytes: int = 0  # of it
+    remembered: int = 0  # length of the memo after these
+    bare_head: MetadataHead | None = None  # of `.metadata` without byte ranges
+    index: _IndexHead | None = None
+
+
+def _payload_facts(inventory: RankInventory, leaf: int) -> tuple[int, tuple[int, ...] | None]:
+    """Return the offset of a tensor's payload in its item, and its strides; None if it is stored row by row."""
+    number = inventory.form_of[leaf]
+    if number < 0:
+        return 0, None
+    item = inventory.forms[number].item
+    return item.payload_offset, None if item.stride == row_strides(item.shape) else item.stride
 
 
 def cache_of_written(token: int, results: Sequence[Written]) -> GlobalPlanCache:
@@ -136,22 +278,9 @@ def cache_of_written(token: int, results: Sequence[Written]) -> GlobalPlanCache:
     return GlobalPlanCache(token, ranks, replace(plan_globally(ranks, lowest), assignments=assignments))
 
 
-def _table(leaves: Sequence[int], places: Sequence[ItemPlaces]) -> RangeTable:
-    """Return one table of the places of all ranks, with a row for every leaf."""
-    begins = np.cumsum([0, *leaves])
-    table = RangeTable([], begins[:-1], *(np.zeros(begins[-1], kind) for kind in (np.int32, np.int64, np.int64)))
-    for begin, each in zip(begins, places, strict=False):
-        rows = begin + np.array(each.leaves, np.int64)
-        table.file_of[rows] = np.array(each.file_of, np.int32) + len(table.files)
-        table.offsets[rows] = each.offsets
-        table.lengths[rows] = each.lengths
-        table.files.extend(each.files)
-    return table
-
-
 def _payload_bytes(inventory: RankInventory, assignment: Sequence[int]) -> int:
     """Return the bytes of the tensors assigned to a rank."""
-    sizes = [form.payload_bytes for form in inventory.forms] + [0]  # for objects, whose form is -1
+    sizes = [form.item.nbytes for form in inventory.forms] + [0]  # for objects, whose form is -1
     return sum(sizes[inventory.form_of[leaf]] for leaf in assignment)
 
 
@@ -206,7 +335,7 @@ class SharedPlanCache(GlobalPlanCache):
         }
         self._heads = [file[-2:] for file in files]
         shards = {file.name: [tensor.name for tensor in file.tensors] for file in files}
-        self._index = index_documents(shards, self.tensor_bytes)
+        self._documents = index_documents(shards, self.tensor_bytes)
         self._place_of: dict[str, tuple[int, int]] = {}
         for number, (file, head) in enumerate(zip(files, heads, strict=True)):
             begins = [0, *file.ends[:-1]]
@@ -227,8 +356,8 @@ class SharedPlanCache(GlobalPlanCache):
             facts[name] = FileFacts(nbytes, crc_of_parts(shares, nbytes))
         return facts
 
-    def files_beside(self, results: Sequence[Written]) -> Mapping[str, bytes | bytearray]:
-        return self._index
+    def drafts(self, objects: Sequence[Mapping[int, ItemRange]], *, is_transformed: bool = False) -> Drafts:
+        return Drafts(self._documents)
 
 
 def plan_cache_of(

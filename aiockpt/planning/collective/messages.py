@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import functools
-import math
 import pickle
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from aiockpt.format.manifest.columnar_index import ItemForm
 
 if TYPE_CHECKING:
     import torch
 
+    from aiockpt.format.dcp.metadata_opcodes import EncodedItem
     from aiockpt.format.index import ItemRange, ObjPath
+    from aiockpt.format.item.ziparchive import Framing
     from aiockpt.format.manifest.manifest import FileFacts
-    from aiockpt.planning.planner import SharedFiles
+    from aiockpt.planning.planner import Layout, SharedFiles, StateSummary
+    from aiockpt.planning.specs import TensorSpec
 
 
 # --- inventories ------------------------------------------------------------------------------------
@@ -27,15 +32,17 @@ _PROTOCOL = 5
 class ShardForm(NamedTuple):
     """The form of parts of tensors, whatever their offsets."""
 
-    dtype: torch.dtype
     shape: tuple[int, ...]  # of the whole tensor
-    sizes: tuple[int, ...]  # of the part
-    nbytes: int  # of its item in a file
+    item: ItemForm  # of the part as it is stored
 
     @property
-    def payload_bytes(self) -> int:
-        """Bytes of the part itself."""
-        return math.prod(self.sizes) * self.dtype.itemsize
+    def dtype(self) -> torch.dtype:
+        return self.item.dtype
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The shape of the part."""
+        return self.item.shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +63,31 @@ class RankInventory:
         # A pickle of their own: rank 0 unpickles the names of thousands of ranks once if they are the same bytes.
         named = pickle.dumps((self.names, self.paths), _PROTOCOL)
         return _unpacked, (named, self.forms, list(kinds), kind_of, self.tied, self.containers)
+
+
+def inventory_of(
+    summary: StateSummary, containers: list[dict[str, Any]], framing_of: Callable[[int, TensorSpec], Framing]
+) -> RankInventory:
+    """Return a rank's inventory; ``framing_of`` takes a leaf, and raises `SaveError` for one that can't be stored."""
+    structure = summary.structure
+    forms: dict[ShardForm, int] = {}
+    form_of: list[int] = []
+    offsets: list[tuple[int, ...]] = []
+    nowhere: dict[int, tuple[int, ...]] = {}
+    for leaf, spec in enumerate(summary.specs):
+        if spec is None:
+            form_of.append(-1)
+            offsets.append(())
+            continue
+        sizes, framing = tuple(spec.shape), framing_of(leaf, spec)
+        shard = structure.shards.get(leaf)
+        whole, at = shard if shard is not None else (sizes, nowhere.setdefault(len(sizes), (0,) * len(sizes)))
+        item = ItemForm(spec.dtype, sizes, spec.saved_stride, framing.length, len(framing.prefix), framing.nbytes)
+        form_of.append(forms.setdefault(ShardForm(whole, item), len(forms)))
+        offsets.append(at)
+    return RankInventory(
+        structure.names, structure.paths, list(forms), form_of, offsets, dict(summary.tied), containers
+    )
 
 
 def _unpacked(
@@ -90,8 +122,10 @@ class PlanRequest:
     file_format: str  # its name
     token: int | None  # of the global plan that the rank's reusable layout belongs to; None: there is none
     inventory: RankInventory | None = field(repr=False)  # None: rank 0 knows it by the token, or the rank decides
-    replicas: str = "check"  # as passed by the caller
     digests: bytes | None = field(repr=False, default=None)  # see `digest_replicas`; None: nothing is compared
+    replicas: str = "check"  # as passed by the caller
+    is_transformed: bool = False  # items are compressed or transformed
+    has_fallback: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +150,17 @@ class ItemPlaces(NamedTuple):
     lengths: list[int]  # in bytes
 
 
+def places_of(layout: Layout) -> ItemPlaces:
+    """Return where the tensors of a layout are."""
+    rows = [
+        (slot.leaf, number, slot.offset, slot.framing.length)
+        for number, image in enumerate(layout.images)
+        for slot in image.slots
+    ]
+    columns = [list(column) for column in zip(*rows, strict=True)] or [[], [], [], []]
+    return ItemPlaces([image.name for image in layout.images], *columns)
+
+
 @dataclass(frozen=True, slots=True)
 class Written:
     """A rank's report of what it wrote."""
@@ -126,3 +171,12 @@ class Written:
     places: ItemPlaces | None = field(repr=False)  # of tensor items; None if rank 0 knows them from an earlier save
     inventory: RankInventory | None = field(repr=False, default=None)  # of a rank that decided alone
     token: int = 0  # of the global plan
+    crcs: bytes = field(repr=False, default=b"")  # uint32: CRC-32 of the payload of each tensor item, file by file
+    # of each file the items as they are stored; None: as they were planned
+    encoded: Sequence[Sequence[EncodedItem]] | None = field(repr=False, default=None)
+
+    def completed(
+        self, files: dict[str, FileFacts], crcs: bytes, encoded: Sequence[Sequence[EncodedItem]] | None
+    ) -> Written:
+        """Return the report with what is known once the files are written."""
+        return replace(self, files=files, crcs=crcs, encoded=encoded)

@@ -150,7 +150,7 @@ def _sharding_of(name: str, columns: Sequence[tuple[Sequence[int], bytes]], kind
     holders = tuple(tuple(part.holders) for part in parts.values())
     sole = tuple(each[0][0] for each in holders) if all(len(each) == 1 for each in holders) else None
     cut = tuple((offsets, part.form.sizes) for offsets, part in parts.items())
-    return ShardingPattern(form, cut, tuple(part.form.nbytes for part in parts.values()), holders, first, sole)
+    return ShardingPattern(form, cut, tuple(part.form.item.item_bytes for part in parts.values()), holders, first, sole)
 
 
 def _check_alike(name: str, form: ShardForm | None, first: int, other: ShardForm | None, rank: int) -> None:

@@ -199,7 +199,8 @@ class ChildSave:
         if transaction is None:
             raise RuntimeError("a rank's files were written without a transaction")
         await transaction.commit()
-        self._shared.post(messages.FilesWritten(self.number, writer.files, self._recorded()))
+        message = messages.FilesWritten(self.number, writer.files, self._recorded(), writer.crcs, writer.encoded)
+        self._shared.post(message)
         try:
             await self._may_finish.wait()
             if self._orphan:
@@ -231,7 +232,7 @@ class ChildSave:
             transaction,
             self._shared.agreement_timeout_s,
             self._shared.threads.io_workers,
-        ).run(writer.files)
+        ).run(writer)
 
     async def _clean_up(self, error: BaseException) -> None:
         """Remove what this process has written; as an orphan of several ranks, what all ranks have written."""

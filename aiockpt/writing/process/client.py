@@ -73,8 +73,7 @@ class RemoteWriter(ChunkWriter):
                 return
             case messages.FilesWritten():
                 self._written = message
-                self.files = message.files
-                self.spans = message.spans
+                self.files, self.encoded, self.spans = message.files, message.encoded, message.spans
             case messages.Published():
                 self._sizes = message.sizes
                 self.spans = message.spans or self.spans
@@ -97,6 +96,10 @@ class RemoteWriter(ChunkWriter):
             self._connection.unregister(self._number)
 
     # --- calls of the save -------------------------------------------------------------------------
+
+    @property
+    def crcs(self) -> bytes:
+        return b"" if self._written is None else self._written.crcs
 
     def start(self, tasks: TaskGroup) -> None:
         tasks.start_soon(self._run)

@@ -12,6 +12,7 @@ from aiockpt.planning.parts import PartImage
 
 if TYPE_CHECKING:
     from aiockpt.core.spans import Span
+    from aiockpt.format.dcp.metadata_opcodes import EncodedItem
     from aiockpt.format.item.ziparchive import Framing
     from aiockpt.format.manifest.manifest import FileFacts
     from aiockpt.planning.ranges import StoredStream
@@ -170,6 +171,9 @@ class FilesWritten:
     save: int
     files: dict[str, FileFacts]
     spans: Sequence[Span] = field(repr=False, default=())  # of this process, if it does not commit
+    # what rank 0 needs besides, see `ChunkWriter`
+    crcs: bytes = field(repr=False, default=b"")
+    encoded: Sequence[Sequence[EncodedItem]] | None = field(repr=False, default=None)
 
 
 @dataclass(frozen=True, slots=True)

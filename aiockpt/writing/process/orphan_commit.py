@@ -13,7 +13,7 @@ import logging
 import pickle
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import anyio
@@ -24,9 +24,9 @@ from aiockpt.writing.collective_commit import WorldFacts, publish_together
 
 if TYPE_CHECKING:
     from aiockpt.core.threads import Workers
-    from aiockpt.format.manifest.manifest import FileFacts
     from aiockpt.planning.collective.messages import Written
     from aiockpt.storage.base import SharedStorage, SharedTransaction
+    from aiockpt.writing.file_writer import ChunkWriter
     from aiockpt.writing.process.messages import Begin
 
 _POLL_S = 0.05  # a network file system sends no events for another host's changes
@@ -67,8 +67,8 @@ class OrphanCommit:
     _deadline: float = 0.0
     _last_sizes: object = None
 
-    async def run(self, files: dict[str, FileFacts]) -> None:
-        """Commit this rank's files together with those of the others.
+    async def run(self, writer: ChunkWriter) -> None:
+        """Commit this rank's files, which a writer has written, together with those of the others.
 
         When it returns, the checkpoint is published. If it raises CommitError, the checkpoint was removed.
         """
@@ -76,7 +76,8 @@ class OrphanCommit:
         self._deadline = time.monotonic() + self._timeout_s
         try:
             if await transaction.status() == "open":  # else the trainer of rank 0 has published or removed it
-                data = sign_sidecar(record.secret, record.rank, replace(record.written, files=files))
+                written = record.written.completed(writer.files, writer.crcs, writer.encoded)
+                data = sign_sidecar(record.secret, record.rank, written)
                 await transaction.put_sidecar(_sidecar_name(record.rank), data)
                 await (self._follow() if record.leadership is None else self._lead(record.leadership))
         except AiockptError as exc:
