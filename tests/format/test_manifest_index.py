@@ -18,7 +18,7 @@ from aiockpt.format.dcp.metadata import decode_metadata
 from aiockpt.format.index import ItemRange, ObjectEntry, TensorEntry
 from aiockpt.format.item.tensor_item import parse_tensor_item
 from aiockpt.format.manifest.columnar_index import IndexedEntries, ItemForm
-from aiockpt.format.manifest.index_writer import Cut, IndexDraft, ItemRows, encode_index
+from aiockpt.format.manifest.index_writer import Division, IndexDraft, ItemRows, encode_index
 from aiockpt.format.manifest.manifest import Manifest, encode_manifest
 from aiockpt.format.manifest.reader import decode_manifest
 from tests.states import training_state
@@ -297,8 +297,8 @@ def test_long_columns_are_complete(tmp_path: Path) -> None:
 def sharded(**change: Any) -> bytes:
     """Return a manifest of two tensors, the first in three parts, and an object between them; ``change`` its index."""
     forms = [ItemForm(torch.float16, (n, 3), (3, 1), 100 + n, 64, 6 * n) for n in (2, 1)]
-    cut = Cut((5, 3), [(0, 0), (2, 0), (4, 0)])
-    rows = ItemRows([0, 0, 1, -1, 1], [0, 1, 1, 0, 0], [64, 0, 256, 0, 512], [cut], [0, -1, -1])
+    division = Division((5, 3), [(0, 0), (2, 0), (4, 0)])
+    rows = ItemRows([0, 0, 1, -1, 1], [0, 1, 1, 0, 0], [64, 0, 256, 0, 512], [division], [0, -1, -1])
     head = encode_index(["w", "o", "v"], [("w",), ("o",), ("v",)], ["f", "g"], forms, rows)
     assert head is not None
     index = json.loads(IndexDraft(head, [3, 0, 2, -1, 1], [(3, 16, 30)]).finish([10, 11, 12, 13]))
@@ -326,17 +326,17 @@ def test_a_tensor_in_parts() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"cuts": [[[6, 3], [[0, 0], [2, 0], [4, 0]]]]},  # a row of it is missing
-        {"cuts": [[[5, 3], [[0, 0], [1, 0], [4, 0]]]]},  # two parts overlap
-        {"cuts": [[[5, 3], [[0, 0], [2, 0], [4, 1]]]]},  # a part reaches beyond it
-        {"cuts": [[[5], [[0], [2], [4]]]]},
-        {"cuts": [[[5, 3], [[0, 0], [2, 0]]]]},  # rows are left over
-        {"cuts": [[[5, 3], []]]},
-        {"cuts": [[[5, "3"], [[0, 0], [2, 0], [4, 0]]]]},
-        {"cuts": [[[0, 1 << 60, 1 << 60], [[0, 0], [2, 0], [4, 0]]]]},
-        {"cut": [0, -1]},
-        {"cut": [1, -1, -1]},
-        {"cut": [-1, 0, -1]},  # the object would be a part
+        {"divisions": [[[6, 3], [[0, 0], [2, 0], [4, 0]]]]},  # a row of it is missing
+        {"divisions": [[[5, 3], [[0, 0], [1, 0], [4, 0]]]]},  # two parts overlap
+        {"divisions": [[[5, 3], [[0, 0], [2, 0], [4, 1]]]]},  # a part reaches beyond it
+        {"divisions": [[[5], [[0], [2], [4]]]]},
+        {"divisions": [[[5, 3], [[0, 0], [2, 0]]]]},  # rows are left over
+        {"divisions": [[[5, 3], []]]},
+        {"divisions": [[[5, "3"], [[0, 0], [2, 0], [4, 0]]]]},
+        {"divisions": [[[0, 1 << 60, 1 << 60], [[0, 0], [2, 0], [4, 0]]]]},
+        {"division": [0, -1]},
+        {"division": [1, -1, -1]},
+        {"division": [-1, 0, -1]},  # the object would be a part
         {"form": [0, 0, -1, -1, 1]},
         {"forms": [["float16", [2, 3], [3, 1], 102, 64, 12], ["bfloat16", [1, 3], [3, 1], 101, 64, 6]]},
         {"objects": [[2, 16, 30]]},

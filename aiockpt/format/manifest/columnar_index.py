@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-    from aiockpt.format.manifest.index_writer import Cut
+    from aiockpt.format.manifest.index_writer import Division
 
 T = TypeVar("T")
 
@@ -64,8 +64,8 @@ class _Rows(Mapping[str, T]):
 class PartColumns(NamedTuple):
     """The rows of each name, where tensors are stored in parts."""
 
-    cuts: Sequence[Cut]
-    cut_of: NDArray[np.int64]  # by name: positions in ``cuts``; -1 if it has one row
+    divisions: Sequence[Division]
+    division_of: NDArray[np.int64]  # by name: positions in ``divisions``; -1 if it has one row
     begin_of: NDArray[np.int64]  # by name: its first row
 
 
@@ -84,12 +84,12 @@ class IndexedEntries(_Rows[Entry]):
 
     def __getitem__(self, name: str) -> Entry:
         number = self.numbers[name]
-        row, cut = number, -1
+        row, division = number, -1
         if self.parts is not None:
-            row, cut = int(self.parts.begin_of[number]), int(self.parts.cut_of[number])
-        count = len(self.parts.cuts[cut].offsets) if self.parts is not None and cut >= 0 else 1
+            row, division = int(self.parts.begin_of[number]), int(self.parts.division_of[number])
+        count = len(self.parts.divisions[division].offsets) if self.parts is not None and division >= 0 else 1
         columns = (self.form_of, self.file_of, self.offset_of, self.length_of, self.crc_of)
-        return self._entry(cut, [column[row : row + count].tolist() for column in columns])
+        return self._entry(division, [column[row : row + count].tolist() for column in columns])
 
     def items(self) -> ItemsView[str, Entry]:
         """Return all entries with their names, several times as fast as one by one."""
@@ -98,16 +98,16 @@ class IndexedEntries(_Rows[Entry]):
             return dict(zip(self.names, map(self._whole, *columns), strict=True)).items()
         found: dict[str, Entry] = {}
         ends = [*self.parts.begin_of[1:].tolist(), len(self.form_of)]
-        bounds = zip(self.names, self.parts.cut_of.tolist(), self.parts.begin_of.tolist(), ends, strict=True)
-        for name, cut, begin, end in bounds:
-            found[name] = self._entry(cut, [column[begin:end] for column in columns])
+        bounds = zip(self.names, self.parts.division_of.tolist(), self.parts.begin_of.tolist(), ends, strict=True)
+        for name, division, begin, end in bounds:
+            found[name] = self._entry(division, [column[begin:end] for column in columns])
         return found.items()
 
-    def _entry(self, cut: int, columns: Sequence[Sequence[int]]) -> Entry:
-        """Return an entry by its cut and its rows."""
-        if cut < 0 or self.parts is None:
+    def _entry(self, division: int, columns: Sequence[Sequence[int]]) -> Entry:
+        """Return an entry by its division and its rows."""
+        if division < 0 or self.parts is None:
             return self._whole(*(column[0] for column in columns))
-        shape, offsets = self.parts.cuts[cut]
+        shape, offsets = self.parts.divisions[division]
         chunks = tuple(map(self._chunk, offsets, *columns))
         return TensorEntry(self.forms[columns[0][0]].dtype, shape, chunks)
 

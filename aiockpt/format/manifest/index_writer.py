@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 _STEP = 8192  # rows of a column encoded at a time, so that no C function holds the GIL for long
 
 
-class Cut(NamedTuple):
+class Division(NamedTuple):
     """The division of a tensor into stored parts."""
 
     shape: tuple[int, ...]  # of the whole tensor
@@ -28,8 +28,8 @@ class ItemRows(NamedTuple):
     form_of: Sequence[int]  # positions in the list of forms; -1 for objects
     file_of: Sequence[int]  # positions in the list of files
     offset_of: Sequence[int]  # in the file, in bytes; zero for objects
-    cuts: Sequence[Cut] = ()  # of the tensors that are not stored whole
-    cut_of: Sequence[int] = ()  # by leaf, not by row: positions in ``cuts``; -1 for what has one row
+    divisions: Sequence[Division] = ()  # of the tensors that are not stored whole
+    division_of: Sequence[int] = ()  # by leaf, not by row: positions in ``divisions``; -1 for what has one row
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +82,8 @@ def encode_index(
         "file": encode_column(rows.file_of),
         "offset": encode_column(rows.offset_of),
     }
-    if rows.cuts:
-        columns |= {"cuts": encode_column(rows.cuts), "cut": encode_column(rows.cut_of)}
+    if rows.divisions:
+        columns |= {"divisions": encode_column(rows.divisions), "division": encode_column(rows.division_of)}
     return ",".join(f'\n    "{key}": {text}' for key, text in columns.items())
 
 

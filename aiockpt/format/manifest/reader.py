@@ -10,9 +10,9 @@ are in ``objects``. The path of a leaf is ``parents[parent]`` and the rest of it
 the parents listed in ``sequences`` are elements of a list. Offsets and lengths are in bytes; the CRC-32 is the
 payload's.
 
-Where several ranks have stored tensors in parts, ``cut`` has for each leaf a position in ``cuts``, which lists the
-distinct (shape of the whole tensor, offsets of each part), or -1; and ``form``, ``file``, ``offset`` and ``crc32`` have
-a row for each part, leaf by leaf.
+Where several ranks have stored tensors in parts, ``division`` has for each leaf a position in ``divisions``, which
+lists the distinct (shape of the whole tensor, offsets of each part), or -1; and ``form``, ``file``, ``offset`` and
+``crc32`` have a row for each part, leaf by leaf.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from aiockpt.format.index import Index
 from aiockpt.format.item.arrays import ARRAY_RECORD, check_arrays
 from aiockpt.format.keys import FACTORIES, decode_key
 from aiockpt.format.manifest.columnar_index import IndexedEntries, IndexedPaths, ItemForm, PartColumns
-from aiockpt.format.manifest.index_writer import Cut, head_of
+from aiockpt.format.manifest.index_writer import Division, head_of
 from aiockpt.format.manifest.manifest import FORMAT_VERSION, SEAL, FileFacts, JsonValue, Manifest, read_user_metadata
 from aiockpt.format.names import MANIFEST_NAME
 from aiockpt.format.transforms.item_transforms import decode_transformed
@@ -228,32 +228,32 @@ def _form(
 
 def _parts(raw: Any, names: int) -> tuple[PartColumns | None, int]:
     """Return the rows of each name, and the number of all; None if each name has one."""
-    if "cuts" not in raw:
+    if "divisions" not in raw:
         return None, names
-    cuts = [Cut(tuple(shape), [tuple(each) for each in offsets]) for shape, offsets in raw["cuts"]]
-    for cut in cuts:
-        numbers = [*cut.shape, *chain.from_iterable(cut.offsets)]
-        is_sound = len(cut.shape) <= MAX_DIMS and all(type(n) is int and 0 <= n <= _MAX_BYTES for n in numbers)
+    divisions = [Division(tuple(shape), [tuple(each) for each in offsets]) for shape, offsets in raw["divisions"]]
+    for division in divisions:
+        numbers = [*division.shape, *chain.from_iterable(division.offsets)]
+        is_sound = len(division.shape) <= MAX_DIMS and all(type(n) is int and 0 <= n <= _MAX_BYTES for n in numbers)
         # torch computes the strides of an empty tensor as if its zeros were ones, and fails if that overflows 63 bits.
-        if not is_sound or math.prod([n or 1 for n in cut.shape]) > _MAX_BYTES:
+        if not is_sound or math.prod([n or 1 for n in division.shape]) > _MAX_BYTES:
             raise ValueError("a tensor of the index is divided in a way that is not possible")
-    cut_of = _numbers(raw, "cut", names, -1, len(cuts) - 1)
-    # One more at the end, for what is stored whole, which has the cut -1.
-    ends = np.cumsum(np.array([*(len(cut.offsets) for cut in cuts), 1], dtype=np.int64)[cut_of])
+    division_of = _numbers(raw, "division", names, -1, len(divisions) - 1)
+    # One more at the end, for what is stored whole, which has the division -1.
+    ends = np.cumsum(np.array([*(len(division.offsets) for division in divisions), 1], dtype=np.int64)[division_of])
     begin_of = np.concatenate([np.zeros(1, np.int64), ends])
-    return PartColumns(cuts, cut_of, begin_of[:-1]), int(begin_of[-1])
+    return PartColumns(divisions, division_of, begin_of[:-1]), int(begin_of[-1])
 
 
 def _check_parts(parts: PartColumns, forms: Sequence[ItemForm], form_of: NDArray[np.int64]) -> None:
     """Check that the parts of each tensor are all of it, each element once."""
     known: set[tuple[int, bytes]] = set()
-    for number in np.flatnonzero(parts.cut_of >= 0).tolist():
-        cut, begin = int(parts.cut_of[number]), int(parts.begin_of[number])
-        shape, offsets = parts.cuts[cut]
+    for number in np.flatnonzero(parts.division_of >= 0).tolist():
+        division, begin = int(parts.division_of[number]), int(parts.begin_of[number])
+        shape, offsets = parts.divisions[division]
         rows = form_of[begin : begin + len(offsets)]
-        if (cut, rows.tobytes()) in known:
+        if (division, rows.tobytes()) in known:
             continue
-        known.add((cut, rows.tobytes()))
+        known.add((division, rows.tobytes()))
         mine = [forms[row] for row in rows.tolist()]
         if rows.min(initial=0) < 0 or len({form.dtype for form in mine}) != 1:
             raise ValueError("the parts of a tensor in the index are not of one dtype")

@@ -19,7 +19,7 @@ from aiockpt.core.strides import row_strides
 from aiockpt.errors import SaveError
 from aiockpt.format.dcp.metadata_opcodes import MetadataDraft, MetadataHead, metadata_tail
 from aiockpt.format.dcp.metadata_writer import RangeTable, ShardedEntry, encode_metadata
-from aiockpt.format.manifest.index_writer import Cut, Drafts, IndexDraft, ItemRows, encode_index
+from aiockpt.format.manifest.index_writer import Division, Drafts, IndexDraft, ItemRows, encode_index
 from aiockpt.format.manifest.manifest import FileFacts
 from aiockpt.format.names import METADATA_NAME
 from aiockpt.format.safetensors.writer import Stored
@@ -182,12 +182,12 @@ class GlobalPlanCache:
             taken += len(each.leaves)
         ranks: list[int] = []  # by row: the rank that writes it, and the leaf there
         leaves: list[int] = []
-        cut_of: list[int] = []
-        cuts: list[Cut] = []
+        division_of: list[int] = []
+        divisions: list[Division] = []
         known: dict[tuple[int, tuple[int, ...]], int] = {}  # by the identity of the parts, and the shape
         object_rows: list[int] = []
         for name in plan.paths:
-            tensor, cut = plan.tensors.get(name), -1
+            tensor, division = plan.tensors.get(name), -1
             if tensor is None:
                 object_rows.append(len(ranks))
                 rank, leaf = plan.objects[name]
@@ -197,13 +197,13 @@ class GlobalPlanCache:
                 ranks += tensor.ranks
                 leaves += tensor.leaves
                 if len(tensor.cut) > 1 or tensor.cut[0][1] != tensor.shape:
-                    cut = known.setdefault((id(tensor.cut), tensor.shape), len(cuts))
-                    if cut == len(cuts):
-                        cuts.append(Cut(tensor.shape, [offsets for offsets, _ in tensor.cut]))
-            cut_of.append(cut)
+                    division = known.setdefault((id(tensor.cut), tensor.shape), len(divisions))
+                    if division == len(divisions):
+                        divisions.append(Division(tensor.shape, [offsets for offsets, _ in tensor.cut]))
+            division_of.append(division)
         where = self._begins[np.array(ranks, np.int64)] + np.array(leaves, np.int64)
         columns = [each[where].tolist() for each in (form_of, file_of, table.offsets)]
-        places = ItemRows(columns[0], columns[1], columns[2], cuts, cut_of)
+        places = ItemRows(columns[0], columns[1], columns[2], divisions, division_of)
         head = encode_index(list(plan.paths), list(plan.paths.values()), table.files, list(forms), places)
         return _IndexHead(head, slots[where].tolist(), object_rows)
 
