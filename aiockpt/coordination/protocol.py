@@ -64,7 +64,7 @@ from aiockpt.errors import CoordinationError
 
 logger = logging.getLogger("aiockpt")
 
-Kind = Literal["save", "load", "agree"]
+Kind = Literal["save", "load", "agree", "fallback"]
 
 RECONNECT_S = 2.0
 """Limit for a living rank whose link broke to connect again; after it, rank 0 takes it for dead."""

@@ -136,16 +136,11 @@ class Submitter:
         job.captured_s = time.perf_counter() - started
         return job
 
-    def _fallback_for(self, where: str, storage: Storage, *, together: bool) -> str | None:
+    def _fallback_for(self, where: str, storage: Storage) -> str | None:
         """Return the fallback path of a checkpoint."""
         fallback = self._options.fallback_path
         if fallback is None:
             return None
-        if together:
-            raise SaveError(
-                f"{where}: fallback_path is for one process; several ranks have none. Leave it out, or save with "
-                "process_group=None"
-            )
         if callable(fallback):
             return storage.resolve(os.fspath(fallback(where)))
         return storage.resolve(os.path.join(os.fspath(fallback), os.path.basename(where)))
@@ -173,7 +168,7 @@ class Submitter:
             )
         if engine.leads:  # one rank decides for all: the others may be behind or ahead of it
             engine.queue.admit(where)
-        fallback = self._fallback_for(where, storage, together=together)
+        fallback = self._fallback_for(where, storage)
         check = storage.check_repository if format == "safetensors" else storage.check
         self._check_path(check, where, fallback, overwrite=request.overwrite)
         self._check_transforms(request, format)

@@ -264,6 +264,19 @@ class CollectiveSave(SaveStrategy):
             return exc
         return error
 
+    async def fall_back(self, fallback: str, hindrance: str | None, *, is_planned: bool) -> str:
+        """Agree on the path: all ranks save there, or none; rank 0 begins the transaction if there is a plan."""
+        job, coordinator = self._job, self._world.coordinator
+        what, self._call, self._transaction = f"the fallback of {self._what}", coordinator.call("fallback"), None
+        job.spec = replace(job.spec, call=self._call)  # this one has to be given up from now on
+        mine = is_planned if hindrance is None else SaveError(hindrance)
+        decide = partial(self._global.fall_back, fallback)
+        path, ticket = await coordinator.round(self._call, what, mine, decide, self._global.undo)
+        if ticket is not None:
+            self._assignment = replace(self._assignment, ticket=ticket)
+        self._what, self._over = f"the save of {path}", False
+        return str(path)
+
 
 def _own_summary(plan: SavePlan, files: dict[str, FileFacts]) -> Summary:
     """Sum up this rank's share: the other ranks' is not known here."""
@@ -335,24 +348,33 @@ class GlobalSave:
         is_new = plan is None or plan is not kept
         self._token = next(self._tokens) if plan is None else plan.token
         self.plan = plan
-        job = self._job
-        storage = shared_storage(job.spec.storage)
-        self.transaction = await storage.begin(job.path, overwrite=job.overwrite, workers=self._io)
+        ticket = await self._begin(self._job.path, overwrite=self._job.overwrite)
         shares: Sequence[list[int] | None] = [None] * len(requests)  # the same as in the last save
         shared: Sequence[SharedFiles | None] = [None] * len(requests)
         if is_new and plan is not None:
             shares = plan.plan.assignments
-        if isinstance(plan, SharedPlanCache):
-            for name, nbytes in plan.sizes.items():
-                await self.transaction.reserve("" if plan.is_single_file else name, nbytes)
-            if is_new:
+            if isinstance(plan, SharedPlanCache):
                 shared = [plan.share_of(rank) for rank in range(len(requests))]
         # The secret signs the sidecar files of the writer processes: other users may be able to write to the directory.
         report, secret = plan is None or not plan.knows_places, secrets.token_bytes(32)
         return [
-            RankAssignment(self.transaction.ticket, self._token, share, report, secret, files)
+            RankAssignment(ticket, self._token, share, report, secret, files)
             for share, files in zip(shares, shared, strict=True)
         ]
+
+    async def _begin(self, path: str, *, overwrite: bool) -> str:
+        """Begin the transaction; return its ticket."""
+        storage, plan = shared_storage(self._job.spec.storage), self.plan
+        self.transaction = await storage.begin(path, overwrite=overwrite, workers=self._io)
+        if isinstance(plan, SharedPlanCache):
+            for name, nbytes in plan.sizes.items():
+                await self.transaction.reserve("" if plan.is_single_file else name, nbytes)
+        return self.transaction.ticket
+
+    async def fall_back(self, path: str, are_planned: Sequence[bool]) -> list[tuple[str, str | None]]:
+        """Return the path to save to, and the ticket of the transaction if all ranks have a plan."""
+        ticket = await self._begin(path, overwrite=False) if all(are_planned) else None
+        return [(path, ticket)] * len(are_planned)
 
     def _check_alike(self, requests: Sequence[PlanRequest]) -> None:
         for rank, request in enumerate(requests):

@@ -17,7 +17,15 @@ import anyio.lowlevel
 
 from aiockpt.core.spans import record_to, span
 from aiockpt.core.threads import SHORT_ITEMS, Duty, Origin
-from aiockpt.errors import CommitError, SaveCancelledError, SaveError, TornSnapshotError, WriteError, unwrapped
+from aiockpt.errors import (
+    AiockptError,
+    CommitError,
+    SaveCancelledError,
+    SaveError,
+    TornSnapshotError,
+    WriteError,
+    unwrapped,
+)
 from aiockpt.planning.dcp_plan import DcpFormat, DcpPlan
 from aiockpt.planning.encoding import codings_of
 from aiockpt.saving.staging_session import Leases, StagerRouter, StagingChunk
@@ -106,9 +114,10 @@ class SavePipeline:
         try:
             return await self._save()
         except BaseException as exc:
-            if job.spec.fallback is None or not self._is_storage_failure(exc):
+            error = unwrapped(exc)
+            if job.spec.fallback is None or not isinstance(error, WriteError | CommitError):
                 raise
-            return await self._save_to_fallback(unwrapped(exc), job.spec.fallback)
+            return await self._save_to_fallback(error, job.spec.fallback)
         finally:
             await self._leases.give_back()
 
@@ -130,12 +139,13 @@ class SavePipeline:
                 "await `staged` before changing tensors"
             ) from None
 
-    async def _save_as_planned(self) -> SaveResult:
+    async def _save_as_planned(self, plan: SavePlan | None = None) -> SaveResult:
         await self._leases.give_back()  # of an earlier attempt: with a small pool, they may be all there is
         self._kept.clear()
         begin = time.perf_counter()
-        with span("plan"):
-            self._plan = plan = await self._strategy.plan()
+        if plan is None:
+            with span("plan"):
+                self._plan = plan = await self._strategy.plan()
         self._job.turn.pass_milestone("planned")
         self._planned_s = time.perf_counter() - begin
         self._staged_bytes = self._written_bytes = 0
@@ -336,21 +346,23 @@ class SavePipeline:
 
     # --- failures, and what comes after -------------------------------------------------------------
 
-    def _is_storage_failure(self, error: BaseException) -> bool:
-        job = self._job
-        is_called_off = job.consistency.abort_error is not None or job.scope.cancel_called
-        return isinstance(unwrapped(error), (WriteError, CommitError)) and not is_called_off
-
     async def _save_to_fallback(self, error: BaseException, fallback: str) -> SaveResult:
         """Save to the fallback what could not be saved to the path that was asked for.
 
         If everything is staged, from staging memory; before that from the tensors, which have not changed.
         """
-        job = self._job
-        is_staged = job.consistency.copied
-        if not (self._kept if is_staged else job.consistency.reset_for_restage()):
-            error.add_note(f"it was too late to save it to {fallback}: more staging_bytes would keep what is staged")
-            raise error
+        job, strategy = self._job, self._strategy
+        is_staged, hindrance = job.consistency.copied, None
+        if job.consistency.abort_error is not None or job.scope.cancel_called:
+            hindrance = "the save was called off"
+        elif not (self._kept if is_staged else job.consistency.reset_for_restage()):
+            hindrance = f"it was too late to save it to {fallback}: more staging_bytes would keep what is staged"
+        try:
+            with anyio.CancelScope(shield=True):  # several ranks agree on it
+                fallback = await strategy.fall_back(fallback, hindrance, is_planned=self._plan is not None)
+        except AiockptError as exc:
+            error.add_note(str(exc))
+            raise error from error.__cause__
         job.path, job.fallback_error = fallback, error
         job.overwrite = False  # the caller has allowed to replace what is at the path, not what is at the fallback
         logger.warning("%s; it is saved to %s instead", error, fallback)
@@ -358,8 +370,10 @@ class SavePipeline:
             if is_staged and self._plan is not None:
                 self._written_bytes = 0  # the chunks go to another writer
                 result = await self._write_and_commit(self._plan, self._write_again)
-            else:
+            elif strategy.can_replan:
                 result = await self._save()
+            else:  # of several ranks, some may have staged by this plan
+                result = await self._save_as_planned(self._plan)
         except BaseException as worse:
             if not isinstance(unwrapped(worse), Exception):  # a cancellation
                 raise

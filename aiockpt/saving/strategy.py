@@ -60,6 +60,13 @@ class SaveStrategy(ABC):
     async def fail(self, error: BaseException) -> BaseException:
         """Undo what was done since `plan`; return the error to raise. Not to be cancelled."""
 
+    @abstractmethod
+    async def fall_back(self, fallback: str, hindrance: str | None, *, is_planned: bool) -> str:
+        """Return the path to save to after a failure; raise SaveError if this rank, or another, has a hindrance.
+
+        ``is_planned``: what follows is not `plan`, but `begin` for the plan that there is.
+        """
+
 
 class LocalSave(SaveStrategy):
     """A save of one process."""
@@ -106,6 +113,11 @@ class LocalSave(SaveStrategy):
             except AiockptError as exc:
                 error.add_note(str(exc))
         return error
+
+    async def fall_back(self, fallback: str, hindrance: str | None, *, is_planned: bool) -> str:
+        if hindrance is not None:
+            raise SaveError(hindrance)
+        return fallback
 
 
 class AppendSave(LocalSave):

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import aiockpt
+from aiockpt.storage.base import Storage
 from aiockpt.storage.local.storage import LocalStorage
-from aiockpt.testing import GatedStorage
+from aiockpt.testing import FaultyStorage, GatedStorage
 from tests.ranks.failing import SMALL, state_of, whole_state
 from tests.ranks.world import World
 from tests.states import assert_same
+from tests.writing.gates import BrokenStorage
 
 
 async def save_too_fast(rank: int, size: int, folder: Path, options: dict[str, Any]) -> list[tuple[bool, str]]:
@@ -75,16 +78,108 @@ def test_a_save_that_times_out_on_one_rank_fails_on_all(world2: World, tmp_path:
     assert not (tmp_path / "c").exists()
 
 
-async def save_with_a_fallback(rank: int, size: int, folder: Path) -> str:
-    async with aiockpt.AsyncCheckpointer(fallback_path=folder / "spare") as ckpt:
-        try:
-            ckpt.save(state_of(rank, size, 1), folder / "c")
-        except aiockpt.SaveError as exc:
-            return str(exc)
-    return ""
+# --- fallback_path ----------------------------------------------------------------------------------
 
 
-def test_a_fallback_path_is_refused_with_several_ranks(world2: World, tmp_path: Path) -> None:
-    for message in world2.results(save_with_a_fallback, tmp_path):
-        assert "fallback_path is for one process" in message
+def full() -> OSError:
+    return OSError(errno.ENOSPC, "No space left on device")
+
+
+ROOMY: dict[str, Any] = {"chunk_bytes": 1 << 18, "staging_bytes": 1 << 24, "io_threads": 1}
+"""Options with memory for a rank's share, which is kept for the fallback."""
+
+
+async def save_to_a_fallback(
+    rank: int, size: int, folder: Path, step: str, failing: int, given: dict[str, Any], writer: str
+) -> tuple[str, str, str]:
+    """Save while the storage of one rank fails; return the path of the save, its error, and the next save's path."""
+    state = state_of(rank, size, 1)
+    if given.get("format") == "safetensors":
+        state = {"cut": state["cut"], "both": state["model"]["both"]}
+    storage: Storage = LocalStorage()
+    if rank == failing:  # that of a process is copied, and would fail once in each copy
+        path = str(folder / "c")
+        storage = FaultyStorage(storage, step, full()) if writer == "thread" else BrokenStorage(step, path)
+    options = {"fallback_path": folder / ("spare" if rank == 0 else "other"), "writer": writer}
+    async with aiockpt.AsyncCheckpointer(**options, **ROOMY) as ckpt:
+        result = await ckpt.save(state, folder / "c", storage=storage, **given)
+        later = await ckpt.save(state, folder / "d", **given)
+    return result.path, str(result.fallback_error), later.path
+
+
+@pytest.mark.parametrize(
+    ("step", "failing", "given", "writer"),
+    [
+        *((step, 0, {}, "thread") for step in ("begin", "create", "write", "finish", "commit")),
+        *((step, 1, {}, "thread") for step in ("join", "create", "write", "finish", "commit")),
+        *(
+            (step, rank, {"format": "safetensors"}, "thread")
+            for step, rank in (("begin", 0), ("join", 1), ("commit", 0))
+        ),
+        *((step, rank, {"compress": "zstd"}, "thread") for step, rank in (("create", 1), ("commit", 0))),
+        *((step, rank, {}, "process") for step, rank in (("begin", 0), ("join", 1), ("commit", 0), ("commit", 1))),
+    ],
+)
+def test_all_ranks_go_to_the_fallback_of_rank_0(
+    world2: World, tmp_path: Path, step: str, failing: int, given: dict[str, Any], writer: str
+) -> None:
+    for path, error, later in world2.results(save_to_a_fallback, tmp_path, step, failing, given, writer):
+        assert path == str(tmp_path / "spare" / "c")
+        assert "no space" in error.lower()
+        assert later == str(tmp_path / "d")
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["d", "spare"]
+    expected = whole_state(2, 1)
+    if given.get("format") == "safetensors":
+        expected = {"both": expected["model"]["both"], "cut": expected["cut"]}  # sorted by name
+    with aiockpt.SyncCheckpointer() as ckpt:
+        for path in (tmp_path / "spare" / "c", tmp_path / "d"):
+            assert ckpt.verify(path).ok
+            assert_same(expected, ckpt.load(path))
+
+
+async def save_with_little_memory(rank: int, size: int, folder: Path, poor: int) -> tuple[str, list[str]]:
+    """Save while rank 0 can't publish, and one rank has not kept what it has staged; then save again."""
+    storage = FaultyStorage(LocalStorage(), "commit", full()) if rank == 0 else LocalStorage()
+    async with aiockpt.AsyncCheckpointer(fallback_path=folder / "spare", **(SMALL if rank == poor else ROOMY)) as ckpt:
+        with pytest.raises(aiockpt.SaveError) as caught:
+            await ckpt.save(state_of(rank, size, 1), folder / "c", storage=storage)
+        await ckpt.save(state_of(rank, size, 2), folder / "d")
+    return str(caught.value), caught.value.__notes__
+
+
+@pytest.mark.parametrize("poor", [0, 1])
+def test_no_rank_goes_to_the_fallback_if_one_can_not(world2: World, tmp_path: Path, poor: int) -> None:
+    for error, notes in world2.results(save_with_little_memory, tmp_path, poor):
+        assert "No space left on device" in error
+        assert any(f"rank {poor}: it was too late to save it to {tmp_path / 'spare' / 'c'}" in note for note in notes)
+    assert [each.name for each in tmp_path.iterdir()] == ["d"]
+
+
+async def save_where_nothing_works(rank: int, size: int, folder: Path) -> list[str]:
+    """Save while rank 1 can't write anywhere, then where it can."""
+    storage = FaultyStorage(LocalStorage(), "write", full(), times=100)
+    async with aiockpt.AsyncCheckpointer(fallback_path=folder / "spare", **ROOMY) as ckpt:
+        with pytest.raises(aiockpt.WriteError) as caught:
+            await ckpt.save(state_of(rank, size, 1), folder / "c", storage=storage if rank else None)
+        await ckpt.save(state_of(rank, size, 2), folder / "d")
+    return caught.value.__notes__
+
+
+def test_both_errors_are_told_if_the_fallback_fails_too(world2: World, tmp_path: Path) -> None:
+    for notes in world2.results(save_where_nothing_works, tmp_path):
+        assert any("nor could it be saved to" in note for note in notes)
+    assert sorted(each.name for each in tmp_path.iterdir()) in (["d"], ["d", "spare"])
+    assert not list(tmp_path.glob("spare/*"))
+
+
+async def save_with_one_fallback(rank: int, size: int, folder: Path) -> str:
+    async with aiockpt.AsyncCheckpointer(fallback_path=folder / "spare" if rank else None) as ckpt:
+        with pytest.raises(aiockpt.SaveError) as caught:
+            await ckpt.save(state_of(rank, size, 1), folder / "c")
+    return str(caught.value)
+
+
+def test_all_ranks_have_a_fallback_or_none(world2: World, tmp_path: Path) -> None:
+    for message in world2.results(save_with_one_fallback, tmp_path):
+        assert "the use of fallback_path is False on rank 0 but True on rank 1" in message
     assert list(tmp_path.iterdir()) == []
