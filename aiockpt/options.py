@@ -167,7 +167,7 @@ class CheckpointerOptions:
             they keep their name. Or a function from the path to another path. The result has the new ``path``, and
             the error as ``fallback_error``. Nothing is overwritten there. The staging memory of the save is kept until
             it is published, so a state larger than the staging memory can use the fallback only while it is not staged.
-            For one process.
+            Of several ranks all save to the fallback of rank 0, or none do.
         staging_window: a throttle for copying: a rate, or an allowance after each `window()`. None: no limit.
         writer: what computes CRCs, writes and commits. "thread": threads of this process. "process", or a
             `ProcessWriter`: a separate process, which is started in the background at the first use, shares staging

@@ -13,12 +13,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import aiockpt
-from tests.keystream import Keystream
+from tests.format.transforms.encryption import ChaCha20
 from tests.ranks.layouts import distributed, full_tensors
 from tests.ranks.world import World
 from tests.stock import ALONE
 
-TRANSFORMS = [Keystream(b"a key")]
+TRANSFORMS = [ChaCha20(bytes(range(32)))]
 SAFETENSORS = ["even", "uneven", "row", "scalar", "empty", "large"]
 
 
