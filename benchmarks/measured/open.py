@@ -30,6 +30,8 @@ from benchmarks.peers.openers import (
     safe_open,
     torch_map,
 )
+from benchmarks.ranks import savers
+from benchmarks.ranks.world import World
 from benchmarks.report.bars import Bar, by_name, compare
 from benchmarks.report.report import Report, Table, duration, median_time, most_mib, number, spread
 
@@ -37,7 +39,8 @@ OPTIONS = ("count", "nbytes", "rounds", "only", "load")
 ROUNDS = 3
 LOAD_ROUNDS = 1  # some contenders take minutes
 
-_OURS, _STOCK = "aiockpt, own checkpoint", "dcp read_metadata"
+_OURS, _STOCK, _RANKS = "aiockpt, own checkpoint", "dcp read_metadata", "aiockpt, own of several ranks"
+_SIZE = 4
 
 
 def make_all(state: State, directory: Path) -> None:
@@ -46,6 +49,8 @@ def make_all(state: State, directory: Path) -> None:
         make(state, directory / name)
     make_plain(directory / "aiockpt", directory / "plain")
     make_stock(directory / "aiockpt", directory / "stock", state)
+    with World(_SIZE) as world:
+        world.call(savers.save_parts, len(state), next(iter(state.values())).nbytes, directory / "ranks")
 
 
 def openers(directory: Path) -> list[Opener]:
@@ -53,6 +58,7 @@ def openers(directory: Path) -> list[Opener]:
     own, plain, stock = (directory / name for name in ("aiockpt", "plain", "stock"))
     return [
         Aiockpt(own, _OURS),
+        Aiockpt(directory / "ranks", _RANKS, f"as many items, {_SIZE} of each tensor", ranks=_SIZE),
         Aiockpt(plain, "aiockpt, own without a manifest", "its .metadata"),
         Aiockpt(stock, "aiockpt, stock checkpoint", "DCP's .metadata"),
         read_metadata(stock, _STOCK, "unpickles DCP's .metadata"),
@@ -68,8 +74,7 @@ async def measure(selected: Sequence[Opener], state: State, rounds: int, *, cold
     Returns:
         All runs, and the means by which files were dropped from the page cache.
     """
-    key = list(state)[len(state) // 2]
-    expected = len(state), tuple(state[key].shape)
+    names, (elements,) = list(state), next(iter(state.values())).shape
     means = ""
 
     async def open_once(opener: Opener, _number: int) -> Sample:
@@ -78,6 +83,8 @@ async def measure(selected: Sequence[Opener], state: State, rounds: int, *, cold
         means = machine.drop_from_cache(opener.files())
         if not cold:
             machine.bring_into_cache(opener.files())
+        count = len(names) // opener.ranks
+        key, expected = names[count // 2], (count, (elements * opener.ranks,))
         async with AsyncExitStack() as stack:
             found, sample = await timed(functools.partial(opener.open, key, stack), "opened_s")
         if found != expected:
@@ -139,6 +146,9 @@ def bars(kind: str, runs: Sequence[Runs]) -> list[Bar]:
             [stock],
             by_name(runs, "aiockpt, stock checkpoint"),
             what,
+        ),
+        compare(
+            f"{kind}, aiockpt with {_SIZE} ranks' checkpoint : one process's", [ours], by_name(runs, _RANKS), what, 0.9
         ),
         *(compare(f"{kind}, aiockpt : {run.name}, speed", [run], ours, what) for run in rest),
     ]

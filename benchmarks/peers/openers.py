@@ -50,6 +50,7 @@ class Opener(ABC):
 
     name: str
     note: str = ""
+    ranks = 1  # it was saved by so many, each tensor in as many parts: there are fewer tensors, but as many items
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -69,9 +70,9 @@ class Opener(ABC):
 class Aiockpt(Opener):
     """This package."""
 
-    def __init__(self, path: Path, name: str, note: str = "") -> None:
+    def __init__(self, path: Path, name: str, note: str = "", *, ranks: int = 1) -> None:
         super().__init__(path)
-        self.name, self.note = name, note
+        self.name, self.note, self.ranks = name, note, ranks
         self._checkpointer = aiockpt.AsyncCheckpointer()
 
     async def open(self, key: str, stack: AsyncExitStack) -> tuple[int, tuple[int, ...]]:

@@ -16,12 +16,12 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import aiockpt
 from aiockpt.options import SaveFormat
 from benchmarks.harness.measure import Sample
-from benchmarks.harness.states import State, random_tensor, same_bits, size_of, transformer_state
+from benchmarks.harness.states import State, random_tensor, same_bits, size_of, small_state, transformer_state
 from benchmarks.limits import raw
 from benchmarks.peers.contenders import dcp_writer
 from benchmarks.ranks.world import Rank
@@ -242,6 +242,14 @@ def prepare_tiny(rank: Rank, count: int) -> list[tuple[str, str, bool]]:
             DcpRanks(rank, 1, cache=True),
         ],
     )
+
+
+def save_parts(rank: Rank, count: int, nbytes: int, path: Path) -> None:
+    """Save small tensors in ``count`` parts of ``nbytes`` each, one of each tensor on every rank."""
+    mesh = init_device_mesh("cpu", (rank.size,))
+    state = small_state(count // rank.size, nbytes * rank.size)
+    with aiockpt.SyncCheckpointer() as ckpt:
+        ckpt.save({name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in state.items()}, path)
 
 
 def introduce(rank: Rank, savers: list[RankSaver]) -> list[tuple[str, str, bool]]:
