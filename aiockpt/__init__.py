@@ -14,6 +14,7 @@ from aiockpt.core.gc_pause import gc_pause
 _HOMES = {
     "_version": ("__version__",),
     "checkpointer": ("AsyncCheckpointer", "open"),
+    "coordination.ranks": ("Ranks",),
     "reading.info": ("ChunkInfo", "ObjectInfo", "TensorInfo"),
     "errors": (
         "AiockptError",

@@ -3,6 +3,7 @@
 from aiockpt._version import __version__ as __version__
 from aiockpt.checkpointer import AsyncCheckpointer as AsyncCheckpointer
 from aiockpt.checkpointer import open as open
+from aiockpt.coordination.ranks import Ranks as Ranks
 from aiockpt.core.futures import Completion as Completion
 from aiockpt.engine.queue import Statistics as Statistics
 from aiockpt.errors import AiockptError as AiockptError

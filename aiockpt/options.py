@@ -128,6 +128,7 @@ class CheckpointerOptions:
             number of times and in the same order; together they write one checkpoint. "default": all ranks of
             ``torch.distributed`` if that is initialised at the first use, else this process alone. None: this process
             alone. The group itself is not used to communicate: the ranks connect to rank 0 by TCP at the first save.
+            `Ranks`: processes without ``torch.distributed``.
         coordination_timeout: seconds that a rank waits for the others before the save fails. The time that the others
             take to write counts too. It is also the time that rank 0 may be silent while it publishes.
         planning: how the ranks plan what each of them writes, at the first save and after a change of the state.

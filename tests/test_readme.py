@@ -28,7 +28,7 @@ from tests.states import assert_same
 README = Path(__file__).parents[1] / "README.md"
 DOCS = Path(aiockpt.__file__).parent / "docs"
 FILES = [README, *sorted(DOCS.glob("*.md"))]
-ELSEWHERE = "# train.py\n"  # run by tests/ranks/test_readme.py
+ELSEWHERE = "# train.py\n", "# ranks.py\n"  # run by tests in tests/ranks
 
 
 def examples(file: Path) -> list[str]:

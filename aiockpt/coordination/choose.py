@@ -6,24 +6,28 @@ from typing import TYPE_CHECKING, Literal
 
 import torch.distributed
 
+from aiockpt.coordination.ranks import Ranks
 from aiockpt.errors import CoordinationError
 
 if TYPE_CHECKING:
     from aiockpt.coordination.coordinator import Coordinator
 
-ProcessGroupLike = torch.distributed.ProcessGroup | Literal["default"] | None
+
+ProcessGroupLike = torch.distributed.ProcessGroup | Ranks | Literal["default"] | None
 """A group of ranks; ``"default"`` for all ranks of the program, if it is distributed; None for this process alone."""
 
 
 def check_group(group: object) -> None:
     """Raise TypeError if it is no process group, ValueError if this rank is not in it."""
     distributed = torch.distributed
-    if group is None or group == "default":
+    if group is None or group == "default" or isinstance(group, Ranks):
         return
     if distributed.is_available() and group is distributed.GroupMember.NON_GROUP_MEMBER:
         raise ValueError("this rank is not in the process group; make no checkpointer here, or with process_group=None")
     if not (distributed.is_available() and isinstance(group, distributed.ProcessGroup)):
-        raise TypeError(f"process_group must be a torch.distributed.ProcessGroup, 'default' or None, not {group!r}")
+        raise TypeError(
+            f"process_group must be a torch.distributed.ProcessGroup, aiockpt.Ranks, 'default' or None, not {group!r}"
+        )
 
 
 def choose_coordinator(group: ProcessGroupLike, timeout_s: float, *, was_distributed: bool) -> Coordinator | None:
@@ -32,9 +36,9 @@ def choose_coordinator(group: ProcessGroupLike, timeout_s: float, *, was_distrib
     ``was_distributed``: the program was distributed when the checkpointer was made. If it no longer is, this raises
     CoordinationError.
     """
-    if group is None:
+    if group is None or (isinstance(group, Ranks) and group.size == 1):
         return None
-    if not is_distributed():
+    if not isinstance(group, Ranks) and not is_distributed():
         if group == "default" and not was_distributed:
             return None
         raise CoordinationError(
@@ -43,7 +47,7 @@ def choose_coordinator(group: ProcessGroupLike, timeout_s: float, *, was_distrib
         )
     distributed = torch.distributed
     chosen = distributed.group.WORLD if group == "default" else group
-    if chosen is None or chosen.size() == 1:
+    if chosen is None or (not isinstance(chosen, Ranks) and chosen.size() == 1):
         return None
     # Only now: it imports stores, which a torch without distributed does not have.
     from aiockpt.coordination.coordinator import Coordinator

@@ -27,6 +27,7 @@ from aiockpt.errors import CoordinationError
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from aiockpt.coordination.ranks import Ranks
 
 logger = logging.getLogger("aiockpt")
 
@@ -50,7 +51,7 @@ class _Decision(NamedTuple):
 
 
 class Coordinator:
-    """One rank's connection to the other ranks of a `torch.distributed` process group of any backend. Rank 0 leads.
+    """One rank's connection to the other ranks, of a `torch.distributed` process group or of `Ranks`. Rank 0 leads.
 
     The group only names the ranks and provides the store in which they meet: nothing is ever sent over it,
     and no group is registered with `torch.distributed`, so the program's own collectives and ``new_group`` calls
@@ -61,7 +62,7 @@ class Coordinator:
     group gets a CoordinationError.
     """
 
-    def __init__(self, group: ProcessGroup, *, timeout_s: float) -> None:
+    def __init__(self, group: ProcessGroup | Ranks, *, timeout_s: float) -> None:
         address = RankAddress(group)
         self.rank = address.rank  # in the group, from 0
         self.world_size = address.world_size

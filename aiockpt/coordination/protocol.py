@@ -266,12 +266,12 @@ class Leader(_Side):
                 return
             secret, name = secrets.token_bytes(32), f"0\n{self._address.own_name()}"
             try:
-                hosts = await self._rendezvous.addresses(operation, deadline)
+                host = self._address.host
+                hosts = [host] if host else await self._rendezvous.addresses(operation, deadline)
                 server = await listen(hosts, secret, name, self._join)
                 try:
                     addresses = [socket_.getsockname()[:2] for socket_ in server.sockets]
-                    host = self._address.own_name()
-                    endpoint = Endpoint(addresses, secret, network_namespace(), host)
+                    endpoint = Endpoint(addresses, secret, network_namespace(), self._address.own_name())
                     await self._rendezvous.publish(endpoint, operation, deadline)
                 except BaseException:
                     server.close()

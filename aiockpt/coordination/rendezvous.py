@@ -18,6 +18,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from aiockpt.coordination.link import Endpoint, addresses_of_this_host
 from aiockpt.coordination.outcome import Left, store_failure_text
+from aiockpt.coordination.ranks import Ranks
 from aiockpt.core.threads import DaemonThreads
 from aiockpt.errors import CoordinationError
 
@@ -27,24 +28,31 @@ _coordinator_numbers: WeakKeyDictionary[Any, Iterator[int]] = WeakKeyDictionary(
 
 
 class RankAddress:
-    """This rank in a process group, and the way to the others. Made without communication.
+    """This rank in a process group, or of `Ranks`, and the way to the others. Made without communication.
 
     Raises CoordinationError if this process is no member of the group, or if the group has no store.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.rank: int = dist.get_rank(group)
-        if self.rank < 0:
-            raise CoordinationError(
-                "this process is not a member of the process group; pass a group that it is in, "
-                "or process_group=None to save on this rank alone"
-            )
-        self.world_size: int = dist.get_world_size(group)
-        self._global_ranks = dist.get_process_group_ranks(group)
+    def __init__(self, group: dist.ProcessGroup | Ranks) -> None:
+        self.host: str | None = None  # the address at which rank 0 listens; None: found out
+        store: Store
+        if isinstance(group, Ranks):
+            self.rank, self.world_size, self.host = group.rank, group.size, group.address
+            self._global_ranks = list(range(group.size))
+            store = PrefixStore(f"aiockpt/generation {group.generation}", group.store)
+        else:
+            self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+            if self.rank < 0:
+                raise CoordinationError(
+                    "this process is not a member of the process group; pass a group that it is in, "
+                    "or process_group=None to save on this rank alone"
+                )
+            self._global_ranks = dist.get_process_group_ranks(group)
+            store = _store_of(group)
         # Every rank makes its coordinators over a group in the same order, so the count is the same everywhere.
         # It keeps coordinators of one group apart: keys of an earlier one stay in the store.
         number = next(_coordinator_numbers.setdefault(group, itertools.count()))
-        self.store = PrefixStore(str(number), _store_of(group))
+        self.store = PrefixStore(str(number), store)
 
     def rank_name(self, rank: int) -> str:
         """Return a rank's name for messages: its number in the group, and in the whole job if that differs."""

@@ -139,7 +139,7 @@ class Loader:
     def _checked(self, request: LoadRequest, storage: Storage, report: ReadReport, *, together: bool) -> CheckpointLoad:
         """Check what can be checked of the target."""
         state_dict = request.state_dict
-        target = None if state_dict is None else resolve(state_dict, LoadError)
+        target = None if state_dict is None else resolve(state_dict, LoadError, self._engine.options.process_group)
         if target is not None and together:
             check_optimizers(target.objects, LoadError)
         ready = {} if target is None else ready_events(target.tree)

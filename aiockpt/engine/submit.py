@@ -194,6 +194,7 @@ class Submitter:
                 include=request.include,
                 exclude=request.exclude,
                 arenas=engine.arenas,
+                group=self._options.process_group,
             )
         if file_format is not None:
             file_format.validate(snapshot)

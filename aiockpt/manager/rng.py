@@ -11,6 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from aiockpt.coordination.choose import is_distributed
+from aiockpt.coordination.ranks import Ranks, calling_ranks
+
 
 class RngState:
     """The global random number generators of this process, as a part of a state.
@@ -22,12 +25,14 @@ class RngState:
     These are Python's `random`, NumPy's ``numpy.random``, torch's on the CPU, and those of every accelerator that the
     process has used. Generators that a program makes itself are not part of it.
 
-    Each rank has generators of its own: the state dict has one key for each rank of ``torch.distributed``, and a rank
-    loads what it saved itself. A rank that finds nothing of its own, because fewer ranks have saved, keeps its
-    generators as they are and warns. The states of ranks and of devices that no longer exist are ignored.
+    Each rank has generators of its own: the state dict has one key for each rank of ``torch.distributed``, or of the
+    checkpointer's `Ranks`, and a rank loads what it saved itself. A rank that finds nothing of its own, because fewer
+    ranks have saved, keeps its generators as they are and warns. The states of ranks and of devices that no longer
+    exist are ignored.
     """
 
     _loaded: Mapping[str, Any] | None = None
+    _ranks: Ranks | None = None  # of the last checkpointer that asked for the state; it asks before it loads, too
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """Return the states of this rank's generators, as ``{"rank0": {"python": ..., "numpy": ..., "cpu": ...}}``."""
@@ -37,14 +42,21 @@ class RngState:
             # Initialising a device in a process that does not use it costs time and memory, and forbids to fork it.
             if getattr(module, "is_initialized", lambda: True)():
                 own |= {f"{kind}:{index}": module.get_rng_state(index) for index in range(count)}
-        return {_rank_key(): own}
+        self._ranks = calling_ranks.get() or self._ranks
+        return {self._key: own}
+
+    @property
+    def _key(self) -> str:
+        if self._ranks is not None:
+            return f"rank{self._ranks.rank}"
+        return f"rank{torch.distributed.get_rank() if is_distributed() else 0}"
 
     def load_state_dict(self, state_dict: Mapping[str, Mapping[str, Any]]) -> None:
         """Set this rank's generators to the states that it has saved; warn if there are none."""
-        own = state_dict.get(_rank_key())
+        own = state_dict.get(self._key)
         if own is None:
             warnings.warn(
-                f"the random states of {', '.join(state_dict) or 'no rank'} were saved, but none of {_rank_key()}, "
+                f"the random states of {', '.join(state_dict) or 'no rank'} were saved, but none of {self._key}, "
                 "whose generators stay as they are: seed them, if they are to differ from those of other ranks",
                 stacklevel=2,
             )
@@ -72,11 +84,6 @@ class RngState:
             for index in range(count):
                 if f"{kind}:{index}" in own:
                     module.set_rng_state(own[f"{kind}:{index}"].cpu(), index)
-
-
-def _rank_key() -> str:
-    there = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return f"rank{torch.distributed.get_rank() if there else 0}"
 
 
 def _accelerator() -> tuple[str, Any, int]:

@@ -170,14 +170,16 @@ def capture_state(
     include: Filter | None = None,
     exclude: Filter | None = None,
     arenas: ArenaCache | None = None,
+    group: object = None,
 ) -> Snapshot:
     """Capture a state dict. Blocks for the walk over it, and for pickling objects that could change.
 
     ``ranks`` is how many save their parts of distributed tensors together (None: this process alone); with ``once``,
     parts whose copy on another rank is saved are left out. ``sampled``: keep samples of all tensors, see `Samples`.
     ``include`` and ``exclude``: see `aiockpt.options.SaveOptions`. ``arenas``: memory for the copies of small tensors.
+    ``group``: see `resolve`.
     """
-    resolved = resolve(state_dict, SaveError)
+    resolved = resolve(state_dict, SaveError, group)
     try:
         flat = flatten(resolved.tree, memo=memo)
     except StructureError as exc:

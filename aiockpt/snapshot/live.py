@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
+from aiockpt.coordination.ranks import Ranks, calling_ranks
 from aiockpt.planning.dtensor import is_distributed
 
 if TYPE_CHECKING:
@@ -91,17 +92,22 @@ def is_live(value: object) -> bool:
     )
 
 
-def resolve(state: Any, error: type[AiockptError]) -> ResolvedState:
+def resolve(state: Any, error: type[AiockptError], group: object = None) -> ResolvedState:
     """Call ``state_dict()`` of every live object in a state once, in the caller's thread; the state is not changed.
+
+    Objects may ask which rank they belong to: ``group`` is the checkpointer's ``process_group``.
 
     Raise ``error`` if ``state_dict()`` fails, an object is part of its own state, or it is in a container that would
     be pickled whole, such as a named tuple; the message names the key.
     """
     walk = _Walk(error)
+    calling = calling_ranks.set(group if isinstance(group, Ranks) else None)
     try:
         tree = walk.resolved((), "", state)
     except RecursionError:
         raise error("the state is nested too deeply, or holds itself") from None
+    finally:
+        calling_ranks.reset(calling)
     return ResolvedState(tree, walk.objects)
 
 
