@@ -28,7 +28,7 @@ def test_no_checkpoint_is_lost_at_any_kill_point(summary: Summary) -> None:
 
 
 def test_kill_points_cover_every_scenario_and_every_kind_of_call(summary: Summary) -> None:
-    assert len(summary.points) >= 200
+    assert len(summary.points) >= 150
     assert {point.scenario for point in summary.points} == SCENARIOS.keys()
     assert {name for name, _ in summary.kinds} >= CALLS
     assert summary.unfinished > len(summary.points) / 3  # else the next run had nothing to clean

@@ -20,7 +20,7 @@ TESTS = Path(__file__).parents[1] / "storage"
 # These tests need another file system: one that exchanges names, requires aligned direct I/O, and removes files that
 # are open.
 OTHERS = ["before_the_exchange", "direct_io_refused", "durable_is_undone", "open_reader_survives"]
-COUNT = 12
+COUNT = 6
 
 
 @pytest.fixture

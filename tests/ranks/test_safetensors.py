@@ -158,8 +158,10 @@ def assert_same_directory(found: Path, expected: Path) -> None:
 @pytest.mark.parametrize(
     ("ranks", "layout"),
     [
-        *((2, layout) for layout in ("rows", "columns", "mixed")),
-        *((4, layout) for layout in ("rows", "columns", "replicated", "grid", "hsdp", "mixed")),
+        (2, "rows"),
+        *(pytest.param(2, layout, marks=pytest.mark.full) for layout in ("columns", "mixed")),
+        *((4, layout) for layout in ("columns", "grid", "mixed")),
+        *(pytest.param(4, layout, marks=pytest.mark.full) for layout in ("rows", "replicated", "hsdp")),
     ],
 )
 def test_files_equal_those_of_one_process(worlds: dict[int, World], tmp_path: Path, ranks: int, layout: str) -> None:
@@ -347,7 +349,7 @@ def die_when_staged(rank: int, world_size: int, path: Path) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-@pytest.mark.parametrize("name", ["c", "c.safetensors"])
+@pytest.mark.parametrize("name", [pytest.param("c", marks=pytest.mark.full), "c.safetensors"])
 def test_the_writer_processes_publish_without_the_trainers(tmp_path: Path, name: str) -> None:
     with World(2, may_start=True) as world:
         assert all(outcome.killed for outcome in world.run(die_when_staged, tmp_path / name))
@@ -379,7 +381,9 @@ def save_while_one_dies(rank: int, world_size: int, path: Path, dead: int, momen
         return save.written.result(60).tensors
 
 
-@pytest.mark.parametrize(("dead", "moment"), [(0, "staged"), (1, "staged"), (0, "replacing")])
+@pytest.mark.parametrize(
+    ("dead", "moment"), [pytest.param(0, "staged", marks=pytest.mark.full), (1, "staged"), (0, "replacing")]
+)
 def test_the_surviving_rank_learns_that_the_file_was_published(tmp_path: Path, dead: int, moment: str) -> None:
     with World(2, may_start=True) as world:
         outcomes = world.run(save_while_one_dies, tmp_path / "c.safetensors", dead, moment)
