@@ -14,6 +14,7 @@ from aiockpt.engine.facade import CheckpointerBase, closing
 from aiockpt.engine.requests import LoadRequest, OpenRequest, SaveRequest, StateDict
 
 if TYPE_CHECKING:
+    from aiockpt.core.futures import Completion
     from aiockpt.format.transforms.base import Transform
     from aiockpt.options import Path
     from aiockpt.reading.apply_live import Loading
@@ -145,14 +146,18 @@ class AsyncCheckpointer(CheckpointerBase):
         check_asyncio("verify()", _INSTEAD)
         return await self._loader.verify(path, storage, progress).wait()
 
-    async def delete(self, path: Path, *, storage: Storage | None = None) -> None:
-        """Delete a checkpoint. Atomic: it is renamed and the rename is made durable before its files are removed.
+    def delete(
+        self, path: Path, *, after: SaveHandle | None = None, storage: Storage | None = None
+    ) -> Completion[None]:
+        """Begin to delete a checkpoint; await the result. Atomic: its name is gone durably before files are removed.
 
         Readers that have it open can go on reading. If the process is killed meanwhile, either the whole checkpoint is
         left, or nothing under its name and a hidden directory that the next save beside it removes. With several
-        ranks, one calls it. Cancelling the waiting task does not stop it.
+        ranks, one calls it. Cancelling the waiting task does not stop it, and closing waits for it.
 
         Args:
+            after: a save that has to be written first, such as that of the checkpoint that is kept instead. If it fails
+                or is skipped, nothing is deleted: DeleteError, which is logged too, as nobody may await it.
             path: a checkpoint's directory, or a file of safetensors or ``torch.save``. Of a link only the link is
                 removed. Anything else is refused, and so is a directory with files that the checkpoint does not name.
             storage: see `load`.
@@ -162,7 +167,7 @@ class AsyncCheckpointer(CheckpointerBase):
             DeleteError: it is no checkpoint, is being saved by this checkpointer, or can't be removed.
         """
         check_asyncio("delete()", _INSTEAD)
-        await self._delete(path, storage).wait()
+        return self._delete(path, storage, after).completion
 
     async def clean(
         self, directory: Path, *, older_than_s: float | None = None, storage: Storage | None = None

@@ -21,7 +21,7 @@
     ├── DeleteError                    a checkpoint could not be deleted, or deleting it was refused
     ├── CheckpointerBusyError          earlier saves are in flight, and ``on_busy`` is "error"
     ├── CheckpointerClosedError        the checkpointer was used after it was closed
-    ├── RunLockedError                 another manager writes to the run's directory
+    ├── RunLockedError                 (BlockingIOError) another manager writes to the run's directory
     └── CoordinationError              ranks could not agree
 
     MissingKeysWarning                 (UserWarning) ``strict=False`` has let a load go on without some keys
@@ -170,7 +170,7 @@ class CheckpointerClosedError(AiockptError):
     """The checkpointer was closed; make a new one."""
 
 
-class RunLockedError(AiockptError):
+class RunLockedError(AiockptError, BlockingIOError):
     """Another manager writes to the run's directory, or may still do so.
 
     Attributes:

@@ -21,11 +21,14 @@ if TYPE_CHECKING:
     from aiockpt.planning.filters import Filter
     from aiockpt.storage.base import Storage
     from aiockpt.telemetry.progress import OnProgress
+    from aiockpt.telemetry.saves import SaveResult
 
 Path = str | os.PathLike[str]
 MapLocation = Callable[[torch.UntypedStorage, str], torch.UntypedStorage | None] | torch.device | str | dict[str, str]
 Hook = Callable[[str], "Awaitable[object] | object"]
 """A function or coroutine function that is called with the path of the checkpoint."""
+CommitHook = Hook | Callable[[str, "SaveResult"], "Awaitable[object] | object"]
+"""A hook that may take the result of the save too."""
 
 OnBusy = Literal["wait", "skip", "supersede", "error"]
 OnFailure = Literal["raise", "warn"]
@@ -304,8 +307,9 @@ class SaveOptions:
             of its own there; with several ranks, each runs its own hook. It may load, open, verify and delete with
             this checkpointer. Calls that would wait for the hook itself raise `SaveError`: to save, to wait for a
             save, and to close.
-        post_commit: the same, called when the checkpoint is published, before `written` comes. If it fails, the save
-            has still succeeded: the error is logged, and is ``post_commit_error`` of the result.
+        post_commit: the same, called when the checkpoint is published, before `written` comes. With a second parameter
+            that has no default, it gets the SaveResult too. If it fails, the save has still succeeded: the error is
+            logged, and is ``post_commit_error`` of the result.
         storage: where the checkpoint is stored; None: the file system.
         compress: which items to compress. None: none. "zstd" or `aiockpt.Zstd`: all. A mapping from names, names of
             containers and patterns (see ``keys`` of `load`) to one of these or None: the first match counts, and
@@ -336,7 +340,7 @@ class SaveOptions:
     fqn_to_index_mapping: Mapping[str, int] | None = None
     separation_hint: str | Sequence[str] | None = None
     pre_commit: Hook | None = None
-    post_commit: Hook | None = None
+    post_commit: CommitHook | None = None
     storage: Storage | None = None
     compress: CompressRule = None
     validate: Validation | None = None

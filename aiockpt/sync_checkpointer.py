@@ -88,9 +88,11 @@ class SyncCheckpointer(CheckpointerBase):
         """Check all of a checkpoint, blocking; see `AsyncCheckpointer.verify`."""
         return self._loader.verify(path, storage, progress).result()
 
-    def delete(self, path: Path, *, storage: Storage | None = None) -> None:
-        """Delete a checkpoint, blocking; see `AsyncCheckpointer.delete`."""
-        self._delete(path, storage).result()
+    def delete(self, path: Path, *, after: SaveHandle | None = None, storage: Storage | None = None) -> None:
+        """Delete a checkpoint, blocking; see `AsyncCheckpointer.delete`. With ``after`` it does not block."""
+        call = self._delete(path, storage, after)
+        if after is None:
+            call.result()
 
     def clean(self, directory: Path, *, older_than_s: float | None = None, storage: Storage | None = None) -> list[str]:
         """Remove orphans in a directory, blocking; see `AsyncCheckpointer.clean`."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import logging
 import time
 import weakref
 from collections import deque
@@ -15,7 +17,7 @@ from aiockpt.core.parameters import parameters_of
 from aiockpt.engine.engine import Engine
 from aiockpt.engine.queue import KEPT, Failures, Statistics
 from aiockpt.engine.requests import StateDict, locate
-from aiockpt.errors import AiockptError, DeleteError, SaveError
+from aiockpt.errors import AiockptError, DeleteError, SaveError, printable
 from aiockpt.format.transforms.base import Transform, check_transforms
 from aiockpt.options import CheckpointerOptions, Path
 from aiockpt.snapshot.live import resolve
@@ -31,9 +33,12 @@ if TYPE_CHECKING:
     from aiockpt.planning.planner import Planner
     from aiockpt.reading.executor import LoadTools
     from aiockpt.saving.fence import StepGuard
+    from aiockpt.saving.handle import SaveHandle
     from aiockpt.saving.job import SaveJob
     from aiockpt.storage.base import Storage
     from aiockpt.telemetry.loads import LoadResult
+
+logger = logging.getLogger("aiockpt")
 
 T = TypeVar("T")
 
@@ -108,23 +113,31 @@ class CheckpointerBase:
         """
         return self._submitter.submit_items(items, directory, planner, transforms)
 
-    def _delete(self, path: Path, storage: Storage | None) -> Call[None]:
+    def _delete(self, path: Path, storage: Storage | None, after: SaveHandle | None) -> Call[None]:
         storage, where = locate(path, storage, self._storage)
-        if self._engine.queue.is_path_busy(where, overwrite=False):
-            raise DeleteError(f"a save to {where} is in flight or hangs; wait for it, or cancel it, then delete it")
+        queue, reports = self._engine.queue, self._engine.reports
 
-        reports = self._engine.reports
+        def check() -> None:
+            if queue.is_path_busy(where, overwrite=False):
+                raise DeleteError(f"a save to {where} is in flight or hangs; wait for it, or cancel it, then delete it")
 
         async def delete(tools: LoadTools) -> None:
             begin, error = time.perf_counter(), None
             try:
+                if after is not None:
+                    await _written(after, where)
+                    check()
                 await storage.delete(where, workers=tools.workers)
             except BaseException as exc:
                 error = exc
+                if after is not None:  # perhaps nobody waits for it
+                    logger.warning("%s stays: %s", where, printable(str(exc)))
                 raise
             finally:
                 reports.deleted(where, time.perf_counter() - begin, error)
 
+        if after is None:
+            check()
         return self._engine.call(delete, f"delete {where}")
 
     def _clean(self, directory: Path, older_than_s: float | None, storage: Storage | None) -> Call[list[str]]:
@@ -289,3 +302,18 @@ class EngineAccess:
     def call(self, function: Callable[[LoadTools], Coroutine[Any, Any, T]], what: str) -> Call[T]:
         """Run a coroutine on the engine's loop; ``what`` names it in messages."""
         return self._checkpointer._engine.call(function, what)
+
+
+async def _written(save: SaveHandle, path: str) -> None:
+    """Wait until a save has ended; raise DeleteError for a path that it was to replace, unless it was written."""
+    over, loop = asyncio.Event(), asyncio.get_running_loop()
+
+    def wake(_: object) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: closing has not waited any longer
+            loop.call_soon_threadsafe(over.set)
+
+    save.written.add_done_callback(wake)  # it can't be awaited here, in the engine's own thread
+    await over.wait()
+    error = save.written._exception  # not `exception()`: its own waiter has to see it
+    if error is not None:
+        raise DeleteError(f"{path} is not deleted, as the save of {save.path} has failed: {error}") from error

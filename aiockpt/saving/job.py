@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from aiockpt.format.manifest.manifest import JsonValue
     from aiockpt.format.transforms.base import Transform
     from aiockpt.format.transforms.zstd import Zstd
-    from aiockpt.options import Hook, Replicas
+    from aiockpt.options import CommitHook, Hook, Replicas
     from aiockpt.planning.planner import FileFormat, Planner
     from aiockpt.saving.turn import Turn
     from aiockpt.storage.base import Storage
@@ -44,7 +44,7 @@ class SaveSpec:
     metadata: Mapping[str, JsonValue] = field(default_factory=dict)
     file_format: FileFormat | None = None  # None: DCP's default form
     pre_commit: Hook | None = None
-    post_commit: Hook | None = None
+    post_commit: CommitHook | None = None
     append_planner: Planner | None = None  # only adds files to a directory, planned by this
     compression: Sequence[Zstd | None] | None = None  # for each leaf
     transforms: Sequence[Transform] = ()  # applied to every item, after compression

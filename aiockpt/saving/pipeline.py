@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import logging
 import pickle
@@ -38,7 +39,7 @@ from aiockpt.writing.process.error_transport import as_save_error
 
 if TYPE_CHECKING:
     from aiockpt.engine.resources import EngineResources
-    from aiockpt.options import Hook
+    from aiockpt.options import CommitHook
     from aiockpt.planning.layout import FileImage
     from aiockpt.planning.planner import SavePlan
     from aiockpt.saving.job import SaveJob
@@ -392,13 +393,13 @@ class SavePipeline:
                 writer.end(number)
             await self._hand_over(plan, writer)
 
-    async def _run_hook(self, hook: Hook, what: str) -> None:
-        await self._tools.io_workers.run(_run_hook, hook, self._job.path, what, self._job.origin)
+    async def _run_hook(self, hook: Callable[..., object], what: str, *more: object) -> None:
+        await self._tools.io_workers.run(_run_hook, hook, what, self._job.origin, self._job.path, *more)
 
-    async def _after(self, result: SaveResult, hook: Hook) -> SaveResult:
+    async def _after(self, result: SaveResult, hook: CommitHook) -> SaveResult:
         """Run the post_commit hook, which can't undo the commit."""
         try:
-            await self._run_hook(hook, "post_commit")
+            await self._run_hook(hook, "post_commit", *([result] if _takes_two(hook) else []))
         except SaveError as exc:
             logger.exception("%s is published all the same", self._job.path)
             return replace(result, post_commit_error=exc)
@@ -412,11 +413,20 @@ def _keep() -> None:
 # --- hooks --------------------------------------------------------------------------------------------
 
 
-def _run_hook(hook: Hook, path: str, what: str, origin: Origin) -> None:
+def _takes_two(hook: CommitHook) -> bool:
+    """Return whether a hook has two parameters without defaults: the path, and the result."""
+    with contextlib.suppress(TypeError, ValueError):  # of a builtin, say, nothing is known
+        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        needed = [each for each in inspect.signature(hook).parameters.values() if each.default is each.empty]
+        return len([each for each in needed if each.kind in kinds]) == 2
+    return False
+
+
+def _run_hook(hook: Callable[..., object], what: str, origin: Origin, path: str, *more: object) -> None:
     """Call a hook, and await what it returns in an event loop of its own. Blocks."""
     try:
         with Duty(origin, "saves", f"the {what} hook of {path}"):
-            value = hook(path)
+            value = hook(path, *more)
             if inspect.isawaitable(value):
                 asyncio.run(_awaited(value))
     except BaseException as exc:  # SystemExit of a hook fails the save; it must not end the engine's loop

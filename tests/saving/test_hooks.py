@@ -347,3 +347,26 @@ def test_an_observer_may_verify_and_delete_while_the_checkpointer_closes(tmp_pat
     closer.join()
     assert done == [True]
     assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.asyncio
+async def test_a_post_commit_hook_may_take_the_result(tmp_path: Path) -> None:
+    seen: list[Any] = []
+
+    async def waits(path: str, result: aiockpt.SaveResult) -> None:
+        seen.append((path, result))
+
+    def optional(path: str, more: object = None) -> None:
+        seen.append((path, more))
+
+    async with aiockpt.AsyncCheckpointer() as ckpt:
+        path = str(tmp_path / "c")
+        for hook in (waits, lambda path, result: seen.append((path, result))):
+            result = await ckpt.save(STATE, path, post_commit=hook, overwrite=True)
+            (found,) = seen
+            assert (found[0], found[1].path, found[1].nbytes) == (path, path, result.nbytes)
+            assert isinstance(found[1], aiockpt.SaveResult)
+            seen.clear()
+        for plain in (optional, seen.append, lambda *paths: seen.append(paths)):
+            await ckpt.save(STATE, path, post_commit=plain, overwrite=True)
+    assert seen == [(path, None), path, (path,)]

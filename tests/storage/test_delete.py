@@ -46,6 +46,56 @@ def hidden_beside(path: Path) -> str:
 
 
 @pytest.mark.asyncio
+async def test_a_checkpoint_is_deleted_once_a_later_save_is_written(tmp_path: Path) -> None:
+    state = {"x": torch.arange(70_000.0)}
+    gate = GatedStorage(LocalStorage(), ["commit"])
+    async with aiockpt.AsyncCheckpointer() as ckpt:
+        for name in ("1", "2"):
+            await ckpt.save(state, tmp_path / name)
+        save = ckpt.save(state, tmp_path / "3", storage=gate)
+        deleted = ckpt.delete(tmp_path / "1", after=save)
+        ckpt.delete(tmp_path / "2", after=save)  # closing waits for it
+        await gate.reached["commit"]
+        assert (tmp_path / "1").exists()
+        assert not deleted.done()
+        gate.open("commit")
+        await deleted
+        assert not (tmp_path / "1").exists()
+    assert os.listdir(tmp_path) == ["3"]
+
+
+@pytest.mark.asyncio
+async def test_nothing_is_deleted_after_a_save_that_has_failed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken = FaultyStorage(LocalStorage(), "write", OSError(errno.ENOSPC, "full"))
+    state = {"x": torch.arange(70_000.0)}
+    async with aiockpt.AsyncCheckpointer() as ckpt:
+        await ckpt.save(state, tmp_path / "1")
+        save = ckpt.save(state, tmp_path / "2", storage=broken)
+        with pytest.raises(DeleteError, match=r"/1 is not deleted, as the save of .*/2 has failed: .*full") as caught:
+            await ckpt.delete(tmp_path / "1", after=save)
+        with pytest.raises(aiockpt.WriteError) as failed:
+            await save
+        assert caught.value.__cause__ is failed.value
+        assert await ckpt.verify(tmp_path / "1")
+    assert f"{tmp_path / '1'} stays: {tmp_path / '1'} is not deleted" in caplog.text
+
+
+def test_a_later_deletion_does_not_block(tmp_path: Path) -> None:
+    state = {"x": torch.arange(70_000.0)}
+    gate = GatedStorage(LocalStorage(), ["commit"])
+    with aiockpt.SyncCheckpointer() as ckpt:
+        ckpt.save(state, tmp_path / "1")
+        save = ckpt.submit(state, tmp_path / "2", storage=gate)
+        ckpt.delete(tmp_path / "1", after=save)
+        gate.reached["commit"].result(60)
+        assert (tmp_path / "1").exists()
+        gate.open("commit")
+    assert os.listdir(tmp_path) == ["2"]
+
+
+@pytest.mark.asyncio
 async def test_delete_checkpoints_of_all_formats(tmp_path: Path) -> None:
     state = {"x": torch.arange(70_000.0), "y": torch.tensor([3, 4])}
     async with aiockpt.AsyncCheckpointer() as ckpt:
