@@ -288,6 +288,9 @@ class SaveOptions:
             ``model.safetensors``, or a set of files with ``model.safetensors.index.json``, and `.aiockpt.json` with
             their CRCs. "torch": one file, as ``torch.save`` writes it, from one process. None: by the end of the path,
             "safetensors" for ``.safetensors``, "torch" for ``.pt``, ``.pth``, ``.ckpt`` and ``.bin``, else "dcp".
+        files: files to add to the checkpoint's directory, by name: their bytes, or the path of a file to copy, which is
+            read at the call. They are published with it and are in its manifest, so `verify` checks them too. With
+            several ranks, those of rank 0 are added.
         include: save these only: names, names of containers (with everything in them), and glob patterns such as
             ``"model.*.weight"``, whose ``*`` matches dots too. Or a function of the dotted name and the value of each
             tensor and object, which returns whether to save it. A pattern that matches nothing in the state is
@@ -334,6 +337,7 @@ class SaveOptions:
     overwrite: bool = False
     metadata: Mapping[str, Any] | None = None
     format: SaveFormat | None = None
+    files: Mapping[str, bytes | Path] | None = None
     include: Filter | None = None
     exclude: Filter | None = None
     shard_bytes: int | None = None

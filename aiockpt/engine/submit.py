@@ -27,7 +27,7 @@ from aiockpt.errors import (
 )
 from aiockpt.format.item.objects import needed_for
 from aiockpt.format.manifest.manifest import JsonValue, check_user_metadata
-from aiockpt.format.names import SUFFIX
+from aiockpt.format.names import COMMON_NAME, CONFIG_NAME, INDEX_NAME, SUFFIX
 from aiockpt.format.recognise import TORCH_SUFFIXES
 from aiockpt.format.transforms.zstd import choose_compression
 from aiockpt.options import Path, Replicas, SaveFormat, Validation, check_choice
@@ -181,6 +181,7 @@ class Submitter:
         except TypeError as exc:
             raise SaveError(str(exc)) from None
         file_format = choose_file_format(request, format, where, metadata, files=self._options.writing_threads)
+        files = _read_files(request.files or {}, is_single=format == "torch" or where.endswith(SUFFIX))
         validate = request.validate or self._options.validate
         check_choice("validate", validate, Validation)
         check_choice("replicas", request.replicas, Replicas)
@@ -205,6 +206,7 @@ class Submitter:
             storage=storage,
             overwrite=request.overwrite,
             metadata=metadata,
+            files=files,
             snapshot=snapshot,
             started=started,
             file_format=file_format,
@@ -270,6 +272,27 @@ def check_portable(*tools: Storage | Transform) -> None:
                 f"{type(tool).__name__} can't be sent to the writer process ({exc}): make it picklable, or use "
                 "writer='thread'"
             ) from exc
+
+
+def _read_files(files: Mapping[str, bytes | Path], *, is_single: bool) -> dict[str, bytes]:
+    """Return the bytes of the files that are added to a checkpoint; refuse names that mean something in one."""
+    if files and is_single:
+        raise ValueError("files can be added to a directory only, but the path names one file")
+    read: dict[str, bytes] = {}
+    for name, content in files.items():
+        if not isinstance(name, str) or not name or "/" in name or "\0" in name or name.startswith("."):
+            raise ValueError(f"files has the name {name!r}; a name has no '/', and no '.' at its beginning")
+        if name.endswith((SUFFIX, ".distcp")) or name in (INDEX_NAME, COMMON_NAME, CONFIG_NAME):
+            raise ValueError(f"files has {name}, which readers take for a part of the state; give it another name")
+        if isinstance(content, bytes | bytearray | memoryview):
+            read[name] = bytes(content)
+            continue
+        try:
+            with open(content, "rb") as file:
+                read[name] = file.read()
+        except OSError as exc:
+            raise SaveError(f"files[{name!r}] can't be read: {exc}") from exc
+    return read
 
 
 # --- the file format --------------------------------------------------------------------------------

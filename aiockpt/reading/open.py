@@ -112,7 +112,10 @@ def read_index(
     except LoadError as exc:
         sanitize_error(exc)
         raise
-    return replace(index, beside=found.beside) if found.beside else index
+    beside = found.beside
+    if beside and (manifest := _read_manifest(source, path)) is not None:
+        beside = tuple(name for name in beside if name not in manifest.files)  # added by the one who saved it
+    return replace(index, beside=beside) if beside else index
 
 
 def check_place(source: Source, path: str) -> None:

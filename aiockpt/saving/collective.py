@@ -433,7 +433,8 @@ class GlobalSave:
         """Return what rank 0, or its writer process, needs to publish besides the plan."""
         job = self._job
         times_s = {"captured": job.captured_s}
-        return WorldFacts(self._token, dict(job.spec.metadata), job.spec.is_transformed, times_s, job.spec.started)
+        spec = job.spec
+        return WorldFacts(self._token, dict(spec.metadata), spec.files, spec.is_transformed, times_s, spec.started)
 
     async def undo(self) -> None:
         """Remove what all ranks have written."""

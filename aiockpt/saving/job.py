@@ -42,6 +42,7 @@ class SaveSpec:
     started: float  # by time.perf_counter()
     overwrite: bool = False
     metadata: Mapping[str, JsonValue] = field(default_factory=dict)
+    files: Mapping[str, bytes] = field(default_factory=dict)  # added to the checkpoint
     file_format: FileFormat | None = None  # None: DCP's default form
     pre_commit: Hook | None = None
     post_commit: CommitHook | None = None

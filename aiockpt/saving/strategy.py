@@ -96,7 +96,7 @@ class LocalSave(SaveStrategy):
     async def documents(self, plan: SavePlan) -> CommitDocuments | None:
         spec, containers = self._job.spec, self._job.snapshot.containers
         is_short = len(plan.layout.specs) <= SHORT_ITEMS
-        arguments = plan, dict(spec.metadata), containers, spec.is_transformed
+        arguments = plan, dict(spec.metadata), containers, spec.is_transformed, spec.files
         return await self._io.run_unless(is_short, documents_of, *arguments)
 
     async def commit(self, plan: SavePlan, writer: ChunkWriter, times_s: Mapping[str, float]) -> SaveResult:
@@ -148,14 +148,18 @@ class AppendSave(LocalSave):
 
 
 def documents_of(
-    plan: SavePlan, metadata: dict[str, JsonValue], containers: list[dict[str, JsonValue]], is_transformed: bool = False
+    plan: SavePlan,
+    metadata: dict[str, JsonValue],
+    containers: list[dict[str, JsonValue]],
+    is_transformed: bool = False,
+    files: Mapping[str, bytes] | None = None,
 ) -> CommitDocuments | None:
     """Encode the metadata and the manifest; None if the checkpoint is one file. Slow for many tensors."""
     if plan.is_single_file:
         return None
     tensors, objects = _counts(plan)
     totals = {"tensors": tensors, "objects": objects, "tensor_bytes": plan.layout.tensor_bytes}
-    return commit_documents(plan.drafts(is_transformed=is_transformed), totals, metadata, containers)
+    return commit_documents(plan.drafts(is_transformed=is_transformed), totals, metadata, containers, files or {})
 
 
 def summary_of(job: SaveJob, plan: SavePlan, sizes: dict[str, int]) -> Summary:

@@ -28,6 +28,7 @@ class WorldFacts:
 
     token: int  # of the plan; every rank must have written by the same plan
     metadata: dict[str, JsonValue] = field(repr=False)  # the user's own
+    files: Mapping[str, bytes] = field(repr=False)  # that the user adds
     is_transformed: bool  # items are stored in another form than they were planned in
     times_s: Mapping[str, float]  # durations so far
     started: float  # when the save was called
@@ -81,7 +82,7 @@ def documents_of_ranks(
     }
     crcs = np.frombuffer(b"".join(written.crcs for written in results), np.uint32).tolist()
     encoded = [items for written in results for items in written.encoded or ()]
-    documents = commit_documents(drafts, totals, facts.metadata, plan_cache.plan.containers)
+    documents = commit_documents(drafts, totals, facts.metadata, plan_cache.plan.containers, facts.files)
     return documents.encode(files, crcs, times_s, encoded)
 
 

@@ -39,6 +39,7 @@ def now() -> str:
 class CommitDocuments:
     """The metadata and the manifest of a checkpoint, encoded as far as they are known."""
 
+    files: Mapping[str, bytes] = field(repr=False)  # that the caller has added
     drafts: Drafts = field(repr=False)
     manifest: Manifest  # without files, index and times
 
@@ -57,8 +58,9 @@ class CommitDocuments:
         documents, index, transformed = self.drafts.documents, self.drafts.index, self.drafts.transformed
         section = None
         if transformed is not None:
-            documents = {METADATA_NAME: transformed.metadata.finish(encoded), **documents}
+            documents = {**documents, METADATA_NAME: transformed.metadata.finish(encoded)}
             section = transformed.section(encoded)
+        documents = {**self.files, **documents}  # `.metadata` comes last
         totals = {**self.manifest.totals, "file_bytes": sum(facts.nbytes for facts in written.values())}
         files = {**written, **{name: FileFacts(len(data), crc32(data)) for name, data in documents.items()}}
         manifest = replace(self.manifest, files=files, times_s=times_s, totals=totals)
@@ -71,7 +73,8 @@ def commit_documents(
     totals: Mapping[str, int],
     metadata: dict[str, JsonValue],
     containers: list[dict[str, JsonValue]],
+    files: Mapping[str, bytes],
 ) -> CommitDocuments:
-    """Return what is known of the documents before the items are written; ``metadata`` is the user's own."""
+    """Return what is known of the documents before the items are written; metadata and ``files`` are the user's own."""
     manifest = Manifest(writer_name(), now(), metadata, totals=totals, containers=containers)
-    return CommitDocuments(drafts, manifest)
+    return CommitDocuments(files, drafts, manifest)

@@ -162,3 +162,15 @@ def test_ranks_that_plan_alone_encode_too(world2: World, tmp_path: Path) -> None
         with aiockpt.SyncCheckpointer(transforms=TRANSFORMS) as ckpt:
             assert ckpt.verify(tmp_path / f"{step}").ok
             assert same(ckpt.load(tmp_path / f"{step}"), expected)
+
+
+def save_with_files(rank: int, world_size: int, path: Path, given: dict[str, Any]) -> None:
+    with aiockpt.SyncCheckpointer() as ckpt:
+        ckpt.save({"w": torch.ones(3)}, path, files={"config.json": f"of rank {rank}".encode()}, **given)
+
+
+@pytest.mark.parametrize("given", [{}, {"format": "safetensors"}], ids=str)
+def test_several_ranks_add_the_files_of_rank_0(world2: World, tmp_path: Path, given: dict[str, Any]) -> None:
+    world2.results(save_with_files, tmp_path / "c", given)
+    assert (tmp_path / "c" / "config.json").read_text() == "of rank 0"
+    assert aiockpt.verify(tmp_path / "c").ok

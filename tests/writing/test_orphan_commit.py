@@ -49,7 +49,7 @@ async def commit(folder: Path, workers: Workers, leave: Callable[[Path], object]
     joined = await storage.join(path, begun.ticket, workers=workers)
     joined.delete_sidecar = delete or joined.delete_sidecar
     leave(folder / f"{begun.ticket}-part-1")
-    lead = None if rank else Leadership(None, WorldFacts(7, {}, False, {}, 0.0), overwrite=False)
+    lead = None if rank else Leadership(None, WorldFacts(7, {}, {}, False, {}, 0.0), overwrite=False)
     record = RecoveryRecord(rank, 2, SECRET, replace(NOTHING), lead)
     begin = Begin(0, path, b"", False, (), (), None, ticket=begun.ticket, joins=True)
     try:

@@ -183,6 +183,7 @@ class Publication:
     _goal: Identity | None = field(init=False, default=None)
     _tried: bool = field(init=False, default=False)
     _kept: dict[str, Version] = field(init=False, default_factory=dict)  # others' files in the directory to replace
+    _linked: list[str] = field(init=False, default_factory=list)  # those of them that are in the new one too
 
     @property
     def _finished(self) -> str:
@@ -252,15 +253,16 @@ class Publication:
         They are compared again after the rename, which is undone if one was changed meanwhile.
         """
         for attempt in range(_ATTEMPTS):
-            for name in self._kept:  # of an attempt before
-                remove(os.path.join(self.hidden, name))
+            while self._linked:  # in an attempt before
+                remove(os.path.join(self.hidden, self._linked.pop()))
             self._kept = {}
             try:
-                self._kept = kept_beside(self.path)
-                if self._kept and not is_safetensors(os.listdir(self.hidden)):
+                self._kept, own = kept_beside(self.path), os.listdir(self.hidden)
+                if self._kept and not is_safetensors(own):
                     self._kept = {}
-                for name in self._kept:
+                for name in self._kept.keys() - set(own):  # the others are replaced by files of this save
                     self._link(os.path.join(self.path, name), os.path.join(self.hidden, name))
+                    self._linked.append(name)
             except FileNotFoundError:  # what is at the path is being replaced or deleted
                 if attempt == _ATTEMPTS - 1:
                     raise
