@@ -270,6 +270,9 @@ SCENARIOS: dict[str, Scenario] = {
         partial(save_by_ranks, coordination_timeout=3.0), {"c": 1}, options={}, whom="caller"
     ),
     "two ranks, safetensors": Scenario(partial(save_by_ranks, shard_bytes=1 << 19, **_SAFE), {"c": 1}, **_TENSORS),
+    "two ranks, compressed": Scenario(
+        partial(save_by_ranks, compress="zstd", files={"config.json": b"{}"}), {"c": 1}, options={}, **_FLAT
+    ),
     "two ranks, one safetensors file": Scenario(
         partial(save_by_ranks, name=_FILE, **_SAFE), {_FILE: 1}, suffix=SUFFIX, **_TENSORS
     ),
