@@ -23,12 +23,8 @@ _ALL = ("first save", "overwrite")
 QUICK = {
     name: EVERY_STATE if name in _ALL else 4 if name.startswith("two steps") else 5 if name.startswith(_SLOW) else 9
     for name in SCENARIOS
-} | {
-    "overwrite in two steps": 16,
-    "two ranks, safetensors": 4,
-    "two ranks, compressed": 4,
-    "two ranks, one safetensors file": 4,
-}
+} | {"overwrite in two steps": 16}
+QUICK |= dict.fromkeys(("two ranks, safetensors", "two ranks, compressed", "two ranks, one safetensors file"), 4)
 """The number of points of each scenario in the quick form; for the two most important ones every state of the disk."""
 LIVE = ("first save", "overwrite")
 _BATCH = 4
