@@ -16,7 +16,6 @@ import aiockpt
 from aiockpt.cli.app import Code, CommandError
 from aiockpt.cli.compare import TensorDifference, Tolerance, same_objects
 from aiockpt.cli.output import (
-    Column,
     console,
     dtype_text,
     facts_of,
@@ -301,10 +300,7 @@ def _print(a: CheckpointReader, b: CheckpointReader, found: Differences) -> None
     rows += [_row("+", "green", info, _described(info, new)) for info in found.added]
     rows += [_row("~", "yellow", each.a, *_cells(each, old, new)) for each in found.changed]
     out.print()
-    columns = [Column(""), Column("key"), Column("what")]
-    columns += [Column(title, right=True) for title in ("differing", "max abs", "max rel")]
-    filled = [number for number, _ in enumerate(columns) if number < 3 or any(str(row[number]) for row in rows)]
-    print_table([columns[number] for number in filled], [[row[number] for number in filled] for row in rows])
+    print_table(("", "key", "what", ">differing", ">max abs", ">max rel"), rows)
     out.print(
         f"\n{len(found.removed)} removed, {len(found.added)} added, {len(found.changed)} changed, "
         f"{found.unchanged} the same"

@@ -14,7 +14,7 @@ import typer
 import aiockpt
 from aiockpt.cli.app import Code, CommandError, report
 from aiockpt.cli.found import find
-from aiockpt.cli.output import Column, console, print_json, print_table, shown, size_text
+from aiockpt.cli.output import console, print_json, print_table, shown, size_text
 from aiockpt.format.names import HIDDEN
 from aiockpt.manager.owner import take
 from aiockpt.manager.policies import KeepAny, KeepPolicy, select, to_delete
@@ -139,7 +139,7 @@ def _print(infos: Sequence[StepInfo], outcome: _Outcome) -> None:
         + ((word, "") if outcome.goes(info) else ("stays", ", ".join(map(shown, outcome.reasons(info)))))
         for info in infos
     ]
-    print_table([Column("step", right=True), Column("size", right=True), Column(""), Column("because")], rows)
+    print_table((">step", ">size", "", "because"), rows)
     gone = [info.nbytes for info in infos if outcome.goes(info)]
     console().print(f"{len(gone)} of {len(infos)} steps {word}, {size_text(sum(gone))}")
 

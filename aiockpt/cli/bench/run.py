@@ -17,7 +17,7 @@ import typer
 import aiockpt
 from aiockpt.cli.app import CommandError
 from aiockpt.cli.bench.disk import Disk, Measured, Setting, drop, uninterrupted
-from aiockpt.cli.output import Column, console, duration_text, print_json, print_table, rate_text, shown, size_text
+from aiockpt.cli.output import console, duration_text, print_json, print_table, rate_text, shown, size_text
 from aiockpt.cli.progress import bar
 from aiockpt.core.machine import available_memory_bytes
 from aiockpt.storage.local.temp_dir import make_hidden, new_ticket
@@ -219,9 +219,7 @@ def _print(directory: str, measured: list[Measured], syncs: list[float], saved: 
         )
         for each in measured
     ]
-    print_table(
-        [Column(""), Column("threads", right=True), Column("chunk", right=True), Column("speed", right=True)], rows
-    )
+    print_table(("", ">threads", ">chunk", ">speed"), rows)
     if not any(each.setting.direct for each in measured):
         out.print("This file system has no direct I/O.")
     out.print(f"\nsync of 4 KiB: {_ms(statistics.median(syncs))} in the middle, {_ms(max(syncs))} at worst")
