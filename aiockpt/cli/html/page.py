@@ -15,10 +15,11 @@ from importlib.resources import files
 from string import Template
 from typing import TYPE_CHECKING, Any
 
+from aiockpt.cli.output import dtype_text
 from aiockpt.reading.info import TensorInfo, value_text
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from aiockpt.cli.statistics import Survey
     from aiockpt.reading.info import ObjectInfo
@@ -31,7 +32,7 @@ def html_page(
     path: str,
     kind: str,
     metadata: Mapping[str, Any],
-    infos: Iterable[TensorInfo | ObjectInfo],
+    infos: Collection[TensorInfo | ObjectInfo],
     stats: Mapping[str, Survey] | None = None,
     values: Mapping[str, Any] | None = None,
 ) -> str:
@@ -45,7 +46,8 @@ def html_page(
         stats: of the values of some keys.
         values: of some scalars and objects.
     """
-    columns = _Columns()
+    stored = (part for info in infos for part in (info.chunks if isinstance(info, TensorInfo) else (info,)))
+    columns = _Columns(sorted({part.file for part in stored if part.file}))
     for info in infos:
         columns.add(info, (stats or {}).get(info.key), (values or {}).get(info.key, _NONE))
     shown = json.dumps(dict(metadata), indent=2, ensure_ascii=False, default=repr) if metadata else ""
@@ -60,14 +62,14 @@ def html_page(
 class _Columns:
     """The keys in columns: what many keys have in common is written once."""
 
-    def __init__(self) -> None:
+    def __init__(self, files: Sequence[str]) -> None:
         self._last = ""
         self._keys: list[int | str] = []  # for each key: letters in common with the one before, and the others
         self._dtypes: dict[str, int] = {}
         self._shapes: dict[tuple[int, ...], int] = {}
         self._forms: dict[tuple[int, int, int], int] = {}  # dtype or -1 for an object, shape, bytes
-        self._files: dict[str, int] = {}
-        self._file_bytes: list[int] = []
+        self._files = {name: number for number, name in enumerate(files)}
+        self._file_bytes = dict.fromkeys(files, 0)  # at least: to the end of the last item
         self._form: list[int] = []
         # of the item of each key; -1 as its file: it is not in one piece
         self._file: list[int] = []
@@ -86,7 +88,7 @@ class _Columns:
         self._keys += [same, info.key[common:]]
         self._last = info.key
         if isinstance(info, TensorInfo):
-            dtype = _number(self._dtypes, str(info.dtype).removeprefix("torch."))
+            dtype = _number(self._dtypes, dtype_text(info))
             form = (dtype, _number(self._shapes, info.shape), 0 if info.tied_to else info.nbytes)
             pieces: list[tuple[int, int, int, Sequence[int], Sequence[int]]] = [
                 (self._place(c.file, c.offset + c.nbytes), c.offset, c.nbytes, c.offsets, c.sizes) for c in info.chunks
@@ -110,20 +112,16 @@ class _Columns:
             self._stats.append((row, stats.as_json()))
 
     def _place(self, file: str, stop: int) -> int:
-        number = _number(self._files, file)
-        if number == len(self._file_bytes):
-            self._file_bytes.append(0)
-        self._file_bytes[number] = max(self._file_bytes[number], stop)
-        return number
+        self._file_bytes[file] = max(self._file_bytes[file], stop)
+        return self._files[file]
 
     def as_json(self, path: str) -> dict[str, Any]:
-        sizes = [_size_of(path, name, least) for name, least in zip(self._files, self._file_bytes, strict=True)]
         return {
             "keys": self._keys,
             "dtypes": list(self._dtypes),
             "shapes": list(self._shapes),
             "forms": list(self._forms),
-            "files": list(zip(self._files, sizes, strict=True)),
+            "files": [(name, _size_of(path, name, least)) for name, least in self._file_bytes.items()],
             "form": self._form,
             "file": self._file,
             "offset": self._offset,
