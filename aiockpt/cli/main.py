@@ -293,7 +293,7 @@ def bench(
         size_bytes = parse_size(size)
     except ValueError as exc:
         raise typer.BadParameter(str(exc), param_hint="--size") from None
-    from aiockpt.cli.bench.run import bench
+    from aiockpt.cli.bench import bench
 
     bench(directory, size_bytes=size_bytes, seconds=seconds, as_json=as_json)
 
