@@ -21,7 +21,7 @@ import typer
 
 import aiockpt
 from aiockpt.cli.app import CommandError
-from aiockpt.cli.output import console, duration_text, print_json, print_table, rate_text, shown, size_text
+from aiockpt.cli.output import console, print_json, print_table, shown, size_text, time_text
 from aiockpt.cli.progress import bar
 from aiockpt.core.machine import BLOCK_BYTES, available_memory_bytes
 from aiockpt.core.wording import plural
@@ -190,7 +190,7 @@ def _print(document: Mapping[str, Any], advice: Advice) -> None:
             f"{'direct' if each['direct'] else 'buffered'} {each['kind']}",
             str(each["threads"]),
             size_text(each["chunk_bytes"]),
-            rate_text(each["bytes_per_s"]),
+            f"{size_text(each['bytes_per_s'])}/s",
         )
         for each in document["raw"]
     ]
@@ -202,10 +202,10 @@ def _print(document: Mapping[str, Any], advice: Advice) -> None:
     save, load = document["save"], document["load"]
     size = size_text(save["bytes"])
     out.print(
-        f"save of {size}: staged after {duration_text(save['staged_s'])}, durable after "
-        f"{duration_text(save['written_s'])}, {rate_text(save['bytes'] / save['written_s'])}"
+        f"save of {size}: staged after {time_text(save['staged_s'])}, durable after "
+        f"{time_text(save['written_s'])}, {size_text(save['bytes'] / save['written_s'])}/s"
     )
-    out.print(f"load of {size}: {duration_text(load['seconds'])}, {rate_text(load['bytes'] / load['seconds'])}")
+    out.print(f"load of {size}: {time_text(load['seconds'])}, {size_text(load['bytes'] / load['seconds'])}/s")
     out.print("\nThe defaults suit this disk:" if advice == Advice() else "\nSettings for this disk:")
     out.print(f"  aiockpt.AsyncCheckpointer({advice})", style="bold")
 

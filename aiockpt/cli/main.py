@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from aiockpt._version import __version__
+from aiockpt.cli.amounts import parse_duration, parse_size
 from aiockpt.cli.app import Code, Commands, run
 from aiockpt.cli.completion import checkpoints, topics
 from aiockpt.cli.completion import keys as complete_keys
@@ -159,9 +160,8 @@ def convert(
     dcp is a directory, torch a file, and safetensors a file if DST ends so, else a directory with files of 5 GB at
     most. Memory is bounded. DST appears at once and complete, or not at all.
     """
-    from aiockpt.cli.convert import convert, format_of
+    from aiockpt.cli.convert import convert
 
-    to = to or format_of(target) or "dcp"
     run(convert(source, target, to=to, keys=keys, dtype=dtype, overwrite=overwrite, trust=trust))
 
 
@@ -180,12 +180,11 @@ def extract(
     trust: Trust = False,
 ) -> None:
     """Write some keys of a checkpoint into a file. Nothing else of the checkpoint is read."""
-    from aiockpt.cli.convert import convert, format_of
+    from aiockpt.cli.convert import convert, format_for
 
-    to = format_of(output)
-    if to is None:
+    if format_for(None, output) == "dcp":
         raise typer.BadParameter("the name of the file must end in .safetensors or .pt", param_hint="--output")
-    run(convert(path, output, to=to, keys=keys, dtype=dtype, overwrite=overwrite, trust=trust))
+    run(convert(path, output, keys=keys, dtype=dtype, overwrite=overwrite, trust=trust))
 
 
 @app.command()
@@ -213,7 +212,10 @@ def prune(
         list[int] | None, typer.Option("--keep-every", min=1, help="Keep the multiples of this number.")
     ] = None,
     within: Annotated[
-        str | None, typer.Option("--keep-within", metavar="TIME", help="Keep what is younger: 90m, 12h, 7d, 2w.")
+        float | None,
+        typer.Option(
+            "--keep-within", parser=parse_duration, metavar="TIME", help="Keep what is younger: 90m, 12h, 7d, 2w."
+        ),
     ] = None,
     best: Annotated[
         list[str] | None,
@@ -228,13 +230,12 @@ def prune(
     writes to the run, only --dry-run is possible.
     """
     from aiockpt.cli.keeping import policies_of
+    from aiockpt.cli.removing import prune
 
     try:
         policies = policies_of(latest, every or (), within, best or ())
     except ValueError as exc:
         raise typer.BadParameter(str(exc)) from None
-    from aiockpt.cli.removing import prune
-
     raise typer.Exit(prune(directory, policies, dry_run=dry_run, as_json=as_json))
 
 
@@ -256,29 +257,25 @@ def rm(
 def clean(
     directory: Annotated[str, typer.Argument(metavar="DIR", help="The directory that holds checkpoints.")] = ".",
     older_than: Annotated[
-        str | None,
+        float | None,
         typer.Option(
-            "--older-than", metavar="TIME", help="Also what unknown processes left, if unchanged for: 12h, 7d."
+            parser=parse_duration, metavar="TIME", help="Also what unknown processes left, if unchanged for: 12h, 7d."
         ),
     ] = None,
     as_json: Json = False,
 ) -> None:
     """Remove what killed processes have left: unfinished, hidden directories. What still is in use stays."""
-    from aiockpt.cli.amounts import parse_duration
-
-    try:
-        older_than_s = None if older_than is None else parse_duration(older_than)
-    except ValueError as exc:
-        raise typer.BadParameter(str(exc), param_hint="--older-than") from None
     from aiockpt.cli.removing import clean
 
-    clean(directory, older_than_s=older_than_s, as_json=as_json)
+    clean(directory, older_than_s=older_than, as_json=as_json)
 
 
 @app.command()
 def bench(
     directory: Annotated[str, typer.Argument(metavar="DIR", help="A directory on the disk to measure.")] = ".",
-    size: Annotated[str, typer.Option("--size", metavar="BYTES", help="Write at most so much at a time.")] = "1GiB",
+    size: Annotated[
+        int, typer.Option("--size", parser=parse_size, metavar="BYTES", help="Write at most so much at a time.")
+    ] = "1GiB",  # type: ignore[assignment] # as it is typed
     seconds: Annotated[float, typer.Option("--seconds", min=0.05, help="Measure each at most so long.")] = 2.0,
     as_json: Json = False,
 ) -> None:
@@ -287,15 +284,9 @@ def bench(
     Writes and reads past the page cache and through it, with several threads and chunk sizes; then saves and loads a
     state. Takes up to a minute.
     """
-    from aiockpt.cli.amounts import parse_size
-
-    try:
-        size_bytes = parse_size(size)
-    except ValueError as exc:
-        raise typer.BadParameter(str(exc), param_hint="--size") from None
     from aiockpt.cli.bench import bench
 
-    bench(directory, size_bytes=size_bytes, seconds=seconds, as_json=as_json)
+    bench(directory, size_bytes=size, seconds=seconds, as_json=as_json)
 
 
 @app.command()
@@ -362,7 +353,4 @@ def docs(
     if topic is None:
         show_topics()
         return
-    try:
-        show_topic(topic)
-    except ValueError as exc:
-        raise typer.BadParameter(str(exc), param_hint="TOPIC") from None
+    show_topic(topic)

@@ -1,4 +1,4 @@
-"""Output of the commands: tables, JSON, sizes and times."""
+"""Output of the commands: tables, JSON, and the facts of tensors as text."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from rich.text import Text
 
 from aiockpt.errors import printable_key
 from aiockpt.telemetry.card import size_text as size_text
+from aiockpt.telemetry.card import time_text as time_text
 
 if TYPE_CHECKING:
     from aiockpt.reading.info import ObjectInfo, TensorInfo
@@ -123,25 +124,7 @@ def _finite(value: Any) -> Any:
     return value
 
 
-# --- numbers --------------------------------------------------------------------------------------------
-
-
-def duration_text(seconds: float) -> str:
-    """Return a duration in the largest unit that fits, with the next smaller one."""
-    if seconds < 0.9995:
-        return f"{seconds * 1e3:.0f} ms"
-    if seconds < 59.95:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest} s"
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
-
-
-def rate_text(bytes_per_s: float) -> str:
-    """Return a speed."""
-    return f"{size_text(bytes_per_s)}/s"
+# --- facts --------------------------------------------------------------------------------------------
 
 
 def dtype_text(info: TensorInfo) -> str:

@@ -1,4 +1,5 @@
 import pytest
+import typer
 
 from aiockpt.cli.amounts import parse_duration, parse_size
 
@@ -10,7 +11,7 @@ def test_durations(text, seconds):
 
 @pytest.mark.parametrize("text", ["", "h", "1y", "-1h", "nan", "inf", "one"])
 def test_invalid_durations(text):
-    with pytest.raises(ValueError, match="is no duration"):
+    with pytest.raises(typer.BadParameter, match="is no duration"):
         parse_duration(text)
 
 
@@ -23,5 +24,5 @@ def test_sizes(text, nbytes):
 
 @pytest.mark.parametrize("text", ["", "M", "-1", "1X", "1e3", "nan"])
 def test_invalid_sizes(text):
-    with pytest.raises(ValueError, match="is no size"):
+    with pytest.raises(typer.BadParameter, match="is no size"):
         parse_size(text)

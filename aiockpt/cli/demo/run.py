@@ -24,7 +24,7 @@ from aiockpt.cli.demo.model import Config, Trainer
 from aiockpt.cli.demo.train import prepare, train
 from aiockpt.cli.demo.watch import OURS, TORCH_SAVE, Watch, name_of, say
 from aiockpt.cli.diff import differences
-from aiockpt.cli.output import console, print_table, size_text
+from aiockpt.cli.output import console, print_table, size_text, time_text
 from aiockpt.core.wording import plural
 from aiockpt.format.names import HIDDEN, METADATA_NAME
 from aiockpt.reading.info import TensorInfo
@@ -121,7 +121,11 @@ def show_costs(watch: Watch, config: Config) -> None:
     """Print how long each save took, and which share of the time training went on."""
     ours, stock = watch.waits_s[OURS], watch.waits_s[TORCH_SAVE]
     rows = [
-        [name_of(step), size_text(each.nbytes), *map(_ms, (ours[step], each.staged_s, each.written_s, stock[step]))]
+        [
+            name_of(step),
+            size_text(each.nbytes),
+            *map(time_text, (ours[step], each.staged_s, each.written_s, stock[step])),
+        ]
         for step, each in watch.results.items()
     ]
     print_table(("checkpoint", ">size", ">holds training", ">staged", ">durable", f">{TORCH_SAVE}"), rows)
@@ -143,10 +147,6 @@ def show_costs(watch: Watch, config: Config) -> None:
     print_table(("the loop saves with", ">computing", ">waiting for saves", ">kept"), rows)
     for line in _PRICE:
         say(line)
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.1f} ms"
 
 
 def _die(config: Config, directory: Path) -> None:
