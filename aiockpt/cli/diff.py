@@ -6,10 +6,11 @@ import asyncio
 import math
 import os
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, ExitStack
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import numpy as np
 from rich.text import Text
 
 import aiockpt
@@ -33,7 +34,6 @@ from aiockpt.reading.reader import CheckpointReader
 
 _PART_BYTES = 16 << 20  # read at once of each checkpoint
 _GROUP = 1000  # most keys read at once
-_RAW_BYTES = 8 << 20
 
 Info = TensorInfo | ObjectInfo
 Pair = TypeVar("Pair", bound=tuple[Info, Info])
@@ -234,23 +234,14 @@ async def _changed_objects(
 
 def _same_bytes(*places: tuple[str, ObjectInfo]) -> bool:
     """Return whether two objects are stored as the same bytes; a place that can't be looked at has other bytes."""
-    lengths = {info.nbytes for _, info in places}
-    if len(lengths) > 1 or not all(info.file for _, info in places):
+    try:
+        one, other = (
+            np.memmap(os.path.join(path, info.file), np.uint8, "r", info.offset, (info.nbytes,))
+            for path, info in places
+        )
+    except (OSError, ValueError):
         return False
-    with ExitStack() as stack:
-        try:
-            files = [stack.enter_context(open(os.path.join(path, info.file), "rb")) for path, info in places]
-        except OSError:
-            return False
-        for file, (_, info) in zip(files, places, strict=True):
-            file.seek(info.offset)
-        left = lengths.pop()
-        while left:
-            parts = [file.read(min(left, _RAW_BYTES)) for file in files]
-            if parts[0] != parts[1] or not parts[0]:
-                return False
-            left -= len(parts[0])
-        return True
+    return one.data == other.data
 
 
 async def _texts(reader: CheckpointReader, infos: Sequence[Info]) -> dict[str, str]:
