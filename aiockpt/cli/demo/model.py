@@ -63,28 +63,14 @@ class GPT(nn.Module):
         return functional.linear(x, self.tokens.weight)
 
 
-class Text:
-    """The sources of Python's standard library, as random windows of bytes."""
-
-    def __init__(self, seed: int) -> None:
-        self.bytes = torch.frombuffer(bytearray(standard_library(TEXT_BYTES)), dtype=torch.uint8)
-        self.generator = torch.Generator().manual_seed(seed)
-
-    def batch(self, batch: int, context: int) -> tuple[Tensor, Tensor]:
-        """Draw windows, and the same windows one byte later; each (batch, context), int64."""
-        starts = torch.randint(len(self.bytes) - context, (batch, 1), generator=self.generator)
-        windows = self.bytes[starts + torch.arange(context + 1)].long()
-        return windows[:, :-1], windows[:, 1:]
-
-
-def standard_library(most_bytes: int) -> bytes:
-    """Read the top-level modules of Python's standard library, in the order of their names.
+def standard_library() -> bytes:
+    """Read the top-level modules of Python's standard library, in the order of their names, up to `TEXT_BYTES`.
 
     Raises:
         FileNotFoundError: this Python comes without the sources of its library.
     """
     sources = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
-    text = b"".join(source.read_bytes() for source in sources)[:most_bytes]
+    text = b"".join(source.read_bytes() for source in sources)[:TEXT_BYTES]
     if len(text) < 1 << 16:
         raise FileNotFoundError(f"too few Python sources in {sysconfig.get_paths()['stdlib']} to train on")
     return text
@@ -100,15 +86,18 @@ class Trainer:
         self.device = torch.device(config.device)
         self.model = GPT(config).to(self.device)
         self.optim = torch.optim.AdamW(self.model.parameters(), lr=config.learning_rate)
-        self.text = Text(config.seed)
+        self.text = torch.frombuffer(bytearray(standard_library()), dtype=torch.uint8)
+        self.choice = torch.Generator().manual_seed(config.seed)  # of windows of the text
         self.step = 0  # how many steps are done
         self.losses = torch.full((config.steps,), torch.nan, dtype=torch.float64)  # NaN for the steps to come
 
     def forward_backward(self) -> float:
         """Compute the gradients of the next batch and return the loss; weights and optimizer stay unchanged."""
-        inputs, targets = (part.to(self.device) for part in self.text.batch(self.config.batch, self.config.context))
+        batch, context = self.config.batch, self.config.context
+        starts = torch.randint(len(self.text) - context, (batch, 1), generator=self.choice)
+        windows = self.text[starts + torch.arange(context + 1)].long().to(self.device)
         self.optim.zero_grad()
-        loss = functional.cross_entropy(self.model(inputs).flatten(0, 1), targets.flatten())
+        loss = functional.cross_entropy(self.model(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())
         loss.backward()  # type: ignore[no-untyped-call]
         return loss.item()
 
@@ -125,7 +114,7 @@ class Trainer:
             "optim": self.optim,
             "step": self.step,
             "losses": self.losses,
-            "rng": {"global": aiockpt.RngState(), "text": self.text.generator.get_state()},
+            "rng": {"global": aiockpt.RngState(), "text": self.choice.get_state()},
         }
 
     def resume(self, state: dict[str, Any]) -> None:
@@ -135,4 +124,4 @@ class Trainer:
         """
         self.step = state["step"]
         if "rng" in state:
-            self.text.generator.set_state(state["rng"]["text"])
+            self.choice.set_state(state["rng"]["text"])

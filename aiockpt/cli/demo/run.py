@@ -121,11 +121,11 @@ def show_costs(watch: Watch, config: Config) -> None:
     """Print how long each save took, and which share of the time training went on."""
     ours, stock = watch.waits_s[OURS], watch.waits_s[TORCH_SAVE]
     rows = [
-        [
+        (
             name_of(step),
             size_text(each.nbytes),
             *map(time_text, (ours[step], each.staged_s, each.written_s, stock[step])),
-        ]
+        )
         for step, each in watch.results.items()
     ]
     print_table(("checkpoint", ">size", ">holds training", ">staged", ">durable", f">{TORCH_SAVE}"), rows)
@@ -135,16 +135,11 @@ def show_costs(watch: Watch, config: Config) -> None:
     }
     computing_s = watch.seconds - sum(waiting_s.values())
     rows = [
-        [
-            what,
-            f"{computing_s:.1f} s",
-            f"{waiting_s[what]:.2f} s",
-            f"{computing_s / (computing_s + waiting_s[what]):.1%}",
-        ]
+        (what, time_text(waiting_s[what]), f"{computing_s / (computing_s + waiting_s[what]):.1%}")
         for what in (OURS, TORCH_SAVE)
     ]
-    say()
-    print_table(("the loop saves with", ">computing", ">waiting for saves", ">kept"), rows)
+    say(f"\n{computing_s:.1f} s of computing, and for the saves:")
+    print_table(("", ">waiting", ">kept"), rows)
     for line in _PRICE:
         say(line)
 
@@ -194,19 +189,18 @@ async def compare(resumed: Path, uninterrupted: Path) -> bool:
         found = await differences(a, b)
         losses, reference = [(await reader.read("losses")).tolist() for reader in (a, b)]
         tensors = [info for info in a.values() if isinstance(info, TensorInfo)]
-    if losses == reference:
-        say(f"The losses of all {len(losses)} steps are identical.", "green")
-    else:
+    if losses != reference:
         step = next(number for number, both in enumerate(zip(losses, reference, strict=True)) if both[0] != both[1])
         say(f"The losses differ, first at step {step + 1}: {losses[step]} and {reference[step]}.", "red")
-    if not found:
-        size = size_text(sum(info.nbytes for info in tensors))
-        say(f"All {len(tensors)} tensors of weights, optimizer and random numbers ({size}) are bit-identical.", "green")
-        say("The resumed run is identical to the one that was never interrupted.", "bold green")
-    else:
+    if found:
         keys = [info.key for info in (*found.changed, *found.removed, *found.added)]
         say(f"The final states differ in {plural(len(keys), 'key')}, first in {keys[0]}.", "red")
         say("The resumed run differs from the one that was never interrupted.", "bold red")
+    else:
+        size = size_text(sum(info.nbytes for info in tensors))
+        say(f"The losses of all {len(losses)} steps are identical.", "green")
+        say(f"All {len(tensors)} tensors of weights, optimizer and random numbers ({size}) are bit-identical.", "green")
+        say("The resumed run is identical to the one that was never interrupted.", "bold green")
     return not found
 
 
@@ -223,9 +217,8 @@ def workspace(directory: Path | None, *, keep: bool) -> Iterator[Path]:
     Raises:
         typer.BadParameter: the directory is not empty.
     """
-    directory = None if directory is None else Path(absolute(directory))
-    made = directory is None or not directory.exists()
-    root = Path(tempfile.mkdtemp(prefix="aiockpt-demo-")) if directory is None else directory
+    root = Path(tempfile.mkdtemp(prefix="aiockpt-demo-") if directory is None else absolute(directory))
+    made = directory is None or not root.exists()
     root.mkdir(parents=True, exist_ok=True)
     if any(root.iterdir()):
         raise typer.BadParameter(f"{root} is not empty; name a directory that is, or that doesn't exist yet")
