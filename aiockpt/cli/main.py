@@ -312,7 +312,7 @@ def demo(
     layers: Annotated[int, typer.Option(min=1, hidden=True)] = 4,
     width: Annotated[int | None, typer.Option(min=4, hidden=True)] = None,
 ) -> None:
-    """A model trains, dies in the middle of a save, and resumes exactly. Takes a minute at most on two busy cores.
+    """A model trains, dies in the middle of a save, and resumes exactly. Takes half a minute, on busy cores a minute.
 
     A small GPT learns from the sources of Python's standard library; its size is chosen by the speed of this machine.
     It saves beside training, and the same states with torch.save, to compare the time that training waits. Then

@@ -176,7 +176,9 @@ def run_until_killed(config: Config, directory: Path, kill_from: int) -> None:
     finally:
         process.kill()
         process.wait()
-        console().show_cursor()  # which the bars of the process have hidden
+        if console().is_terminal:  # the process has hidden the cursor, and has not ended the line of its last bar
+            console().show_cursor()
+            say()
     if code == 0:
         raise CommandError(_NEVER_KILLED)
     if code != -signal.SIGKILL:
