@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich.cells import cell_len
+from rich.cells import cell_len, chop_cells
 from rich.segment import Segment, Segments
 from rich.style import Style
 
@@ -241,16 +241,7 @@ def _fitted(label: str, width: int) -> str:
     text = label.lstrip(" ")
     indent = len(label) - len(text)
     keep = max(4, width - indent - 1)
-    return f"{label[:indent]}{_beginning(text, keep // 3)}…{_beginning(text[::-1], keep - keep // 3)[::-1]}"
-
-
-def _beginning(text: str, cells: int) -> str:
-    """Return as many characters as fit into so many cells."""
-    for number, character in enumerate(text):
-        cells -= cell_len(character)
-        if cells < 0:
-            return text[:number]
-    return text
+    return f"{label[:indent]}{chop_cells(text, keep // 3)[0]}…{chop_cells(text[::-1], keep - keep // 3)[0][::-1]}"
 
 
 def _row(line: tree.Line, chosen: Chosen) -> tuple[str, ...]:
