@@ -421,15 +421,12 @@ class _Place:
         return _Place(self.storage, self._workers, self._path_for, name)
 
     def begin(self, *, overwrite: bool = False) -> Awaitable[Transaction]:
-        """Begin a transaction."""
         return self.storage.begin(self.path, overwrite=overwrite, workers=self._workers)
 
     def open(self) -> Awaitable[Source]:
-        """Open the checkpoint."""
         return self.storage.open(self.path, workers=self._workers)
 
     def delete(self) -> Awaitable[None]:
-        """Delete the checkpoint."""
         return self.storage.delete(self.path, workers=self._workers)
 
     def join(self, owner: SharedTransaction) -> Awaitable[SharedTransaction]:
@@ -471,7 +468,6 @@ class _Place:
             source.close()  # idempotent
 
     async def contents(self) -> dict[str, bytes]:
-        """Return all files."""
         source = await self.open()
         try:
             return await self._workers.run(_read, source)

@@ -1,7 +1,7 @@
 import pytest
 import typer
 
-from aiockpt.cli.amounts import parse_duration, parse_size
+from aiockpt.cli.main import parse_duration, parse_size
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("90", 90), ("90s", 90), ("1.5m", 90), ("12h", 43200), ("2w", 1209600)])
