@@ -338,7 +338,7 @@ def demo(
 ) -> None:
     """A model trains, dies in the middle of a save, and resumes exactly. Takes half a minute, on busy cores a minute.
 
-    A small GPT learns from the sources of Python's standard library; its size is chosen by the speed of this machine.
+    A small GPT learns from the sources of aiockpt; its size is chosen by the speed of this machine.
     It saves beside training, and the same states with torch.save, to compare the time that training waits. Then
     another process does the same run, and kills itself while it saves a checkpoint. The run is resumed, and compared
     with the first one: every loss, and every bit of the final states.

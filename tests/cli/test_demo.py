@@ -98,6 +98,20 @@ def test_ctrl_c_on_a_terminal_leaves_no_file(part, tmp_path):
         os.close(terminal)
 
 
+@pytest.mark.parametrize("seen", [["1. Save"], ["2. The same run"], ["2. The same run", "step 2:"]])
+def test_closed_pipe_ends_the_demo_in_silence(seen, tmp_path):
+    with start(tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            for text in seen:
+                assert any(line.startswith(text) for line in process.stdout)
+            process.stdout.close()
+            assert process.stderr.read() == ""
+            assert process.wait(TIMEOUT_S) == 141
+        finally:
+            process.kill()
+    assert demo_directories(tmp_path) == []
+
+
 def read_terminal(terminal, until=None):
     """Return the terminal's output up to a text, or until the other end is closed."""
     seen = b""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import aiockpt
 
 VOCABULARY = 256
-TEXT_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,19 +61,6 @@ class GPT(nn.Module):
         return functional.linear(x, self.tokens.weight)
 
 
-def standard_library() -> bytes:
-    """Read the top-level modules of Python's standard library, in the order of their names, up to `TEXT_BYTES`.
-
-    Raises:
-        FileNotFoundError: this Python comes without the sources of its library.
-    """
-    sources = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
-    text = b"".join(source.read_bytes() for source in sources)[:TEXT_BYTES]
-    if len(text) < 1 << 16:
-        raise FileNotFoundError(f"too few Python sources in {sysconfig.get_paths()['stdlib']} to train on")
-    return text
-
-
 class Trainer:
     """A model in training, and everything that its next step depends on."""
 
@@ -86,7 +71,8 @@ class Trainer:
         self.device = torch.device(config.device)
         self.model = GPT(config).to(self.device)
         self.optim = torch.optim.AdamW(self.model.parameters(), lr=config.learning_rate)
-        self.text = torch.frombuffer(bytearray(standard_library()), dtype=torch.uint8)
+        sources = sorted(Path(aiockpt.__file__).parent.rglob("*.py"))
+        self.text = torch.frombuffer(bytearray(b"".join(map(Path.read_bytes, sources))), dtype=torch.uint8)
         self.choice = torch.Generator().manual_seed(config.seed)  # of windows of the text
         self.step = 0  # how many steps are done
         self.losses = torch.full((config.steps,), torch.nan, dtype=torch.float64)  # NaN for the steps to come

@@ -60,8 +60,8 @@ def run_demo(config: Config, directory: Path | None, *, keep: bool, scale: bool)
         prepare()
         config = scaled(config) if scale else config
         say(
-            f"A small GPT learns from the sources of Python's standard library, on {config.device}: "
-            f"{config.steps} steps, a checkpoint every {config.every}."
+            f"A small GPT learns from the sources of aiockpt, on {config.device}: {config.steps} steps, a checkpoint "
+            f"every {config.every}."
         )
         say(f"Checkpoints go to {root}, and are {'kept' if keep else 'removed at the end'}.")
         uninterrupted, interrupted = (root / name for name in MADE)
@@ -179,6 +179,8 @@ def run_until_killed(config: Config, directory: Path, kill_from: int) -> None:
         if console().is_terminal:  # the process has hidden the cursor, and has not ended the line of its last bar
             console().show_cursor()
             say()
+    if code == Code.CLOSED_PIPE:
+        raise BrokenPipeError
     if code == 0:
         raise CommandError(_NEVER_KILLED)
     if code != -signal.SIGKILL:

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 import aiockpt
+from aiockpt.cli.app import Code
 from aiockpt.cli.demo.model import Config, Trainer
 from aiockpt.cli.demo.watch import OURS, Watch
 from aiockpt.core.machine import cores
@@ -57,5 +58,8 @@ if __name__ == "__main__":
     _, directory, kill_from, facts = sys.argv
     prepare()
     config = Config(**json.loads(facts))
-    with Watch(config.steps, kill_from=int(kill_from)) as watch:
-        asyncio.run(train(Trainer(config), Path(directory), watch))
+    try:
+        with Watch(config.steps, kill_from=int(kill_from)) as watch:
+            asyncio.run(train(Trainer(config), Path(directory), watch))
+    except BrokenPipeError:
+        sys.exit(int(Code.CLOSED_PIPE))

@@ -128,7 +128,8 @@ class Watch:
         result = self.results[step] = await save.written
         text = f"staged after {result.staged_s * 1e3:.0f} ms, durable after {result.written_s * 1e3:.0f} ms"
         self._show_save(step, event, text)
-        self._line(f"{name_of(step)}: {text}")
+        with contextlib.suppress(BrokenPipeError):  # the loop prints too, and raises it
+            self._line(f"{name_of(step)}: {text}")
 
     def _show_save(self, step: int, event: ProgressEvent, note: str) -> None:
         total, done = event.total_bytes or None, event.done_bytes
