@@ -321,4 +321,4 @@ def _described(info: Info, texts: Mapping[str, str]) -> str:
     text = shown(texts[info.key]) if info.key in texts else ""
     if isinstance(info, ObjectInfo):
         return text or (f"object of {size_text(info.nbytes)}" if info.file else "object")
-    return f"{dtype_text(info)} {f'scalar {text}'.rstrip() if not info.shape else shape_text(info)}"
+    return f"{dtype_text(info)} {shape_text(info, text)}"

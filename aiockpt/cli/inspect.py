@@ -264,10 +264,9 @@ def _row(line: tree.Line, chosen: Chosen) -> tuple[str, ...]:
         value = chosen.values[key]
         return label, type(value).__name__, shown(value_text(value)), "", *empty
     value = value_text(chosen.values[key]) if key in chosen.values else ""
-    shape = shape_text(leaf) if leaf.shape else f"scalar {value}".rstrip()
     figures = _figures(chosen.statistics[key]) if key in chosen.statistics else empty
     size = "tied" if leaf.tied_to else _size(leaf.nbytes, line.times)
-    return label, dtype_text(leaf), shape, size, *figures
+    return label, dtype_text(leaf), shape_text(leaf, value), size, *figures
 
 
 def _size(nbytes: int, times: int) -> str:

@@ -141,9 +141,9 @@ def facts_of(info: TensorInfo | ObjectInfo) -> dict[str, Any]:
     return {"kind": "tensor", "dtype": dtype_text(info), "shape": info.shape, "bytes": info.nbytes}
 
 
-def shape_text(info: TensorInfo) -> str:
-    """Return the shape of a tensor."""
-    return "x".join(map(str, info.shape)) or "scalar"
+def shape_text(info: TensorInfo, value: str = "") -> str:
+    """Return the shape of a tensor; of a scalar its value, if that is known."""
+    return "x".join(map(str, info.shape)) or f"scalar {value}".rstrip()
 
 
 def shown(name: str) -> str:
