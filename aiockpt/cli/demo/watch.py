@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from aiockpt.cli.demo.model import Trainer
     from aiockpt.telemetry.progress import ProgressEvent
 
-OURS, TORCH_SAVE, NOT_COUNTED = "aiockpt", "torch.save + fsync", ""
+OURS, TORCH_SAVE = "aiockpt", "torch.save + fsync"
 """What a loop waits for."""
 _HALF_DONE = ("staging", "staged", "writing")
 """The phases in which a save has started to copy, and nothing is published."""
@@ -105,8 +105,8 @@ class Watch:
         """Save the same state with ``torch.save``, if wanted, and measure how long this takes."""
         if self._beside is None:
             return
-        with self.held(trainer.step, NOT_COUNTED):
-            await self.end()  # neither save slows the other
+        with self.held(trainer.step, OURS):  # the next save would wait for it as well
+            await self.end()  # neither way to save slows the other
         with tempfile.NamedTemporaryFile(dir=self._beside, suffix=".pt") as file, self.held(trainer.step, TORCH_SAVE):
             torch.save({"model": trainer.model.state_dict(), "optim": trainer.optim.state_dict()}, file)
             file.flush()
