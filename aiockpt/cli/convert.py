@@ -4,37 +4,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Literal
 
 from aiockpt.cli.app import CommandError
 from aiockpt.cli.output import console, shown, size_text
 from aiockpt.cli.progress import bar
 from aiockpt.dcp.format_utils import DTYPES, convert_checkpoint_async
-
-Format = Literal["dcp", "torch", "safetensors"]
-Dtype = Literal["float64", "float32", "bfloat16", "float16", "fp32", "bf16", "fp16"]
-
-_ENDINGS: dict[str, Format] = {
-    ".safetensors": "safetensors",
-    ".pt": "torch",
-    ".pth": "torch",
-    ".bin": "torch",
-    ".ckpt": "torch",
-}
-
-
-def format_of(target: str) -> Format | None:
-    """Return the format that the ending of a name stands for."""
-    return _ENDINGS.get(os.path.splitext(target)[1])
+from aiockpt.engine.submit import format_for as format_for
+from aiockpt.options import SaveFormat
 
 
 async def convert(
     source: str,
     target: str,
     *,
-    to: Format,
+    to: SaveFormat | None = None,
     keys: Sequence[str] | None = None,
-    dtype: Dtype | None = None,
+    dtype: str | None = None,
     overwrite: bool = False,
     trust: bool = False,
 ) -> None:
@@ -43,12 +28,13 @@ async def convert(
     Args:
         source: the checkpoint.
         target: where to write.
-        to: the format to write.
+        to: the format to write; None: what the ending of the target stands for.
         keys: names, names of containers and glob patterns; None: all.
         dtype: of floating-point tensors; None: as they are.
         overwrite: replace a checkpoint.
         trust: let pickled objects run their code.
     """
+    to = to or format_for(None, target)
     _check_target(source, target, overwrite=overwrite)
     with bar("writing") as shown_bar:
         await convert_checkpoint_async(

@@ -6,17 +6,17 @@ import asyncio
 import math
 import os
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, ExitStack
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import numpy as np
 from rich.text import Text
 
 import aiockpt
 from aiockpt.cli.app import Code, CommandError
 from aiockpt.cli.compare import TensorDifference, Tolerance, same_objects
 from aiockpt.cli.output import (
-    Column,
     console,
     dtype_text,
     facts_of,
@@ -34,7 +34,6 @@ from aiockpt.reading.reader import CheckpointReader
 
 _PART_BYTES = 16 << 20  # read at once of each checkpoint
 _GROUP = 1000  # most keys read at once
-_RAW_BYTES = 8 << 20
 
 Info = TensorInfo | ObjectInfo
 Pair = TypeVar("Pair", bound=tuple[Info, Info])
@@ -235,23 +234,14 @@ async def _changed_objects(
 
 def _same_bytes(*places: tuple[str, ObjectInfo]) -> bool:
     """Return whether two objects are stored as the same bytes; a place that can't be looked at has other bytes."""
-    lengths = {info.nbytes for _, info in places}
-    if len(lengths) > 1 or not all(info.file for _, info in places):
+    try:
+        one, other = (
+            np.memmap(os.path.join(path, info.file), np.uint8, "r", info.offset, (info.nbytes,))
+            for path, info in places
+        )
+    except (OSError, ValueError):
         return False
-    with ExitStack() as stack:
-        try:
-            files = [stack.enter_context(open(os.path.join(path, info.file), "rb")) for path, info in places]
-        except OSError:
-            return False
-        for file, (_, info) in zip(files, places, strict=True):
-            file.seek(info.offset)
-        left = lengths.pop()
-        while left:
-            parts = [file.read(min(left, _RAW_BYTES)) for file in files]
-            if parts[0] != parts[1] or not parts[0]:
-                return False
-            left -= len(parts[0])
-        return True
+    return one.data == other.data
 
 
 async def _texts(reader: CheckpointReader, infos: Sequence[Info]) -> dict[str, str]:
@@ -301,10 +291,7 @@ def _print(a: CheckpointReader, b: CheckpointReader, found: Differences) -> None
     rows += [_row("+", "green", info, _described(info, new)) for info in found.added]
     rows += [_row("~", "yellow", each.a, *_cells(each, old, new)) for each in found.changed]
     out.print()
-    columns = [Column(""), Column("key"), Column("what")]
-    columns += [Column(title, right=True) for title in ("differing", "max abs", "max rel")]
-    filled = [number for number, _ in enumerate(columns) if number < 3 or any(str(row[number]) for row in rows)]
-    print_table([columns[number] for number in filled], [[row[number] for number in filled] for row in rows])
+    print_table(("", "key", "what", ">differing", ">max abs", ">max rel"), rows)
     out.print(
         f"\n{len(found.removed)} removed, {len(found.added)} added, {len(found.changed)} changed, "
         f"{found.unchanged} the same"
@@ -334,4 +321,4 @@ def _described(info: Info, texts: Mapping[str, str]) -> str:
     text = shown(texts[info.key]) if info.key in texts else ""
     if isinstance(info, ObjectInfo):
         return text or (f"object of {size_text(info.nbytes)}" if info.file else "object")
-    return f"{dtype_text(info)} {f'scalar {text}'.rstrip() if not info.shape else shape_text(info)}"
+    return f"{dtype_text(info)} {shape_text(info, text)}"

@@ -8,6 +8,8 @@ import textwrap
 from importlib.resources import files
 from pathlib import Path
 
+import typer
+
 from aiockpt.cli.app import CommandError
 from aiockpt.cli.output import console
 
@@ -39,11 +41,11 @@ def show_topic(topic: str) -> None:
     """Print a page: rendered on a terminal, as its Markdown source elsewhere.
 
     Raises:
-        ValueError: there is no such topic; the message names those there are.
+        typer.BadParameter: there is no such topic; the message names those there are.
     """
     known = topics()
     if topic not in known:
-        raise ValueError(f"there is no topic {topic!r}; the topics are {', '.join(known)}")
+        raise typer.BadParameter(f"there is no topic {topic!r}; the topics are {', '.join(known)}", param_hint="TOPIC")
     out = console()
     if out.is_terminal:
         from rich.markdown import Markdown  # takes longer to import than everything else

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich.cells import cell_len
+from rich.cells import cell_len, chop_cells
 from rich.segment import Segment, Segments
 from rich.style import Style
 
@@ -21,7 +21,7 @@ from aiockpt.cli.found import find
 from aiockpt.cli.html.page import html_page
 from aiockpt.cli.output import console, dtype_text, facts_of, print_json, shape_text, shown, size_text
 from aiockpt.cli.progress import bar
-from aiockpt.cli.statistics import Statistics, Survey, small_values, survey
+from aiockpt.cli.statistics import Figures, Survey, small_values, survey
 from aiockpt.core.gc_pause import gc_pause
 from aiockpt.core.wording import plural
 from aiockpt.format.keys import hint, matching
@@ -37,15 +37,12 @@ _KIND = Style(color="magenta")
 
 
 @dataclass(slots=True)
-class Contents:
-    """The rows and totals that are shown of a checkpoint."""
+class Chosen:
+    """The keys of a checkpoint that are shown, and what is known of them."""
 
-    path: str
-    format: str
-    metadata: Mapping[str, Any]
-    beside: Sequence[str]  # files that are not read
+    reader: CheckpointReader
     infos: dict[str, TensorInfo | ObjectInfo]
-    statistics: dict[str, Statistics | None] = field(default_factory=dict)
+    statistics: dict[str, Figures | None] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
     damaged: set[str] = field(default_factory=set)  # objects that can't be read
 
@@ -75,23 +72,23 @@ class View:
 async def inspect(path: str, view: View, *, as_json: bool = False, trust: bool = False) -> None:
     """Print the keys of a checkpoint. ``trust``: let a file of torch.save run its code."""
     async with aiockpt.open(path, trust=trust) as reader:
-        contents = _chosen(reader, view.keys)
+        chosen = _choose(reader, view.keys)
         if view.stats:
-            contents.statistics = {key: found.figures for key, found in (await _surveys(reader, contents)).items()}
+            chosen.statistics = {key: found.figures for key, found in (await _surveys(reader, chosen)).items()}
         if as_json:
-            print_json(_document(contents))
+            print_json(_document(chosen))
             return
         out = console()
         fold, depth = not (view.everything or view.stats), view.depth
         with gc_pause():
-            root = tree.build(contents.infos.values())
+            root = tree.build(chosen.infos.values())
             if depth is None and not view.everything and out.is_terminal:
                 depth = tree.fitting_depth(root, _LINES, fold=fold)
             lines = list(tree.lines(root, depth=depth, fold=fold))
         leaves = [line.node.leaf for line in lines if line.node.leaf is not None and not line.is_cut]
-        contents.values, contents.damaged = await small_values(reader, leaves)
-    _print_head(contents)
-    _print_tree(lines, contents)
+        chosen.values, chosen.damaged = await small_values(reader, leaves)
+        _print_head(chosen)
+        _print_tree(lines, chosen)
     if any(line.is_cut for line in lines):
         out.print(f"\nLevels below {depth} are not shown; --all shows everything.", style="dim")
 
@@ -100,22 +97,22 @@ async def write_page(path: str, view: View, file: Path, *, trust: bool = False) 
     """Write the keys of a checkpoint into a page for browsers."""
     _check_file(file)
     async with aiockpt.open(path, trust=trust) as reader:
-        contents = _chosen(reader, view.keys)
-        stats = await _surveys(reader, contents, histograms=True) if view.stats else {}
-        values, _ = await small_values(reader, contents.infos.values())
+        chosen = _choose(reader, view.keys)
+        stats = await _surveys(reader, chosen, histograms=True) if view.stats else {}
+        values, _ = await small_values(reader, chosen.infos.values())
         with gc_pause():
-            page = html_page(reader.path, reader.format, reader.metadata, contents.infos.values(), stats, values)
+            page = html_page(reader.path, reader.format, reader.metadata, chosen.infos.values(), stats, values)
     part = file.with_name(f"{file.name}.part")
     part.write_text(page, encoding="utf-8")
     part.replace(file)
     console().print(f"{shown(str(file))}: {size_text(len(page))}")
 
 
-async def _surveys(reader: CheckpointReader, contents: Contents, *, histograms: bool = False) -> dict[str, Survey]:
+async def _surveys(reader: CheckpointReader, chosen: Chosen, *, histograms: bool = False) -> dict[str, Survey]:
     """Read the tensors, under a bar."""
     found: dict[str, Survey] = {}
-    with bar("reading", sum(info.nbytes for info in contents.tensors)) as shown_bar:
-        async for info, each in survey(reader, contents.tensors, histograms=histograms):
+    with bar("reading", sum(info.nbytes for info in chosen.tensors)) as shown_bar:
+        async for info, each in survey(reader, chosen.tensors, histograms=histograms):
             found[info.key] = each
             shown_bar.advance(info.nbytes)
     return found
@@ -127,35 +124,32 @@ def _check_file(file: Path) -> None:
         raise CommandError(f"{file} is a checkpoint; choose another name for the page")
 
 
-def _chosen(reader: CheckpointReader, patterns: Sequence[str]) -> Contents:
-    keys = list(reader)
-    if patterns:
-        found, unmatched = matching(reader.keys(), patterns)
-        if unmatched:
-            raise CommandError(f"{reader.path} has no key that matches {unmatched[0]}.{hint(unmatched, keys)}")
-        keys = [key for key in keys if key in found]
+def _choose(reader: CheckpointReader, patterns: Sequence[str]) -> Chosen:
+    found, unmatched = matching(reader.keys(), patterns) if patterns else (reader, ())
+    if unmatched:
+        raise CommandError(f"{reader.path} has no key that matches {unmatched[0]}.{hint(unmatched, reader)}")
     with gc_pause():
-        return Contents(reader.path, reader.format, reader.metadata, reader.beside, {key: reader[key] for key in keys})
+        return Chosen(reader, {key: reader[key] for key in reader if key in found})
 
 
 # --- JSON -----------------------------------------------------------------------------------------------
 
 
-def _document(contents: Contents) -> dict[str, Any]:
+def _document(chosen: Chosen) -> dict[str, Any]:
     return {
-        "path": contents.path,
-        "format": contents.format,
-        "metadata": contents.metadata,
-        "beside": contents.beside,
-        "tensors": len(contents.tensors),
-        "objects": len(contents.infos) - len(contents.tensors),
-        "bytes": stored_bytes(contents.tensors),
-        "dtypes": _dtypes(contents.tensors),
-        "keys": [_record(info, contents) for info in contents.infos.values()],
+        "path": chosen.reader.path,
+        "format": chosen.reader.format,
+        "metadata": chosen.reader.metadata,
+        "beside": chosen.reader.beside,
+        "tensors": len(chosen.tensors),
+        "objects": len(chosen.infos) - len(chosen.tensors),
+        "bytes": stored_bytes(chosen.tensors),
+        "dtypes": _dtypes(chosen.tensors),
+        "keys": [_record(info, chosen) for info in chosen.infos.values()],
     }
 
 
-def _record(info: TensorInfo | ObjectInfo, contents: Contents) -> dict[str, Any]:
+def _record(info: TensorInfo | ObjectInfo, chosen: Chosen) -> dict[str, Any]:
     if isinstance(info, ObjectInfo):
         return {"key": info.key, **facts_of(info), "file": info.file, "offset": info.offset}
     chunks = [
@@ -163,8 +157,8 @@ def _record(info: TensorInfo | ObjectInfo, contents: Contents) -> dict[str, Any]
         for c in info.chunks
     ]
     record = {"key": info.key, **facts_of(info), "tied_to": info.tied_to, "chunks": chunks}
-    if info.key in contents.statistics:
-        figures = contents.statistics[info.key]
+    if info.key in chosen.statistics:
+        figures = chosen.statistics[info.key]
         record["stats"] = None if figures is None else asdict(figures)
     return record
 
@@ -180,28 +174,27 @@ def _dtypes(tensors: Sequence[TensorInfo]) -> dict[str, int]:
 # --- text -----------------------------------------------------------------------------------------------
 
 
-def _print_head(contents: Contents) -> None:
-    out = console()
-    tensors = contents.tensors
-    objects = len(contents.infos) - len(tensors)
+def _print_head(chosen: Chosen) -> None:
+    out, reader, tensors = console(), chosen.reader, chosen.tensors
+    objects = len(chosen.infos) - len(tensors)
     total = stored_bytes(tensors)
-    out.print(shown(contents.path), style="bold")
+    out.print(shown(reader.path), style="bold")
     dtypes = ", ".join(f"{name} {size_text(nbytes)}" for name, nbytes in _dtypes(tensors).items())
     kinds = f" ({dtypes})" if dtypes else ""
     out.print(
-        f"{contents.format}: {plural(len(tensors), 'tensor')}, {size_text(total)}{kinds}; {plural(objects, 'object')}"
+        f"{reader.format}: {plural(len(tensors), 'tensor')}, {size_text(total)}{kinds}; {plural(objects, 'object')}"
     )
-    if contents.metadata:
-        out.print(f"metadata: {shown(json.dumps(contents.metadata, ensure_ascii=False))}")
-    if contents.beside:
-        out.print(f"not read: {shown(', '.join(contents.beside))}")
+    if reader.metadata:
+        out.print(f"metadata: {shown(json.dumps(reader.metadata, ensure_ascii=False))}")
+    if reader.beside:
+        out.print(f"not read: {shown(', '.join(reader.beside))}")
     out.print()
 
 
-def _print_tree(lines: Sequence[tree.Line], contents: Contents) -> None:
+def _print_tree(lines: Sequence[tree.Line], chosen: Chosen) -> None:
     """Print the lines in batches, because each call of rich takes long."""
-    titles = ("", "", "", "", *(_TITLES if contents.statistics else ()))
-    rows = [_row(line, contents) for line in lines]
+    titles = ("", "", "", "", *(_TITLES if chosen.statistics else ()))
+    rows = [_row(line, chosen) for line in lines]
     sized = (row for row in rows if row[3])  # values of objects, which have nothing behind them, widen no column
     widths = [max(map(cell_len, column)) for column in zip(titles, *sized, strict=True)]
     widths[:2] = [max(map(cell_len, column), default=0) for column in list(zip(titles, *rows, strict=True))[:2]]
@@ -209,7 +202,7 @@ def _print_tree(lines: Sequence[tree.Line], contents: Contents) -> None:
     if out.is_terminal:
         rest = sum(width + 2 for width in widths[1:] if width)
         widths[0] = min(widths[0], max(_LEAST_CELLS, out.width - rest))
-    if contents.statistics:
+    if chosen.statistics:
         out.print(Segments(_segments(_DIM, titles, widths)), end="", soft_wrap=True)
     for start in range(0, len(rows), _BATCH):
         segments: list[Segment] = []
@@ -248,42 +241,32 @@ def _fitted(label: str, width: int) -> str:
     text = label.lstrip(" ")
     indent = len(label) - len(text)
     keep = max(4, width - indent - 1)
-    return f"{label[:indent]}{_beginning(text, keep // 3)}…{_beginning(text[::-1], keep - keep // 3)[::-1]}"
+    return f"{label[:indent]}{chop_cells(text, keep // 3)[0]}…{chop_cells(text[::-1], keep - keep // 3)[0][::-1]}"
 
 
-def _beginning(text: str, cells: int) -> str:
-    """Return as many characters as fit into so many cells."""
-    for number, character in enumerate(text):
-        cells -= cell_len(character)
-        if cells < 0:
-            return text[:number]
-    return text
-
-
-def _row(line: tree.Line, contents: Contents) -> tuple[str, ...]:
+def _row(line: tree.Line, chosen: Chosen) -> tuple[str, ...]:
     node, leaf = line.node, line.node.leaf
     label = "  " * line.depth + shown(line.label)
-    empty = ("",) * 4 if contents.statistics else ()
+    empty = ("",) * 4 if chosen.statistics else ()
     if leaf is None or line.is_cut:
         counted = plural(node.tensors * line.times, "tensor") if line.is_cut else ""
         return label, counted, "", _size(node.nbytes, line.times) if node.tensors else "", *empty
     key = leaf.key
     if isinstance(leaf, ObjectInfo):
-        if key not in contents.values:
+        if key not in chosen.values:
             return (
                 label,
                 "object",
-                "damaged" if key in contents.damaged else "",
+                "damaged" if key in chosen.damaged else "",
                 size_text(leaf.nbytes) if leaf.file else "",
                 *empty,
             )
-        value = contents.values[key]
+        value = chosen.values[key]
         return label, type(value).__name__, shown(value_text(value)), "", *empty
-    value = value_text(contents.values[key]) if key in contents.values else ""
-    shape = shape_text(leaf) if leaf.shape else f"scalar {value}".rstrip()
-    figures = _figures(contents.statistics[key]) if key in contents.statistics else empty
+    value = value_text(chosen.values[key]) if key in chosen.values else ""
+    figures = _figures(chosen.statistics[key]) if key in chosen.statistics else empty
     size = "tied" if leaf.tied_to else _size(leaf.nbytes, line.times)
-    return label, dtype_text(leaf), shape, size, *figures
+    return label, dtype_text(leaf), shape_text(leaf, value), size, *figures
 
 
 def _size(nbytes: int, times: int) -> str:
@@ -292,7 +275,7 @@ def _size(nbytes: int, times: int) -> str:
     return f"{times} x {size_text(nbytes)}" if times > 1 else size_text(nbytes)
 
 
-def _figures(figures: Statistics | None) -> tuple[str, ...]:
+def _figures(figures: Figures | None) -> tuple[str, ...]:
     if figures is None:
         return "?", "?", "?", "?"
     numbers = ("" if value is None else f"{value:.4g}" for value in (figures.minimum, figures.maximum, figures.mean))

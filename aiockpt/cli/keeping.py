@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import aiockpt
-from aiockpt.cli.amounts import parse_duration
 from aiockpt.format.manifest.manifest import decode_head
 from aiockpt.format.names import MANIFEST_NAME
 from aiockpt.format.recognise import DOCUMENT_BYTES
@@ -28,11 +27,13 @@ def parse_best(text: str) -> aiockpt.KeepBest:
     return aiockpt.KeepBest(int(number), metric, "max" if mode == "max" else "min")
 
 
-def policies_of(latest: int | None, every: Sequence[int], within: str | None, best: Sequence[str]) -> list[KeepPolicy]:
+def policies_of(
+    latest: int | None, every: Sequence[int], within_s: float | None, best: Sequence[str]
+) -> list[KeepPolicy]:
     """Return the policies of the options of ``prune``; raise ValueError if there are none, or one is wrong."""
     policies: list[KeepPolicy] = [] if latest is None else [aiockpt.KeepLatest(latest)]
     policies += map(aiockpt.KeepEvery, every)
-    policies += [] if within is None else [aiockpt.KeepWithin(parse_duration(within))]
+    policies += [] if within_s is None else [aiockpt.KeepWithin(within_s)]
     policies += map(parse_best, best)
     if not policies:
         raise ValueError("say what to keep: --keep-latest, --keep-every, --keep-within or --keep-best")

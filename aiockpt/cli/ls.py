@@ -13,7 +13,7 @@ from rich.text import Text
 
 from aiockpt.cli.found import Found, look_into
 from aiockpt.cli.keeping import noted_policy
-from aiockpt.cli.output import Column, console, print_json, print_table, shown, size_text
+from aiockpt.cli.output import console, print_json, print_table, shown, size_text
 from aiockpt.core.wording import time_text
 from aiockpt.format.names import HIDDEN
 from aiockpt.manager.owner import owner_of
@@ -21,15 +21,6 @@ from aiockpt.manager.policies import select
 from aiockpt.manager.scan import NO_STEP
 
 _STYLES = {"complete": "green", "unfinished": "magenta", "damaged": "bold red"}
-_COLUMNS = (
-    Column("name"),
-    Column("state"),
-    Column("format"),
-    Column("size", right=True),
-    Column("saved"),
-    Column("metrics"),
-    Column("kept by"),
-)
 
 
 def ls(directory: str, *, as_json: bool = False) -> None:
@@ -72,11 +63,9 @@ def with_reasons(found: Sequence[Found]) -> list[Found]:
 
 
 def _print(found: Sequence[Found]) -> None:
-    rows = [_row(each) for each in found]
-    chosen = [number for number in range(len(_COLUMNS)) if any(str(row[number]) for row in rows)]
-    if all(each.format in ("aiockpt", "") for each in found):
-        chosen = [number for number in chosen if number != 2]
-    print_table([_COLUMNS[number] for number in chosen], [[row[number] for number in chosen] for row in rows])
+    has_others = any(each.format not in ("aiockpt", "") for each in found)
+    rows = [_row(each, each.format if has_others else "") for each in found]
+    print_table(("name", "state", "format", ">size", "saved", "metrics", "kept by"), rows)
     out = console()
     for each in found:
         if each.info.problem:
@@ -88,7 +77,7 @@ def _print(found: Sequence[Found]) -> None:
     out.print(f"{len(complete)} complete{others}; {total}", style="dim")
 
 
-def _row(found: Found) -> list[str | Text]:
+def _row(found: Found, form: str) -> list[str | Text]:
     metrics = ", ".join(f"{shown(name)} {value:.5g}" for name, value in found.info.metrics.items())
     name = _short(found.name)
     if os.path.islink(found.info.path):
@@ -96,7 +85,7 @@ def _row(found: Found) -> list[str | Text]:
     return [
         name,
         Text(found.info.state, style=_STYLES[found.info.state]),
-        found.format,
+        form,
         size_text(found.info.nbytes),
         time_text(found.info.time),
         metrics,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -32,6 +33,10 @@ Keys = Annotated[
     ),
 ]
 
+_UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+_UNITS_BYTES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([kmgt]?)(?:i?b)?", re.IGNORECASE)
+
 app = typer.Typer(
     name="aiockpt",
     cls=Commands,
@@ -39,6 +44,26 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def parse_duration(text: str) -> float:
+    """Return the seconds of a text such as 90, 90s, 15m, 12h, 7d or 2w; raise typer.BadParameter for another."""
+    number, unit = (text[:-1], text[-1:]) if text[-1:] in _UNITS_S else (text, "s")
+    try:
+        seconds = float(number) * _UNITS_S[unit]
+    except ValueError:
+        seconds = -1
+    if not 0 <= seconds < float("inf"):
+        raise typer.BadParameter(f"{text!r} is no duration: use a number with s, m, h, d or w, such as 12h")
+    return seconds
+
+
+def parse_size(text: str) -> int:
+    """Return the bytes of a text such as 4096, 512M or 2 GiB, in powers of 1024; raise BadParameter for another."""
+    found = _SIZE.fullmatch(text)
+    if found is None:
+        raise typer.BadParameter(f"{text!r} is no size: use a number with K, M, G or T, such as 512M or 2GiB")
+    return int(float(found[1]) * _UNITS_BYTES[found[2].lower()])
 
 
 def _show_version(wanted: bool) -> None:
@@ -159,9 +184,8 @@ def convert(
     dcp is a directory, torch a file, and safetensors a file if DST ends so, else a directory with files of 5 GB at
     most. Memory is bounded. DST appears at once and complete, or not at all.
     """
-    from aiockpt.cli.convert import convert, format_of
+    from aiockpt.cli.convert import convert
 
-    to = to or format_of(target) or "dcp"
     run(convert(source, target, to=to, keys=keys, dtype=dtype, overwrite=overwrite, trust=trust))
 
 
@@ -180,12 +204,11 @@ def extract(
     trust: Trust = False,
 ) -> None:
     """Write some keys of a checkpoint into a file. Nothing else of the checkpoint is read."""
-    from aiockpt.cli.convert import convert, format_of
+    from aiockpt.cli.convert import convert, format_for
 
-    to = format_of(output)
-    if to is None:
+    if format_for(None, output) == "dcp":
         raise typer.BadParameter("the name of the file must end in .safetensors or .pt", param_hint="--output")
-    run(convert(path, output, to=to, keys=keys, dtype=dtype, overwrite=overwrite, trust=trust))
+    run(convert(path, output, keys=keys, dtype=dtype, overwrite=overwrite, trust=trust))
 
 
 @app.command()
@@ -213,7 +236,10 @@ def prune(
         list[int] | None, typer.Option("--keep-every", min=1, help="Keep the multiples of this number.")
     ] = None,
     within: Annotated[
-        str | None, typer.Option("--keep-within", metavar="TIME", help="Keep what is younger: 90m, 12h, 7d, 2w.")
+        float | None,
+        typer.Option(
+            "--keep-within", parser=parse_duration, metavar="TIME", help="Keep what is younger: 90m, 12h, 7d, 2w."
+        ),
     ] = None,
     best: Annotated[
         list[str] | None,
@@ -228,13 +254,12 @@ def prune(
     writes to the run, only --dry-run is possible.
     """
     from aiockpt.cli.keeping import policies_of
+    from aiockpt.cli.removing import prune
 
     try:
         policies = policies_of(latest, every or (), within, best or ())
     except ValueError as exc:
         raise typer.BadParameter(str(exc)) from None
-    from aiockpt.cli.removing import prune
-
     raise typer.Exit(prune(directory, policies, dry_run=dry_run, as_json=as_json))
 
 
@@ -256,29 +281,25 @@ def rm(
 def clean(
     directory: Annotated[str, typer.Argument(metavar="DIR", help="The directory that holds checkpoints.")] = ".",
     older_than: Annotated[
-        str | None,
+        float | None,
         typer.Option(
-            "--older-than", metavar="TIME", help="Also what unknown processes left, if unchanged for: 12h, 7d."
+            parser=parse_duration, metavar="TIME", help="Also what unknown processes left, if unchanged for: 12h, 7d."
         ),
     ] = None,
     as_json: Json = False,
 ) -> None:
     """Remove what killed processes have left: unfinished, hidden directories. What still is in use stays."""
-    from aiockpt.cli.amounts import parse_duration
-
-    try:
-        older_than_s = None if older_than is None else parse_duration(older_than)
-    except ValueError as exc:
-        raise typer.BadParameter(str(exc), param_hint="--older-than") from None
     from aiockpt.cli.removing import clean
 
-    clean(directory, older_than_s=older_than_s, as_json=as_json)
+    clean(directory, older_than_s=older_than, as_json=as_json)
 
 
 @app.command()
 def bench(
     directory: Annotated[str, typer.Argument(metavar="DIR", help="A directory on the disk to measure.")] = ".",
-    size: Annotated[str, typer.Option("--size", metavar="BYTES", help="Write at most so much at a time.")] = "1GiB",
+    size: Annotated[
+        int, typer.Option("--size", parser=parse_size, metavar="BYTES", help="Write at most so much at a time.")
+    ] = "1GiB",  # type: ignore[assignment] # as it is typed
     seconds: Annotated[float, typer.Option("--seconds", min=0.05, help="Measure each at most so long.")] = 2.0,
     as_json: Json = False,
 ) -> None:
@@ -287,15 +308,9 @@ def bench(
     Writes and reads past the page cache and through it, with several threads and chunk sizes; then saves and loads a
     state. Takes up to a minute.
     """
-    from aiockpt.cli.amounts import parse_size
+    from aiockpt.cli.bench import bench
 
-    try:
-        size_bytes = parse_size(size)
-    except ValueError as exc:
-        raise typer.BadParameter(str(exc), param_hint="--size") from None
-    from aiockpt.cli.bench.run import bench
-
-    bench(directory, size_bytes=size_bytes, seconds=seconds, as_json=as_json)
+    bench(directory, size_bytes=size, seconds=seconds, as_json=as_json)
 
 
 @app.command()
@@ -319,38 +334,29 @@ def demo(
         typer.Option("--forget-rng", help="Resume without the random-number states, to see that the runs then differ."),
     ] = False,
     layers: Annotated[int, typer.Option(min=1, hidden=True)] = 4,
-    width: Annotated[int, typer.Option(min=4, hidden=True)] = 384,
-    batch: Annotated[int | None, typer.Option(min=1, hidden=True)] = None,
+    width: Annotated[int | None, typer.Option(min=4, hidden=True)] = None,
 ) -> None:
-    """A model trains, dies in the middle of a save, and resumes exactly.
+    """A model trains, dies in the middle of a save, and resumes exactly. Takes half a minute, on busy cores a minute.
 
-    A small GPT learns from the sources of Python's standard library. Its process is killed while it saves a
-    checkpoint; another one resumes; a third does the same run without being interrupted. Every loss and
-    every bit of the final states are compared. A last run saves with torch.save, to compare the time that
-    training waits. Takes about a minute.
+    A small GPT learns from the sources of aiockpt; its size is chosen by the speed of this machine.
+    It saves beside training, and the same states with torch.save, to compare the time that training waits. Then
+    another process does the same run, and kills itself while it saves a checkpoint. The run is resumed, and compared
+    with the first one: every loss, and every bit of the final states.
 
     Exit codes: 0 the runs are identical, 1 they differ, 2 wrong usage, 3 the demo could not be completed.
     """
     if steps < 2 * every:
         raise typer.BadParameter("at least two checkpoints are needed: --steps must be twice --every, or more")
-    if width % 4:
+    if width is not None and width % 4:
         raise typer.BadParameter("--width must be a multiple of 4")
-    from aiockpt.cli.demo.config import ModelConfig, RunConfig
+    from aiockpt.cli.demo.model import Config
     from aiockpt.cli.demo.run import run_demo
 
-    config = RunConfig(
-        model=ModelConfig(layers=layers, width=width, batch=batch or 1),
-        steps=steps,
-        every=every,
-        seed=seed,
-        device=device,
-        rng=not forget_rng,
+    config = Config(
+        layers=layers, width=width or 384, steps=steps, every=every, seed=seed, device=device, rng=not forget_rng
     )
-    try:
-        code = run_demo(config, directory, keep=directory is not None if keep is None else keep, scale=batch is None)
-    except ValueError as exc:
-        raise typer.BadParameter(str(exc)) from None
-    raise typer.Exit(code)
+    keep = directory is not None if keep is None else keep
+    raise typer.Exit(run_demo(config, directory, keep=keep, scale=width is None))
 
 
 @app.command()
@@ -371,7 +377,4 @@ def docs(
     if topic is None:
         show_topics()
         return
-    try:
-        show_topic(topic)
-    except ValueError as exc:
-        raise typer.BadParameter(str(exc), param_hint="TOPIC") from None
+    show_topic(topic)

@@ -1,4 +1,4 @@
-"""Output of the commands: tables, JSON, sizes and times."""
+"""Output of the commands: tables, JSON, and the facts of tensors as text."""
 
 from __future__ import annotations
 
@@ -7,32 +7,17 @@ import json
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.text import Text
 
 from aiockpt.errors import printable_key
-from aiockpt.telemetry.card import size_text
+from aiockpt.telemetry.card import size_text as size_text
+from aiockpt.telemetry.card import time_text as time_text
 
 if TYPE_CHECKING:
     from aiockpt.reading.info import ObjectInfo, TensorInfo
-
-__all__ = [
-    "Column",
-    "console",
-    "dtype_text",
-    "duration_text",
-    "facts_of",
-    "print_json",
-    "print_table",
-    "rate_text",
-    "shape_text",
-    "shown",
-    "size_text",
-]
-
 
 _GAP = 2  # cells between columns
 _INDENT = 4  # cells before what is continued
@@ -54,28 +39,16 @@ def console(*, stderr: bool = False) -> Console:
 # --- tables ---------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Column:
-    """A column of a table.
+def print_table(titles: Sequence[str], rows: Sequence[Sequence[str | Text]]) -> None:
+    """Print a table, without the columns that are empty. A title with ">" in front is that of a column of numbers.
 
-    Attributes:
-        title: its heading.
-        right: align it to the right, as numbers are.
-        style: its style, one that can be read on dark and on light.
+    What a terminal is too narrow for is continued on a second line, or a third; nothing is cut.
     """
-
-    title: str
-    right: bool = False
-    style: str = ""
-
-
-def print_table(columns: Sequence[Column], rows: Sequence[Sequence[str | Text]]) -> None:
-    """Print a table. What a terminal is too narrow for is continued on a second line, or a third; nothing is cut."""
     out = console()
-    lines = [[Text(column.title, style="bold") for column in columns]]
-    for row in rows:
-        both = zip(columns, row, strict=True)
-        lines.append([cell if isinstance(cell, Text) else Text(cell, style=column.style) for column, cell in both])
+    filled = [at for at, cells in enumerate(zip(*rows, strict=True)) if any(map(str, cells))]
+    right = [titles[at].startswith(">") for at in filled]
+    lines = [[Text(titles[at].removeprefix(">"), style="bold") for at in filled]]
+    lines += [[cell if isinstance(cell, Text) else Text(cell) for cell in (row[at] for at in filled)] for row in rows]
     widths = [max(cell.cell_len for cell in cells) for cells in zip(*lines, strict=True)]
     bands = _bands(widths, out.width if out.is_terminal else None)
     for cells in lines:
@@ -83,7 +56,7 @@ def print_table(columns: Sequence[Column], rows: Sequence[Sequence[str | Text]])
             line = Text(" " * _INDENT if number else "")
             for at in band:
                 gap = " " * (widths[at] - cells[at].cell_len)
-                line += Text.assemble(*((gap, cells[at]) if columns[at].right else (cells[at], gap)), " " * _GAP)
+                line += Text.assemble(*((gap, cells[at]) if right[at] else (cells[at], gap)), " " * _GAP)
             line.rstrip()
             if not out.is_terminal:
                 print(line.plain)
@@ -151,25 +124,7 @@ def _finite(value: Any) -> Any:
     return value
 
 
-# --- numbers --------------------------------------------------------------------------------------------
-
-
-def duration_text(seconds: float) -> str:
-    """Return a duration in the largest unit that fits, with the next smaller one."""
-    if seconds < 0.9995:
-        return f"{seconds * 1e3:.0f} ms"
-    if seconds < 59.95:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest} s"
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
-
-
-def rate_text(bytes_per_s: float) -> str:
-    """Return a speed."""
-    return f"{size_text(bytes_per_s)}/s"
+# --- facts --------------------------------------------------------------------------------------------
 
 
 def dtype_text(info: TensorInfo) -> str:
@@ -186,9 +141,9 @@ def facts_of(info: TensorInfo | ObjectInfo) -> dict[str, Any]:
     return {"kind": "tensor", "dtype": dtype_text(info), "shape": info.shape, "bytes": info.nbytes}
 
 
-def shape_text(info: TensorInfo) -> str:
-    """Return the shape of a tensor."""
-    return "x".join(map(str, info.shape)) or "scalar"
+def shape_text(info: TensorInfo, value: str = "") -> str:
+    """Return the shape of a tensor; of a scalar its value, if that is known."""
+    return "x".join(map(str, info.shape)) or f"scalar {value}".rstrip()
 
 
 def shown(name: str) -> str:

@@ -7,14 +7,14 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from typing import Any
 
 import typer
 
 import aiockpt
 from aiockpt.cli.app import Code, CommandError, report
 from aiockpt.cli.found import find
-from aiockpt.cli.output import Column, console, print_json, print_table, shown, size_text
+from aiockpt.cli.output import console, print_json, print_table, shown, size_text
 from aiockpt.format.names import HIDDEN
 from aiockpt.manager.owner import take
 from aiockpt.manager.policies import KeepAny, KeepPolicy, select, to_delete
@@ -90,35 +90,33 @@ def prune(directory: str, policies: Sequence[KeepPolicy], *, dry_run: bool = Fal
         if lock is not None:
             lock.release()
     kept = select(policy, infos, now)
+    doomed_steps = {info.step for info in doomed}
     failed = {info.step for info, is_gone in zip(doomed, fates, strict=False) if not is_gone}
-    outcome = _Outcome(kept=kept, doomed={info.step for info in doomed}, failed=failed, dry_run=dry_run)
+    records = [
+        {
+            "step": info.step,
+            "path": info.path,
+            "bytes": info.nbytes,
+            "removed": not dry_run and info.step in doomed_steps - failed,
+            "would_be_removed": info.step in doomed_steps,
+            "because": [] if info.step in doomed_steps - failed else _reasons(info, kept, failed),
+        }
+        for info in infos
+    ]
     if as_json:
-        print_json([_record(info, outcome) for info in infos])
+        print_json(records)
     else:
-        _print(infos, outcome)
+        _print(records, "would be removed" if dry_run else "removed")
     return Code.FAILED if failed else Code.FINE
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Outcome:
-    """The fate of each step, by its number."""
-
-    kept: Mapping[int, Sequence[str]]  # with the policies that keep them
-    doomed: AbstractSet[int]
-    failed: AbstractSet[int]  # those of them that could not be removed
-    dry_run: bool
-
-    def goes(self, info: StepInfo) -> bool:
-        """Return whether a step was removed, or would be."""
-        return info.step in self.doomed and info.step not in self.failed
-
-    def reasons(self, info: StepInfo) -> Sequence[str]:
-        """Return why a step stays."""
-        if info.step in self.failed:
-            return ["it could not be removed"]
-        if info.state != "complete":
-            return [f"{info.state}: {info.problem}"]
-        return self.kept.get(info.step) or ["the newest"]
+def _reasons(info: StepInfo, kept: Mapping[int, Sequence[str]], failed: AbstractSet[int]) -> Sequence[str]:
+    """Return why a step stays."""
+    if info.step in failed:
+        return ["it could not be removed"]
+    if info.state != "complete":
+        return [f"{info.state}: {info.problem}"]
+    return kept.get(info.step) or ["the newest"]
 
 
 def _check(directory: str, infos: Sequence[StepInfo], policies: Sequence[KeepPolicy]) -> None:
@@ -132,27 +130,15 @@ def _check(directory: str, infos: Sequence[StepInfo], policies: Sequence[KeepPol
             raise CommandError(f"no step has the metric {policy.metric}; there are: {', '.join(known) or 'none'}")
 
 
-def _print(infos: Sequence[StepInfo], outcome: _Outcome) -> None:
-    word = "would be removed" if outcome.dry_run else "removed"
+def _print(records: Sequence[Mapping[str, Any]], word: str) -> None:
     rows = [
-        (str(info.step), size_text(info.nbytes))
-        + ((word, "") if outcome.goes(info) else ("stays", ", ".join(map(shown, outcome.reasons(info)))))
-        for info in infos
+        (str(each["step"]), size_text(each["bytes"]), *(("stays", ", ".join(map(shown, why))) if why else (word, "")))
+        for each in records
+        for why in (each["because"],)
     ]
-    print_table([Column("step", right=True), Column("size", right=True), Column(""), Column("because")], rows)
-    gone = [info.nbytes for info in infos if outcome.goes(info)]
-    console().print(f"{len(gone)} of {len(infos)} steps {word}, {size_text(sum(gone))}")
-
-
-def _record(info: StepInfo, outcome: _Outcome) -> dict[str, object]:
-    return {
-        "step": info.step,
-        "path": info.path,
-        "bytes": info.nbytes,
-        "removed": outcome.goes(info) and not outcome.dry_run,
-        "would_be_removed": info.step in outcome.doomed,
-        "because": [] if outcome.goes(info) else outcome.reasons(info),
-    }
+    print_table((">step", ">size", "", "because"), rows)
+    gone = [each["bytes"] for each in records if not each["because"]]
+    console().print(f"{len(gone)} of {len(records)} steps {word}, {size_text(sum(gone))}")
 
 
 # --- leftovers ------------------------------------------------------------------------------------------

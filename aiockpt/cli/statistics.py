@@ -21,7 +21,7 @@ _VALUES = 200  # that are shown
 
 
 @dataclass(frozen=True, slots=True)
-class Statistics:
+class Figures:
     """Figures of a tensor.
 
     Attributes:
@@ -36,80 +36,30 @@ class Statistics:
     nan: int
 
 
-@dataclass(frozen=True, slots=True)
 class Survey:
-    """Figures of a tensor, and a histogram of its finite elements.
+    """Figures of a tensor, and a histogram of its finite elements, that grow part by part.
+
+    Args:
+        times: how often the tensor repeats what is added.
+        histogram: whether the parts are to be counted, after all were added.
 
     Attributes:
-        figures: None where torch can't compute with the dtype.
         low: the lower edge of the first bin.
         high: the upper edge of the last one.
-        counts: the elements in each bin; of complex numbers the absolute values are counted. Empty if there are none.
     """
 
-    figures: Statistics | None
-    low: float = 0.0
-    high: float = 0.0
-    counts: tuple[int, ...] = ()
-
-    def as_json(self) -> list[Any]:
-        """Return what a page shows: texts of the figures, the bounds, and the counts."""
-        if self.figures is None:
-            return [None, 0, 0, []]
-        bounds = (self.figures.minimum, self.figures.maximum, self.figures.mean)
-        texts = ["" if each is None else f"{each:,}" if isinstance(each, int) else f"{each:.6g}" for each in bounds]
-        low, high = (float(f"{value:.6g}") for value in (self.low, self.high))
-        return [[*texts, f"{self.figures.nan:,}"], low, high, self.counts]
-
-
-async def survey(
-    reader: CheckpointReader, infos: Sequence[TensorInfo], *, histograms: bool = False
-) -> AsyncIterator[tuple[TensorInfo, Survey]]:
-    """Yield each tensor with its figures, and its histogram if wanted.
-
-    Small tensors are read ahead, in memory that is bounded; large ones part by part, and twice for a histogram.
-    """
-    small = {info.key: info for info in infos if info.nbytes <= PART_BYTES}
-    if small:
-        async for key, tensor in reader.stream(dict.fromkeys(small), buffer_bytes=4 * PART_BYTES):
-            sums = _Sums(histograms=histograms)
-            sums.add(tensor)
-            if bins := sums.bins():
-                bins.add(tensor)
-            yield small[key], _survey_of(sums, bins)
-    for info in infos:
-        if info.key in small:
-            continue
-        times = times_of(info)
-        sums = _Sums(times, histograms=histograms)
-        async for part in read_parts(reader, info, PART_BYTES):
-            sums.add(part)
-        if bins := sums.bins():
-            async for part in read_parts(reader, info, PART_BYTES):
-                bins.add(part)
-        yield info, _survey_of(sums, bins, times)
-
-
-def _survey_of(sums: _Sums, bins: _Bins | None, times: int = 1) -> Survey:
-    if bins is None:
-        return Survey(sums.result())
-    return Survey(sums.result(), bins.low, bins.high, tuple(n * times for n in bins.counts.tolist()))
-
-
-class _Sums:
-    """Figures of a tensor that grow part by part; the tensor repeats ``times`` times what is added."""
-
-    def __init__(self, times: int = 1, *, histograms: bool = False) -> None:
+    def __init__(self, times: int = 1, *, histogram: bool = False) -> None:
         self._times = times
-        self._histograms = histograms
+        self._histogram = histogram
         self._can_compute = True
         self._minimum, self._maximum = math.inf, -math.inf
-        self._low, self._high = math.inf, -math.inf  # of the finite elements, for the histogram
         self._total = 0.0
         self._count = self._nan = 0
+        self._bins = torch.zeros(0, dtype=torch.int64)
+        self.low, self.high = math.inf, -math.inf
 
     def add(self, part: torch.Tensor) -> None:
-        """Add a part."""
+        """Add a part to the figures."""
         try:
             if self._can_compute:
                 self._add(part)
@@ -130,40 +80,79 @@ class _Sums:
         self._minimum, self._maximum = min(self._minimum, low), max(self._maximum, high)
         self._total += values.sum(dtype=torch.float64).item()
         self._count += values.numel()
-        for block in _finite(values) if self._histograms else ():
+        for block in _finite(values) if self._histogram else ():
             low, high = (bound.item() for bound in torch.aminmax(block))
-            self._low, self._high = min(self._low, low), max(self._high, high)
+            self.low, self.high = min(self.low, low), max(self.high, high)
 
-    def result(self) -> Statistics | None:
-        """Return the figures of all parts; None if torch can't compute with the dtype."""
+    def begin_counting(self) -> bool:
+        """Return whether there is a histogram: there are finite elements, and their range is not too large."""
+        if self.low == self.high:
+            half = max(abs(self.low) * 0.01, 0.5)
+            self.low, self.high = self.low - half, self.high + half
+        if not self._can_compute or not 0 < self.high - self.low < math.inf:
+            self.low = self.high = 0.0
+            return False
+        self._bins = torch.zeros(_BINS, dtype=torch.int64)
+        return True
+
+    def count(self, part: torch.Tensor) -> None:
+        """Add a part to the histogram."""
+        for block in _finite(numbers(part)):
+            # torch.histc would start threads for each tensor, which takes much longer on a busy machine.
+            bins = ((block - self.low) / (self.high - self.low) * _BINS).to(torch.int64)
+            self._bins += torch.bincount(bins.clamp_(max=_BINS - 1), minlength=_BINS)
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Elements in each bin; of complex numbers the absolute values are counted. Empty without a histogram."""
+        return tuple((self._bins * self._times).tolist())
+
+    @property
+    def figures(self) -> Figures | None:
+        """Figures of all parts; None where torch can't compute with the dtype."""
         if not self._can_compute:
             return None
         nan = self._nan * self._times
         if not self._count:
-            return Statistics(None, None, None, nan)
-        return Statistics(self._minimum, self._maximum, self._total / self._count, nan)
+            return Figures(None, None, None, nan)
+        return Figures(self._minimum, self._maximum, self._total / self._count, nan)
 
-    def bins(self) -> _Bins | None:
-        """Return empty bins for the finite elements; None if there are none, or if their range is too large."""
-        low, high = self._low, self._high
-        if low == high:
-            half = max(abs(low) * 0.01, 0.5)
-            low, high = low - half, high + half
-        return _Bins(low, high) if self._can_compute and math.isfinite(high - low) and low < high else None
+    def as_json(self) -> list[Any]:
+        """Return what a page shows: texts of the figures, the bounds, and the counts."""
+        figures = self.figures
+        if figures is None:
+            return [None, 0, 0, []]
+        bounds = (figures.minimum, figures.maximum, figures.mean)
+        texts = ["" if each is None else f"{each:,}" if isinstance(each, int) else f"{each:.6g}" for each in bounds]
+        low, high = (float(f"{value:.6g}") for value in (self.low, self.high))
+        return [[*texts, f"{figures.nan:,}"], low, high, self.counts]
 
 
-class _Bins:
-    """A histogram that grows part by part."""
+async def survey(
+    reader: CheckpointReader, infos: Sequence[TensorInfo], *, histograms: bool = False
+) -> AsyncIterator[tuple[TensorInfo, Survey]]:
+    """Yield each tensor with its figures, and its histogram if wanted.
 
-    def __init__(self, low: float, high: float) -> None:
-        self.low, self.high = low, high
-        self.counts = torch.zeros(_BINS, dtype=torch.int64)
-
-    def add(self, part: torch.Tensor) -> None:
-        for block in _finite(numbers(part)):
-            # torch.histc would start threads for each tensor, which takes much longer on a busy machine.
-            bins = ((block - self.low) / (self.high - self.low) * _BINS).to(torch.int64)
-            self.counts += torch.bincount(bins.clamp_(max=_BINS - 1), minlength=_BINS)
+    Small tensors are read ahead, in memory that is bounded; large ones part by part, and twice for a histogram.
+    """
+    small = {info.key: info for info in infos if info.nbytes <= PART_BYTES}
+    if small:
+        async for key, tensor in reader.stream(dict.fromkeys(small), buffer_bytes=4 * PART_BYTES):
+            found = Survey(histogram=histograms)
+            found.add(tensor)
+            if found.begin_counting():
+                found.count(tensor)
+            yield small[key], found
+    for info in infos:
+        if info.key in small:
+            continue
+        found = Survey(times_of(info), histogram=histograms)
+        async for part in read_parts(reader, info, PART_BYTES):
+            found.add(part)
+        if found.begin_counting():
+            async for part in read_parts(reader, info, PART_BYTES):
+                found.count(part)
+        yield info, found
 
 
 def _finite(values: torch.Tensor) -> list[torch.Tensor]:

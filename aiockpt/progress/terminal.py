@@ -42,13 +42,12 @@ class Screen:
     """The bars of one stream."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._bars = 0
         self._progress: Progress | None = None
 
     def begin(self, stream: TextIO, title: str, *, force: bool) -> tuple[Progress, TaskID] | None:
         """Add a bar, and begin to show them if it is the first; None if the program has a live display already."""
-        with self._lock:
+        with _lock:
             if self._progress is None:
                 console = Console(file=stream, force_terminal=True if force else None, emoji=False)
                 progress = bars(console)
@@ -63,7 +62,7 @@ class Screen:
 
     def end(self) -> None:
         """Count a bar as ended; after the last one, stop the live display, whose last state stays on the screen."""
-        with self._lock:
+        with _lock:
             self._bars -= 1
             if not self._bars and self._progress is not None:
                 self._progress.stop()
@@ -74,11 +73,6 @@ _screens: weakref.WeakKeyDictionary[TextIO, Screen] = weakref.WeakKeyDictionary(
 _lock = threading.Lock()
 
 
-def _screen_of(stream: TextIO) -> Screen:
-    with _lock:
-        return _screens.setdefault(stream, Screen())
-
-
 class TerminalBar:
     """One bar; it appears with its first event."""
 
@@ -86,7 +80,8 @@ class TerminalBar:
         self._stream = stream
         self._title = title
         self._force = force
-        self._screen = _screen_of(stream)
+        with _lock:
+            self._screen = _screens.setdefault(stream, Screen())
 
     @lazy_property
     def _begun(self) -> tuple[Progress, TaskID] | None:

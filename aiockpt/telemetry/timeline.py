@@ -98,14 +98,11 @@ def trace_of(events: Sequence[TimelineEvent], trainer: int) -> dict[str, Any]:
     """Return events as an object of the Trace Event Format; ``trainer`` is the number of the main process."""
     lanes = {lane: number for number, lane in enumerate(lanes_of(events))}
     names = [
-        _metadata("process_name", pid, 0, "aiockpt" if pid == trainer else "aiockpt writer process")
+        _metadata("process_name", pid, 0, name="aiockpt" if pid == trainer else "aiockpt writer process")
         for pid in dict.fromkeys(pid for pid, _ in lanes)
     ]
-    names += [_metadata("thread_name", pid, tid, printable(thread)) for (pid, thread), tid in lanes.items()]
-    names += [
-        {"name": "thread_sort_index", "ph": "M", "pid": pid, "tid": tid, "args": {"sort_index": tid}}
-        for (pid, _), tid in lanes.items()
-    ]
+    names += [_metadata("thread_name", pid, tid, name=printable(thread)) for (pid, thread), tid in lanes.items()]
+    names += [_metadata("thread_sort_index", pid, tid, sort_index=tid) for (pid, _), tid in lanes.items()]
     work = [
         {
             "name": event.name,
@@ -122,5 +119,5 @@ def trace_of(events: Sequence[TimelineEvent], trainer: int) -> dict[str, Any]:
     return {"traceEvents": names + work, "displayTimeUnit": "ms"}
 
 
-def _metadata(name: str, pid: int, tid: int, value: str) -> dict[str, Any]:
-    return {"name": name, "ph": "M", "pid": pid, "tid": tid, "args": {"name": value}}
+def _metadata(kind: str, pid: int, tid: int, **args: str | int) -> dict[str, Any]:
+    return {"name": kind, "ph": "M", "pid": pid, "tid": tid, "args": args}

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import functools
 import itertools
 import mmap
 import os
 import random
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -31,10 +32,11 @@ from aiockpt.testing.storages import FaultyStorage
 
 if TYPE_CHECKING:
     from pathlib import Path
-    from typing import TypeVar
+    from typing import ParamSpec, TypeVar
 
     from aiockpt.storage.base import FileSink, PartSink, SharedTransaction, Source, Storage, Transaction
 
+    P = ParamSpec("P")
     T = TypeVar("T")
 
 _BLOCK_BYTES = 4096
@@ -42,6 +44,23 @@ _WRITE_BYTES = 1 << 20
 _SIZES = [0, 1, _BLOCK_BYTES - 1, _BLOCK_BYTES, _BLOCK_BYTES + 1, _WRITE_BYTES, 3 * _WRITE_BYTES + 17]
 # Names of DCP checkpoints: a storage may refuse to replace or delete anything that is no checkpoint.
 _DATA, _MORE, _METADATA = "__0_0.distcp", "__0_1.distcp", ".metadata"
+
+
+def _on_a_loop(test: Callable[P, Awaitable[None]]) -> Callable[P, None]:
+    """Run an async test on an event loop of its own, without a plugin."""
+
+    @functools.wraps(test)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        _run(test(*args, **kwargs))
+
+    return run
+
+
+def _run(awaitable: Awaitable[T]) -> T:
+    async def main() -> T:
+        return await awaitable
+
+    return asyncio.run(main())
 
 
 class StorageConformance:
@@ -85,221 +104,183 @@ class StorageConformance:
         return self.path_for(tmp_path, "c")
 
     @pytest.fixture
-    def workers(self) -> Iterator[Workers]:
-        """The threads that a storage gets for blocking work."""
-        group = Workers(2, "aiockpt-conformance")
-        yield group
-        group.close()
+    def place(self, storage: Storage, tmp_path: Path) -> Iterator[_Place]:
+        """The path in the storage, with threads for blocking work."""
+        workers = Workers(2, "aiockpt-conformance")
+        yield _Place(storage, workers, lambda name: self.path_for(tmp_path, name))
+        workers.close()
 
     # --- writing ----------------------------------------------------------------------------------
 
     @pytest.mark.parametrize("announced", [True, False], ids=["announced", "open-ended"])
     @pytest.mark.parametrize("nbytes", _SIZES)
-    def test_a_file_is_read_as_it_was_written(
-        self, nbytes: int, announced: bool, storage: Storage, path: str, workers: Workers
-    ) -> None:
+    def test_a_file_is_read_as_it_was_written(self, nbytes: int, announced: bool, place: _Place) -> None:
         """Any size, announced or not; padding behind an announced size is not a part of the file."""
         data = _data(nbytes)
-        _run(_save(storage, path, workers, {_DATA: data, _METADATA: b"m"}, announced=announced))
-        assert _load(storage, path, workers) == {_DATA: data, _METADATA: b"m"}
+        _run(place.save({_DATA: data, _METADATA: b"m"}, announced=announced))
+        assert place.load() == {_DATA: data, _METADATA: b"m"}
 
-    def test_files_are_written_at_the_same_time(self, storage: Storage, path: str, workers: Workers) -> None:
+    @_on_a_loop
+    async def test_files_are_written_at_the_same_time(self, place: _Place) -> None:
         """Several sinks of a transaction are open at once, and their writes are interleaved."""
         files = {f"__0_{number}.distcp": _data(3 * _WRITE_BYTES + number, seed=number) for number in range(8)}
+        transaction = await place.begin()
+        await asyncio.gather(*(_write(transaction, name, data) for name, data in files.items()))
+        await _write(transaction, _METADATA, b"m")
+        await transaction.commit()
+        assert await place.contents() == {**files, _METADATA: b"m"}
 
-        async def save() -> None:
-            transaction = await storage.begin(path, overwrite=False, workers=workers)
-            await asyncio.gather(*(_write(transaction, name, data) for name, data in files.items()))
-            await _write(transaction, _METADATA, b"m")
-            await transaction.commit()
-
-        _run(save())
-        assert _load(storage, path, workers) == {**files, _METADATA: b"m"}
-
-    def test_saves_to_different_paths_do_not_meet(self, storage: Storage, tmp_path: Path, workers: Workers) -> None:
+    @_on_a_loop
+    async def test_saves_to_different_paths_do_not_meet(self, place: _Place) -> None:
         """Transactions that are open at the same time are independent of each other."""
-        paths = [self.path_for(tmp_path, name) for name in ("a", "b")]
+        places = [place.named(name) for name in ("a", "b")]
+        one, other = [await each.begin() for each in places]
+        await asyncio.gather(_write_all(one, {_DATA: b"one"}), _write_all(other, {_DATA: b"other"}))
+        await other.abort()
+        await one.commit()
+        assert (await places[0].contents())[_DATA] == b"one"
+        await places[1].assert_missing()
 
-        async def save() -> None:
-            one, other = [await storage.begin(path, overwrite=False, workers=workers) for path in paths]
-            await asyncio.gather(_write_all(one, {_DATA: b"one"}), _write_all(other, {_DATA: b"other"}))
-            await other.abort()
-            await one.commit()
-
-        _run(save())
-        assert _load(storage, paths[0], workers)[_DATA] == b"one"
-        _assert_missing(storage, paths[1], workers)
-
-    def test_a_checkpoint_may_be_one_file(self, storage: Storage, tmp_path: Path, workers: Workers) -> None:
+    def test_a_checkpoint_may_be_one_file(self, place: _Place) -> None:
         """The empty name is the checkpoint itself."""
         if not self.single_files:
             pytest.skip("this storage has no checkpoints of one file")
-        path, data = self.path_for(tmp_path, "c.safetensors"), b"\2\0\0\0\0\0\0\0{}"
-        _run(_save(storage, path, workers, {"": data}))
-        assert list(_load(storage, path, workers).values()) == [data]
+        place, data = place.named("c.safetensors"), b"\2\0\0\0\0\0\0\0{}"
+        _run(place.save({"": data}))
+        assert list(place.load().values()) == [data]
 
     # --- files of several processes ---------------------------------------------------------------
 
     @pytest.mark.parametrize("is_single_file", [False, True], ids=["in a directory", "single file"])
-    def test_several_processes_write_parts_of_a_file(
-        self, is_single_file: bool, storage: Storage, tmp_path: Path, workers: Workers
-    ) -> None:
+    @_on_a_loop
+    async def test_several_processes_write_parts_of_a_file(self, is_single_file: bool, place: _Place) -> None:
         """Each its own bytes, in turns, which meet in blocks; skipped for a storage without `open_part`."""
         if is_single_file and not self.single_files:
             pytest.skip("this storage has no checkpoints of one file")
-        path = self.path_for(tmp_path, "c.safetensors" if is_single_file else "c")
+        place = place.named("c.safetensors" if is_single_file else "c")
         name, data = "" if is_single_file else _DATA, b"\2\0\0\0\0\0\0\0{}" + _data(2 * _WRITE_BYTES + 77)
-
-        async def save() -> None:
-            owner = await _reserve(storage, path, workers, name, len(data))
-            assert list((await owner.sizes()).values()) == [len(data)], "a reserved file must have its final size"
-            others = [await shared_storage(storage).join(path, owner.ticket, workers=workers) for _ in range(2)]
-            sinks = [await each.open_part(name) for each in (owner, *others)]
-            for runs in zip(*(_parts(len(data), number, len(sinks)) for number in range(len(sinks))), strict=True):
-                await asyncio.gather(*(_write_runs(*each, data) for each in zip(sinks, runs, strict=True)))
-            for sink in sinks:
-                await sink.finish()
-            for each in others:
-                await each.commit()
-                await each.release()
-            assert list((await owner.sizes()).values()) == [len(data)]
-            if not is_single_file:
-                await _write(owner, _METADATA, b"m")
-            await owner.commit()
-
-        _run(save())
-        found = _load(storage, path, workers)
+        owner = await place.reserve(name, len(data))
+        assert list((await owner.sizes()).values()) == [len(data)], "a reserved file must have its final size"
+        others = [await place.join(owner) for _ in range(2)]
+        sinks = [await each.open_part(name) for each in (owner, *others)]
+        for runs in zip(*(_parts(len(data), number, len(sinks)) for number in range(len(sinks))), strict=True):
+            await asyncio.gather(*(_write_runs(*each, data) for each in zip(sinks, runs, strict=True)))
+        for sink in sinks:
+            await sink.finish()
+        for each in others:
+            await each.commit()
+            await each.release()
+        assert list((await owner.sizes()).values()) == [len(data)]
+        if not is_single_file:
+            await _write(owner, _METADATA, b"m")
+        await owner.commit()
+        found = await place.contents()
         assert found.pop(_METADATA, b"m") == b"m"
         assert list(found.values()) == [data]
 
-    def test_an_abort_of_the_owner_removes_the_parts_of_all(
-        self, storage: Storage, path: str, workers: Workers
-    ) -> None:
+    @_on_a_loop
+    async def test_an_abort_of_the_owner_removes_the_parts_of_all(self, place: _Place) -> None:
         """An abort by a joined process closes only its own parts; skipped for a storage without `open_part`."""
-
-        async def give_up() -> None:
-            owner = await _reserve(storage, path, workers, _DATA, 5000)
-            other = await shared_storage(storage).join(path, owner.ticket, workers=workers)
-            for each in (owner, other):
-                sink = await each.open_part(_DATA)
-                await sink.write(_aligned(b"x" * 100), [(4950, 50, 50)])
-            await other.abort()
-            await other.abort()
-            assert (await owner.sizes())[_DATA] == 5000, "a process that has joined must not remove what is the owner's"
-            await owner.abort()
-            await owner.abort()
-
-        _run(give_up())
-        _assert_missing(storage, path, workers)
-        _run(_save(storage, path, workers, {_DATA: b"x", _METADATA: b"m"}))
+        owner = await place.reserve(_DATA, 5000)
+        other = await place.join(owner)
+        for each in (owner, other):
+            sink = await each.open_part(_DATA)
+            await sink.write(_aligned(b"x" * 100), [(4950, 50, 50)])
+        await other.abort()
+        await other.abort()
+        assert (await owner.sizes())[_DATA] == 5000, "a process that has joined must not remove what is the owner's"
+        await owner.abort()
+        await owner.abort()
+        await place.assert_missing()
+        await place.save({_DATA: b"x", _METADATA: b"m"})
 
     # --- commit and abort -------------------------------------------------------------------------
 
-    def test_nothing_is_visible_before_the_commit(self, storage: Storage, path: str, workers: Workers) -> None:
+    @_on_a_loop
+    async def test_nothing_is_visible_before_the_commit(self, place: _Place) -> None:
         """All files are finished, and still the path is free for readers; after the commit all of them are there."""
+        transaction = await place.begin()
+        await _write_all(transaction, {_DATA: _data(5000)})
+        with pytest.raises(LoadError):
+            (await place.open()).close()
+        await transaction.commit()
+        (await place.open()).close()
 
-        async def save() -> None:
-            transaction = await storage.begin(path, overwrite=False, workers=workers)
-            await _write_all(transaction, {_DATA: _data(5000)})
-            with pytest.raises(LoadError):
-                (await storage.open(path, workers=workers)).close()
-            await transaction.commit()
-            (await storage.open(path, workers=workers)).close()
-
-        _run(save())
-
-    def test_a_taken_path_is_refused(self, storage: Storage, path: str, workers: Workers) -> None:
+    def test_a_taken_path_is_refused(self, place: _Place) -> None:
         """Without overwrite=True, at the latest by the commit; the checkpoint stays as it is."""
-        _run(_save(storage, path, workers, {_DATA: b"old", _METADATA: b"m"}))
+        _run(place.save({_DATA: b"old", _METADATA: b"m"}))
 
         async def save() -> None:
-            storage.check(path, overwrite=False)
-            await _save(storage, path, workers, {_DATA: b"new", _METADATA: b"m"})
+            place.storage.check(place.path, overwrite=False)
+            await place.save({_DATA: b"new", _METADATA: b"m"})
 
         with pytest.raises(CheckpointExistsError):
             _run(save())
-        assert _load(storage, path, workers)[_DATA] == b"old"
+        assert place.load()[_DATA] == b"old"
 
-    def test_a_path_that_is_taken_during_the_save_is_refused(
-        self, storage: Storage, path: str, workers: Workers
-    ) -> None:
+    @_on_a_loop
+    async def test_a_path_that_is_taken_during_the_save_is_refused(self, place: _Place) -> None:
         """Of two transactions for one path, the second commit fails, and the first checkpoint stays."""
+        late = await place.begin()
+        await _write_all(late, {_DATA: b"late"})
+        await place.save({_DATA: b"first", _METADATA: b"m"})
+        with pytest.raises(CheckpointExistsError):
+            await late.commit()
+        await late.abort()
+        assert (await place.contents())[_DATA] == b"first"
 
-        async def save() -> None:
-            late = await storage.begin(path, overwrite=False, workers=workers)
-            await _write_all(late, {_DATA: b"late"})
-            await _save(storage, path, workers, {_DATA: b"first", _METADATA: b"m"})
-            with pytest.raises(CheckpointExistsError):
-                await late.commit()
-            await late.abort()
-
-        _run(save())
-        assert _load(storage, path, workers)[_DATA] == b"first"
-
-    def test_a_checkpoint_is_replaced_by_the_commit(self, storage: Storage, path: str, workers: Workers) -> None:
+    @_on_a_loop
+    async def test_a_checkpoint_is_replaced_by_the_commit(self, place: _Place) -> None:
         """With overwrite=True: before it the old one is read, after it the new one, with no file of the old one."""
-        _run(_save(storage, path, workers, {_DATA: b"old", _MORE: b"old", _METADATA: b"m"}))
-        storage.check(path, overwrite=True)
+        await place.save({_DATA: b"old", _MORE: b"old", _METADATA: b"m"})
+        place.storage.check(place.path, overwrite=True)
+        transaction = await place.begin(overwrite=True)
+        await _write_all(transaction, {_DATA: b"new"})
+        assert (await place.contents())[_DATA] == b"old", "the old checkpoint vanished too early"
+        await transaction.commit()
+        assert await place.contents() == {_DATA: b"new", _METADATA: b"m"}
 
-        async def save() -> None:
-            transaction = await storage.begin(path, overwrite=True, workers=workers)
-            await _write_all(transaction, {_DATA: b"new"})
-            assert (await _contents(storage, path, workers))[_DATA] == b"old", "the old checkpoint vanished too early"
-            await transaction.commit()
-
-        _run(save())
-        assert _load(storage, path, workers) == {_DATA: b"new", _METADATA: b"m"}
-
-    def test_an_abort_leaves_nothing(self, storage: Storage, path: str, workers: Workers) -> None:
+    @_on_a_loop
+    async def test_an_abort_leaves_nothing(self, place: _Place) -> None:
         """With one file finished and one not; again it does nothing, and the path is free."""
+        transaction = await place.begin()
+        await _write(transaction, _DATA, _data(5000))
+        sink = await transaction.create(_MORE, 2 * _BLOCK_BYTES)
+        await sink.write(_aligned(_data(_BLOCK_BYTES)))
+        await transaction.abort()
+        await transaction.abort()
+        await place.assert_missing()
+        await place.save({_DATA: b"x", _METADATA: b"m"})
 
-        async def give_up() -> None:
-            transaction = await storage.begin(path, overwrite=False, workers=workers)
-            await _write(transaction, _DATA, _data(5000))
-            sink = await transaction.create(_MORE, 2 * _BLOCK_BYTES)
-            await sink.write(_aligned(_data(_BLOCK_BYTES)))
-            await transaction.abort()
-            await transaction.abort()
-
-        _run(give_up())
-        _assert_missing(storage, path, workers)
-        _run(_save(storage, path, workers, {_DATA: b"x", _METADATA: b"m"}))
-
-    def test_an_abort_keeps_what_was_to_be_replaced(self, storage: Storage, path: str, workers: Workers) -> None:
+    @_on_a_loop
+    async def test_an_abort_keeps_what_was_to_be_replaced(self, place: _Place) -> None:
         """The old checkpoint is there, whole."""
-        _run(_save(storage, path, workers, {_DATA: b"old", _METADATA: b"m"}))
+        await place.save({_DATA: b"old", _METADATA: b"m"})
+        transaction = await place.begin(overwrite=True)
+        await _write(transaction, _DATA, b"new")
+        await transaction.abort()
+        assert await place.contents() == {_DATA: b"old", _METADATA: b"m"}
 
-        async def give_up() -> None:
-            transaction = await storage.begin(path, overwrite=True, workers=workers)
-            await _write(transaction, _DATA, b"new")
-            await transaction.abort()
-
-        _run(give_up())
-        assert _load(storage, path, workers) == {_DATA: b"old", _METADATA: b"m"}
-
-    def test_an_abort_after_the_commit_does_nothing(self, storage: Storage, path: str, workers: Workers) -> None:
+    @_on_a_loop
+    async def test_an_abort_after_the_commit_does_nothing(self, place: _Place) -> None:
         """The checkpoint stays."""
-
-        async def save() -> None:
-            transaction = await storage.begin(path, overwrite=False, workers=workers)
-            await _write_all(transaction, {_DATA: b"x"})
-            await transaction.commit()
-            await transaction.abort()
-
-        _run(save())
-        assert _load(storage, path, workers)[_DATA] == b"x"
+        transaction = await place.begin()
+        await _write_all(transaction, {_DATA: b"x"})
+        await transaction.commit()
+        await transaction.abort()
+        assert (await place.contents())[_DATA] == b"x"
 
     # --- reading ----------------------------------------------------------------------------------
 
-    def test_ranges_are_read(self, storage: Storage, path: str, workers: Workers) -> None:
+    def test_ranges_are_read(self, place: _Place) -> None:
         """Any offset and length; by ``read``, with every byte seen in order, and many of them by ``read_runs``."""
         data, draw = _data(2 * _WRITE_BYTES + 123), random.Random(0)
-        _run(_save(storage, path, workers, {_DATA: data, _METADATA: b"m"}))
+        _run(place.save({_DATA: data, _METADATA: b"m"}))
         runs = [(0, 0), (0, len(data)), (len(data) - 1, 1), (_BLOCK_BYTES, _BLOCK_BYTES)]
         for most in (10, 5000, 1 << 20):
             offsets = [draw.randrange(len(data)) for _ in range(20)]
             runs += [(offset, draw.randint(0, min(most, len(data) - offset))) for offset in offsets]
-        with _opened(storage, path, workers) as source:
+        with place.opened() as source:
             for offset, length in runs:
                 seen: list[bytes] = []
                 got = memoryview(bytearray(length))
@@ -310,11 +291,11 @@ class StorageConformance:
             source.read_runs(_DATA, runs, together)
             assert together == b"".join(data[offset : offset + length] for offset, length in runs)
 
-    def test_threads_read_at_the_same_time(self, storage: Storage, path: str, workers: Workers) -> None:
+    def test_threads_read_at_the_same_time(self, place: _Place) -> None:
         """From one file, and from several."""
         files = {_DATA: _data(_WRITE_BYTES, seed=1), _MORE: _data(_WRITE_BYTES, seed=2), _METADATA: b"m"}
-        _run(_save(storage, path, workers, files))
-        with _opened(storage, path, workers) as source, ThreadPoolExecutor(4) as threads:
+        _run(place.save(files))
+        with place.opened() as source, ThreadPoolExecutor(4) as threads:
 
             def is_same(number: int) -> bool:
                 name, offset = (_DATA, _MORE)[number % 2], number * 12_345
@@ -324,32 +305,32 @@ class StorageConformance:
 
             assert all(threads.map(is_same, range(64)))
 
-    def test_what_is_not_there_is_an_error(self, storage: Storage, path: str, workers: Workers) -> None:
+    def test_what_is_not_there_is_an_error(self, place: _Place) -> None:
         """Bytes behind the end of a file, other files, and names that lead out of the checkpoint."""
-        _run(_save(storage, path, workers, {_DATA: _data(5000), _METADATA: b"m"}))
-        with _opened(storage, path, workers) as source:
+        _run(place.save({_DATA: _data(5000), _METADATA: b"m"}))
+        with place.opened() as source:
             for offset, length in ((4000, 1001), (5000, 1), (1 << 40, 10)):
                 with pytest.raises(CorruptCheckpointError):
                     source.read(_DATA, offset, memoryview(bytearray(length)))
             with pytest.raises(CorruptCheckpointError):
                 source.read("__9_9.distcp", 0, memoryview(bytearray(1)))
             with pytest.raises(LoadError):
-                source.read(f"../{os.path.basename(path)}/{_DATA}", 0, memoryview(bytearray(1)))
+                source.read(f"../{os.path.basename(place.path)}/{_DATA}", 0, memoryview(bytearray(1)))
 
-    def test_a_missing_path_is_an_error(self, storage: Storage, path: str, workers: Workers) -> None:
+    def test_a_missing_path_is_an_error(self, place: _Place) -> None:
         """It can't be opened, and can't be deleted; it can be saved to."""
-        storage.check(path, overwrite=False)
-        storage.check(path, overwrite=True)
-        _assert_missing(storage, path, workers)
+        place.storage.check(place.path, overwrite=False)
+        place.storage.check(place.path, overwrite=True)
+        _run(place.assert_missing())
         with pytest.raises(CheckpointNotFoundError if self.deletes else (CheckpointNotFoundError, DeleteError)):
-            _run(storage.delete(path, workers=workers))
+            _run(place.delete())
 
-    def test_an_open_checkpoint_can_be_replaced(self, storage: Storage, path: str, workers: Workers) -> None:
+    def test_an_open_checkpoint_can_be_replaced(self, place: _Place) -> None:
         """A source that was opened before reads the old checkpoint."""
         old = {_DATA: _data(3 * _WRITE_BYTES, seed=1), _METADATA: b"m"}
-        _run(_save(storage, path, workers, old))
-        with _opened(storage, path, workers) as source:
-            _run(_save(storage, path, workers, {_DATA: b"new", _METADATA: b"m"}, overwrite=True))
+        _run(place.save(old))
+        with place.opened() as source:
+            _run(place.save({_DATA: b"new", _METADATA: b"m"}, overwrite=True))
             assert _read(source) == old
 
     def test_a_name_is_resolved_once(self, storage: Storage, path: str) -> None:
@@ -359,19 +340,19 @@ class StorageConformance:
 
     # --- deleting ---------------------------------------------------------------------------------
 
-    def test_a_checkpoint_is_deleted(self, storage: Storage, tmp_path: Path, workers: Workers) -> None:
+    def test_a_checkpoint_is_deleted(self, place: _Place) -> None:
         """Only this one, and a source that was opened before goes on reading."""
         if not self.deletes:
             pytest.skip("this storage can't delete")
-        path, other = (self.path_for(tmp_path, name) for name in ("a", "b"))
+        place, other = (place.named(name) for name in ("a", "b"))
         files = {_DATA: _data(5000), _METADATA: b"m"}
-        for each in (path, other):
-            _run(_save(storage, each, workers, files))
-        with _opened(storage, path, workers) as source:
-            _run(storage.delete(path, workers=workers))
-            _assert_missing(storage, path, workers)
+        for each in (place, other):
+            _run(each.save(files))
+        with place.opened() as source:
+            _run(place.delete())
+            _run(place.assert_missing())
             assert _read(source) == files
-        assert _load(storage, other, workers) == files
+        assert other.load() == files
 
     # --- with a checkpointer ----------------------------------------------------------------------
 
@@ -413,13 +394,6 @@ class StorageConformance:
             _assert_same(checkpointer.load(path, storage=storage), _state(3))
 
 
-def _run(awaitable: Awaitable[T]) -> T:
-    async def main() -> T:
-        return await awaitable
-
-    return asyncio.run(main())
-
-
 def _data(nbytes: int, seed: int = 0) -> bytes:
     return random.Random(seed).randbytes(nbytes)
 
@@ -433,23 +407,81 @@ def _aligned(data: bytes) -> memoryview:
     return memoryview(memory)
 
 
-async def _save(
-    storage: Storage,
-    path: str,
-    workers: Workers,
-    files: dict[str, bytes],
-    *,
-    overwrite: bool = False,
-    announced: bool = True,
-) -> None:
-    transaction = await storage.begin(path, overwrite=overwrite, workers=workers)
-    try:
-        for name, data in files.items():
-            await _write(transaction, name, data, announced=announced)
-        await transaction.commit()
-    except BaseException:
-        await transaction.abort()
-        raise
+class _Place:
+    """A path in a storage, and the threads that the storage gets for blocking work."""
+
+    def __init__(self, storage: Storage, workers: Workers, path_for: Callable[[str], str], name: str = "c") -> None:
+        self.storage = storage
+        self.path = path_for(name)
+        self._workers = workers
+        self._path_for = path_for
+
+    def named(self, name: str) -> _Place:
+        """Return the place of another name."""
+        return _Place(self.storage, self._workers, self._path_for, name)
+
+    def begin(self, *, overwrite: bool = False) -> Awaitable[Transaction]:
+        return self.storage.begin(self.path, overwrite=overwrite, workers=self._workers)
+
+    def open(self) -> Awaitable[Source]:
+        return self.storage.open(self.path, workers=self._workers)
+
+    def delete(self) -> Awaitable[None]:
+        return self.storage.delete(self.path, workers=self._workers)
+
+    def join(self, owner: SharedTransaction) -> Awaitable[SharedTransaction]:
+        """Join a transaction as another process does."""
+        return shared_storage(self.storage).join(self.path, owner.ticket, workers=self._workers)
+
+    async def reserve(self, name: str, nbytes: int) -> SharedTransaction:
+        """Begin a checkpoint with a file for several processes; skip the test if the storage has no such files."""
+        transaction = await self.begin()
+        try:
+            shared = shared_transaction(transaction)
+            await shared.reserve(name, nbytes)
+        except SaveError as exc:
+            await transaction.abort()
+            if type(exc) is SaveError:  # a failure is one of its subclasses
+                pytest.skip(str(exc))
+            raise
+        return shared
+
+    async def save(self, files: dict[str, bytes], *, overwrite: bool = False, announced: bool = True) -> None:
+        """Write and commit files."""
+        transaction = await self.begin(overwrite=overwrite)
+        try:
+            for name, data in files.items():
+                await _write(transaction, name, data, announced=announced)
+            await transaction.commit()
+        except BaseException:
+            await transaction.abort()
+            raise
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[Source]:
+        """Open the checkpoint within the context, outside of any loop."""
+        source = _run(self.open())
+        try:
+            yield source
+        finally:
+            source.close()
+            source.close()  # idempotent
+
+    async def contents(self) -> dict[str, bytes]:
+        source = await self.open()
+        try:
+            return await self._workers.run(_read, source)
+        finally:
+            source.close()
+
+    def load(self) -> dict[str, bytes]:
+        """Return all files, outside of any loop."""
+        return _run(self.contents())
+
+    async def assert_missing(self) -> None:
+        """Check that there is no checkpoint."""
+        with pytest.raises(CheckpointNotFoundError):
+            await self.contents()
 
 
 async def _write_all(transaction: Transaction, files: dict[str, bytes]) -> None:
@@ -464,20 +496,6 @@ async def _write(transaction: Transaction, name: str, data: bytes, *, announced:
     for start in range(0, len(view), _WRITE_BYTES):
         await sink.write(view[start : start + _WRITE_BYTES])
     await sink.finish()
-
-
-async def _reserve(storage: Storage, path: str, workers: Workers, name: str, nbytes: int) -> SharedTransaction:
-    """Begin a checkpoint with a file for several processes; skip the test if the storage has no such files."""
-    transaction = await storage.begin(path, overwrite=False, workers=workers)
-    try:
-        shared = shared_transaction(transaction)
-        await shared.reserve(name, nbytes)
-    except SaveError as exc:
-        await transaction.abort()
-        if type(exc) is SaveError:  # a failure is one of its subclasses
-            pytest.skip(str(exc))
-        raise
-    return shared
 
 
 def _parts(nbytes: int, number: int, of: int) -> list[list[tuple[int, int]]]:
@@ -498,16 +516,6 @@ async def _write_runs(sink: PartSink, runs: list[tuple[int, int]], data: bytes) 
     await sink.write(_aligned(view), placed)
 
 
-@contextlib.contextmanager
-def _opened(storage: Storage, path: str, workers: Workers) -> Iterator[Source]:
-    source = _run(storage.open(path, workers=workers))
-    try:
-        yield source
-    finally:
-        source.close()
-        source.close()  # idempotent
-
-
 def _read(source: Source) -> dict[str, bytes]:
     found = {}
     for name, nbytes in source.files.items():
@@ -515,23 +523,6 @@ def _read(source: Source) -> dict[str, bytes]:
         source.read(name, 0, view)
         found[name] = bytes(view)
     return found
-
-
-async def _contents(storage: Storage, path: str, workers: Workers) -> dict[str, bytes]:
-    source = await storage.open(path, workers=workers)
-    try:
-        return await workers.run(_read, source)
-    finally:
-        source.close()
-
-
-def _load(storage: Storage, path: str, workers: Workers) -> dict[str, bytes]:
-    return _run(_contents(storage, path, workers))
-
-
-def _assert_missing(storage: Storage, path: str, workers: Workers) -> None:
-    with pytest.raises(CheckpointNotFoundError):
-        _run(_contents(storage, path, workers))
 
 
 def _state(seed: int) -> dict[str, Any]:

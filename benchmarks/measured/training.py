@@ -13,8 +13,7 @@ from pathlib import Path
 import torch
 
 import aiockpt
-from aiockpt.cli.demo.config import ModelConfig
-from aiockpt.cli.demo.model import Trainer
+from aiockpt.cli.demo.model import Config, Trainer
 from benchmarks.harness.measure import Lag, Runs, Sample, close, interleave, quantile
 from benchmarks.harness.selection import chosen
 from benchmarks.harness.states import State, size_of
@@ -80,8 +79,7 @@ class BlockingBeside(Beside):
 def trainer_of(nbytes: int) -> Trainer:
     """Return a trainer whose weights and optimizer state have about ``nbytes``."""
     block_bytes = 12 * _WIDTH * _WIDTH * 4 * 3  # weights, and two moments of each
-    config = ModelConfig(layers=max(1, nbytes // block_bytes), width=_WIDTH, context=64, batch=4)
-    trainer = Trainer(config, steps=1_000_000, seed=0, device="cpu")
+    trainer = Trainer(Config(layers=max(1, nbytes // block_bytes), width=_WIDTH, context=64, steps=1_000_000))
     trainer.update(trainer.forward_backward())  # the first step creates the optimizer's state
     return trainer
 

@@ -1,6 +1,7 @@
 import pytest
+import typer
 
-from aiockpt.cli.amounts import parse_duration, parse_size
+from aiockpt.cli.main import parse_duration, parse_size
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("90", 90), ("90s", 90), ("1.5m", 90), ("12h", 43200), ("2w", 1209600)])
@@ -10,7 +11,7 @@ def test_durations(text, seconds):
 
 @pytest.mark.parametrize("text", ["", "h", "1y", "-1h", "nan", "inf", "one"])
 def test_invalid_durations(text):
-    with pytest.raises(ValueError, match="is no duration"):
+    with pytest.raises(typer.BadParameter, match="is no duration"):
         parse_duration(text)
 
 
@@ -23,5 +24,5 @@ def test_sizes(text, nbytes):
 
 @pytest.mark.parametrize("text", ["", "M", "-1", "1X", "1e3", "nan"])
 def test_invalid_sizes(text):
-    with pytest.raises(ValueError, match="is no size"):
+    with pytest.raises(typer.BadParameter, match="is no size"):
         parse_size(text)

@@ -1,3 +1,4 @@
+import errno
 import json
 import os
 import shutil
@@ -10,8 +11,7 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner
 
-from aiockpt.cli.bench.disk import Disk, Measured, Setting
-from aiockpt.cli.bench.run import Advice, best_chunk, best_direct_io, best_threads
+from aiockpt.cli.bench import Advice, Disk, Measured, Setting, best, best_direct_io
 from aiockpt.cli.main import app
 from aiockpt.options import CheckpointerOptions
 
@@ -104,39 +104,33 @@ def test_interrupt_leaves_no_file(number, tmp_path):
 def test_file_sizes_are_the_counted_bytes(direct, threads, tmp_path):
     disk = Disk(str(tmp_path))
     noted = []
-    try:
-        written = disk.measure(Setting("write", direct, threads, MIB), 9 * MIB, 60, noted.append)
-        if written is None:
-            pytest.skip("this file system has no direct I/O")
-        assert written.nbytes == sum(noted) == 9 * MIB
-        assert [file.stat().st_size for file in tmp_path.iterdir()] == [9 * MIB // threads] * threads
-        read = disk.measure(Setting("read", direct, threads, 2 * MIB), 9 * MIB, 60)
-        assert read.nbytes >= 6 * MIB
-        times = disk.sync_s()
-        assert 1 <= len(times) <= 100
-        disk.remove_files()
-        assert os.listdir(tmp_path) == []
-    finally:
-        disk.close()
+    written = disk.measure(Setting("write", direct, threads, MIB), 9 * MIB, 60, noted.append)
+    if written is None:
+        pytest.skip("this file system has no direct I/O")
+    assert written.nbytes == sum(noted) == 9 * MIB
+    assert [file.stat().st_size for file in tmp_path.iterdir()] == [9 * MIB // threads] * threads
+    read = disk.measure(Setting("read", direct, threads, 2 * MIB), 9 * MIB, 60)
+    assert read.nbytes >= 6 * MIB
+    times = disk.sync_s()
+    assert 1 <= len(times) <= 100
+    disk.remove_files()
+    assert os.listdir(tmp_path) == []
 
 
 def test_each_thread_moves_bytes_even_if_it_starts_late(tmp_path):
     """On a busy machine, the time may be over before a thread has run at all."""
     disk = Disk(str(tmp_path))
-    try:
-        for kind in ("write", "read"):
-            assert disk.measure(Setting(kind, False, 2, MIB), 8 * MIB, 0).nbytes == 2 * MIB
-    finally:
-        disk.close()
+    for kind in ("write", "read"):
+        assert disk.measure(Setting(kind, False, 2, MIB), 8 * MIB, 0).nbytes == 2 * MIB
 
 
-def test_disk_error_is_raised(tmp_path):
-    disk = Disk(str(tmp_path / "none"))
-    try:
-        with pytest.raises(FileNotFoundError):
-            disk.measure(Setting("write", False, 2, MIB), 4 * MIB, 60)
-    finally:
-        disk.close()
+def test_disk_error_is_raised(tmp_path, monkeypatch):
+    def fail(_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="Input/output error"):
+        Disk(str(tmp_path)).measure(Setting("write", False, 2, MIB), 4 * MIB, 60)
 
 
 # --- advice -----------------------------------------------------------------------------------------------
@@ -162,10 +156,10 @@ def test_page_cache_is_proposed_without_direct_io():
     [((100, 100, 100, 100), 4), ((100, 50, 91, 60), 4), ((100, 95, 50, 60), 1), ((10, 95, 50, 100), 2)],
 )
 def test_other_settings_are_proposed_only_if_clearly_faster(speeds, expected):
-    assert best_threads([at(speed, threads=n) for n, speed in zip((1, 2, 4, 8), speeds, strict=True)]) == expected
+    assert best([at(speed, threads=n) for n, speed in zip((1, 2, 4, 8), speeds, strict=True)], "threads", 4) == expected
     chunks = {1: MIB, 2: 4 * MIB, 4: 16 * MIB, 8: 64 * MIB}
     measured = [at(speed, chunk_bytes=c) for c, speed in zip(chunks.values(), speeds, strict=True)]
-    assert best_chunk(measured) == chunks[expected]
+    assert best(measured, "chunk_bytes", 16 * MIB) == chunks[expected]
 
 
 def test_defaults_are_those_of_a_checkpointer():

@@ -112,6 +112,11 @@ def test_file_lengths_are_those_on_disk(tmp_path):
             assert decode_data(page)["files"] == [[file.name, file.stat().st_size]]
 
 
+def test_files_are_in_the_order_of_their_names():
+    infos = [tensor(f"k{file}", (2,), file=file) for file in ("b", "c", "a")]
+    assert [name for name, _ in decode_data(html_page("x", "aiockpt", {}, infos))["files"]] == ["a", "b", "c"]
+
+
 @pytest.fixture
 def page(tmp_path):
     with Browser() as page:

@@ -551,7 +551,7 @@
   function cell(kid, text, left, top, wide, tall) {
     const node = kid < 0 ? -kid - 1 : kid;
     const element = colored(make("div", { class: `cell${node === selected ? " on" : ""}`, "data-node": node }), hue[node]);
-    if (text && wide > 26 && tall > 15) element.textContent = visible(text);
+    if (text && wide > 14 + 7 * Math.min(text.length, 4) && tall > 15) element.textContent = visible(text);
     else element.style.padding = "0";
     Object.assign(element.style, { left: `${left}px`, top: `${top}px`, width: `${Math.max(1, wide - 1.5)}px`, height: `${Math.max(1, tall - 1.5)}px` });
     return element;

@@ -15,10 +15,11 @@ from importlib.resources import files
 from string import Template
 from typing import TYPE_CHECKING, Any
 
+from aiockpt.cli.output import dtype_text
 from aiockpt.reading.info import TensorInfo, value_text
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from aiockpt.cli.statistics import Survey
     from aiockpt.reading.info import ObjectInfo
@@ -31,7 +32,7 @@ def html_page(
     path: str,
     kind: str,
     metadata: Mapping[str, Any],
-    infos: Iterable[TensorInfo | ObjectInfo],
+    infos: Collection[TensorInfo | ObjectInfo],
     stats: Mapping[str, Survey] | None = None,
     values: Mapping[str, Any] | None = None,
 ) -> str:
@@ -45,7 +46,8 @@ def html_page(
         stats: of the values of some keys.
         values: of some scalars and objects.
     """
-    columns = _Columns()
+    stored = (part for info in infos for part in (info.chunks if isinstance(info, TensorInfo) else (info,)))
+    columns = _Columns(sorted({part.file for part in stored if part.file}))
     for info in infos:
         columns.add(info, (stats or {}).get(info.key), (values or {}).get(info.key, _NONE))
     shown = json.dumps(dict(metadata), indent=2, ensure_ascii=False, default=repr) if metadata else ""
@@ -60,34 +62,34 @@ def html_page(
 class _Columns:
     """The keys in columns: what many keys have in common is written once."""
 
-    def __init__(self) -> None:
+    def __init__(self, files: Sequence[str]) -> None:
         self._last = ""
-        self._keys: list[int | str] = []  # for each key: letters in common with the one before, and the others
-        self._dtypes: dict[str, int] = {}
-        self._shapes: dict[tuple[int, ...], int] = {}
-        self._forms: dict[tuple[int, int, int], int] = {}  # dtype or -1 for an object, shape, bytes
-        self._files: dict[str, int] = {}
-        self._file_bytes: list[int] = []
-        self._form: list[int] = []
+        self._file_bytes = dict.fromkeys(files, 0)  # at least: to the end of the last item
+        self._files = {name: number for number, name in enumerate(files)}
+        self.keys: list[int | str] = []  # for each key: letters in common with the one before, and the others
+        self.dtypes: dict[str, int] = {}
+        self.shapes: dict[tuple[int, ...], int] = {}
+        self.forms: dict[tuple[int, int, int], int] = {}  # dtype or -1 for an object, shape, bytes
+        self.form: list[int] = []
         # of the item of each key; -1 as its file: it is not in one piece
-        self._file: list[int] = []
-        self._offset: list[int] = []
-        self._length: list[int] = []
-        self._pieces: list[tuple[int, Sequence[Sequence[Any]]]] = []
-        self._stats: list[tuple[int, list[Any]]] = []
-        self._notes: list[tuple[int, str]] = []
+        self.file: list[int] = []
+        self.offset: list[int] = []
+        self.length: list[int] = []
+        self.pieces: list[tuple[int, Sequence[Sequence[Any]]]] = []
+        self.stats: list[tuple[int, list[Any]]] = []
+        self.notes: list[tuple[int, str]] = []
 
     def add(self, info: TensorInfo | ObjectInfo, stats: Survey | None, value: object) -> None:
-        row = len(self._form)
+        row = len(self.form)
         pairs = enumerate(zip(self._last, info.key, strict=False))
         common = next((at for at, (a, b) in pairs if a != b), min(len(self._last), len(info.key)))
         # The page counts in UTF-16: a prefix must not end within a pair of surrogates, nor count one letter as two.
         same = len(info.key[:common].encode("utf-16-le", "surrogatepass")) // 2
-        self._keys += [same, info.key[common:]]
+        self.keys += [same, info.key[common:]]
         self._last = info.key
         if isinstance(info, TensorInfo):
-            dtype = _number(self._dtypes, str(info.dtype).removeprefix("torch."))
-            form = (dtype, _number(self._shapes, info.shape), 0 if info.tied_to else info.nbytes)
+            dtype = _number(self.dtypes, dtype_text(info))
+            form = (dtype, _number(self.shapes, info.shape), 0 if info.tied_to else info.nbytes)
             pieces: list[tuple[int, int, int, Sequence[int], Sequence[int]]] = [
                 (self._place(c.file, c.offset + c.nbytes), c.offset, c.nbytes, c.offsets, c.sizes) for c in info.chunks
             ]
@@ -95,43 +97,28 @@ class _Columns:
             form = (-1, 0, info.nbytes)
             last = info.offset + info.nbytes
             pieces = [(self._place(info.file, last), info.offset, info.nbytes, (), ())] if info.file else []
-        self._form.append(_number(self._forms, form))
+        self.form.append(_number(self.forms, form))
         file, offset, length = pieces[0][:3] if len(pieces) == 1 else (-1, 0, 0)
-        self._file.append(file)
-        self._offset.append(offset)
-        self._length.append(length)
+        self.file.append(file)
+        self.offset.append(offset)
+        self.length.append(length)
         if len(pieces) > 1:
-            self._pieces.append((row, pieces))
+            self.pieces.append((row, pieces))
         if isinstance(info, TensorInfo) and info.tied_to:
-            self._notes.append((row, f"tied to {info.tied_to}"))
+            self.notes.append((row, f"tied to {info.tied_to}"))
         elif value is not _NONE:
-            self._notes.append((row, value_text(value)))
+            self.notes.append((row, value_text(value)))
         if stats is not None:
-            self._stats.append((row, stats.as_json()))
+            self.stats.append((row, stats.as_json()))
 
     def _place(self, file: str, stop: int) -> int:
-        number = _number(self._files, file)
-        if number == len(self._file_bytes):
-            self._file_bytes.append(0)
-        self._file_bytes[number] = max(self._file_bytes[number], stop)
-        return number
+        self._file_bytes[file] = max(self._file_bytes[file], stop)
+        return self._files[file]
 
     def as_json(self, path: str) -> dict[str, Any]:
-        sizes = [_size_of(path, name, least) for name, least in zip(self._files, self._file_bytes, strict=True)]
-        return {
-            "keys": self._keys,
-            "dtypes": list(self._dtypes),
-            "shapes": list(self._shapes),
-            "forms": list(self._forms),
-            "files": list(zip(self._files, sizes, strict=True)),
-            "form": self._form,
-            "file": self._file,
-            "offset": self._offset,
-            "length": self._length,
-            "pieces": self._pieces,
-            "stats": self._stats,
-            "notes": self._notes,
-        }
+        columns = {name: list(values) for name, values in vars(self).items() if not name.startswith("_")}
+        files = [(name, _size_of(path, name, least)) for name, least in self._file_bytes.items()]
+        return {**columns, "files": files}
 
 
 def _number(known: dict[Any, int], value: Any) -> int:

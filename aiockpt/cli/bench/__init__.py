@@ -1,1 +1,0 @@
-"""``aiockpt bench``: what a disk can do, and the settings to use on it."""
