@@ -2,7 +2,8 @@
 
 CPython's unpickler trusts its input: a memo index makes it resize an array, an announced length makes it allocate, and
 any global that is not forbidden runs. Here every step costs time and memory in proportion to the bytes of the pickle
-that asked for it, and globals mean what the caller says they mean. Opcodes that plain data does not need are refused.
+that asked for it, and globals mean what the caller says they mean. Opcodes that plain data does not need are refused,
+and so are those of protocols 0 and 1, which no checkpoint has.
 
 Source of the opcodes: ``pickletools.py`` of CPython.
 """
@@ -17,7 +18,7 @@ _MAX_PROTOCOL = 5
 _KEY_LIMIT = 1 << 60  # below, an int is its own hash: keys that all collide can't be chosen
 _MAX_FIELDS = 64
 _MAX_ARGS = 256
-_MAX_DIGITS = 640
+_MAX_LINE = 640  # of the name of a global
 
 
 class PickleError(ValueError):
@@ -102,9 +103,9 @@ class Machine:
 Handler = Callable[[Any, int], int]
 
 
-def read_line(m: Machine, at: int, limit: int | None = _MAX_DIGITS) -> tuple[bytes, int]:
+def read_line(m: Machine, at: int) -> tuple[bytes, int]:
     """Return the rest of the line, and the position of the next line."""
-    end = m.data.find(b"\n", at, None if limit is None else at + limit + 1)
+    end = m.data.find(b"\n", at, at + _MAX_LINE + 1)
     if end < 0:
         raise PickleError(f"a line at byte {at} has no end, or is too long")
     return m.data[at:end], end + 1
@@ -161,45 +162,15 @@ def _binfloat(m: Machine, at: int) -> int:
     return at + 8
 
 
-def _number(convert: Callable[[bytes], Any]) -> Handler:
-    def push(m: Machine, at: int) -> int:
-        text, end = read_line(m, at)
-        try:
-            m.stack.append(convert(text))
-        except ValueError:
-            raise PickleError(f"no number at byte {at}") from None
-        return end
-
-    return push
-
-
-def _int(text: bytes) -> int:
-    return text == b"01" if text in (b"00", b"01") else int(text)
-
-
-def _long(text: bytes) -> int:
-    return int(text.removesuffix(b"L"))
-
-
-def _push_text(m: Machine, text: str) -> None:
-    # Equal texts are one object.
-    m.stack.append(m.texts.setdefault(text, text))
-
-
 def _text(width: int) -> Handler:
     def push(m: Machine, at: int) -> int:
         begin = at + width
         end = begin + int.from_bytes(m.data[at:begin], "little")
-        _push_text(m, str(m.data[begin:end], "utf-8", "surrogatepass"))
+        text = str(m.data[begin:end], "utf-8", "surrogatepass")
+        m.stack.append(m.texts.setdefault(text, text))
         return end
 
     return push
-
-
-def _unicode(m: Machine, at: int) -> int:
-    line, end = read_line(m, at, None)
-    _push_text(m, str(line, "raw-unicode-escape"))
-    return end
 
 
 def _mark(m: Machine, at: int) -> int:
@@ -210,11 +181,6 @@ def _mark(m: Machine, at: int) -> int:
 
 def _pop(m: Machine, at: int) -> int:
     m.stack.pop()
-    return at
-
-
-def _pop_marked(m: Machine, at: int) -> int:
-    pop_mark(m)
     return at
 
 
@@ -289,12 +255,6 @@ def _tuple_of(items: list[Any]) -> tuple[Any, ...]:
     return tuple(items) if CONTAINERS.isdisjoint(map(type, items)) else Nest(items)
 
 
-def _list(m: Machine, at: int) -> int:
-    items = pop_mark(m)
-    m.stack.append(items)
-    return at
-
-
 def _extend(m: Machine, items: list[Any]) -> None:
     target = m.stack[-1]
     if type(target) is not list:
@@ -314,13 +274,6 @@ def set_items(m: Machine, items: list[Any]) -> None:
     target.update(zip(keys, items[1::2], strict=True))
 
 
-def _dict(m: Machine, at: int) -> int:
-    items = pop_mark(m)
-    m.stack.append({})
-    set_items(m, items)
-    return at
-
-
 # --- the memo ---------------------------------------------------------------------------------------
 
 
@@ -331,36 +284,14 @@ def memoize(m: Machine, at: int) -> int:
     return at
 
 
-def _put(m: Machine, index: int) -> None:
-    if index != len(m.memo):
-        raise PickleError(f"value {index} is put into the memo where {len(m.memo)} would be next")
-    memoize(m, 0)
-
-
 def _put_n(width: int) -> Handler:
     def put(m: Machine, at: int) -> int:
-        _put(m, int.from_bytes(m.data[at : at + width], "little"))
-        return at + width
+        index = int.from_bytes(m.data[at : at + width], "little")
+        if index != len(m.memo):
+            raise PickleError(f"value {index} is put into the memo where {len(m.memo)} would be next")
+        return memoize(m, at + width)
 
     return put
-
-
-def _put_line(m: Machine, at: int) -> int:
-    text, end = read_line(m, at)
-    _put(m, _index(text, at))
-    return end
-
-
-def _index(text: bytes, at: int) -> int:
-    if not text.isdigit():
-        raise PickleError(f"no number at byte {at}")
-    return int(text)
-
-
-def _get_line(m: Machine, at: int) -> int:
-    text, end = read_line(m, at)
-    m.stack.append(m.memo[_index(text, at)])
-    return end
 
 
 def _get_n(width: int) -> Handler:
@@ -374,25 +305,10 @@ def _get_n(width: int) -> Handler:
 # --- globals, calls and objects ---------------------------------------------------------------------
 
 
-def _reconstruct(kind: Any, base: Any, state: Any) -> Record:
-    if base is not object or state is not None:
-        raise PickleError("an object that is made from another")
-    return _new(kind)
-
-
-# How protocols 0 and 1 make an object.
-_OBJECT_NAMES = {("copy_reg", "_reconstructor"): Function(_reconstruct), ("__builtin__", "object"): object}
-
-
-def _push_global(m: Machine, module: str, name: str) -> None:
-    known = _OBJECT_NAMES.get((module, name))
-    m.stack.append(m.find_global(module, name) if known is None else known)
-
-
 def _global_of_lines(m: Machine, at: int) -> int:
     module, at = read_line(m, at)
     name, at = read_line(m, at)
-    _push_global(m, module.decode(), name.decode())
+    m.stack.append(m.find_global(module.decode(), name.decode()))
     return at
 
 
@@ -400,7 +316,7 @@ def _global_of_texts(m: Machine, at: int) -> int:
     name, module = m.stack.pop(), m.stack.pop()
     if type(name) is not str or type(module) is not str:
         raise PickleError("a name that is no text")
-    _push_global(m, module, name)
+    m.stack.append(m.find_global(module, name))
     return at
 
 
@@ -421,17 +337,13 @@ def is_record_kind(kind: Any) -> bool:
     return type(kind) is type and issubclass(kind, Record)
 
 
-def _new(kind: Any) -> Record:
-    if not is_record_kind(kind):
-        raise PickleError(f"a {type(kind).__name__} stands where a class belongs")
-    record: Record = kind()
-    return record
-
-
 def _new_object(m: Machine, at: int) -> int:
     if m.stack.pop() != ():
         raise PickleError("an object that is made with arguments")
-    m.stack[-1] = _new(m.stack[-1])
+    kind = m.stack[-1]
+    if not is_record_kind(kind):
+        raise PickleError(f"a {type(kind).__name__} stands where a class belongs")
+    m.stack[-1] = kind()
     return at
 
 
@@ -463,7 +375,6 @@ OPCODES: dict[str, Handler] = {
     ".": _stop,
     "(": _mark,
     "0": _pop,
-    "1": _pop_marked,
     "N": _constant(None),
     "\x88": _constant(True),
     "\x89": _constant(False),
@@ -471,26 +382,18 @@ OPCODES: dict[str, Handler] = {
     "M": _fixed(2),
     "J": _fixed(4, signed=True),
     "\x8a": _long1,
-    "I": _number(_int),
-    "L": _number(_long),
-    "F": _number(float),
     "G": _binfloat,
     "\x8c": _text(1),
     "X": _text(4),
-    "V": _unicode,
     ")": _constant(()),
     **tuple_handlers(_tuple_of),
     "]": push_new(list),
-    "l": _list,
     **list_handlers(_extend),
     "}": push_new(dict),
-    "d": _dict,
     **dict_handlers(set_items),
     "\x94": memoize,
-    "p": _put_line,
     "q": _put_n(1),
     "r": _put_n(4),
-    "g": _get_line,
     "h": _get_n(1),
     "j": _get_n(4),
     "c": _global_of_lines,
