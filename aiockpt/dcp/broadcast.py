@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 
 from aiockpt.coordination.choose import is_distributed
 from aiockpt.dcp.adapter import borrowed, finished
-from aiockpt.dcp.convert.from_torch import map_torch_file
+from aiockpt.dcp.convert import map_torch_file
 from aiockpt.engine.facade import EngineAccess
 from aiockpt.errors import AiockptError, LoadError, MissingKeysError, ShapeMismatchError
 from aiockpt.format.item.objects import encode_object
