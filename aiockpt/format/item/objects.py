@@ -356,13 +356,7 @@ def _permission(data: bytes, storages: Mapping[str, int], given: Sequence[Any] =
     needs = needs_of(data, storages, known | (set() if storages else HARMLESS_NAMES))
     if not all(_may_have(name, attribute) for name, attribute in needs.lookups):
         needs.names[_GETATTR] = None
-    suffices = (  # for torch to load the pickle
-        needs.is_complete
-        and not (needs.fills and needs.storages)
-        and all(isinstance(_lookup(name) or object, type) for name in needs.names.keys() & needs.made)
-        and _can_be_listed(needs.names)
-    )
-    return Permission(tuple(needs.names), suffices)
+    return Permission(tuple(needs.names), suffices=needs.is_complete and _can_be_listed(needs.names))
 
 
 def _may_have(name: str, member: str = "") -> bool:

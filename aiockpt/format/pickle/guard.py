@@ -184,10 +184,9 @@ class _Guard(Machine):
                     raise ForeignNameError(function.name)
                 self.needs.names[function.name] = None
             rule = _call_user
-        made = rule(self, function.name, args)
-        if self.needs is not None:
-            self.needs.note_call(function.name, args, made)
-        return made
+        if self.needs is not None and function.name == "builtins.getattr":
+            self.needs.note_lookup(args)
+        return rule(self, function.name, args)
 
     def storage(self, pid: Any) -> _AbstractValue:
         if not isinstance(pid, _AbstractValue) or pid.items is None or len(pid.items) != 5 or pid.items[0] != "storage":
@@ -213,31 +212,23 @@ class Needs:
     """The globals that a pickle needs to be allowed, collected by going on where the guard would stop."""
 
     names: dict[str, None] = field(default_factory=dict)  # full names of classes and functions, in order
-    made: set[str] = field(default_factory=set)  # of `names`, whose results get a state: they have to be classes
     # of allowed `getattr` calls: full name ("" of a value), attribute
     lookups: set[tuple[str, str]] = field(default_factory=set)
-    fills: bool = False  # it adds elements to objects of the classes
-    storages: Mapping[str, object] = field(default_factory=dict)  # that it refers to
     is_complete: bool = False  # it was interpreted to its end
 
-    def note_call(self, name: str, args: list[Any], made: Any) -> None:
-        if name == "builtins.getattr":
-            owner, attribute = args if len(args) == 2 else (None, None)
-            if isinstance(owner, _AbstractValue) and owner.kind == "global" and type(attribute) is str:
-                self.lookups.add((owner.name, attribute))
-            else:
+    def note_lookup(self, args: list[Any]) -> None:
+        match args:
+            case [_AbstractValue(kind="global", name=name), str(attribute)]:
+                self.lookups.add((name, attribute))
+            case _:
                 self.lookups.add(("", ""))
-        if isinstance(made, _AbstractValue) and made.kind == "object":
-            made.name = name
 
 
 def needs_of(data: bytes, records: Mapping[str, int], allowed: Collection[str]) -> Needs:
     """Return the globals of a pickle that are neither allowed nor known; args as in `check_object_pickle`."""
     needs = Needs()
-    guard = _Guard(data, records, allowed, needs)
-    needs.storages = guard.storages
     with contextlib.suppress(PickleError, _RefusedByTorch):
-        guard.run()
+        _Guard(data, records, allowed, needs).run()
         needs.is_complete = True
     return needs
 
@@ -298,13 +289,6 @@ def _bytes(g: _Guard, name: str, args: list[Any]) -> _AbstractValue:
     size = sum(max(arg, 0) if type(arg) is int else _weight(arg) for arg in args)
     g.charge(size)
     return _AbstractValue("bytes", size=size)
-
-
-def _encode(g: _Guard, name: str, args: list[Any]) -> _AbstractValue:
-    if len(args) != 2 or type(args[0]) is not str or args[1] != "latin1":
-        raise PickleError("it encodes a text in a way that bytes are not stored in")
-    g.charge(len(args[0]))
-    return _AbstractValue("bytes", size=len(args[0]))
 
 
 def _range(g: _Guard, name: str, args: list[Any]) -> _AbstractValue:
@@ -418,7 +402,7 @@ _CALLS: dict[str, Any] = {
     "types.SimpleNamespace": _call_user,
     "_io.BytesIO": _call_user,
     **{f"numpy.{name}": _call_user for name in (*_NUMPY, "_core.multiarray.scalar", "ndarray", "dtype")},
-    "_codecs.encode": _encode,
+    "_codecs.encode": _bytes,
     "torch.Size": _copy("object"),
     "torch.device": _plain,
     "torch.serialization._get_layout": _plain,
@@ -460,8 +444,6 @@ def _target(g: _Guard, kind: str) -> _AbstractValue:
     target = g.stack[-1]
     if not isinstance(target, _AbstractValue) or target.kind not in (*_LIKE[kind], "object"):
         raise _RefusedByTorch
-    if target.kind != kind and g.needs is not None:  # in a pickle with tensors torch fills lists and dicts alone
-        g.needs.fills = True
     return target
 
 
@@ -491,8 +473,6 @@ def _build(g: _Guard, at: int) -> int:
     target = g.stack[-1]
     if not isinstance(target, _AbstractValue) or target.kind not in ("dict", "object"):
         raise PickleError("it gives a state to something that has none")
-    if target.kind == "object" and g.needs is not None:
-        g.needs.made.add(target.name)
     # A state of two items is a pair of dicts: attributes and slots.
     cost = _weight(state) + sum(map(_weight, (state.items or ())[:2])) if isinstance(state, _AbstractValue) else 1
     g.charge(cost)
