@@ -12,7 +12,6 @@ import math
 import mmap
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -129,10 +128,14 @@ class DecodedSource(Source):
         return self._inner.files if self._files is None else self._files
 
     def expose(self, index: Index, facts: Mapping[tuple[str, int], ItemFacts], *, trust: bool = False) -> Index:
-        """Add virtual files for the transformed items of an index; see `expose`."""
-        exposed, items = expose(self._path, index, facts, trust=trust)
-        self.know({item.name: item for item in items})
-        return exposed
+        """Return an index with its transformed items moved to virtual files, which are added.
+
+        ``facts`` are the manifest's, by file and offset; ``trust``: do not limit the decoded size of objects.
+        """
+        exposer = _Exposer(self._path, facts, trust=trust)
+        entries = {key: exposer.entry(key, entry) for key, entry in index.entries.items()}
+        self.know({item.name: item for item in exposer.items.values()})
+        return replace(index, entries=entries, is_transformed=False)
 
     def know(self, items: Mapping[str, VirtualFile]) -> None:
         """Add virtual files that another source of the same checkpoint has exposed."""
@@ -364,47 +367,33 @@ class ExpansionBudget:
 
 @dataclass(eq=False, slots=True)
 class DecodedCache:
-    """LRU cache of decoded items. Threads that ask for the same item decode it once."""
+    """LRU cache of decoded items. Threads that ask for the same item decode it once, unless that fails."""
 
     lengths: dict[str, int] = field(default_factory=dict)  # of all items that were ever decoded
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _items: dict[str, memoryview] = field(default_factory=dict)
-    _making: dict[str, Future[memoryview]] = field(default_factory=dict)
+    _locks: dict[str, threading.Lock] = field(default_factory=dict)  # held while an item is decoded
     _closed: bool = False
 
     def has(self, name: str) -> bool:
-        return name in self._items or name in self._making
+        return name in self._locks
 
     def get(self, name: str, make: Callable[[], memoryview]) -> memoryview:
         """Return an item; call ``make`` if it is not cached."""
         with self._lock:
-            data = self._items.pop(name, None)
-            if data is not None:
-                self._items[name] = data  # to the end: most recently used
-                return data
-            making = self._making.get(name)
-            mine = making is None
-            if making is None:
-                making = self._making[name] = Future()
-        if mine:
-            self._make(name, make, making)
-        return making.result()
-
-    def _make(self, name: str, make: Callable[[], memoryview], making: Future[memoryview]) -> None:
-        try:
-            data = make()
-        except BaseException as exc:  # raised in every waiting thread
-            making.set_exception(exc)
-        else:
-            making.set_result(data)
-        # Under one lock: between the two steps another thread would find the item in neither dict, and decode it again.
-        with self._lock:
-            del self._making[name]
-            if making.exception() is None and not self._closed:
-                self.lengths[name] = len(data)
-                self._items[name] = data
-                while len(self._items) > 2 and sum(map(len, self._items.values())) > CACHE_BYTES:
-                    del self._items[next(iter(self._items))]
+            making = self._locks.setdefault(name, threading.Lock())
+        with making:
+            data = self._items.get(name)
+            if data is None:
+                data = make()
+            with self._lock:
+                self._items.pop(name, None)
+                if not self._closed:
+                    self.lengths[name] = len(data)
+                    self._items[name] = data  # the last: most recently used
+                    while len(self._items) > 2 and sum(map(len, self._items.values())) > CACHE_BYTES:
+                        del self._items[next(iter(self._items))]
+        return data
 
     def clear(self) -> None:
         """Empty the cache for good."""
@@ -437,18 +426,6 @@ class VirtualFile:
     # Decoded bytes that an object may have before it draws on OBJECT_BYTES. None: no limit, because the shape of a
     # tensor sets its size, or because the caller trusts the checkpoint.
     free: int | None
-
-
-def expose(
-    path: str, index: Index, facts: Mapping[tuple[str, int], ItemFacts], *, trust: bool = False
-) -> tuple[Index, list[VirtualFile]]:
-    """Return the index with transformed items moved to virtual files, and these files.
-
-    ``facts`` are the manifest's, by file and offset; ``trust``: do not limit the decoded size of objects.
-    """
-    exposer = _Exposer(path, facts, trust=trust)
-    entries = {key: exposer.entry(key, entry) for key, entry in index.entries.items()}
-    return replace(index, entries=entries, is_transformed=False), list(exposer.items.values())
 
 
 class _Exposer:

@@ -8,6 +8,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import anyio
@@ -173,8 +174,7 @@ class ReadExecutor:
         by_device: dict[torch.device, list[TensorRead]] = defaultdict(list)
         for read in reads:
             by_device[_CPU if read.target is None else read.target.device].append(read)
-        jobs: list[ReadJob] = []
-        device_jobs: list[tuple[torch.device, ReadJob]] = []
+        found: list[tuple[torch.device, ReadJob]] = []  # with the device, of those that go through staging memory
         for device, group in by_device.items():
             most = BUFFER_BYTES
             if device != _CPU:  # a job has to fit into one chunk of the pool, with room to align both ends
@@ -184,15 +184,13 @@ class ReadExecutor:
             for read in group:
                 is_small = not _is_large(read) and read.chunk.place.length <= most // 2
                 (small if is_small else large).append(read)
-            found: list[tuple[torch.device, ReadJob]] = [(device, job) for job in coalesce(small, most, self._framing)]
+            found += [(device, job) for job in coalesce(small, most, self._framing)]
             for read in large:
                 found += await self._chunk_jobs(read, device, most)
-            jobs += [job for where, job in found if where == _CPU]
-            device_jobs += [each for each in found if each[0] != _CPU]
         self._tools.report.tensors += len(reads)
-        self._tools.report.expect(sum(job.nbytes for job in [*jobs, *(job for _, job in device_jobs)]))
-        await self._run_in_turns(jobs)
-        await self._each(self._read_to_device, device_jobs)
+        self._tools.report.expect(sum(job.nbytes for _, job in found))
+        await self._run_in_turns([job for device, job in found if device == _CPU])
+        await self._each(self._read_to_device, [each for each in found if each[0] != _CPU])
         self._known |= {read.chunk.place: read.item for read in reads if read.item and not read.chunk.item}
 
     async def _chunk_jobs(
@@ -366,14 +364,9 @@ def _neighbours(reads: Sequence[TensorRead], threads: int) -> list[list[TensorRe
     """Group items of the same file for some threads."""
     most = min(_FRAMINGS_AT_ONCE, -(-len(reads) // threads))
     groups: list[list[TensorRead]] = []
-    file = ""
-    for read in sorted(reads, key=lambda read: (read.chunk.place.file, read.chunk.place.offset)):
-        place = read.chunk.place
-        if place.file == file and len(groups[-1]) < most:
-            groups[-1].append(read)
-        else:
-            groups.append([read])
-            file = place.file
+    for _, found in groupby(sorted(reads, key=lambda read: read.chunk.place[:2]), lambda read: read.chunk.place.file):
+        of_file = list(found)
+        groups += [of_file[at : at + most] for at in range(0, len(of_file), most)]
     return groups
 
 
@@ -381,7 +374,7 @@ def _runs(objects: Sequence[ObjectRead]) -> list[list[ObjectRead]]:
     """Group objects that lie close together in a file; each large one is on its own."""
     runs: list[list[ObjectRead]] = []
     file, begin, end = "", 0, 0
-    for read in sorted(objects, key=lambda read: (read.place.file, read.place.offset)):
+    for read in sorted(objects, key=lambda read: read.place[:2]):
         place = read.place
         stop = place.offset + place.length
         if runs and place.file == file and place.offset <= end + _RUN_GAP_BYTES and stop - begin <= _RUN_BYTES:

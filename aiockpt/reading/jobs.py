@@ -258,7 +258,7 @@ def coalesce(reads: Sequence[TensorRead], most_bytes: int, framing: FramingReade
     jobs: list[CoalescedRead] = []
     stretches: list[_Stretch] = []
     used = 0
-    for read in sorted(reads, key=lambda read: (read.chunk.place.file, read.chunk.place.offset)):
+    for read in sorted(reads, key=lambda read: read.chunk.place[:2]):
         place = read.chunk.place
         end = place.offset + place.length
         last = stretches[-1] if stretches else None
