@@ -149,9 +149,8 @@ def look_at(source: Source, path: str) -> Recognised:
 def _read_set(source: Source, path: str, found: Recognised, safe_globals: Sequence[Any], trust: bool) -> Index:
     """Read the index of a file, or of a set of them."""
     shards = decode_shard_index(found.index, read_document(source, found.index)) if found.index else None
-    names = found.files if shards is None else shards.files
     headers: dict[str, Index] = {}
-    for name in names:
+    for name in found.files:
         if name not in source.files:
             raise CorruptCheckpointError(f"{found.index} names the file {name}, which is missing")
         is_torch = found.layout == "torch"
