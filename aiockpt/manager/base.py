@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
 import html
 import logging
 import threading
 import time
 import warnings
-from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
@@ -53,13 +54,14 @@ _WRITER_POLL_S = 0.05
 _SHOWN = 20  # steps in a notebook's table
 
 
-class ManagerBase(ABC):
+class ManagerBase:
     """A manager without its public methods that wait.
 
     Those that wait are written once, as coroutines: in the async manager they suspend, in the blocking one they block.
     """
 
     _kind: type[CheckpointerBase] = CheckpointerBase
+    _suspends: bool
 
     @parameters_of(ManagerOptions)
     def __init__(self, options: ManagerOptions) -> None:
@@ -94,21 +96,28 @@ class ManagerBase(ABC):
 
     # --- waiting, and what rank 0 does for all ranks ----------------------------------------------------------
 
-    @abstractmethod
     async def _call(self, method: str, *args: object, **options: object) -> Any:
         """Call a method of the checkpointer, and wait for its result."""
+        result = getattr(self._checkpointer, method)(*args, **options)
+        return await result if self._suspends else result
 
-    @abstractmethod
     async def _inspect(self, path: str) -> Mapping[str, Any]:
         """Open a checkpoint, which checks its structure and the sizes of its files; return the info of each key."""
+        reader: Any = self._checkpointer.open(path)  # type: ignore[attr-defined] # both checkpointers have it
+        if self._suspends:
+            async with reader:
+                return dict(reader)
+        with reader:
+            return dict(reader)
 
-    @abstractmethod
     async def _agree(self, what: str, value: object, decide: Callable[[Sequence[Any]], T]) -> T:
         """Agree with the other ranks; see `EngineAccess.agree`."""
+        call = self._access.agree(what, value, decide)
+        return await call.wait() if self._suspends else call.result()
 
-    @abstractmethod
     async def _run(self, function: Callable[..., T], *args: object) -> T:
         """Call a function that blocks."""
+        return await asyncio.to_thread(function, *args) if self._suspends else function(*args)
 
     @property
     def leads(self) -> bool:
@@ -166,6 +175,24 @@ class ManagerBase(ABC):
                 logger.warning("a writer process of a killed trainer still writes to %s", self.directory)
                 break
             await self._run(time.sleep, _WRITER_POLL_S)
+
+    async def _close(self, close_checkpointer: str) -> None:
+        """Close the checkpointer by a method of it, wait for deletions, and let others write to the run."""
+        self._is_closed = True
+        try:
+            if self._owns_checkpointer:
+                await self._call(close_checkpointer)
+        finally:
+            try:
+                if not self._retention.has_ended:
+                    finished = self._retention.finished()
+                    if self._suspends:  # not in a thread, which would outlive the loop if a deletion hangs
+                        await asyncio.wait([asyncio.wrap_future(finished)], timeout=self._drain_s)
+                    else:
+                        concurrent.futures.wait([finished], self._drain_s)
+            finally:
+                self._requests.close()
+                await self._run(self._end)
 
     def _end(self) -> None:
         """End the deletions, and let others write to the run. Blocks; idempotent."""

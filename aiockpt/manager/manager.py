@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-import concurrent.futures
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, Unpack
 
@@ -57,6 +55,7 @@ class CheckpointManager(ManagerBase):
     """
 
     _kind = AsyncCheckpointer
+    _suspends = True
     _checkpointer: AsyncCheckpointer
 
     @property
@@ -179,30 +178,7 @@ class CheckpointManager(ManagerBase):
             AiockptError: the failure of a save that nobody awaited; see `AsyncCheckpointer.aclose`.
         """
         check_asyncio("aclose()", _INSTEAD)
-        self._is_closed = True
-        try:
-            if self._owns_checkpointer:
-                await self._checkpointer.aclose()
-        finally:
-            try:
-                if not self._retention.has_ended:
-                    await asyncio.wait([asyncio.wrap_future(self._retention.finished())], timeout=self._drain_s)
-            finally:
-                self._requests.close()
-                await asyncio.to_thread(self._end)
-
-    async def _call(self, method: str, *args: object, **options: object) -> Any:
-        return await getattr(self._checkpointer, method)(*args, **options)
-
-    async def _inspect(self, path: str) -> Mapping[str, Any]:
-        async with self._checkpointer.open(path) as reader:
-            return dict(reader)
-
-    async def _agree(self, what: str, value: object, decide: Callable[[Sequence[Any]], T]) -> T:
-        return await self._access.agree(what, value, decide).wait()
-
-    async def _run(self, function: Callable[..., T], *args: object) -> T:
-        return await asyncio.to_thread(function, *args)
+        await self._close("aclose")
 
 
 class SyncCheckpointManager(ManagerBase):
@@ -221,6 +197,7 @@ class SyncCheckpointManager(ManagerBase):
     """
 
     _kind = SyncCheckpointer
+    _suspends = False
     _checkpointer: SyncCheckpointer
 
     @property
@@ -280,17 +257,7 @@ class SyncCheckpointManager(ManagerBase):
 
     def close(self) -> None:
         """Finish the saves and deletions, and let others write to the run, blocking; see `CheckpointManager.aclose`."""
-        self._is_closed = True
-        try:
-            if self._owns_checkpointer:
-                self._checkpointer.close()
-        finally:
-            try:
-                if not self._retention.has_ended:
-                    concurrent.futures.wait([self._retention.finished()], self._drain_s)
-            finally:
-                self._requests.close()
-                self._end()
+        self._finish(self._close("close"))
 
     def _finish(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine to its end in one step: whatever it awaits here blocks, and so never suspends it."""
@@ -300,16 +267,3 @@ class SyncCheckpointManager(ManagerBase):
             result: T = stop.value
             return result
         raise AssertionError("a blocking manager awaits nothing that suspends")
-
-    async def _call(self, method: str, *args: object, **options: object) -> Any:
-        return getattr(self._checkpointer, method)(*args, **options)
-
-    async def _inspect(self, path: str) -> Mapping[str, Any]:
-        with self._checkpointer.open(path) as reader:
-            return dict(reader)
-
-    async def _agree(self, what: str, value: object, decide: Callable[[Sequence[Any]], T]) -> T:
-        return self._access.agree(what, value, decide).result()
-
-    async def _run(self, function: Callable[..., T], *args: object) -> T:
-        return function(*args)
