@@ -24,7 +24,7 @@ from aiockpt.format.item.item_check import ItemChecker
 from aiockpt.format.item.item_framing import pickle_framing
 from aiockpt.format.item.ziparchive import Framing, FramingError, read_archive
 from aiockpt.format.pickle.guard import ForeignNameError, check_object_pickle, needs_of, torch_names
-from aiockpt.format.pickle.machine import HANDLERS, Machine, PickleError
+from aiockpt.format.pickle.machine import PickleError, read_pickle
 
 _IMMUTABLE = frozenset({int, float, bool, complex, str, bytes, type(None)})
 _SCALARS = frozenset({int, float, bool, str, type(None)})
@@ -138,7 +138,7 @@ class ScalarDecoder:
             data = self._checker.object_pickle(blob)
             if data is None:
                 return None
-            value = Machine(data, _refuse_global, None, HANDLERS).run()
+            value = read_pickle(data, _refuse_global)
         except (FramingError, PickleError):
             return None
         return (value,) if type(value) in _SCALARS else None

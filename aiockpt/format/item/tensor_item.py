@@ -14,8 +14,7 @@ from aiockpt.format.checks import MAX_DIMS
 from aiockpt.format.dtypes import DTYPES, STORAGE_DTYPES
 from aiockpt.format.index import TensorItem
 from aiockpt.format.item.ziparchive import CRC, FramingError, Record, data_offset, read_directory
-from aiockpt.format.pickle.fast_pickle import read_pickle
-from aiockpt.format.pickle.machine import Function, PickleError
+from aiockpt.format.pickle.machine import Function, PickleError, read_pickle
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -24,8 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from aiockpt.format.dtypes import DTYPES
-from aiockpt.format.pickle.fast_pickle import read_pickle
-from aiockpt.format.pickle.machine import HANDLERS, OPCODES, Function, Machine, PickleError, Record
+from aiockpt.format.pickle.machine import HANDLERS, OPCODES, Function, Machine, PickleError, Record, read_pickle
 
 KINDS = {
     kind.__name__: type(kind.__name__, (Record,), {"repeats": kind is TensorStorageMetadata})
