@@ -14,12 +14,11 @@ from aiockpt.core.machine import BLOCK_BYTES
 from aiockpt.core.spans import span as recorded
 from aiockpt.errors import CorruptCheckpointError, LoadError, UnsafeCheckpointError
 from aiockpt.format.index import ItemRange
-from aiockpt.format.item.item_check import CheckedRecord, Framed, ItemChecker, read_framing
+from aiockpt.format.item.item_check import Framed, ItemChecker, read_framing
 from aiockpt.format.item.ziparchive import FramingError
 from aiockpt.reading.executor import run_each
 from aiockpt.reading.jobs import ItemWindow
 from aiockpt.reading.verify.inventory import (
-    CheckedRange,
     Extent,
     Segment,
     StoredFile,
@@ -43,9 +42,6 @@ STEP_BYTES = 4 << 20
 """Size of a thread's read buffer."""
 _FETCH_BYTES = 16 << 20  # larger than any zip directory or data.pkl, so a damaged size allocates no more
 _DECODED_AT_ONCE = 64
-
-
-_Segment = Segment[StoredItem | CheckedRange]
 
 
 class ItemVerifier:
@@ -110,19 +106,20 @@ class ItemVerifier:
         """Read the framing of a large item, and record which of its bytes are to be streamed."""
         if item.kind == "raw":
             self._accept(item, None)
-            item.streams = [CheckedRange(item, "", 0, item.length, item.crc)]
+            item.streams = [item.extent(streamed=True, crc=item.crc)]
             return
         window = ItemWindow(self._source, ItemRange(item.file, item.start, item.length), _FETCH_BYTES)
         try:
             framed = read_framing(item.length, window.fetch, is_tensor=item.kind == "tensor")
             self._accept(item, framed)
             for record in framed.checked:
+                part = Extent(item.start + record.start, item.start + record.stop, item, True, record.name, record.crc)
                 if window.holds(record.start, record.stop):
-                    self._check_crc(item, record, crc32(window.fetch(record.start, record.stop - record.start)))
+                    self._check_crc(part, crc32(window.fetch(record.start, record.stop - record.start)))
                 else:
-                    item.streams.append(CheckedRange(item, record.name, record.start, record.stop, record.crc))
+                    item.streams.append(part)
             if not framed.checked:  # there is no CRC to compare, but reading finds unreadable blocks
-                item.streams = [CheckedRange(item, "", 0, item.length, None)]
+                item.streams = [item.extent(streamed=True)]
             if not item.covered:
                 self._counts.append(item.length - sum(stream.stop - stream.start for stream in item.streams))
         except FramingError as exc:
@@ -146,11 +143,11 @@ class ItemVerifier:
         return jobs
 
     @staticmethod
-    def _ranges(extents: Sequence[Extent[StoredItem | CheckedRange]], nbytes: int | None) -> Iterator[list[_Segment]]:
+    def _ranges(extents: Sequence[Extent], nbytes: int | None) -> Iterator[list[Segment]]:
         segments = cut_segments(extents, nbytes, step_bytes=STEP_BYTES, range_bytes=RANGE_BYTES)
         return group_segments(segments, RANGE_BYTES)
 
-    def _read_range(self, file: StoredFile, segments: Sequence[_Segment], *, overlaps: bool = False) -> None:
+    def _read_range(self, file: StoredFile, segments: Sequence[Segment], *, overlaps: bool = False) -> None:
         """Read some segments of a file; its CRC is that of all segments that don't overlap."""
         try:  # popped, so that no other thread has it
             buffer = self._buffers.pop()
@@ -160,16 +157,14 @@ class ItemVerifier:
             try:
                 crc = self._read_segment(file, segment, buffer)
             except LoadError as exc:
-                refs = [extent.ref for extent in segment.extents]
-                items = [ref.item if isinstance(ref, CheckedRange) else ref for ref in refs]
-                self._unreadable(file.name, segment.start, items, exc)
+                self._unreadable(file.name, segment.start, [extent.item for extent in segment.extents], exc)
                 continue
             self._counts.append(segment.stop - segment.start)
             if not overlaps:
                 file.parts.append((segment.start, segment.stop - segment.start, crc))
         self._buffers.append(buffer)
 
-    def _read_segment(self, file: StoredFile, segment: _Segment, buffer: memoryview) -> int:
+    def _read_segment(self, file: StoredFile, segment: Segment, buffer: memoryview) -> int:
         view, crc = buffer[:0], 0
 
         def add(part: memoryview) -> None:
@@ -181,17 +176,16 @@ class ItemVerifier:
             view = buffer[skip : skip + min(STEP_BYTES, segment.stop - at)]
             self._source.read(file.name, at, view, add)
         for extent in segment.extents:
-            if isinstance(extent.ref, CheckedRange):
-                extent.ref.parts.append((segment.start, segment.stop - segment.start, crc))
+            if extent.streamed:
+                extent.parts.append((segment.start, segment.stop - segment.start, crc))
             else:
-                self._check_small(extent.ref, view[extent.start - segment.start : extent.stop - segment.start])
+                self._check_small(extent.item, view[extent.start - segment.start : extent.stop - segment.start])
         return crc
 
     def _check_small(self, item: StoredItem, data: memoryview) -> None:
         if item.kind == "raw":
             self._accept(item, None)
-            if item.crc is not None:
-                self._check_crc(item, CheckedRange(item, "", 0, item.length, item.crc), crc32(data))
+            self._check_crc(item.extent(crc=item.crc), crc32(data))
             return
         try:
             framed, wrong = self._checker.check(data, is_tensor=item.kind == "tensor")
@@ -200,7 +194,8 @@ class ItemVerifier:
             return
         self._accept(item, framed)
         for record in wrong:
-            self._check_crc(item, record, crc32(data[record.start : record.stop]))
+            part = Extent(item.start + record.start, item.start + record.stop, item, False, record.name, record.crc)
+            self._check_crc(part, crc32(data[record.start : record.stop]))
 
     # --- comparing --------------------------------------------------------------------------------
 
@@ -225,15 +220,15 @@ class ItemVerifier:
                 message = "the manifest describes it in another way than its item does"
                 self._findings.add("disagreement", item.file, message, key=ref.key, offset=item.start)
 
-    def _check_crc(self, item: StoredItem, record: CheckedRecord | CheckedRange, crc: int) -> None:
-        if record.crc is not None and crc != record.crc:
-            what = f"of record {record.name} " if record.name else ""
+    def _check_crc(self, extent: Extent, crc: int) -> None:
+        if extent.crc is not None and crc != extent.crc:
+            what = f"of record {extent.name} " if extent.name else ""
             self._report(
-                item,
+                extent.item,
                 "item crc",
-                f"the {record.stop - record.start} bytes {what}have the CRC-32 {crc:08x} instead of {record.crc:08x}: "
+                f"the {extent.stop - extent.start} bytes {what}have the CRC-32 {crc:08x} instead of {extent.crc:08x}: "
                 "they changed since they were written",
-                record.start,
+                extent.start - extent.item.start,
             )
 
     def _conclude(self, files: Sequence[StoredFile]) -> None:
@@ -242,7 +237,7 @@ class ItemVerifier:
             for stream in (stream for item in file.items for stream in item.streams):
                 crc, length = combined(stream.parts)
                 if length == stream.stop - stream.start:
-                    self._check_crc(stream.item, stream, crc)
+                    self._check_crc(stream, crc)
         named = {problem.file for problem in self._findings.problems if problem.key is not None}
         for file in files:
             crc, length = combined(file.parts)
