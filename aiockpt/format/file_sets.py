@@ -2,7 +2,7 @@
 
 Metadata of ranks that saved without each other is beside that of the others (``use_collectives=False``), or in a
 directory for each rank (``no_dist=True``). Their parts are joined to one index. Of values that several ranks have, the
-lowest rank's are taken, as a save with collectives takes those of one rank; `aiockpt.reading.copies` compares them.
+lowest rank's are taken, as a save with collectives takes those of one rank; `aiockpt.reading.open` compares them.
 
 Megatron-Core stores what is not sharded in a file of ``torch.save``, ``common.pt``, and its loader merges the two.
 Source: ``megatron/core/dist_checkpointing/serialization.py``.

@@ -14,6 +14,5 @@ How a load works, in the order of the code:
 8. `load` again: makes tensors of the memory, a state dict of the values, and puts new values into the target.
 
 Around it: `apply_live` ends a load in the caller's thread (`load_state_dict`, warnings), `collective` lets all ranks
-succeed or fail together, `reader` and `info` are the public view of an open checkpoint, `verify` checks every byte,
-`copies` compares what ranks that saved alone have in common.
+succeed or fail together, `reader` and `info` are the public view of an open checkpoint, `verify` checks every byte.
 """
