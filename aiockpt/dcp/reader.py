@@ -7,7 +7,6 @@ import math
 import os
 import pathlib
 import uuid
-from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,8 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
 from aiockpt.core.extent import reach_bytes
-from aiockpt.dcp.adapter import AnyCheckpointer, borrowed, finished
-from aiockpt.dcp.extensions import registered
+from aiockpt.dcp.adapter import AnyCheckpointer, borrowed, finished, registered
 from aiockpt.dcp.index import DescribedCheckpoint, DescribedItem, described_item
 from aiockpt.engine.facade import EngineAccess
 from aiockpt.engine.requests import text_of
@@ -261,16 +259,22 @@ class PlanExecution:
         self._planner = planner
         self._ahead = getattr(type(planner), "commit_tensor", None) is DefaultLoadPlanner.commit_tensor
         self._known: dict[ItemRange, TensorItem] = {}
-        self._aliases = AliasIndex()
+        self._contested: set[str] = set()  # keys whose targets share memory
         self._window: list[_PlannedRead] = []
         self._window_bytes = 0
         self._reads: list[TensorRead] = []
 
     def run(self, items: Sequence[tuple[ReadItem, DescribedItem]]) -> None:
         """Read all items. Blocks; see `aiockpt.dcp.reader.FileSystemReader.read_data`."""
+        requests = [_PlannedRead(item, stored) for item, stored in items]
         try:
-            for item, stored in items:
-                self._add(_PlannedRead(item, stored))
+            if self._ahead:
+                for request in requests:
+                    if request.stored.chunk is not None and not request.is_object and not request.is_quantized:
+                        self._resolve(request)
+                self._contested = _contested(requests)
+            for request in requests:
+                self._add(request)
             self._flush()
         except LoadError as exc:
             if any(read.fills for read in self._reads):
@@ -286,7 +290,6 @@ class PlanExecution:
         alone = not self._ahead and request.nbytes >= _ALONE_BYTES
         if alone:
             self._flush()
-        if alone or self._ahead:
             self._resolve(request)
         held = request.nbytes
         if request.target is not None and self._is_direct(request, request.target):
@@ -328,7 +331,7 @@ class PlanExecution:
         # Expanded: its elements share memory. `copy_` raises for it, where a read would write one over the other.
         if any(step == 0 and size > 1 for step, size in zip(target.stride(), target.shape, strict=True)):
             return False
-        return not self._ahead or self._aliases.claim(request.item.dest_index.fqn, target)
+        return request.item.dest_index.fqn not in self._contested
 
     def _plan(self, request: _PlannedRead) -> None:
         """Plan the read of a tensor's part, if it has any bytes."""
@@ -425,6 +428,7 @@ class PlanExecution:
         item = request.item
         if request.blob is not None:
             self._planner.load_bytes(item, io.BytesIO(request.blob))
+            request.blob = None
             return
         if request.target is None:
             self._resolve(request)
@@ -452,34 +456,20 @@ class PlanExecution:
             )
 
 
-_CONTESTED = "\0"  # no key of a state dict
-
-
-class AliasIndex:
-    """The memory ranges that the tensors of each key cover, to find keys that share memory.
-
-    The ranges of a storage are sorted and disjoint. Ranges of different keys that overlap are merged to one that is
-    contested: it belongs to no key.
-    """
-
-    def __init__(self) -> None:
-        self._kept: defaultdict[tuple[torch.device, int], list[tuple[int, int, str]]] = defaultdict(list)
-
-    def claim(self, name: str, tensor: torch.Tensor) -> bool:
-        """Add a tensor's memory to a key; return False if another key may cover some of it too."""
-        if not tensor.numel():
-            return True
-        storage = tensor.untyped_storage()
-        low = tensor.data_ptr()
-        high = storage.data_ptr() + reach_bytes(tensor)
-        kept = self._kept[tensor.device, storage.data_ptr()]
-        at = bisect_left(kept, (low, 0, ""))
-        begin = at - 1 if at and kept[at - 1][1] > low else at
-        end = begin
-        while end < len(kept) and kept[end][0] < high:
-            end += 1
-        touched = kept[begin:end]
-        is_mine = all(owner == name for _, _, owner in touched)
-        low, high = min([low, *(each[0] for each in touched)]), max([high, *(each[1] for each in touched)])
-        kept[begin:end] = [(low, high, name if is_mine else _CONTESTED)]
-        return is_mine
+def _contested(requests: Sequence[_PlannedRead]) -> set[str]:
+    """Return the keys whose targets may share memory with the target of another key."""
+    extents: defaultdict[torch.device, list[tuple[int, int, str]]] = defaultdict(list)
+    for request in requests:
+        tensor = request.target
+        if type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.numel():
+            high = tensor.untyped_storage().data_ptr() + reach_bytes(tensor)
+            extents[tensor.device].append((tensor.data_ptr(), high, request.item.dest_index.fqn))
+    found: set[str] = set()
+    for each in extents.values():
+        end, owner = 0, ""  # of those so far, the one that ends last
+        for low, high, name in sorted(each):
+            if low < end and name != owner:
+                found |= {name, owner}
+            if high > end:
+                end, owner = high, name
+    return found

@@ -27,8 +27,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from aiockpt.dcp.adapter import AnyCheckpointer, borrowed, finished
-from aiockpt.dcp.extensions import ExtensionTransform
+from aiockpt.dcp.adapter import AnyCheckpointer, ExtensionTransform, borrowed, finished
 from aiockpt.dcp.index import storage_info
 from aiockpt.engine.requests import text_of
 from aiockpt.errors import CheckpointExistsError, SaveError, WriteError
@@ -430,7 +429,10 @@ def _tensors(group: Sequence[_Numbered], resolve: Resolve) -> Iterator[tuple[int
     """Yield the parts of a file: the header (None), then the payload of each item."""
     described = sorted(((_stored(item), number, item) for number, item in group), key=lambda each: file_order(each[0]))
     ends = accumulate(math.prod(stored.shape) * stored.dtype.itemsize for stored, _, _ in described)
-    offsets = {item.index.fqn: {"saved_offsets": _offsets(item)} for _, item in group}
+    offsets = {
+        item.index.fqn: {"saved_offsets": [] if item.tensor_data is None else list(item.tensor_data.chunk.offsets)}
+        for _, item in group
+    }
     metadata = {"DCP_SHARDING_INFO": json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"}
     yield None, encode_header(metadata, describe_tensors((stored for stored, _, _ in described), ends))
     for stored, number, item in described:
@@ -444,10 +446,6 @@ def _tensors(group: Sequence[_Numbered], resolve: Resolve) -> Iterator[tuple[int
         # Views that are conjugated or negated lazily hold other bits than their values; numpy() refuses them.
         flat = value.resolve_conj().resolve_neg().to("cpu").contiguous().reshape(-1)
         yield number, flat.view(torch.uint8).numpy().data
-
-
-def _offsets(item: WriteItem) -> list[int]:
-    return [] if item.tensor_data is None else list(item.tensor_data.chunk.offsets)
 
 
 def _stored(item: WriteItem) -> Stored:

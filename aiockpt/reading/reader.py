@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
     from aiockpt.core.futures import Call
     from aiockpt.engine.engine import Engine
-    from aiockpt.reading.executor import LoadTools
     from aiockpt.reading.read_plan import ReadRequest
     from aiockpt.storage.base import Storage
 
@@ -183,10 +182,9 @@ class _Reader(Mapping[str, "TensorInfo | ObjectInfo"]):
         return found
 
     def _begin_open(self) -> Call[OpenCheckpoint]:
-        async def open_it(tools: LoadTools) -> OpenCheckpoint:
-            return await open_checkpoint(self._storage, self.path, self._options, tools)
-
-        return self._engine.call(open_it, f"open {self.path}")
+        return self._engine.call(
+            lambda tools: open_checkpoint(self._storage, self.path, self._options, tools), f"open {self.path}"
+        )
 
     def _begin_read(self, wanted: Sequence[ReadRequest], how: ReadOptions) -> Call[dict[str, Any]]:
         opened = self._opened

@@ -20,8 +20,8 @@ from aiockpt.core.extent import freed_message, is_freed
 from aiockpt.core.forks import ModuleLock
 from aiockpt.errors import CorruptCheckpointError, LoadError, SaveError, UnsafeCheckpointError
 from aiockpt.format.item.harmless import HARMLESS, HARMLESS_NAMES, UnknownMemberError, build_harmless, is_no_member
-from aiockpt.format.item.item_check import ItemChecker
 from aiockpt.format.item.item_framing import pickle_framing
+from aiockpt.format.item.tensor_item import ItemChecker
 from aiockpt.format.item.ziparchive import Framing, FramingError, read_archive
 from aiockpt.format.pickle.guard import ForeignNameError, check_object_pickle, needs_of, torch_names
 from aiockpt.format.pickle.machine import PickleError, read_pickle

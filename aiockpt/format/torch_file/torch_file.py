@@ -308,8 +308,12 @@ def read_torch_file(
     data = archive.read("data.pkl")
     try:
         _check_functions(data)
-        unpickle = _unpickle_trusting if trust else _unpickle_restricted
-        value = unpickle(data, placeholders, safe_globals)
+        if trust:
+            unpickler = _TrustingUnpickler(io.BytesIO(data), encoding="utf-8")
+            unpickler.persistent_load = placeholders.load  # type: ignore[method-assign]
+            value = unpickler.load()
+        else:
+            value = _unpickle_restricted(data, placeholders, safe_globals)
     except LoadError:
         raise
     except Warning:  # the program turns warnings into errors
@@ -407,12 +411,6 @@ class _TrustingUnpickler(pickle.Unpickler):
             except KeyError:
                 pass
         return super().find_class("torch._tensor" if module == "torch.tensor" else module, name)
-
-
-def _unpickle_trusting(data: bytes, placeholders: Placeholders, _safe_globals: Sequence[Any]) -> Any:
-    unpickler = _TrustingUnpickler(io.BytesIO(data), encoding="utf-8")
-    unpickler.persistent_load = placeholders.load  # type: ignore[method-assign]
-    return unpickler.load()
 
 
 def _forget_sparse_tensors() -> None:

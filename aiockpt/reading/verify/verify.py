@@ -21,7 +21,7 @@ from aiockpt.format.dcp.metadata import decode_metadata
 from aiockpt.format.file_sets import in_directory, join_common, join_ranks
 from aiockpt.format.index import Entry, Index, ItemRange, ObjectEntry, TensorEntry
 from aiockpt.format.item.arrays import check_arrays
-from aiockpt.format.item.item_check import Framed, ItemChecker, read_framing
+from aiockpt.format.item.tensor_item import Framed, ItemChecker, read_framing
 from aiockpt.format.item.ziparchive import ZIP_MAGIC, FramingError
 from aiockpt.format.manifest.manifest import FileFacts, Manifest, is_of_another_save
 from aiockpt.format.manifest.reader import decode_manifest
