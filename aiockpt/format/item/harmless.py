@@ -130,8 +130,9 @@ def build_harmless(
         load: returns the storage of a persistent id.
     """
     named = named or {}
-    if not check_object_pickle(data, storages or {}, HARMLESS_NAMES | allowed.keys() | named.keys()):
-        raise PickleError("it names something other than plain data")
+    needs = check_object_pickle(data, storages or {}, HARMLESS_NAMES | allowed.keys() | named.keys())
+    if needs.names or not needs.is_complete:
+        raise needs.error or PickleError("it names something other than plain data")
     machine = _Builder(data, allowed, named, load)
     try:
         value = machine.run()

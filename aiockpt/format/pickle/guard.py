@@ -8,7 +8,6 @@ Here the pickle runs with abstract values, which know how much a copy of them co
 from __future__ import annotations
 
 import _compat_pickle
-import contextlib
 import importlib
 import math
 from collections.abc import Collection, Mapping
@@ -59,27 +58,44 @@ def torch_names() -> frozenset[str]:
     return frozenset(names())
 
 
-class ForeignNameError(PickleError):
-    """A pickle calls a function of torch that is on no allow-list; ``args`` holds its full name."""
-
-
 class _RefusedByTorch(Exception):
     """torch.load will reject this opcode itself, with a better message."""
 
 
-def check_object_pickle(data: bytes, records: Mapping[str, int], allowed: Collection[str]) -> bool:
-    """Check that the cost of loading a pickle is justified by its length and its storages.
+@dataclass(slots=True, eq=False)
+class Needs:
+    """The globals that a pickle needs to be allowed, and whether the cost of loading it is justified."""
+
+    names: dict[str, None] = field(default_factory=dict)  # full names of classes and functions, in order
+    # of allowed `getattr` calls: full name ("" of a value), attribute
+    lookups: set[tuple[str, str]] = field(default_factory=set)
+    is_complete: bool = False  # it was interpreted to its end; if there is no error either, torch refuses it as well
+    error: PickleError | None = None  # it costs too much, or does what no honest pickle does
+
+    def note_lookup(self, args: list[Any]) -> None:
+        match args:
+            case [_AbstractValue(kind="global", name=name), str(attribute)]:
+                self.lookups.add((name, attribute))
+            case _:
+                self.lookups.add(("", ""))
+
+
+def check_object_pickle(data: bytes, records: Mapping[str, int], allowed: Collection[str]) -> Needs:
+    """Return what a pickle needs, and whether its length and its storages justify the cost of loading it.
 
     ``records`` maps the key of each storage to its bytes; ``allowed`` holds the full names that the pickle may call
-    besides torch's own list. Returns whether the pickle was interpreted to its end; if not, torch refuses it as well.
+    besides torch's own list.
     """
     guard = _Guard(data, records, allowed)
     try:
         with gc_pause():  # collections would walk through all values so far, again and again
             guard.run()
+        guard.needs.is_complete = True
     except _RefusedByTorch:
-        return False
-    return True
+        pass
+    except PickleError as exc:
+        guard.needs.error = exc
+    return guard.needs
 
 
 # --- abstract values -------------------------------------------------------------------------------
@@ -137,13 +153,11 @@ class _AbstractValue:
 
 
 class _Guard(Machine):
-    def __init__(
-        self, data: bytes, records: Mapping[str, int], allowed: Collection[str], needs: Needs | None = None
-    ) -> None:
+    def __init__(self, data: bytes, records: Mapping[str, int], allowed: Collection[str]) -> None:
         super().__init__(data, self._find, None, _HANDLERS)
         self._records = records
         self._allowed = allowed
-        self.needs = needs  # collects what is not allowed; None: refuse it
+        self.needs = Needs()
         self._steps_left = _STEPS_PER_BYTE * len(data) + _LEAST_STEPS
         self._bytes_left = _STEPS_PER_BYTE * len(data) + _LEAST_BYTES
         self.storages: dict[str, _AbstractValue] = {}
@@ -167,8 +181,6 @@ class _Guard(Machine):
         module, name = _compat_pickle.NAME_MAPPING.get((module, name), (module, name))
         full = f"{_compat_pickle.IMPORT_MAPPING.get(module, module)}.{name}"
         if full not in _CALLS and full not in self._allowed and not full.startswith("torch."):
-            if self.needs is None:
-                raise _RefusedByTorch
             self.needs.names[full] = None
         return _AbstractValue("global", name=full)
 
@@ -180,11 +192,9 @@ class _Guard(Machine):
             if function.name not in self._allowed:
                 if function.name in torch_names():
                     raise PickleError(f"it calls {function.name}, which torch.save never does")
-                if self.needs is None:
-                    raise ForeignNameError(function.name)
                 self.needs.names[function.name] = None
             rule = _call_user
-        if self.needs is not None and function.name == "builtins.getattr":
+        if function.name == "builtins.getattr":
             self.needs.note_lookup(args)
         return rule(self, function.name, args)
 
@@ -205,32 +215,6 @@ class _Guard(Machine):
         if (known.size, known.width) != (numel * width, width):
             raise PickleError(f"storage {key[:100]} has two lengths, or two types")
         return known
-
-
-@dataclass(slots=True, eq=False)
-class Needs:
-    """The globals that a pickle needs to be allowed, collected by going on where the guard would stop."""
-
-    names: dict[str, None] = field(default_factory=dict)  # full names of classes and functions, in order
-    # of allowed `getattr` calls: full name ("" of a value), attribute
-    lookups: set[tuple[str, str]] = field(default_factory=set)
-    is_complete: bool = False  # it was interpreted to its end
-
-    def note_lookup(self, args: list[Any]) -> None:
-        match args:
-            case [_AbstractValue(kind="global", name=name), str(attribute)]:
-                self.lookups.add((name, attribute))
-            case _:
-                self.lookups.add(("", ""))
-
-
-def needs_of(data: bytes, records: Mapping[str, int], allowed: Collection[str]) -> Needs:
-    """Return the globals of a pickle that are neither allowed nor known; args as in `check_object_pickle`."""
-    needs = Needs()
-    with contextlib.suppress(PickleError, _RefusedByTorch):
-        _Guard(data, records, allowed, needs).run()
-        needs.is_complete = True
-    return needs
 
 
 # --- rules: the cost and the abstract result of each call ------------------------------------------

@@ -26,7 +26,7 @@ from aiockpt.core.strides import view_fits
 from aiockpt.errors import CorruptCheckpointError, LoadError
 from aiockpt.format.index import ItemRange, StoredChunk, TensorEntry, TensorItem
 from aiockpt.format.item.harmless import build_harmless
-from aiockpt.format.item.objects import allowed_names, extended_allow_list, permitted, unpickling_error
+from aiockpt.format.item.objects import check_allowed, extended_allow_list, permitted, unpickling_error
 from aiockpt.format.item.ziparchive import (
     LEGACY_MAGIC,
     LOCAL_HEADER,
@@ -36,7 +36,6 @@ from aiockpt.format.item.ziparchive import (
     data_offset,
     read_directory,
 )
-from aiockpt.format.pickle.guard import check_object_pickle
 from aiockpt.format.pickle.machine import PickleError
 
 # --- records and placeholders of storages ---------------------------------------------------------
@@ -378,7 +377,7 @@ def _unpickle_restricted(data: bytes, placeholders: Placeholders, safe_globals: 
     unpickler = kind(io.BytesIO(data), encoding="utf-8")
     unpickler.persistent_load = placeholders.load
     with extended_allow_list(safe_globals):
-        check_object_pickle(data, placeholders.archive.storage_bytes(), allowed_names())
+        check_allowed(data, placeholders.archive.storage_bytes())
         return unpickler.load()
 
 
