@@ -197,21 +197,17 @@ class BroadcastingTorchSaveReader(StorageReader):
         """Broadcast a tensor piece by piece, and copy this rank's regions out of each piece."""
         dtype, shape = contents.tensors[name]
         device = _device()
-        for start, stop in _pieces(shape, dtype):
-            piece = torch.empty(stop - start, dtype=dtype, device=device)
-            parts = boxes(shape, start, stop)
-            values = torch.split(piece, [box.count for box in parts])
+        for box in (box for start, stop in _pieces(shape, dtype) for box in boxes(shape, start, stop)):
+            piece = torch.empty(box.count, dtype=dtype, device=device)
             if tensor is not None:
-                for box, part in zip(parts, values, strict=True):
-                    block = tensor[box.index]
-                    part.view(block.shape).copy_(block)
+                block = tensor[box.index]
+                piece.view(block.shape).copy_(block)
             if is_distributed():
                 # As bytes: no backend broadcasts every dtype.
                 dist.broadcast(piece.view(torch.uint8), src=self.coordinator_rank)
-            for box, part in zip(parts, values, strict=True):
-                block_at = select(shape, box.index).selections
-                for region in regions:
-                    region.fill_from(block_at, part)
+            block_at = select(shape, box.index).selections
+            for region in regions:
+                region.fill_from(block_at, piece)
 
 
 @dataclass(frozen=True, slots=True)
