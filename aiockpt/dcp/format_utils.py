@@ -330,16 +330,9 @@ def convert_checkpoint(
 convert_checkpoint_async = _async_form(convert_checkpoint)
 
 
-def _options(
-    *,
-    verify: bool,
-    safe_globals: Sequence[Any] = (),
-    trust: bool = False,
-    keys: str | Sequence[str] | None = None,
-    dtype: torch.dtype | None = None,
-) -> LoadOptions:
-    chosen = check_patterns(keys)
-    options = LoadOptions(verify=verify, safe_globals=safe_globals, trust=trust, keys=chosen, dtype=dtype)
+def _options(keys: str | Sequence[str] | None = None, **others: Any) -> LoadOptions:
+    """Return the options of a load after checking them."""
+    options = LoadOptions(keys=check_patterns(keys), **others)
     check_options(options, into=False)
     return options
 

@@ -39,9 +39,8 @@ from aiockpt.options import CheckpointerOptions, SaveOptions
 from aiockpt.telemetry.card import size_text
 
 if TYPE_CHECKING:
-    from aiockpt.engine.requests import StateDict
     from aiockpt.manager.policies import Mode
-    from aiockpt.manager.requests import Restored, StepChoice, StepRequest, Verification
+    from aiockpt.manager.requests import Restored, RestoreRequest, StepRequest
     from aiockpt.manager.scan import StepInfo
     from aiockpt.saving.handle import SaveHandle
 
@@ -265,27 +264,19 @@ class ManagerBase:
 
     # --- restoring --------------------------------------------------------------------------------------------
 
-    async def _restore(
-        self,
-        state: StateDict,
-        step: StepChoice,
-        metric: str | None,
-        mode: Mode | None,
-        verify: Verification,
-        discard_later: bool | None,
-        options: Mapping[str, Any],
-    ) -> Restored | None:
-        if verify not in ("auto", "before", "while"):
-            raise ValueError(f"verify must be 'auto', 'before' or 'while', not {verify!r}")
+    async def _restore(self, request: RestoreRequest) -> Restored | None:
+        step, discard_later = request.step, request.discard_later
+        if request.verify not in ("auto", "before", "while"):
+            raise ValueError(f"verify must be 'auto', 'before' or 'while', not {request.verify!r}")
         if step not in ("latest", "best"):
             if isinstance(step, str):
                 raise ValueError(f"step must be 'latest', 'best' or a number, not {step!r}")
             step = check_step(step)
         if discard_later and not self.writes:
             raise ValueError(f"discard_later: this manager only reads {self.directory}; make one with mode='write'")
-        chosen = self._metric(metric, mode) if step == "best" else ("", "min")
+        chosen = self._metric(request.metric, request.mode) if step == "best" else ("", "min")
         await self._opened()
-        restored = await Restore(self, state, step, *chosen, verify, options).run()
+        restored = await Restore(self, request, step, *chosen).run()
         if restored is not None:
             self._previous = self._restored = restored.step
             self._final = self._begun = None

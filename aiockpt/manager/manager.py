@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
 
 import anyio
 
@@ -13,12 +13,10 @@ from aiockpt.core.parameters import parameters_of
 from aiockpt.core.threads import check_asyncio
 from aiockpt.engine.facade import closing
 from aiockpt.manager.base import ManagerBase
-from aiockpt.manager.requests import Restored, RestoreOptions, StepChoice, StepRequest, Verification
+from aiockpt.manager.requests import Restored, RestoreRequest, StepRequest
 from aiockpt.sync_checkpointer import SyncCheckpointer
 
 if TYPE_CHECKING:
-    from aiockpt.engine.requests import StateDict
-    from aiockpt.manager.policies import Mode
     from aiockpt.reading.reader import CheckpointReader, SyncCheckpointReader
     from aiockpt.saving.handle import SaveHandle
     from aiockpt.telemetry.saves import SaveResult
@@ -82,17 +80,8 @@ class CheckpointManager(ManagerBase):
         with closing("manager", error), anyio.CancelScope(shield=True):
             await self.aclose()
 
-    async def restore(
-        self,
-        state_dict: StateDict,
-        step: StepChoice = "latest",
-        *,
-        metric: str | None = None,
-        mode: Mode | None = None,
-        verify: Verification = "auto",
-        discard_later: bool | None = None,
-        **options: Unpack[RestoreOptions],
-    ) -> Restored | None:
+    @parameters_of(RestoreRequest)
+    async def restore(self, request: RestoreRequest) -> Restored | None:
         """Load the newest valid step, the best one, or a certain one, into a state; see `AsyncCheckpointer.load`.
 
         Steps that turn out damaged are passed over: the next older one (or, for "best", the next best) is taken, a
@@ -103,19 +92,6 @@ class CheckpointManager(ManagerBase):
         The target gets no byte of a damaged step: a step is loaded at once only if an older one would overwrite
         all of it; else everything in it is verified first, which reads it twice. If the step that was loaded at once is
         damaged, and then every older one as well, this raises, and the target may have bytes of the first.
-
-        Args:
-            state_dict: the state to load into; see `AsyncCheckpointer.load`.
-            step: "latest", "best", or the number of a step. A certain step that is damaged raises.
-            metric: for "best", the name of the metric; None: that of the `KeepBest` of this manager.
-            mode: for "best", "min" or "max"; None: as the `KeepBest` of this metric, else "min".
-            verify: "auto": as described. "before": verify every step before it is loaded, so that the target stays
-                untouched in all cases. "while": load at once.
-            discard_later: whether to delete the steps after the restored one, pinned or not, once it is restored, the
-                newest first. They are of no use if the run goes on from here, but a restart would take the latest. For
-                this start alone: a restarted job that passes True again loses what it saved. None: warn of them.
-            options: ``map_location``, ``keys``, ``dtype``, ``strict``, ``missing``, ``safe_globals``, ``trust`` and
-                ``progress``, as in `AsyncCheckpointer.load`.
 
         Returns:
             The step; None if the run has none.
@@ -131,7 +107,7 @@ class CheckpointManager(ManagerBase):
             RunLockedError: another manager writes to the run.
         """
         check_asyncio("restore()", _INSTEAD)
-        return await self._restore(state_dict, step, metric, mode, verify, discard_later, options)
+        return await self._restore(request)
 
     @parameters_of(StepRequest)
     async def save(self, request: StepRequest) -> SaveHandle:
@@ -217,19 +193,10 @@ class SyncCheckpointManager(ManagerBase):
         with closing("manager", error):
             self.close()
 
-    def restore(
-        self,
-        state_dict: StateDict,
-        step: StepChoice = "latest",
-        *,
-        metric: str | None = None,
-        mode: Mode | None = None,
-        verify: Verification = "auto",
-        discard_later: bool | None = None,
-        **options: Unpack[RestoreOptions],
-    ) -> Restored | None:
+    @parameters_of(RestoreRequest)
+    def restore(self, request: RestoreRequest) -> Restored | None:
         """Load the newest valid step, the best one, or a certain one, blocking; see `CheckpointManager.restore`."""
-        return self._finish(self._restore(state_dict, step, metric, mode, verify, discard_later, options))
+        return self._finish(self._restore(request))
 
     @parameters_of(StepRequest)
     def save(self, request: StepRequest) -> SaveResult:
