@@ -119,7 +119,9 @@ class DecodedSource(Source):
         self.items: dict[str, VirtualFile] = {}  # the virtual files by name
         self._files: dict[str, int] | None = None
         self._cache = DecodedCache()
-        self._budget = ExpansionBudget(OBJECT_BYTES)
+        self._left = OBJECT_BYTES  # of the budget that all objects share
+        self._drawn: dict[str, int] = {}  # by object
+        self._lock = threading.Lock()
         self._local = threading.local()
 
     @property
@@ -257,12 +259,21 @@ class DecodedSource(Source):
             raise self._short(item, total)
 
     def _draw(self, item: VirtualFile, nbytes: int) -> None:
-        """Raise if an object exceeds the budget that all objects share."""
-        if item.free is not None and not self._budget.draw(item.name, nbytes - item.free):
+        """Raise if an object exceeds the budget that all objects share; what it had drawn before is released."""
+        if item.free is None:
+            return
+        with self._lock:
+            drawn = self._drawn.pop(item.name, 0)
+            self._left += drawn
+            is_exceeded = nbytes - item.free > self._left
+            if not is_exceeded:
+                # An item may be decoded twice, and then begins with few bytes again: it keeps what it had.
+                self._drawn[item.name] = max(nbytes - item.free, drawn)
+                self._left -= self._drawn[item.name]
+        if is_exceeded:
             raise LoadError(
-                f"{self._path}/{item.place.file}: the {item.place.length} stored bytes of {item.key} (at offset "
-                f"{item.place.offset}) decode to {nbytes} or more, which with the other objects is more than the limit "
-                "for an untrusted checkpoint. If you trust it, pass trust=True."
+                f"{self._described(item)} decode to {nbytes} or more, which with the other objects is more than the "
+                "limit for an untrusted checkpoint. If you trust it, pass trust=True."
             )
 
     def _transforms_of(self, item: VirtualFile) -> list[Transform | Zstd]:
@@ -287,21 +298,21 @@ class DecodedSource(Source):
 
     def _check_crc(self, item: VirtualFile, crc: int) -> None:
         if item.crc is not None and crc != item.crc:
-            place = item.place
             raise CorruptCheckpointError(
-                f"{self._path}/{place.file}: the stored bytes of {item.key} (at offset {place.offset}, {place.length} "
-                "bytes) do not match their CRC: they changed since they were written. Use an older checkpoint."
+                f"{self._described(item)} do not match their CRC: they changed since they were written. Use an older "
+                "checkpoint."
             )
 
     def _failed(self, item: VirtualFile, exc: TransformFailedError) -> LoadError:
-        place = item.place
-        where = f"{self._path}/{place.file}: the {place.length} stored bytes of {item.key} (at offset {place.offset})"
+        what = f"{self._described(item)} can't be read: {exc}."
         if exc.descriptor not in self._transforms:
-            return CorruptCheckpointError(f"{where} can't be read: {exc}. Use an older checkpoint.")
+            return CorruptCheckpointError(f"{what} Use an older checkpoint.")
         state = "are those that were written" if item.crc is not None else "may have changed since they were written"
-        return LoadError(
-            f"{where} can't be read: {exc}. They {state}; was the transform made with the same key and options?"
-        )
+        return LoadError(f"{what} They {state}; was the transform made with the same key and options?")
+
+    def _described(self, item: VirtualFile) -> str:
+        place = item.place
+        return f"{self._path}/{place.file}: the {place.length} stored bytes of {item.key} (at offset {place.offset})"
 
     def _short(self, item: VirtualFile, nbytes: int) -> CorruptCheckpointError:
         return CorruptCheckpointError(
@@ -342,27 +353,6 @@ class _Window:
 
 
 # --- memory for decoded items ---------------------------------------------------------------------------
-
-
-@dataclass(eq=False, slots=True)
-class ExpansionBudget:
-    """Bytes that several items share; the amount drawn by one item replaces its previous one. Thread-safe."""
-
-    left: int
-    _drawn: dict[str, int] = field(default_factory=dict)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def draw(self, name: str, nbytes: int) -> bool:
-        """Set the bytes drawn by an item; return False, and release them all, if the budget is exceeded."""
-        with self._lock:
-            drawn = self._drawn.pop(name, 0)
-            self.left += drawn
-            if nbytes > self.left:
-                return False
-            # An item may be decoded twice, and then begins with few bytes again: it keeps what it had.
-            self._drawn[name] = max(nbytes, drawn)
-            self.left -= self._drawn[name]
-            return True
 
 
 @dataclass(eq=False, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 import time
@@ -31,8 +32,6 @@ from aiockpt.staging.scatter import AcceleratorPlacer, place
 from aiockpt.telemetry.loads import ReadReport
 
 if TYPE_CHECKING:
-    import mmap
-
     from aiockpt.core.threads import Workers
     from aiockpt.format.index import ItemRange, StoredChunk, TensorEntry, TensorItem
     from aiockpt.format.transforms.base import Transform
@@ -123,8 +122,7 @@ class ReadExecutor:
         """Read the objects of a plan, allocate its new tensors, and read all tensors into place."""
         await self.read_objects(plan.objects)
         if plan.mapped:
-            mapper = MapReader(self._source, self._path)
-            plan.values |= await self._tools.workers.run(mapper.tensors, plan.mapped)
+            plan.values |= await self._tools.workers.run(map_tensors, self._source, self._path, plan.mapped)
         await self._allocate(plan)
         await self.fill([*(read for each in plan.new for read in each.reads), *plan.fills], plan.filled)
 
@@ -399,47 +397,35 @@ def _new_tensor(tools: LoadTools, shape: tuple[int, ...], dtype: torch.dtype) ->
 # --- mapping --------------------------------------------------------------------------------------------
 
 
-class MapReader:
-    """Maps the files of a checkpoint copy-on-write, for tensors that are read when they are first used."""
+def map_tensors(source: Source, path: str, entries: Mapping[str, TensorEntry]) -> dict[str, torch.Tensor]:
+    """Return tensors by name whose files are mapped copy-on-write, and which are read when they are first used. Blocks.
 
-    def __init__(self, source: Source, path: str) -> None:
-        self._source = source
-        self._path = path
-        self._maps: dict[str, mmap.mmap] = {}
+    One of several chunks, or at an odd address, is a copy.
+    """
+    mapped = functools.cache(source.map)
 
-    def tensors(self, entries: Mapping[str, TensorEntry]) -> dict[str, torch.Tensor]:
-        """Return tensors by name; one of several chunks, or at an odd address, is a copy. Blocks."""
-        return {name: self._tensor(name, entry) for name, entry in entries.items()}
-
-    def _tensor(self, name: str, entry: TensorEntry) -> torch.Tensor:
-        if len(entry.chunks) == 1:
-            return self._chunk(name, entry.chunks[0], entry.dtype).to(entry.dtype)
-        whole = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
-        for chunk in entry.chunks:
-            region = whole[tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))]
-            region.copy_(self._chunk(name, chunk, entry.dtype))
-        return whole
-
-    def _chunk(self, name: str, chunk: StoredChunk, dtype: torch.dtype) -> torch.Tensor:
+    def view(name: str, chunk: StoredChunk, dtype: torch.dtype) -> torch.Tensor:
         place = chunk.place
-        item = chunk.item or self._item(name, chunk, dtype)
+
+        def fetch(offset: int, size: int) -> bytes:
+            return mapped(place.file)[place.offset + offset : place.offset + min(offset + size, place.length)]
+
+        item = chunk.item or parse_checked(path, TensorRead(name, dtype, chunk), parse_tensor_item, place.length, fetch)
         if not item.nbytes:
             return torch.empty_strided(item.shape, item.stride, dtype=item.dtype, device="cpu")
         at = place.offset + item.payload_offset
-        memory = torch.frombuffer(self._map(place.file), dtype=torch.uint8, count=item.nbytes, offset=at)
+        memory = torch.frombuffer(mapped(place.file), dtype=torch.uint8, count=item.nbytes, offset=at)
         if memory.data_ptr() % item.dtype.itemsize:  # vector instructions fault on values at odd addresses
             memory = memory.clone()
         return view_of(memory, item, lazily=True)
 
-    def _item(self, name: str, chunk: StoredChunk, dtype: torch.dtype) -> TensorItem:
-        mapped, place = self._map(chunk.place.file), chunk.place
-
-        def fetch(offset: int, size: int) -> bytes:
-            return mapped[place.offset + offset : place.offset + min(offset + size, place.length)]
-
-        return parse_checked(self._path, TensorRead(name, dtype, chunk), parse_tensor_item, place.length, fetch)
-
-    def _map(self, file: str) -> mmap.mmap:
-        if file not in self._maps:
-            self._maps[file] = self._source.map(file)
-        return self._maps[file]
+    tensors: dict[str, torch.Tensor] = {}
+    for name, entry in entries.items():
+        if len(entry.chunks) == 1:
+            tensors[name] = view(name, entry.chunks[0], entry.dtype).to(entry.dtype)
+            continue
+        whole = tensors[name] = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
+        for chunk in entry.chunks:
+            region = whole[tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))]
+            region.copy_(view(name, chunk, entry.dtype))
+    return tensors
