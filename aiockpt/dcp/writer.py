@@ -37,6 +37,7 @@ from aiockpt.format.safetensors.writer import Stored, describe_tensors, encode_h
 from aiockpt.planning.dcp_plan import DcpFormat
 from aiockpt.planning.planner import Planner
 from aiockpt.storage.local import beside
+from aiockpt.storage.local.retries import write_errors
 from aiockpt.storage.local.storage import absolute
 from aiockpt.storage.local.temp_dir import hold
 
@@ -391,14 +392,14 @@ def write_safetensors(
         is_object = group[0][1].type == WriteItemType.BYTE_IO
         parts = _objects(group, resolve) if is_object else _tensors(group, resolve)
         with contextlib.ExitStack() as stack:
-            with beside.write_errors(task):  # a planner's own errors pass
+            with write_errors(task):  # a planner's own errors pass
                 file = stack.enter_context(open(path, "xb"))
             for at, part in parts:
-                with beside.write_errors(task):
+                with write_errors(task):
                     if at is not None:
                         places[at] = ItemRange(name, file.tell(), len(part))
                     file.write(part)
-            with beside.write_errors(task):
+            with write_errors(task):
                 file.flush()
                 if fsync:
                     os.fsync(file.fileno())

@@ -30,14 +30,14 @@ import logging
 import math
 import os
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from random import Random
 from typing import TypeVar
 
 import anyio
 
-from aiockpt.errors import AiockptError
+from aiockpt.errors import AiockptError, WriteError
 from aiockpt.telemetry.card import size_text
 
 T = TypeVar("T")
@@ -157,6 +157,17 @@ def described(fault: OSError, path: str) -> str:
             free = size_text(disk.f_bavail * disk.f_frsize) if disk.f_favail or not disk.f_files else "no inodes"
             notes.append(f"{free} are free in {where}")
     return " ".join([str(fault), *(f"({note})" for note in notes)])
+
+
+@contextlib.contextmanager
+def write_errors(task: str, path: str = "", *, advice: str = "") -> Iterator[None]:
+    """Raise WriteError, with what could not be done, instead of OSError; for ``path`` see `described`."""
+    try:
+        yield
+    except AiockptError:
+        raise
+    except OSError as exc:
+        raise WriteError(f"can't {task}: {described(exc, path) if path else exc}{advice}") from exc
 
 
 class Repeater:

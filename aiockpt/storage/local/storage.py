@@ -31,7 +31,7 @@ from aiockpt.storage.local.belonging import (
 from aiockpt.storage.local.commit import check_free, look_at, make_parents, remove_own, sync_directory
 from aiockpt.storage.local.orphans import OrphanCleaner, clean
 from aiockpt.storage.local.replacing import ask_file_system, complete, explained, remove_record, stand_in
-from aiockpt.storage.local.retries import DEFAULT_RETRIES, Repeater, Retries, check_retries
+from aiockpt.storage.local.retries import DEFAULT_RETRIES, Repeater, Retries, check_retries, write_errors
 from aiockpt.storage.local.source import open_source
 from aiockpt.storage.local.temp_dir import (
     REPLACED,
@@ -108,12 +108,8 @@ class LocalStorage(SharedStorage):
         self._check(path, overwrite=overwrite, keep=True)
 
     def _check(self, path: str, *, overwrite: bool, keep: bool) -> None:
-        try:
+        with write_errors(f"look at {path}"):
             check_free(self.resolve(path), overwrite=overwrite, keep=keep, within=self._within)
-        except OSError as exc:
-            if isinstance(exc, AiockptError):
-                raise
-            raise WriteError(f"can't look at {path}: {exc}") from exc
 
     def new_ticket(self, path: str) -> str:
         return new_ticket()
@@ -132,7 +128,7 @@ class LocalStorage(SharedStorage):
         self._policy.orphans.look(os.path.dirname(path))
         # After that, since a replacement that was completed has put a checkpoint there.
         self.check_repository(path, overwrite=overwrite)
-        try:
+        with write_errors(f"make the directory for {path}"):
             make_parents(path, self._policy.fsync, self._settled)
             for attempt in range(_ATTEMPTS):
                 # Beside the path, and so on the same file system: else the commit could not be a rename.
@@ -146,10 +142,6 @@ class LocalStorage(SharedStorage):
                     if overwrite:
                         _ask(hidden, path, held)
                     return hidden, held
-        except AiockptError:
-            raise
-        except OSError as exc:
-            raise WriteError(f"can't make the directory for {path}: {exc}") from exc
         raise AssertionError("the last attempt returns or raises")
 
     async def join(self, path: str, ticket: str, *, workers: Workers) -> SharedTransaction:
@@ -222,12 +214,9 @@ def _beside(path: str, ticket: str) -> str:
 
 def _hold(hidden: str, path: str) -> Hold | None:
     """Hold a temporary directory that another process has made; None if it is not there."""
-    try:
+    with write_errors(f"look at what was written for {path}"), contextlib.suppress(FileNotFoundError):
         return hold(hidden)
-    except FileNotFoundError:
-        return None
-    except OSError as exc:
-        raise WriteError(f"can't look at what was written for {path}: {exc}") from exc
+    return None
 
 
 # --- deletion; all of this blocks ------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from aiockpt.storage.local.commit import (
     sync_directory,
 )
 from aiockpt.storage.local.replacing import complete, is_between, remove_record
+from aiockpt.storage.local.retries import write_errors
 from aiockpt.storage.local.sink import LocalPartSink, LocalSink, NewFile, write_small
 from aiockpt.storage.local.temp_dir import REPLACED, Hold, read_sidecar, sizes_in, sweep, write_sidecar
 from aiockpt.storage.syscalls import identity
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from aiockpt.core.threads import Workers
     from aiockpt.storage.local.orphans import OrphanCleaner
     from aiockpt.storage.local.retries import Repeater
+
+_BY_HAND = "; remove it by hand"
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -184,10 +187,8 @@ class LocalTransaction(SharedTransaction):
 
     async def _look(self, verb: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Do as `_again`; raise WriteError for an OSError."""
-        try:
+        with write_errors(f"look at what was written for {self._path}"):
             return await self._again(verb, function, *args, **kwargs)
-        except OSError as exc:
-            raise WriteError(f"can't look at what was written for {self._path}: {exc}") from exc
 
     @property
     def ticket(self) -> str:
@@ -201,10 +202,8 @@ class LocalTransaction(SharedTransaction):
         return self._identity
 
     async def put_sidecar(self, name: str, data: bytes) -> None:
-        try:
+        with write_errors(f"write a sidecar file beside {self._path}"):
             await self._workers.run(write_sidecar, f"{self._hidden}-{name}", data)
-        except OSError as exc:
-            raise WriteError(f"can't write a sidecar file beside {self._path}: {exc}") from exc
 
     async def get_sidecar(self, name: str) -> bytes | None:
         return await self._look("read", read_sidecar, f"{self._hidden}-{name}")
@@ -216,10 +215,8 @@ class LocalTransaction(SharedTransaction):
         await self._remove(os.path.join(self._hidden, name))
 
     async def _remove(self, path: str) -> None:
-        try:
+        with write_errors(f"remove {path}", advice=_BY_HAND):
             await self._again("remove", remove, path)
-        except OSError as exc:
-            raise WriteError(f"can't remove {path}: {exc}; remove it by hand") from exc
 
     async def status(self) -> Status:
         return await self._look("look for", self._status)
@@ -272,12 +269,8 @@ class JoinedTransaction(LocalTransaction):
 
     async def discard_all(self) -> None:
         await self.abort()
-        try:
+        with write_errors(f"remove the unfinished checkpoint {self._hidden}", advice=_BY_HAND):
             await self._workers.run(sweep, self._hidden, self._identity)
-        except OSError as exc:
-            raise WriteError(
-                f"can't remove the unfinished checkpoint {self._hidden}: {exc}; remove it by hand"
-            ) from exc
 
 
 class WithinTransaction(JoinedTransaction):
@@ -287,7 +280,5 @@ class WithinTransaction(JoinedTransaction):
         """Close and remove the files of this process."""
         await super().abort()
         for file in self._files:
-            try:
+            with write_errors(f"remove the unfinished file {file.path}", advice=_BY_HAND):
                 await self._workers.run(remove, file.path)
-            except OSError as exc:
-                raise WriteError(f"can't remove the unfinished file {file.path}: {exc}; remove it by hand") from exc
