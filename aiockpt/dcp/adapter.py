@@ -10,11 +10,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch.futures import Future
 
 from aiockpt.checkpointer import AsyncCheckpointer
+from aiockpt.errors import ShapeMismatchError
 from aiockpt.format.transforms.zstd import ZSTD_NAME
+from aiockpt.reading.targets import check_memory
 from aiockpt.sync_checkpointer import SyncCheckpointer
 
 if TYPE_CHECKING:
+    import torch
     from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
+    from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
     from aiockpt.format.transforms.base import Transform
 
@@ -37,6 +41,20 @@ def finished(value: T) -> Future[T]:
     future: Future[T] = Future()
     future.set_result(value)
     return future
+
+
+def resolved_target(planner: LoadPlanner, item: ReadItem, path: str) -> torch.Tensor:
+    """Return the planner's tensor for a part of what is at a path; raise ShapeMismatchError if it can't be filled."""
+    target = planner.resolve_tensor(item)
+    # A copy into a quantized tensor sets its scales too, which a detached one has for itself.
+    target = target if target.is_quantized else target.detach()
+    if tuple(target.size()) != tuple(item.lengths):
+        raise ShapeMismatchError(
+            f"{item.dest_index.fqn}: the planner gave a tensor of the shape {tuple(target.size())} for a part of "
+            f"{path} of the shape {tuple(item.lengths)}"
+        )
+    check_memory(item.dest_index.fqn, target)
+    return target
 
 
 # --- stream transforms of torch.distributed.checkpoint (its extensions), as transforms of the engine ---------

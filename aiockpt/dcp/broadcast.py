@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 
 from aiockpt.coordination.choose import is_distributed
-from aiockpt.dcp.adapter import borrowed, finished
+from aiockpt.dcp.adapter import borrowed, finished, resolved_target
 from aiockpt.dcp.convert import map_torch_file
 from aiockpt.engine.facade import EngineAccess
 from aiockpt.errors import AiockptError, LoadError, MissingKeysError, ShapeMismatchError
@@ -25,7 +25,6 @@ from aiockpt.format.item.objects import encode_object
 from aiockpt.format.keys import hint
 from aiockpt.options import LoadOptions, Path, check_options
 from aiockpt.planning.ranges import Selection, boxes, overlap, select
-from aiockpt.reading.targets import check_memory
 
 if TYPE_CHECKING:
     from torch.futures import Future
@@ -250,13 +249,7 @@ def _wanted_regions(
     regions = []
     for item in items:
         starts, lengths = _bounds(item, contents.tensors[name][1])
-        target = planner.resolve_tensor(item).detach()
-        if tuple(target.size()) != lengths:
-            raise ShapeMismatchError(
-                f"{name}: the planner gave a tensor of the shape {tuple(target.size())} for a part of {lengths}"
-            )
-        check_memory(name, target)
-        regions.append(_WantedRegion(item, starts, lengths, target))
+        regions.append(_WantedRegion(item, starts, lengths, resolved_target(planner, item, "the file")))
     return regions
 
 

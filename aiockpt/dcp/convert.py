@@ -30,7 +30,7 @@ from aiockpt.errors import (
     UnsafeCheckpointError,
     unwrapped,
 )
-from aiockpt.format.index import Entry, Index, InlineEntry, ObjectEntry, TensorEntry
+from aiockpt.format.index import Entry, Index, InlineEntry, ItemRange, ObjectEntry, TensorEntry, TensorItem
 from aiockpt.format.item.arrays import ARRAY_RECORD
 from aiockpt.format.item.objects import checked_sparse, encode_object, extended_allow_list
 from aiockpt.format.item.ziparchive import ZIP_MAGIC, FramingError, read_archive
@@ -62,7 +62,6 @@ from aiockpt.writing.file_writer import CommitInputs, FileWriter, FilledChunk, W
 
 if TYPE_CHECKING:
     from aiockpt.dcp.adapter import AnyCheckpointer
-    from aiockpt.format.index import ItemRange, TensorItem
     from aiockpt.options import LoadOptions, Path
     from aiockpt.planning.layout import FileImage
     from aiockpt.saving.handle import SaveHandle

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from aiockpt.errors import CorruptCheckpointError, LoadError
+from aiockpt.format.keys import matching
 from aiockpt.planning.flatten import StructureError, unflatten
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ class EmptyStateDictLoadPlanner(DefaultLoadPlanner):
 
     Args:
         keys: load only these: names of tensors, of objects, and of containers, which are loaded with all that they
-            contain. None: everything.
+            contain; and glob patterns, as in `aiockpt.AsyncCheckpointer.load`. None: everything.
         args: see `torch.distributed.checkpoint.DefaultLoadPlanner`.
         kwargs: see there.
     """
@@ -81,12 +82,13 @@ class EmptyStateDictLoadPlanner(DefaultLoadPlanner):
             raise LoadError("a state dict can't be made without the checkpoint's metadata")
         planned: Mapping[str, Any] = metadata.planner_data or {}
         names, paths, values = [], [], []
-        for name, described in metadata.state_dict_metadata.items():
-            path = tuple(planned.get(name, (name,)))
-            if self._is_wanted(name, path):
+        known = metadata.state_dict_metadata
+        wanted = known.keys() if self.keys is None else matching(known.keys(), self.keys)[0]
+        for name, described in known.items():
+            if name in wanted:
                 _check_whole(name, described)
                 names.append(name)
-                paths.append(path)
+                paths.append(tuple(planned.get(name, (name,))))
                 values.append(_empty(described))
         try:
             state_dict.update(unflatten(paths, values))
@@ -101,12 +103,6 @@ class EmptyStateDictLoadPlanner(DefaultLoadPlanner):
         if self.metadata is None:
             raise LoadError("a plan can't be made before set_up_planner")
         return create_default_local_load_plan(self.state_dict, self.metadata, not self.allow_partial_load)
-
-    def _is_wanted(self, name: str, path: tuple[Any, ...]) -> bool:
-        if self.keys is None or name in self.keys:
-            return True
-        parts = list(map(str, path))
-        return any(".".join(parts[:count]) in self.keys for count in range(1, len(parts)))
 
 
 _EmptyStateDictLoadPlanner = EmptyStateDictLoadPlanner

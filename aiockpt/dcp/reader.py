@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
 from aiockpt.core.extent import reach_bytes
-from aiockpt.dcp.adapter import AnyCheckpointer, borrowed, finished, registered
+from aiockpt.dcp.adapter import AnyCheckpointer, borrowed, finished, registered, resolved_target
 from aiockpt.dcp.index import DescribedCheckpoint, DescribedItem, described_item
 from aiockpt.engine.facade import EngineAccess
 from aiockpt.engine.requests import text_of
@@ -29,11 +29,10 @@ from aiockpt.format.dtypes import QUANTIZED_DTYPES
 from aiockpt.format.item.objects import decode_object, encode_object
 from aiockpt.options import LoadOptions, Path, check_options
 from aiockpt.planning.ranges import Selection
-from aiockpt.reading.decoded import DecodedSource
+from aiockpt.reading.decoded import DecodedSource, VirtualFile
 from aiockpt.reading.executor import LoadTools, ReadExecutor
 from aiockpt.reading.open import read_index, read_rank
 from aiockpt.reading.read_plan import TensorRead, annotate_partial_load
-from aiockpt.reading.targets import check_memory
 from aiockpt.snapshot.capture import ready_events
 from aiockpt.snapshot.optimizer_hooks import count_change
 
@@ -41,7 +40,6 @@ if TYPE_CHECKING:
     from torch.futures import Future
 
     from aiockpt.format.index import Index, ItemRange, TensorItem
-    from aiockpt.reading.decoded import VirtualFile
     from aiockpt.storage.base import Storage
 
 
@@ -310,16 +308,7 @@ class PlanExecution:
 
     def _resolve(self, request: _PlannedRead) -> None:
         """Ask the planner for its tensor."""
-        item = request.item
-        target = self._planner.resolve_tensor(item)
-        # A copy into a quantized tensor sets its scales too, which a detached one has for itself.
-        request.target = target = target if target.is_quantized else target.detach()
-        if tuple(target.size()) != tuple(item.lengths):
-            raise ShapeMismatchError(
-                f"{item.dest_index.fqn}: the planner gave a tensor of the shape {tuple(target.size())} for a part of "
-                f"{self._path} of the shape {tuple(item.lengths)}"
-            )
-        check_memory(item.dest_index.fqn, target)
+        request.target = resolved_target(self._planner, request.item, self._path)
 
     def _is_direct(self, request: _PlannedRead, target: torch.Tensor) -> bool:
         """Return whether a target can be read into directly; if not, torch copies its values, in the plan's order."""

@@ -20,6 +20,7 @@ from aiockpt.engine.facade import CheckpointerBase, EngineAccess
 from aiockpt.errors import AiockptError, CheckpointerClosedError, SaveError, printable_key
 from aiockpt.manager.owner import RunLock, is_finishing, take
 from aiockpt.manager.policies import (
+    Mode,
     SavePolicy,
     StepFacts,
     as_policy,
@@ -31,17 +32,22 @@ from aiockpt.manager.policies import (
     split,
 )
 from aiockpt.manager.preemption import Answer, Asked, LastSaveRequests, Pace, decide
-from aiockpt.manager.requests import ManagerOptions, check_metadata, check_metrics, check_step
+from aiockpt.manager.requests import (
+    ManagerOptions,
+    Restored,
+    RestoreRequest,
+    StepRequest,
+    check_metadata,
+    check_metrics,
+    check_step,
+)
 from aiockpt.manager.restoring import Restore
 from aiockpt.manager.retention import Retention
-from aiockpt.manager.scan import RUN_KEY, StepScanner, step_path
+from aiockpt.manager.scan import RUN_KEY, StepInfo, StepScanner, step_path
 from aiockpt.options import CheckpointerOptions, SaveOptions
 from aiockpt.telemetry.card import size_text
 
 if TYPE_CHECKING:
-    from aiockpt.manager.policies import Mode
-    from aiockpt.manager.requests import Restored, RestoreRequest, StepRequest
-    from aiockpt.manager.scan import StepInfo
     from aiockpt.saving.handle import SaveHandle
 
 T = TypeVar("T")

@@ -28,7 +28,6 @@ from aiockpt.storage.base import Source
 if TYPE_CHECKING:
     import torch
 
-    from aiockpt.format.index import Index
     from aiockpt.format.transforms.base import Decoder, Transform
     from aiockpt.format.transforms.item_transforms import ItemFacts
 

@@ -16,13 +16,13 @@ from aiockpt.core.spans import record_to, span
 from aiockpt.errors import CorruptCheckpointError, MissingKeysError, ShapeMismatchError
 from aiockpt.format.item.arrays import array_names, array_of
 from aiockpt.format.keys import containers_within, hint, matching
-from aiockpt.options import LoadOptions, target_device
+from aiockpt.options import LoadOptions, MapLocation, target_device
 from aiockpt.planning.flatten import StructureError, replace_leaves, unflatten
 from aiockpt.reading.apply_live import Filled
 from aiockpt.reading.executor import LoadTools, ReadExecutor
 from aiockpt.reading.jobs import view_of
 from aiockpt.reading.open import OpenCheckpoint, open_checkpoint
-from aiockpt.reading.read_plan import ReadRequest, plan_reads
+from aiockpt.reading.read_plan import NewTensor, ReadPlan, ReadRequest, plan_reads
 from aiockpt.reading.target_plan import TargetPlan, distinct_trees, plan_target
 from aiockpt.reading.targets import Region, find_twins, relocated
 from aiockpt.telemetry.loads import ReadReport
@@ -33,9 +33,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from aiockpt.format.index import Entry, Index, ObjPath
-    from aiockpt.options import MapLocation
     from aiockpt.reading.collective import Gathering
-    from aiockpt.reading.read_plan import NewTensor, ReadPlan
     from aiockpt.snapshot.live import LiveObject, ResolvedState
     from aiockpt.storage.base import Storage
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
-from aiockpt.core.threads import SHORT_BYTES
+from aiockpt.core.threads import SHORT_BYTES, Workers
 from aiockpt.errors import CommitError, WriteError
 from aiockpt.format.names import SINGLE_NAME
 from aiockpt.storage.base import FileSink, Identity, PartSink, SharedTransaction, Status
@@ -22,15 +22,13 @@ from aiockpt.storage.local.commit import (
     sync_directory,
 )
 from aiockpt.storage.local.replacing import complete, is_between, remove_record
-from aiockpt.storage.local.retries import write_errors
+from aiockpt.storage.local.retries import Repeater, write_errors
 from aiockpt.storage.local.sink import LocalPartSink, LocalSink, NewFile, write_small
 from aiockpt.storage.local.temp_dir import REPLACED, Hold, read_sidecar, sizes_in, sweep, write_sidecar
 from aiockpt.storage.syscalls import identity
 
 if TYPE_CHECKING:
-    from aiockpt.core.threads import Workers
     from aiockpt.storage.local.orphans import OrphanCleaner
-    from aiockpt.storage.local.retries import Repeater
 
 _BY_HAND = "; remove it by hand"
 
