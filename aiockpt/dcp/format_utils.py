@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, Any, Literal, ParamSpec
 import torch
 
 from aiockpt.checkpointer import AsyncCheckpointer
-from aiockpt.dcp.broadcast import BroadcastingTorchSaveReader
+from aiockpt.dcp.broadcast import BroadcastingTorchSaveReader, DynamicMetaLoadPlanner, EmptyStateDictLoadPlanner
 from aiockpt.dcp.convert import Recoding, write_checkpoint
-from aiockpt.dcp.planners import DynamicMetaLoadPlanner, EmptyStateDictLoadPlanner, _EmptyStateDictLoadPlanner
 from aiockpt.engine.facade import EngineAccess
 from aiockpt.errors import AiockptError
 from aiockpt.format.keys import check_patterns
@@ -57,6 +56,7 @@ __all__ = [
     "torch_save_to_dcp_async",
 ]
 
+_EmptyStateDictLoadPlanner = EmptyStateDictLoadPlanner  # torch's name of it
 _STAGING_BYTES = 128 << 20
 _FILES = 4  # of a DCP checkpoint, as a save writes it
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}

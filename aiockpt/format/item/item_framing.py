@@ -15,14 +15,16 @@ import math
 import mmap
 import sys
 from bisect import bisect_right
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 
 import torch
 from isal.isal_zlib import crc32
 
-from aiockpt.format.item.ziparchive import CRC, Framing, FramingError, data_offset, read_directory
+from aiockpt.format.item.ziparchive import CRC, Framing, FramingError, Record, data_offset, read_directory
 
+CRC_IN_DESCRIPTOR = 4  # the offset of the CRC-32 behind a record's bytes
 MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0  # in the module mmap since Python 3.13
 
 
@@ -106,18 +108,22 @@ def pickle_framing(blob: bytes, nbytes: int) -> Framing:
     return _framing_around(file, nbytes, "/data.pkl")
 
 
+def fill_crcs(file: SparseFile, records: Iterable[Record]) -> None:
+    """Fill in the CRCs of records: torch writes them only if it is set to, and knows the bytes."""
+    for record in records:
+        if record.size:
+            begin = data_offset(record, file.fetch)
+            crc = CRC.pack(crc32(file.fetch(begin, record.size)))
+            file.store(begin + record.size + CRC_IN_DESCRIPTOR, crc)
+            file.store(record.crc_at, crc)
+
+
 def _framing_around(file: SparseFile, nbytes: int, name: str) -> Framing:
     """Split a file around the record with a name, and fill in the CRCs of the other records."""
     records = read_directory(file.length, file.fetch)
     payload = next(r for r in records if r.name.endswith(name))
     start = data_offset(payload, file.fetch)
-    # The small records carry CRCs only if torch is set to compute them; the framing always does.
-    for record in records:
-        if record is not payload:
-            begin = data_offset(record, file.fetch)
-            crc = CRC.pack(crc32(file.fetch(begin, record.size)))
-            file.store(begin + record.size + 4, crc)
-            file.store(record.crc_at, crc)
+    fill_crcs(file, [record for record in records if record is not payload])
     (_, head), *_ = blocks = file.blocks()
     image = b"".join(block for _, block in blocks)
     skipped = file.length - len(image)  # nothing for a pickle, and for an empty storage
@@ -125,5 +131,5 @@ def _framing_around(file: SparseFile, nbytes: int, name: str) -> Framing:
         raise FramingError("torch.save placed the tensor's bytes in a way that is not known")
     end = start + nbytes
     # An empty record has no data descriptor, and zero for a CRC.
-    crc_at = (4, payload.crc_at - end) if nbytes else ()
+    crc_at = (CRC_IN_DESCRIPTOR, payload.crc_at - end) if nbytes else ()
     return Framing(prefix=image[:start], suffix=image[end - skipped :], crc_at=crc_at, nbytes=nbytes)
