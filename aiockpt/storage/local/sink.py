@@ -40,7 +40,7 @@ class NewFile(NamedTuple):
 
 
 class LocalSink(FileSink):
-    """Writes through aiofiles with the engine's executor; uses direct I/O until the file system refuses it."""
+    """Writes a file of aiofiles with the engine's threads; uses direct I/O until the file system refuses it."""
 
     def __init__(self, file: NewFile, nbytes: int | None) -> None:
         self.path, self._final, self._fsync, self._workers, repeater = file
@@ -49,7 +49,6 @@ class LocalSink(FileSink):
         self._file: Any = None
         self._written = 0
         self._direct = False
-        self._astray = False  # a write has failed or is running: the position of the descriptor is unknown
 
     async def open(self, *, direct: bool) -> None:
         """Create the file and reserve its space, so that a full disk fails at once.
@@ -90,16 +89,13 @@ class LocalSink(FileSink):
         rest = view
         try:
             while rest:
-                if self._direct and len(rest) < BLOCK_BYTES:
-                    await self._workers.run(self._leave_direct)  # the end of a file whose size was not announced
                 what = f"write {self._final} at offset {self._written}"
-                count = await self._again(what, partial(self._write_some, rest))
+                # Not by aiofiles: if cancelled, it returns at once, while its thread goes on reading the buffer.
+                count = await self._again(what, partial(self._workers.run, self._write_some, rest))
                 if count == 0:
                     raise OSError(errno.EIO, "the file system wrote nothing")
                 self._written += count
                 rest = rest[count:]
-                if self._direct and self._written % BLOCK_BYTES:
-                    await self._workers.run(self._leave_direct)  # a short write left an unaligned rest
                 if self._nbytes is not None and self._written >= self._nbytes:
                     return
         except OSError as exc:
@@ -107,27 +103,18 @@ class LocalSink(FileSink):
                 f"can't write {self._final} at offset {self._written}: {described(exc, self.path)}"
             ) from exc
 
-    async def _write_some(self, view: memoryview) -> int:
-        """Write some of the next bytes at their offset, whatever an earlier attempt has done."""
-        if self._astray:
-            await outlast(self._file.seek(self._written))
-        self._astray = True
+    def _write_some(self, view: memoryview) -> int:
+        """Write some of the next bytes at their offset, whatever an earlier attempt has done. Blocks."""
+        # After a short write, or at the end of a file whose size was not announced.
+        if self._direct and (len(view) < BLOCK_BYTES or self._written % BLOCK_BYTES):
+            self._leave_direct()
         try:
-            count = await self._write_once(view)
+            return os.pwrite(self._file.fileno(), self._next(view), self._written)
         except OSError as exc:
             if exc.errno != errno.EINVAL or not self._direct:
                 raise
-            await self._workers.run(self._leave_direct)
-            count = await self._write_once(view)
-        self._astray = False
-        return count
-
-    async def _write_once(self, view: memoryview) -> int:
-        # Outlasted: if cancelled, aiofiles returns at once, while its thread goes on reading the buffer.
-        count: int | None = await outlast(self._file.write(self._next(view)))
-        if count is None:  # how Python reports EAGAIN
-            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
-        return count
+        self._leave_direct()
+        return os.pwrite(self._file.fileno(), self._next(view), self._written)
 
     def _next(self, view: memoryview) -> memoryview:
         """Return the bytes that one system call may write."""
