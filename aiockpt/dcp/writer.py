@@ -389,12 +389,10 @@ def write_safetensors(
         name = f"{prefix}{number}.distcp"
         path = os.path.join(directory, name)
         task = f"write {path}"
-        is_object = group[0][1].type == WriteItemType.BYTE_IO
-        parts = _objects(group, resolve) if is_object else _tensors(group, resolve)
         with contextlib.ExitStack() as stack:
             with write_errors(task):  # a planner's own errors pass
                 file = stack.enter_context(open(path, "xb"))
-            for at, part in parts:
+            for at, part in _parts(group, resolve):
                 with write_errors(task):
                     if at is not None:
                         places[at] = ItemRange(name, file.tell(), len(part))
@@ -419,15 +417,14 @@ def _files(items: Sequence[WriteItem], *, one_file: bool) -> list[list[_Numbered
     return list(files.values())
 
 
-def _objects(group: Sequence[_Numbered], resolve: Resolve) -> Iterator[tuple[int | None, bytes | memoryview]]:
-    for number, item in group:
-        value = resolve(item)
-        if isinstance(value, bytes):
-            yield number, value
-
-
-def _tensors(group: Sequence[_Numbered], resolve: Resolve) -> Iterator[tuple[int | None, bytes | memoryview]]:
-    """Yield the parts of a file: the header (None), then the payload of each item."""
+def _parts(group: Sequence[_Numbered], resolve: Resolve) -> Iterator[tuple[int | None, bytes | memoryview]]:
+    """Yield the parts of a file of objects; of a file of tensors the header (None), then the payload of each item."""
+    if group[0][1].type == WriteItemType.BYTE_IO:
+        for number, item in group:
+            value = resolve(item)
+            if isinstance(value, bytes):
+                yield number, value
+        return
     described = sorted(((_stored(item), number, item) for number, item in group), key=lambda each: file_order(each[0]))
     ends = accumulate(math.prod(stored.shape) * stored.dtype.itemsize for stored, _, _ in described)
     offsets = {

@@ -99,20 +99,6 @@ def _pieces(start: int, stop: int, extents: Sequence[Extent], most: int) -> Iter
         yield Segment(at, min(at + most, stop), extents)
 
 
-def group_segments(segments: Iterator[Segment], range_bytes: int) -> Iterator[list[Segment]]:
-    """Group consecutive segments, up to ``range_bytes`` bytes."""
-    group: list[Segment] = []
-    room = range_bytes
-    for segment in segments:
-        if group and segment.stop - segment.start > room:
-            yield group
-            group, room = [], range_bytes
-        group.append(segment)
-        room -= segment.stop - segment.start
-    if group:
-        yield group
-
-
 # --- files and items ------------------------------------------------------------------------------
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
@@ -48,7 +48,6 @@ from aiockpt.reading.verify.inventory import (
     StoredItem,
     combined,
     cut_segments,
-    group_segments,
     split_overlaps,
 )
 from aiockpt.telemetry.loads import ReadReport
@@ -455,31 +454,22 @@ class ItemVerifier:
         for file in files:
             extents, apart = split_overlaps([extent for item in file.items for extent in item.extents()])
             whole = None if file.crc is None else file.nbytes
-            jobs += [partial(self._read_range, file, each) for each in self._ranges(extents, whole)]
-            jobs += [
-                partial(self._read_range, file, segments, overlaps=True)
-                for extent, _ in apart
-                for segments in self._ranges([extent], None)
-            ]
+            cut = partial(cut_segments, step_bytes=STEP_BYTES, range_bytes=RANGE_BYTES)
+            jobs += [partial(self._read, file, each) for each in cut(extents, whole)]
+            jobs += [partial(self._read, file, each, overlaps=True) for one, _ in apart for each in cut([one], None)]
         return jobs
 
-    @staticmethod
-    def _ranges(extents: Sequence[Extent], nbytes: int | None) -> Iterator[list[Segment]]:
-        segments = cut_segments(extents, nbytes, step_bytes=STEP_BYTES, range_bytes=RANGE_BYTES)
-        return group_segments(segments, RANGE_BYTES)
-
-    def _read_range(self, file: StoredFile, segments: Sequence[Segment], *, overlaps: bool = False) -> None:
-        """Read some segments of a file; its CRC is that of all segments that don't overlap."""
+    def _read(self, file: StoredFile, segment: Segment, *, overlaps: bool = False) -> None:
+        """Read a segment of a file, whose CRC is that of all segments that don't overlap."""
         try:  # popped, so that no other thread has it
             buffer = self._buffers.pop()
         except IndexError:
             buffer = memoryview(mmap.mmap(-1, STEP_BYTES + BLOCK_BYTES))
-        for segment in segments:
-            try:
-                crc = self._read_segment(file, segment, buffer)
-            except LoadError as exc:
-                self._unreadable(file.name, segment.start, [extent.item for extent in segment.extents], exc)
-                continue
+        try:
+            crc = self._read_segment(file, segment, buffer)
+        except LoadError as exc:
+            self._unreadable(file.name, segment.start, [extent.item for extent in segment.extents], exc)
+        else:
             self._counts.append(segment.stop - segment.start)
             if not overlaps:
                 file.parts.append((segment.start, segment.stop - segment.start, crc))
