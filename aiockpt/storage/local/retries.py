@@ -42,22 +42,9 @@ from aiockpt.telemetry.card import size_text
 
 T = TypeVar("T")
 
-AMBIGUOUS = frozenset(
-    {
-        errno.EINTR,
-        errno.ETIMEDOUT,
-        errno.ESTALE,
-        errno.EHOSTDOWN,
-        errno.EHOSTUNREACH,
-        errno.ENETDOWN,
-        errno.ENETUNREACH,
-        errno.ENETRESET,
-        errno.ECONNABORTED,
-        errno.ECONNREFUSED,
-        errno.ECONNRESET,
-        errno.ESHUTDOWN,
-    }
-)
+_NO_ANSWER = {errno.EINTR, errno.ETIMEDOUT, errno.ESTALE, errno.EHOSTDOWN, errno.EHOSTUNREACH}
+_NETWORK = {errno.ENETDOWN, errno.ENETUNREACH, errno.ENETRESET, errno.ECONNABORTED, errno.ECONNREFUSED}
+AMBIGUOUS = frozenset(_NO_ANSWER | _NETWORK | {errno.ECONNRESET, errno.ESHUTDOWN})
 """Errors after which the operation may have happened all the same."""
 
 _NOTHING_DONE = {errno.EAGAIN, errno.ENOBUFS, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EBUSY, errno.ENOLCK}
