@@ -355,8 +355,7 @@ class PlanExecution:
         ready = ready_events({str(number): target for number, target in enumerate(filled)})
 
         async def read(tools: LoadTools) -> None:
-            for device, event in ready.items():
-                await tools.placer_for(device).begin(event)
+            await tools.begin(ready)
             objects = [request for request in window if request.is_object or request.is_quantized]
             for at in range(0, len(objects), _OBJECTS_AT_A_TIME):
                 await tools.workers.run(self._read_objects, objects[at : at + _OBJECTS_AT_A_TIME])

@@ -390,10 +390,7 @@ def _get(width: int) -> Handler:
 _DICTS = (dict, collections.OrderedDict, collections.defaultdict, collections.Counter)
 _CALLABLE = frozenset(id(value) for value in _GLOBALS.values() if not isinstance(value, torch.dtype)) - {id(np.ndarray)}
 _OWN: dict[str, Handler] = {
-    "]": push_new(list),
-    "}": push_new(dict),
     "\x8f": push_new(set),
-    ")": push_new(tuple),
     **tuple_handlers(tuple),
     **list_handlers(_extend),
     **dict_handlers(_update),
@@ -403,4 +400,4 @@ _OWN: dict[str, Handler] = {
     "\x81": _new,
     "b": _build,
 }
-_HANDLERS = handler_table(_OWN, shared="\x80.(N\x88\x89KMJ\x8aGXqrcQ")
+_HANDLERS = handler_table(_OWN, shared="\x80.(N\x88\x89KMJ\x8aGX)]}qrcQ")

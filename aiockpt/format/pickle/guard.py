@@ -27,7 +27,6 @@ from aiockpt.format.pickle.machine import (
     handler_table,
     list_handlers,
     push_new,
-    read_line,
     tuple_handlers,
 )
 
@@ -154,7 +153,7 @@ class _AbstractValue:
 
 class _Guard(Machine):
     def __init__(self, data: bytes, records: Mapping[str, int], allowed: Collection[str]) -> None:
-        super().__init__(data, self._find, None, _HANDLERS)
+        super().__init__(data, self._find, self._storage, _HANDLERS)
         self._records = records
         self._allowed = allowed
         self.needs = Needs()
@@ -198,7 +197,7 @@ class _Guard(Machine):
             self.needs.note_lookup(args)
         return rule(self, function.name, args)
 
-    def storage(self, pid: Any) -> _AbstractValue:
+    def _storage(self, pid: Any) -> _AbstractValue:
         if not isinstance(pid, _AbstractValue) or pid.items is None or len(pid.items) != 5 or pid.items[0] != "storage":
             raise PickleError("it refers to something other than a storage")
         _, kind, key, _, numel = pid.items
@@ -403,13 +402,6 @@ def _unsupported(_g: _Guard, _at: int) -> int:
     raise _RefusedByTorch
 
 
-def _global(g: _Guard, at: int) -> int:
-    module, at = read_line(g, at)
-    name, at = read_line(g, at)
-    g.stack.append(g.find_global(module.decode(), name.decode()))
-    return at
-
-
 def _short_bytes(g: _Guard, at: int) -> int:
     g.stack.append(_AbstractValue("bytes", size=g.data[at]))
     return at + 1 + g.data[at]
@@ -463,13 +455,7 @@ def _build(g: _Guard, at: int) -> int:
     return at
 
 
-def _persistent(g: _Guard, at: int) -> int:
-    g.stack[-1] = g.storage(g.stack[-1])
-    return at
-
-
 _OWN: dict[str, Handler] = {
-    "c": _global,
     "U": _short_bytes,
     "]": push_new(partial(_AbstractValue, "list")),
     "}": push_new(partial(_AbstractValue, "dict")),
@@ -481,6 +467,5 @@ _OWN: dict[str, Handler] = {
     "R": _reduce,
     "\x81": _reduce,
     "b": _build,
-    "Q": _persistent,
 }
-_HANDLERS = handler_table(_OWN, shared="\x80.(N\x88\x89KMJ\x8aGXqrhj", refuse=_unsupported)
+_HANDLERS = handler_table(_OWN, shared="\x80.(N\x88\x89KMJ\x8aGXqrhjcQ", refuse=_unsupported)
