@@ -45,7 +45,7 @@ from aiockpt.format.manifest.columnar_index import IndexedEntries
 from aiockpt.format.manifest.manifest import Manifest, is_of_another_save, is_pickled
 from aiockpt.format.manifest.reader import decode_manifest
 from aiockpt.format.names import COMMON_NAME, MANIFEST_NAME, METADATA_NAME
-from aiockpt.format.recognise import SHARD_INDEX, Recognised, has_common, rank_metadata, recognise
+from aiockpt.format.recognise import SHARD_INDEX, Recognised, has_common, rank_metadata, recognise, wrong_file
 from aiockpt.format.safetensors.reader import (
     HEADER_PROBE_BYTES,
     decode_header,
@@ -283,15 +283,9 @@ def _read_manifest(source: Source, path: str) -> Manifest | None:
 
 
 def _check_files(source: Source, path: str, manifest: Manifest) -> None:
-    for name, facts in manifest.files.items():
-        size = source.files.get(name)
-        if size is None:
-            raise CorruptCheckpointError(f"{path} lacks its file {name}; use an older checkpoint")
-        if size != facts.nbytes:
-            raise CorruptCheckpointError(
-                f"{path}/{name} has {size} bytes but was written with {facts.nbytes}: it was truncated or "
-                "changed. Use an older checkpoint."
-            )
+    problem = wrong_file(manifest.files, source.files)
+    if problem:
+        raise CorruptCheckpointError(f"{path}: {problem}; it was truncated or changed, so use an older checkpoint")
 
 
 def _read_safetensors(source: Source, name: str) -> Index:

@@ -126,11 +126,6 @@ def open_archive(name: str, length: int, fetch: Callable[[int, int], bytes]) -> 
 
 def _check_kind(archive: TorchArchive) -> None:
     name, records = archive.name, archive.records
-    if "constants.pkl" in records or any(inner.startswith("code/") for inner in records):
-        raise LoadError(
-            f"{name} is a TorchScript program, not a torch.save file; open it with torch.jit.load, and save its "
-            "state_dict()"
-        )
     if "data.pkl" not in records:
         raise LoadError(f"{name} is a zip file without data.pkl, so torch.save did not write it; name another file")
     if "byteorder" in records and (order := archive.read("byteorder")) != b"little":
