@@ -405,7 +405,7 @@ def _compare_tensors(source: Source, one: ItemRange, other: ItemRange) -> Verdic
     if one.transforms or other.transforms:
         return "same" if _is_same(source, one, other) else "unknown"
     try:
-        items = _parsed(source, one), _parsed(source, other)
+        items = [parse_tensor_item(place.length, ItemWindow(source, place).fetch) for place in (one, other)]
     except FramingError:  # of another serialization format
         return "same" if _is_same(source, one, other) else "different"
     if items[0].crc is None or items[1].crc is None:
@@ -423,10 +423,6 @@ def _compare_tensors(source: Source, one: ItemRange, other: ItemRange) -> Verdic
 
 def _layout(item: TensorItem) -> tuple[object, ...]:
     return item.dtype, item.shape, item.stride, item.storage_offset, item.conj, item.neg
-
-
-def _parsed(source: Source, place: ItemRange) -> TensorItem:
-    return parse_tensor_item(place.length, ItemWindow(source, place).fetch)
 
 
 def _compare_objects(source: Source, one: ItemRange, other: ItemRange) -> Verdict:
