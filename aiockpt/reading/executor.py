@@ -98,23 +98,18 @@ async def run_each(function: Callable[[T], Awaitable[object]], items: Sequence[T
         raise error from error.__cause__
 
 
+@dataclass(eq=False)
 class ReadExecutor:
-    """Executes reads of one checkpoint with the engine's threads; ``known`` is a cache of parsed items."""
+    """Executes reads of one checkpoint with the engine's threads."""
 
-    def __init__(
-        self,
-        source: DecodedSource,
-        path: str,
-        options: LoadOptions,
-        tools: LoadTools,
-        known: dict[ItemRange, TensorItem] | None = None,
-    ) -> None:
-        self._known = {} if known is None else known
-        self._source = source
-        self._path = path
-        self._options = options
-        self._tools = tools
-        self._framing = FramingReader(source, path, verify=options.verify)
+    _source: DecodedSource
+    _path: str
+    _options: LoadOptions
+    _tools: LoadTools
+    _known: dict[ItemRange, TensorItem] = field(default_factory=dict)  # cache of parsed items
+
+    def __post_init__(self) -> None:
+        self._framing = FramingReader(self._source, self._path, verify=self._options.verify)
         self._scalars = ScalarDecoder()
         self._local = threading.local()
 

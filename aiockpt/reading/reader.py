@@ -100,25 +100,17 @@ class Stream(ReadMany):
     buffer_bytes: int = field(default=256 << 20, kw_only=True)
 
 
+@dataclass(eq=False, repr=False)
 class _Reader(Mapping[str, "TensorInfo | ObjectInfo"]):
     """Base of both readers: a mapping of keys to the facts in the index."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        storage: Storage,
-        path: str,
-        options: LoadOptions,
-        checkpointer: object,
-        close_owner: Callable[[], Awaitable[None]] | None = None,
-    ) -> None:
-        self._checkpointer = checkpointer  # a checkpointer that closes itself when its last reference goes
-        self._close_checkpointer = close_owner  # if the checkpointer is the reader's alone
-        self.path = path
-        self._engine = engine
-        self._storage = storage
-        self._options = options
-        self._open: OpenCheckpoint | None = None
+    _engine: Engine
+    _storage: Storage
+    path: str
+    _options: LoadOptions
+    _checkpointer: object  # a checkpointer that closes itself when its last reference goes
+    _close_checkpointer: Callable[[], Awaitable[None]] | None = None  # if the checkpointer is the reader's alone
+    _open: OpenCheckpoint | None = None
 
     @property
     def _opened(self) -> OpenCheckpoint:

@@ -121,7 +121,7 @@ class LocalStorage(SharedStorage):
         path = self.resolve(path)
         make = partial(workers.run, self._make_hidden, path, ticket, overwrite)
         hidden, held = await self._policy.repeater.run(f"make the directory for {path}", make)
-        return LocalTransaction(self._policy, path, hidden, workers, held, held.identity, overwrite=overwrite)
+        return LocalTransaction(self._policy, path, hidden, workers, held, held.identity, overwrite)
 
     def _make_hidden(self, path: str, ticket: str | None, overwrite: bool) -> tuple[str, Hold]:
         # First: an orphan's space may be needed, and an interrupted replacement of this path is completed.
@@ -163,7 +163,7 @@ class LocalStorage(SharedStorage):
         path = self.resolve(path)
         hidden = _beside(path, ticket)
         held = await workers.run(_hold, hidden, path)
-        taken = LocalTransaction(self._policy, path, hidden, workers, held, identity, overwrite=overwrite)
+        taken = LocalTransaction(self._policy, path, hidden, workers, held, identity, overwrite)
         await taken.look_for_single_file()
         return taken
 

@@ -46,33 +46,23 @@ class WritePolicy:
     orphans: OrphanCleaner = field(repr=False)  # takes note of what could not be removed
 
 
+@dataclass(eq=False, repr=False)
 class LocalTransaction(SharedTransaction):
     """A checkpoint that this process has begun or taken over."""
 
-    def __init__(
-        self,
-        policy: WritePolicy,
-        path: str,
-        hidden: str,
-        workers: Workers,
-        held: Hold | None = None,
-        own: Identity | None = None,
-        *,
-        overwrite: bool = False,
-    ) -> None:
-        self._policy = policy
-        self._path = path  # the final name
-        self._hidden = hidden  # the temporary directory
-        self._overwrite = overwrite
-        self._workers = workers
-        self._single = ""  # the name of the one file that is the checkpoint; empty if the directory is
-        self._file: Identity | None = None  # of that file; None if it is not known
-        self._sinks: list[LocalSink | LocalPartSink] = []
-        self._files: list[NewFile] = []
-        self._over = False
-        self._revoked = False
-        self._held = held  # a lock against orphan collection; None if the directory is gone, or is no temporary one
-        self._identity = own  # of the temporary directory; None if it is not known
+    _policy: WritePolicy
+    _path: str  # the final name
+    _hidden: str  # the temporary directory
+    _workers: Workers
+    _held: Hold | None = None  # against orphan collection; None if the directory is gone, or is no temporary one
+    _identity: Identity | None = None  # of the temporary directory; None if it is not known
+    _overwrite: bool = False
+    _single: str = ""  # the name of the one file that is the checkpoint; empty if the directory is
+    _file: Identity | None = None  # of that file; None if it is not known
+    _sinks: list[LocalSink | LocalPartSink] = field(default_factory=list)
+    _files: list[NewFile] = field(default_factory=list)
+    _over: bool = False
+    _revoked: bool = False
 
     async def create(self, name: str, nbytes: int | None) -> FileSink:
         sink = LocalSink(self._new_file(name), nbytes)
