@@ -10,7 +10,7 @@ import uuid
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -239,6 +239,7 @@ class _PlannedRead:
         return math.prod(self.item.lengths) * self.stored.dtype.itemsize
 
 
+@dataclass(eq=False)
 class PlanExecution:
     """Reads the items of a plan.
 
@@ -247,20 +248,19 @@ class PlanExecution:
     right after that tensor is filled. Its smaller tensors are read ahead, up to 128 MiB.
     """
 
-    def __init__(
-        self, engine: EngineAccess, source: DecodedSource, path: str, options: LoadOptions, planner: LoadPlanner
-    ) -> None:
-        self._engine = engine
-        self._source = source
-        self._path = path
-        self._options = options
-        self._planner = planner
-        self._ahead = getattr(type(planner), "commit_tensor", None) is DefaultLoadPlanner.commit_tensor
-        self._known: dict[ItemRange, TensorItem] = {}
-        self._contested: set[str] = set()  # keys whose targets share memory
-        self._window: list[_PlannedRead] = []
-        self._window_bytes = 0
-        self._reads: list[TensorRead] = []
+    _engine: EngineAccess
+    _source: DecodedSource
+    _path: str
+    _options: LoadOptions
+    _planner: LoadPlanner
+    _known: dict[ItemRange, TensorItem] = field(default_factory=dict)
+    _contested: set[str] = field(default_factory=set)  # keys whose targets share memory
+    _window: list[_PlannedRead] = field(default_factory=list)
+    _window_bytes: int = 0
+    _reads: list[TensorRead] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._ahead = getattr(type(self._planner), "commit_tensor", None) is DefaultLoadPlanner.commit_tensor
 
     def run(self, items: Sequence[tuple[ReadItem, DescribedItem]]) -> None:
         """Read all items. Blocks; see `aiockpt.dcp.reader.FileSystemReader.read_data`."""

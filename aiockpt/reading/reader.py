@@ -30,8 +30,6 @@ from aiockpt.reading.open import OpenCheckpoint, open_checkpoint
 from aiockpt.snapshot.capture import ready_events
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from aiockpt.core.futures import Call
     from aiockpt.engine.engine import Engine
     from aiockpt.reading.read_plan import ReadRequest
@@ -304,9 +302,7 @@ class CheckpointReader(_Reader):
         self._keep(opened)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
     def __await__(self) -> Generator[Any, None, Self]:
@@ -391,9 +387,7 @@ class SyncCheckpointReader(_Reader):
             self._open = self._begin_open().result(lambda late: late.source.close())
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @parameters_of(ReadOne)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 _MAX_PROTOCOL = 5
@@ -61,6 +62,7 @@ ONCE = object()
 """Takes the memo slot of a value that can't be pushed a second time."""
 
 
+@dataclass(eq=False)
 class Machine:
     """Runs one pickle.
 
@@ -69,22 +71,15 @@ class Machine:
     opcode: it takes the machine and the position after the opcode, and returns the position of the next.
     """
 
-    def __init__(
-        self,
-        data: bytes,
-        find_global: Callable[[str, str], Any],
-        persistent_load: Callable[[Any], Any] | None,
-        handlers: Sequence[Handler],
-    ) -> None:
-        self.data = data
-        self.find_global = find_global
-        self.persistent_load = persistent_load
-        self.memo: list[Any] = []
-        self.stack: list[Any] = []
-        self.stacks: list[list[Any]] = []  # the stacks below each mark
-        # Equal long texts are one object, so that two of them are compared letter by letter only once.
-        self.texts: dict[str, str] = {}
-        self.handlers = handlers
+    data: bytes
+    find_global: Callable[[str, str], Any]
+    persistent_load: Callable[[Any], Any] | None
+    handlers: Sequence[Handler]
+    memo: list[Any] = field(default_factory=list)
+    stack: list[Any] = field(default_factory=list)
+    stacks: list[list[Any]] = field(default_factory=list)  # the stacks below each mark
+    # Equal long texts are one object, so that two of them are compared letter by letter only once.
+    texts: dict[str, str] = field(default_factory=dict)
 
     def run(self) -> Any:
         """Run to the end and return the value."""
@@ -458,22 +453,19 @@ class _Operands(dict[bytes, Any]):
         return value
 
 
+@dataclass(eq=False)
 class _FastMachine(Machine):
-    def __init__(
-        self,
-        data: bytes,
-        find_global: Callable[[str, str], Any],
-        persistent_load: Callable[[Any], Any] | None = None,
-    ) -> None:
-        super().__init__(data, find_global, persistent_load, _FAST)
-        self.at = 0
+    at: int = 0
+    calls: dict[bytes, list[Any]] = field(default_factory=dict)  # by opcodes: what they add to the memo
+    # By opcodes: the record, and what they add to the memo.
+    runs: dict[bytes, tuple[Any, list[Any]]] = field(default_factory=dict)
+    run_lengths: list[int] = field(default_factory=list)
+    # Records that may become runs: the stack of their state, their position, the length of the memo before.
+    begun: list[tuple[list[Any], int, int]] = field(default_factory=list)
+    templates: dict[tuple[bytes, ...], tuple[Any, tuple[str, ...]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
         self.operands = _Operands(self)
-        self.calls: dict[bytes, list[Any]] = {}  # by opcodes: what they add to the memo
-        self.runs: dict[bytes, tuple[Any, list[Any]]] = {}  # by opcodes: the record, and what they add to the memo
-        self.run_lengths: list[int] = []
-        # Records that may become runs: the stack of their state, their position, the length of the memo before.
-        self.begun: list[tuple[list[Any], int, int]] = []
-        self.templates: dict[tuple[bytes, ...], tuple[Any, tuple[str, ...]]] = {}
 
     def call(self, opcodes: bytes) -> Any:
         """Run a `_CALL`, found behind ``at``, for the first time; return what it pushes."""
@@ -532,12 +524,12 @@ def _push_flats(m: _FastMachine, at: int) -> int:
         fields = (field1, field2) if field3 is None else (field1, field2, field3)
         m.at = at
         record = template[0]()
-        record.names, record.values = template[1], [operands[field] for field in fields]
+        record.names, record.values = template[1], [operands[each] for each in fields]
         if data[at + len(kind) + 2] == _MEMOIZE:
             memo += (record, ONCE)
-        for field in fields:
-            if field in calls:
-                memo += calls[field]
+        for each in fields:
+            if each in calls:
+                memo += calls[each]
         m.stack.append(record)
         at = match.end()
     return at
@@ -581,4 +573,4 @@ def read_pickle(
     data: bytes, find_global: Callable[[str, str], Any], persistent_load: Callable[[Any], Any] | None = None
 ) -> Any:
     """Read a pickle of plain data and records, in time and memory proportional to its length; see `Machine`."""
-    return _FastMachine(bytes(data), find_global, persistent_load).run()
+    return _FastMachine(bytes(data), find_global, persistent_load, _FAST).run()

@@ -157,19 +157,13 @@ def write_errors(task: str, path: str = "", *, advice: str = "") -> Iterator[Non
         raise WriteError(f"can't {task}: {described(exc, path) if path else exc}{advice}") from exc
 
 
+@dataclass(frozen=True, slots=True)
 class Repeater:
     """Retries steps, on the loop that awaits it. ``draw`` returns random numbers between 0 and 1."""
 
-    def __init__(
-        self,
-        retries: Retries,
-        *,
-        draw: Callable[[], float] = _draw,
-        sleep: Callable[[float], Awaitable[object]] = anyio.sleep,
-    ) -> None:
-        self.retries = retries
-        self._draw = draw
-        self._sleep = sleep
+    retries: Retries
+    draw: Callable[[], float] = _draw
+    sleep: Callable[[float], Awaitable[object]] = anyio.sleep
 
     async def run(
         self,
@@ -196,7 +190,7 @@ class Repeater:
                 return await step()
             except (OSError, AiockptError) as exc:
                 failed += 1
-                pause_s = next_pause_s(self.retries, exc, failed, self._draw())
+                pause_s = next_pause_s(self.retries, exc, failed, self.draw())
                 fault = fault_of(exc)
                 if pause_s is None or fault is None or not await _is_undone(fault, undone):
                     if failed > 1 and fault is not None:
@@ -206,7 +200,7 @@ class Repeater:
                     "%s: %s; trying again in %.2f s (attempt %d of %d)",
                     *(what, fault, pause_s, failed + 1, self.retries.attempts),
                 )
-            await self._sleep(pause_s)
+            await self.sleep(pause_s)
 
 
 async def _is_undone(fault: OSError, undone: Callable[[], Awaitable[bool]] | None) -> bool:

@@ -17,7 +17,7 @@ import os
 import socket
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from aiockpt.errors import AiockptError, CheckpointNotFoundError, DeleteError, WriteError
 from aiockpt.storage.base import Identity, SharedStorage, SharedTransaction, Source
@@ -222,13 +222,15 @@ def _hold(hidden: str, path: str) -> Hold | None:
 # --- deletion; all of this blocks ------------------------------------------------------------------------
 
 
-def delete(
-    path: str, hidden: str, fsync: bool, note: Callable[[str, Identity | None], object] = lambda *_: None
-) -> None:
+Note: TypeAlias = Callable[[str, Identity | None], object]
+"""Takes the name and the identity of what can't be removed now."""
+
+
+def delete(path: str, hidden: str, fsync: bool, note: Note = lambda *_: None) -> None:
     """Remove a checkpoint; of a link, the link alone.
 
     It is renamed to ``hidden``, a temporary name beside it, by which an orphan is recognised, and that is made durable
-    before its files are removed. ``note`` is called with the name and the identity of what can't be removed now.
+    before its files are removed.
     """
     try:
         for attempt in range(_ATTEMPTS):
@@ -244,7 +246,7 @@ def delete(
         raise DeleteError(f"can't delete {path}: {explained(exc, path)}") from exc
 
 
-def _delete(path: str, hidden: str, fsync: bool, note: Callable[[str, Identity | None], object]) -> None:
+def _delete(path: str, hidden: str, fsync: bool, note: Note) -> None:
     """Delete what is at a path; FileNotFoundError if nothing is, or it is replaced meanwhile."""
     if not os.path.lexists(path):
         _recover(path, hidden, fsync)
@@ -281,7 +283,7 @@ def _refuse(path: str, found: str | None) -> None:
         raise DeleteError(f"{path} {found}; nothing was deleted. Move away what is to stay, or remove it all yourself")
 
 
-def _delete_directory(path: str, hidden: str, fsync: bool, note: Callable[[str, Identity | None], object]) -> None:
+def _delete_directory(path: str, hidden: str, fsync: bool, note: Note) -> None:
     held = hold(path)
     try:
         found = why_not_of_contents(held.fd)  # of the directory that is held, whatever its path shows by now
@@ -294,12 +296,7 @@ def _delete_directory(path: str, hidden: str, fsync: bool, note: Callable[[str, 
 
 
 def _delete_held(
-    path: str,
-    hidden: str,
-    fsync: bool,
-    note: Callable[[str, Identity | None], object],
-    own: Identity | None,
-    directory: int | None = None,
+    path: str, hidden: str, fsync: bool, note: Note, own: Identity | None, directory: int | None = None
 ) -> None:
     """Delete what was checked: it has the identity ``own``, and is open as ``directory`` if it is one."""
     moved = _move(path, hidden, own)
