@@ -23,7 +23,7 @@ from aiockpt.errors import AiockptError, CorruptCheckpointError, LoadError
 from aiockpt.format.index import Entry, Index, ItemRange, ObjectEntry, StoredChunk, TensorEntry, TensorItem
 from aiockpt.format.names import MANIFEST_NAME
 from aiockpt.format.transforms.zstd import MOST_RATIO, ZSTD_DESCRIPTOR, ZSTD_NAME, Zstd, ZstdDecoder, require_zstd
-from aiockpt.storage.base import Source
+from aiockpt.storage.base import Seen, Source
 
 if TYPE_CHECKING:
     import torch
@@ -158,9 +158,7 @@ class DecodedSource(Source):
         """Return whether a file is decoded as it is read, so that one whole read is cheaper than several parts."""
         return name in self.items
 
-    def read(
-        self, name: str, offset: int, view: memoryview, seen: Callable[[memoryview], object] | None = None
-    ) -> None:
+    def read(self, name: str, offset: int, view: memoryview, seen: Seen | None = None) -> None:
         item = self.items.get(name)
         if item is None:
             self._inner.read(name, offset, view, seen)
@@ -217,9 +215,7 @@ class DecodedSource(Source):
             raise self._short(item, len(whole))
         view[:] = whole[offset : offset + len(view)]
 
-    def _stream(
-        self, item: VirtualFile, offset: int, view: memoryview, seen: Callable[[memoryview], object] | None
-    ) -> None:
+    def _stream(self, item: VirtualFile, offset: int, view: memoryview, seen: Seen | None) -> None:
         """Decode an item straight into the view."""
         at = -offset  # of the piece in the view
         for piece in self._pieces(item):
