@@ -179,18 +179,17 @@ class Recoding:
             await writer.commit()
 
 
+@dataclass(eq=False)
 class _Filler:
     """Reads what belongs into the chunks of the new files, and checks the CRCs that reads of parts can't check."""
 
-    def __init__(
-        self, opened: OpenCheckpoint, entries: Mapping[str, Entry], options: LoadOptions, tools: LoadTools
-    ) -> None:
-        self._entries = entries
-        self._executor = ReadExecutor(opened.source, opened.path, options, tools)
-        self._source = opened.source
-        self._path = opened.path
-        self._verify = options.verify
-        self._run = tools.workers.run
+    _opened: OpenCheckpoint
+    _entries: Mapping[str, Entry]
+    _options: LoadOptions
+    _tools: LoadTools
+
+    def __post_init__(self) -> None:
+        self._executor = ReadExecutor(self._opened.source, self._opened.path, self._options, self._tools)
 
     async def objects(self) -> dict[str, Any]:
         """Return the values of all objects; stored ones are unpickled as far as the caller allows."""
@@ -218,7 +217,7 @@ class _Filler:
 
     async def _check(self, name: str, entry: TensorEntry) -> None:
         """Check the CRCs of a tensor that is too large to be read at once, unless the caller wants no checks."""
-        if not self._verify:
+        if not self._options.verify:
             return
         reads = [TensorRead(name, entry.dtype, chunk, None) for chunk in entry.chunks if 0 not in chunk.sizes]
         await self._executor.prepare(reads)
@@ -232,15 +231,15 @@ class _Filler:
         view, crc = memoryview(bytearray(min(PART_BYTES, item.nbytes))), 0
 
         def read(at: int, part: memoryview) -> int:
-            self._source.read(place.file, place.offset + item.payload_offset + at, part)
+            self._opened.source.read(place.file, place.offset + item.payload_offset + at, part)
             return crc32(part, crc)
 
         for at in range(0, item.nbytes, PART_BYTES):
-            crc = await self._run(read, at, view[: item.nbytes - at])
+            crc = await self._tools.workers.run(read, at, view[: item.nbytes - at])
         if item.crc != crc:
             raise CorruptCheckpointError(
-                f"{self._path}/{place.file}: the bytes of {name} do not match their CRC: they changed since they were "
-                "written. Use an older checkpoint."
+                f"{self._opened.path}/{place.file}: the bytes of {name} do not match their CRC: they changed since "
+                "they were written. Use an older checkpoint."
             )
 
 
