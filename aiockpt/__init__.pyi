@@ -33,6 +33,7 @@ from aiockpt.errors import WriteError as WriteError
 from aiockpt.format.transforms.base import Transform as Transform
 from aiockpt.format.transforms.zstd import Zstd as Zstd
 from aiockpt.manager.manager import CheckpointManager as CheckpointManager
+from aiockpt.manager.manager import SyncCheckpointManager as SyncCheckpointManager
 from aiockpt.manager.policies import EverySeconds as EverySeconds
 from aiockpt.manager.policies import EverySteps as EverySteps
 from aiockpt.manager.policies import KeepAll as KeepAll
@@ -51,7 +52,6 @@ from aiockpt.manager.requests import Restored as Restored
 from aiockpt.manager.requests import SkippedStep as SkippedStep
 from aiockpt.manager.rng import RngState as RngState
 from aiockpt.manager.scan import StepInfo as StepInfo
-from aiockpt.manager.sync_manager import SyncCheckpointManager as SyncCheckpointManager
 from aiockpt.options import ProcessWriter as ProcessWriter
 from aiockpt.options import StagingWindow as StagingWindow
 from aiockpt.reading.info import ChunkInfo as ChunkInfo

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 PRELOAD = (
     "aiockpt.checkpointer",
     "aiockpt.cli.main",
-    "aiockpt.manager.sync_manager",
+    "aiockpt.manager.manager",
     "aiockpt.sync_checkpointer",
     "rich.progress",
     "rich.table",

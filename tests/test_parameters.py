@@ -14,6 +14,7 @@ import pytest
 import aiockpt
 import aiockpt.dcp as aiockpt_dcp
 from aiockpt.engine.requests import LoadRequest, OpenRequest, SaveRequest
+from aiockpt.manager.requests import RestoreRequest
 from aiockpt.options import CheckpointerOptions, SaveOptions
 from aiockpt.reading.reader import ReadMany, ReadOne, Stream
 
@@ -28,6 +29,7 @@ METHODS = [
     *((kind, "read", ReadOne) for kind in (aiockpt.CheckpointReader, aiockpt.SyncCheckpointReader)),
     *((kind, "read_many", ReadMany) for kind in (aiockpt.CheckpointReader, aiockpt.SyncCheckpointReader)),
     *((kind, "stream", Stream) for kind in (aiockpt.CheckpointReader, aiockpt.SyncCheckpointReader)),
+    *((kind, "restore", RestoreRequest) for kind in MANAGERS),
 ]
 
 

@@ -51,8 +51,7 @@ For programs that use other interfaces: ``ckpt`` is an `aiockpt.SyncCheckpointer
 
 from __future__ import annotations
 
-from aiockpt.dcp.broadcast import BroadcastingTorchSaveReader
-from aiockpt.dcp.planners import DynamicMetaLoadPlanner, EmptyStateDictLoadPlanner
+from aiockpt.dcp.broadcast import BroadcastingTorchSaveReader, DynamicMetaLoadPlanner, EmptyStateDictLoadPlanner
 from aiockpt.dcp.reader import FileSystemReader
 from aiockpt.dcp.writer import FileSystemWriter
 

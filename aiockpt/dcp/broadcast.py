@@ -1,31 +1,38 @@
-"""`BroadcastingTorchSaveReader`: one rank reads a ``torch.save`` file and broadcasts it to the others."""
+"""`BroadcastingTorchSaveReader`, by which one rank reads for all; planners for loads without metadata or state."""
 
 from __future__ import annotations
 
 import io
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, create_default_local_load_plan
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 
 from aiockpt.coordination.choose import is_distributed
-from aiockpt.dcp.adapter import borrowed, finished
-from aiockpt.dcp.convert.from_torch import map_torch_file
+from aiockpt.dcp.adapter import borrowed, finished, resolved_target
+from aiockpt.dcp.convert import map_torch_file
 from aiockpt.engine.facade import EngineAccess
-from aiockpt.errors import AiockptError, LoadError, MissingKeysError, ShapeMismatchError
+from aiockpt.errors import AiockptError, CorruptCheckpointError, LoadError, MissingKeysError, ShapeMismatchError
 from aiockpt.format.item.objects import encode_object
-from aiockpt.format.keys import hint
+from aiockpt.format.keys import hint, matching
 from aiockpt.options import LoadOptions, Path, check_options
+from aiockpt.planning.flatten import StructureError, unflatten
 from aiockpt.planning.ranges import Selection, boxes, overlap, select
-from aiockpt.reading.targets import check_memory
 
 if TYPE_CHECKING:
     from torch.futures import Future
@@ -197,21 +204,17 @@ class BroadcastingTorchSaveReader(StorageReader):
         """Broadcast a tensor piece by piece, and copy this rank's regions out of each piece."""
         dtype, shape = contents.tensors[name]
         device = _device()
-        for start, stop in _pieces(shape, dtype):
-            piece = torch.empty(stop - start, dtype=dtype, device=device)
-            parts = boxes(shape, start, stop)
-            values = torch.split(piece, [box.count for box in parts])
+        for box in (box for start, stop in _pieces(shape, dtype) for box in boxes(shape, start, stop)):
+            piece = torch.empty(box.count, dtype=dtype, device=device)
             if tensor is not None:
-                for box, part in zip(parts, values, strict=True):
-                    block = tensor[box.index]
-                    part.view(block.shape).copy_(block)
+                block = tensor[box.index]
+                piece.view(block.shape).copy_(block)
             if is_distributed():
                 # As bytes: no backend broadcasts every dtype.
                 dist.broadcast(piece.view(torch.uint8), src=self.coordinator_rank)
-            for box, part in zip(parts, values, strict=True):
-                block_at = select(shape, box.index).selections
-                for region in regions:
-                    region.fill_from(block_at, part)
+            block_at = select(shape, box.index).selections
+            for region in regions:
+                region.fill_from(block_at, piece)
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,13 +257,7 @@ def _wanted_regions(
     regions = []
     for item in items:
         starts, lengths = _bounds(item, contents.tensors[name][1])
-        target = planner.resolve_tensor(item).detach()
-        if tuple(target.size()) != lengths:
-            raise ShapeMismatchError(
-                f"{name}: the planner gave a tensor of the shape {tuple(target.size())} for a part of {lengths}"
-            )
-        check_memory(name, target)
-        regions.append(_WantedRegion(item, starts, lengths, target))
+        regions.append(_WantedRegion(item, starts, lengths, resolved_target(planner, item, "the file")))
     return regions
 
 
@@ -305,3 +302,105 @@ def _wanted_by_all(names: list[str]) -> list[str]:
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, names)
     return list(dict.fromkeys(name for each in gathered for name in each))
+
+
+# --- planners -------------------------------------------------------------------------------------
+
+
+class DynamicMetaLoadPlanner(DefaultLoadPlanner):
+    """Plans from the state dict alone, without metadata; for `aiockpt.dcp.BroadcastingTorchSaveReader`.
+
+    Replaces torch's class of this name. Objects are loaded as well as tensors.
+    """
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Build the metadata that the file must match: each tensor whole, as a single chunk."""
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+        # After super(), which flattens the state dict: the file is searched by these flat names.
+        described: dict[str, Any] = {}
+        for name, value in self.state_dict.items():
+            described[name] = _described(value) if isinstance(value, torch.Tensor) else BytesStorageMetadata()
+        self.metadata = Metadata(described)
+
+
+def _described(tensor: torch.Tensor) -> TensorStorageMetadata:
+    size = tensor.size()
+    chunk = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
+    return TensorStorageMetadata(TensorProperties(dtype=tensor.dtype), size, [chunk])
+
+
+class EmptyStateDictLoadPlanner(DefaultLoadPlanner):
+    """Fills an empty dict with the contents of the checkpoint: new tensors in host memory, and objects.
+
+    Replaces torch's private class of this name, for callers that fill the dict that they are given, such as
+    ``_load_state_dict`` of ``torch.distributed.checkpoint.state_dict_loader``; ``dcp.load`` fills a copy.
+
+    Args:
+        keys: load only these: names of tensors, of objects, and of containers, which are loaded with all that they
+            contain; and glob patterns, as in `aiockpt.AsyncCheckpointer.load`. None: everything.
+        args: see `torch.distributed.checkpoint.DefaultLoadPlanner`.
+        kwargs: see there.
+    """
+
+    def __init__(self, keys: Collection[str] | str | None = None, *args: Any, **kwargs: Any) -> None:
+        self.keys = {keys} if isinstance(keys, str) else keys
+        super().__init__(*args, **kwargs)
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Create the tensors.
+
+        Raises:
+            LoadError: ``state_dict`` is not empty, or there is no metadata, or its structure is damaged.
+        """
+        if state_dict:
+            raise LoadError(
+                f"the state dict has {len(state_dict)} keys already; pass an empty one, or use DefaultLoadPlanner to "
+                "fill what is there"
+            )
+        if metadata is None:
+            raise LoadError("a state dict can't be made without the checkpoint's metadata")
+        planned: Mapping[str, Any] = metadata.planner_data or {}
+        names, paths, values = [], [], []
+        known = metadata.state_dict_metadata
+        wanted = known.keys() if self.keys is None else matching(known.keys(), self.keys)[0]
+        for name, described in known.items():
+            if name in wanted:
+                _check_whole(name, described)
+                names.append(name)
+                paths.append(tuple(planned.get(name, (name,))))
+                values.append(_empty(described))
+        try:
+            state_dict.update(unflatten(paths, values))
+        except StructureError as exc:
+            raise LoadError(f"the checkpoint's names can't be put together to a state dict: {exc}") from exc
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+        if self.keys is not None and self.flatten_state_dict:  # list positions that were left out hold None
+            self.state_dict = {name: self.state_dict[name] for name in names}
+
+    def create_local_plan(self) -> LoadPlan:
+        """Plan to read everything that was created."""
+        if self.metadata is None:
+            raise LoadError("a plan can't be made before set_up_planner")
+        return create_default_local_load_plan(self.state_dict, self.metadata, not self.allow_partial_load)
+
+
+def _check_whole(name: str, described: Any) -> None:
+    """Raise if metadata lacks chunks of a tensor, so that a damaged shape allocates no memory."""
+    if not isinstance(described, TensorStorageMetadata):
+        return
+    held, whole = sum(math.prod(chunk.sizes) for chunk in described.chunks), math.prod(described.size)
+    if held < whole:
+        raise CorruptCheckpointError(
+            f"the metadata has {held} of the {whole} elements of {name}: it is that of one rank that saved alone, or "
+            "damaged; pass a state dict with this rank's part to fill"
+        )
+
+
+def _empty(described: Any) -> Any:
+    if isinstance(described, TensorStorageMetadata):
+        return torch.empty(described.size, dtype=described.properties.dtype, device="cpu")
+    return described

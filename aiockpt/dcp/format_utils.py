@@ -18,10 +18,8 @@ from typing import TYPE_CHECKING, Any, Literal, ParamSpec
 import torch
 
 from aiockpt.checkpointer import AsyncCheckpointer
-from aiockpt.dcp.broadcast import BroadcastingTorchSaveReader
-from aiockpt.dcp.convert.from_torch import write_checkpoint
-from aiockpt.dcp.convert.recode import Recoding
-from aiockpt.dcp.planners import DynamicMetaLoadPlanner, EmptyStateDictLoadPlanner, _EmptyStateDictLoadPlanner
+from aiockpt.dcp.broadcast import BroadcastingTorchSaveReader, DynamicMetaLoadPlanner, EmptyStateDictLoadPlanner
+from aiockpt.dcp.convert import Recoding, write_checkpoint
 from aiockpt.engine.facade import EngineAccess
 from aiockpt.errors import AiockptError
 from aiockpt.format.keys import check_patterns
@@ -58,6 +56,7 @@ __all__ = [
     "torch_save_to_dcp_async",
 ]
 
+_EmptyStateDictLoadPlanner = EmptyStateDictLoadPlanner  # torch's name of it
 _STAGING_BYTES = 128 << 20
 _FILES = 4  # of a DCP checkpoint, as a save writes it
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
@@ -145,7 +144,7 @@ def dcp_to_torch_save(
             kind. For other errors see `convert_checkpoint`.
     """
     options = _options(verify=verify, safe_globals=safe_globals, trust=trust)
-    recoding = Recoding(dcp_checkpoint_dir, torch_save_path, _torch_format, options, {}, overwrite)
+    recoding = Recoding(dcp_checkpoint_dir, torch_save_path, lambda _: TorchFormat(), options, {}, overwrite)
     return _Conversion(dcp_checkpoint_dir, recoding.run)
 
 
@@ -182,7 +181,7 @@ def torch_save_to_dcp(
         LoadError: the file can't be read, or holds no state dict. For other errors see `convert_checkpoint`.
     """
     options = _options(verify=verify, safe_globals=safe_globals, trust=trust)
-    recoding = Recoding(torch_save_path, dcp_checkpoint_dir, _dcp_format, options, {}, overwrite)
+    recoding = Recoding(torch_save_path, dcp_checkpoint_dir, lambda _: DcpFormat(_FILES), options, {}, overwrite)
     return _Conversion(torch_save_path, partial(write_checkpoint, recoding), staging_bytes)
 
 
@@ -262,7 +261,7 @@ def safetensors_to_dcp(
         AiockptError: see `convert_checkpoint`.
     """
     options = _options(keys=keys, dtype=dtype, verify=verify)
-    recoding = Recoding(safetensors_path, dcp_checkpoint_dir, _dcp_format, options, {}, overwrite)
+    recoding = Recoding(safetensors_path, dcp_checkpoint_dir, lambda _: DcpFormat(_FILES), options, {}, overwrite)
     return _Conversion(safetensors_path, recoding.run)
 
 
@@ -319,8 +318,8 @@ def convert_checkpoint(
     check_progress(progress)
     is_file = os.fspath(target).endswith(SUFFIX)
     forms: dict[str, Callable[[dict[str, JsonValue]], FileFormat]] = {
-        "dcp": _dcp_format,
-        "torch": _torch_format,
+        "dcp": lambda _: DcpFormat(_FILES),
+        "torch": lambda _: TorchFormat(),
         "safetensors": partial(SafetensorsFormat, single_file=is_file, shard_bytes=None),
     }
     if to not in forms:
@@ -331,24 +330,9 @@ def convert_checkpoint(
 convert_checkpoint_async = _async_form(convert_checkpoint)
 
 
-def _dcp_format(_: dict[str, JsonValue]) -> FileFormat:
-    return DcpFormat(_FILES)
-
-
-def _torch_format(_: dict[str, JsonValue]) -> FileFormat:
-    return TorchFormat()
-
-
-def _options(
-    *,
-    verify: bool,
-    safe_globals: Sequence[Any] = (),
-    trust: bool = False,
-    keys: str | Sequence[str] | None = None,
-    dtype: torch.dtype | None = None,
-) -> LoadOptions:
-    chosen = check_patterns(keys)
-    options = LoadOptions(verify=verify, safe_globals=safe_globals, trust=trust, keys=chosen, dtype=dtype)
+def _options(keys: str | Sequence[str] | None = None, **others: Any) -> LoadOptions:
+    """Return the options of a load after checking them."""
+    options = LoadOptions(keys=check_patterns(keys), **others)
     check_options(options, into=False)
     return options
 

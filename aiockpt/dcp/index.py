@@ -68,7 +68,11 @@ class DescribedCheckpoint:
     def find(self, info: _StorageInfo) -> DescribedItem | None:
         """Return the item of a location that is an object of this metadata, unchanged; None for any other."""
         item = self._items.get(id(info))
-        return item if item is not None and item.info is info and _is_unchanged(item) else None
+        if item is None or item.info is not info:
+            return None
+        stored = item.range if item.chunk is None else item.chunk.place
+        place = stored if item.virtual is None else item.virtual.place
+        return item if place[:3] == (info.relative_path, info.offset, info.length) else None
 
     def check_held(self, path: str, state_dict: Mapping[str, Any]) -> None:
         """Raise CorruptCheckpointError if this is one rank's metadata, and not all that a state wants is in it."""
@@ -93,13 +97,6 @@ def _common(chunk: StoredChunk, box: Box) -> int:
     """Return the number of elements that a chunk and a box share."""
     bounds = zip(chunk.offsets, chunk.sizes, *box, strict=True)
     return math.prod([max(0, min(a + n, b + m) - max(a, b)) for a, n, b, m in bounds])
-
-
-def _is_unchanged(item: DescribedItem) -> bool:
-    if item.virtual is not None:
-        info = item.info
-        return item.virtual.place[:3] == (info.relative_path, info.offset, info.length)
-    return item.chunk is None or item.chunk.place == item.range
 
 
 def _describe(entry: Entry) -> TensorStorageMetadata | BytesStorageMetadata:

@@ -7,11 +7,10 @@ import math
 import os
 import pathlib
 import uuid
-from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,8 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
 from aiockpt.core.extent import reach_bytes
-from aiockpt.dcp.adapter import AnyCheckpointer, borrowed, finished
-from aiockpt.dcp.extensions import registered
+from aiockpt.dcp.adapter import AnyCheckpointer, borrowed, finished, registered, resolved_target
 from aiockpt.dcp.index import DescribedCheckpoint, DescribedItem, described_item
 from aiockpt.engine.facade import EngineAccess
 from aiockpt.engine.requests import text_of
@@ -31,11 +29,10 @@ from aiockpt.format.dtypes import QUANTIZED_DTYPES
 from aiockpt.format.item.objects import decode_object, encode_object
 from aiockpt.options import LoadOptions, Path, check_options
 from aiockpt.planning.ranges import Selection
-from aiockpt.reading.decoded import DecodedSource
+from aiockpt.reading.decoded import DecodedSource, VirtualFile
 from aiockpt.reading.executor import LoadTools, ReadExecutor
 from aiockpt.reading.open import read_index, read_rank
 from aiockpt.reading.read_plan import TensorRead, annotate_partial_load
-from aiockpt.reading.targets import check_memory
 from aiockpt.snapshot.capture import ready_events
 from aiockpt.snapshot.optimizer_hooks import count_change
 
@@ -43,7 +40,6 @@ if TYPE_CHECKING:
     from torch.futures import Future
 
     from aiockpt.format.index import Index, ItemRange, TensorItem
-    from aiockpt.reading.decoded import VirtualFile
     from aiockpt.storage.base import Storage
 
 
@@ -243,6 +239,7 @@ class _PlannedRead:
         return math.prod(self.item.lengths) * self.stored.dtype.itemsize
 
 
+@dataclass(eq=False)
 class PlanExecution:
     """Reads the items of a plan.
 
@@ -251,26 +248,31 @@ class PlanExecution:
     right after that tensor is filled. Its smaller tensors are read ahead, up to 128 MiB.
     """
 
-    def __init__(
-        self, engine: EngineAccess, source: DecodedSource, path: str, options: LoadOptions, planner: LoadPlanner
-    ) -> None:
-        self._engine = engine
-        self._source = source
-        self._path = path
-        self._options = options
-        self._planner = planner
-        self._ahead = getattr(type(planner), "commit_tensor", None) is DefaultLoadPlanner.commit_tensor
-        self._known: dict[ItemRange, TensorItem] = {}
-        self._aliases = AliasIndex()
-        self._window: list[_PlannedRead] = []
-        self._window_bytes = 0
-        self._reads: list[TensorRead] = []
+    _engine: EngineAccess
+    _source: DecodedSource
+    _path: str
+    _options: LoadOptions
+    _planner: LoadPlanner
+    _known: dict[ItemRange, TensorItem] = field(default_factory=dict)
+    _contested: set[str] = field(default_factory=set)  # keys whose targets share memory
+    _window: list[_PlannedRead] = field(default_factory=list)
+    _window_bytes: int = 0
+    _reads: list[TensorRead] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._ahead = getattr(type(self._planner), "commit_tensor", None) is DefaultLoadPlanner.commit_tensor
 
     def run(self, items: Sequence[tuple[ReadItem, DescribedItem]]) -> None:
         """Read all items. Blocks; see `aiockpt.dcp.reader.FileSystemReader.read_data`."""
+        requests = [_PlannedRead(item, stored) for item, stored in items]
         try:
-            for item, stored in items:
-                self._add(_PlannedRead(item, stored))
+            if self._ahead:
+                for request in requests:
+                    if request.stored.chunk is not None and not request.is_object and not request.is_quantized:
+                        self._resolve(request)
+                self._contested = _contested(requests)
+            for request in requests:
+                self._add(request)
             self._flush()
         except LoadError as exc:
             if any(read.fills for read in self._reads):
@@ -286,7 +288,6 @@ class PlanExecution:
         alone = not self._ahead and request.nbytes >= _ALONE_BYTES
         if alone:
             self._flush()
-        if alone or self._ahead:
             self._resolve(request)
         held = request.nbytes
         if request.target is not None and self._is_direct(request, request.target):
@@ -307,16 +308,7 @@ class PlanExecution:
 
     def _resolve(self, request: _PlannedRead) -> None:
         """Ask the planner for its tensor."""
-        item = request.item
-        target = self._planner.resolve_tensor(item)
-        # A copy into a quantized tensor sets its scales too, which a detached one has for itself.
-        request.target = target = target if target.is_quantized else target.detach()
-        if tuple(target.size()) != tuple(item.lengths):
-            raise ShapeMismatchError(
-                f"{item.dest_index.fqn}: the planner gave a tensor of the shape {tuple(target.size())} for a part of "
-                f"{self._path} of the shape {tuple(item.lengths)}"
-            )
-        check_memory(item.dest_index.fqn, target)
+        request.target = resolved_target(self._planner, request.item, self._path)
 
     def _is_direct(self, request: _PlannedRead, target: torch.Tensor) -> bool:
         """Return whether a target can be read into directly; if not, torch copies its values, in the plan's order."""
@@ -328,7 +320,7 @@ class PlanExecution:
         # Expanded: its elements share memory. `copy_` raises for it, where a read would write one over the other.
         if any(step == 0 and size > 1 for step, size in zip(target.stride(), target.shape, strict=True)):
             return False
-        return not self._ahead or self._aliases.claim(request.item.dest_index.fqn, target)
+        return request.item.dest_index.fqn not in self._contested
 
     def _plan(self, request: _PlannedRead) -> None:
         """Plan the read of a tensor's part, if it has any bytes."""
@@ -363,8 +355,7 @@ class PlanExecution:
         ready = ready_events({str(number): target for number, target in enumerate(filled)})
 
         async def read(tools: LoadTools) -> None:
-            for device, event in ready.items():
-                await tools.placer_for(device).begin(event)
+            await tools.begin(ready)
             objects = [request for request in window if request.is_object or request.is_quantized]
             for at in range(0, len(objects), _OBJECTS_AT_A_TIME):
                 await tools.workers.run(self._read_objects, objects[at : at + _OBJECTS_AT_A_TIME])
@@ -425,6 +416,7 @@ class PlanExecution:
         item = request.item
         if request.blob is not None:
             self._planner.load_bytes(item, io.BytesIO(request.blob))
+            request.blob = None
             return
         if request.target is None:
             self._resolve(request)
@@ -452,34 +444,20 @@ class PlanExecution:
             )
 
 
-_CONTESTED = "\0"  # no key of a state dict
-
-
-class AliasIndex:
-    """The memory ranges that the tensors of each key cover, to find keys that share memory.
-
-    The ranges of a storage are sorted and disjoint. Ranges of different keys that overlap are merged to one that is
-    contested: it belongs to no key.
-    """
-
-    def __init__(self) -> None:
-        self._kept: defaultdict[tuple[torch.device, int], list[tuple[int, int, str]]] = defaultdict(list)
-
-    def claim(self, name: str, tensor: torch.Tensor) -> bool:
-        """Add a tensor's memory to a key; return False if another key may cover some of it too."""
-        if not tensor.numel():
-            return True
-        storage = tensor.untyped_storage()
-        low = tensor.data_ptr()
-        high = storage.data_ptr() + reach_bytes(tensor)
-        kept = self._kept[tensor.device, storage.data_ptr()]
-        at = bisect_left(kept, (low, 0, ""))
-        begin = at - 1 if at and kept[at - 1][1] > low else at
-        end = begin
-        while end < len(kept) and kept[end][0] < high:
-            end += 1
-        touched = kept[begin:end]
-        is_mine = all(owner == name for _, _, owner in touched)
-        low, high = min([low, *(each[0] for each in touched)]), max([high, *(each[1] for each in touched)])
-        kept[begin:end] = [(low, high, name if is_mine else _CONTESTED)]
-        return is_mine
+def _contested(requests: Sequence[_PlannedRead]) -> set[str]:
+    """Return the keys whose targets may share memory with the target of another key."""
+    extents: defaultdict[torch.device, list[tuple[int, int, str]]] = defaultdict(list)
+    for request in requests:
+        tensor = request.target
+        if type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.numel():
+            high = tensor.untyped_storage().data_ptr() + reach_bytes(tensor)
+            extents[tensor.device].append((tensor.data_ptr(), high, request.item.dest_index.fqn))
+    found: set[str] = set()
+    for each in extents.values():
+        end, owner = 0, ""  # of those so far, the one that ends last
+        for low, high, name in sorted(each):
+            if low < end and name != owner:
+                found |= {name, owner}
+            if high > end:
+                end, owner = high, name
+    return found

@@ -27,8 +27,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from aiockpt.dcp.adapter import AnyCheckpointer, borrowed, finished
-from aiockpt.dcp.extensions import ExtensionTransform
+from aiockpt.dcp.adapter import AnyCheckpointer, ExtensionTransform, borrowed, finished
 from aiockpt.dcp.index import storage_info
 from aiockpt.engine.requests import text_of
 from aiockpt.errors import CheckpointExistsError, SaveError, WriteError
@@ -38,6 +37,7 @@ from aiockpt.format.safetensors.writer import Stored, describe_tensors, encode_h
 from aiockpt.planning.dcp_plan import DcpFormat
 from aiockpt.planning.planner import Planner
 from aiockpt.storage.local import beside
+from aiockpt.storage.local.retries import write_errors
 from aiockpt.storage.local.storage import absolute
 from aiockpt.storage.local.temp_dir import hold
 
@@ -389,17 +389,15 @@ def write_safetensors(
         name = f"{prefix}{number}.distcp"
         path = os.path.join(directory, name)
         task = f"write {path}"
-        is_object = group[0][1].type == WriteItemType.BYTE_IO
-        parts = _objects(group, resolve) if is_object else _tensors(group, resolve)
         with contextlib.ExitStack() as stack:
-            with beside.write_errors(task):  # a planner's own errors pass
+            with write_errors(task):  # a planner's own errors pass
                 file = stack.enter_context(open(path, "xb"))
-            for at, part in parts:
-                with beside.write_errors(task):
+            for at, part in _parts(group, resolve):
+                with write_errors(task):
                     if at is not None:
                         places[at] = ItemRange(name, file.tell(), len(part))
                     file.write(part)
-            with beside.write_errors(task):
+            with write_errors(task):
                 file.flush()
                 if fsync:
                     os.fsync(file.fileno())
@@ -419,18 +417,20 @@ def _files(items: Sequence[WriteItem], *, one_file: bool) -> list[list[_Numbered
     return list(files.values())
 
 
-def _objects(group: Sequence[_Numbered], resolve: Resolve) -> Iterator[tuple[int | None, bytes | memoryview]]:
-    for number, item in group:
-        value = resolve(item)
-        if isinstance(value, bytes):
-            yield number, value
-
-
-def _tensors(group: Sequence[_Numbered], resolve: Resolve) -> Iterator[tuple[int | None, bytes | memoryview]]:
-    """Yield the parts of a file: the header (None), then the payload of each item."""
+def _parts(group: Sequence[_Numbered], resolve: Resolve) -> Iterator[tuple[int | None, bytes | memoryview]]:
+    """Yield the parts of a file of objects; of a file of tensors the header (None), then the payload of each item."""
+    if group[0][1].type == WriteItemType.BYTE_IO:
+        for number, item in group:
+            value = resolve(item)
+            if isinstance(value, bytes):
+                yield number, value
+        return
     described = sorted(((_stored(item), number, item) for number, item in group), key=lambda each: file_order(each[0]))
     ends = accumulate(math.prod(stored.shape) * stored.dtype.itemsize for stored, _, _ in described)
-    offsets = {item.index.fqn: {"saved_offsets": _offsets(item)} for _, item in group}
+    offsets = {
+        item.index.fqn: {"saved_offsets": [] if item.tensor_data is None else list(item.tensor_data.chunk.offsets)}
+        for _, item in group
+    }
     metadata = {"DCP_SHARDING_INFO": json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"}
     yield None, encode_header(metadata, describe_tensors((stored for stored, _, _ in described), ends))
     for stored, number, item in described:
@@ -444,10 +444,6 @@ def _tensors(group: Sequence[_Numbered], resolve: Resolve) -> Iterator[tuple[int
         # Views that are conjugated or negated lazily hold other bits than their values; numpy() refuses them.
         flat = value.resolve_conj().resolve_neg().to("cpu").contiguous().reshape(-1)
         yield number, flat.view(torch.uint8).numpy().data
-
-
-def _offsets(item: WriteItem) -> list[int]:
-    return [] if item.tensor_data is None else list(item.tensor_data.chunk.offsets)
 
 
 def _stored(item: WriteItem) -> Stored:

@@ -2,7 +2,7 @@
 
 Metadata of ranks that saved without each other is beside that of the others (``use_collectives=False``), or in a
 directory for each rank (``no_dist=True``). Their parts are joined to one index. Of values that several ranks have, the
-lowest rank's are taken, as a save with collectives takes those of one rank; `aiockpt.reading.copies` compares them.
+lowest rank's are taken, as a save with collectives takes those of one rank; `aiockpt.reading.open` compares them.
 
 Megatron-Core stores what is not sharded in a file of ``torch.save``, ``common.pt``, and its loader merges the two.
 Source: ``megatron/core/dist_checkpointing/serialization.py``.
@@ -17,7 +17,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 from aiockpt.errors import CorruptCheckpointError, LoadError, UnsafeCheckpointError
 from aiockpt.format.index import Entry, Index, ItemRange, ObjectEntry, ObjPath, StoredChunk, TensorEntry
@@ -146,9 +146,6 @@ def join_common(index: Index, common: Index) -> Index:
     )
 
 
-# --- ranks that saved alone, and Megatron-Core -------------------------------------------------------
-
-
 # --- sets without an index ------------------------------------------------------------------------------
 
 
@@ -208,17 +205,11 @@ def _join_shards(key: str, shards: Sequence[Any]) -> TensorEntry:
 # --- sets with an index -------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class ShardIndex:
+class ShardIndex(NamedTuple):
     """The contents of a ``*.safetensors.index.json`` or ``*.bin.index.json``."""
 
     weight_map: Mapping[str, str]  # the file of each tensor, relative to the index
-    metadata: Mapping[str, Any] = field(default_factory=dict)  # of the whole set, such as ``total_size``
-
-    @property
-    def files(self) -> Sequence[str]:
-        """Files of the set, each once, in the order of the map."""
-        return tuple(dict.fromkeys(self.weight_map.values()))
+    metadata: Mapping[str, Any]  # of the whole set, such as ``total_size``
 
 
 def decode_shard_index(name: str, data: bytes) -> ShardIndex:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
 import html
 import logging
 import threading
 import time
 import warnings
-from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
@@ -19,6 +20,7 @@ from aiockpt.engine.facade import CheckpointerBase, EngineAccess
 from aiockpt.errors import AiockptError, CheckpointerClosedError, SaveError, printable_key
 from aiockpt.manager.owner import RunLock, is_finishing, take
 from aiockpt.manager.policies import (
+    Mode,
     SavePolicy,
     StepFacts,
     as_policy,
@@ -30,18 +32,22 @@ from aiockpt.manager.policies import (
     split,
 )
 from aiockpt.manager.preemption import Answer, Asked, LastSaveRequests, Pace, decide
-from aiockpt.manager.requests import ManagerOptions, check_metadata, check_metrics, check_step
+from aiockpt.manager.requests import (
+    ManagerOptions,
+    Restored,
+    RestoreRequest,
+    StepRequest,
+    check_metadata,
+    check_metrics,
+    check_step,
+)
 from aiockpt.manager.restoring import Restore
 from aiockpt.manager.retention import Retention
-from aiockpt.manager.scan import RUN_KEY, StepScanner, step_path
+from aiockpt.manager.scan import RUN_KEY, StepInfo, StepScanner, step_path
 from aiockpt.options import CheckpointerOptions, SaveOptions
 from aiockpt.telemetry.card import size_text
 
 if TYPE_CHECKING:
-    from aiockpt.engine.requests import StateDict
-    from aiockpt.manager.policies import Mode
-    from aiockpt.manager.requests import Restored, StepChoice, StepRequest, Verification
-    from aiockpt.manager.scan import StepInfo
     from aiockpt.saving.handle import SaveHandle
 
 T = TypeVar("T")
@@ -53,13 +59,14 @@ _WRITER_POLL_S = 0.05
 _SHOWN = 20  # steps in a notebook's table
 
 
-class ManagerBase(ABC):
+class ManagerBase:
     """A manager without its public methods that wait.
 
     Those that wait are written once, as coroutines: in the async manager they suspend, in the blocking one they block.
     """
 
     _kind: type[CheckpointerBase] = CheckpointerBase
+    _suspends: bool
 
     @parameters_of(ManagerOptions)
     def __init__(self, options: ManagerOptions) -> None:
@@ -94,21 +101,28 @@ class ManagerBase(ABC):
 
     # --- waiting, and what rank 0 does for all ranks ----------------------------------------------------------
 
-    @abstractmethod
     async def _call(self, method: str, *args: object, **options: object) -> Any:
         """Call a method of the checkpointer, and wait for its result."""
+        result = getattr(self._checkpointer, method)(*args, **options)
+        return await result if self._suspends else result
 
-    @abstractmethod
     async def _inspect(self, path: str) -> Mapping[str, Any]:
         """Open a checkpoint, which checks its structure and the sizes of its files; return the info of each key."""
+        reader: Any = self._checkpointer.open(path)  # type: ignore[attr-defined] # both checkpointers have it
+        if self._suspends:
+            async with reader:
+                return dict(reader)
+        with reader:
+            return dict(reader)
 
-    @abstractmethod
     async def _agree(self, what: str, value: object, decide: Callable[[Sequence[Any]], T]) -> T:
         """Agree with the other ranks; see `EngineAccess.agree`."""
+        call = self._access.agree(what, value, decide)
+        return await call.wait() if self._suspends else call.result()
 
-    @abstractmethod
     async def _run(self, function: Callable[..., T], *args: object) -> T:
         """Call a function that blocks."""
+        return await asyncio.to_thread(function, *args) if self._suspends else function(*args)
 
     @property
     def leads(self) -> bool:
@@ -166,6 +180,24 @@ class ManagerBase(ABC):
                 logger.warning("a writer process of a killed trainer still writes to %s", self.directory)
                 break
             await self._run(time.sleep, _WRITER_POLL_S)
+
+    async def _close(self, close_checkpointer: str) -> None:
+        """Close the checkpointer by a method of it, wait for deletions, and let others write to the run."""
+        self._is_closed = True
+        try:
+            if self._owns_checkpointer:
+                await self._call(close_checkpointer)
+        finally:
+            try:
+                if not self._retention.has_ended:
+                    finished = self._retention.finished()
+                    if self._suspends:  # not in a thread, which would outlive the loop if a deletion hangs
+                        await asyncio.wait([asyncio.wrap_future(finished)], timeout=self._drain_s)
+                    else:
+                        concurrent.futures.wait([finished], self._drain_s)
+            finally:
+                self._requests.close()
+                await self._run(self._end)
 
     def _end(self) -> None:
         """End the deletions, and let others write to the run. Blocks; idempotent."""
@@ -238,27 +270,19 @@ class ManagerBase(ABC):
 
     # --- restoring --------------------------------------------------------------------------------------------
 
-    async def _restore(
-        self,
-        state: StateDict,
-        step: StepChoice,
-        metric: str | None,
-        mode: Mode | None,
-        verify: Verification,
-        discard_later: bool | None,
-        options: Mapping[str, Any],
-    ) -> Restored | None:
-        if verify not in ("auto", "before", "while"):
-            raise ValueError(f"verify must be 'auto', 'before' or 'while', not {verify!r}")
+    async def _restore(self, request: RestoreRequest) -> Restored | None:
+        step, discard_later = request.step, request.discard_later
+        if request.verify not in ("auto", "before", "while"):
+            raise ValueError(f"verify must be 'auto', 'before' or 'while', not {request.verify!r}")
         if step not in ("latest", "best"):
             if isinstance(step, str):
                 raise ValueError(f"step must be 'latest', 'best' or a number, not {step!r}")
             step = check_step(step)
         if discard_later and not self.writes:
             raise ValueError(f"discard_later: this manager only reads {self.directory}; make one with mode='write'")
-        chosen = self._metric(metric, mode) if step == "best" else ("", "min")
+        chosen = self._metric(request.metric, request.mode) if step == "best" else ("", "min")
         await self._opened()
-        restored = await Restore(self, state, step, *chosen, verify, options).run()
+        restored = await Restore(self, request, step, *chosen).run()
         if restored is not None:
             self._previous = self._restored = restored.step
             self._final = self._begun = None

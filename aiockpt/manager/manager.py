@@ -1,11 +1,10 @@
-"""The manager of a run for asyncio programs."""
+"""The managers of a run: for asyncio programs, and for others."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, Unpack
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
 
 import anyio
 
@@ -14,13 +13,13 @@ from aiockpt.core.parameters import parameters_of
 from aiockpt.core.threads import check_asyncio
 from aiockpt.engine.facade import closing
 from aiockpt.manager.base import ManagerBase
-from aiockpt.manager.requests import Restored, RestoreOptions, StepChoice, StepRequest, Verification
+from aiockpt.manager.requests import Restored, RestoreRequest, StepRequest
+from aiockpt.sync_checkpointer import SyncCheckpointer
 
 if TYPE_CHECKING:
-    from aiockpt.engine.requests import StateDict
-    from aiockpt.manager.policies import Mode
-    from aiockpt.reading.reader import CheckpointReader
+    from aiockpt.reading.reader import CheckpointReader, SyncCheckpointReader
     from aiockpt.saving.handle import SaveHandle
+    from aiockpt.telemetry.saves import SaveResult
 
 T = TypeVar("T")
 
@@ -54,6 +53,7 @@ class CheckpointManager(ManagerBase):
     """
 
     _kind = AsyncCheckpointer
+    _suspends = True
     _checkpointer: AsyncCheckpointer
 
     @property
@@ -80,17 +80,8 @@ class CheckpointManager(ManagerBase):
         with closing("manager", error), anyio.CancelScope(shield=True):
             await self.aclose()
 
-    async def restore(
-        self,
-        state_dict: StateDict,
-        step: StepChoice = "latest",
-        *,
-        metric: str | None = None,
-        mode: Mode | None = None,
-        verify: Verification = "auto",
-        discard_later: bool | None = None,
-        **options: Unpack[RestoreOptions],
-    ) -> Restored | None:
+    @parameters_of(RestoreRequest)
+    async def restore(self, request: RestoreRequest) -> Restored | None:
         """Load the newest valid step, the best one, or a certain one, into a state; see `AsyncCheckpointer.load`.
 
         Steps that turn out damaged are passed over: the next older one (or, for "best", the next best) is taken, a
@@ -101,19 +92,6 @@ class CheckpointManager(ManagerBase):
         The target gets no byte of a damaged step: a step is loaded at once only if an older one would overwrite
         all of it; else everything in it is verified first, which reads it twice. If the step that was loaded at once is
         damaged, and then every older one as well, this raises, and the target may have bytes of the first.
-
-        Args:
-            state_dict: the state to load into; see `AsyncCheckpointer.load`.
-            step: "latest", "best", or the number of a step. A certain step that is damaged raises.
-            metric: for "best", the name of the metric; None: that of the `KeepBest` of this manager.
-            mode: for "best", "min" or "max"; None: as the `KeepBest` of this metric, else "min".
-            verify: "auto": as described. "before": verify every step before it is loaded, so that the target stays
-                untouched in all cases. "while": load at once.
-            discard_later: whether to delete the steps after the restored one, pinned or not, once it is restored, the
-                newest first. They are of no use if the run goes on from here, but a restart would take the latest. For
-                this start alone: a restarted job that passes True again loses what it saved. None: warn of them.
-            options: ``map_location``, ``keys``, ``dtype``, ``strict``, ``missing``, ``safe_globals``, ``trust`` and
-                ``progress``, as in `AsyncCheckpointer.load`.
 
         Returns:
             The step; None if the run has none.
@@ -129,7 +107,7 @@ class CheckpointManager(ManagerBase):
             RunLockedError: another manager writes to the run.
         """
         check_asyncio("restore()", _INSTEAD)
-        return await self._restore(state_dict, step, metric, mode, verify, discard_later, options)
+        return await self._restore(request)
 
     @parameters_of(StepRequest)
     async def save(self, request: StepRequest) -> SaveHandle:
@@ -176,27 +154,83 @@ class CheckpointManager(ManagerBase):
             AiockptError: the failure of a save that nobody awaited; see `AsyncCheckpointer.aclose`.
         """
         check_asyncio("aclose()", _INSTEAD)
-        self._is_closed = True
+        await self._close("aclose")
+
+
+class SyncCheckpointManager(ManagerBase):
+    """Keeps the checkpoints of one training run in one directory, for programs without asyncio.
+
+    ::
+
+        with aiockpt.SyncCheckpointManager("runs/a", keep=aiockpt.KeepLatest(3), save=aiockpt.EverySteps(100)) as run:
+            start = run.restore(state)
+            for step in range(start.step + 1 if start else 0, steps):
+                train(step)
+                if run.due(step, last=step == steps - 1):
+                    run.save(step, state, metrics={"loss": loss})    # blocks until written; or: run.submit
+
+    See `CheckpointManager`.
+    """
+
+    _kind = SyncCheckpointer
+    _suspends = False
+    _checkpointer: SyncCheckpointer
+
+    @property
+    def checkpointer(self) -> SyncCheckpointer:
+        """The checkpointer that saves and loads, such as for `SyncCheckpointer.fence` and ``guard``."""
+        return self._checkpointer
+
+    def __enter__(self) -> Self:
         try:
-            if self._owns_checkpointer:
-                await self._checkpointer.aclose()
-        finally:
-            try:
-                if not self._retention.has_ended:
-                    await asyncio.wait([asyncio.wrap_future(self._retention.finished())], timeout=self._drain_s)
-            finally:
-                self._requests.close()
-                await asyncio.to_thread(self._end)
+            self._finish(self._opened())
+        except BaseException:
+            self.close()
+            raise
+        return self
 
-    async def _call(self, method: str, *args: object, **options: object) -> Any:
-        return await getattr(self._checkpointer, method)(*args, **options)
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        with closing("manager", error):
+            self.close()
 
-    async def _inspect(self, path: str) -> Mapping[str, Any]:
-        async with self._checkpointer.open(path) as reader:
-            return dict(reader)
+    @parameters_of(RestoreRequest)
+    def restore(self, request: RestoreRequest) -> Restored | None:
+        """Load the newest valid step, the best one, or a certain one, blocking; see `CheckpointManager.restore`."""
+        return self._finish(self._restore(request))
 
-    async def _agree(self, what: str, value: object, decide: Callable[[Sequence[Any]], T]) -> T:
-        return await self._access.agree(what, value, decide).wait()
+    @parameters_of(StepRequest)
+    def save(self, request: StepRequest) -> SaveResult:
+        """Save a step and block until it is durable; see `CheckpointManager.save`.
 
-    async def _run(self, function: Callable[..., T], *args: object) -> T:
-        return await asyncio.to_thread(function, *args)
+        With ``on_failure="warn"``, a failed write does not raise; the result has it as ``error``.
+        """
+        return self._checkpointer._written(self._finish(self._save(request, self._checkpointer.submit)))
+
+    @parameters_of(StepRequest)
+    def submit(self, request: StepRequest) -> SaveHandle:
+        """Start to save a step, blocking only until earlier saves are written; see `CheckpointManager.save`.
+
+        Returns:
+            The handle; ``stage, write = submit(...)`` unpacks its two futures.
+        """
+        return self._finish(self._save(request, self._checkpointer.submit))
+
+    @contextmanager
+    def open(self, step: int) -> Iterator[SyncCheckpointReader]:
+        """Inspect a step: ``with run.open(100) as reader:``; see `CheckpointManager.open`."""
+        path = self.path_of(step)
+        with self._retention.reading(step), self._checkpointer.open(path) as reader:
+            yield reader
+
+    def close(self) -> None:
+        """Finish the saves and deletions, and let others write to the run, blocking; see `CheckpointManager.aclose`."""
+        self._finish(self._close("close"))
+
+    def _finish(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine to its end in one step: whatever it awaits here blocks, and so never suspends it."""
+        try:
+            work.send(None)
+        except StopIteration as stop:
+            result: T = stop.value
+            return result
+        raise AssertionError("a blocking manager awaits nothing that suspends")

@@ -317,19 +317,16 @@ def shares_locks(path: str, mounts: str = "/proc/self/mountinfo") -> bool:
     except OSError:
         return False
     real = os.path.realpath(path)
-    above = [fields for fields in found if len(fields) > 6 and _is_below(real, _unescaped(fields[4]))]
+    listed = [(_unescaped(fields[4]), fields) for fields in reversed(found) if len(fields) > 6]
+    above = [each for each in listed if real == each[0] or real.startswith(os.path.join(each[0], ""))]
     if not above:
         return False
-    fields = max(reversed(above), key=lambda fields: len(_unescaped(fields[4])))  # of equal ones, the last covers
+    _, fields = max(above, key=lambda each: len(each[0]))  # of equal ones, the last covers
     after = fields.index("-")
     kind, options = fields[after + 1], f"{fields[5]},{fields[after + 3]}".split(",")
     if kind == "lustre":
         return "flock" in options
     return kind in _LOCAL or (kind in _SHARING and not any(option in _LOCKS_STAY_HERE for option in options))
-
-
-def _is_below(path: str, mount: str) -> bool:
-    return path == mount or path.startswith(os.path.join(mount, ""))
 
 
 def _unescaped(mount: str) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from dataclasses import KW_ONLY, dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
 
 from aiockpt.manager.scan import RUN_KEY
 from aiockpt.options import CheckpointerOptions, MapLocation, Path, SaveOptions
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from aiockpt.engine.facade import CheckpointerBase
     from aiockpt.engine.requests import StateDict
-    from aiockpt.manager.policies import KeepPolicy, SavePolicy
+    from aiockpt.manager.policies import KeepPolicy, Mode, SavePolicy
     from aiockpt.telemetry.progress import OnProgress
 
 Verification = Literal["auto", "before", "while"]
@@ -64,17 +64,50 @@ class StepRequest(SaveOptions):
     metrics: Mapping[str, Any] | None = None
 
 
-class RestoreOptions(TypedDict, total=False):
-    """Options of a restore that are those of a load; see `AsyncCheckpointer.load`."""
+@dataclass(frozen=True, slots=True)
+class RestoreRequest:
+    """Arguments of a manager's `restore`.
 
-    map_location: MapLocation | None
-    keys: str | Sequence[str] | None
-    dtype: torch.dtype | None
-    strict: bool
-    missing: list[str] | None
-    safe_globals: Sequence[Any]
-    trust: bool
-    progress: OnProgress | None
+    Attributes:
+        state_dict: the state to load into; see `AsyncCheckpointer.load`.
+        step: "latest", "best", or the number of a step. A certain step that is damaged raises.
+        metric: for "best", the name of the metric; None: that of the `KeepBest` of this manager.
+        mode: for "best", "min" or "max"; None: as the `KeepBest` of this metric, else "min".
+        verify: "auto": as described. "before": verify every step before it is loaded, so that the target stays
+            untouched in all cases. "while": load at once.
+        discard_later: whether to delete the steps after the restored one, pinned or not, once it is restored, the
+            newest first. They are of no use if the run goes on from here, but a restart would take the latest. For
+            this start alone: a restarted job that passes True again loses what it saved. None: warn of them.
+        map_location: this and the following are as in `AsyncCheckpointer.load`.
+        keys: what to load.
+        dtype: what to cast floating-point tensors to.
+        strict: raise if the step lacks a key.
+        missing: a list for the keys that it lacks.
+        safe_globals: classes and functions that pickled objects may use.
+        trust: unpickle objects without restriction.
+        progress: a function that is called while the load runs.
+    """
+
+    state_dict: StateDict = field(repr=False)
+    step: StepChoice = "latest"
+    _: KW_ONLY
+    metric: str | None = None
+    mode: Mode | None = None
+    verify: Verification = "auto"
+    discard_later: bool | None = None
+    map_location: MapLocation | None = None
+    keys: str | Sequence[str] | None = None
+    dtype: torch.dtype | None = None
+    strict: bool = True
+    missing: list[str] | None = None
+    safe_globals: Sequence[Any] = ()
+    trust: bool = False
+    progress: OnProgress | None = None
+
+    def load_options(self) -> dict[str, Any]:
+        """Return the arguments of the load."""
+        names = ("map_location", "keys", "dtype", "strict", "missing", "safe_globals", "trust", "progress")
+        return {name: getattr(self, name) for name in names}
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,11 +20,10 @@ from aiockpt.errors import (
     LoadError,
 )
 from aiockpt.manager.policies import Mode, ranked
-from aiockpt.manager.requests import Restored, SkippedStep, StepChoice, Verification
+from aiockpt.manager.requests import Restored, RestoreRequest, SkippedStep, StepChoice
 from aiockpt.reading.info import TensorInfo
 
 if TYPE_CHECKING:
-    from aiockpt.engine.requests import StateDict
     from aiockpt.manager.base import ManagerBase
     from aiockpt.manager.scan import StepInfo
     from aiockpt.storage.base import Identity
@@ -55,12 +54,10 @@ class Restore:
     """
 
     manager: ManagerBase
-    state: StateDict
+    request: RestoreRequest
     choice: StepChoice
     metric: str
     mode: Mode
-    verify: Verification
-    options: Mapping[str, Any]
 
     async def run(self) -> Restored | None:
         """Restore; return the step, or None if the run has none."""
@@ -91,7 +88,7 @@ class Restore:
             try:
                 judge = partial(self._judge, infos[at:], bool(touched_by))
                 await run._led(f"the load of {info.path}", judge)
-                await run._call("load", info.path, self.state, **self.options)
+                await run._call("load", info.path, self.request.state_dict, **self.request.load_options())
             except (CorruptCheckpointError, CheckpointNotFoundError) as exc:
                 if isinstance(exc, CorruptCheckpointError):
                     filled = bool(exc.placed or exc.partly_placed)
@@ -148,9 +145,9 @@ class Restore:
         """Check the first step as far as it must be before the load; raise CorruptCheckpointError if it is damaged."""
         first, *older = infos
         found = await self.manager._inspect(first.path)
-        if self.verify == "while":
+        if self.request.verify == "while":
             return
-        if self.verify == "auto" and not is_touched and await self._can_be_undone(found, older):
+        if self.request.verify == "auto" and not is_touched and await self._can_be_undone(found, older):
             return
         report: VerifyReport = await self.manager._call("verify", first.path)
         unreadable = [problem for problem in report.errors if problem.kind == "unreadable"]

@@ -11,9 +11,8 @@ How a load works, in the order of the code:
 6. `jobs`: one thread's work. Small neighbours are read with one system call, large chunks in parts, straight into their
    target or through a buffer. The CRC is computed in the same pass.
 7. `decoded`: the source that all jobs read from, in which transformed items look like plain files.
-8. `assemble`: makes tensors of the memory, a state dict of the values, and puts new values into the target.
+8. `load` again: makes tensors of the memory, a state dict of the values, and puts new values into the target.
 
 Around it: `apply_live` ends a load in the caller's thread (`load_state_dict`, warnings), `collective` lets all ranks
-succeed or fail together, `reader` and `info` are the public view of an open checkpoint, `verify` checks every byte,
-`copies` compares what ranks that saved alone have in common.
+succeed or fail together, `reader` and `info` are the public view of an open checkpoint, `verify` checks every byte.
 """

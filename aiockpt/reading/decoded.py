@@ -12,7 +12,6 @@ import math
 import mmap
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -24,12 +23,11 @@ from aiockpt.errors import AiockptError, CorruptCheckpointError, LoadError
 from aiockpt.format.index import Entry, Index, ItemRange, ObjectEntry, StoredChunk, TensorEntry, TensorItem
 from aiockpt.format.names import MANIFEST_NAME
 from aiockpt.format.transforms.zstd import MOST_RATIO, ZSTD_DESCRIPTOR, ZSTD_NAME, Zstd, ZstdDecoder, require_zstd
-from aiockpt.storage.base import Source
+from aiockpt.storage.base import Seen, Source
 
 if TYPE_CHECKING:
     import torch
 
-    from aiockpt.format.index import Index
     from aiockpt.format.transforms.base import Decoder, Transform
     from aiockpt.format.transforms.item_transforms import ItemFacts
 
@@ -120,7 +118,9 @@ class DecodedSource(Source):
         self.items: dict[str, VirtualFile] = {}  # the virtual files by name
         self._files: dict[str, int] | None = None
         self._cache = DecodedCache()
-        self._budget = ExpansionBudget(OBJECT_BYTES)
+        self._left = OBJECT_BYTES  # of the budget that all objects share
+        self._drawn: dict[str, int] = {}  # by object
+        self._lock = threading.Lock()
         self._local = threading.local()
 
     @property
@@ -129,10 +129,14 @@ class DecodedSource(Source):
         return self._inner.files if self._files is None else self._files
 
     def expose(self, index: Index, facts: Mapping[tuple[str, int], ItemFacts], *, trust: bool = False) -> Index:
-        """Add virtual files for the transformed items of an index; see `expose`."""
-        exposed, items = expose(self._path, index, facts, trust=trust)
-        self.know({item.name: item for item in items})
-        return exposed
+        """Return an index with its transformed items moved to virtual files, which are added.
+
+        ``facts`` are the manifest's, by file and offset; ``trust``: do not limit the decoded size of objects.
+        """
+        exposer = _Exposer(self._path, facts, trust=trust)
+        entries = {key: exposer.entry(key, entry) for key, entry in index.entries.items()}
+        self.know({item.name: item for item in exposer.items.values()})
+        return replace(index, entries=entries, is_transformed=False)
 
     def know(self, items: Mapping[str, VirtualFile]) -> None:
         """Add virtual files that another source of the same checkpoint has exposed."""
@@ -154,9 +158,7 @@ class DecodedSource(Source):
         """Return whether a file is decoded as it is read, so that one whole read is cheaper than several parts."""
         return name in self.items
 
-    def read(
-        self, name: str, offset: int, view: memoryview, seen: Callable[[memoryview], object] | None = None
-    ) -> None:
+    def read(self, name: str, offset: int, view: memoryview, seen: Seen | None = None) -> None:
         item = self.items.get(name)
         if item is None:
             self._inner.read(name, offset, view, seen)
@@ -213,9 +215,7 @@ class DecodedSource(Source):
             raise self._short(item, len(whole))
         view[:] = whole[offset : offset + len(view)]
 
-    def _stream(
-        self, item: VirtualFile, offset: int, view: memoryview, seen: Callable[[memoryview], object] | None
-    ) -> None:
+    def _stream(self, item: VirtualFile, offset: int, view: memoryview, seen: Seen | None) -> None:
         """Decode an item straight into the view."""
         at = -offset  # of the piece in the view
         for piece in self._pieces(item):
@@ -254,12 +254,21 @@ class DecodedSource(Source):
             raise self._short(item, total)
 
     def _draw(self, item: VirtualFile, nbytes: int) -> None:
-        """Raise if an object exceeds the budget that all objects share."""
-        if item.free is not None and not self._budget.draw(item.name, nbytes - item.free):
+        """Raise if an object exceeds the budget that all objects share; what it had drawn before is released."""
+        if item.free is None:
+            return
+        with self._lock:
+            drawn = self._drawn.pop(item.name, 0)
+            self._left += drawn
+            is_exceeded = nbytes - item.free > self._left
+            if not is_exceeded:
+                # An item may be decoded twice, and then begins with few bytes again: it keeps what it had.
+                self._drawn[item.name] = max(nbytes - item.free, drawn)
+                self._left -= self._drawn[item.name]
+        if is_exceeded:
             raise LoadError(
-                f"{self._path}/{item.place.file}: the {item.place.length} stored bytes of {item.key} (at offset "
-                f"{item.place.offset}) decode to {nbytes} or more, which with the other objects is more than the limit "
-                "for an untrusted checkpoint. If you trust it, pass trust=True."
+                f"{self._described(item)} decode to {nbytes} or more, which with the other objects is more than the "
+                "limit for an untrusted checkpoint. If you trust it, pass trust=True."
             )
 
     def _transforms_of(self, item: VirtualFile) -> list[Transform | Zstd]:
@@ -284,21 +293,21 @@ class DecodedSource(Source):
 
     def _check_crc(self, item: VirtualFile, crc: int) -> None:
         if item.crc is not None and crc != item.crc:
-            place = item.place
             raise CorruptCheckpointError(
-                f"{self._path}/{place.file}: the stored bytes of {item.key} (at offset {place.offset}, {place.length} "
-                "bytes) do not match their CRC: they changed since they were written. Use an older checkpoint."
+                f"{self._described(item)} do not match their CRC: they changed since they were written. Use an older "
+                "checkpoint."
             )
 
     def _failed(self, item: VirtualFile, exc: TransformFailedError) -> LoadError:
-        place = item.place
-        where = f"{self._path}/{place.file}: the {place.length} stored bytes of {item.key} (at offset {place.offset})"
+        what = f"{self._described(item)} can't be read: {exc}."
         if exc.descriptor not in self._transforms:
-            return CorruptCheckpointError(f"{where} can't be read: {exc}. Use an older checkpoint.")
+            return CorruptCheckpointError(f"{what} Use an older checkpoint.")
         state = "are those that were written" if item.crc is not None else "may have changed since they were written"
-        return LoadError(
-            f"{where} can't be read: {exc}. They {state}; was the transform made with the same key and options?"
-        )
+        return LoadError(f"{what} They {state}; was the transform made with the same key and options?")
+
+    def _described(self, item: VirtualFile) -> str:
+        place = item.place
+        return f"{self._path}/{place.file}: the {place.length} stored bytes of {item.key} (at offset {place.offset})"
 
     def _short(self, item: VirtualFile, nbytes: int) -> CorruptCheckpointError:
         return CorruptCheckpointError(
@@ -342,69 +351,34 @@ class _Window:
 
 
 @dataclass(eq=False, slots=True)
-class ExpansionBudget:
-    """Bytes that several items share; the amount drawn by one item replaces its previous one. Thread-safe."""
-
-    left: int
-    _drawn: dict[str, int] = field(default_factory=dict)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def draw(self, name: str, nbytes: int) -> bool:
-        """Set the bytes drawn by an item; return False, and release them all, if the budget is exceeded."""
-        with self._lock:
-            drawn = self._drawn.pop(name, 0)
-            self.left += drawn
-            if nbytes > self.left:
-                return False
-            # An item may be decoded twice, and then begins with few bytes again: it keeps what it had.
-            self._drawn[name] = max(nbytes, drawn)
-            self.left -= self._drawn[name]
-            return True
-
-
-@dataclass(eq=False, slots=True)
 class DecodedCache:
-    """LRU cache of decoded items. Threads that ask for the same item decode it once."""
+    """LRU cache of decoded items. Threads that ask for the same item decode it once, unless that fails."""
 
     lengths: dict[str, int] = field(default_factory=dict)  # of all items that were ever decoded
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _items: dict[str, memoryview] = field(default_factory=dict)
-    _making: dict[str, Future[memoryview]] = field(default_factory=dict)
+    _locks: dict[str, threading.Lock] = field(default_factory=dict)  # held while an item is decoded
     _closed: bool = False
 
     def has(self, name: str) -> bool:
-        return name in self._items or name in self._making
+        return name in self._locks
 
     def get(self, name: str, make: Callable[[], memoryview]) -> memoryview:
         """Return an item; call ``make`` if it is not cached."""
         with self._lock:
-            data = self._items.pop(name, None)
-            if data is not None:
-                self._items[name] = data  # to the end: most recently used
-                return data
-            making = self._making.get(name)
-            mine = making is None
-            if making is None:
-                making = self._making[name] = Future()
-        if mine:
-            self._make(name, make, making)
-        return making.result()
-
-    def _make(self, name: str, make: Callable[[], memoryview], making: Future[memoryview]) -> None:
-        try:
-            data = make()
-        except BaseException as exc:  # raised in every waiting thread
-            making.set_exception(exc)
-        else:
-            making.set_result(data)
-        # Under one lock: between the two steps another thread would find the item in neither dict, and decode it again.
-        with self._lock:
-            del self._making[name]
-            if making.exception() is None and not self._closed:
-                self.lengths[name] = len(data)
-                self._items[name] = data
-                while len(self._items) > 2 and sum(map(len, self._items.values())) > CACHE_BYTES:
-                    del self._items[next(iter(self._items))]
+            making = self._locks.setdefault(name, threading.Lock())
+        with making:
+            data = self._items.get(name)
+            if data is None:
+                data = make()
+            with self._lock:
+                self._items.pop(name, None)
+                if not self._closed:
+                    self.lengths[name] = len(data)
+                    self._items[name] = data  # the last: most recently used
+                    while len(self._items) > 2 and sum(map(len, self._items.values())) > CACHE_BYTES:
+                        del self._items[next(iter(self._items))]
+        return data
 
     def clear(self) -> None:
         """Empty the cache for good."""
@@ -437,18 +411,6 @@ class VirtualFile:
     # Decoded bytes that an object may have before it draws on OBJECT_BYTES. None: no limit, because the shape of a
     # tensor sets its size, or because the caller trusts the checkpoint.
     free: int | None
-
-
-def expose(
-    path: str, index: Index, facts: Mapping[tuple[str, int], ItemFacts], *, trust: bool = False
-) -> tuple[Index, list[VirtualFile]]:
-    """Return the index with transformed items moved to virtual files, and these files.
-
-    ``facts`` are the manifest's, by file and offset; ``trust``: do not limit the decoded size of objects.
-    """
-    exposer = _Exposer(path, facts, trust=trust)
-    entries = {key: exposer.entry(key, entry) for key, entry in index.entries.items()}
-    return replace(index, entries=entries, is_transformed=False), list(exposer.items.values())
 
 
 class _Exposer:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import anyio
@@ -30,8 +32,6 @@ from aiockpt.staging.scatter import AcceleratorPlacer, place
 from aiockpt.telemetry.loads import ReadReport
 
 if TYPE_CHECKING:
-    import mmap
-
     from aiockpt.core.threads import Workers
     from aiockpt.format.index import ItemRange, StoredChunk, TensorEntry, TensorItem
     from aiockpt.format.transforms.base import Transform
@@ -98,23 +98,18 @@ async def run_each(function: Callable[[T], Awaitable[object]], items: Sequence[T
         raise error from error.__cause__
 
 
+@dataclass(eq=False)
 class ReadExecutor:
-    """Executes reads of one checkpoint with the engine's threads; ``known`` is a cache of parsed items."""
+    """Executes reads of one checkpoint with the engine's threads."""
 
-    def __init__(
-        self,
-        source: DecodedSource,
-        path: str,
-        options: LoadOptions,
-        tools: LoadTools,
-        known: dict[ItemRange, TensorItem] | None = None,
-    ) -> None:
-        self._known = {} if known is None else known
-        self._source = source
-        self._path = path
-        self._options = options
-        self._tools = tools
-        self._framing = FramingReader(source, path, verify=options.verify)
+    _source: DecodedSource
+    _path: str
+    _options: LoadOptions
+    _tools: LoadTools
+    _known: dict[ItemRange, TensorItem] = field(default_factory=dict)  # cache of parsed items
+
+    def __post_init__(self) -> None:
+        self._framing = FramingReader(self._source, self._path, verify=self._options.verify)
         self._scalars = ScalarDecoder()
         self._local = threading.local()
 
@@ -122,8 +117,7 @@ class ReadExecutor:
         """Read the objects of a plan, allocate its new tensors, and read all tensors into place."""
         await self.read_objects(plan.objects)
         if plan.mapped:
-            mapper = MapReader(self._source, self._path)
-            plan.values |= await self._tools.workers.run(mapper.tensors, plan.mapped)
+            plan.values |= await self._tools.workers.run(map_tensors, self._source, self._path, plan.mapped)
         await self._allocate(plan)
         await self.fill([*(read for each in plan.new for read in each.reads), *plan.fills], plan.filled)
 
@@ -173,8 +167,7 @@ class ReadExecutor:
         by_device: dict[torch.device, list[TensorRead]] = defaultdict(list)
         for read in reads:
             by_device[_CPU if read.target is None else read.target.device].append(read)
-        jobs: list[ReadJob] = []
-        device_jobs: list[tuple[torch.device, ReadJob]] = []
+        found: list[tuple[torch.device, ReadJob]] = []  # with the device, of those that go through staging memory
         for device, group in by_device.items():
             most = BUFFER_BYTES
             if device != _CPU:  # a job has to fit into one chunk of the pool, with room to align both ends
@@ -184,15 +177,13 @@ class ReadExecutor:
             for read in group:
                 is_small = not _is_large(read) and read.chunk.place.length <= most // 2
                 (small if is_small else large).append(read)
-            found: list[tuple[torch.device, ReadJob]] = [(device, job) for job in coalesce(small, most, self._framing)]
+            found += [(device, job) for job in coalesce(small, most, self._framing)]
             for read in large:
                 found += await self._chunk_jobs(read, device, most)
-            jobs += [job for where, job in found if where == _CPU]
-            device_jobs += [each for each in found if each[0] != _CPU]
         self._tools.report.tensors += len(reads)
-        self._tools.report.expect(sum(job.nbytes for job in [*jobs, *(job for _, job in device_jobs)]))
-        await self._run_in_turns(jobs)
-        await self._each(self._read_to_device, device_jobs)
+        self._tools.report.expect(sum(job.nbytes for _, job in found))
+        await self._run_in_turns([job for device, job in found if device == _CPU])
+        await self._each(self._read_to_device, [each for each in found if each[0] != _CPU])
         self._known |= {read.chunk.place: read.item for read in reads if read.item and not read.chunk.item}
 
     async def _chunk_jobs(
@@ -366,14 +357,9 @@ def _neighbours(reads: Sequence[TensorRead], threads: int) -> list[list[TensorRe
     """Group items of the same file for some threads."""
     most = min(_FRAMINGS_AT_ONCE, -(-len(reads) // threads))
     groups: list[list[TensorRead]] = []
-    file = ""
-    for read in sorted(reads, key=lambda read: (read.chunk.place.file, read.chunk.place.offset)):
-        place = read.chunk.place
-        if place.file == file and len(groups[-1]) < most:
-            groups[-1].append(read)
-        else:
-            groups.append([read])
-            file = place.file
+    for _, found in groupby(sorted(reads, key=lambda read: read.chunk.place[:2]), lambda read: read.chunk.place.file):
+        of_file = list(found)
+        groups += [of_file[at : at + most] for at in range(0, len(of_file), most)]
     return groups
 
 
@@ -381,7 +367,7 @@ def _runs(objects: Sequence[ObjectRead]) -> list[list[ObjectRead]]:
     """Group objects that lie close together in a file; each large one is on its own."""
     runs: list[list[ObjectRead]] = []
     file, begin, end = "", 0, 0
-    for read in sorted(objects, key=lambda read: (read.place.file, read.place.offset)):
+    for read in sorted(objects, key=lambda read: read.place[:2]):
         place = read.place
         stop = place.offset + place.length
         if runs and place.file == file and place.offset <= end + _RUN_GAP_BYTES and stop - begin <= _RUN_BYTES:
@@ -406,47 +392,35 @@ def _new_tensor(tools: LoadTools, shape: tuple[int, ...], dtype: torch.dtype) ->
 # --- mapping --------------------------------------------------------------------------------------------
 
 
-class MapReader:
-    """Maps the files of a checkpoint copy-on-write, for tensors that are read when they are first used."""
+def map_tensors(source: Source, path: str, entries: Mapping[str, TensorEntry]) -> dict[str, torch.Tensor]:
+    """Return tensors by name whose files are mapped copy-on-write, and which are read when they are first used. Blocks.
 
-    def __init__(self, source: Source, path: str) -> None:
-        self._source = source
-        self._path = path
-        self._maps: dict[str, mmap.mmap] = {}
+    One of several chunks, or at an odd address, is a copy.
+    """
+    mapped = functools.cache(source.map)
 
-    def tensors(self, entries: Mapping[str, TensorEntry]) -> dict[str, torch.Tensor]:
-        """Return tensors by name; one of several chunks, or at an odd address, is a copy. Blocks."""
-        return {name: self._tensor(name, entry) for name, entry in entries.items()}
-
-    def _tensor(self, name: str, entry: TensorEntry) -> torch.Tensor:
-        if len(entry.chunks) == 1:
-            return self._chunk(name, entry.chunks[0], entry.dtype).to(entry.dtype)
-        whole = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
-        for chunk in entry.chunks:
-            region = whole[tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))]
-            region.copy_(self._chunk(name, chunk, entry.dtype))
-        return whole
-
-    def _chunk(self, name: str, chunk: StoredChunk, dtype: torch.dtype) -> torch.Tensor:
+    def view(name: str, chunk: StoredChunk, dtype: torch.dtype) -> torch.Tensor:
         place = chunk.place
-        item = chunk.item or self._item(name, chunk, dtype)
+
+        def fetch(offset: int, size: int) -> bytes:
+            return mapped(place.file)[place.offset + offset : place.offset + min(offset + size, place.length)]
+
+        item = chunk.item or parse_checked(path, TensorRead(name, dtype, chunk), parse_tensor_item, place.length, fetch)
         if not item.nbytes:
             return torch.empty_strided(item.shape, item.stride, dtype=item.dtype, device="cpu")
         at = place.offset + item.payload_offset
-        memory = torch.frombuffer(self._map(place.file), dtype=torch.uint8, count=item.nbytes, offset=at)
+        memory = torch.frombuffer(mapped(place.file), dtype=torch.uint8, count=item.nbytes, offset=at)
         if memory.data_ptr() % item.dtype.itemsize:  # vector instructions fault on values at odd addresses
             memory = memory.clone()
         return view_of(memory, item, lazily=True)
 
-    def _item(self, name: str, chunk: StoredChunk, dtype: torch.dtype) -> TensorItem:
-        mapped, place = self._map(chunk.place.file), chunk.place
-
-        def fetch(offset: int, size: int) -> bytes:
-            return mapped[place.offset + offset : place.offset + min(offset + size, place.length)]
-
-        return parse_checked(self._path, TensorRead(name, dtype, chunk), parse_tensor_item, place.length, fetch)
-
-    def _map(self, file: str) -> mmap.mmap:
-        if file not in self._maps:
-            self._maps[file] = self._source.map(file)
-        return self._maps[file]
+    tensors: dict[str, torch.Tensor] = {}
+    for name, entry in entries.items():
+        if len(entry.chunks) == 1:
+            tensors[name] = view(name, entry.chunks[0], entry.dtype).to(entry.dtype)
+            continue
+        whole = tensors[name] = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
+        for chunk in entry.chunks:
+            region = whole[tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))]
+            region.copy_(view(name, chunk, entry.dtype))
+    return tensors

@@ -54,20 +54,20 @@ _HEADERS_BYTES = 1024
 # --- framing --------------------------------------------------------------------------------------------
 
 
+@dataclass(eq=False)
 class ItemWindow:
     """Reads ranges of an item; keeps its head and tail, where the framing is. Blocks."""
 
-    def __init__(
-        self, source: Source, place: ItemRange, most_bytes: int = _MAX_FETCH_BYTES, head: bytes = b"", tail: bytes = b""
-    ) -> None:
-        self._source = source
-        self._place = place
-        self._most_bytes = most_bytes  # of one range: a damaged size allocates no more
-        self._head = head
-        self._tail = tail
-        self._tail_at = max(0, place.length - TAIL_BYTES)
-        self._block = b""
-        self._block_at = 0
+    _source: Source
+    _place: ItemRange
+    _most_bytes: int = _MAX_FETCH_BYTES  # of one range: a damaged size allocates no more
+    _head: bytes = b""
+    _tail: bytes = b""
+    _block: bytes = b""
+    _block_at: int = 0
+
+    def __post_init__(self) -> None:
+        self._tail_at = max(0, self._place.length - TAIL_BYTES)
 
     def fetch(self, offset: int, size: int) -> bytes:
         """Return bytes of the item; fewer where it ends."""
@@ -115,9 +115,8 @@ class FramingReader:
         at = 0
         for read, (_, head), (_, tail) in zip(reads, runs[::2], runs[1::2], strict=True):
             place, middle = read.chunk.place, at + head
-            window = ItemWindow(
-                self.source, place, head=bytes(data[at:middle]), tail=bytes(data[middle : middle + tail])
-            )
+            ends = bytes(data[at:middle]), bytes(data[middle : middle + tail])
+            window = ItemWindow(self.source, place, _MAX_FETCH_BYTES, *ends)
             read.item = parse_checked(self._path, read, parse_tensor_item, place.length, window.fetch)
             at = middle + tail
 
@@ -258,7 +257,7 @@ def coalesce(reads: Sequence[TensorRead], most_bytes: int, framing: FramingReade
     jobs: list[CoalescedRead] = []
     stretches: list[_Stretch] = []
     used = 0
-    for read in sorted(reads, key=lambda read: (read.chunk.place.file, read.chunk.place.offset)):
+    for read in sorted(reads, key=lambda read: read.chunk.place[:2]):
         place = read.chunk.place
         end = place.offset + place.length
         last = stretches[-1] if stretches else None

@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import anyio
 import torch
@@ -37,12 +37,15 @@ from aiockpt.format.file_sets import (
 )
 from aiockpt.format.index import Entry, Index, InlineEntry, ItemRange, ObjectEntry, ObjPath, TensorEntry, TensorItem
 from aiockpt.format.item.arrays import check_arrays
+from aiockpt.format.item.objects import decode_object
+from aiockpt.format.item.tensor_item import parse_tensor_item
+from aiockpt.format.item.ziparchive import FramingError
 from aiockpt.format.keys import check_patterns, hint, matching
 from aiockpt.format.manifest.columnar_index import IndexedEntries
 from aiockpt.format.manifest.manifest import Manifest, is_of_another_save, is_pickled
 from aiockpt.format.manifest.reader import decode_manifest
 from aiockpt.format.names import COMMON_NAME, MANIFEST_NAME, METADATA_NAME
-from aiockpt.format.recognise import SHARD_INDEX, Recognised, has_common, rank_metadata, recognise
+from aiockpt.format.recognise import SHARD_INDEX, Recognised, has_common, rank_metadata, recognise, wrong_file
 from aiockpt.format.safetensors.reader import (
     HEADER_PROBE_BYTES,
     decode_header,
@@ -53,8 +56,8 @@ from aiockpt.format.torch_file.torch_file import holds_tensors, read_torch_file
 from aiockpt.planning.dtensor import is_distributed
 from aiockpt.planning.flatten import StructureError, flatten
 from aiockpt.planning.ranges import select
-from aiockpt.reading.copies import differing_copies
 from aiockpt.reading.decoded import DecodedSource
+from aiockpt.reading.jobs import ItemWindow
 from aiockpt.reading.read_plan import ReadRequest, value_key
 
 if TYPE_CHECKING:
@@ -152,9 +155,8 @@ def look_at(source: Source, path: str) -> Recognised:
 def _read_set(source: Source, path: str, found: Recognised, safe_globals: Sequence[Any], trust: bool) -> Index:
     """Read the index of a file, or of a set of them."""
     shards = decode_shard_index(found.index, read_document(source, found.index)) if found.index else None
-    names = found.files if shards is None else shards.files
     headers: dict[str, Index] = {}
-    for name in names:
+    for name in found.files:
         if name not in source.files:
             raise CorruptCheckpointError(f"{found.index} names the file {name}, which is missing")
         is_torch = found.layout == "torch"
@@ -284,15 +286,9 @@ def _read_manifest(source: Source, path: str) -> Manifest | None:
 
 
 def _check_files(source: Source, path: str, manifest: Manifest) -> None:
-    for name, facts in manifest.files.items():
-        size = source.files.get(name)
-        if size is None:
-            raise CorruptCheckpointError(f"{path} lacks its file {name}; use an older checkpoint")
-        if size != facts.nbytes:
-            raise CorruptCheckpointError(
-                f"{path}/{name} has {size} bytes but was written with {facts.nbytes}: it was truncated or "
-                "changed. Use an older checkpoint."
-            )
+    problem = wrong_file(manifest.files, source.files)
+    if problem:
+        raise CorruptCheckpointError(f"{path}: {problem}; it was truncated or changed, so use an older checkpoint")
 
 
 def _read_safetensors(source: Source, name: str) -> Index:
@@ -363,6 +359,97 @@ def _bytes(source: Source, name: str, offset: int, size: int, shown: str | None 
             )
         data += part
     return bytes(data)
+
+
+# --- copies of one value by ranks that saved alone ------------------------------------------------------
+# They differ where the ranks' files are of different saves.
+
+
+_PIECE_BYTES = 1 << 20
+_PLAIN = frozenset({int, float, complex, bool, str, bytes, type(None)})
+
+Verdict = Literal["same", "different", "unknown"]
+
+
+def differing_copies(source: Source, parts: Mapping[int, Index]) -> Iterator[tuple[str, str, str, bool]]:
+    """Yield key and file of each copy unlike the lowest rank's, a message, and whether it is an error. Blocks.
+
+    Tensors and plain values must be equal. Other objects may differ from rank to rank, as states of generators do.
+    """
+    seen: dict[tuple[str, str], tuple[int, ItemRange]] = {}
+    for rank, part in sorted(parts.items()):
+        for name, box, place in [(name, *each) for name, entry in part.entries.items() for each in _places(entry)]:
+            first_rank, first = seen.setdefault((name, box), (rank, place))
+            if first_rank == rank:
+                continue
+            verdict = (_compare_tensors if box else _compare_objects)(source, first, place)
+            which = f"ranks {first_rank} and {rank}, which saved alone, have different values of {name}"
+            if verdict == "different":
+                message = (
+                    f"{which}: their files may be of different saves, of which the last was interrupted. Use an older "
+                    "checkpoint, and give each save a directory of its own; data that differs between ranks needs "
+                    "names that differ"
+                )
+                yield name, place.file, message, True
+            elif verdict == "unknown":
+                message = f"{which}, or store them in different ways; that of rank {first_rank} is used"
+                yield name, place.file, message, False
+
+
+def _places(entry: Entry) -> list[tuple[str, ItemRange]]:
+    """Return where an entry is stored, chunk by chunk; an object has no box."""
+    if isinstance(entry, TensorEntry):
+        return [(f"{chunk.offsets} {chunk.sizes}", chunk.place) for chunk in entry.chunks]
+    return [("", entry.place)] if isinstance(entry, ObjectEntry) else []
+
+
+def _compare_tensors(source: Source, one: ItemRange, other: ItemRange) -> Verdict:
+    """Compare by the CRCs in the framing, or byte by byte if there are none."""
+    if one.transforms or other.transforms:
+        return "same" if _is_same(source, one, other) else "unknown"
+    try:
+        items = [parse_tensor_item(place.length, ItemWindow(source, place).fetch) for place in (one, other)]
+    except FramingError:  # of another serialization format
+        return "same" if _is_same(source, one, other) else "different"
+    if items[0].crc is None or items[1].crc is None:
+        places = [
+            place._replace(offset=place.offset + item.payload_offset, length=item.nbytes)
+            for place, item in zip((one, other), items, strict=True)
+        ]
+        is_same = _is_same(source, *places)
+    else:
+        is_same = (items[0].nbytes, items[0].crc) == (items[1].nbytes, items[1].crc)
+    if _layout(items[0]) != _layout(items[1]):
+        return "unknown"
+    return "same" if is_same else "different"
+
+
+def _layout(item: TensorItem) -> tuple[object, ...]:
+    return item.dtype, item.shape, item.stride, item.storage_offset, item.conj, item.neg
+
+
+def _compare_objects(source: Source, one: ItemRange, other: ItemRange) -> Verdict:
+    if _is_same(source, one, other):
+        return "same"
+    if one.transforms or other.transforms or max(one.length, other.length) > _PIECE_BYTES:
+        return "unknown"
+    try:
+        values = [decode_object("", source.read_bytes(*place[:3])) for place in (one, other)]
+    except LoadError:  # a load of it says why
+        return "unknown"
+    if not all(type(value) in _PLAIN for value in values):
+        return "unknown"
+    return "same" if repr(values[0]) == repr(values[1]) else "different"  # by repr: NaN is NaN, 1 is not True
+
+
+def _is_same(source: Source, one: ItemRange, other: ItemRange) -> bool:
+    """Compare byte by byte."""
+    steps = range(0, one.length, _PIECE_BYTES)
+    return one.length == other.length and all(
+        source.read_bytes(one.file, one.offset + at, min(_PIECE_BYTES, one.length - at))
+        == source.read_bytes(other.file, other.offset + at, min(_PIECE_BYTES, one.length - at))
+        for at in steps
+    )
 
 
 # --- open checkpoints -----------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """The read plan, pure: which byte ranges of the checkpoint go into which new or existing tensors.
 
-`plan_reads` turns requests into a `ReadPlan`. The executor carries it out, and `assemble.build_values` makes the
+`plan_reads` turns requests into a `ReadPlan`. The executor carries it out, and `load.build_values` makes the
 values of it.
 """
 

@@ -30,11 +30,8 @@ from aiockpt.reading.open import OpenCheckpoint, open_checkpoint
 from aiockpt.snapshot.capture import ready_events
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from aiockpt.core.futures import Call
     from aiockpt.engine.engine import Engine
-    from aiockpt.reading.executor import LoadTools
     from aiockpt.reading.read_plan import ReadRequest
     from aiockpt.storage.base import Storage
 
@@ -101,25 +98,17 @@ class Stream(ReadMany):
     buffer_bytes: int = field(default=256 << 20, kw_only=True)
 
 
+@dataclass(eq=False, repr=False)
 class _Reader(Mapping[str, "TensorInfo | ObjectInfo"]):
     """Base of both readers: a mapping of keys to the facts in the index."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        storage: Storage,
-        path: str,
-        options: LoadOptions,
-        checkpointer: object,
-        close_owner: Callable[[], Awaitable[None]] | None = None,
-    ) -> None:
-        self._checkpointer = checkpointer  # a checkpointer that closes itself when its last reference goes
-        self._close_checkpointer = close_owner  # if the checkpointer is the reader's alone
-        self.path = path
-        self._engine = engine
-        self._storage = storage
-        self._options = options
-        self._open: OpenCheckpoint | None = None
+    _engine: Engine
+    _storage: Storage
+    path: str
+    _options: LoadOptions
+    _checkpointer: object  # a checkpointer that closes itself when its last reference goes
+    _close_checkpointer: Callable[[], Awaitable[None]] | None = None  # if the checkpointer is the reader's alone
+    _open: OpenCheckpoint | None = None
 
     @property
     def _opened(self) -> OpenCheckpoint:
@@ -183,10 +172,9 @@ class _Reader(Mapping[str, "TensorInfo | ObjectInfo"]):
         return found
 
     def _begin_open(self) -> Call[OpenCheckpoint]:
-        async def open_it(tools: LoadTools) -> OpenCheckpoint:
-            return await open_checkpoint(self._storage, self.path, self._options, tools)
-
-        return self._engine.call(open_it, f"open {self.path}")
+        return self._engine.call(
+            lambda tools: open_checkpoint(self._storage, self.path, self._options, tools), f"open {self.path}"
+        )
 
     def _begin_read(self, wanted: Sequence[ReadRequest], how: ReadOptions) -> Call[dict[str, Any]]:
         opened = self._opened
@@ -314,9 +302,7 @@ class CheckpointReader(_Reader):
         self._keep(opened)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
     def __await__(self) -> Generator[Any, None, Self]:
@@ -401,9 +387,7 @@ class SyncCheckpointReader(_Reader):
             self._open = self._begin_open().result(lambda late: late.source.close())
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @parameters_of(ReadOne)

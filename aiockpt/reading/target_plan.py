@@ -94,22 +94,22 @@ def tied_names(flat: FlatState, entries: Mapping[str, Entry]) -> dict[str, str]:
     return {name: places[place] for name, place in found.items() if place is not None and place in places}
 
 
+@dataclass(eq=False)
 class _TargetPlanner:
     """Builds a `TargetPlan`."""
 
-    def __init__(
-        self, path: str, index: Index, options: LoadOptions, target: ResolvedState, tied: Mapping[str, str]
-    ) -> None:
-        self._path = path
-        self._tied = tied  # names that were added to the index, with those of the tensors that they share
-        self._index = index
-        self._options = options
-        self._target = target
-        self._entries = dict(index.entries.items())
-        self._stored = Subtrees(index.paths, index.containers)
-        self._owner_of = _Owners(target.objects)
-        self._wanted: set[str] = set()  # the names that the options ask for
-        self._open: dict[str, ObjPath] = {}  # containers and Nones that can take a subtree
+    _path: str
+    _index: Index
+    _options: LoadOptions
+    _target: ResolvedState
+    _tied: Mapping[str, str]  # names that were added to the index, with those of the tensors that they share
+    _wanted: set[str] = field(default_factory=set)  # the names that the options ask for
+    _open: dict[str, ObjPath] = field(default_factory=dict)  # containers and Nones that can take a subtree
+
+    def __post_init__(self) -> None:
+        self._entries = dict(self._index.entries.items())
+        self._stored = Subtrees(self._index.paths, self._index.containers)
+        self._owner_of = _Owners(self._target.objects)
         self.plan = TargetPlan(self._stored)
 
     def flatten(self) -> FlatState:

@@ -31,6 +31,9 @@ Status = Literal["open", "published", "gone"]
 Identity = tuple[int, int]
 """Distinguishes a transaction from all others, whatever its name."""
 
+Seen = Callable[[memoryview], object]
+"""Called with each piece of what is read, in order, as soon as its bytes are there."""
+
 
 class FileSink(ABC):
     """A file that is being written, from its beginning to its end.
@@ -211,9 +214,7 @@ class Source(ABC):
         """The size in bytes of each file, by name relative to the checkpoint."""
 
     @abstractmethod
-    def read(
-        self, name: str, offset: int, view: memoryview, seen: Callable[[memoryview], object] | None = None
-    ) -> None:
+    def read(self, name: str, offset: int, view: memoryview, seen: Seen | None = None) -> None:
         """Fill ``view`` with the file's bytes from ``offset`` on. Blocks; may run in several threads at once.
 
         Args:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from aiockpt.storage.base import (
     FileSink,
     Identity,
     PartSink,
+    Seen,
     SharedStorage,
     SharedTransaction,
     Source,
@@ -200,9 +201,7 @@ class _WrapperSource(Source):
     def files(self) -> Mapping[str, int]:
         return self._inner.files
 
-    def read(
-        self, name: str, offset: int, view: memoryview, seen: Callable[[memoryview], object] | None = None
-    ) -> None:
+    def read(self, name: str, offset: int, view: memoryview, seen: Seen | None = None) -> None:
         self._storage.before_read(name, offset, len(view))
         self._inner.read(name, offset, view, seen)
 

@@ -94,7 +94,7 @@ def test_interrupt_leaves_no_file(to, number, python, tmp_path):
     code = f"""
 import os, threading
 from aiockpt.cli.main import app
-from aiockpt.dcp.convert import recode
+from aiockpt.dcp import convert
 
 def interrupted(fill):  # the second read waits for the signal
     calls = []
@@ -105,7 +105,7 @@ def interrupted(fill):  # the second read waits for the signal
         return await fill(self, *args)
     return wrapper
 
-recode._Filler.fill = interrupted(recode._Filler.fill)
+convert._Filler.fill = interrupted(convert._Filler.fill)
 app(["convert", {str(tmp_path / "c")!r}, {str(tmp_path / TARGETS[to])!r}])
 """
     done = subprocess.run([*python, "-c", code], capture_output=True, text=True, timeout=120, check=False)

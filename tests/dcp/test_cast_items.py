@@ -117,7 +117,7 @@ def test_the_values_of_one_shard_are_cast(tmp_path: Path) -> None:
 def test_conversions_cast_to_the_dtype_of_the_metadata(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int
 ) -> None:
-    monkeypatch.setattr("aiockpt.dcp.convert.recode._CHUNK_BYTES", chunk)
+    monkeypatch.setattr("aiockpt.dcp.convert._CHUNK_BYTES", chunk)
     dcp.save(state_of(), storage_writer=FileSystemWriter(tmp_path / "c"), planner=InTransform())
     dcp_to_torch_save(tmp_path / "c", tmp_path / "c.pt")
     assert_same(state_of(), torch.load(tmp_path / "c.pt"))

@@ -189,8 +189,8 @@ def test_objects_of_foreign_classes_are_copied_without_being_unpickled(tmp_path:
 @pytest.mark.parametrize("to", FORMATS)
 @pytest.mark.parametrize("dtype", [None, torch.float64])
 def test_sharded_and_large_tensors(to: str, dtype: torch.dtype | None, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("aiockpt.dcp.convert.recode.PART_BYTES", 4096)
-    monkeypatch.setattr("aiockpt.dcp.convert.recode._CHUNK_BYTES", 8192)
+    monkeypatch.setattr("aiockpt.dcp.convert.PART_BYTES", 4096)
+    monkeypatch.setattr("aiockpt.dcp.convert._CHUNK_BYTES", 8192)
     state = {
         "long": torch.randn(9001),
         "wide": torch.randn(3, 5000),
@@ -205,8 +205,8 @@ def test_sharded_and_large_tensors(to: str, dtype: torch.dtype | None, tmp_path:
 
 @pytest.mark.parametrize("to", FORMATS)
 def test_damage_is_found_where_large_tensors_are_cast(to: str, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("aiockpt.dcp.convert.recode.PART_BYTES", 4096)
-    monkeypatch.setattr("aiockpt.dcp.convert.recode._CHUNK_BYTES", 8192)
+    monkeypatch.setattr("aiockpt.dcp.convert.PART_BYTES", 4096)
+    monkeypatch.setattr("aiockpt.dcp.convert._CHUNK_BYTES", 8192)
     source = write("dcp", tmp_path / "in", {"w": torch.arange(9000.0)})
     file = source / "__0_0.distcp"
     data = bytearray(file.read_bytes())

@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlan
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 import aiockpt
+from aiockpt.dcp import convert
 from aiockpt.dcp import format_utils as ours
-from aiockpt.dcp.convert import recode
 from tests.dcp.test_reader import Settings, state_of
 from tests.memory import peak_growth
 from tests.ranks.world import World
@@ -86,8 +86,8 @@ def test_views_of_one_storage_become_separate_tensors(kind: str, tmp_path: Path)
 
 @pytest.mark.parametrize("writer", ["torch", "aiockpt"])
 def test_large_tensors_are_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writer: str) -> None:
-    monkeypatch.setattr(recode, "_CHUNK_BYTES", 64 * 1024)
-    monkeypatch.setattr(recode, "PART_BYTES", 64 * 1024)
+    monkeypatch.setattr(convert, "_CHUNK_BYTES", 64 * 1024)
+    monkeypatch.setattr(convert, "PART_BYTES", 64 * 1024)
     state = {
         "large": random_tensor(torch.float32, (777, 913), 1),
         "strided": random_tensor(torch.bfloat16, (300, 1001), 2).t(),
@@ -138,7 +138,7 @@ def sharded_whole() -> dict[str, torch.Tensor]:
 def test_a_checkpoint_of_several_ranks(
     world4: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int
 ) -> None:
-    monkeypatch.setattr(recode, "_CHUNK_BYTES", chunk)
+    monkeypatch.setattr(convert, "_CHUNK_BYTES", chunk)
     world4.results(_save_sharded, tmp_path / "c", timeout_s=100)
     ours.dcp_to_torch_save(tmp_path / "c", tmp_path / "ours.pt")
     theirs.dcp_to_torch_save(tmp_path / "c", tmp_path / "theirs.pt")

@@ -14,8 +14,8 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
 import aiockpt
+from aiockpt.dcp import convert
 from aiockpt.dcp import format_utils as ours
-from aiockpt.dcp.convert import recode
 from aiockpt.format.names import METADATA_NAME
 from tests.dcp.test_format_utils import _save_sharded, sharded_whole
 from tests.memory import peak_growth
@@ -51,7 +51,7 @@ def test_a_checkpoint_of_several_ranks(
     world4: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk_bytes: int
 ) -> None:
     """Convert shards by rows, columns and blocks, and replicas, with many chunks per tensor and the reverse."""
-    monkeypatch.setattr(recode, "_CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(convert, "_CHUNK_BYTES", chunk_bytes)
     world4.results(_save_sharded, tmp_path / "c", timeout_s=100)
     ours.dcp_to_safetensors(
         tmp_path / "c", tmp_path / "st", keys=["model", "plain"], shard_bytes=300_000, metadata={"step": 3}
@@ -77,7 +77,7 @@ def test_a_checkpoint_of_several_ranks(
 def test_dtypes_views_and_tied_tensors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writer: str, chunk_bytes: int
 ) -> None:
-    monkeypatch.setattr(recode, "_CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(convert, "_CHUNK_BYTES", chunk_bytes)
     base = random_tensor(torch.float32, (130, 70), 1)
     state = {str(dtype): random_tensor(dtype, (41, 67), n) for n, dtype in enumerate(storable_dtypes())}
     state = {name: tensor for name, tensor in state.items() if tensor.dtype in _SAFETENSORS}
@@ -106,7 +106,7 @@ _SAFETENSORS = {
 
 @pytest.mark.parametrize("chunk_bytes", [4096, 16 << 20])
 def test_keys_and_dtype_are_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk_bytes: int) -> None:
-    monkeypatch.setattr(recode, "_CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(convert, "_CHUNK_BYTES", chunk_bytes)
     weight, ids = random_tensor(torch.float32, (90, 81), 1), torch.arange(5000)
     state = {"model": {"a.w": weight, "b": {"w": weight[:7] * 3}, "ids": ids}, "optim": {"m": weight + 1}, "step": 5}
     with aiockpt.SyncCheckpointer(process_group=None) as ckpt:
@@ -142,7 +142,7 @@ def test_a_dtype_that_safetensors_lacks_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("chunk_bytes", [4096, 16 << 20])
 def test_damage_leaves_the_old_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk_bytes: int) -> None:
-    monkeypatch.setattr(recode, "_CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(convert, "_CHUNK_BYTES", chunk_bytes)
     state = {"w": random_tensor(torch.float32, (300, 211), 1)}
     with aiockpt.SyncCheckpointer(process_group=None) as ckpt:
         ckpt.save(state, tmp_path / "c")

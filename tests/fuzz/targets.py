@@ -89,7 +89,7 @@ def _metadata(stock: Path, path: Path) -> Target:
     whole = (path / ".metadata").read_bytes()
     loaded = pickle.loads(whole)
     small = tuple(bomb for bomb in METADATA_BOMBS.values() if len(bomb) < 1000)
-    seeds = (whole, *(pickle.dumps(loaded, protocol) for protocol in (0, 2, 3, 5)), *small)
+    seeds = (whole, *(pickle.dumps(loaded, protocol) for protocol in (2, 3, 5)), *small)
     return Target("metadata", pickled.changed, seeds, _writer(path / ".metadata"), path)
 
 
@@ -111,7 +111,7 @@ def _rank_metadata(top: Path) -> Target:
         }
         (path / f"__{rank}.metadata").write_bytes(pickle.dumps(loaded))
         (own / "__0_0.distcp").rename(path / f"__{rank}_0.distcp")
-    seeds = tuple(pickle.dumps(loaded, protocol) for protocol in (4, 0, 2, 3, 5))
+    seeds = tuple(pickle.dumps(loaded, protocol) for protocol in (4, 2, 3, 5))
     return Target("rank metadata", pickled.changed, seeds, _writer(path / "__1.metadata"), path)
 
 

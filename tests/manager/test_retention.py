@@ -16,7 +16,7 @@ import torch
 
 import aiockpt
 from aiockpt.storage.local import commit
-from aiockpt.storage.local import delete as deletion
+from aiockpt.storage.local import storage as deletion
 from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.testing import GatedStorage
 from tests.manager.runs import empty, names, path_of, truncate

@@ -65,7 +65,7 @@ PRELOAD = [
     "anyio._backends._asyncio",
     "aiockpt.checkpointer",  # `import aiockpt` is lazy: each rank would import its parts again
     "aiockpt.sync_checkpointer",
-    "aiockpt.manager.sync_manager",
+    "aiockpt.manager.manager",
     "aiockpt.dcp.format_utils",
     "aiockpt.testing",
     "tests.ranks.failing",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from aiockpt.format.index import ItemRange
-from aiockpt.reading import copies
+from aiockpt.reading import open as opening
 
 
 class MemorySource:
@@ -20,11 +20,11 @@ class MemorySource:
 
 @pytest.mark.parametrize("length", [3, 4, 5, 10])
 def test_comparison_stops_at_the_end_of_the_items(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copies, "_PIECE_BYTES", 4)
+    monkeypatch.setattr(opening, "_PIECE_BYTES", 4)
     item = bytes(range(length))
     one, other = ItemRange("a", 2, length), ItemRange("b", 3, length)
-    assert copies._is_same(MemorySource(a=b"__" + item + b"x" * 9, b=b"___" + item + b"y" * 9), one, other)
+    assert opening._is_same(MemorySource(a=b"__" + item + b"x" * 9, b=b"___" + item + b"y" * 9), one, other)
     for at in range(length):
         changed = item[:at] + b"\xff" + item[at + 1 :]
-        assert not copies._is_same(MemorySource(a=b"__" + item, b=b"___" + changed), one, other)
-    assert not copies._is_same(MemorySource(a=b"__" + item, b=b"___" + item), one, ItemRange("b", 3, length - 1))
+        assert not opening._is_same(MemorySource(a=b"__" + item, b=b"___" + changed), one, other)
+    assert not opening._is_same(MemorySource(a=b"__" + item, b=b"___" + item), one, ItemRange("b", 3, length - 1))

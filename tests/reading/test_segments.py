@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import aiockpt
 from aiockpt.format.checks import Box, overlapping
 from aiockpt.format.index import Index, ItemRange, StoredChunk, TensorEntry
-from aiockpt.reading.verify.inventory import Extent, Inventory, cut_segments, group_segments, split_overlaps
+from aiockpt.reading.verify.inventory import Extent, Inventory, cut_segments, split_overlaps
 from aiockpt.telemetry.verification import Findings
 
 chunk = st.tuples(st.tuples(st.integers(0, 5), st.integers(0, 5)), st.tuples(st.integers(0, 3), st.integers(0, 3)))
@@ -126,7 +126,3 @@ def test_segments_cover_each_extent_once(wanted, whole: bool, step_bytes: int, r
                 assert (low, high) == (segment.start, segment.stop)
             seen[id(extent)] = seen.get(id(extent), 0) + high - low
     assert seen == {id(extent): extent.stop - extent.start for extent in clear}
-    groups = list(group_segments(iter(segments), range_bytes))
-    assert [segment for group in groups for segment in group] == segments
-    for group in groups:
-        assert len(group) == 1 or sum(segment.stop - segment.start for segment in group) <= range_bytes

@@ -22,8 +22,7 @@ import aiockpt
 from aiockpt.core.threads import Workers
 from aiockpt.errors import CorruptCheckpointError, LoadError
 from aiockpt.format.dcp.metadata import decode_metadata
-from aiockpt.reading.verify.items import STEP_BYTES
-from aiockpt.reading.verify.verify import verify_checkpoint
+from aiockpt.reading.verify.verify import STEP_BYTES, verify_checkpoint
 from aiockpt.storage.base import Source, Storage
 from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.storage.wrapper import WrapperStorage

@@ -18,7 +18,7 @@ import aiockpt
 from aiockpt.core.threads import Workers
 from aiockpt.errors import CheckpointExistsError, DeleteError, WriteError
 from aiockpt.storage.local import belonging, commit
-from aiockpt.storage.local import delete as deleting
+from aiockpt.storage.local import storage as deleting
 from aiockpt.storage.local.belonging import OtherThingsError, checkpoint_above, look_into, remove
 from aiockpt.storage.local.orphans import clean
 from aiockpt.storage.local.storage import LocalStorage

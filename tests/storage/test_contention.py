@@ -15,7 +15,7 @@ import pytest
 from aiockpt.errors import CheckpointNotFoundError, DeleteError
 from aiockpt.storage import syscalls
 from aiockpt.storage.local.commit import Publication, check_free
-from aiockpt.storage.local.delete import delete
+from aiockpt.storage.local.storage import delete
 from aiockpt.storage.local.temp_dir import make_hidden, new_ticket
 from tests.interruption import Interruption
 

@@ -131,24 +131,22 @@ async def test_direct_io_refused_at_write(nth: int, workers, data, tmp_path: Pat
     assert (tmp_path / "c" / "f").read_bytes() == bytes(data.view[: (2 << 20) + 7])
 
 
-async def test_short_writes_and_other_errors(workers, data, tmp_path: Path) -> None:
-    class Short:
-        """A file with short writes that fails at last."""
+async def test_short_writes_and_other_errors(workers, data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, left = os.pwrite, 0
 
-        def __init__(self, inner, limit: int) -> None:
-            self.inner, self.left, self.fileno, self.close = inner, limit, inner.fileno, inner.close
-            self.truncate = inner.truncate
+    def short(fd: int, view: memoryview, offset: int) -> int:
+        """Write a part of the bytes, and fail at last."""
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise OSError(errno.EIO, "Input/output error")
+        return real(fd, view[: max(1, len(view) // 3)], offset)
 
-        async def write(self, view):
-            self.left -= 1
-            if self.left < 0:
-                raise OSError(errno.EIO, "Input/output error")
-            return await self.inner.write(view[: max(1, len(view) // 3)])
-
+    monkeypatch.setattr(os, "pwrite", short)
     for limit, fine in ((1000, True), (5, False)):
         transaction = await LocalStorage().begin(str(tmp_path / str(limit)), overwrite=False, workers=workers)
         sink = await transaction.create("f", 2 << 20)
-        sink._file = Short(sink._file, limit)
+        left = limit
         if fine:
             await sink.write(data.view[: 2 << 20])
             await sink.finish()

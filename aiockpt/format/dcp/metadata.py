@@ -21,8 +21,7 @@ from aiockpt.format.checks import MAX_DIMS, check_paths
 from aiockpt.format.dtypes import DTYPES, QUANTIZED_DTYPES
 from aiockpt.format.index import Entry, Index, ItemRange, ObjectEntry, ObjPath, StoredChunk, TensorEntry
 from aiockpt.format.names import DCP_MODULE, METADATA_NAME
-from aiockpt.format.pickle.fast_pickle import read_pickle
-from aiockpt.format.pickle.machine import Function, Record
+from aiockpt.format.pickle.machine import Function, Record, read_pickle
 
 _SHARDED_MODULE = "torch.distributed._shard.sharded_tensor.metadata"  # up to torch 2.2
 _PLANNER_MODULE = "torch.distributed.checkpoint.planner"

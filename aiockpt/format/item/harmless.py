@@ -130,8 +130,9 @@ def build_harmless(
         load: returns the storage of a persistent id.
     """
     named = named or {}
-    if not check_object_pickle(data, storages or {}, HARMLESS_NAMES | allowed.keys() | named.keys()):
-        raise PickleError("it names something other than plain data")
+    needs = check_object_pickle(data, storages or {}, HARMLESS_NAMES | allowed.keys() | named.keys())
+    if needs.names or not needs.is_complete:
+        raise needs.error or PickleError("it names something other than plain data")
     machine = _Builder(data, allowed, named, load)
     try:
         value = machine.run()
@@ -389,10 +390,7 @@ def _get(width: int) -> Handler:
 _DICTS = (dict, collections.OrderedDict, collections.defaultdict, collections.Counter)
 _CALLABLE = frozenset(id(value) for value in _GLOBALS.values() if not isinstance(value, torch.dtype)) - {id(np.ndarray)}
 _OWN: dict[str, Handler] = {
-    "]": push_new(list),
-    "}": push_new(dict),
     "\x8f": push_new(set),
-    ")": push_new(tuple),
     **tuple_handlers(tuple),
     **list_handlers(_extend),
     **dict_handlers(_update),
@@ -402,4 +400,4 @@ _OWN: dict[str, Handler] = {
     "\x81": _new,
     "b": _build,
 }
-_HANDLERS = handler_table(_OWN, shared="\x80.(N\x88\x89KMJ\x8aGXqrcQ")
+_HANDLERS = handler_table(_OWN, shared="\x80.(N\x88\x89KMJ\x8aGX)]}qrcQ")

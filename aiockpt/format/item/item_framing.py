@@ -15,14 +15,16 @@ import math
 import mmap
 import sys
 from bisect import bisect_right
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 
 import torch
 from isal.isal_zlib import crc32
 
-from aiockpt.format.item.ziparchive import CRC, Framing, FramingError, data_offset, read_directory
+from aiockpt.format.item.ziparchive import CRC, Framing, FramingError, Record, data_offset, read_directory
 
+CRC_IN_DESCRIPTOR = 4  # the offset of the CRC-32 behind a record's bytes
 MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0  # in the module mmap since Python 3.13
 
 
@@ -96,47 +98,38 @@ def tensor_framing(dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int
     tensor = unbacked_tensor(dtype, shape, stride)
     with torch.serialization.skip_data():
         torch.save(tensor, file)
-    prefix, *rest = (bytes(block) for _, block in file.blocks())
-    return _framing_around(prefix, b"".join(rest), tensor.untyped_storage().nbytes(), "/data/0")
+    return _framing_around(file, tensor.untyped_storage().nbytes(), "/data/0")
 
 
 def pickle_framing(blob: bytes, nbytes: int) -> Framing:
     """Return the framing of a pickle of ``nbytes`` bytes in a ``torch.save`` file of an object without storages."""
-    return _framing_around(blob, b"", nbytes, "/data.pkl")
+    file = SparseFile()
+    file.write(blob)
+    return _framing_around(file, nbytes, "/data.pkl")
 
 
-def _framing_around(prefix: bytes, rest: bytes, nbytes: int, name: str) -> Framing:
-    """Split a file around the record with a name, and fill in the CRCs of the other records."""
-
-    def fetch(offset: int, size: int) -> bytes:
-        if offset < len(prefix):
-            return prefix[offset : offset + size]
-        return rest[offset - len(prefix) - gap :][:size]
-
-    gap = nbytes if rest else 0
-    length = len(prefix) + gap + len(rest)
-    records = read_directory(length, fetch)
-    payload = next(r for r in records if r.name.endswith(name))
-    payload_offset = data_offset(payload, fetch)
-    if not gap:  # nothing was skipped: an empty storage has no bytes to skip
-        whole = prefix + rest
-        prefix, rest = whole[:payload_offset], whole[payload_offset + nbytes :]
-        gap = nbytes
-    if payload_offset != len(prefix) or payload.size != nbytes:
-        raise FramingError("torch.save placed the tensor's bytes in a way that is not known")
-    # The small records carry CRCs only if torch is set to compute them; the framing always does.
-    image = bytearray(prefix + rest)
+def fill_crcs(file: SparseFile, records: Iterable[Record]) -> None:
+    """Fill in the CRCs of records: torch writes them only if it is set to, and knows the bytes."""
     for record in records:
-        if record is not payload:
-            begin = data_offset(record, fetch)
-            crc = crc32(fetch(begin, record.size))
-            for at in (begin + record.size + 4, record.crc_at):
-                CRC.pack_into(image, at if at < len(prefix) else at - nbytes, crc)
-    end = payload_offset + nbytes
-    return Framing(
-        prefix=bytes(image[: len(prefix)]),
-        suffix=bytes(image[len(prefix) :]),
-        # An empty record has no data descriptor, and zero for a CRC.
-        crc_at=(4, payload.crc_at - end) if nbytes else (),
-        nbytes=nbytes,
-    )
+        if record.size:
+            begin = data_offset(record, file.fetch)
+            crc = CRC.pack(crc32(file.fetch(begin, record.size)))
+            file.store(begin + record.size + CRC_IN_DESCRIPTOR, crc)
+            file.store(record.crc_at, crc)
+
+
+def _framing_around(file: SparseFile, nbytes: int, name: str) -> Framing:
+    """Split a file around the record with a name, and fill in the CRCs of the other records."""
+    records = read_directory(file.length, file.fetch)
+    payload = next(r for r in records if r.name.endswith(name))
+    start = data_offset(payload, file.fetch)
+    fill_crcs(file, [record for record in records if record is not payload])
+    (_, head), *_ = blocks = file.blocks()
+    image = b"".join(block for _, block in blocks)
+    skipped = file.length - len(image)  # nothing for a pickle, and for an empty storage
+    if payload.size != nbytes or skipped not in (0, nbytes) or (skipped and len(head) != start):
+        raise FramingError("torch.save placed the tensor's bytes in a way that is not known")
+    end = start + nbytes
+    # An empty record has no data descriptor, and zero for a CRC.
+    crc_at = (CRC_IN_DESCRIPTOR, payload.crc_at - end) if nbytes else ()
+    return Framing(prefix=image[:start], suffix=image[end - skipped :], crc_at=crc_at, nbytes=nbytes)

@@ -20,11 +20,11 @@ from aiockpt.core.extent import freed_message, is_freed
 from aiockpt.core.forks import ModuleLock
 from aiockpt.errors import CorruptCheckpointError, LoadError, SaveError, UnsafeCheckpointError
 from aiockpt.format.item.harmless import HARMLESS, HARMLESS_NAMES, UnknownMemberError, build_harmless, is_no_member
-from aiockpt.format.item.item_check import ItemChecker
 from aiockpt.format.item.item_framing import pickle_framing
+from aiockpt.format.item.tensor_item import ItemChecker
 from aiockpt.format.item.ziparchive import Framing, FramingError, read_archive
-from aiockpt.format.pickle.guard import ForeignNameError, check_object_pickle, needs_of, torch_names
-from aiockpt.format.pickle.machine import HANDLERS, Machine, PickleError
+from aiockpt.format.pickle.guard import check_object_pickle, torch_names
+from aiockpt.format.pickle.machine import PickleError, read_pickle
 
 _IMMUTABLE = frozenset({int, float, bool, complex, str, bytes, type(None)})
 _SCALARS = frozenset({int, float, bool, str, type(None)})
@@ -138,7 +138,7 @@ class ScalarDecoder:
             data = self._checker.object_pickle(blob)
             if data is None:
                 return None
-            value = Machine(data, _refuse_global, None, HANDLERS).run()
+            value = read_pickle(data, _refuse_global)
         except (FramingError, PickleError):
             return None
         return (value,) if type(value) in _SCALARS else None
@@ -176,7 +176,7 @@ def decode_object(
     try:
         with extended_allow_list(safe_globals):
             if not trust:
-                check_object_pickle(_pickle_of(records), _storages(records), allowed_names())
+                check_allowed(_pickle_of(records), _storages(records))
             with contextlib.nullcontext() if trust else checked_sparse():
                 return _as_saved(
                     torch.load(io.BytesIO(blob), map_location=map_location, weights_only=not trust), records
@@ -185,7 +185,7 @@ def decode_object(
         raise
     except Exception as exc:  # a damaged pickle raises nearly anything
         # An object that was refused has a pickle; one that is damaged may have none.
-        is_refused = not trust and isinstance(exc, pickle.UnpicklingError | ForeignNameError)
+        is_refused = not trust and isinstance(exc, pickle.UnpicklingError)
         data = _pickle_of(records) if is_refused else b""
         raise unpickling_error(f"the object {name}", exc, data, _storages(records), safe_globals, trust=trust) from exc
 
@@ -197,7 +197,7 @@ def unpickling_error(
     if is_shortage(exc):
         return LoadError(f"{what} can't be unpickled now, for lack of memory or descriptors: {exc}")
     is_refused = isinstance(exc, pickle.UnpicklingError) and not trust and exc.__cause__ is None
-    if is_refused or isinstance(exc, ForeignNameError):
+    if is_refused:
         permission = permission_for(data, storages, safe_globals)
         if permission:
             return UnsafeCheckpointError(f"{what} needs {permission}")
@@ -214,6 +214,15 @@ def unpickling_error(
             f"{what} holds what torch's restricted unpickler can't read ({detail}). If you trust it, pass trust=True."
         )
     return CorruptCheckpointError(f"{what} can't be unpickled: {type(exc).__name__}: {exc}")
+
+
+def check_allowed(data: bytes, storages: Mapping[str, int]) -> None:
+    """Raise UnpicklingError if a pickle needs what torch's allow-list lacks, PickleError if it would cost too much."""
+    needs = check_object_pickle(data, storages, allowed_names())
+    if needs.names:
+        raise pickle.UnpicklingError(f"{', '.join(needs.names)} is on no allow-list")
+    if needs.error is not None:
+        raise needs.error
 
 
 def _as_saved(value: Any, records: Mapping[str, memoryview]) -> Any:
@@ -353,16 +362,10 @@ def needed_for(blob: bytes, foreign: Mapping[str, bool]) -> Permission:
 
 def _permission(data: bytes, storages: Mapping[str, int], given: Sequence[Any] = ()) -> Permission:
     known = named_globals((*HARMLESS, *given)).keys() | allowed_names()
-    needs = needs_of(data, storages, known | (set() if storages else HARMLESS_NAMES))
+    needs = check_object_pickle(data, storages, known | (set() if storages else HARMLESS_NAMES))
     if not all(_may_have(name, attribute) for name, attribute in needs.lookups):
         needs.names[_GETATTR] = None
-    suffices = (  # for torch to load the pickle
-        needs.is_complete
-        and not (needs.fills and needs.storages)
-        and all(isinstance(_lookup(name) or object, type) for name in needs.names.keys() & needs.made)
-        and _can_be_listed(needs.names)
-    )
-    return Permission(tuple(needs.names), suffices)
+    return Permission(tuple(needs.names), suffices=needs.is_complete and _can_be_listed(needs.names))
 
 
 def _may_have(name: str, member: str = "") -> bool:

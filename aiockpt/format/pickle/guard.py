@@ -8,7 +8,6 @@ Here the pickle runs with abstract values, which know how much a copy of them co
 from __future__ import annotations
 
 import _compat_pickle
-import contextlib
 import importlib
 import math
 from collections.abc import Collection, Mapping
@@ -28,7 +27,6 @@ from aiockpt.format.pickle.machine import (
     handler_table,
     list_handlers,
     push_new,
-    read_line,
     tuple_handlers,
 )
 
@@ -59,27 +57,44 @@ def torch_names() -> frozenset[str]:
     return frozenset(names())
 
 
-class ForeignNameError(PickleError):
-    """A pickle calls a function of torch that is on no allow-list; ``args`` holds its full name."""
-
-
 class _RefusedByTorch(Exception):
     """torch.load will reject this opcode itself, with a better message."""
 
 
-def check_object_pickle(data: bytes, records: Mapping[str, int], allowed: Collection[str]) -> bool:
-    """Check that the cost of loading a pickle is justified by its length and its storages.
+@dataclass(slots=True, eq=False)
+class Needs:
+    """The globals that a pickle needs to be allowed, and whether the cost of loading it is justified."""
+
+    names: dict[str, None] = field(default_factory=dict)  # full names of classes and functions, in order
+    # of allowed `getattr` calls: full name ("" of a value), attribute
+    lookups: set[tuple[str, str]] = field(default_factory=set)
+    is_complete: bool = False  # it was interpreted to its end; if there is no error either, torch refuses it as well
+    error: PickleError | None = None  # it costs too much, or does what no honest pickle does
+
+    def note_lookup(self, args: list[Any]) -> None:
+        match args:
+            case [_AbstractValue(kind="global", name=name), str(attribute)]:
+                self.lookups.add((name, attribute))
+            case _:
+                self.lookups.add(("", ""))
+
+
+def check_object_pickle(data: bytes, records: Mapping[str, int], allowed: Collection[str]) -> Needs:
+    """Return what a pickle needs, and whether its length and its storages justify the cost of loading it.
 
     ``records`` maps the key of each storage to its bytes; ``allowed`` holds the full names that the pickle may call
-    besides torch's own list. Returns whether the pickle was interpreted to its end; if not, torch refuses it as well.
+    besides torch's own list.
     """
     guard = _Guard(data, records, allowed)
     try:
         with gc_pause():  # collections would walk through all values so far, again and again
             guard.run()
+        guard.needs.is_complete = True
     except _RefusedByTorch:
-        return False
-    return True
+        pass
+    except PickleError as exc:
+        guard.needs.error = exc
+    return guard.needs
 
 
 # --- abstract values -------------------------------------------------------------------------------
@@ -137,13 +152,11 @@ class _AbstractValue:
 
 
 class _Guard(Machine):
-    def __init__(
-        self, data: bytes, records: Mapping[str, int], allowed: Collection[str], needs: Needs | None = None
-    ) -> None:
-        super().__init__(data, self._find, None, _HANDLERS)
+    def __init__(self, data: bytes, records: Mapping[str, int], allowed: Collection[str]) -> None:
+        super().__init__(data, self._find, self._storage, _HANDLERS)
         self._records = records
         self._allowed = allowed
-        self.needs = needs  # collects what is not allowed; None: refuse it
+        self.needs = Needs()
         self._steps_left = _STEPS_PER_BYTE * len(data) + _LEAST_STEPS
         self._bytes_left = _STEPS_PER_BYTE * len(data) + _LEAST_BYTES
         self.storages: dict[str, _AbstractValue] = {}
@@ -167,8 +180,6 @@ class _Guard(Machine):
         module, name = _compat_pickle.NAME_MAPPING.get((module, name), (module, name))
         full = f"{_compat_pickle.IMPORT_MAPPING.get(module, module)}.{name}"
         if full not in _CALLS and full not in self._allowed and not full.startswith("torch."):
-            if self.needs is None:
-                raise _RefusedByTorch
             self.needs.names[full] = None
         return _AbstractValue("global", name=full)
 
@@ -180,16 +191,13 @@ class _Guard(Machine):
             if function.name not in self._allowed:
                 if function.name in torch_names():
                     raise PickleError(f"it calls {function.name}, which torch.save never does")
-                if self.needs is None:
-                    raise ForeignNameError(function.name)
                 self.needs.names[function.name] = None
             rule = _call_user
-        made = rule(self, function.name, args)
-        if self.needs is not None:
-            self.needs.note_call(function.name, args, made)
-        return made
+        if function.name == "builtins.getattr":
+            self.needs.note_lookup(args)
+        return rule(self, function.name, args)
 
-    def storage(self, pid: Any) -> _AbstractValue:
+    def _storage(self, pid: Any) -> _AbstractValue:
         if not isinstance(pid, _AbstractValue) or pid.items is None or len(pid.items) != 5 or pid.items[0] != "storage":
             raise PickleError("it refers to something other than a storage")
         _, kind, key, _, numel = pid.items
@@ -206,40 +214,6 @@ class _Guard(Machine):
         if (known.size, known.width) != (numel * width, width):
             raise PickleError(f"storage {key[:100]} has two lengths, or two types")
         return known
-
-
-@dataclass(slots=True, eq=False)
-class Needs:
-    """The globals that a pickle needs to be allowed, collected by going on where the guard would stop."""
-
-    names: dict[str, None] = field(default_factory=dict)  # full names of classes and functions, in order
-    made: set[str] = field(default_factory=set)  # of `names`, whose results get a state: they have to be classes
-    # of allowed `getattr` calls: full name ("" of a value), attribute
-    lookups: set[tuple[str, str]] = field(default_factory=set)
-    fills: bool = False  # it adds elements to objects of the classes
-    storages: Mapping[str, object] = field(default_factory=dict)  # that it refers to
-    is_complete: bool = False  # it was interpreted to its end
-
-    def note_call(self, name: str, args: list[Any], made: Any) -> None:
-        if name == "builtins.getattr":
-            owner, attribute = args if len(args) == 2 else (None, None)
-            if isinstance(owner, _AbstractValue) and owner.kind == "global" and type(attribute) is str:
-                self.lookups.add((owner.name, attribute))
-            else:
-                self.lookups.add(("", ""))
-        if isinstance(made, _AbstractValue) and made.kind == "object":
-            made.name = name
-
-
-def needs_of(data: bytes, records: Mapping[str, int], allowed: Collection[str]) -> Needs:
-    """Return the globals of a pickle that are neither allowed nor known; args as in `check_object_pickle`."""
-    needs = Needs()
-    guard = _Guard(data, records, allowed, needs)
-    needs.storages = guard.storages
-    with contextlib.suppress(PickleError, _RefusedByTorch):
-        guard.run()
-        needs.is_complete = True
-    return needs
 
 
 # --- rules: the cost and the abstract result of each call ------------------------------------------
@@ -298,13 +272,6 @@ def _bytes(g: _Guard, name: str, args: list[Any]) -> _AbstractValue:
     size = sum(max(arg, 0) if type(arg) is int else _weight(arg) for arg in args)
     g.charge(size)
     return _AbstractValue("bytes", size=size)
-
-
-def _encode(g: _Guard, name: str, args: list[Any]) -> _AbstractValue:
-    if len(args) != 2 or type(args[0]) is not str or args[1] != "latin1":
-        raise PickleError("it encodes a text in a way that bytes are not stored in")
-    g.charge(len(args[0]))
-    return _AbstractValue("bytes", size=len(args[0]))
 
 
 def _range(g: _Guard, name: str, args: list[Any]) -> _AbstractValue:
@@ -418,7 +385,7 @@ _CALLS: dict[str, Any] = {
     "types.SimpleNamespace": _call_user,
     "_io.BytesIO": _call_user,
     **{f"numpy.{name}": _call_user for name in (*_NUMPY, "_core.multiarray.scalar", "ndarray", "dtype")},
-    "_codecs.encode": _encode,
+    "_codecs.encode": _bytes,
     "torch.Size": _copy("object"),
     "torch.device": _plain,
     "torch.serialization._get_layout": _plain,
@@ -433,13 +400,6 @@ _CALLS: dict[str, Any] = {
 
 def _unsupported(_g: _Guard, _at: int) -> int:
     raise _RefusedByTorch
-
-
-def _global(g: _Guard, at: int) -> int:
-    module, at = read_line(g, at)
-    name, at = read_line(g, at)
-    g.stack.append(g.find_global(module.decode(), name.decode()))
-    return at
 
 
 def _short_bytes(g: _Guard, at: int) -> int:
@@ -460,8 +420,6 @@ def _target(g: _Guard, kind: str) -> _AbstractValue:
     target = g.stack[-1]
     if not isinstance(target, _AbstractValue) or target.kind not in (*_LIKE[kind], "object"):
         raise _RefusedByTorch
-    if target.kind != kind and g.needs is not None:  # in a pickle with tensors torch fills lists and dicts alone
-        g.needs.fills = True
     return target
 
 
@@ -491,21 +449,13 @@ def _build(g: _Guard, at: int) -> int:
     target = g.stack[-1]
     if not isinstance(target, _AbstractValue) or target.kind not in ("dict", "object"):
         raise PickleError("it gives a state to something that has none")
-    if target.kind == "object" and g.needs is not None:
-        g.needs.made.add(target.name)
     # A state of two items is a pair of dicts: attributes and slots.
     cost = _weight(state) + sum(map(_weight, (state.items or ())[:2])) if isinstance(state, _AbstractValue) else 1
     g.charge(cost)
     return at
 
 
-def _persistent(g: _Guard, at: int) -> int:
-    g.stack[-1] = g.storage(g.stack[-1])
-    return at
-
-
 _OWN: dict[str, Handler] = {
-    "c": _global,
     "U": _short_bytes,
     "]": push_new(partial(_AbstractValue, "list")),
     "}": push_new(partial(_AbstractValue, "dict")),
@@ -517,6 +467,5 @@ _OWN: dict[str, Handler] = {
     "R": _reduce,
     "\x81": _reduce,
     "b": _build,
-    "Q": _persistent,
 }
-_HANDLERS = handler_table(_OWN, shared="\x80.(N\x88\x89KMJ\x8aGXqrhj", refuse=_unsupported)
+_HANDLERS = handler_table(_OWN, shared="\x80.(N\x88\x89KMJ\x8aGXqrhjcQ", refuse=_unsupported)

@@ -2,22 +2,25 @@
 
 CPython's unpickler trusts its input: a memo index makes it resize an array, an announced length makes it allocate, and
 any global that is not forbidden runs. Here every step costs time and memory in proportion to the bytes of the pickle
-that asked for it, and globals mean what the caller says they mean. Opcodes that plain data does not need are refused.
+that asked for it, and globals mean what the caller says they mean. Opcodes that plain data does not need are refused,
+and so are those of protocols 0 and 1, which no checkpoint has.
 
 Source of the opcodes: ``pickletools.py`` of CPython.
 """
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 _MAX_PROTOCOL = 5
 _KEY_LIMIT = 1 << 60  # below, an int is its own hash: keys that all collide can't be chosen
 _MAX_FIELDS = 64
 _MAX_ARGS = 256
-_MAX_DIGITS = 640
+_MAX_LINE = 640  # of the name of a global
 
 
 class PickleError(ValueError):
@@ -59,6 +62,7 @@ ONCE = object()
 """Takes the memo slot of a value that can't be pushed a second time."""
 
 
+@dataclass(eq=False)
 class Machine:
     """Runs one pickle.
 
@@ -67,22 +71,15 @@ class Machine:
     opcode: it takes the machine and the position after the opcode, and returns the position of the next.
     """
 
-    def __init__(
-        self,
-        data: bytes,
-        find_global: Callable[[str, str], Any],
-        persistent_load: Callable[[Any], Any] | None,
-        handlers: Sequence[Handler],
-    ) -> None:
-        self.data = data
-        self.find_global = find_global
-        self.persistent_load = persistent_load
-        self.memo: list[Any] = []
-        self.stack: list[Any] = []
-        self.stacks: list[list[Any]] = []  # the stacks below each mark
-        # Equal long texts are one object, so that two of them are compared letter by letter only once.
-        self.texts: dict[str, str] = {}
-        self.handlers = handlers
+    data: bytes
+    find_global: Callable[[str, str], Any]
+    persistent_load: Callable[[Any], Any] | None
+    handlers: Sequence[Handler]
+    memo: list[Any] = field(default_factory=list)
+    stack: list[Any] = field(default_factory=list)
+    stacks: list[list[Any]] = field(default_factory=list)  # the stacks below each mark
+    # Equal long texts are one object, so that two of them are compared letter by letter only once.
+    texts: dict[str, str] = field(default_factory=dict)
 
     def run(self) -> Any:
         """Run to the end and return the value."""
@@ -102,9 +99,9 @@ class Machine:
 Handler = Callable[[Any, int], int]
 
 
-def read_line(m: Machine, at: int, limit: int | None = _MAX_DIGITS) -> tuple[bytes, int]:
+def read_line(m: Machine, at: int) -> tuple[bytes, int]:
     """Return the rest of the line, and the position of the next line."""
-    end = m.data.find(b"\n", at, None if limit is None else at + limit + 1)
+    end = m.data.find(b"\n", at, at + _MAX_LINE + 1)
     if end < 0:
         raise PickleError(f"a line at byte {at} has no end, or is too long")
     return m.data[at:end], end + 1
@@ -161,45 +158,15 @@ def _binfloat(m: Machine, at: int) -> int:
     return at + 8
 
 
-def _number(convert: Callable[[bytes], Any]) -> Handler:
-    def push(m: Machine, at: int) -> int:
-        text, end = read_line(m, at)
-        try:
-            m.stack.append(convert(text))
-        except ValueError:
-            raise PickleError(f"no number at byte {at}") from None
-        return end
-
-    return push
-
-
-def _int(text: bytes) -> int:
-    return text == b"01" if text in (b"00", b"01") else int(text)
-
-
-def _long(text: bytes) -> int:
-    return int(text.removesuffix(b"L"))
-
-
-def _push_text(m: Machine, text: str) -> None:
-    # Equal texts are one object.
-    m.stack.append(m.texts.setdefault(text, text))
-
-
 def _text(width: int) -> Handler:
     def push(m: Machine, at: int) -> int:
         begin = at + width
         end = begin + int.from_bytes(m.data[at:begin], "little")
-        _push_text(m, str(m.data[begin:end], "utf-8", "surrogatepass"))
+        text = str(m.data[begin:end], "utf-8", "surrogatepass")
+        m.stack.append(m.texts.setdefault(text, text))
         return end
 
     return push
-
-
-def _unicode(m: Machine, at: int) -> int:
-    line, end = read_line(m, at, None)
-    _push_text(m, str(line, "raw-unicode-escape"))
-    return end
 
 
 def _mark(m: Machine, at: int) -> int:
@@ -210,11 +177,6 @@ def _mark(m: Machine, at: int) -> int:
 
 def _pop(m: Machine, at: int) -> int:
     m.stack.pop()
-    return at
-
-
-def _pop_marked(m: Machine, at: int) -> int:
-    pop_mark(m)
     return at
 
 
@@ -289,12 +251,6 @@ def _tuple_of(items: list[Any]) -> tuple[Any, ...]:
     return tuple(items) if CONTAINERS.isdisjoint(map(type, items)) else Nest(items)
 
 
-def _list(m: Machine, at: int) -> int:
-    items = pop_mark(m)
-    m.stack.append(items)
-    return at
-
-
 def _extend(m: Machine, items: list[Any]) -> None:
     target = m.stack[-1]
     if type(target) is not list:
@@ -314,13 +270,6 @@ def set_items(m: Machine, items: list[Any]) -> None:
     target.update(zip(keys, items[1::2], strict=True))
 
 
-def _dict(m: Machine, at: int) -> int:
-    items = pop_mark(m)
-    m.stack.append({})
-    set_items(m, items)
-    return at
-
-
 # --- the memo ---------------------------------------------------------------------------------------
 
 
@@ -331,36 +280,14 @@ def memoize(m: Machine, at: int) -> int:
     return at
 
 
-def _put(m: Machine, index: int) -> None:
-    if index != len(m.memo):
-        raise PickleError(f"value {index} is put into the memo where {len(m.memo)} would be next")
-    memoize(m, 0)
-
-
 def _put_n(width: int) -> Handler:
     def put(m: Machine, at: int) -> int:
-        _put(m, int.from_bytes(m.data[at : at + width], "little"))
-        return at + width
+        index = int.from_bytes(m.data[at : at + width], "little")
+        if index != len(m.memo):
+            raise PickleError(f"value {index} is put into the memo where {len(m.memo)} would be next")
+        return memoize(m, at + width)
 
     return put
-
-
-def _put_line(m: Machine, at: int) -> int:
-    text, end = read_line(m, at)
-    _put(m, _index(text, at))
-    return end
-
-
-def _index(text: bytes, at: int) -> int:
-    if not text.isdigit():
-        raise PickleError(f"no number at byte {at}")
-    return int(text)
-
-
-def _get_line(m: Machine, at: int) -> int:
-    text, end = read_line(m, at)
-    m.stack.append(m.memo[_index(text, at)])
-    return end
 
 
 def _get_n(width: int) -> Handler:
@@ -374,25 +301,10 @@ def _get_n(width: int) -> Handler:
 # --- globals, calls and objects ---------------------------------------------------------------------
 
 
-def _reconstruct(kind: Any, base: Any, state: Any) -> Record:
-    if base is not object or state is not None:
-        raise PickleError("an object that is made from another")
-    return _new(kind)
-
-
-# How protocols 0 and 1 make an object.
-_OBJECT_NAMES = {("copy_reg", "_reconstructor"): Function(_reconstruct), ("__builtin__", "object"): object}
-
-
-def _push_global(m: Machine, module: str, name: str) -> None:
-    known = _OBJECT_NAMES.get((module, name))
-    m.stack.append(m.find_global(module, name) if known is None else known)
-
-
 def _global_of_lines(m: Machine, at: int) -> int:
     module, at = read_line(m, at)
     name, at = read_line(m, at)
-    _push_global(m, module.decode(), name.decode())
+    m.stack.append(m.find_global(module.decode(), name.decode()))
     return at
 
 
@@ -400,7 +312,7 @@ def _global_of_texts(m: Machine, at: int) -> int:
     name, module = m.stack.pop(), m.stack.pop()
     if type(name) is not str or type(module) is not str:
         raise PickleError("a name that is no text")
-    _push_global(m, module, name)
+    m.stack.append(m.find_global(module, name))
     return at
 
 
@@ -421,17 +333,13 @@ def is_record_kind(kind: Any) -> bool:
     return type(kind) is type and issubclass(kind, Record)
 
 
-def _new(kind: Any) -> Record:
-    if not is_record_kind(kind):
-        raise PickleError(f"a {type(kind).__name__} stands where a class belongs")
-    record: Record = kind()
-    return record
-
-
 def _new_object(m: Machine, at: int) -> int:
     if m.stack.pop() != ():
         raise PickleError("an object that is made with arguments")
-    m.stack[-1] = _new(m.stack[-1])
+    kind = m.stack[-1]
+    if not is_record_kind(kind):
+        raise PickleError(f"a {type(kind).__name__} stands where a class belongs")
+    m.stack[-1] = kind()
     return at
 
 
@@ -463,7 +371,6 @@ OPCODES: dict[str, Handler] = {
     ".": _stop,
     "(": _mark,
     "0": _pop,
-    "1": _pop_marked,
     "N": _constant(None),
     "\x88": _constant(True),
     "\x89": _constant(False),
@@ -471,26 +378,18 @@ OPCODES: dict[str, Handler] = {
     "M": _fixed(2),
     "J": _fixed(4, signed=True),
     "\x8a": _long1,
-    "I": _number(_int),
-    "L": _number(_long),
-    "F": _number(float),
     "G": _binfloat,
     "\x8c": _text(1),
     "X": _text(4),
-    "V": _unicode,
     ")": _constant(()),
     **tuple_handlers(_tuple_of),
     "]": push_new(list),
-    "l": _list,
     **list_handlers(_extend),
     "}": push_new(dict),
-    "d": _dict,
     **dict_handlers(set_items),
     "\x94": memoize,
-    "p": _put_line,
     "q": _put_n(1),
     "r": _put_n(4),
-    "g": _get_line,
     "h": _get_n(1),
     "j": _get_n(4),
     "c": _global_of_lines,
@@ -509,3 +408,169 @@ def handler_table(own: Mapping[str, Handler], shared: str, refuse: Handler = _re
 
 
 HANDLERS: list[Handler] = handler_table(OPCODES, "")
+
+
+# --- fast paths for the opcode sequences that metadata holds thousands of times -----------------------
+# A fast path runs many opcodes in one step and leaves the machine in the same state. One difference: the dict that a
+# record got its state from can't be pushed again from the memo.
+
+
+_REF = rb"(?:h.|j.{4})"
+_INT = rb"(?:K.|M..|J.{4})"
+# A function called with one tuple of a few numbers: torch.Size.
+_CALL = _REF + rb"(?:\)|" + _INT + rb"{1,3}[\x85-\x87]\x94|\(" + _INT + rb"{4,64}t\x94)\x85\x94R\x94"
+_ATOM = rb"(N|" + _INT + rb"|" + _CALL + rb"|" + _REF + rb")"
+_HEAD = b")\x81\x94}\x94("  # a new object and the beginning of its state
+_FIELD = rb"(" + _REF + rb")" + _ATOM
+# A new object of two or three fields.
+_FLAT = rb"(" + _REF + rb")\)\x81(?:\x94}\x94|})\(" + _FIELD + _FIELD + rb"(?:" + _FIELD + rb")?ub"
+
+_match_flat = re.compile(_FLAT, re.DOTALL).match
+
+_SHORTEST_CALL = 7
+_RUN_BYTES = 2048  # the longest run
+_RUN_LENGTHS = 16
+_MEMOIZE = 0x94
+_BUILD = ord("b")
+_SIGNED = ord("J")
+
+
+class _Operands(dict[bytes, Any]):
+    """Caches the values that memo references, numbers and calls push; none of them ever changes."""
+
+    def __init__(self, machine: _FastMachine) -> None:
+        super().__init__({b"N": None})
+        self._machine = machine
+
+    def __missing__(self, opcodes: bytes) -> Any:
+        if len(opcodes) >= _SHORTEST_CALL:
+            value = self._machine.call(opcodes)
+        elif opcodes[0] in b"hj":
+            value = self._machine.memo[int.from_bytes(opcodes[1:], "little")]
+        else:
+            value = int.from_bytes(opcodes[1:], "little", signed=opcodes[0] == _SIGNED)
+        self[opcodes] = value
+        return value
+
+
+@dataclass(eq=False)
+class _FastMachine(Machine):
+    at: int = 0
+    calls: dict[bytes, list[Any]] = field(default_factory=dict)  # by opcodes: what they add to the memo
+    # By opcodes: the record, and what they add to the memo.
+    runs: dict[bytes, tuple[Any, list[Any]]] = field(default_factory=dict)
+    run_lengths: list[int] = field(default_factory=list)
+    # Records that may become runs: the stack of their state, their position, the length of the memo before.
+    begun: list[tuple[list[Any], int, int]] = field(default_factory=list)
+    templates: dict[tuple[bytes, ...], tuple[Any, tuple[str, ...]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.operands = _Operands(self)
+
+    def call(self, opcodes: bytes) -> Any:
+        """Run a `_CALL`, found behind ``at``, for the first time; return what it pushes."""
+        before, at = len(self.memo), self.data.index(opcodes, self.at)
+        end = at + len(opcodes)
+        while at < end:
+            at = HANDLERS[self.data[at]](self, at + 1)
+        self.calls[opcodes] = self.memo[before:]
+        del self.memo[before:]
+        return self.stack.pop()
+
+    def template(self, opcodes: tuple[bytes, ...]) -> tuple[Any, tuple[str, ...]] | None:
+        """Look up the class and the field names of a `_FLAT` for the first time; None if it is no class of records."""
+        kind, *names = [self.operands[each] for each in opcodes if each is not None]
+        if not is_record_kind(kind) or not set(map(type, names)) <= {str} or len(set(names)) != len(names):
+            return None
+        known = self.templates[opcodes] = kind, tuple(names)
+        return known
+
+
+def _push_record(m: _FastMachine, kind: Any, at: int, end: int) -> int:
+    data = m.data
+    if kind.repeats:
+        for length in m.run_lengths:
+            known = m.runs.get(data[at : at + length])
+            if known is not None:
+                m.stack.append(known[0])
+                m.memo += known[1]
+                return at + length
+    else:
+        past = _push_flats(m, at)
+        if past != at:
+            return past
+    if not data.startswith(_HEAD, end):
+        m.stack.append(kind)
+        return end
+    record = kind()
+    m.stack += (record, {})
+    m.stacks.append(m.stack)
+    m.stack = []
+    if kind.repeats and not m.begun:
+        m.begun.append((m.stack, at, len(m.memo)))
+    m.memo += (record, ONCE)
+    return end + len(_HEAD)
+
+
+def _push_flats(m: _FastMachine, at: int) -> int:
+    """Push consecutive records whose fields are numbers, memo references or calls."""
+    data, memo, operands, calls, templates = m.data, m.memo, m.operands, m.calls, m.templates
+    while match := _match_flat(data, at):
+        kind, name1, field1, name2, field2, name3, field3 = match.groups()
+        opcodes = (kind, name1, name2, name3)
+        template = templates.get(opcodes) or m.template(opcodes)
+        if template is None:
+            return at
+        fields = (field1, field2) if field3 is None else (field1, field2, field3)
+        m.at = at
+        record = template[0]()
+        record.names, record.values = template[1], [operands[each] for each in fields]
+        if data[at + len(kind) + 2] == _MEMOIZE:
+            memo += (record, ONCE)
+        for each in fields:
+            if each in calls:
+                memo += calls[each]
+        m.stack.append(record)
+        at = match.end()
+    return at
+
+
+def _get_or_record(width: int) -> Handler:
+    """Return the handler that pushes a value from the memo, or the record that the next opcodes make of it."""
+
+    def push(m: _FastMachine, at: int) -> int:
+        end = at + width
+        value = m.memo[int.from_bytes(m.data[at:end], "little")]
+        if type(value) is type and issubclass(value, Record):
+            return _push_record(m, value, at - 1, end)
+        m.stack.append(value)
+        return end
+
+    return push
+
+
+def _setitems(m: _FastMachine, at: int) -> int:
+    items = pop_mark(m)
+    set_items(m, items)
+    if not m.begun or m.begun[-1][0] is not items or m.data[at] != _BUILD:
+        return at
+    # Everything since the mark happened above it, so the same opcodes would push an equal record again.
+    _, begin, before = m.begun.pop()
+    at = build(m, at + 1)
+    length = at - begin
+    if length not in m.run_lengths and length < _RUN_BYTES and len(m.run_lengths) < _RUN_LENGTHS:
+        m.run_lengths.append(length)
+    if length in m.run_lengths:
+        m.runs[m.data[begin:at]] = m.stack[-1], m.memo[before:]
+    return at
+
+
+_QUICK = {"h": _get_or_record(1), "j": _get_or_record(4), "u": _setitems}
+_FAST = [_QUICK.get(chr(code), handler) for code, handler in enumerate(HANDLERS)]
+
+
+def read_pickle(
+    data: bytes, find_global: Callable[[str, str], Any], persistent_load: Callable[[Any], Any] | None = None
+) -> Any:
+    """Read a pickle of plain data and records, in time and memory proportional to its length; see `Machine`."""
+    return _FastMachine(bytes(data), find_global, persistent_load, _FAST).run()

@@ -231,9 +231,6 @@ def with_shared_names(index: Index) -> Index:
     dot, as in ``{"main_tensor": "model.embed.weight"}``, beside a kept name with dots that does not end in it.
     """
     shared = shared_names(index)
-    metadata = {k: v for k, v in index.metadata.items() if k not in shared or _may_be_a_fact(k, v)}
+    facts = {key for key, kept in shared.items() if "." not in key and "." in kept and not kept.endswith("." + key)}
+    metadata = {key: value for key, value in index.metadata.items() if key not in shared or key in facts}
     return replace(index.with_names(shared), metadata=metadata)
-
-
-def _may_be_a_fact(key: str, kept: str) -> bool:
-    return "." not in key and "." in kept and not kept.endswith("." + key)

@@ -12,13 +12,11 @@ from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from isal.isal_zlib import crc32
 
-from aiockpt.format.item.item_framing import SparseFile
-from aiockpt.format.item.ziparchive import CRC, Framing, FramingError, Record, data_offset, read_directory
+from aiockpt.format.item.item_framing import CRC_IN_DESCRIPTOR, SparseFile, fill_crcs
+from aiockpt.format.item.ziparchive import Framing, FramingError, Record, data_offset, read_directory
 
 _PROTOCOL = 2  # that torch.save pickles with
-_CRC_IN_DESCRIPTOR = 4  # the offset of the CRC-32 behind a record's bytes
 
 
 class ArchiveFraming(NamedTuple):
@@ -78,13 +76,7 @@ def frame_archive(value: Any, later: Collection[int]) -> ArchiveFraming:
         elif record.size:
             whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
             file.store(data_offset(record, file.fetch), whole.cpu().numpy().data)
-    # The records carry CRCs only if torch is set to compute them, and knows their bytes; here they always do.
-    for record in records.values():
-        if record.size:
-            offset = data_offset(record, file.fetch)
-            crc = CRC.pack(crc32(file.fetch(offset, record.size)))
-            file.store(offset + record.size + _CRC_IN_DESCRIPTOR, crc)
-            file.store(record.crc_at, crc)
+    fill_crcs(file, records.values())
     blocks = file.blocks()
     ends = [offset + record.size for _, offset, record in payloads]
     if [start for start, _ in blocks] != [0, *ends]:
@@ -93,10 +85,10 @@ def frame_archive(value: Any, later: Collection[int]) -> ArchiveFraming:
     if not between:
         return ArchiveFraming(head, [], b"", [])
     last, tail = len(between) - 1, between[-1]
-    suffixes = [(block, (_CRC_IN_DESCRIPTOR,)) for block in between[:-1]]
+    suffixes = [(block, (CRC_IN_DESCRIPTOR,)) for block in between[:-1]]
     framings = [
         (storage, Framing(b"", suffix, crc_at, record.size))
         for (storage, _, record), (suffix, crc_at) in zip(payloads, [*suffixes, (b"", ())], strict=True)
     ]
     directory = [(record.crc_at - ends[-1], number) for number, (_, _, record) in enumerate(payloads)]
-    return ArchiveFraming(head, framings, tail, [(_CRC_IN_DESCRIPTOR, last), *directory])
+    return ArchiveFraming(head, framings, tail, [(CRC_IN_DESCRIPTOR, last), *directory])

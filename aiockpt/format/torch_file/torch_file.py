@@ -26,7 +26,7 @@ from aiockpt.core.strides import view_fits
 from aiockpt.errors import CorruptCheckpointError, LoadError
 from aiockpt.format.index import ItemRange, StoredChunk, TensorEntry, TensorItem
 from aiockpt.format.item.harmless import build_harmless
-from aiockpt.format.item.objects import allowed_names, extended_allow_list, permitted, unpickling_error
+from aiockpt.format.item.objects import check_allowed, extended_allow_list, permitted, unpickling_error
 from aiockpt.format.item.ziparchive import (
     LEGACY_MAGIC,
     LOCAL_HEADER,
@@ -36,7 +36,6 @@ from aiockpt.format.item.ziparchive import (
     data_offset,
     read_directory,
 )
-from aiockpt.format.pickle.guard import check_object_pickle
 from aiockpt.format.pickle.machine import PickleError
 
 # --- records and placeholders of storages ---------------------------------------------------------
@@ -127,11 +126,6 @@ def open_archive(name: str, length: int, fetch: Callable[[int, int], bytes]) -> 
 
 def _check_kind(archive: TorchArchive) -> None:
     name, records = archive.name, archive.records
-    if "constants.pkl" in records or any(inner.startswith("code/") for inner in records):
-        raise LoadError(
-            f"{name} is a TorchScript program, not a torch.save file; open it with torch.jit.load, and save its "
-            "state_dict()"
-        )
     if "data.pkl" not in records:
         raise LoadError(f"{name} is a zip file without data.pkl, so torch.save did not write it; name another file")
     if "byteorder" in records and (order := archive.read("byteorder")) != b"little":
@@ -308,8 +302,12 @@ def read_torch_file(
     data = archive.read("data.pkl")
     try:
         _check_functions(data)
-        unpickle = _unpickle_trusting if trust else _unpickle_restricted
-        value = unpickle(data, placeholders, safe_globals)
+        if trust:
+            unpickler = _TrustingUnpickler(io.BytesIO(data), encoding="utf-8")
+            unpickler.persistent_load = placeholders.load  # type: ignore[method-assign]
+            value = unpickler.load()
+        else:
+            value = _unpickle_restricted(data, placeholders, safe_globals)
     except LoadError:
         raise
     except Warning:  # the program turns warnings into errors
@@ -374,7 +372,7 @@ def _unpickle_restricted(data: bytes, placeholders: Placeholders, safe_globals: 
     unpickler = kind(io.BytesIO(data), encoding="utf-8")
     unpickler.persistent_load = placeholders.load
     with extended_allow_list(safe_globals):
-        check_object_pickle(data, placeholders.archive.storage_bytes(), allowed_names())
+        check_allowed(data, placeholders.archive.storage_bytes())
         return unpickler.load()
 
 
@@ -407,12 +405,6 @@ class _TrustingUnpickler(pickle.Unpickler):
             except KeyError:
                 pass
         return super().find_class("torch._tensor" if module == "torch.tensor" else module, name)
-
-
-def _unpickle_trusting(data: bytes, placeholders: Placeholders, _safe_globals: Sequence[Any]) -> Any:
-    unpickler = _TrustingUnpickler(io.BytesIO(data), encoding="utf-8")
-    unpickler.persistent_load = placeholders.load  # type: ignore[method-assign]
-    return unpickler.load()
 
 
 def _forget_sparse_tensors() -> None:

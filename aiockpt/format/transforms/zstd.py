@@ -23,8 +23,6 @@ BLOCK_BYTES = 128 << 10  # the most content of one block
 MOST_RATIO = 32_768  # the most content of one stored byte: a block of `BLOCK_BYTES` takes at least four
 _RLE = 1
 _HEADER_BYTES = 18
-_CHECKSUM_FLAG = 4
-_CHECKSUM_BYTES = 4
 _SINGLE_SEGMENT_FLAG = 32
 _DICTIONARY_BYTES = (0, 1, 2, 4)
 _SIZE_BYTES = (0, 2, 4, 8)
@@ -35,25 +33,21 @@ class FrameError(ValueError):
 
 
 class FrameWalker:
-    """Splits a zstd frame at block boundaries as its bytes arrive; this detects truncation and bounds the output.
+    """Splits a zstd frame at block boundaries as its bytes arrive, which bounds the output of each part.
 
     Source: RFC 8878, sections 3.1.1 and 3.1.1.2.
     """
 
     def __init__(self) -> None:
-        self.over = False
         self._head = b""  # of the frame, then of each block, as far as it is there
         self._in_blocks = False
-        self._left = 0  # of the block, or of the checksum
+        self._left = 0  # of the block
         self._last = False
-        self._has_checksum = False
 
     def cut(self, data: memoryview, blocks: int) -> Iterator[memoryview]:
-        """Yield the bytes again, in parts that end at most ``blocks`` blocks each; they must be of one frame."""
+        """Yield the bytes again, in parts that end at most ``blocks`` blocks each."""
         begin = at = ended = 0
         while at < len(data):
-            if self.over:
-                raise FrameError("other bytes follow the zstd frame")
             before = self._left
             at += self._step(data[at : at + max(self._left, _HEADER_BYTES)])
             ended += before > 0 and self._left == 0
@@ -68,9 +62,9 @@ class FrameWalker:
         if self._left:
             taken = min(self._left, len(data))
             self._left -= taken
-            if not self._left and self._last:
-                self._end_block()
             return taken
+        if self._last:  # a checksum, which no output comes from, or what does not belong to the frame
+            return len(data)
         before = len(self._head)
         wanted = 3 if self._in_blocks else self._header_bytes(bytes(data))
         self._head += bytes(data[: wanted - before])
@@ -94,7 +88,6 @@ class FrameWalker:
     def _begin(self) -> None:
         if len(self._head) == 5 and self._header_bytes(b"") > 5:
             return
-        self._has_checksum = bool(self._head[4] & _CHECKSUM_FLAG)
         self._in_blocks, self._head = True, b""
 
     def _begin_block(self) -> None:
@@ -105,16 +98,6 @@ class FrameWalker:
         self._left = 1 if kind == _RLE else size
         if kind == 3 or size > BLOCK_BYTES:
             raise FrameError("a block of the zstd frame is damaged")
-        if not self._left and self._last:
-            self._end_block()
-
-    def _end_block(self) -> None:
-        """Go on after the last block: to the checksum, and then to the end."""
-        if self._has_checksum:
-            self._has_checksum = False
-            self._left = _CHECKSUM_BYTES
-        else:
-            self.over = True
 
 
 # --- compression and decompression ------------------------------------------------------------------
@@ -125,6 +108,7 @@ ZSTD_DESCRIPTOR = f"{ZSTD_NAME}/1"
 _STEP_BYTES = 1 << 20
 _STEP_BLOCKS = 32  # at a time: 4 MiB of output
 _LEVELS = range(-7, 23)
+_FOLLOWED = "other bytes follow the zstd frame"
 
 
 @functools.cache
@@ -197,15 +181,19 @@ class ZstdDecoder:
     def parts(self, data: memoryview) -> Iterator[bytes]:
         """Consume the next stored bytes; yield their content, a few MiB at a time."""
         for part in self._walker.cut(data, _STEP_BLOCKS):
+            if self._frame.eof:
+                raise FrameError(_FOLLOWED)
             try:
                 made = self._frame.decompress(part)
             except self._errors as exc:
                 raise FrameError(str(exc)) from exc
+            if self._frame.unused_data:
+                raise FrameError(_FOLLOWED)
             if made:
                 yield made
 
     def finish(self, most: int) -> bytes:
-        if not self._walker.over:
+        if not self._frame.eof:
             raise FrameError("the zstd frame is cut short")
         return b""
 

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Generic, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from isal.isal_zlib import crc32_combine
 
@@ -27,34 +27,35 @@ if TYPE_CHECKING:
 # --- extents that belong together, and the segments to read them in -------------------------------
 
 
-T = TypeVar("T")
-
 _MAX_GAP_BYTES = 64 << 10  # read and thrown away, where that spares a read
 
 
-@dataclass(frozen=True, slots=True)
-class Extent(Generic[T]):
-    """Bytes ``start`` to ``stop`` (exclusive) of a file that belong together."""
+@dataclass(eq=False, slots=True)
+class Extent:
+    """Bytes ``start`` to ``stop`` (exclusive) of a file that belong together: an item, or a part of one with a CRC."""
 
     start: int
     stop: int
-    ref: T  # what the bytes are
-    streamed: bool  # they may be read piece by piece; else all of them must be in memory at once
+    item: StoredItem
+    streamed: bool = False  # they may be read piece by piece; else all of them must be in memory at once
+    name: str = ""  # of the zip record; empty where the item has only one
+    crc: int | None = None  # expected; None where it is unknown
+    parts: list[tuple[int, int, int]] = field(default_factory=list)  # offset, length and CRC-32 of each piece read
 
 
 @dataclass(frozen=True, slots=True)
-class Segment(Generic[T]):
+class Segment:
     """Bytes ``start`` to ``stop`` (exclusive) of a file, to be read in one go."""
 
     start: int
     stop: int
-    extents: Sequence[Extent[T]]  # those that lie within, or the streamed one of which this is a piece
+    extents: Sequence[Extent]  # those that lie within, or the streamed one of which this is a piece
 
 
-def split_overlaps(extents: Sequence[Extent[T]]) -> tuple[list[Extent[T]], list[tuple[Extent[T], Extent[T]]]]:
+def split_overlaps(extents: Sequence[Extent]) -> tuple[list[Extent], list[tuple[Extent, Extent]]]:
     """Return the extents that follow each other without overlap, and each other one with the one it overlaps."""
-    clear: list[Extent[T]] = []
-    others: list[tuple[Extent[T], Extent[T]]] = []
+    clear: list[Extent] = []
+    others: list[tuple[Extent, Extent]] = []
     for extent in sorted(extents, key=lambda extent: (extent.start, extent.stop)):
         if clear and extent.start < clear[-1].stop:
             others.append((extent, clear[-1]))
@@ -64,15 +65,15 @@ def split_overlaps(extents: Sequence[Extent[T]]) -> tuple[list[Extent[T]], list[
 
 
 def cut_segments(
-    extents: Sequence[Extent[T]], nbytes: int | None, *, step_bytes: int, range_bytes: int
-) -> Iterator[Segment[T]]:
+    extents: Sequence[Extent], nbytes: int | None, *, step_bytes: int, range_bytes: int
+) -> Iterator[Segment]:
     """Cut a file into segments to read: all of its ``nbytes``, or only the extents if that is None.
 
     Extents come in order and without overlaps. A segment whose extents must be in memory has at most ``step_bytes``,
     unless one extent alone is larger; any other has at most ``range_bytes``.
     """
     begin = end = 0
-    held: list[Extent[T]] = []
+    held: list[Extent] = []
     for extent in extents:
         joins = nbytes is not None or (bool(held) and extent.start - end <= _MAX_GAP_BYTES)
         if joins and not extent.streamed and extent.stop - begin <= step_bytes:
@@ -93,23 +94,9 @@ def cut_segments(
         yield from _pieces(end, nbytes, (), range_bytes)
 
 
-def _pieces(start: int, stop: int, extents: Sequence[Extent[T]], most: int) -> Iterator[Segment[T]]:
+def _pieces(start: int, stop: int, extents: Sequence[Extent], most: int) -> Iterator[Segment]:
     for at in range(start, stop, most):
         yield Segment(at, min(at + most, stop), extents)
-
-
-def group_segments(segments: Iterator[Segment[T]], range_bytes: int) -> Iterator[list[Segment[T]]]:
-    """Group consecutive segments, up to ``range_bytes`` bytes."""
-    group: list[Segment[T]] = []
-    room = range_bytes
-    for segment in segments:
-        if group and segment.stop - segment.start > room:
-            yield group
-            group, room = [], range_bytes
-        group.append(segment)
-        room -= segment.stop - segment.start
-    if group:
-        yield group
 
 
 # --- files and items ------------------------------------------------------------------------------
@@ -128,18 +115,6 @@ class KeyRef(NamedTuple):
 
 
 @dataclass(eq=False, slots=True)
-class CheckedRange:
-    """Bytes of an item that are read in pieces and checked against one CRC."""
-
-    item: StoredItem
-    name: str  # of the zip record; empty where the item has only one
-    start: int  # in the item
-    stop: int
-    crc: int | None  # expected; None where it is unknown
-    parts: list[tuple[int, int, int]] = field(default_factory=list)  # offset, length and CRC-32 of each piece read
-
-
-@dataclass(eq=False, slots=True)
 class StoredItem:
     """An item of a file."""
 
@@ -151,21 +126,19 @@ class StoredItem:
     covered: bool = False  # by a CRC of the whole file
     refs: list[KeyRef] = field(default_factory=list)
     inner: dict[int, list[KeyRef]] = field(default_factory=dict)  # torch.save file: the keys of each record's offset
-    streams: list[CheckedRange] = field(default_factory=list)  # of a large item
+    streams: list[Extent] = field(default_factory=list)  # of a large item
 
     @property
     def is_large(self) -> bool:
         """Whether it is streamed instead of read into memory whole."""
         return self.length >= _LARGE_BYTES
 
-    def extents(self) -> list[Extent[StoredItem | CheckedRange]]:
-        if not self.is_large:
-            return [Extent(self.start, self.start + self.length, self, streamed=False)]
-        return [
-            Extent(self.start + stream.start, self.start + stream.stop, stream, streamed=True)
-            for stream in self.streams
-            if stream.start < stream.stop
-        ]
+    def extent(self, *, streamed: bool = False, crc: int | None = None) -> Extent:
+        """Return all of it as one extent."""
+        return Extent(self.start, self.start + self.length, self, streamed=streamed, crc=crc)
+
+    def extents(self) -> list[Extent]:
+        return [stream for stream in self.streams if stream.start < stream.stop] if self.is_large else [self.extent()]
 
 
 @dataclass(eq=False, slots=True)
@@ -336,16 +309,16 @@ class Inventory:
     def find_overlaps(self) -> None:
         """Add a problem for each item whose bytes overlap those of another."""
         for file in self.files.values():
-            extents = [Extent(item.start, item.start + item.length, item, streamed=False) for item in file.items]
+            extents = [item.extent() for item in file.items]
             reported: set[StoredItem] = set()
             for one, other in split_overlaps(extents)[1]:
-                self._report_overlap(one.ref, other)
-                if other.ref not in reported:
-                    reported.add(other.ref)
-                    self._report_overlap(other.ref, one)
+                self._report_overlap(one.item, other)
+                if other.item not in reported:
+                    reported.add(other.item)
+                    self._report_overlap(other.item, one)
 
-    def _report_overlap(self, item: StoredItem, beside: Extent[StoredItem]) -> None:
-        message = f"its bytes overlap those of {beside.ref.refs[0].key} at {beside.start} to {beside.stop}"
+    def _report_overlap(self, item: StoredItem, beside: Extent) -> None:
+        message = f"its bytes overlap those of {beside.item.refs[0].key} at {beside.start} to {beside.stop}"
         for ref in item.refs:
             self._findings.add("overlap", item.file, message, key=ref.key, offset=item.start)
 

@@ -11,26 +11,17 @@ from __future__ import annotations
 import contextlib
 import os
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 
 from aiockpt.errors import AiockptError, CheckpointExistsError, CommitError, WriteError
 from aiockpt.format.names import HIDDEN, MANIFEST_NAME, METADATA_NAME
 from aiockpt.storage.local.belonging import data_files_of, remove
 from aiockpt.storage.local.commit import make_directories, remove_own, sync_directory
-from aiockpt.storage.local.retries import sync_fd
+from aiockpt.storage.local.retries import sync_fd, write_errors
 from aiockpt.storage.local.temp_dir import Hold, shared_ticket
 from aiockpt.storage.syscalls import rename_noreplace
 
 _DATA = ".distcp"
-
-
-@contextlib.contextmanager
-def write_errors(task: str) -> Iterator[None]:
-    """Raise WriteError, with what could not be done, instead of OSError."""
-    try:
-        yield
-    except OSError as exc:
-        raise WriteError(f"can't {task}: {exc}") from exc
 
 
 def metadata_name(rank: int | None) -> str:

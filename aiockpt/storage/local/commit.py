@@ -21,6 +21,7 @@ from aiockpt.errors import AiockptError, CheckpointExistsError, CommitError
 from aiockpt.format.belonging import is_safetensors
 from aiockpt.storage.local.belonging import (
     OtherThingsError,
+    Version,
     checkpoint_above,
     kept_beside,
     remove,
@@ -41,7 +42,6 @@ from aiockpt.storage.syscalls import UnsupportedError, identity, open_directory,
 if TYPE_CHECKING:
     from aiockpt.core.threads import Workers
     from aiockpt.storage.base import Identity
-    from aiockpt.storage.local.belonging import Version
 
 _ATTEMPTS = 100
 

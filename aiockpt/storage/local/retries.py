@@ -30,34 +30,21 @@ import logging
 import math
 import os
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from random import Random
 from typing import TypeVar
 
 import anyio
 
-from aiockpt.errors import AiockptError
+from aiockpt.errors import AiockptError, WriteError
 from aiockpt.telemetry.card import size_text
 
 T = TypeVar("T")
 
-AMBIGUOUS = frozenset(
-    {
-        errno.EINTR,
-        errno.ETIMEDOUT,
-        errno.ESTALE,
-        errno.EHOSTDOWN,
-        errno.EHOSTUNREACH,
-        errno.ENETDOWN,
-        errno.ENETUNREACH,
-        errno.ENETRESET,
-        errno.ECONNABORTED,
-        errno.ECONNREFUSED,
-        errno.ECONNRESET,
-        errno.ESHUTDOWN,
-    }
-)
+_NO_ANSWER = {errno.EINTR, errno.ETIMEDOUT, errno.ESTALE, errno.EHOSTDOWN, errno.EHOSTUNREACH}
+_NETWORK = {errno.ENETDOWN, errno.ENETUNREACH, errno.ENETRESET, errno.ECONNABORTED, errno.ECONNREFUSED}
+AMBIGUOUS = frozenset(_NO_ANSWER | _NETWORK | {errno.ECONNRESET, errno.ESHUTDOWN})
 """Errors after which the operation may have happened all the same."""
 
 _NOTHING_DONE = {errno.EAGAIN, errno.ENOBUFS, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EBUSY, errno.ENOLCK}
@@ -159,19 +146,24 @@ def described(fault: OSError, path: str) -> str:
     return " ".join([str(fault), *(f"({note})" for note in notes)])
 
 
+@contextlib.contextmanager
+def write_errors(task: str, path: str = "", *, advice: str = "") -> Iterator[None]:
+    """Raise WriteError, with what could not be done, instead of OSError; for ``path`` see `described`."""
+    try:
+        yield
+    except AiockptError:
+        raise
+    except OSError as exc:
+        raise WriteError(f"can't {task}: {described(exc, path) if path else exc}{advice}") from exc
+
+
+@dataclass(frozen=True, slots=True)
 class Repeater:
     """Retries steps, on the loop that awaits it. ``draw`` returns random numbers between 0 and 1."""
 
-    def __init__(
-        self,
-        retries: Retries,
-        *,
-        draw: Callable[[], float] = _draw,
-        sleep: Callable[[float], Awaitable[object]] = anyio.sleep,
-    ) -> None:
-        self.retries = retries
-        self._draw = draw
-        self._sleep = sleep
+    retries: Retries
+    draw: Callable[[], float] = _draw
+    sleep: Callable[[float], Awaitable[object]] = anyio.sleep
 
     async def run(
         self,
@@ -198,7 +190,7 @@ class Repeater:
                 return await step()
             except (OSError, AiockptError) as exc:
                 failed += 1
-                pause_s = next_pause_s(self.retries, exc, failed, self._draw())
+                pause_s = next_pause_s(self.retries, exc, failed, self.draw())
                 fault = fault_of(exc)
                 if pause_s is None or fault is None or not await _is_undone(fault, undone):
                     if failed > 1 and fault is not None:
@@ -208,7 +200,7 @@ class Repeater:
                     "%s: %s; trying again in %.2f s (attempt %d of %d)",
                     *(what, fault, pause_s, failed + 1, self.retries.attempts),
                 )
-            await self._sleep(pause_s)
+            await self.sleep(pause_s)
 
 
 async def _is_undone(fault: OSError, undone: Callable[[], Awaitable[bool]] | None) -> bool:

@@ -17,7 +17,7 @@ from aiockpt.core.machine import BLOCK_BYTES
 from aiockpt.core.threads import Workers, outlast
 from aiockpt.errors import WriteError
 from aiockpt.storage.base import FileSink, PartSink
-from aiockpt.storage.local.retries import Repeater, described, sync_fd
+from aiockpt.storage.local.retries import Repeater, described, sync_fd, write_errors
 from aiockpt.storage.syscalls import allocate
 
 _DIRECT_MIN_BYTES = 1 << 20
@@ -40,7 +40,7 @@ class NewFile(NamedTuple):
 
 
 class LocalSink(FileSink):
-    """Writes through aiofiles with the engine's executor; uses direct I/O until the file system refuses it."""
+    """Writes a file of aiofiles with the engine's threads; uses direct I/O until the file system refuses it."""
 
     def __init__(self, file: NewFile, nbytes: int | None) -> None:
         self.path, self._final, self._fsync, self._workers, repeater = file
@@ -49,7 +49,6 @@ class LocalSink(FileSink):
         self._file: Any = None
         self._written = 0
         self._direct = False
-        self._astray = False  # a write has failed or is running: the position of the descriptor is unknown
 
     async def open(self, *, direct: bool) -> None:
         """Create the file and reserve its space, so that a full disk fails at once.
@@ -58,15 +57,13 @@ class LocalSink(FileSink):
         """
         is_large = self._nbytes is None or self._nbytes >= _DIRECT_MIN_BYTES
         self._direct = direct and is_large and _O_DIRECT != 0
-        try:
+        size = "" if self._nbytes is None else f" ({self._nbytes} bytes)"
+        with write_errors(f"create {self._final}{size}", self.path):
             # Not idempotent, with O_EXCL: after an ambiguous error it is retried only if the file is not there.
             self._file = await self._again(f"create {self._final}", self._open, undone=self._is_not_there)
             if self._nbytes is not None and is_large:
                 reserve = partial(self._workers.run, allocate, self._file.fileno(), self._nbytes)
                 await self._again(f"reserve {self._nbytes} bytes for {self._final}", reserve)
-        except OSError as exc:
-            size = "" if self._nbytes is None else f" ({self._nbytes} bytes)"
-            raise WriteError(f"can't create {self._final}{size}: {described(exc, self.path)}") from exc
 
     async def _open(self) -> Any:
         # Unbuffered: each write is one system call, from the aligned chunk itself.
@@ -92,16 +89,13 @@ class LocalSink(FileSink):
         rest = view
         try:
             while rest:
-                if self._direct and len(rest) < BLOCK_BYTES:
-                    await self._workers.run(self._leave_direct)  # the end of a file whose size was not announced
                 what = f"write {self._final} at offset {self._written}"
-                count = await self._again(what, partial(self._write_some, rest))
+                # Not by aiofiles: if cancelled, it returns at once, while its thread goes on reading the buffer.
+                count = await self._again(what, partial(self._workers.run, self._write_some, rest))
                 if count == 0:
                     raise OSError(errno.EIO, "the file system wrote nothing")
                 self._written += count
                 rest = rest[count:]
-                if self._direct and self._written % BLOCK_BYTES:
-                    await self._workers.run(self._leave_direct)  # a short write left an unaligned rest
                 if self._nbytes is not None and self._written >= self._nbytes:
                     return
         except OSError as exc:
@@ -109,27 +103,18 @@ class LocalSink(FileSink):
                 f"can't write {self._final} at offset {self._written}: {described(exc, self.path)}"
             ) from exc
 
-    async def _write_some(self, view: memoryview) -> int:
-        """Write some of the next bytes at their offset, whatever an earlier attempt has done."""
-        if self._astray:
-            await outlast(self._file.seek(self._written))
-        self._astray = True
+    def _write_some(self, view: memoryview) -> int:
+        """Write some of the next bytes at their offset, whatever an earlier attempt has done. Blocks."""
+        # After a short write, or at the end of a file whose size was not announced.
+        if self._direct and (len(view) < BLOCK_BYTES or self._written % BLOCK_BYTES):
+            self._leave_direct()
         try:
-            count = await self._write_once(view)
+            return os.pwrite(self._file.fileno(), self._next(view), self._written)
         except OSError as exc:
             if exc.errno != errno.EINVAL or not self._direct:
                 raise
-            await self._workers.run(self._leave_direct)
-            count = await self._write_once(view)
-        self._astray = False
-        return count
-
-    async def _write_once(self, view: memoryview) -> int:
-        # Outlasted: if cancelled, aiofiles returns at once, while its thread goes on reading the buffer.
-        count: int | None = await outlast(self._file.write(self._next(view)))
-        if count is None:  # how Python reports EAGAIN
-            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
-        return count
+        self._leave_direct()
+        return os.pwrite(self._file.fileno(), self._next(view), self._written)
 
     def _next(self, view: memoryview) -> memoryview:
         """Return the bytes that one system call may write."""
@@ -144,14 +129,12 @@ class LocalSink(FileSink):
         self._direct = False
 
     async def finish(self) -> None:
-        try:
+        with write_errors(f"make {self._final} durable", self.path):
             if self._nbytes is not None and self._written != self._nbytes:  # the last block was padded for direct I/O
                 await self._again(f"truncate {self._final}", lambda: outlast(self._file.truncate(self._nbytes)))
             if self._fsync:
                 await self._workers.run(sync_fd, self._file.fileno())
             await outlast(self._file.close())
-        except OSError as exc:
-            raise WriteError(f"can't make {self._final} durable: {described(exc, self.path)}") from exc
 
     async def close(self) -> None:
         """Close the file as it is; errors don't matter, since it will be removed."""
@@ -205,10 +188,8 @@ class LocalPartSink(PartSink):
 
     async def reserve(self, nbytes: int) -> None:
         """Create the file with its final size, and reserve the space, so that a full disk fails at once."""
-        try:
+        with write_errors(f"create {self._final} ({nbytes} bytes)", self.path):
             await self._again(f"create {self._final}", partial(self._workers.run, self._reserve, nbytes))
-        except OSError as exc:
-            raise WriteError(f"can't create {self._final} ({nbytes} bytes): {described(exc, self.path)}") from exc
 
     def _reserve(self, nbytes: int) -> None:
         # Not O_EXCL: a failed attempt may have made it, and no other process knows the directory yet.
@@ -222,10 +203,8 @@ class LocalPartSink(PartSink):
 
     async def open(self, *, direct: bool) -> None:
         """Open the file, which another process may have created."""
-        try:
+        with write_errors(f"open {self._final}", self.path):
             await self._again(f"open {self._final}", partial(self._workers.run, self._open, direct))
-        except OSError as exc:
-            raise WriteError(f"can't open {self._final}: {described(exc, self.path)}") from exc
 
     def _open(self, direct: bool) -> None:
         self._fd = os.open(self.path, _PART_FLAGS)
@@ -234,10 +213,8 @@ class LocalPartSink(PartSink):
                 self._direct_fd = os.open(self.path, _PART_FLAGS | _O_DIRECT)
 
     async def write(self, view: memoryview, runs: Sequence[tuple[int, int, int]]) -> None:
-        try:
+        with write_errors(f"write {self._final}", self.path):
             await self._again(f"write {self._final}", partial(self._workers.run, self._write, view, runs))
-        except OSError as exc:
-            raise WriteError(f"can't write {self._final}: {described(exc, self.path)}") from exc
 
     def _write(self, view: memoryview, runs: Sequence[tuple[int, int, int]]) -> None:
         for offset, at, nbytes in runs:
@@ -274,12 +251,10 @@ class LocalPartSink(PartSink):
             part, offset = part[count:], offset + count
 
     async def finish(self) -> None:
-        try:
+        with write_errors(f"make {self._final} durable", self.path):
             if self._fsync:  # of the file, so for the writes of both descriptors
                 await self._workers.run(sync_fd, self._fd)
             await self._workers.run(self._close)
-        except OSError as exc:
-            raise WriteError(f"can't make {self._final} durable: {described(exc, self.path)}") from exc
 
     def _close(self) -> None:
         fds, self._fd, self._direct_fd = (self._direct_fd, self._fd), -1, -1

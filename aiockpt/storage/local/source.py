@@ -20,12 +20,12 @@ import os
 import stat
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from aiockpt.core import pages
 from aiockpt.core.machine import BLOCK_BYTES
 from aiockpt.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError, UnsafeCheckpointError
-from aiockpt.storage.base import Source
+from aiockpt.storage.base import Seen, Source
 from aiockpt.storage.local.entries import NotRegularError, homes_of, is_inside, open_regular, path_of_fd
 from aiockpt.storage.local.replacing import readable, stand_in
 from aiockpt.storage.syscalls import UnsupportedError, cached_pages
@@ -103,7 +103,7 @@ class LocalFile:
         """The path of the open file, with links resolved."""
         return path_of_fd(self._fd, self.path)
 
-    def read(self, offset: int, view: memoryview, seen: Callable[[memoryview], object] | None = None) -> None:
+    def read(self, offset: int, view: memoryview, seen: Seen | None = None) -> None:
         """Fill ``view`` with the bytes from an offset on."""
         known = missing = 0  # how many of the next bytes the page cache has, or has not
         exactly = not self._tries_nowait or len(view) < _DIRECT_MIN_BYTES
@@ -358,9 +358,7 @@ class LocalSource(Source):
             return False
         return os.path.samestat(found, os.fstat(self._opened.directory))
 
-    def read(
-        self, name: str, offset: int, view: memoryview, seen: Callable[[memoryview], object] | None = None
-    ) -> None:
+    def read(self, name: str, offset: int, view: memoryview, seen: Seen | None = None) -> None:
         with self._file(name) as file:
             file.read(offset, view, seen)
 

@@ -3,28 +3,49 @@
 The files are written to a temporary directory beside the final one. Each is synced, then the directory; then it is
 renamed to its final name, and the parent directory is synced. So the final name shows a complete and durable
 checkpoint, or nothing. A checkpoint of one file is written to such a directory too, and renamed alone.
+
+A checkpoint that is deleted is renamed first, so that its path never shows a part of one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import fcntl
 import logging
 import os
 import socket
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from aiockpt.errors import AiockptError, DeleteError, WriteError
+from aiockpt.errors import AiockptError, CheckpointNotFoundError, DeleteError, WriteError
 from aiockpt.storage.base import Identity, SharedStorage, SharedTransaction, Source
-from aiockpt.storage.local.belonging import remove
-from aiockpt.storage.local.commit import check_free, make_parents
-from aiockpt.storage.local.delete import delete
+from aiockpt.storage.local.belonging import (
+    OtherThingsError,
+    is_empty,
+    remove,
+    why_not_a_checkpoint,
+    why_not_of_contents,
+)
+from aiockpt.storage.local.commit import check_free, look_at, make_parents, remove_own, sync_directory
 from aiockpt.storage.local.orphans import OrphanCleaner, clean
-from aiockpt.storage.local.replacing import ask_file_system
-from aiockpt.storage.local.retries import DEFAULT_RETRIES, Repeater, Retries, check_retries
+from aiockpt.storage.local.replacing import ask_file_system, complete, explained, remove_record, stand_in
+from aiockpt.storage.local.retries import DEFAULT_RETRIES, Repeater, Retries, check_retries, write_errors
 from aiockpt.storage.local.source import open_source
-from aiockpt.storage.local.temp_dir import Hold, hold, make_hidden, new_ticket
+from aiockpt.storage.local.temp_dir import (
+    REPLACED,
+    Hold,
+    hold,
+    liveness,
+    lock,
+    make_hidden,
+    new_ticket,
+    read_ticket,
+    this_process,
+)
 from aiockpt.storage.local.transaction import JoinedTransaction, LocalTransaction, WithinTransaction, WritePolicy
+from aiockpt.storage.syscalls import identity, open_directory, rename_noreplace
 
 if TYPE_CHECKING:
     from aiockpt.core.threads import Workers
@@ -87,12 +108,8 @@ class LocalStorage(SharedStorage):
         self._check(path, overwrite=overwrite, keep=True)
 
     def _check(self, path: str, *, overwrite: bool, keep: bool) -> None:
-        try:
+        with write_errors(f"look at {path}"):
             check_free(self.resolve(path), overwrite=overwrite, keep=keep, within=self._within)
-        except OSError as exc:
-            if isinstance(exc, AiockptError):
-                raise
-            raise WriteError(f"can't look at {path}: {exc}") from exc
 
     def new_ticket(self, path: str) -> str:
         return new_ticket()
@@ -104,14 +121,14 @@ class LocalStorage(SharedStorage):
         path = self.resolve(path)
         make = partial(workers.run, self._make_hidden, path, ticket, overwrite)
         hidden, held = await self._policy.repeater.run(f"make the directory for {path}", make)
-        return LocalTransaction(self._policy, path, hidden, workers, held, held.identity, overwrite=overwrite)
+        return LocalTransaction(self._policy, path, hidden, workers, held, held.identity, overwrite)
 
     def _make_hidden(self, path: str, ticket: str | None, overwrite: bool) -> tuple[str, Hold]:
         # First: an orphan's space may be needed, and an interrupted replacement of this path is completed.
         self._policy.orphans.look(os.path.dirname(path))
         # After that, since a replacement that was completed has put a checkpoint there.
         self.check_repository(path, overwrite=overwrite)
-        try:
+        with write_errors(f"make the directory for {path}"):
             make_parents(path, self._policy.fsync, self._settled)
             for attempt in range(_ATTEMPTS):
                 # Beside the path, and so on the same file system: else the commit could not be a rename.
@@ -125,10 +142,6 @@ class LocalStorage(SharedStorage):
                     if overwrite:
                         _ask(hidden, path, held)
                     return hidden, held
-        except AiockptError:
-            raise
-        except OSError as exc:
-            raise WriteError(f"can't make the directory for {path}: {exc}") from exc
         raise AssertionError("the last attempt returns or raises")
 
     async def join(self, path: str, ticket: str, *, workers: Workers) -> SharedTransaction:
@@ -150,7 +163,7 @@ class LocalStorage(SharedStorage):
         path = self.resolve(path)
         hidden = _beside(path, ticket)
         held = await workers.run(_hold, hidden, path)
-        taken = LocalTransaction(self._policy, path, hidden, workers, held, identity, overwrite=overwrite)
+        taken = LocalTransaction(self._policy, path, hidden, workers, held, identity, overwrite)
         await taken.look_for_single_file()
         return taken
 
@@ -201,9 +214,137 @@ def _beside(path: str, ticket: str) -> str:
 
 def _hold(hidden: str, path: str) -> Hold | None:
     """Hold a temporary directory that another process has made; None if it is not there."""
-    try:
+    with write_errors(f"look at what was written for {path}"), contextlib.suppress(FileNotFoundError):
         return hold(hidden)
-    except FileNotFoundError:
-        return None
+    return None
+
+
+# --- deletion; all of this blocks ------------------------------------------------------------------------
+
+
+Note: TypeAlias = Callable[[str, Identity | None], object]
+"""Takes the name and the identity of what can't be removed now."""
+
+
+def delete(path: str, hidden: str, fsync: bool, note: Note = lambda *_: None) -> None:
+    """Remove a checkpoint; of a link, the link alone.
+
+    It is renamed to ``hidden``, a temporary name beside it, by which an orphan is recognised, and that is made durable
+    before its files are removed.
+    """
+    try:
+        for attempt in range(_ATTEMPTS):
+            try:
+                _delete(path, hidden, fsync, note)
+                break
+            except FileNotFoundError:
+                if attempt == _ATTEMPTS - 1 or not os.path.lexists(path):
+                    raise
+    except FileNotFoundError as exc:
+        raise CheckpointNotFoundError(f"there is no checkpoint at {path} to delete") from exc
     except OSError as exc:
-        raise WriteError(f"can't look at what was written for {path}: {exc}") from exc
+        raise DeleteError(f"can't delete {path}: {explained(exc, path)}") from exc
+
+
+def _delete(path: str, hidden: str, fsync: bool, note: Note) -> None:
+    """Delete what is at a path; FileNotFoundError if nothing is, or it is replaced meanwhile."""
+    if not os.path.lexists(path):
+        _recover(path, hidden, fsync)
+    own = identity(path)
+    _refuse(path, look_at(path, lambda path: "is empty" if is_empty(path) else why_not_a_checkpoint(path)))
+    if own is None:
+        raise FileNotFoundError(path)
+    if os.path.isdir(path) and not os.path.islink(path):
+        _delete_directory(path, hidden, fsync, note)
+    else:
+        _delete_held(path, hidden, fsync, note, own)
+
+
+def _recover(path: str, own: str, fsync: bool) -> None:
+    """Complete a replacement that was interrupted by a kill, so that both checkpoints are removed."""
+    hidden = stand_in(path)
+    if hidden is None:
+        raise FileNotFoundError(path)
+    with open_directory(hidden) as fd:
+        locked = lock(fd, fcntl.LOCK_EX)
+    if complete(hidden, path, partial(sync_directory, os.path.dirname(path)) if fsync else lambda: None):
+        ticket = read_ticket(os.path.basename(hidden))
+        owner = None if ticket is None else ticket.owner
+        if locked == "held" or (locked == "unsupported" and liveness(owner, this_process()) != "alive"):
+            remove_record(hidden)  # else the save, which is still at it, learns from the record that this was done
+        for rest in (hidden, hidden + REPLACED):
+            with contextlib.suppress(FileNotFoundError):
+                os.rename(rest, own)  # first: the save may be about to give it the path
+                remove(own)
+
+
+def _refuse(path: str, found: str | None) -> None:
+    if found is not None:
+        raise DeleteError(f"{path} {found}; nothing was deleted. Move away what is to stay, or remove it all yourself")
+
+
+def _delete_directory(path: str, hidden: str, fsync: bool, note: Note) -> None:
+    held = hold(path)
+    try:
+        found = why_not_of_contents(held.fd)  # of the directory that is held, whatever its path shows by now
+        if found is not None and identity(path) != held.identity:  # it is being removed
+            raise FileNotFoundError(path)
+        _refuse(path, found)
+        _delete_held(path, hidden, fsync, note, held.identity, held.fd)
+    finally:
+        held.release()
+
+
+def _delete_held(
+    path: str, hidden: str, fsync: bool, note: Note, own: Identity | None, directory: int | None = None
+) -> None:
+    """Delete what was checked: it has the identity ``own``, and is open as ``directory`` if it is one."""
+    moved = _move(path, hidden, own)
+    found = None if directory is None or moved != own else why_not_of_contents(directory)
+    if found is not None:  # a file was added at the last moment
+        _move_back(path, hidden, f"{path} {found}")
+    if fsync:
+        _make_durable(path, hidden)
+    try:
+        remove_own(hidden, moved)
+    except OSError as exc:
+        if not isinstance(exc, OtherThingsError):
+            note(hidden, moved)
+        raise DeleteError(f"{path} is deleted, but its files can't be removed from {hidden}: {exc}") from exc
+
+
+def _move(path: str, hidden: str, own: Identity | None) -> Identity | None:
+    """Rename what was checked, and nothing else; return the identity of what is to be removed."""
+    try:
+        rename_noreplace(path, hidden)
+    except OSError:
+        if identity(hidden) != own:  # on a network file system it may be done though the answer is an error
+            raise
+    moved = identity(hidden)
+    if moved != own:
+        _move_back(path, hidden, f"{path} was replaced by something else while it was being deleted")
+    return moved
+
+
+def _move_back(path: str, hidden: str, reason: str) -> None:
+    """Undo the rename, and raise DeleteError with the reason; return if a save has replaced what was moved."""
+    try:
+        rename_noreplace(hidden, path)
+    except OSError as worse:
+        if isinstance(worse, FileExistsError) and why_not_a_checkpoint(hidden) is None:
+            return
+        raise DeleteError(f"{reason}, which can't be given its name back ({worse}): it is in {hidden} now") from worse
+    raise DeleteError(f"{reason}; nothing was deleted")
+
+
+def _make_durable(path: str, hidden: str) -> None:
+    try:
+        sync_directory(os.path.dirname(path))
+    except OSError as exc:
+        try:
+            rename_noreplace(hidden, path)
+        except OSError as worse:
+            raise DeleteError(
+                f"{path} can't be deleted durably ({exc}), nor be given its name back ({worse}): it is in {hidden} now"
+            ) from exc
+        raise

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
-from aiockpt.core.threads import SHORT_BYTES
+from aiockpt.core.threads import SHORT_BYTES, Workers
 from aiockpt.errors import CommitError, WriteError
 from aiockpt.format.names import SINGLE_NAME
 from aiockpt.storage.base import FileSink, Identity, PartSink, SharedTransaction, Status
@@ -22,14 +22,15 @@ from aiockpt.storage.local.commit import (
     sync_directory,
 )
 from aiockpt.storage.local.replacing import complete, is_between, remove_record
+from aiockpt.storage.local.retries import Repeater, write_errors
 from aiockpt.storage.local.sink import LocalPartSink, LocalSink, NewFile, write_small
 from aiockpt.storage.local.temp_dir import REPLACED, Hold, read_sidecar, sizes_in, sweep, write_sidecar
 from aiockpt.storage.syscalls import identity
 
 if TYPE_CHECKING:
-    from aiockpt.core.threads import Workers
     from aiockpt.storage.local.orphans import OrphanCleaner
-    from aiockpt.storage.local.retries import Repeater
+
+_BY_HAND = "; remove it by hand"
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -45,33 +46,23 @@ class WritePolicy:
     orphans: OrphanCleaner = field(repr=False)  # takes note of what could not be removed
 
 
+@dataclass(eq=False, repr=False)
 class LocalTransaction(SharedTransaction):
     """A checkpoint that this process has begun or taken over."""
 
-    def __init__(
-        self,
-        policy: WritePolicy,
-        path: str,
-        hidden: str,
-        workers: Workers,
-        held: Hold | None = None,
-        own: Identity | None = None,
-        *,
-        overwrite: bool = False,
-    ) -> None:
-        self._policy = policy
-        self._path = path  # the final name
-        self._hidden = hidden  # the temporary directory
-        self._overwrite = overwrite
-        self._workers = workers
-        self._single = ""  # the name of the one file that is the checkpoint; empty if the directory is
-        self._file: Identity | None = None  # of that file; None if it is not known
-        self._sinks: list[LocalSink | LocalPartSink] = []
-        self._files: list[NewFile] = []
-        self._over = False
-        self._revoked = False
-        self._held = held  # a lock against orphan collection; None if the directory is gone, or is no temporary one
-        self._identity = own  # of the temporary directory; None if it is not known
+    _policy: WritePolicy
+    _path: str  # the final name
+    _hidden: str  # the temporary directory
+    _workers: Workers
+    _held: Hold | None = None  # against orphan collection; None if the directory is gone, or is no temporary one
+    _identity: Identity | None = None  # of the temporary directory; None if it is not known
+    _overwrite: bool = False
+    _single: str = ""  # the name of the one file that is the checkpoint; empty if the directory is
+    _file: Identity | None = None  # of that file; None if it is not known
+    _sinks: list[LocalSink | LocalPartSink] = field(default_factory=list)
+    _files: list[NewFile] = field(default_factory=list)
+    _over: bool = False
+    _revoked: bool = False
 
     async def create(self, name: str, nbytes: int | None) -> FileSink:
         sink = LocalSink(self._new_file(name), nbytes)
@@ -184,10 +175,8 @@ class LocalTransaction(SharedTransaction):
 
     async def _look(self, verb: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Do as `_again`; raise WriteError for an OSError."""
-        try:
+        with write_errors(f"look at what was written for {self._path}"):
             return await self._again(verb, function, *args, **kwargs)
-        except OSError as exc:
-            raise WriteError(f"can't look at what was written for {self._path}: {exc}") from exc
 
     @property
     def ticket(self) -> str:
@@ -201,10 +190,8 @@ class LocalTransaction(SharedTransaction):
         return self._identity
 
     async def put_sidecar(self, name: str, data: bytes) -> None:
-        try:
+        with write_errors(f"write a sidecar file beside {self._path}"):
             await self._workers.run(write_sidecar, f"{self._hidden}-{name}", data)
-        except OSError as exc:
-            raise WriteError(f"can't write a sidecar file beside {self._path}: {exc}") from exc
 
     async def get_sidecar(self, name: str) -> bytes | None:
         return await self._look("read", read_sidecar, f"{self._hidden}-{name}")
@@ -216,10 +203,8 @@ class LocalTransaction(SharedTransaction):
         await self._remove(os.path.join(self._hidden, name))
 
     async def _remove(self, path: str) -> None:
-        try:
+        with write_errors(f"remove {path}", advice=_BY_HAND):
             await self._again("remove", remove, path)
-        except OSError as exc:
-            raise WriteError(f"can't remove {path}: {exc}; remove it by hand") from exc
 
     async def status(self) -> Status:
         return await self._look("look for", self._status)
@@ -272,12 +257,8 @@ class JoinedTransaction(LocalTransaction):
 
     async def discard_all(self) -> None:
         await self.abort()
-        try:
+        with write_errors(f"remove the unfinished checkpoint {self._hidden}", advice=_BY_HAND):
             await self._workers.run(sweep, self._hidden, self._identity)
-        except OSError as exc:
-            raise WriteError(
-                f"can't remove the unfinished checkpoint {self._hidden}: {exc}; remove it by hand"
-            ) from exc
 
 
 class WithinTransaction(JoinedTransaction):
@@ -287,7 +268,5 @@ class WithinTransaction(JoinedTransaction):
         """Close and remove the files of this process."""
         await super().abort()
         for file in self._files:
-            try:
+            with write_errors(f"remove the unfinished file {file.path}", advice=_BY_HAND):
                 await self._workers.run(remove, file.path)
-            except OSError as exc:
-                raise WriteError(f"can't remove the unfinished file {file.path}: {exc}; remove it by hand") from exc

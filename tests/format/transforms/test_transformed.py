@@ -283,7 +283,7 @@ def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
             data = bytearray((path / name).read_bytes())
             data[offset + length // 2] ^= 4
             (path / name).write_bytes(data)
-            with pytest.raises(aiockpt.CorruptCheckpointError, match=rf"{name}: the stored bytes of \w .* their CRC"):
+            with pytest.raises(aiockpt.CorruptCheckpointError, match=rf"{name}: .* stored bytes of \w .* their CRC"):
                 load(path)
             assert {"item crc", "file crc"} == {problem.kind for problem in verify(path).problems}
             shutil.rmtree(path)
@@ -317,7 +317,7 @@ def test_a_flipped_bit_that_can_be_decoded_is_found(key: str, tmp_path: Path) ->
         if at >= 0:
             data[at] ^= 4
             file.write_bytes(data)
-    with pytest.raises(aiockpt.CorruptCheckpointError, match=f"the stored bytes of {key} .* do not match their CRC"):
+    with pytest.raises(aiockpt.CorruptCheckpointError, match=f"stored bytes of {key} .* do not match their CRC"):
         load(path, transforms=[Inverting()])
 
 

@@ -24,8 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from aiockpt.format.dtypes import DTYPES
-from aiockpt.format.pickle.fast_pickle import read_pickle
-from aiockpt.format.pickle.machine import HANDLERS, OPCODES, Function, Machine, PickleError, Record
+from aiockpt.format.pickle.machine import HANDLERS, OPCODES, Function, Machine, PickleError, Record, read_pickle
 
 KINDS = {
     kind.__name__: type(kind.__name__, (Record,), {"repeats": kind is TensorStorageMetadata})
@@ -105,7 +104,7 @@ def metadata(draw: Any) -> Metadata:
 @settings(max_examples=100, deadline=None)
 @given(metadata())
 def test_metadata_reads_as_pickle_reads_it(value: Metadata) -> None:
-    for protocol in range(6):
+    for protocol in range(2, 6):
         data = pickle.dumps(value, protocol)
         expected = plain(pickle.loads(data))
         assert plain(read_pickle(data, find_global)) == expected
@@ -126,7 +125,7 @@ VALUES = st.recursive(
 @settings(max_examples=100, deadline=None)
 @given(VALUES)
 def test_plain_values_read_as_pickle_reads_them(value: Any) -> None:
-    for protocol in range(6):
+    for protocol in range(2, 6):
         data = pickle.dumps(value, protocol)
         assert read_pickle(data, find_global) == value
         assert plain(simple(data)) == plain(value)
@@ -257,7 +256,7 @@ def test_any_opcodes_give_a_value_or_an_error(program: bytes) -> None:
 @settings(max_examples=200, deadline=None)
 @given(metadata(), st.data())
 def test_damaged_metadata_gives_a_value_or_an_error(value: Metadata, draw: st.DataObject) -> None:
-    data = bytearray(pickle.dumps(value, draw.draw(st.integers(0, 5))))
+    data = bytearray(pickle.dumps(value, draw.draw(st.integers(2, 5))))
     for _ in range(draw.draw(st.integers(1, 3))):
         data[draw.draw(st.integers(0, len(data) - 1))] = draw.draw(st.integers(0, 255))
     for read in (lambda: read_pickle(bytes(data), find_global), lambda: simple(bytes(data))):

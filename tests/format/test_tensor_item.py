@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from aiockpt.format.item.item_check import ItemChecker, read_framing
 from aiockpt.format.item.item_framing import tensor_framing
+from aiockpt.format.item.tensor_item import ItemChecker, read_framing
 from aiockpt.format.item.ziparchive import FramingError
 from tests.stock import PAYLOAD_OFFSET
 

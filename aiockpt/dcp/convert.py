@@ -1,11 +1,15 @@
-"""Converts a checkpoint to another format in bounded memory: file by file, a chunk at a time."""
+"""Converts a checkpoint to another format in bounded memory: file by file, a chunk at a time.
+
+A file of ``torch.save`` that only torch can read is loaded by it, and saved.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -14,42 +18,53 @@ import torch
 from isal.isal_zlib import crc32
 
 from aiockpt.core.strides import row_strides
+from aiockpt.core.threads import off_duty
 from aiockpt.engine.facade import EngineAccess
+from aiockpt.engine.submit import format_for
 from aiockpt.errors import (
     AiockptError,
     CheckpointExistsError,
     CorruptCheckpointError,
     LoadError,
     SaveError,
+    UnsafeCheckpointError,
     unwrapped,
 )
-from aiockpt.format.index import Entry, Index, InlineEntry, ObjectEntry, TensorEntry
+from aiockpt.format.index import Entry, Index, InlineEntry, ItemRange, ObjectEntry, TensorEntry, TensorItem
 from aiockpt.format.item.arrays import ARRAY_RECORD
-from aiockpt.format.item.objects import encode_object
-from aiockpt.format.item.ziparchive import FramingError, read_archive
+from aiockpt.format.item.objects import checked_sparse, encode_object, extended_allow_list
+from aiockpt.format.item.ziparchive import ZIP_MAGIC, FramingError, read_archive
 from aiockpt.format.keys import containers_within
 from aiockpt.format.manifest.manifest import JsonValue, check_user_metadata
+from aiockpt.format.names import METADATA_NAME
 from aiockpt.planning.dcp_plan import DcpFormat
+from aiockpt.planning.flatten import TENSOR_TYPES, StructureError, flatten
 from aiockpt.planning.planner import FileFormat, SavePlan, StateSummary
 from aiockpt.planning.ranges import boxes, select
 from aiockpt.planning.snapshot import Snapshot, Structure
 from aiockpt.planning.specs import TensorSpec
 from aiockpt.planning.torch_plan import TorchFormat
 from aiockpt.reading.executor import LoadTools, ReadExecutor, run_each
-from aiockpt.reading.load import chosen_entries
+from aiockpt.reading.load import CheckpointLoad, chosen_entries
 from aiockpt.reading.open import OpenCheckpoint, open_checkpoint
 from aiockpt.reading.read_plan import ObjectRead, TensorRead, reads_of, value_key
 from aiockpt.reading.targets import cast
+from aiockpt.reading.verify.verify import verify_checkpoint
 from aiockpt.saving.strategy import documents_of
 from aiockpt.staging.pool import MappedMemory
+from aiockpt.storage.local import beside
+from aiockpt.storage.local.belonging import look_into
 from aiockpt.storage.local.storage import LocalStorage
+from aiockpt.storage.local.temp_dir import new_ticket
+from aiockpt.storage.syscalls import open_directory
+from aiockpt.sync_checkpointer import SyncCheckpointer
 from aiockpt.writing.file_writer import CommitInputs, FileWriter, FilledChunk, WriterThreads
 
 if TYPE_CHECKING:
     from aiockpt.dcp.adapter import AnyCheckpointer
-    from aiockpt.format.index import ItemRange, TensorItem
     from aiockpt.options import LoadOptions, Path
     from aiockpt.planning.layout import FileImage
+    from aiockpt.saving.handle import SaveHandle
     from aiockpt.storage.base import Storage, Transaction
     from aiockpt.telemetry.loads import ReadReport
     from aiockpt.writing.commit import CommitDocuments
@@ -164,18 +179,17 @@ class Recoding:
             await writer.commit()
 
 
+@dataclass(eq=False)
 class _Filler:
     """Reads what belongs into the chunks of the new files, and checks the CRCs that reads of parts can't check."""
 
-    def __init__(
-        self, opened: OpenCheckpoint, entries: Mapping[str, Entry], options: LoadOptions, tools: LoadTools
-    ) -> None:
-        self._entries = entries
-        self._executor = ReadExecutor(opened.source, opened.path, options, tools)
-        self._source = opened.source
-        self._path = opened.path
-        self._verify = options.verify
-        self._run = tools.workers.run
+    _opened: OpenCheckpoint
+    _entries: Mapping[str, Entry]
+    _options: LoadOptions
+    _tools: LoadTools
+
+    def __post_init__(self) -> None:
+        self._executor = ReadExecutor(self._opened.source, self._opened.path, self._options, self._tools)
 
     async def objects(self) -> dict[str, Any]:
         """Return the values of all objects; stored ones are unpickled as far as the caller allows."""
@@ -203,7 +217,7 @@ class _Filler:
 
     async def _check(self, name: str, entry: TensorEntry) -> None:
         """Check the CRCs of a tensor that is too large to be read at once, unless the caller wants no checks."""
-        if not self._verify:
+        if not self._options.verify:
             return
         reads = [TensorRead(name, entry.dtype, chunk, None) for chunk in entry.chunks if 0 not in chunk.sizes]
         await self._executor.prepare(reads)
@@ -217,15 +231,15 @@ class _Filler:
         view, crc = memoryview(bytearray(min(PART_BYTES, item.nbytes))), 0
 
         def read(at: int, part: memoryview) -> int:
-            self._source.read(place.file, place.offset + item.payload_offset + at, part)
+            self._opened.source.read(place.file, place.offset + item.payload_offset + at, part)
             return crc32(part, crc)
 
         for at in range(0, item.nbytes, PART_BYTES):
-            crc = await self._run(read, at, view[: item.nbytes - at])
+            crc = await self._tools.workers.run(read, at, view[: item.nbytes - at])
         if item.crc != crc:
             raise CorruptCheckpointError(
-                f"{self._path}/{place.file}: the bytes of {name} do not match their CRC: they changed since they were "
-                "written. Use an older checkpoint."
+                f"{self._opened.path}/{place.file}: the bytes of {name} do not match their CRC: they changed since "
+                "they were written. Use an older checkpoint."
             )
 
 
@@ -346,3 +360,120 @@ def _plan(
         raise LoadError(
             f"the state is nested too deeply for a file of torch.save, {target}: convert to dcp, or some keys"
         ) from exc
+
+
+# --- from files of torch.save ---------------------------------------------------------------------------
+
+
+_FINAL = (CorruptCheckpointError, UnsafeCheckpointError, FileNotFoundError)
+"""Errors of a file that torch is not asked to read either."""
+
+
+async def map_torch_file(storage: Storage, path: str, options: LoadOptions, tools: LoadTools) -> Any:
+    """Return the contents of a file, its tensors backed by it; ``options.verify`` reads it once to check its CRCs."""
+    try:
+        loaded = await CheckpointLoad(storage, path, replace(options, mmap=True)).run(tools)
+        if options.verify:
+            (await verify_checkpoint(storage, path, tools.workers)).raise_if_bad()
+    except _FINAL:
+        raise
+    except LoadError as exc:  # a format, or a kind of tensor, that only torch itself can read
+        return await tools.workers.run(_loaded_by_torch, path, options, exc)
+    return loaded.value
+
+
+def _loaded_by_torch(path: str, options: LoadOptions, why: LoadError) -> Any:
+    """Load a file with torch, under the same restrictions."""
+    with open(path, "rb") as file:
+        mappable = file.read(4) == ZIP_MAGIC
+    try:
+        with (
+            extended_allow_list(options.safe_globals),
+            contextlib.nullcontext() if options.trust else checked_sparse(),
+        ):
+            return torch.load(path, map_location="cpu", mmap=mappable, weights_only=not options.trust)
+    except Warning:  # an error only because the program turns warnings into errors
+        raise
+    except Exception as exc:  # a damaged pickle raises nearly anything
+        raise type(why)(f"{why} (torch.load says: {type(exc).__name__}: {str(exc).partition('. ')[0]})") from exc
+
+
+async def write_checkpoint(
+    recoding: Recoding, checkpointer: AnyCheckpointer, tools: LoadTools, report: ReadReport
+) -> None:
+    """Convert, on the checkpointer's loop; see `aiockpt.dcp.format_utils.torch_save_to_dcp`."""
+    engine, run = EngineAccess(checkpointer), tools.workers.run
+    storage, path = engine.locate(recoding.path)
+    _, target = engine.locate(recoding.target)
+    format_for("dcp", target)
+    shared = await run(_must_move_in, target, overwrite=recoding.overwrite)
+    inner = os.path.join(target, new_ticket()) if shared else target
+    try:
+        try:
+            opened = await open_checkpoint(storage, path, recoding.options, tools)
+        except _FINAL:
+            raise
+        except LoadError as exc:  # what only torch itself can read
+            value = await run(_loaded_by_torch, path, recoding.options, exc)
+            await _save(value, path, inner, recoding.overwrite, checkpointer, tools)
+        else:
+            if opened.index.wrapped is not None:
+                await run(opened.source.close)
+                raise _no_state_dict(path)
+            await recoding.convert(opened, storage, inner, tools, report)
+        if shared:
+            names = {name: name for name in await run(os.listdir, inner) if name != METADATA_NAME}
+            await run(beside.publish, inner, target, names, METADATA_NAME)
+    finally:
+        if shared:
+            with anyio.CancelScope(shield=True):
+                await run(beside.discard, inner)
+
+
+def _no_state_dict(path: str) -> LoadError:
+    return LoadError(f"{path} holds no state dict; load it with torch.load, and save it within a dict")
+
+
+async def _save(
+    value: Any, path: str, target: str, overwrite: bool, checkpointer: AnyCheckpointer, tools: LoadTools
+) -> None:
+    """Save what torch has loaded; cancel the save if this task is cancelled."""
+    if not isinstance(value, Mapping):
+        raise _no_state_dict(path)
+    with contextlib.suppress(StructureError):  # raised by the save
+        flat = flatten(value)
+        tensors = zip(flat.names, flat.leaves, strict=True)
+        strided = ((n, t) for n, t in tensors if type(t) in TENSOR_TYPES and t.layout is torch.strided)
+        check_expansion(path, ((name, each.nbytes, each.untyped_storage().nbytes()) for name, each in strided))
+    submit = checkpointer.submit if isinstance(checkpointer, SyncCheckpointer) else checkpointer.save
+
+    # Off duty: the engine refuses waits in its own threads and tasks as deadlocks, but no save waits for this task.
+    def begin() -> SaveHandle:
+        with off_duty():
+            return submit(value, target, overwrite=overwrite, format="dcp")
+
+    handle = await tools.workers.run(begin)
+    try:
+        with off_duty():
+            await handle.written
+    except anyio.get_cancelled_exc_class():
+        with anyio.CancelScope(shield=True):
+            await handle.cancel()
+        raise
+
+
+def _must_move_in(target: str, *, overwrite: bool) -> bool:
+    """Return whether the target holds other files, so that the checkpoint must be moved in beside them.
+
+    Raises CheckpointExistsError if it holds a checkpoint as well, which then can't be replaced atomically.
+    """
+    if not os.path.isdir(target) or os.path.islink(target):
+        return False
+    with open_directory(target) as directory:
+        found = look_into(directory)
+    if found.files and found.others and overwrite:
+        raise CheckpointExistsError(
+            f"{target} holds a checkpoint and other things ({found.others[0]}), so that it can't be replaced at once; "
+            "move one of them away, or convert to another directory"
+        )
+    return bool(found.others) and not found.files

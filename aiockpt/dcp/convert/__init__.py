@@ -1,1 +1,0 @@
-"""Conversions between DCP checkpoints and files of torch.save."""
