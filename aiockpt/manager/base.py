@@ -43,7 +43,7 @@ from aiockpt.manager.requests import (
 )
 from aiockpt.manager.restoring import Restore
 from aiockpt.manager.retention import Retention
-from aiockpt.manager.scan import RUN_KEY, StepInfo, StepScanner, step_path
+from aiockpt.manager.scan import RUN_KEY, StepInfo, StepNames, StepScanner
 from aiockpt.options import CheckpointerOptions, SaveOptions
 from aiockpt.telemetry.card import size_text
 
@@ -83,9 +83,12 @@ class ManagerBase:
         self._access = EngineAccess(self._checkpointer)
         _, self.directory = self._access.locate(options.directory)
         self.writes = options.mode == "write"
-        self._scanner = StepScanner(self.directory)
+        self._names = StepNames(options.names)
+        self._locks = self.writes and options.lock
+        self._scanner = StepScanner(self.directory, self._names)
         self._drain_s = min(in_force.drain_timeout, threading.TIMEOUT_MAX)  # locks refuse infinity
-        self._retention = Retention(self.directory, self._keep, fsync=in_force.fsync)
+        scanner = StepScanner(self.directory, self._names)  # of its own: it may hang
+        self._retention = Retention(scanner, self._keep, options.on_written, fsync=in_force.fsync)
         self._requests = LastSaveRequests()
         self._lock: RunLock | None = None
         self._is_open = False
@@ -163,7 +166,7 @@ class ManagerBase:
         self._is_open = True
 
     async def _take_lock(self) -> None:
-        if self._lock is None:  # else it was taken, and what follows was interrupted
+        if self._locks and self._lock is None:  # else it was taken, and what follows was interrupted
             try:
                 self._lock = await self._run(take, self.directory)
             except OSError as exc:
@@ -266,7 +269,7 @@ class ManagerBase:
 
     def path_of(self, step: int) -> str:
         """Return the path of a step's directory, whether it exists or not."""
-        return step_path(self.directory, check_step(step))
+        return self._names.path(self.directory, check_step(step))
 
     # --- restoring --------------------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from aiockpt.engine.requests import StateDict
     from aiockpt.manager.policies import KeepPolicy, Mode, SavePolicy
     from aiockpt.telemetry.progress import OnProgress
+    from aiockpt.telemetry.saves import SaveResult
 
 Verification = Literal["auto", "before", "while"]
 StepChoice = int | Literal["latest", "best"]
@@ -35,6 +36,11 @@ class ManagerOptions(CheckpointerOptions):
             never, but for the last save.
         mode: "write": the manager owns the run, and a second one is refused. "read": it only reads, takes no lock, and
             renames and deletes nothing.
+        names: the names of the steps' directories, as a format with one field for the number, such as
+            ``"checkpoint-{}"``. Only directories with such names are steps.
+        lock: whether the run has one manager that writes. False: something else sees to it that only one does.
+        on_written: a function that is called with each step that is written, and its SaveResult; in a thread of the
+            manager, before steps are deleted. Closing waits for it. An error of it is logged.
         checkpointer: a checkpointer to save and load with, which is not closed with the manager. None: the manager
             makes one with the options that are given, and closes it.
     """
@@ -43,6 +49,9 @@ class ManagerOptions(CheckpointerOptions):
     keep: KeepPolicy | Iterable[KeepPolicy] | None = field(default=None, kw_only=True)
     save: SavePolicy | None = field(default=None, kw_only=True)
     mode: Literal["write", "read"] = field(default="write", kw_only=True)
+    names: str = field(default="step-{:08d}", kw_only=True)
+    lock: bool = field(default=True, kw_only=True)
+    on_written: Callable[[int, SaveResult], object] | None = field(default=None, kw_only=True)
     checkpointer: CheckpointerBase | None = field(default=None, kw_only=True)
 
 

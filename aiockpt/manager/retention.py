@@ -9,19 +9,20 @@ import threading
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from aiockpt.core.threads import DaemonThreads
 from aiockpt.errors import AiockptError, CheckpointNotFoundError, DeleteError
 from aiockpt.manager.policies import KeepPolicy, to_delete
-from aiockpt.manager.scan import StepScanner
 from aiockpt.sync_checkpointer import SyncCheckpointer
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
+    from aiockpt.manager.scan import StepScanner
     from aiockpt.saving.handle import SaveHandle
+    from aiockpt.telemetry.saves import SaveResult
 
 logger = logging.getLogger("aiockpt")
 
@@ -38,9 +39,17 @@ class Retention:
     that fails is logged, and tried again after the next save.
     """
 
-    def __init__(self, directory: str, keep: KeepPolicy | None, *, fsync: bool) -> None:
-        self._scanner = StepScanner(directory)
+    def __init__(
+        self,
+        scanner: StepScanner,
+        keep: KeepPolicy | None,
+        on_written: Callable[[int, SaveResult], object] | None = None,
+        *,
+        fsync: bool,
+    ) -> None:
+        self._scanner = scanner
         self._keep = keep
+        self._on_written = on_written
         self._origin = os.getpid()
         self._ended = False
         self._thread = DaemonThreads(1, "aiockpt-retention")
@@ -149,10 +158,19 @@ class Retention:
                 if result is not None and is_here:
                     self._written_s.append(result.written_s)
                     self._last = step
+            if result is not None and self._on_written is not None:
+                self._call_on_written(step, result)
             if is_here and prunes:
                 self._prune(step)
         except Exception:
             logger.exception("what is no longer kept beside %s was not deleted; the next save tries again", handle.path)
+
+    def _call_on_written(self, step: int, result: SaveResult) -> None:
+        try:
+            if self._on_written is not None:
+                self._on_written(step, result)
+        except Exception:  # of the caller's function: the step is written all the same
+            logger.exception("on_written has failed for step %d", step)
 
     def _prune(self, written: int) -> None:
         if self._keep is None:

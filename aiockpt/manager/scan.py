@@ -18,7 +18,6 @@ from __future__ import annotations
 import errno
 import math
 import os
-import re
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -40,7 +39,7 @@ RUN_KEY = "run"
 
 _FACTS = frozenset({"step", "metrics", "time", "keep"})  # a manager writes all of them
 _MOST_S = 250e9  # in the year 9892; `datetime` ends with 9999
-_NAME = re.compile(r"step-([0-9]{8,18})")
+_MOST_DIGITS = 18
 _MOST_LISTS = 20  # of a directory whose steps are deleted while they are looked at
 
 NO_STEP = -1
@@ -73,19 +72,39 @@ class StepInfo:
     problem: str = ""
 
 
-def step_path(directory: str, step: int) -> str:
-    """Return the path of a step in a run's directory."""
-    return os.path.join(directory, f"step-{step:08d}")
+@dataclass(frozen=True, slots=True)
+class StepNames:
+    """The names of steps in a run's directory: a format such as ``checkpoint-{}``, for the number of the step."""
+
+    template: str
+
+    def __post_init__(self) -> None:
+        try:
+            is_valid = self.step_of(name := self.template.format(12)) == 12 and self.template.format(13) != name
+        except (LookupError, ValueError, AttributeError, TypeError):
+            is_valid = False
+        if not is_valid or "/" in self.template or self.template.startswith("."):
+            raise ValueError(
+                f"names is {self.template!r}; it must be the name of a step with one field, 'checkpoint-{{}}'"
+            )
+
+    def path(self, directory: str, step: int) -> str:
+        """Return the path of a step."""
+        return os.path.join(directory, self.template.format(step))
+
+    def step_of(self, name: str) -> int | None:
+        """Return the number of a step by the name of its directory; None if it is not the name of a step."""
+        begin, field_, end = self.template.partition("{")
+        end = end.partition("}")[2] if field_ else ""
+        digits = name.removeprefix(begin).removesuffix(end)
+        if len(begin) + len(digits) + len(end) != len(name) or not (digits.isascii() and digits.isdecimal()):
+            return None
+        # A name with more zeros would be a second directory of the same step.
+        return step if len(digits) <= _MOST_DIGITS and self.template.format(step := int(digits)) == name else None
 
 
-def step_of(name: str) -> int | None:
-    """Return the number of a step by the name of its directory; None if it is not the name of a step."""
-    found = _NAME.fullmatch(name)
-    if found is None:
-        return None
-    step = int(found[1])
-    # A name with more zeros would be a second directory of the same step.
-    return step if name == f"step-{step:08d}" else None
+DEFAULT_NAMES = StepNames("step-{:08d}")
+step_of = DEFAULT_NAMES.step_of
 
 
 def is_set_aside(name: str) -> bool:
@@ -97,8 +116,9 @@ def is_set_aside(name: str) -> bool:
 class StepScanner:
     """Scans a run's directory again and again, in any thread; the documents of an unchanged step are read once."""
 
-    def __init__(self, directory: str) -> None:
+    def __init__(self, directory: str, names: StepNames = DEFAULT_NAMES) -> None:
         self._directory = directory
+        self._step_of = names.step_of
         self._cache: dict[str, tuple[object, StepInfo]] = {}  # with the signature of the files
         self._lock = threading.Lock()
 
@@ -115,7 +135,8 @@ class StepScanner:
         for _ in range(_MOST_LISTS):
             try:
                 with os.scandir(self._directory) as found:
-                    steps = {step: e.path for e in found if (step := step_of(e.name)) is not None and _is_directory(e)}
+                    numbered = [(self._step_of(entry.name), entry) for entry in found]
+                    steps = {step: each.path for step, each in numbered if step is not None and _is_directory(each)}
             except FileNotFoundError:
                 return ()
             infos = [self.look(path, step, lenient=lenient) for step, path in sorted(steps.items())]

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from aiockpt.manager.scan import step_path
+from aiockpt.manager.scan import DEFAULT_NAMES
 
 SIZE = 300_000
 """Elements per tensor. Loads read tensors this large straight into the target, before their CRC is known."""
@@ -52,7 +52,7 @@ def names(folder: Path) -> list[str]:
 
 
 def path_of(folder: Path, step: int) -> Path:
-    return Path(step_path(str(folder), step))
+    return Path(DEFAULT_NAMES.path(str(folder), step))
 
 
 def flip(folder: Path, step: int, *, where: float = 0.9) -> None:

@@ -16,20 +16,20 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import aiockpt
-from aiockpt.manager.scan import StepInfo, StepScanner, scan, step_of, step_path
+from aiockpt.manager.scan import DEFAULT_NAMES, StepInfo, StepScanner, scan, step_of
 
 FILLED = {"a": torch.arange(12.0), "b": {"c": torch.ones(3, 2)}}
 
 
 def write(folder: Path, step: int, **metadata) -> Path:
-    path = Path(step_path(str(folder), step))
+    path = Path(DEFAULT_NAMES.path(str(folder), step))
     with aiockpt.SyncCheckpointer() as ckpt:
         ckpt.save(FILLED, path, metadata=metadata)
     return path
 
 
 def test_step_names() -> None:
-    assert os.path.basename(step_path("/r", 100)) == "step-00000100"
+    assert os.path.basename(DEFAULT_NAMES.path("/r", 100)) == "step-00000100"
     assert step_of("step-00000100") == 100
     assert step_of("step-123456789") == 123456789
     wrong = ["step-100", "step-000000100", "step-00000100.damaged", "step-0000010x", "final", "step-", "step-+0000001"]

@@ -120,7 +120,7 @@ class OrphanCommit:
             workers=self._workers,
             identity=self._transaction.identity,
         )
-        for name in (MANIFEST_NAME, METADATA_NAME, INDEX_NAME):
+        for name in (MANIFEST_NAME, METADATA_NAME, INDEX_NAME, *leadership.facts.files):
             await adopted.delete_file(name)  # the trainer may have written it before it died; create refuses a second
         results = [written[rank] for rank in range(ranks)]
         plan_cache = None if leadership.plan_cache is None else pickle.loads(leadership.plan_cache)
