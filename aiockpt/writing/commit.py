@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from isal.isal_zlib import crc32
 
 from aiockpt._version import __version__
-from aiockpt.format.manifest.manifest import FileFacts, Manifest, encode_manifest
+from aiockpt.format.manifest.manifest import DIVIDED_KEY, INDEX_KEY, FileFacts, Manifest, encode_manifest
 from aiockpt.format.names import MANIFEST_NAME, METADATA_NAME
 
 if TYPE_CHECKING:
@@ -65,7 +65,8 @@ class CommitDocuments:
         files = {**written, **{name: FileFacts(len(data), crc32(data)) for name, data in documents.items()}}
         manifest = replace(self.manifest, files=files, times_s=times_s, totals=totals)
         text = None if index is None else index.finish(crcs)
-        return {MANIFEST_NAME: encode_manifest(manifest, text, section), **documents}
+        index_key = DIVIDED_KEY if index is not None and index.is_divided else INDEX_KEY
+        return {MANIFEST_NAME: encode_manifest(manifest, text, section, index_key=index_key), **documents}
 
 
 def commit_documents(

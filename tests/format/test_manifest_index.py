@@ -19,7 +19,7 @@ from aiockpt.format.index import ItemRange, ObjectEntry, TensorEntry
 from aiockpt.format.item.tensor_item import parse_tensor_item
 from aiockpt.format.manifest.columnar_index import IndexedEntries, ItemForm
 from aiockpt.format.manifest.index_writer import Division, IndexDraft, ItemRows, encode_index
-from aiockpt.format.manifest.manifest import Manifest, encode_manifest
+from aiockpt.format.manifest.manifest import DIVIDED_KEY, Manifest, encode_manifest
 from aiockpt.format.manifest.reader import decode_manifest
 from tests.states import training_state
 
@@ -302,7 +302,7 @@ def sharded(**change: Any) -> bytes:
     head = encode_index(["w", "o", "v"], [("w",), ("o",), ("v",)], ["f", "g"], forms, rows)
     assert head is not None
     index = json.loads(IndexDraft(head, [3, 0, 2, -1, 1], [(3, 16, 30)]).finish([10, 11, 12, 13]))
-    return encode_manifest(Manifest("w", "now"), json.dumps({**index, **change}))
+    return encode_manifest(Manifest("w", "now"), json.dumps({**index, **change}), index_key=DIVIDED_KEY)
 
 
 def test_a_tensor_in_parts() -> None:

@@ -93,8 +93,8 @@ def test_dcp_checkpoints(world: World | None, form: str, writer: str, tmp_path: 
                 assert same(dict(reader.stream(["model"])), {f"model.{n}": t for n, t in expected["model"].items()})
             assert {file.name.split("_")[2] for file in path.glob("*.distcp")} == {str(rank) for rank in range(ranks)}
         manifest = json.loads((path / ".aiockpt.json").read_text())
-        assert ("index" in manifest) == (form == "plain")
-        assert ("divisions" in manifest.get("index", ())) == (form == "plain" and ranks > 1)
+        assert ("index" in manifest) == (form == "plain" and ranks == 1)
+        assert ("divisions" in manifest.get("divided_index", ())) == (form == "plain" and ranks > 1)
         assert manifest["totals"].get("ranks", 1) == ranks
         if form == "plain":
             target = {"model": {name: torch.zeros_like(each) for name, each in expected["model"].items()}, "step": 0}

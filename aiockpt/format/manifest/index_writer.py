@@ -39,6 +39,7 @@ class IndexDraft:
     head: str = field(repr=False)  # the same for every save by one plan
     slot_of: Sequence[int] = field(repr=False)  # by row: its position among the tensor items of all files; else -1
     objects: Sequence[tuple[int, int, int]] = field(repr=False)  # row, offset and length of each, in bytes
+    is_divided: bool = False  # some tensors are stored in parts
 
     def finish(self, crcs: Sequence[int]) -> str:
         """Return the JSON text, with the CRC-32 of the payload of each tensor item, file by file."""

@@ -32,7 +32,12 @@ _NOT_FINITE = ("nan", "inf", "-inf")
 _MOST_BITS = 4096  # Python makes no text of much longer numbers
 
 SEAL = ',\n  "manifest_crc32": "'
-_LONG_PARTS = (b',\n  "index": ', b',\n  "transformed": ')  # a line break can't be within a text of JSON
+INDEX_KEY, DIVIDED_KEY = "index", "divided_index"  # the section of the index; of one with tensors in parts
+_LONG_PARTS = (
+    b',\n  "index": ',
+    b',\n  "divided_index": ',
+    b',\n  "transformed": ',
+)  # a line break can't be within a text of JSON
 
 JsonValue = None | bool | int | float | str | list["JsonValue"] | dict[str, "JsonValue"]
 
@@ -61,7 +66,9 @@ class Manifest:
     transformed: Mapping[tuple[str, int], ItemFacts] = field(default_factory=dict)
 
 
-def encode_manifest(manifest: Manifest, index: str | None = None, transformed: str | None = None) -> bytes:
+def encode_manifest(
+    manifest: Manifest, index: str | None = None, transformed: str | None = None, *, index_key: str = INDEX_KEY
+) -> bytes:
     """Encode a manifest as JSON text that ends with its own CRC-32.
 
     ``index`` and ``transformed`` are the JSON texts of these sections; None leaves them out.
@@ -82,7 +89,7 @@ def encode_manifest(manifest: Manifest, index: str | None = None, transformed: s
         body = json.dumps(document, indent=2).removesuffix("\n}")
     # The long sections come last: `decode_head` drops everything behind the first of them.
     if index is not None:
-        body += f',\n  "index": {index}'
+        body += f',\n  "{index_key}": {index}'
     if transformed is not None:
         body += f',\n  "transformed": {transformed}'
     return f'{body}{SEAL}{crc32(body.encode()):08x}"\n}}\n'.encode()

@@ -10,7 +10,8 @@ are in ``objects``. The path of a leaf is ``parents[parent]`` and the rest of it
 the parents listed in ``sequences`` are elements of a list. Offsets and lengths are in bytes; the CRC-32 is the
 payload's.
 
-Where several ranks have stored tensors in parts, ``division`` has for each leaf a position in ``divisions``, which
+Where several ranks have stored tensors in parts, the section has another name, as versions before knew no parts: they
+read `.metadata`. There ``division`` has for each leaf a position in ``divisions``, which
 lists the distinct (shape of the whole tensor, offsets of each part), or -1; and ``form``, ``file``, ``offset`` and
 ``crc32`` have a row for each part, leaf by leaf.
 """
@@ -34,7 +35,16 @@ from aiockpt.format.item.arrays import ARRAY_RECORD, check_arrays
 from aiockpt.format.keys import FACTORIES, decode_key
 from aiockpt.format.manifest.columnar_index import IndexedEntries, IndexedPaths, ItemForm, PartColumns
 from aiockpt.format.manifest.index_writer import Division, head_of
-from aiockpt.format.manifest.manifest import FORMAT_VERSION, SEAL, FileFacts, JsonValue, Manifest, read_user_metadata
+from aiockpt.format.manifest.manifest import (
+    DIVIDED_KEY,
+    FORMAT_VERSION,
+    INDEX_KEY,
+    SEAL,
+    FileFacts,
+    JsonValue,
+    Manifest,
+    read_user_metadata,
+)
 from aiockpt.format.names import MANIFEST_NAME
 from aiockpt.format.transforms.item_transforms import decode_transformed
 
@@ -56,7 +66,8 @@ def decode_manifest(data: bytes) -> Manifest:
             )
         document["containers"] = containers(document["containers"])
         document["metadata"] = read_user_metadata(mapping(document["metadata"]))
-        index = decode_index(document) if "index" in document else None
+        section = document.get(INDEX_KEY, document.get(DIVIDED_KEY))
+        index = None if section is None else decode_index(document, section)
         check_paths({} if index is None else index.paths, document["containers"])
         if index is not None:
             check_arrays(index.entries, index.paths, document["containers"])
@@ -159,9 +170,8 @@ _DTYPES = {  # without aliases and quantized ones
 }
 
 
-def decode_index(document: Mapping[str, Any]) -> Index:
+def decode_index(document: Mapping[str, Any], raw: Any) -> Index:
     """Return the index; `decode_manifest` translates the ValueError, KeyError or TypeError of a damaged one."""
-    raw = document["index"]
     names, files = _texts(raw, "names"), _texts(raw, "files")
     numbers = dict(zip(names, range(len(names)), strict=True))
     if len(numbers) != len(names) or len(set(files)) != len(files):

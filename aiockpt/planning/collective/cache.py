@@ -156,11 +156,12 @@ class GlobalPlanCache:
         if self._made.index is None:
             with gc_pause():
                 self._made.index = self._index_head(objects)
-        head, slot_of, rows = self._made.index
+        head, slot_of, rows, is_divided = self._made.index
         if head is None:
             return None
         places = [objects[rank][leaf] for rank, leaf in self.plan.objects.values()]
-        return IndexDraft(head, slot_of, [(row, place[1], place[2]) for row, place in zip(rows, places, strict=True)])
+        found = [(row, place[1], place[2]) for row, place in zip(rows, places, strict=True)]
+        return IndexDraft(head, slot_of, found, is_divided)
 
     def _index_head(self, objects: Sequence[Mapping[int, ItemRange]]) -> _IndexHead:
         plan, table = self.plan, self._range_table()
@@ -205,7 +206,7 @@ class GlobalPlanCache:
         columns = [each[where].tolist() for each in (form_of, file_of, table.offsets)]
         places = ItemRows(columns[0], columns[1], columns[2], divisions, division_of)
         head = encode_index(list(plan.paths), list(plan.paths.values()), table.files, list(forms), places)
-        return _IndexHead(head, slots[where].tolist(), object_rows)
+        return _IndexHead(head, slots[where].tolist(), object_rows, bool(divisions))
 
     def _transformed(self, objects: Sequence[Mapping[int, ItemRange]]) -> TransformedDraft:
         """Describe items whose stored bytes are not those of the files as they were planned."""
@@ -243,6 +244,7 @@ class _IndexHead(NamedTuple):
     head: str | None
     slot_of: list[int]  # see `IndexDraft`
     object_rows: list[int]
+    is_divided: bool
 
 
 @dataclass(slots=True)
