@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from aiockpt.core.extent import plain_memory
 from aiockpt.errors import AiockptError
+from aiockpt.planning.specs import lazy_bits
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -224,6 +226,8 @@ def running_in(stream: Any) -> Iterator[None]:
 def use_in(stream: Any, tensor: torch.Tensor) -> None:
     """Keep a tensor's memory, even if it is freed, until the work in a stream is done. None: in the current stream."""
     if not is_host(tensor.device):
+        if any(lazy_bits(tensor)):  # torch's fallback for them expects a result of the call, and corrupts the heap
+            tensor = plain_memory(tensor)
         with contextlib.suppress(NotImplementedError):  # an allocator that never reuses memory at once
             tensor.record_stream(_current_stream(tensor.device) if stream is None else stream)
 
@@ -361,9 +365,10 @@ def _has_streams(kind: str) -> bool:
     """Return whether devices of a kind have streams and events."""
     device = torch.device(kind)
     try:
-        event = torch.Event(device)
-        event.record(torch.Stream(device))
-        torch.accelerator.current_stream(device).wait_event(event)
+        event, stream = torch.Event(device), torch.Stream(device)
+        event.record(stream)
+        stream.wait_event(event)  # not the current stream: if it captures a graph, that would spoil the capture
+        torch.accelerator.current_stream(device)
     except (RuntimeError, AttributeError):
         return False
     return True

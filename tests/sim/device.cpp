@@ -67,7 +67,7 @@ struct Settings {
   std::atomic<int64_t> out_of_memory_after{0}, out_of_memory_count{0};
   std::atomic<int> registration_error{0};
   std::atomic<int64_t> counts[KINDS] = {};
-  std::atomic<int64_t> reused{0}, deferred{0}, kept_bytes{0};
+  std::atomic<int64_t> reused{0}, deferred{0}, refused{0}, kept_bytes{0};
 
   std::mutex mutex;
   std::condition_variable changed;
@@ -430,6 +430,7 @@ struct SimAllocator final : c10::Allocator {
     settings.check();
     if (settings.out_of_memory_after > 0 && --settings.out_of_memory_after == 0) {
       if (--settings.out_of_memory_count > 0) settings.out_of_memory_after = 1;
+      settings.refused++;
       TORCH_CHECK_WITH(OutOfMemoryError, false, "sim out of memory: tried to allocate ", nbytes, " bytes");
     }
     int stream = current_stream(device).number;
@@ -524,15 +525,24 @@ void Guard::recordDataPtrOnStream(const c10::DataPtr& memory, const c10::Stream&
 
 constexpr int kAlreadyRegistered = 712, kInvalid = 1;
 
+using Copies = std::shared_ptr<std::atomic<int>>; // the number in flight
+
 struct Registered {
   size_t nbytes;
-  std::shared_ptr<std::atomic<int>> copies; // in flight
+  Copies copies;
 };
+
+// A copy in flight until its task is dropped, run or not.
+std::shared_ptr<void> in_flight(const Copies& copies) {
+  ++*copies;
+  return {nullptr, [copies](void*) { --*copies; }};
+}
+
 std::mutex registered_mutex;
 std::map<uintptr_t, Registered> registered;
 
 // The copies in flight of the locked memory that holds all these bytes, or null.
-std::shared_ptr<std::atomic<int>> find_registered(const void* address, size_t nbytes) {
+Copies find_registered(const void* address, size_t nbytes) {
   Lock lock(registered_mutex);
   auto at = reinterpret_cast<uintptr_t>(address);
   auto found = registered.upper_bound(at);
@@ -779,11 +789,7 @@ void copy_to_host(const at::Tensor& source, const at::Tensor& target, bool non_b
     stream.synchronize();
     return settings.check();
   }
-  ++*copies;
-  launch(stream, TO_HOST, [=] {
-    to.copy_(from);
-    --*copies;
-  });
+  launch(stream, TO_HOST, [to, from, running = in_flight(copies)] { to.copy_(from); });
 }
 
 void copy_from_host(const at::Tensor& source, const at::Tensor& target, bool non_blocking) {
@@ -795,11 +801,7 @@ void copy_from_host(const at::Tensor& source, const at::Tensor& target, bool non
     return launch(stream, FROM_HOST, [=] { to.copy_(from); });
   }
   auto from = raw_view(source);
-  ++*copies;
-  launch(stream, FROM_HOST, [=] {
-    to.copy_(from);
-    --*copies;
-  });
+  launch(stream, FROM_HOST, [to, from, running = in_flight(copies)] { to.copy_(from); });
 }
 
 at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool non_blocking) {
@@ -883,12 +885,19 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
 }
 
 // Otherwise torch would resolve the bit by a clone, which calls this again, without end. It is resolved in the task.
+// `record_stream` corrupts the heap there, in torch 2.13, on every kind of device: it is refused instead.
+void refused_record_stream(at::Tensor&, c10::Stream) {
+  TORCH_CHECK(false, "sim error: record_stream of a tensor with lazy bits corrupts the heap");
+}
+
 TORCH_LIBRARY_IMPL(aten, Conjugate, library) {
   library.impl("_copy_from", torch::CppFunction::makeFallthrough());
+  library.impl("record_stream", refused_record_stream);
 }
 
 TORCH_LIBRARY_IMPL(aten, Negative, library) {
   library.impl("_copy_from", torch::CppFunction::makeFallthrough());
+  library.impl("record_stream", refused_record_stream);
 }
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, library) {
@@ -987,6 +996,7 @@ std::map<std::string, int64_t> statistics() {
       {"registered", static_cast<int64_t>(registered.size())},
       {"reused", settings.reused},
       {"deferred", settings.deferred},
+      {"refused", settings.refused},
       {"bytes", settings.kept_bytes},
   };
 }

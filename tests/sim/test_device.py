@@ -158,6 +158,7 @@ def test_faults() -> None:
     with pytest.raises(torch.OutOfMemoryError):
         torch.empty(8, device=DEVICE)
     tensor = torch.ones(8, device=DEVICE)
+    torch.accelerator.synchronize()
     sim.fail_task("kernel")
     tensor.add_(1)
     for _ in range(2):
