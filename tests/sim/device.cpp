@@ -48,7 +48,7 @@ constexpr size_t kArenaBytes = size_t(16) << 30; // of addresses; pages exist on
 constexpr size_t kRounding = 512;
 constexpr unsigned char kPoison = 0xDB;
 
-enum Kind { LAUNCH, KERNEL, TO_HOST, FROM_HOST, FREE, REGISTER, KINDS };
+enum Kind { KERNEL, TO_HOST, FROM_HOST, FREE, REGISTER, KINDS };
 
 // Waiting with the GIL would keep out what is waited for.
 struct WithoutGil {
@@ -84,8 +84,9 @@ struct Settings {
     return z ^ (z >> 31);
   }
 
-  void delay(Kind kind) {
-    int64_t most = delay_us[kind];
+  void delay(Kind kind) { delay_by(delay_us[kind]); }
+
+  void delay_by(int64_t most) {
     if (most <= 0) return;
     // Half of the tasks are not delayed at all; else all would be late alike.
     uint64_t drawn = next_random();
@@ -236,6 +237,7 @@ std::atomic<int> next_stream[kDevices] = {};
 std::atomic<pid_t> owner{0};
 thread_local int current_device = 0;
 thread_local int current_streams[kDevices] = {};
+thread_local int64_t launch_delay_us = 0; // at most
 
 SimStream& stream_at(int device, int number) {
   Lock lock(streams_mutex);
@@ -269,9 +271,9 @@ void each_stream(Function function) {
 void launch(SimStream& stream, Kind kind, std::function<void()> run) {
   settings.check();
   settings.counts[kind]++;
-  if (settings.delay_us[LAUNCH] > 0) {
+  if (launch_delay_us > 0) {
     WithoutGil released;
-    settings.delay(LAUNCH);
+    settings.delay_by(launch_delay_us);
   }
   stream.push({kind, std::move(run)});
 }
@@ -865,7 +867,17 @@ void record_stream(at::Tensor& self, c10::Stream stream) {
   allocator.record_stream(self.storage().data_ptr(), stream.device_index(), static_cast<int>(stream.id()));
 }
 
+// As CUDA's operators on lists do, this counts the changes when the last kernel is launched.
+void foreach_add(at::TensorList tensors, const at::Scalar& value) {
+  for (const auto& tensor : tensors) {
+    auto view = seen_by_stream(tensor);
+    launch(current_stream(tensor.device().index()), KERNEL, [=] { view.add_(value); });
+  }
+  for (const auto& tensor : tensors) tensor.unsafeGetTensorImpl()->bump_version();
+}
+
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
+  library.impl("_foreach_add_.Scalar", foreach_add);
   library.impl("empty.memory_format", empty);
   library.impl("empty_strided", empty_strided);
   library.impl("as_strided", at::native::as_strided_tensorimpl);
@@ -960,6 +972,7 @@ void reset() {
     settings.held_streams.clear();
     settings.changed.notify_all();
   }
+  launch_delay_us = 0;
   for (int kind = 0; kind < KINDS; kind++) settings.delay_us[kind] = settings.fault_after[kind] = 0;
   settings.out_of_memory_after = settings.out_of_memory_count = 0;
   settings.registration_error = 0;
@@ -1002,10 +1015,15 @@ std::map<std::string, int64_t> statistics() {
 }
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
-  module.attr("KINDS") = std::vector<std::string>{"launch", "kernel", "to_host", "from_host", "free", "register"};
+  module.attr("KINDS") = std::vector<std::string>{"kernel", "to_host", "from_host", "free", "register"};
   module.attr("DEVICES") = kDevices;
   module.def("set_seed", [](uint64_t seed) { settings.random = seed; });
   module.def("set_delay", [](int kind, int64_t most_us) { settings.delay_us[kind] = most_us; });
+  module.def("sleep", [](int device, int64_t us) {
+    auto wait = [us] { std::this_thread::sleep_for(std::chrono::microseconds(us)); };
+    launch(current_stream(device), KERNEL, wait);
+  });
+  module.def("set_launch_delay", [](int64_t most_us) { launch_delay_us = most_us; });
   module.def("hold_kind", [](int kind, bool holds) { hold(settings.held, kind, holds); });
   module.def("hold_stream", [](int device, int number, bool holds) {
     hold(settings.held_streams, {device, number}, holds);

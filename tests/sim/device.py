@@ -1,7 +1,7 @@
 """The simulated accelerator ``sim``: built once, and then a device of torch in this process, for good; see device.cpp.
 
-What is set here holds until `reset`. Kinds of tasks: ``launch`` (the host's part of launching a kernel), ``kernel``,
-``to_host`` and ``from_host`` (copies), ``free`` (freed memory is overwritten), ``register`` (host memory is locked).
+What is set here holds until `reset`. Kinds of tasks: ``kernel``, ``to_host`` and ``from_host`` (copies), ``free``
+(freed memory is overwritten), ``register`` (host memory is locked).
 """
 
 from __future__ import annotations
@@ -109,6 +109,16 @@ def delay(**most_us: int) -> None:
     """Delay tasks of these kinds by up to so many microseconds, each second one not at all."""
     for kind, most in most_us.items():
         extension().set_delay(_kind(kind), most)
+
+
+def sleep(us: int, device: int = 0) -> None:
+    """Enqueue a kernel that takes so long in this thread's current stream."""
+    extension().sleep(device, us)
+
+
+def delay_launches(most_us: int) -> None:
+    """Delay the host's part of each launch, in this thread only."""
+    extension().set_launch_delay(most_us)
 
 
 @contextlib.contextmanager
