@@ -1,4 +1,4 @@
-"""Random programs: some hundreds here; ``python -m benchmarks crash --full --part sim`` goes on as long as there is time."""
+"""Random programs: some hundreds here, and more with ``python -m benchmarks crash --full --part sim``."""
 
 from __future__ import annotations
 
