@@ -27,7 +27,7 @@ _THREAD_LOCAL = 1  # a mode of captures
 _PORTABLE = 1  # locked memory: for all devices
 ALREADY_LOCKED = 712  # an error
 
-_spare: defaultdict[int, list[Any]] = defaultdict(list)
+_spare: defaultdict[int | torch.device, list[Any]] = defaultdict(list)  # of CUDA by index, of others by device
 _spare_lock = threading.Lock()
 
 
@@ -260,7 +260,9 @@ class Runtime:
         self._stream = self._new_stream()
 
     def _new_stream(self) -> Any:
-        return torch.Stream(self._device)
+        # Torch hands out its few streams in turn, also to the program: so each one that was taken is used again.
+        with _spare_lock:
+            return _spare[self._device].pop() if _spare[self._device] else torch.Stream(self._device)
 
     def enter(self) -> None:
         """Make the device current in this thread, if the current device is per thread."""
@@ -304,6 +306,8 @@ class Runtime:
 
     def close(self) -> None:
         """Release the staging stream, whose work is done."""
+        with _spare_lock:
+            _spare[self._device].append(self._stream)
 
 
 class CudaRuntime(Runtime):

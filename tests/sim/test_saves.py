@@ -108,3 +108,19 @@ def test_a_first_save_during_a_capture(tmp_path: Path) -> None:
         graph.replay()
         assert ckpt.load(tmp_path / "c")["w"].sum() == 0
     assert tensor.sum().item() == 100_000
+
+
+def test_streams_are_used_again(tmp_path: Path) -> None:
+    """Torch hands out its few streams in turn: of many, the program would soon get one that copies are made in."""
+    state = _state()
+
+    def save(name: str) -> None:
+        with aiockpt.SyncCheckpointer(validate="hash", **OPTIONS) as ckpt:
+            for number in range(3):
+                ckpt.save(state, tmp_path / f"{name}{number}")
+                ckpt.load(tmp_path / f"{name}{number}", map_location="sim")
+
+    save("a")
+    before = torch.Stream("sim").stream_id
+    save("b")
+    assert torch.Stream("sim").stream_id - before == 1
