@@ -211,7 +211,7 @@ class Runner:
         try:
             # Operators that launch many kernels may take longer than 20 ms on a busy machine.
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(consistency, "_OPERATOR_S", 0.3)
+                patch.setattr(consistency, "_OPERATOR_S", 1.0)
                 if program.locked:
                     sim.lock_memory(patch)
                 with aiockpt.SyncCheckpointer(on_failure="warn", fsync=False, **program.options) as self._ckpt:
