@@ -26,6 +26,7 @@ from torch.cuda import _gpu_trace
 from torch.cuda._sanitizer import Access, ArgumentHandler, EventHandler, SynchronizationError
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from aiockpt.planning.specs import lazy_bits
 from aiockpt.staging import runtime
 
 aten = torch.ops.aten
@@ -86,6 +87,7 @@ class OrderChecker:
             self._add(self.trace._handle_kernel_launch(stream, read, written, set(), name, aliases))
 
     def record_stream(self, tensor: torch.Tensor, stream: Any) -> None:
+        assert lazy_bits(tensor) == (False, False), "torch's fallback for lazy bits corrupts the heap here"
         memory = self.memory_of(tensor)
         if memory is not None:
             with self.lock:

@@ -39,6 +39,13 @@ def is_freed(tensor: torch.Tensor) -> bool:
         return any(map(_is_short, strided_parts(tensor)))
 
 
+def plain_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the memory of a tensor, without applying lazy conjugation and negation."""
+    if tensor.is_conj():
+        tensor = tensor.conj()
+    return torch._neg_view(tensor) if tensor.is_neg() else tensor
+
+
 def strided_parts(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
     """Return the strided tensors that hold the values of a tensor of any layout, or of a wrapper subclass."""
     if hasattr(type(tensor), "__tensor_flatten__"):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from aiockpt.core.extent import address_of, freed_message, is_freed
+from aiockpt.core.extent import address_of, freed_message, is_freed, plain_memory
 from aiockpt.errors import AiockptError, LoadError, SaveError
 from aiockpt.format.checks import overlapping
 from aiockpt.format.item.arrays import ARRAY_RECORD, ARRAY_TYPES, tensor_of
@@ -37,7 +37,7 @@ from aiockpt.planning.snapshot import Shard, Snapshot, Structure
 from aiockpt.planning.specs import lazy_bits, unstorable
 from aiockpt.snapshot.live import check_optimizers, resolve
 from aiockpt.snapshot.optimizer_hooks import follow_steps, watch_optimizers
-from aiockpt.snapshot.sampling import Samples, plain_memory
+from aiockpt.snapshot.sampling import Samples
 from aiockpt.staging.pool import ArenaCache, copy_small
 from aiockpt.staging.runtime import CAPTURING, UNORDERED, has_events, is_capturing, is_host, reading_behind, ready_event
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.lib.stride_tricks import sliding_window_view
 
-from aiockpt.core.extent import freed_message, is_freed, reach_bytes, strided_parts
+from aiockpt.core.extent import freed_message, is_freed, plain_memory, reach_bytes, strided_parts
 from aiockpt.core.gc_pause import gc_pause
 from aiockpt.errors import SaveError, StageError
 from aiockpt.staging.base import RAW_DTYPES
@@ -76,13 +76,13 @@ class Samples:
         random = Random()  # of its own: the program's must not be advanced
         groups: dict[_Kind, list[SamplePoint]] = {}
         with torch.no_grad(), gc_pause():
-            for leaf, tensor in enumerate(tensors):
-                if tensor is None or leaf in besides:
-                    continue
-                for part in sampled_parts(tensor):
-                    point = sample_point_of(names[leaf], leaf, tensor, part, random.random())
-                    groups.setdefault((part.device, point.view.dtype, point.length), []).append(point)
             try:
+                for leaf, tensor in enumerate(tensors):
+                    if tensor is None or leaf in besides:
+                        continue
+                    for part in sampled_parts(tensor):
+                        point = sample_point_of(names[leaf], leaf, tensor, part, random.random())
+                        groups.setdefault((part.device, point.view.dtype, point.length), []).append(point)
                 # Of the points of one device, dtype and row length, which are read together.
                 self._samples = {kind: _rows(points) for kind, points in groups.items()}
             except torch.OutOfMemoryError as exc:
@@ -256,13 +256,6 @@ def sample_point_of(name: str, leaf: int, tensor: torch.Tensor, part: torch.Tens
     return SamplePoint(
         leaf, tensor, part, view, indices, number, length, view.data_ptr() - part.data_ptr(), reach_bytes(part)
     )
-
-
-def plain_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the memory of a tensor, without applying lazy conjugation and negation."""
-    if tensor.is_conj():
-        tensor = tensor.conj()
-    return torch._neg_view(tensor) if tensor.is_neg() else tensor
 
 
 def _in_memory_order(tensor: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from aiockpt.core.extent import plain_memory
 from aiockpt.errors import AiockptError
+from aiockpt.planning.specs import lazy_bits
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -25,7 +27,7 @@ _THREAD_LOCAL = 1  # a mode of captures
 _PORTABLE = 1  # locked memory: for all devices
 ALREADY_LOCKED = 712  # an error
 
-_spare: defaultdict[int, list[Any]] = defaultdict(list)
+_spare: defaultdict[int | torch.device, list[Any]] = defaultdict(list)  # of CUDA by index, of others by device
 _spare_lock = threading.Lock()
 
 
@@ -224,6 +226,8 @@ def running_in(stream: Any) -> Iterator[None]:
 def use_in(stream: Any, tensor: torch.Tensor) -> None:
     """Keep a tensor's memory, even if it is freed, until the work in a stream is done. None: in the current stream."""
     if not is_host(tensor.device):
+        if any(lazy_bits(tensor)):  # torch's fallback for them expects a result of the call, and corrupts the heap
+            tensor = plain_memory(tensor)
         with contextlib.suppress(NotImplementedError):  # an allocator that never reuses memory at once
             tensor.record_stream(_current_stream(tensor.device) if stream is None else stream)
 
@@ -256,7 +260,9 @@ class Runtime:
         self._stream = self._new_stream()
 
     def _new_stream(self) -> Any:
-        return torch.Stream(self._device)
+        # Torch hands out its few streams in turn, also to the program: so each one that was taken is used again.
+        with _spare_lock:
+            return _spare[self._device].pop() if _spare[self._device] else torch.Stream(self._device)
 
     def enter(self) -> None:
         """Make the device current in this thread, if the current device is per thread."""
@@ -300,6 +306,8 @@ class Runtime:
 
     def close(self) -> None:
         """Release the staging stream, whose work is done."""
+        with _spare_lock:
+            _spare[self._device].append(self._stream)
 
 
 class CudaRuntime(Runtime):
@@ -361,9 +369,10 @@ def _has_streams(kind: str) -> bool:
     """Return whether devices of a kind have streams and events."""
     device = torch.device(kind)
     try:
-        event = torch.Event(device)
-        event.record(torch.Stream(device))
-        torch.accelerator.current_stream(device).wait_event(event)
+        event, stream = torch.Event(device), torch.Stream(device)
+        event.record(stream)
+        stream.wait_event(event)  # not the current stream: if it captures a graph, that would spoil the capture
+        torch.accelerator.current_stream(device)
     except (RuntimeError, AttributeError):
         return False
     return True

@@ -13,6 +13,7 @@ import torch
 from torch.cuda import _gpu_trace
 
 import aiockpt
+from aiockpt.core.extent import plain_memory
 from aiockpt.reading import executor
 from aiockpt.staging.runtime import Runtime, current_streams, reading_behind, running_in
 from tests.ordering import PosingDevice, watch_cuda
@@ -32,6 +33,8 @@ def _state() -> dict[str, torch.Tensor]:
         "large": torch.arange(200_000.0),
         "strided": torch.arange(90_000).view(-1, 3)[:, ::2],
         "transposed": torch.arange(60_000.0).view(300, 200).t(),
+        "conjugated": torch.full((20_000,), 1 + 2j).conj(),
+        "negated": torch.full((20_000,), 1 + 2j).conj().imag,
         **{f"middle{i}": torch.full((20_000,), float(i)) for i in range(3)},
         **{f"small{i}": torch.full((20,), float(i)) for i in range(3)},
     }
@@ -269,7 +272,7 @@ class _Program:
         used = [*self._state.values(), self._weight, *(each for _, copy in self.saves[-1:] for each in copy.values())]
         action()
         for tensor in used:  # as a program has to that uses tensors in several streams
-            tensor.record_stream(self._device.current_stream())
+            plain_memory(tensor).record_stream(self._device.current_stream())
 
     def save(self) -> None:
         self._device.proceed()

@@ -1,0 +1,124 @@
+"""Saves that end early, at every copy from the device: cancelled, out of time, closed, or because the device breaks."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import aiockpt
+from tests.sim import device as sim
+from tests.states import assert_same
+
+CHUNK = 64 << 10
+WAIT_S = 60
+
+
+def _state() -> dict[str, torch.Tensor]:
+    numbers = torch.arange(40_000, device="sim")
+    return {"large": numbers, "strided": numbers.view(200, 200).t(), "middle": numbers[:9000] + 1, "small": numbers[:9]}
+
+
+def _copies() -> int:
+    return sim.statistics()["to_host"]
+
+
+def _cancel(ckpt: aiockpt.SyncCheckpointer, save: aiockpt.SaveHandle) -> None:
+    save.cancel()
+
+
+def _wait(ckpt: aiockpt.SyncCheckpointer, save: aiockpt.SaveHandle) -> None:
+    save.written.exception(WAIT_S)
+
+
+def _leave(ckpt: aiockpt.SyncCheckpointer, save: aiockpt.SaveHandle) -> None:
+    """Closing follows at once."""
+
+
+ENDS: dict[str, tuple[Callable[..., None], dict[str, float], type[BaseException]]] = {
+    "cancelled": (_cancel, {}, aiockpt.SaveCancelledError),
+    "out of time": (_wait, {"save_timeout": 0.02}, aiockpt.SaveTimeoutError),
+    "closed": (_leave, {"drain_timeout": 0.01}, aiockpt.SaveCancelledError),
+    "broken": (_wait, {}, aiockpt.StageError),
+}
+
+
+@pytest.mark.parametrize("writer", ["thread", pytest.param("process", marks=pytest.mark.full)])
+@pytest.mark.parametrize("how", ENDS)
+def test_at_every_copy(how: str, writer, locking, tmp_path: Path) -> None:
+    """What is published is whole; nothing else is left, and no memory is unlocked or freed before its copies end."""
+    end, options, error = ENDS[how]
+    state = _state()
+    expected = {name: tensor.cpu() for name, tensor in state.items()}
+    begin = {"chunk_bytes": CHUNK, "staging_bytes": 4 * CHUNK, "fsync": False, "on_failure": "warn", "writer": writer}
+    with aiockpt.SyncCheckpointer(**begin) as ckpt:
+        before = _copies()
+        ckpt.save(state, tmp_path / "first")
+        number = _copies() - before
+    outcomes = set()
+    for at in range(number + 1):
+        sim.delay(to_host=5000)
+        before = _copies()
+        drained = contextlib.suppress(aiockpt.SaveCancelledError)  # said by closing, too
+        with drained, aiockpt.SyncCheckpointer(**begin, **options) as ckpt:
+            if how == "broken":
+                sim.fail_task("to_host", at + 1)
+            save = ckpt.submit(state, tmp_path / str(at))
+            while _copies() < before + at and not save.written.done():
+                pass
+            end(ckpt, save)
+        sim.fail_task("to_host", 0)
+        found = save.written.exception(WAIT_S)
+        outcomes.add(type(found))
+        assert found is None or isinstance(found, error)
+        assert not sim.misuses()
+        sim.reset()
+        if found is None:
+            assert_same(expected, aiockpt.load(tmp_path / str(at)))
+        else:
+            assert not (tmp_path / str(at)).exists()
+    assert any(each is not type(None) for each in outcomes)
+    assert_same(expected, {name: tensor.cpu() for name, tensor in state.items()})
+
+
+def test_a_fence_out_of_time(tmp_path: Path) -> None:
+    """The save goes on; a guarded step gives it up instead."""
+    weight = torch.nn.Parameter(torch.ones(300_000, device="sim"))
+    weight.grad = torch.ones_like(weight)
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    with aiockpt.SyncCheckpointer(chunk_bytes=CHUNK, staging_bytes=2 * CHUNK, fsync=False) as ckpt:
+        ckpt.save({"w": weight}, tmp_path / "first")
+        with sim.held("to_host"):
+            save = ckpt.submit({"w": weight}, tmp_path / "c")
+            with pytest.raises(TimeoutError):
+                save.fence(0.01)
+        save.written.result(WAIT_S)
+        with sim.held("to_host"), ckpt.guard(optimizer, timeout=0.01):
+            save = ckpt.submit({"w": weight}, tmp_path / "d")
+            optimizer.step()
+        assert isinstance(save.written.exception(WAIT_S), aiockpt.TornSnapshotError)
+        assert ckpt.load(tmp_path / "c")["w"].sum() == 300_000
+    assert weight.sum().item() == 0
+
+
+@pytest.mark.parametrize("error", [2, 712])
+def test_memory_that_can_not_be_locked(
+    error: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """There is one warning with the driver's error, unless it is locked already."""
+    sim.lock_memory(monkeypatch)
+    sim.fail_registrations(error)
+    sim.delay(register=20_000)
+    state = _state()
+    with caplog.at_level(logging.WARNING), aiockpt.SyncCheckpointer(chunk_bytes=CHUNK, fsync=False) as ckpt:
+        ckpt.prewarm(state)
+        for number in range(2):
+            ckpt.save(state, tmp_path / str(number))
+            assert_same({name: tensor.cpu() for name, tensor in state.items()}, ckpt.load(tmp_path / str(number)))
+    warned = [record.getMessage() for record in caplog.records]
+    assert len(warned) == (error != 712)
+    assert all("the driver's error 2" in text for text in warned)
