@@ -42,6 +42,7 @@ class Endpoint(NamedTuple):
     secret: bytes
     namespace: str  # of the network that the process sees: within it, addresses of loopback are enough
     host: str
+    size: int  # the number of ranks
 
 
 class _LinkReader(asyncio.StreamReader):

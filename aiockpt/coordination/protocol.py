@@ -271,7 +271,8 @@ class Leader(_Side):
                 server = await listen(hosts, secret, name, self._join)
                 try:
                     addresses = [socket_.getsockname()[:2] for socket_ in server.sockets]
-                    endpoint = Endpoint(addresses, secret, network_namespace(), self._address.own_name())
+                    own_name, size = self._address.own_name(), self._address.world_size
+                    endpoint = Endpoint(addresses, secret, network_namespace(), own_name, size)
                     await self._rendezvous.publish(endpoint, operation, deadline)
                 except BaseException:
                     server.close()
@@ -332,8 +333,8 @@ class Leader(_Side):
             try:
                 deadline = max(round_.begun + self._timeout_s, time.monotonic() + _POLL_S)
                 for left in await self._rendezvous.notices(round_.operation, deadline):
-                    if left.rank:
-                        self._note(self._peers[left.rank - 1], left)
+                    if left.rank:  # the last one stands for a rank of a larger size, which has no place here
+                        self._note(self._peers[min(left.rank, len(self._peers)) - 1], left)
             except CoordinationError:
                 round_.has_store = False
 
@@ -535,6 +536,11 @@ class Follower(_Side):
                     raise CoordinationError(timeout_text(self._leader_name, operation, self._timeout_s))
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, _POLL_S)
+        if self._endpoint.size != self._address.world_size:
+            raise CoordinationError(
+                f"{self._own_name} is one of {self._address.world_size} ranks, but {self._endpoint.host} one of "
+                f"{self._endpoint.size}: all must be given the same number"
+            )
         hello, link = await self._connect_to(self._endpoint, operation, deadline)
         self._leader_name = hello.partition("\n")[2]
         self._link, self.leader_lives = link, True

@@ -46,8 +46,11 @@ class Ranks:
 
     def __post_init__(self) -> None:
         numbers = (self.rank, self.size, self.generation)
-        if not all(type(number) is int for number in numbers) or not 0 <= self.rank < self.size:
+        is_whole = all(type(number) is int for number in numbers)
+        if not is_whole or not 0 <= self.rank < self.size or self.generation < 0:
             raise ValueError(f"rank {self.rank!r} of {self.size!r}, generation {self.generation!r}: ranks count from 0")
+        if not isinstance(self.address, str | None):
+            raise TypeError(f"address must be that of this host, as text, not {self.address!r}")
         if not isinstance(self.store, getattr(torch.distributed, "Store", ())):
             raise TypeError(f"the store must be a torch.distributed.Store, such as a TCPStore, not {self.store!r}")
 

@@ -149,12 +149,16 @@ class Completion(Future[T]):
             if not self._wait_done(timeout):
                 raise TimeoutError(f"{self._what} did not complete within {timeout} s")
 
+    def check_waiter(self) -> None:
+        """Raise an error if this thread, or what it starts, can't wait for it."""
+        if self._origin is not None and not self.done():
+            self._origin.check(self._what, saves=self._saves)
+
     def _begin_to_wait(self, *, blocks: bool) -> bool:
         """Return whether there is anything to wait for; raise an error if this thread can't."""
         if self.done():
             return False
-        if self._origin is not None:
-            self._origin.check(self._what, saves=self._saves)
+        self.check_waiter()
         if self._listener is not None:
             self._listener.on_wait(self, blocks=blocks)
         return True

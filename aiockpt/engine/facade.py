@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from aiockpt.core.futures import Completion
 from aiockpt.core.importing import importing
 from aiockpt.core.lazy import lazy_property
 from aiockpt.core.parameters import parameters_of
@@ -26,7 +27,7 @@ from aiockpt.storage.local.storage import LocalStorage
 if TYPE_CHECKING:
     import torch
 
-    from aiockpt.core.futures import Call, Completion
+    from aiockpt.core.futures import Call
     from aiockpt.engine.loader import Loader
     from aiockpt.engine.reports import Reports
     from aiockpt.engine.submit import Submitter
@@ -138,6 +139,12 @@ class CheckpointerBase:
 
         if after is None:
             check()
+        elif not isinstance(getattr(after, "written", None), Completion):
+            raise TypeError(f"after must be the handle of a save, not {after!r}")
+        elif after.path == where:
+            raise DeleteError(f"{where} is what the save writes after which it is to be deleted")
+        else:
+            after.written.check_waiter()
         return self._engine.call(delete, f"delete {where}")
 
     def _clean(self, directory: Path, older_than_s: float | None, storage: Storage | None) -> Call[list[str]]:

@@ -27,8 +27,8 @@ from aiockpt.errors import (
 )
 from aiockpt.format.item.objects import needed_for
 from aiockpt.format.manifest.manifest import JsonValue, check_user_metadata
-from aiockpt.format.names import COMMON_NAME, CONFIG_NAME, INDEX_NAME, SUFFIX
-from aiockpt.format.recognise import TORCH_SUFFIXES
+from aiockpt.format.names import COMMON_NAME, CONFIG_NAME, SUFFIX
+from aiockpt.format.recognise import TORCH_SUFFIXES, is_mark
 from aiockpt.format.transforms.zstd import choose_compression
 from aiockpt.options import Path, Replicas, SaveFormat, Validation, check_choice
 from aiockpt.planning.dcp_plan import DcpFormat
@@ -282,11 +282,13 @@ def _read_files(files: Mapping[str, bytes | Path], *, is_single: bool) -> dict[s
     for name, content in files.items():
         if not isinstance(name, str) or not name or "/" in name or "\0" in name or name.startswith("."):
             raise ValueError(f"files has the name {name!r}; a name has no '/', and no '.' at its beginning")
-        if name.endswith((SUFFIX, ".distcp")) or name in (INDEX_NAME, COMMON_NAME, CONFIG_NAME):
+        if is_mark(name) or name in (COMMON_NAME, CONFIG_NAME):
             raise ValueError(f"files has {name}, which readers take for a part of the state; give it another name")
         if isinstance(content, bytes | bytearray | memoryview):
             read[name] = bytes(content)
             continue
+        if not isinstance(content, str | os.PathLike):
+            raise TypeError(f"files[{name!r}] must be bytes or the path of a file, not {type(content).__name__}")
         try:
             with open(content, "rb") as file:
                 read[name] = file.read()

@@ -302,12 +302,12 @@ def _may_be_torch(name: str, fetch: Fetch) -> bool:
 def _folders_with_checkpoints(files: Iterable[str]) -> set[str]:
     """Return the directories right below that hold checkpoints, by the names of their files."""
     parts = [name.split("/") for name in files if not _DEEPSPEED.fullmatch(name)]
-    found = {part[0] for part in parts if len(part) == 2 and not part[0].startswith(".") and _is_mark(part[1])}
+    found = {part[0] for part in parts if len(part) == 2 and not part[0].startswith(".") and is_mark(part[1])}
     # The same tensors as in the files at the top, in parts.
     return found - {_CONSOLIDATED_FROM}
 
 
-def _is_mark(name: str) -> bool:
+def is_mark(name: str) -> bool:
     """Return whether a directory with a file of this name holds a checkpoint, or files of one."""
     return (
         name in (METADATA_NAME, MANIFEST_NAME)
@@ -326,7 +326,7 @@ def _checkpoints_in(files: Iterable[str]) -> list[str]:
             by_folder.setdefault(folder, []).append(rest)
     found: set[str] = set()
     for folder, names in by_folder.items():
-        marks = [name for name in names if _is_mark(name)]
+        marks = [name for name in names if is_mark(name)]
         if folder and any(not name.endswith(TORCH_SUFFIXES) for name in marks):
             found.add(folder)
         elif not folder and (indexes := [name for name in names if name.endswith(SHARD_INDEX)]):

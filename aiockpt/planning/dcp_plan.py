@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from aiockpt.core.lazy import lazy_property
@@ -59,7 +59,9 @@ class DcpPlan(SavePlan):
         return dict(zip(self.layout.objects, (place for _, place in self.objects), strict=True))
 
     def drafts(self, *, is_transformed: bool = False) -> Drafts:
-        return self.layout.world.drafts([self.object_places], is_transformed=is_transformed)
+        drafts = self.layout.world.drafts([self.object_places], is_transformed=is_transformed)
+        # Copies: the next save, which has the same layout, may be planned before this one is written.
+        return replace(drafts, documents={name: bytes(data) for name, data in drafts.documents.items()})
 
 
 class DcpFormat(FileFormat):

@@ -106,6 +106,7 @@ class SaveJob:
             started=started,
             refusal=error,
             warn_only=warn_only,
+            fallback=None if engine.options.fallback_path is None else "",  # the others ask whether to go there
             call=call,
         )
         return cls(spec, engine)

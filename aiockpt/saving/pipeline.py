@@ -354,7 +354,9 @@ class SavePipeline:
         """
         job, strategy = self._job, self._strategy
         is_staged, hindrance = job.consistency.copied, None
-        if job.consistency.abort_error is not None or job.scope.cancel_called:
+        if job.spec.refusal is not None:
+            hindrance = "the save was refused at the call"
+        elif job.consistency.abort_error is not None or job.scope.cancel_called:
             hindrance = "the save was called off"
         elif not (self._kept if is_staged else job.consistency.reset_for_restage()):
             hindrance = f"it was too late to save it to {fallback}: more staging_bytes would keep what is staged"

@@ -353,3 +353,13 @@ def test_overlapping_parts_of_two_tensors_are_named() -> None:
         entries.check({"f": 1000, "g": 1000}, "c")
     with pytest.raises(CorruptCheckpointError, match="c/g ends at byte 300, but w is at bytes 256 to 357"):
         entries_of(decode_manifest(sharded())).check({"f": 1000, "g": 300}, "c")
+
+
+def test_two_parts_of_a_tensor_are_never_one_item() -> None:
+    """Else a small file could claim to hold a tensor of any size."""
+    form = ["float16", [2, 3], [3, 1], 102, 64, 12]
+    both = {"form": [0, 0, 0, -1, 0], "file": [0, 0, 0, 0, 0], "offset": [0, 0, 0, 0, 0], "crc32": [7, 7, 7, 0, 7]}
+    change = {**both, "forms": [form], "divisions": [[[6, 3], [[0, 0], [2, 0], [4, 0]]]], "objects": [[3, 500, 30]]}
+    entries = entries_of(decode_manifest(sharded(**change)))
+    with pytest.raises(CorruptCheckpointError, match="the item of w at offset 0 lies partly on that of w"):
+        entries.check({"f": 1000, "g": 1000}, "c")

@@ -132,6 +132,23 @@ def test_generators_belong_to_the_rank_of_the_checkpointer(tmp_path: Path) -> No
     assert list(aiockpt.RngState().state_dict()) == ["rank0"]
 
 
+def test_ranks_of_different_sizes_fail(tmp_path: Path) -> None:
+    store = dist.HashStore()
+
+    def rank_of(rank: int) -> str:
+        ranks = aiockpt.Ranks(rank, 2 + (rank > 0), store)
+        caught = pytest.raises(aiockpt.CoordinationError)
+        with aiockpt.SyncCheckpointer(process_group=ranks, coordination_timeout=3) as ckpt, caught as told:
+            ckpt.save(state_of(rank, 1), tmp_path / "c")
+        return str(told.value)
+
+    told = on_all(rank_of)
+    for text in told[1:]:
+        assert re.search(r"is one of 3 ranks, but rank 0 .* one of 2: all must be given the same number", text)
+    assert "rank 1" in told[0]
+    assert not list(tmp_path.iterdir())
+
+
 def test_one_rank_saves_alone(tmp_path: Path) -> None:
     with aiockpt.SyncCheckpointer(process_group=aiockpt.Ranks(0, 1, dist.HashStore())) as ckpt:
         assert ckpt.save(state_of(0, 1), tmp_path / "c").tensors == 2
@@ -142,8 +159,11 @@ def test_the_arguments_are_checked() -> None:
     for rank, size in ((2, 2), (-1, 2), (0, 0), ("0", 2), (0, 2.0)):
         with pytest.raises(ValueError, match="ranks count from 0"):
             aiockpt.Ranks(rank, size, store)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="generation 'a'"):
-        aiockpt.Ranks(0, 2, store, generation="a")  # type: ignore[arg-type]
+    for generation in ("a", -1):
+        with pytest.raises(ValueError, match=f"generation {generation!r}"):
+            aiockpt.Ranks(0, 2, store, generation=generation)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="address must be that of this host, as text, not 17"):
+        aiockpt.Ranks(0, 2, store, address=17)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"must be a torch.distributed.Store, such as a TCPStore, not \{\}"):
         aiockpt.Ranks(0, 2, {})  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"ProcessGroup, aiockpt.Ranks, 'default' or None, not 3"):

@@ -183,3 +183,26 @@ def test_all_ranks_have_a_fallback_or_none(world2: World, tmp_path: Path) -> Non
     for message in world2.results(save_with_one_fallback, tmp_path):
         assert "the use of fallback_path is False on rank 0 but True on rank 1" in message
     assert list(tmp_path.iterdir()) == []
+
+
+async def save_after_a_failure(rank: int, size: int, folder: Path) -> list[str]:
+    """Save where one rank learns only at its next call that the save before has failed."""
+    told = []
+    async with aiockpt.AsyncCheckpointer(fallback_path=folder / "spare", coordination_timeout=20, **ROOMY) as ckpt:
+        storage = FaultyStorage(LocalStorage(), "begin", full(), times=100)
+        first = ckpt.save(state_of(rank, size, 1), folder / "0", storage=storage)
+        await first.written.settled()
+        if rank:  # the other rank's next call is refused, as this error was not seen there
+            told.append(type(first.written.exception()).__name__)
+        try:
+            await ckpt.save(state_of(rank, size, 2), folder / "1")
+        except aiockpt.AiockptError as exc:
+            told.append(type(exc).__name__)
+        await ckpt.save(state_of(rank, size, 3), folder / "2")
+    return told
+
+
+def test_a_refused_save_sends_nobody_to_the_fallback(world2: World, tmp_path: Path) -> None:
+    assert world2.results(save_after_a_failure, tmp_path) == [["WriteError"], ["WriteError", "WriteError"]]
+    assert sorted(each.name for each in tmp_path.iterdir() if each.name != "spare") == ["2"]
+    assert not list(tmp_path.glob("spare/*"))

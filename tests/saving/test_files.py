@@ -70,12 +70,21 @@ def test_added_files_replace_those_of_a_model_repository(tmp_path: Path) -> None
         ("model.safetensors", "take for a part of the state"),
         ("__0_0.distcp", "take for a part of the state"),
         ("common.pt", "take for a part of the state"),
+        ("x.pt", "take for a part of the state"),
+        ("model.bin", "take for a part of the state"),
+        ("pytorch_model.bin.index.json", "take for a part of the state"),
     ],
 )
 def test_names_with_a_meaning_are_refused(name: Any, said: str, tmp_path: Path) -> None:
     with aiockpt.SyncCheckpointer() as ckpt, pytest.raises(ValueError, match=said):
         ckpt.save(STATE, tmp_path / "c", files={name: b"x"})
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("content", [3, None, ["x"]])
+def test_files_are_bytes_or_paths(content: Any, tmp_path: Path) -> None:
+    with aiockpt.SyncCheckpointer() as ckpt, pytest.raises(TypeError, match=r"files\['a'\] must be bytes or the path"):
+        ckpt.save(STATE, tmp_path / "c", files={"a": content})
 
 
 @pytest.mark.parametrize("name", ["m.safetensors", "m.pt"])

@@ -795,3 +795,23 @@ async def test_tensors_are_released_when_they_are_staged(tmp_path: Path) -> None
         storage.open("write")
         await save.written
     assert kept is None
+
+
+def test_a_save_that_is_prepared_meanwhile_changes_nothing_of_the_one_before(tmp_path: Path) -> None:
+    """Both have one layout, so what they have in common is made once."""
+    weights = torch.randn(4000)
+    states = [{"w": weights, "o": "s" * (50 * n + 1), "z": "q" * (100 * n + 3)} for n in range(3)]
+    gates = [GatedStorage(LocalStorage(), ["commit"]) for _ in states]
+    with aiockpt.SyncCheckpointer(max_in_flight=3) as ckpt:
+        ckpt.save(states[2], tmp_path / "warm")
+        saves = []
+        for number, (state, gate) in enumerate(zip(states, gates, strict=True)):
+            saves.append(ckpt.submit(state, tmp_path / f"{number}", storage=gate))
+            saves[-1].staged.result(60)
+        for gate in gates:
+            gate.open("commit")
+        for save in saves:
+            save.written.result(60)
+    for number, state in enumerate(states):
+        (tmp_path / f"{number}" / ".aiockpt.json").unlink()  # so that `.metadata` is read
+        assert_same(state, aiockpt.load(tmp_path / f"{number}"))

@@ -81,6 +81,26 @@ async def test_nothing_is_deleted_after_a_save_that_has_failed(
     assert f"{tmp_path / '1'} stays: {tmp_path / '1'} is not deleted" in caplog.text
 
 
+@pytest.mark.asyncio
+async def test_what_can_not_wait_for_the_save_is_refused(tmp_path: Path) -> None:
+    state = {"x": torch.arange(70_000.0)}
+    async with aiockpt.AsyncCheckpointer() as ckpt:
+        await ckpt.save(state, tmp_path / "1")
+
+        async def hook(path: str) -> None:
+            await ckpt.delete(tmp_path / "1", after=save)
+
+        save = ckpt.save(state, tmp_path / "2", post_commit=hook)
+        result = await save.written
+        assert "can't wait" in str(result.post_commit_error) or "hook" in str(result.post_commit_error)
+        assert isinstance(result.post_commit_error, aiockpt.SaveError)
+        with pytest.raises(TypeError, match="after must be the handle of a save, not 'x'"):
+            await ckpt.delete(tmp_path / "1", after="x")
+        with pytest.raises(DeleteError, match="is what the save writes after which it is to be deleted"):
+            await ckpt.delete(tmp_path / "2", after=save)
+    assert sorted(os.listdir(tmp_path)) == ["1", "2"]
+
+
 def test_a_later_deletion_does_not_block(tmp_path: Path) -> None:
     state = {"x": torch.arange(70_000.0)}
     gate = GatedStorage(LocalStorage(), ["commit"])

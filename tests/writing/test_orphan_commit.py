@@ -126,3 +126,20 @@ async def test_sidecars_that_can_not_be_removed_do_not_fail_the_commit(workers, 
     assert (tmp_path / "c").is_dir()
     for sidecar in tmp_path.glob(".aiockpt-*"):
         sidecar.unlink()
+
+
+@pytest.mark.asyncio
+async def test_added_files_that_a_dead_trainer_has_begun_to_write_are_replaced(workers, tmp_path: Path) -> None:
+    storage, path = LocalStorage(), str(tmp_path / "c")
+    begun = await storage.begin(path, overwrite=False, workers=workers)
+    await begun.write_files({"config.json": b"half"})
+    joined = await storage.join(path, begun.ticket, workers=workers)
+    lead = Leadership(None, WorldFacts(7, {}, {"config.json": b"whole"}, False, {}, 0.0), overwrite=False)
+    begin = Begin(0, path, b"", False, (), (), None, ticket=begun.ticket, joins=True)
+    (tmp_path / f"{begun.ticket}-part-1").write_bytes(RIGHT)
+    record = RecoveryRecord(0, 2, SECRET, replace(NOTHING), lead)
+    writer = FileWriter((), (), (), WriterThreads(workers, workers))
+    await OrphanCommit(begin, record, storage, joined, 5.0, workers).run(writer)
+    await joined.release()
+    await begun.release()
+    assert (tmp_path / "c" / "config.json").read_bytes() == b"whole"

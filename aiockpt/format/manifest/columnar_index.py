@@ -135,11 +135,15 @@ class IndexedEntries(_Rows[Entry]):
             file = self.files[self.file_of[row]]
             place = ItemRange(file, int(self.offset_of[row]), int(self.length_of[row]))
             raise misplaced(path, self._name_of(row), place, files.get(file))
-        columns = [self.crc_of, self.form_of, self.length_of, self.offset_of, self.file_of]
+        rows = np.arange(len(self.form_of))
+        begins = rows if self.parts is None else self.parts.begin_of
+        owners = np.searchsorted(begins, rows, "right")  # the parts of one tensor are never the same item
+        columns = [owners, self.crc_of, self.form_of, self.length_of, self.offset_of, self.file_of]
         order = np.lexsort(columns)
         columns = [column[order] for column in columns]
-        length, offset, file = columns[2:]
-        differ = np.any([column[1:] != column[:-1] for column in columns], axis=0)
+        owner, *facts = columns
+        length, offset, file = facts[2:]
+        differ = np.any([column[1:] != column[:-1] for column in facts], axis=0) | (owner[1:] == owner[:-1])
         on_another = np.flatnonzero(differ & (file[1:] == file[:-1]) & (offset[1:] < (offset + length)[:-1]))
         if len(on_another):
             first, second = order[on_another[0] : on_another[0] + 2].tolist()
