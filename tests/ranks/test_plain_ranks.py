@@ -142,10 +142,8 @@ def test_ranks_of_different_sizes_fail(tmp_path: Path) -> None:
             ckpt.save(state_of(rank, 1), tmp_path / "c")
         return str(told.value)
 
-    told = on_all(rank_of)
-    for text in told[1:]:
+    for text in on_all(rank_of):
         assert re.search(r"is one of 3 ranks, but rank 0 .* one of 2: all must be given the same number", text)
-    assert "rank 1" in told[0]
     assert not list(tmp_path.iterdir())
 
 
