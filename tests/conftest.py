@@ -42,7 +42,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     whole = config.args_source is not pytest.Config.ArgsSource.ARGS and config.option.markexpr != "gpu"
     is_worker = hasattr(config, "workerinput")  # a worker must not start workers of its own
     if whole and not is_worker and config.pluginmanager.hasplugin("xdist") and config.option.numprocesses is None:
-        config.option.numprocesses, config.option.dist, config.option.loadscopereorder = 4, "loadfile", False
+        config.option.numprocesses, config.option.dist, config.option.loadscopereorder = 6, "loadfile", False
     if config.pluginmanager.hasplugin("timeout") and config.option.timeout is None and not config.option.full:
         config.option.timeout = LONGEST_TEST_S
 

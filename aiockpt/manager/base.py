@@ -169,6 +169,8 @@ class ManagerBase:
         if self._locks and self._lock is None:  # else it was taken, and what follows was interrupted
             try:
                 self._lock = await self._run(take, self.directory)
+            except AiockptError:  # such as RunLockedError, which is an OSError too
+                raise
             except OSError as exc:
                 raise AiockptError(
                     f"the run {self.directory} can't be locked: {exc}; to only read it, pass mode='read'"

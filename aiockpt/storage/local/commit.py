@@ -257,7 +257,8 @@ class Publication:
                 remove(os.path.join(self.hidden, self._linked.pop()))
             self._kept = {}
             try:
-                self._kept, own = kept_beside(self.path), os.listdir(self.hidden)
+                self._kept = kept_beside(self.path)
+                own = os.listdir(self.hidden) if self._kept else []
                 if self._kept and not is_safetensors(own):
                     self._kept = {}
                 for name in self._kept.keys() - set(own):  # the others are replaced by files of this save
