@@ -34,9 +34,9 @@ settings.load_profile("busy")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Run the whole suite in four processes, each file in one of them; named tests and GPU tests in one process.
+    """Run the whole suite in six processes, each file in one of them; named tests and GPU tests in one process.
 
-    Half of the time the tests wait for disks and for other processes, so two cores are enough for four processes. The
+    Half of the time the tests wait for disks and for other processes, so two cores are enough for six processes. The
     files of `LONG` come first, the others in the order of their names.
     """
     whole = config.args_source is not pytest.Config.ArgsSource.ARGS and config.option.markexpr != "gpu"
@@ -47,7 +47,16 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
         config.option.timeout = LONGEST_TEST_S
 
 
-LONG = ("crash/test_matrix.py", "test_benchmarks.py", "writing/test_orphans.py", "crash/test_mounts.py")
+LONG = (
+    "crash/test_matrix.py",
+    "test_benchmarks.py",
+    "ranks/test_safetensors.py",
+    "faults/test_special_files.py",
+    "ranks/test_strikes.py",
+    "notebooks/test_notebook.py",
+    "writing/test_orphans.py",
+    "crash/test_mounts.py",
+)
 """Files that take a minute or so. They come first: at the end, the other processes would have no work left."""
 LONGEST_TEST_S = 300  # then the test fails, with the stacks of all threads
 
