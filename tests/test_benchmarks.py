@@ -66,7 +66,7 @@ ARGUMENTS = {
     "crash": ("--part=kill", "--only=one safetensors file (overwrite)"),
     "soak": ("--seconds=0",),
 }
-SLOW = ("models", "sweep", "new-process", "compress", "ranks", "soak")  # run with --full
+SLOW = ("blocked-loop", "models", "sweep", "new-process", "compress", "ranks", "soak")  # run with --full
 SHOWN_ONLY = ("models", "sweep", "scale")  # no bars, or none at this size
 OPTIONAL = (
     "safetensors",

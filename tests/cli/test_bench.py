@@ -73,7 +73,9 @@ def test_too_little_space_is_exit_code_3(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.full), signal.SIGKILL]
+)
 def test_interrupt_leaves_no_file(number, tmp_path):
     command = [sys.executable, "-m", "aiockpt", "bench", str(tmp_path), "--seconds", "60", "--size", "1T"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)

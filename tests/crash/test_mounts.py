@@ -37,6 +37,7 @@ def mount(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["fusermount", "-u", target], check=True)
 
 
+@pytest.mark.full
 def test_the_tests_of_the_storage_pass_on_the_mount(mount: Path) -> None:
     chosen = " and ".join(f"not {name}" for name in OTHERS)
     files = [TESTS / f"test_{name}.py" for name in ("local", "delete", "belonging")]

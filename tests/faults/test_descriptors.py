@@ -13,7 +13,7 @@ import pytest
     ("loop", "writer"),
     [
         ("uvloop", "thread"),
-        ("asyncio", "process"),
+        pytest.param("asyncio", "process", marks=pytest.mark.full),
         pytest.param("asyncio", "thread", marks=pytest.mark.full),
         pytest.param("uvloop", "process", marks=pytest.mark.full),
     ],

@@ -149,6 +149,7 @@ def test_any_tiling_passes_and_nothing_else(shape: tuple[int, ...], draw: random
             check(k=tensor(shape, boxes))
 
 
+@pytest.mark.full
 def test_a_hundred_thousand_chunks_in_two_dimensions() -> None:
     boxes = [((3 * a, 5 * b), (3, 5)) for a, b in product(range(400), range(250))]
     check(k=tensor((1200, 1250), boxes))

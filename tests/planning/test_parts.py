@@ -60,6 +60,7 @@ def test_whole_neighbours_are_one_run() -> None:
     assert list(image.runs(0, image.nbytes)) == [(0, 0, image.file_bytes)]
 
 
+@pytest.mark.full
 def test_very_many_runs_take_little_memory() -> None:
     count = 200_000
     stream = stream_in_file(8, 4, (count, 2), (count, 1), (0, 1))

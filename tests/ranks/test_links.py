@@ -86,7 +86,7 @@ async def test_a_side_that_has_not_proven_itself_holds_no_socket_when_the_loop_e
 
 
 def endpoint(*hosts: str) -> Endpoint:
-    return Endpoint([(host, 1000 + number) for number, host in enumerate(hosts)], SECRET, "here", "rank 0 on host a")
+    return Endpoint([(host, 1000 + number) for number, host in enumerate(hosts)], SECRET, "here", "rank 0 on host a", 2)
 
 
 def test_loopback_is_for_the_same_host_alone() -> None:

@@ -112,7 +112,7 @@ READ = [("dcp", 4), ("aiockpt", 2), ("aiockpt", 8)]
 """Writers, each with a number of ranks that read its checkpoints."""
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("ranks", [2, 4, pytest.param(8, marks=pytest.mark.full)])
 @pytest.mark.parametrize("into", LAYOUTS)
 def test_every_layout_loads_into_every_other(
     saved, world2: World, world4: World, world8: World, ranks: int, into: str
