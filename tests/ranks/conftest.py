@@ -39,7 +39,7 @@ def world8() -> Iterator[World]:
         yield world
 
 
-@pytest.fixture(scope="module", params=["world2", "world4", "world8"])
+@pytest.fixture(scope="module", params=["world2", "world4", pytest.param("world8", marks=pytest.mark.full)])
 def any_world(request: pytest.FixtureRequest) -> World:
     """Return a world of each size."""
     return request.getfixturevalue(request.param)

@@ -16,7 +16,7 @@ from tests.states import assert_same
 from tests.storage.memory_storage import MemoryStorage
 
 
-@pytest.fixture(scope="module", params=["world2-1", "world4-0", "world4-2"])
+@pytest.fixture(scope="module", params=["world2-1", "world4-0", pytest.param("world4-2", marks=pytest.mark.full)])
 def place(request: pytest.FixtureRequest) -> tuple[World, int]:
     """Return a world and the rank that fails in it."""
     name, failing_rank = request.param.split("-")
