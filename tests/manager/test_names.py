@@ -45,6 +45,7 @@ def test_a_run_has_the_steps_with_its_names_alone(tmp_path: Path) -> None:
         for step in (1, 2, 10):
             run.save(step, STATE)
         assert run.path_of(10) == str(tmp_path / "checkpoint-10")
+    with aiockpt.SyncCheckpointManager(tmp_path, names="checkpoint-{}", mode="read") as run:
         restored = run.restore({"w": torch.zeros(5)})
         assert restored is not None
         assert restored.step == 10
