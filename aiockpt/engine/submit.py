@@ -290,7 +290,7 @@ def _read_files(files: Mapping[str, bytes | Path], *, is_single: bool) -> dict[s
         if not isinstance(content, str | os.PathLike):
             raise TypeError(f"files[{name!r}] must be bytes or the path of a file, not {type(content).__name__}")
         try:
-            with open(content, "rb") as file:
+            with open(os.path.expanduser(content), "rb") as file:
                 read[name] = file.read()
         except OSError as exc:
             raise SaveError(f"files[{name!r}] can't be read: {exc}") from exc

@@ -123,7 +123,7 @@ def delay_launches(most_us: int) -> None:
 
 @contextlib.contextmanager
 def held(*what: str | torch.Stream) -> Iterator[None]:
-    """Let no task of these kinds, or in these streams, begin."""
+    """Hold the tasks of these kinds, or in these streams, before they begin."""
     for each in what:
         _hold(each, True)
     try:
@@ -171,7 +171,7 @@ def reset() -> None:
 
 
 def lock_memory(patch: pytest.MonkeyPatch) -> None:
-    """Let staging lock its memory, which `torch.accelerator` has no call for; copies to other memory are not async."""
+    """Patch in the locking of staging memory, which `torch.accelerator` has no call for; copies to other memory are not async."""
     patch.setattr(Runtime, "lock", lambda self, address, nbytes: extension().register_host(address, nbytes))
     patch.setattr(Runtime, "unlock", lambda self, address: extension().unregister_host(address))
 

@@ -50,7 +50,7 @@ ENDS: dict[str, tuple[Callable[..., None], dict[str, float], type[BaseException]
 @pytest.mark.parametrize("writer", ["thread", pytest.param("process", marks=pytest.mark.full)])
 @pytest.mark.parametrize("how", ENDS)
 def test_at_every_copy(how: str, writer, locking, tmp_path: Path) -> None:
-    """What is published is whole; nothing else is left, and no memory is unlocked or freed before its copies end."""
+    """Assert that what is published is whole; nothing else is left, and no memory is unlocked or freed before its copies end."""
     end, options, error = ENDS[how]
     state = _state()
     expected = {name: tensor.cpu() for name, tensor in state.items()}

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from aiockpt.telemetry.progress import ProgressEvent
 
 OURS, TORCH_SAVE = "aiockpt", "torch.save + fsync"
-"""What a loop waits for."""
+"""The waits of an event loop."""
 _HALF_DONE = ("staging", "staged", "writing")
 """The phases in which a save has started to copy, and nothing is published."""
 _MIB = 1 << 20

@@ -249,7 +249,7 @@ class _IndexHead(NamedTuple):
 
 @dataclass(slots=True)
 class _Made:
-    """What was made from a plan for its documents, and can be made again."""
+    """The parts of documents that were made from a plan, and can be made again."""
 
     table: RangeTable | None = None
     document: bytearray | None = None  # `.metadata` of the last save
