@@ -171,7 +171,7 @@ def reset() -> None:
 
 
 def lock_memory(patch: pytest.MonkeyPatch) -> None:
-    """Patch in the locking of staging memory, which `torch.accelerator` has no call for; copies to other memory are not async."""
+    """Patch in the locking of memory, for which `torch.accelerator` has no call; copies to other memory block."""
     patch.setattr(Runtime, "lock", lambda self, address, nbytes: extension().register_host(address, nbytes))
     patch.setattr(Runtime, "unlock", lambda self, address: extension().unregister_host(address))
 

@@ -50,7 +50,7 @@ ENDS: dict[str, tuple[Callable[..., None], dict[str, float], type[BaseException]
 @pytest.mark.parametrize("writer", ["thread", pytest.param("process", marks=pytest.mark.full)])
 @pytest.mark.parametrize("how", ENDS)
 def test_at_every_copy(how: str, writer, locking, tmp_path: Path) -> None:
-    """Assert that what is published is whole; nothing else is left, and no memory is unlocked or freed before its copies end."""
+    """End a save at each of its copies: what is published is whole, and memory is unlocked after its copies."""
     end, options, error = ENDS[how]
     state = _state()
     expected = {name: tensor.cpu() for name, tensor in state.items()}
