@@ -34,8 +34,8 @@ class Ranks:
         address: the address of this host at which rank 0 listens. None: found out, or GLOO_SOCKET_IFNAME.
 
     Raises:
-        ValueError: ``rank`` is not one of ``size``.
-        TypeError: ``store`` is no `torch.distributed.Store`.
+        ValueError: ``rank`` is not one of ``size``, or the generation is negative.
+        TypeError: ``store`` is no `torch.distributed.Store`, or ``address`` no text.
     """
 
     rank: int
