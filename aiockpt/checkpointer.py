@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import anyio
@@ -243,12 +243,14 @@ def open(
     safe_globals: Sequence[Any] = (),
     trust: bool = False,
     transforms: Sequence[Transform] = (),
+    storage: Storage | None = None,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> CheckpointReader:
     """Inspect a checkpoint without a checkpointer: ``async with aiockpt.open(path) as reader:``.
 
     See `AsyncCheckpointer.open`. The reader has threads of its own, which end with it.
     """
-    checkpointer = AsyncCheckpointer(transforms=transforms)
+    checkpointer = AsyncCheckpointer(transforms=transforms, storage=storage, storage_options=storage_options)
     request = OpenRequest(path=path, verify=verify, safe_globals=safe_globals, trust=trust)
     reader = checkpointer._loader.open(request, checkpointer, checkpointer.aclose)
     checkpointer._warns_as(f"reader of {reader.path}")

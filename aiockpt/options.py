@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import InitVar, dataclass
+from dataclasses import InitVar, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 
 from aiockpt.coordination.choose import ProcessGroupLike, check_group
 from aiockpt.core.machine import BLOCK_BYTES
+from aiockpt.storage.base import Storage
 from aiockpt.storage.local.retries import DEFAULT_RETRIES, Retries
 from aiockpt.telemetry.observer import Observer
 
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from aiockpt.format.transforms.base import Transform
     from aiockpt.format.transforms.zstd import CompressRule
     from aiockpt.planning.filters import Filter
-    from aiockpt.storage.base import Storage
     from aiockpt.telemetry.progress import OnProgress
     from aiockpt.telemetry.saves import SaveResult
 
@@ -40,6 +40,7 @@ Replicas = Literal["check", "trust", "error"]
 DEFAULT_CHUNK_BYTES = 16 << 20
 _IONICE = {"realtime": 1, "best-effort": 2, "idle": 3}
 _CPU = torch.device("cpu")
+_LOCAL_ONLY = frozenset({"direct_io", "fsync", "retries"})
 
 
 # --- checkpointers ----------------------------------------------------------------------------------------
@@ -182,6 +183,10 @@ class CheckpointerOptions:
         validate: how changes of tensors before `staged` are detected, unless `save` says otherwise; see there.
         observers: are told of every save, load and deletion, in a thread of their own; see `Observer`, and
             `aiockpt.observers` for those that log, and those that export metrics and traces.
+        storage: where all checkpoints are kept, unless a call says otherwise; None: by the path, which is one of the
+            file system or the URL of a registered storage; see `aiockpt.storage`. ``direct_io``, ``fsync`` and
+            ``retries`` are options of the file system alone.
+        storage_options: options of the storages of URLs, unless a call has its own.
     """
 
     process_group: ProcessGroupLike = "default"
@@ -204,6 +209,8 @@ class CheckpointerOptions:
     transforms: Sequence[Transform] = ()
     validate: Validation = "versions"
     observers: Sequence[Observer] = ()
+    storage: Storage | None = None
+    storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         least_of = {"staging_bytes": BLOCK_BYTES, "chunk_bytes": BLOCK_BYTES, "io_threads": 1, "max_in_flight": 1}
@@ -221,6 +228,13 @@ class CheckpointerOptions:
         for name, known in known_of.items():
             check_choice(name, getattr(self, name), known)
         check_group(self.process_group)
+        if self.storage is not None:
+            if not isinstance(self.storage, Storage):
+                raise TypeError(f"storage must be an aiockpt.storage.Storage, not {self.storage!r}")
+            if self.storage_options is not None:
+                raise ValueError("storage_options are for URLs: leave them out beside storage=")
+            if self.local_only:
+                raise ValueError(f"{self.local_only}, which is for the file system: give it to the storage")
         for observer in self.observers:
             if not isinstance(observer, Observer):
                 raise TypeError(f"observers must be a list of aiockpt.Observer, not of {observer!r}")
@@ -233,6 +247,12 @@ class CheckpointerOptions:
                 f"staging_window is {self.staging_window!r}; it must be a StagingWindow, with bytes_per_s for a rate "
                 "or bytes_per_window for an allowance per step"
             )
+
+    @property
+    def local_only(self) -> str:
+        """The options that were given and that only the file system has, as text; empty if there are none."""
+        given = [each for each in fields(self) if each.name in _LOCAL_ONLY and getattr(self, each.name) != each.default]
+        return ", ".join(f"{each.name}={getattr(self, each.name)!r}" for each in given)
 
     @property
     def process_writer(self) -> ProcessWriter | None:
@@ -313,7 +333,8 @@ class SaveOptions:
         post_commit: the same, called when the checkpoint is published, before `written` comes. With a second parameter
             that has no default, it gets the SaveResult too. If it fails, the save has still succeeded: the error is
             logged, and is ``post_commit_error`` of the result.
-        storage: where the checkpoint is stored; None: the file system.
+        storage: where the checkpoint is stored; None: as the checkpointer says.
+        storage_options: options of the storage of a URL; None: the checkpointer's.
         compress: which items to compress. None: none. "zstd" or `aiockpt.Zstd`: all. A mapping from names, names of
             containers and patterns (see ``keys`` of `load`) to one of these or None: the first match counts, and
             items without a match are not compressed. Or a function of name and tensor that returns one of these; it
@@ -346,6 +367,7 @@ class SaveOptions:
     pre_commit: Hook | None = None
     post_commit: CommitHook | None = None
     storage: Storage | None = None
+    storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
     compress: CompressRule = None
     validate: Validation | None = None
     replicas: Replicas = "check"
@@ -363,13 +385,15 @@ class OpenOptions:
         safe_globals: classes and functions that pickled objects may use, besides those that torch allows.
         trust: unpickle objects without restriction, which runs whatever code they contain. It also lifts the limit on
             the decompressed size of objects, which is 64 MiB in all plus a hundred times their stored size.
-        storage: where the checkpoint is stored; None: the file system.
+        storage: where the checkpoint is stored; None: as the checkpointer says.
+        storage_options: options of the storage of a URL; None: the checkpointer's.
     """
 
     verify: bool = True
     safe_globals: Sequence[Any] = ()
     trust: bool = False
     storage: Storage | None = None
+    storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

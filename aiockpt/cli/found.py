@@ -10,7 +10,8 @@ from dataclasses import dataclass, field, replace
 from aiockpt.format.names import HIDDEN
 from aiockpt.format.recognise import Format, Recognised
 from aiockpt.manager.scan import NO_STEP, StepInfo, examine, is_set_aside, step_of
-from aiockpt.storage.local.entries import Listing, LookBudget
+from aiockpt.storage.base import Listing, LookBudget
+from aiockpt.storage.local.entries import LocalListing
 from aiockpt.storage.local.temp_dir import REPLACED, SWEPT, Ticket, liveness, read_ticket, this_process
 
 _MOST_LEVELS = 8  # of directories that are walked
@@ -66,7 +67,7 @@ def look_into(directory: str, budget: LookBudget | None = None) -> Contents:
         OSError: the directory can't be read.
     """
     budget = budget or LookBudget()
-    with Listing(directory, budget) as listing:
+    with LocalListing(directory, budget) as listing:
         about, itself = _examined(os.path.basename(directory) or directory, listing)
         if listing.is_file or about.layout == "dcp" or about.ranks:
             return Contents(found=[] if itself is None else [itself], problem="" if itself else about.problem)
@@ -112,7 +113,7 @@ def _look_at(name: str, path: str, budget: LookBudget) -> tuple[Found | None, in
     ticket = read_ticket(name)
     if ticket is None and name.startswith("."):
         return None, 0
-    with Listing(path, budget) as listing:
+    with LocalListing(path, budget) as listing:
         if ticket is not None:
             return None if listing.is_file else _leftover(ticket, name, listing), 0
         about, found = _examined(name, listing, counts=True)

@@ -16,9 +16,9 @@ from aiockpt.cli.keeping import noted_policy
 from aiockpt.cli.output import console, print_json, print_table, shown, size_text
 from aiockpt.core.wording import time_text
 from aiockpt.format.names import HIDDEN
-from aiockpt.manager.owner import owner_of
 from aiockpt.manager.policies import select
 from aiockpt.manager.scan import NO_STEP
+from aiockpt.storage.local.lease import owner_of
 
 _STYLES = {"complete": "green", "unfinished": "magenta", "damaged": "bold red"}
 

@@ -16,9 +16,9 @@ from aiockpt.cli.app import Code, CommandError, report
 from aiockpt.cli.found import find
 from aiockpt.cli.output import console, print_json, print_table, shown, size_text
 from aiockpt.format.names import HIDDEN
-from aiockpt.manager.owner import take
 from aiockpt.manager.policies import KeepAny, KeepPolicy, select, to_delete
 from aiockpt.manager.scan import StepInfo, scan
+from aiockpt.storage.local.lease import take
 
 
 def rm(paths: Sequence[str], *, yes: bool = False) -> Code:

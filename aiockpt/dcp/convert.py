@@ -175,7 +175,7 @@ class Recoding:
                 writer.end(number)
         await writer.hand_over(CommitInputs(documents, {}, started))
         with anyio.CancelScope(shield=True):  # from here on it is done or undone, not half
-            await writer.write_documents()
+            await writer.encode_documents()
             await writer.commit()
 
 

@@ -23,7 +23,6 @@ from aiockpt.core.extent import reach_bytes
 from aiockpt.dcp.adapter import AnyCheckpointer, borrowed, finished, registered, resolved_target
 from aiockpt.dcp.index import DescribedCheckpoint, DescribedItem, described_item
 from aiockpt.engine.facade import EngineAccess
-from aiockpt.engine.requests import text_of
 from aiockpt.errors import CorruptCheckpointError, LoadError, ShapeMismatchError
 from aiockpt.format.dtypes import QUANTIZED_DTYPES
 from aiockpt.format.item.objects import decode_object, encode_object
@@ -35,6 +34,7 @@ from aiockpt.reading.open import read_index, read_rank
 from aiockpt.reading.read_plan import TensorRead, annotate_partial_load
 from aiockpt.snapshot.capture import ready_events
 from aiockpt.snapshot.optimizer_hooks import count_change
+from aiockpt.storage.registry import text_of
 
 if TYPE_CHECKING:
     from torch.futures import Future

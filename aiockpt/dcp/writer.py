@@ -29,7 +29,6 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from aiockpt.dcp.adapter import AnyCheckpointer, ExtensionTransform, borrowed, finished
 from aiockpt.dcp.index import storage_info
-from aiockpt.engine.requests import text_of
 from aiockpt.errors import CheckpointExistsError, SaveError, WriteError
 from aiockpt.format.index import ItemRange
 from aiockpt.format.names import DCP_VERSION, SUFFIX
@@ -40,6 +39,7 @@ from aiockpt.storage.local import beside
 from aiockpt.storage.local.retries import write_errors
 from aiockpt.storage.local.storage import absolute
 from aiockpt.storage.local.temp_dir import hold
+from aiockpt.storage.registry import text_of
 
 if TYPE_CHECKING:
     from torch.futures import Future

@@ -17,12 +17,12 @@ from aiockpt.core.lazy import lazy_property
 from aiockpt.core.parameters import parameters_of
 from aiockpt.engine.engine import Engine
 from aiockpt.engine.queue import KEPT, Failures, Statistics
-from aiockpt.engine.requests import StateDict, locate
 from aiockpt.errors import AiockptError, DeleteError, SaveError, printable
 from aiockpt.format.transforms.base import Transform, check_transforms
 from aiockpt.options import CheckpointerOptions, Path
 from aiockpt.snapshot.live import resolve
 from aiockpt.storage.local.storage import LocalStorage
+from aiockpt.storage.registry import Storages
 
 if TYPE_CHECKING:
     import torch
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from aiockpt.core.futures import Call
     from aiockpt.engine.loader import Loader
     from aiockpt.engine.reports import Reports
+    from aiockpt.engine.requests import StateDict
     from aiockpt.engine.submit import Submitter
     from aiockpt.planning.planner import Planner
     from aiockpt.reading.executor import LoadTools
@@ -65,7 +66,8 @@ class CheckpointerBase:
         """Create a checkpointer. Nothing runs before its first use."""
         self._options = options
         self._transforms = check_transforms(options.transforms)
-        self._storage = LocalStorage(direct_io=options.direct_io, fsync=options.fsync, retries=options.retries)
+        local = LocalStorage(direct_io=options.direct_io, fsync=options.fsync, retries=options.retries)
+        self._storages = Storages(options.storage, local, options.storage_options, options.local_only)
         self._failures: Failures = deque(maxlen=KEPT)
         self._engine = Engine(options, self._transforms, self._failures)
         self._warns_as(f"{type(self).__name__}")
@@ -90,14 +92,14 @@ class CheckpointerBase:
         with importing():
             from aiockpt.engine.submit import Submitter
 
-        return Submitter(self._engine, self._storage, self._transforms)
+        return Submitter(self._engine, self._storages, self._transforms)
 
     @lazy_property
     def _loader(self) -> Loader:
         with importing():
             from aiockpt.engine.loader import Loader
 
-        return Loader(self._engine, self._storage, self._transforms)
+        return Loader(self._engine, self._storages, self._transforms)
 
     def submit_items(
         self,
@@ -115,7 +117,7 @@ class CheckpointerBase:
         return self._submitter.submit_items(items, directory, planner, transforms)
 
     def _delete(self, path: Path, storage: Storage | None, after: SaveHandle | None) -> Call[None]:
-        storage, where = locate(path, storage, self._storage)
+        storage, where = self._storages.of(path, storage)
         queue, reports = self._engine.queue, self._engine.reports
 
         def check() -> None:
@@ -148,7 +150,7 @@ class CheckpointerBase:
         return self._engine.call(delete, f"delete {where}")
 
     def _clean(self, directory: Path, older_than_s: float | None, storage: Storage | None) -> Call[list[str]]:
-        storage, where = locate(directory, storage, self._storage)
+        storage, where = self._storages.of(directory, storage)
         if older_than_s is not None and not older_than_s >= 0:
             raise ValueError(f"older_than_s must not be negative, not {older_than_s!r}")
         return self._engine.call(
@@ -253,7 +255,7 @@ class EngineAccess:
 
     def locate(self, path: Path, storage: Storage | None = None) -> tuple[Storage, str]:
         """Return the storage of a path, the checkpointer's own if None, and the path in it."""
-        return locate(path, storage, self._checkpointer._storage)
+        return self._checkpointer._storages.of(path, storage)
 
     @property
     def world_size(self) -> int:

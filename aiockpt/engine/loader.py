@@ -11,7 +11,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from aiockpt.core.importing import importing
-from aiockpt.engine.requests import LoadRequest, OpenRequest, locate, printable_path
 from aiockpt.errors import LoadError
 from aiockpt.format.keys import check_patterns
 from aiockpt.options import LoadOptions, Path, check_options, check_progress
@@ -24,10 +23,12 @@ from aiockpt.snapshot.live import check_optimizers, resolve
 if TYPE_CHECKING:
     from aiockpt.core.futures import Call
     from aiockpt.engine.engine import Engine
+    from aiockpt.engine.requests import LoadRequest, OpenRequest
     from aiockpt.format.transforms.base import Transform
     from aiockpt.reading.executor import LoadTools
     from aiockpt.reading.reader import CheckpointReader, SyncCheckpointReader
     from aiockpt.storage.base import Storage
+    from aiockpt.storage.registry import Storages
     from aiockpt.telemetry.loads import ReadReport
     from aiockpt.telemetry.progress import OnProgress
     from aiockpt.telemetry.verification import VerifyReport
@@ -36,9 +37,9 @@ if TYPE_CHECKING:
 class Loader:
     """Turns the calls of a checkpointer into calls of its engine."""
 
-    def __init__(self, engine: Engine, storage: Storage, transforms: Sequence[Transform]) -> None:
+    def __init__(self, engine: Engine, storages: Storages, transforms: Sequence[Transform]) -> None:
         self._engine = engine
-        self._storage = storage  # unless a call names another one
+        self._storages = storages
         self._transforms = transforms
         self._turn = asyncio.Lock()  # of the loads of several ranks
         self._handing_over: set[int] = set()  # threads that are in a load_state_dict of this checkpointer's
@@ -62,7 +63,7 @@ class Loader:
     def _opening(self, request: OpenRequest) -> tuple[Storage, str, LoadOptions]:
         """Return storage, path and options of a reader."""
         self._engine.origin.check_process()
-        storage, where = locate(request.path, request.storage, self._storage)
+        storage, where = self._storages.of(request.path, request.storage, request.storage_options)
         options = LoadOptions(verify=request.verify, safe_globals=request.safe_globals, trust=request.trust)
         check_options(options, into=False)
         return storage, where, options
@@ -73,7 +74,7 @@ class Loader:
         try:
             request = replace(request, keys=check_patterns(request.keys))
             check_options(request, into=request.state_dict is not None)
-            storage, where = locate(request.path, request.storage, self._storage)
+            storage, where = self._storages.of(request.path, request.storage, request.storage_options)
         except BaseException as exc:
             gathering = None if self._is_handing_over else self._gathering(request)
             if gathering is not None:
@@ -97,7 +98,11 @@ class Loader:
     def _gathering(self, request: LoadRequest) -> Gathering | None:
         """Return this rank's part in a load of all ranks; None if this process loads alone."""
         coordinator = None if request.state_dict is None else self._engine.coordinator()
-        return None if coordinator is None else Gathering(coordinator, printable_path(request.path))
+        return (
+            None
+            if coordinator is None
+            else Gathering(coordinator, self._storages.printable(request.path, request.storage))
+        )
 
     def _refuse(self, gathering: Gathering, error: BaseException) -> None:
         """Fail a load on the other ranks, which have called it too."""
@@ -149,7 +154,7 @@ class Loader:
         with importing():
             from aiockpt.reading.verify.verify import verify_checkpoint
 
-        storage, where = locate(path, storage, self._storage)
+        storage, where = self._storages.of(path, storage)
         check_progress(progress)
 
         async def verify(tools: LoadTools) -> VerifyReport:

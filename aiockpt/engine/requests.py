@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from aiockpt.options import LoadOptions, OpenOptions, Path, SaveOptions
 from aiockpt.snapshot.live import Stateful
-from aiockpt.storage.base import Storage
-from aiockpt.storage.local.storage import absolute
 
 StateDict = Mapping[Any, Any] | Stateful
 
@@ -63,28 +60,3 @@ class LoadRequest(LoadOptions):
 
     path: Path
     state_dict: StateDict | None = field(default=None, repr=False)
-
-
-def text_of(path: Path) -> str:
-    """Return a path as text; raise TypeError if it is bytes."""
-    text = os.fspath(path)
-    if not isinstance(text, str):
-        raise TypeError(f"path must be text or an os.PathLike of text, not {path!r}")
-    return text
-
-
-def locate(path: Path, storage: Storage | None, default: Storage) -> tuple[Storage, str]:
-    """Return the storage to use, and the canonical path in it; raise TypeError if one is of another type."""
-    where = text_of(path)
-    storage = default if storage is None else storage
-    if not isinstance(storage, Storage):
-        raise TypeError(f"storage must be an aiockpt.storage.base.Storage, not {storage!r}")
-    return storage, storage.resolve(where)
-
-
-def printable_path(path: Path) -> str:
-    """Return a path as `Storage.resolve` does, or as text if that fails; for messages."""
-    try:
-        return absolute(path)
-    except (TypeError, ValueError):
-        return str(path)

@@ -16,7 +16,6 @@ from aiockpt.core.gc_pause import gc_pause
 from aiockpt.core.parameters import outer_stacklevel
 from aiockpt.core.spans import Span
 from aiockpt.core.wording import a
-from aiockpt.engine.requests import SaveRequest, StateDict, locate, printable_path
 from aiockpt.errors import (
     AiockptError,
     CheckpointExistsError,
@@ -44,10 +43,12 @@ if TYPE_CHECKING:
 
     from aiockpt.coordination.protocol import RankCall
     from aiockpt.engine.engine import Engine
+    from aiockpt.engine.requests import SaveRequest, StateDict
     from aiockpt.format.transforms.base import Transform
     from aiockpt.planning.planner import FileFormat, Planner
     from aiockpt.planning.snapshot import Snapshot
     from aiockpt.saving.handle import SaveHandle
+    from aiockpt.storage.registry import Storages
 
 
 _SHOWN = 5
@@ -57,10 +58,10 @@ _KEPT_SETS = 1000
 class Submitter:
     """Turns the calls of a checkpointer into queued saves."""
 
-    def __init__(self, engine: Engine, storage: Storage, transforms: Sequence[Transform]) -> None:
+    def __init__(self, engine: Engine, storages: Storages, transforms: Sequence[Transform]) -> None:
         self._engine = engine
         self._options = engine.options
-        self._storage = storage  # unless a call names another one
+        self._storages = storages
         self._transforms = transforms
         self._names = NameMemo()
         self._warned: set[frozenset[str]] = set()
@@ -70,7 +71,7 @@ class Submitter:
         started = time.perf_counter()
         coordinator = self._engine.coordinator()
         call = None if coordinator is None else coordinator.call("save")
-        path = printable_path(request.path)
+        path = self._storages.printable(request.path, request.storage)
         self._engine.origin.check(f"a save to {path}")
         try:
             job = self._job(request, started, call, ranks=None if coordinator is None else coordinator.world_size)
@@ -83,7 +84,7 @@ class Submitter:
             is_calm = (self._options.warn_only and isinstance(exc, WriteError)) or isinstance(exc, SaveSkippedError)
             if not is_calm:
                 raise
-            job = SaveJob.of_refusal(path, self._storage, exc, started, self._engine)
+            job = SaveJob.of_refusal(path, self._storages.default, exc, started, self._engine)
             job.settle(None, exc)
             return job.handle
         job.captured_s = time.perf_counter() - started
@@ -107,7 +108,7 @@ class Submitter:
         """
         if (coordinator := self._engine.coordinator()) is not None:
             call = call or coordinator.call("save")
-            job = SaveJob.of_refusal(path, self._storage, error, time.perf_counter(), self._engine, call)
+            job = SaveJob.of_refusal(path, self._storages.default, error, time.perf_counter(), self._engine, call)
             self._engine.refuse(job)
 
     def submit_items(
@@ -119,10 +120,10 @@ class Submitter:
     ) -> SaveJob:
         """Queue a save that adds files to a directory; see `CheckpointerBase.submit_items`."""
         started = time.perf_counter()
-        self._engine.origin.check(f"a save to {printable_path(directory)}")
+        self._engine.origin.check(f"a save to {self._storages.printable(directory)}")
         if self._transforms:
             raise SaveError("items can't be added to another's checkpoint by a checkpointer that has transforms")
-        storage, where = locate(directory, None, self._storage)
+        storage, where = self._storages.of(directory)
         spec = SaveSpec(
             path=where,
             storage=storage,
@@ -143,7 +144,7 @@ class Submitter:
             return None
         if callable(fallback):
             return storage.resolve(os.fspath(fallback(where)))
-        return storage.resolve(os.path.join(os.fspath(fallback), os.path.basename(where)))
+        return storage.below(storage.resolve(os.fspath(fallback)), storage.split(where)[1])
 
     def _check_path(self, check: Callable[..., None], where: str, fallback: str | None, *, overwrite: bool) -> None:
         """Raise if the path is taken; see `Storage.check`."""
@@ -159,7 +160,7 @@ class Submitter:
         """Check everything that can be checked at the call, and capture the state."""
         engine, together = self._engine, ranks is not None
         engine.queue.raise_unreported()
-        storage, where = locate(request.path, request.storage, self._storage)
+        storage, where = self._storages.of(request.path, request.storage, request.storage_options)
         format = format_for(request.format, where)
         if format == "torch" and together:
             raise SaveError(

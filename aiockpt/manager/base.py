@@ -18,7 +18,6 @@ from aiockpt.core.parameters import outer_stacklevel, parameters_of
 from aiockpt.core.wording import time_text
 from aiockpt.engine.facade import CheckpointerBase, EngineAccess
 from aiockpt.errors import AiockptError, CheckpointerClosedError, SaveError, printable_key
-from aiockpt.manager.owner import RunLock, is_finishing, take
 from aiockpt.manager.policies import (
     Mode,
     SavePolicy,
@@ -49,6 +48,7 @@ from aiockpt.telemetry.card import size_text
 
 if TYPE_CHECKING:
     from aiockpt.saving.handle import SaveHandle
+    from aiockpt.storage.base import Lease
 
 T = TypeVar("T")
 
@@ -81,16 +81,16 @@ class ManagerBase:
         self._checkpointer = _checkpointer_of(options, self._kind)
         in_force = self._checkpointer._options
         self._access = EngineAccess(self._checkpointer)
-        _, self.directory = self._access.locate(options.directory)
+        self._storage, self.directory = self._access.locate(options.directory)
         self.writes = options.mode == "write"
         self._names = StepNames(options.names)
         self._locks = self.writes and options.lock
-        self._scanner = StepScanner(self.directory, self._names)
+        self._scanner = StepScanner(self._storage, self.directory, self._names)
         self._drain_s = min(in_force.drain_timeout, threading.TIMEOUT_MAX)  # locks refuse infinity
-        scanner = StepScanner(self.directory, self._names)  # of its own: it may hang
-        self._retention = Retention(scanner, self._keep, options.on_written, fsync=in_force.fsync)
+        scanner = StepScanner(self._storage, self.directory, self._names)  # of its own: it may hang
+        self._retention = Retention(scanner, self._keep, options.on_written, self._storage)
         self._requests = LastSaveRequests()
-        self._lock: RunLock | None = None
+        self._lock: Lease | None = None
         self._is_open = False
         self._is_closed = False
         self._previous: int | None = None  # the step that was asked about, or restored
@@ -168,7 +168,7 @@ class ManagerBase:
     async def _take_lock(self) -> None:
         if self._locks and self._lock is None:  # else it was taken, and what follows was interrupted
             try:
-                self._lock = await self._run(take, self.directory)
+                self._lock = await self._run(self._storage.lease, self.directory)
             except AiockptError:  # such as RunLockedError, which is an OSError too
                 raise
             except OSError as exc:
@@ -180,7 +180,9 @@ class ManagerBase:
         except AiockptError as exc:  # orphans cost space, no more
             logger.warning("can't look for what killed processes have left in %s: %s", self.directory, exc)
         deadline = time.monotonic() + _WRITER_S
-        while await self._run(is_finishing, self.directory):  # else its step would appear after the restore
+        while await self._run(
+            self._storage.is_finishing, self.directory
+        ):  # else its step would appear after the restore
             if time.monotonic() > deadline:
                 logger.warning("a writer process of a killed trainer still writes to %s", self.directory)
                 break
@@ -271,7 +273,7 @@ class ManagerBase:
 
     def path_of(self, step: int) -> str:
         """Return the path of a step's directory, whether it exists or not."""
-        return self._names.path(self.directory, check_step(step))
+        return self._storage.below(self.directory, self._names.name_of(check_step(step)))
 
     # --- restoring --------------------------------------------------------------------------------------------
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from aiockpt.reading.info import TensorInfo
 if TYPE_CHECKING:
     from aiockpt.manager.base import ManagerBase
     from aiockpt.manager.scan import StepInfo
-    from aiockpt.storage.base import Identity
+    from aiockpt.storage.base import Stamp, Storage
     from aiockpt.telemetry.verification import VerifyReport
 
 logger = logging.getLogger("aiockpt")
@@ -78,9 +77,7 @@ class Restore:
             f"the run keep more of them{_touched(touched_by)}"
         )
 
-    async def _try(
-        self, listed: Sequence[tuple[StepInfo, Identity | None]], touched_by: str
-    ) -> Restored | _Gone | None:
+    async def _try(self, listed: Sequence[tuple[StepInfo, Stamp | None]], touched_by: str) -> Restored | _Gone | None:
         run = self.manager
         infos = [info for info, _ in listed]
         skipped: list[tuple[StepInfo, LoadError]] = []
@@ -94,7 +91,7 @@ class Restore:
                     filled = bool(exc.placed or exc.partly_placed)
                     if await run._agree("the end of a failed restore", filled, any):
                         touched_by = info.path
-                is_gone = partial(run._run, _is_gone, info.path, own)
+                is_gone = partial(run._run, _is_gone, run._storage, info.path, own)
                 if await run._led(f"the place of {info.path}", is_gone):
                     return _Gone(info.path, touched_by)
                 if isinstance(self.choice, int):
@@ -118,9 +115,9 @@ class Restore:
 
     # --- on rank 0 --------------------------------------------------------------------------------------
 
-    def _listed(self) -> list[tuple[StepInfo, Identity | None]]:
-        """Return the steps to try, each with the identity of its directory, which changes if the step is replaced."""
-        return [(info, _identity(info.path)) for info in self._candidates()]
+    def _listed(self) -> list[tuple[StepInfo, Stamp | None]]:
+        """Return the steps to try, each with its stamp, which changes if the step is replaced."""
+        return [(info, self.manager._storage.stamp(info.path)) for info in self._candidates()]
 
     def _candidates(self) -> Sequence[StepInfo]:
         """Return the steps to try, the preferred one first."""
@@ -173,47 +170,36 @@ class Restore:
         for info, error in skipped:
             path = info.path
             if self.manager.writes and isinstance(error, CorruptCheckpointError):
-                path = await self.manager._run(set_aside, path)
+                path = await self.manager._run(set_aside, self.manager._storage, path)
             found.append(SkippedStep(info.step, path, str(error)))
         return tuple(found)
 
     def _warn(self, info: StepInfo, skipped: tuple[SkippedStep, ...]) -> None:
         what = "; ".join(f"step {each.step}, which is now {each.path} ({each.reason})" for each in skipped)
-        what = what.replace(os.path.join(self.manager.directory, ""), "")
+        what = what.replace(self.manager._storage.below(self.manager.directory, ""), "")
         message = f"the run goes on from step {info.step} of {self.manager.directory}: {what}"
         warnings.warn(DamagedCheckpointWarning(message, skipped), stacklevel=outer_stacklevel())
 
 
-def set_aside(path: str) -> str:
+def set_aside(storage: Storage, path: str) -> str:
     """Rename a damaged step to ``step-00000100.damaged``, or with a number if that exists; return its path.
 
     If that fails, it is logged, and the step keeps its name.
     """
-    for number in range(_MOST_NAMES):
-        aside = f"{path}.damaged" if not number else f"{path}.damaged-{number}"
-        if os.path.lexists(aside):
-            continue
-        try:
-            os.rename(path, aside)
-        except OSError as exc:
-            logger.warning("the damaged checkpoint %s can't be renamed: %s; saving that step again fails", path, exc)
-            return path
-        return aside
-    return path
-
-
-def _is_gone(path: str, own: Identity | None) -> bool:
-    """Return whether a step was deleted or replaced since it was listed."""
-    now = _identity(path)
-    return now is None or now != own
-
-
-def _identity(path: str) -> Identity | None:
+    _, name = storage.split(path)
     try:
-        found = os.stat(path)
-    except OSError:  # if it is there all the same, listing it again finds that out
-        return None
-    return found.st_dev, found.st_ino
+        return storage.set_aside(
+            path, [f"{name}.damaged", *(f"{name}.damaged-{each}" for each in range(1, _MOST_NAMES))]
+        )
+    except OSError as exc:
+        logger.warning("the damaged checkpoint %s can't be renamed: %s; saving that step again fails", path, exc)
+        return path
+
+
+def _is_gone(storage: Storage, path: str, own: Stamp | None) -> bool:
+    """Return whether a step was deleted or replaced since it was listed."""
+    now = storage.stamp(path)  # if none, though it is there, listing it again finds that out
+    return now is None or now != own
 
 
 def _covers(below: Mapping[str, Any], above: Mapping[str, Any]) -> bool:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from aiockpt.manager.scan import StepScanner
     from aiockpt.saving.handle import SaveHandle
+    from aiockpt.storage.base import Storage
     from aiockpt.telemetry.saves import SaveResult
 
 logger = logging.getLogger("aiockpt")
@@ -43,9 +44,8 @@ class Retention:
         self,
         scanner: StepScanner,
         keep: KeepPolicy | None,
-        on_written: Callable[[int, SaveResult], object] | None = None,
-        *,
-        fsync: bool,
+        on_written: Callable[[int, SaveResult], object] | None,
+        storage: Storage,
     ) -> None:
         self._scanner = scanner
         self._keep = keep
@@ -55,7 +55,9 @@ class Retention:
         self._thread = DaemonThreads(1, "aiockpt-retention")
         self._unclosed = weakref.finalize(self, self._thread.end, 0.0)
         self._unclosed.atexit = False
-        self._deleter = SyncCheckpointer(process_group=None, fsync=fsync)  # of its own: deleting goes on while closing
+        self._deleter = SyncCheckpointer(
+            process_group=None, storage=storage
+        )  # of its own: deleting goes on while closing
         self._lock = threading.Lock()
         self._held: Counter[int] = Counter()  # steps that are read or pinned
         self._pinned: set[int] = set()

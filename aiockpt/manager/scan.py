@@ -27,10 +27,13 @@ from typing import TYPE_CHECKING, Any, Literal
 from aiockpt.format.manifest.manifest import read_user_metadata
 from aiockpt.format.names import MANIFEST_NAME, METADATA_NAME
 from aiockpt.format.recognise import Recognised, assess, depends_on_below, recognise
-from aiockpt.storage.local.entries import Listing
+from aiockpt.storage.local.storage import LocalStorage
+from aiockpt.storage.registry import Storages
 
 if TYPE_CHECKING:
     from typing import TypeGuard
+
+    from aiockpt.storage.base import Listing, Stamp, Storage
 
 StepState = Literal["complete", "unfinished", "damaged"]
 
@@ -88,9 +91,9 @@ class StepNames:
                 f"names is {self.template!r}; it must be the name of a step with one field, 'checkpoint-{{}}'"
             )
 
-    def path(self, directory: str, step: int) -> str:
-        """Return the path of a step."""
-        return os.path.join(directory, self.template.format(step))
+    def name_of(self, step: int) -> str:
+        """Return the name of a step."""
+        return self.template.format(step)
 
     def step_of(self, name: str) -> int | None:
         """Return the number of a step by the name of its directory; None if it is not the name of a step."""
@@ -116,10 +119,11 @@ def is_set_aside(name: str) -> bool:
 class StepScanner:
     """Scans a run's directory again and again, in any thread; the documents of an unchanged step are read once."""
 
-    def __init__(self, directory: str, names: StepNames = DEFAULT_NAMES) -> None:
+    def __init__(self, storage: Storage, directory: str, names: StepNames = DEFAULT_NAMES) -> None:
+        self._storage = storage
         self._directory = directory
         self._step_of = names.step_of
-        self._cache: dict[str, tuple[object, StepInfo]] = {}  # with the signature of the files
+        self._cache: dict[str, tuple[Stamp, StepInfo]] = {}
         self._lock = threading.Lock()
 
     def scan(self, *, lenient: bool = False) -> tuple[StepInfo, ...]:
@@ -134,12 +138,14 @@ class StepScanner:
         infos: list[StepInfo | None] = []
         for _ in range(_MOST_LISTS):
             try:
-                with os.scandir(self._directory) as found:
-                    numbered = [(self._step_of(entry.name), entry) for entry in found]
-                    steps = {step: each.path for step, each in numbered if step is not None and _is_directory(each)}
+                with self._storage.look(self._directory) as listing:
+                    if listing.is_file:
+                        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), self._directory)
+                    steps = {step: name for name in listing.folders if (step := self._step_of(name)) is not None}
             except FileNotFoundError:
                 return ()
-            infos = [self.look(path, step, lenient=lenient) for step, path in sorted(steps.items())]
+            below = self._storage.below
+            infos = [self.look(below(self._directory, steps[step]), step, lenient=lenient) for step in sorted(steps)]
             if None not in infos:  # else the list may lack what its owner has written before deleting that one
                 break
         return tuple(info for info in infos if info is not None)
@@ -149,7 +155,7 @@ class StepScanner:
         try:
             return self._look(path, step)
         except (FileNotFoundError, NotADirectoryError):
-            if os.path.isdir(path):  # a file of it was removed just now
+            if self._storage.stamp(path) is not None:  # a file of it was removed just now
                 return StepInfo(step, path, "unfinished", problem="its files are being removed")
             return None
         except OSError as exc:
@@ -158,10 +164,10 @@ class StepScanner:
             return StepInfo(step, path, "damaged", problem=f"it can't be read: {exc}")
 
     def _look(self, path: str, step: int) -> StepInfo:
-        with Listing(path) as listing:
+        with self._storage.look(path) as listing:
             known = self._cache.get(path)
-            if known is None or known[0] != listing.signature:
-                known = self._cache[path] = (listing.signature, examine(listing, step)[1])
+            if known is None or known[0] != listing.stamp:
+                known = self._cache[path] = (listing.stamp, examine(listing, step)[1])
         return replace(known[1], step=step)
 
 
@@ -182,11 +188,12 @@ def examine(listing: Listing, step: int = NO_STEP, *, counts: bool = False) -> t
     return found, info if head is None else _with_facts(info, head)
 
 
-def scan(directory: str | os.PathLike[str]) -> tuple[StepInfo, ...]:
+def scan(directory: str | os.PathLike[str], storage: Storage | None = None) -> tuple[StepInfo, ...]:
     """Return the steps in a run's directory, in the order of their numbers. Reads no tensors, and needs no torch.
 
     Args:
-        directory: the run's directory; ``~`` is the home directory.
+        directory: the run's directory, or a URL; ``~`` is the home directory.
+        storage: where it is; None: by the path, see `aiockpt.storage`.
 
     Returns:
         A `StepInfo` for each directory with the name of a step; none if the run's directory does not exist.
@@ -194,16 +201,7 @@ def scan(directory: str | os.PathLike[str]) -> tuple[StepInfo, ...]:
     Raises:
         OSError: the directory, or a manifest, can't be read.
     """
-    return StepScanner(os.path.abspath(os.path.expanduser(os.fspath(directory)))).scan()
-
-
-def _is_directory(entry: os.DirEntry[str]) -> bool:
-    try:
-        return entry.is_dir()
-    except OSError as exc:
-        if exc.errno == errno.ELOOP:  # a link to itself
-            return False
-        raise
+    return StepScanner(*Storages(storage, LocalStorage()).of(directory)).scan()
 
 
 # --- one step -----------------------------------------------------------------------------------------

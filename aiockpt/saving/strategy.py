@@ -100,7 +100,7 @@ class LocalSave(SaveStrategy):
         return await self._io.run_unless(is_short, documents_of, *arguments)
 
     async def commit(self, plan: SavePlan, writer: ChunkWriter, times_s: Mapping[str, float]) -> SaveResult:
-        await writer.write_documents()
+        await writer.encode_documents()
         self._job.consistency.raise_if_aborted()  # a timeout cancels the save's scope, from which this is shielded
         sizes = await writer.commit()
         return result_of(self._job, plan, summary_of(self._job, plan, sizes), times_s)

@@ -1,23 +1,50 @@
-"""The interfaces between the engine and a storage, which a user's own storage implements.
+"""The interfaces between the engine and a storage, which a user's own storage implements; public as `aiockpt.storage`.
 
 =============================  ============================================================================
 to implement                   for
 =============================  ============================================================================
-`Storage`, `Transaction`       saves of one process, and all loads
+`Storage`, `Transaction`,      saves of one process, and all loads
+`FileSink`, `Source`
 `SharedStorage`,               saves of several ranks, and of a writer process: several processes write the
 `SharedTransaction`            files of one checkpoint, and one may finish what another has begun
+`Storage.look`, `Listing`      the manager, and the commands that look into a directory
+`Storage.lease`, `Lease`       a manager that writes, unless it has ``lock=False``
 =============================  ============================================================================
 
-`aiockpt.testing.StorageConformance` tests an implementation.
+`aiockpt.testing.StorageConformance` tests an implementation; `aiockpt.testing.ServerStorage` is one that is no file
+system.
+
+**Loops and threads.** Coroutines run on the loop of the checkpointer that uses the storage. One storage may serve
+several checkpointers, and so several loops: keep nothing that belongs to a loop, such as a connection of an asyncio
+client, in the storage itself. The methods of a transaction are called from one loop; several sinks of it are written at
+once, each by one task. The methods that are no coroutines block, and are called in threads, several at once, unless
+they say otherwise. Blocking work of a coroutine goes to a thread: ``await workers.run(function, *args)``.
+
+**Atomic** must be: `Transaction.commit`, `Storage.delete`, and what decides between them. *Publishing and removing have
+exactly one winner*: of two transactions that publish to one path without ``overwrite``, of one that publishes and one
+that discards it, one succeeds, and the other learns that it has not.
+
+**Names** of files within a checkpoint are separated by "/" in every storage.
+
+**What a storage may refuse**: see `Traits`; mapping into memory (`Source.map`); deletion; being looked into; leases.
+
+**Lifetime.** A transaction ends with `commit` or `abort`, a source with `close`. A storage is never closed: it is
+garbage with the last checkpointer that uses it. After a fork the child uses neither transactions nor sources of its
+parent; it may use the storage anew, so a client that does not survive a fork is made once per process id. For a writer
+process, and for ranks that start others, a storage must be picklable.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
-from aiockpt.errors import DeleteError, LoadError, SaveError
+from aiockpt.core.wording import time_text
+from aiockpt.errors import AiockptError, DeleteError, LoadError, SaveError, printable_key
+from aiockpt.storage.first_edition import adapt_sink, adapt_storage, adapt_transaction
 
 if TYPE_CHECKING:
     import mmap
@@ -28,11 +55,34 @@ if TYPE_CHECKING:
 Status = Literal["open", "published", "gone"]
 """Of a transaction: it is still being written, is under its final name, or was removed."""
 
-Identity = tuple[int, int]
-"""Distinguishes a transaction from all others, whatever its name."""
+Stamp = str
+"""An opaque text that differs between any two contents of a path, or two transactions, such as an ETag."""
 
 Seen = Callable[[memoryview], object]
 """Called with each piece of what is read, in order, as soon as its bytes are there."""
+
+Document = bytes | bytearray | memoryview
+
+_NO_DOCUMENTS: Mapping[str, Document] = MappingProxyType({})
+
+
+def _nothing() -> None:
+    """Free nothing: the caller keeps the bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """Abilities of a storage. What it can't do is refused at the call.
+
+    Attributes:
+        single_files: a checkpoint may be one file instead of a directory.
+        shared_files: several ranks may write one file: `SharedTransaction.reserve` and ``open_part`` work.
+        folders: what is written is in a directory of a file system, `Transaction.folder`.
+    """
+
+    single_files: bool = True
+    shared_files: bool = False
+    folders: bool = False
 
 
 class FileSink(ABC):
@@ -41,18 +91,23 @@ class FileSink(ABC):
     The methods raise `WriteError`, with the cause chained.
     """
 
-    @abstractmethod
-    async def write(self, view: memoryview) -> None:
-        """Write the next bytes.
+    def __init_subclass__(cls, **options: object) -> None:
+        super().__init_subclass__(**options)
+        adapt_sink(cls)
 
-        Every write except the last one is of whole blocks of 4096 bytes. The last one may be padded with zeros to a
-        whole block, beyond the announced size; without an announced size the file ends where the last write ends.
-        If cancelled, it returns only when ``view`` is no longer in use.
+    @abstractmethod
+    async def write(self, view: memoryview, free: Callable[[], object] = _nothing) -> None:
+        """Take over the next bytes; return when more may come. So several parts of a file may be on their way.
+
+        Args:
+            view: the bytes, at the beginning of a page.
+            free: called once, on the loop, when ``view`` is no longer in use. After a failure it need not be called:
+                no view is in use any more when `Transaction.abort` returns. Without it the bytes stay until `finish`.
         """
 
     @abstractmethod
     async def finish(self) -> None:
-        """Make the file durable at its announced size, or with all that was written, and close it."""
+        """Make the file durable, at its announced size if it has one, and close it; no view is in use afterwards."""
 
 
 class PartSink(ABC):
@@ -83,6 +138,15 @@ class Transaction(ABC):
     Besides what is listed, its methods raise `WriteError`, with the cause chained.
     """
 
+    def __init_subclass__(cls, **options: object) -> None:
+        super().__init_subclass__(**options)
+        adapt_transaction(cls)
+
+    @property
+    def folder(self) -> str:
+        """The directory of a file system that is to become the checkpoint; raise SaveError if there is none."""
+        raise SaveError(f"{type(self).__name__} writes to no directory of a file system")
+
     @abstractmethod
     async def create(self, name: str, nbytes: int | None) -> FileSink:
         """Start a file. Several files may be open at once.
@@ -93,7 +157,7 @@ class Transaction(ABC):
             nbytes: its size; None if it is known only when everything is written.
         """
 
-    async def write_files(self, files: Mapping[str, bytes | bytearray | memoryview]) -> None:
+    async def write_files(self, files: Mapping[str, Document]) -> None:
         """Write small files, each as a whole and durably, in this order.
 
         If cancelled, it returns only when their bytes are no longer in use.
@@ -104,10 +168,13 @@ class Transaction(ABC):
             await sink.finish()
 
     @abstractmethod
-    async def commit(self) -> None:
-        """Publish the checkpoint, durably and atomically.
+    async def commit(self, documents: Mapping[str, Document] = _NO_DOCUMENTS) -> None:
+        """Write the last files, in this order, and publish the checkpoint, durably and atomically.
 
-        If it fails, nothing was published, or it was taken back.
+        If it fails, nothing was published, or it was taken back; `abort` removes what was written.
+
+        Args:
+            documents: the contents of files that describe the checkpoint. They may instead have been written before.
 
         Raises:
             CommitError: with the cause chained.
@@ -119,7 +186,7 @@ class Transaction(ABC):
 
     @abstractmethod
     async def abort(self) -> None:
-        """Remove everything written so far. Idempotent; after `commit` it does nothing.
+        """Remove everything written so far; no view is in use afterwards. Idempotent; after `commit` it does nothing.
 
         Raises:
             WriteError: something could not be removed.
@@ -140,8 +207,8 @@ class SharedTransaction(Transaction):
         """The name by which other processes join it; see `SharedStorage.join`."""
 
     @property
-    def identity(self) -> Identity | None:
-        """A value that distinguishes it from all others, whatever its name; None if that is not known."""
+    def stamp(self) -> Stamp | None:
+        """A text that distinguishes it from all others, whatever its name; None if that is not known."""
         return None
 
     @abstractmethod
@@ -179,10 +246,6 @@ class SharedTransaction(Transaction):
     @abstractmethod
     async def delete_sidecar(self, name: str) -> None:
         """Remove a sidecar file, if it exists."""
-
-    @abstractmethod
-    async def delete_file(self, name: str) -> None:
-        """Remove a file of the checkpoint that another process has written, if it exists."""
 
     @abstractmethod
     async def status(self) -> Status:
@@ -264,21 +327,123 @@ class Source(ABC):
         """Close what is open. Idempotent."""
 
 
+class Listing(ABC):
+    """The entries of a directory, or a file alone, to find out what it is. Every method blocks.
+
+    Attributes:
+        path: the canonical name.
+        is_file: it is no directory.
+        files: the size in bytes of each file at the top, by name; `list_below` adds those one level below. Of a
+            checkpoint it has all files that are complete, and nothing of a save that is still being written.
+        folders: the names of the directories.
+        others: the names of everything else, such as pipes.
+        changed_s: when something was changed there last, in seconds as in `time.time`.
+        stamp: changes whenever a file at the top does.
+    """
+
+    path: str
+    is_file: bool
+    files: dict[str, int]
+    folders: list[str]
+    others: list[str]
+    changed_s: float
+    stamp: Stamp
+
+    @property
+    def top(self) -> list[str]:
+        """The names of the files at the top."""
+        return [name for name in self.files if "/" not in name]
+
+    @abstractmethod
+    def list_below(self) -> None:
+        """Add the files of the directories, one level below; those that can't be read are left out."""
+
+    @abstractmethod
+    def fetch(self, name: str, offset: int, length: int) -> bytes:
+        """Return bytes of a file, fewer where it ends; raise OSError if that fails."""
+
+    def close(self) -> None:
+        """Close what is open. Idempotent."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+@dataclass(slots=True)
+class LookBudget:
+    """How many entries of directories that are no checkpoints may still be looked at."""
+
+    left: int = 100_000
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether something was left out."""
+        return self.left <= 0
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseFacts:
+    """The owner of a run's directory, as others see it."""
+
+    host: str
+    pid: int
+    since: float  # in seconds as in `time.time`
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on host {printable_key(self.host)}, since {time_text(self.since)}"
+
+
+class Lease(ABC):
+    """The right of one manager to write to a run's directory. Every method blocks."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raise RunLockedError if others may have the run by now."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Give it up. Idempotent; does nothing in a forked child."""
+
+
 class Storage(ABC):
     """A place where checkpoints are kept, each written by one process."""
 
+    traits: ClassVar[Traits] = Traits()
+
+    def __init_subclass__(cls, **options: object) -> None:
+        super().__init_subclass__(**options)
+        adapt_storage(cls)
+
+    # --- names; these do not block ----------------------------------------------------------------------
+
     def resolve(self, path: str) -> str:
-        """Return the one canonical name of a path, such as the absolute path. Does not block.
+        """Return the one canonical name of a path, such as the absolute path.
+
+        The same on every host and in every process: ranks compare it, and messages show it.
 
         Raises:
             AiockptError: the path does not belong here.
         """
         return path
 
+    def below(self, path: str, name: str) -> str:
+        """Return the path of something below a path."""
+        return f"{path.rstrip('/')}/{name}"
+
+    def split(self, path: str) -> tuple[str, str]:
+        """Return the path of the directory above a canonical path, and the last name."""
+        above, _, name = path.rstrip("/").rpartition("/")
+        return above, name
+
+    # --- checkpoints ------------------------------------------------------------------------------------
+
     def check(self, path: str, *, overwrite: bool) -> None:
         """Refuse a path that is taken, before anything is captured; `begin` and `commit` do so again.
 
-        Called at `save()`, in the caller's thread: it may block for a look at most.
+        Called at `save()`, in the caller's thread, which may run an event loop: leave it out if it needs a round trip.
 
         Raises:
             CheckpointExistsError: the path exists, and may not or can't safely be overwritten.
@@ -321,7 +486,7 @@ class Storage(ABC):
         raise DeleteError(f"{path}: this storage can't delete checkpoints; use its own tools")
 
     async def clean(self, directory: str, *, older_than_s: float | None = None, workers: Workers) -> list[str]:
-        """Remove what killed processes have left in a directory.
+        """Remove what killed processes have left in a directory, and never what a live one writes.
 
         Args:
             directory: where checkpoints are kept.
@@ -335,6 +500,60 @@ class Storage(ABC):
             DeleteError: the directory can't be read.
         """
         return []
+
+    # --- directories; these block, and are called in threads ----------------------------------------------
+
+    def look(self, path: str, budget: LookBudget | None = None) -> Listing:
+        """Return what is in a directory, or at the path of a file.
+
+        Args:
+            path: the directory or the file.
+            budget: of entries that are no checkpoints; None: a new one.
+
+        Raises:
+            OSError: it can't be read; FileNotFoundError if nothing is there.
+        """
+        raise AiockptError(f"{type(self).__name__} can't list what is at {path}: it has no method `look`")
+
+    def stamp(self, path: str) -> Stamp | None:
+        """Return a text that changes if what is at a path is replaced; None if nothing is there, or can be seen."""
+        try:
+            with self.look(path) as listing:
+                return listing.stamp
+        except OSError:
+            return None
+
+    def set_aside(self, path: str, names: Sequence[str]) -> str:
+        """Give a damaged checkpoint another name beside it, so that its own is free; return its path then.
+
+        Args:
+            path: the checkpoint.
+            names: to choose the first of that is free.
+
+        Raises:
+            OSError: it keeps its name.
+        """
+        raise OSError(f"{type(self).__name__} can't rename: it has no method `set_aside`")
+
+    def lease(self, directory: str) -> Lease:
+        """Take the right to write to a run's directory, which need not exist.
+
+        Raises:
+            RunLockedError: another manager has it, or may have it.
+            OSError: that can't be found out.
+        """
+        raise AiockptError(
+            f"{type(self).__name__} can't tell one manager from another: it has no method `lease`. Pass lock=False if "
+            f"nothing else writes to {directory}"
+        )
+
+    def owner_of(self, directory: str) -> LeaseFacts | None:
+        """Return the manager that writes to a run, or may; None if it is free. Takes nothing; raises OSError."""
+        return None
+
+    def is_finishing(self, directory: str) -> bool:
+        """Return whether the writer process of a dead trainer will soon publish a checkpoint; raise OSError."""
+        return False
 
 
 class SharedStorage(Storage):
@@ -372,16 +591,18 @@ class SharedStorage(Storage):
 
     @abstractmethod
     async def take_over(
-        self, path: str, ticket: str, *, overwrite: bool, workers: Workers, identity: Identity | None
+        self, path: str, ticket: str, *, overwrite: bool, workers: Workers, stamp: Stamp | None
     ) -> SharedTransaction:
         """Take over a transaction whose owner is dead, to commit or to abort it.
+
+        Its `commit` replaces documents that the owner has written already.
 
         Args:
             path: the path that it was begun with.
             ticket: its `SharedTransaction.ticket`.
             overwrite: replace what is at the path.
             workers: threads for blocking work.
-            identity: its `SharedTransaction.identity`.
+            stamp: its `SharedTransaction.stamp`.
         """
 
 
@@ -402,12 +623,12 @@ def shared_transaction(transaction: Transaction) -> SharedTransaction:
 def _no_parts(this: Transaction) -> str:
     return (
         f"{type(this).__name__} can't let several ranks write one file, as format='safetensors' does: save with "
-        "format='dcp', or implement reserve and open_part of aiockpt.storage.base.SharedTransaction"
+        "format='dcp', or implement reserve and open_part of aiockpt.storage.SharedTransaction"
     )
 
 
 def _one_process_only(this: Storage | Transaction) -> str:
     return (
         f"{type(this).__name__} takes the files of one process only: save with process_group=None and writer='thread', "
-        "or use a storage derived from aiockpt.storage.base.SharedStorage"
+        "or use a storage derived from aiockpt.storage.SharedStorage"
     )

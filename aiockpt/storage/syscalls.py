@@ -84,8 +84,12 @@ def link(source: str, target: str) -> bool:
     return True
 
 
-def identity(path: str, dir_fd: int | None = None) -> tuple[int, int] | None:
-    """Return device and inode of a file or directory; None if there is none."""
+Identity = tuple[int, int]
+"""Device and inode of a file or directory, which a rename keeps."""
+
+
+def identity(path: str, dir_fd: int | None = None) -> Identity | None:
+    """Return the identity of what is at a path; None if nothing is."""
     try:
         found = os.stat(path, dir_fd=dir_fd, follow_symlinks=False)
     except FileNotFoundError:

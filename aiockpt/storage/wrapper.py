@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 from aiockpt.storage.base import (
+    Document,
     FileSink,
-    Identity,
+    Lease,
+    LeaseFacts,
+    Listing,
+    LookBudget,
     PartSink,
     Seen,
     SharedStorage,
     SharedTransaction,
     Source,
+    Stamp,
     Storage,
+    Traits,
     Transaction,
     shared_storage,
     shared_transaction,
@@ -39,7 +46,6 @@ Step = Literal[
     "put_sidecar",
     "get_sidecar",
     "delete_sidecar",
-    "delete_file",
     "status",
     "finalize",
     "discard_all",
@@ -65,8 +71,36 @@ class WrapperStorage(SharedStorage):
     def before_read(self, name: str, offset: int, nbytes: int) -> None:
         """Run before each read from a file, in the thread that reads."""
 
+    @property
+    def traits(self) -> Traits:  # type: ignore[override] # of an instance, not of the class
+        return self.inner.traits
+
     def resolve(self, path: str) -> str:
         return self.inner.resolve(path)
+
+    def below(self, path: str, name: str) -> str:
+        return self.inner.below(path, name)
+
+    def split(self, path: str) -> tuple[str, str]:
+        return self.inner.split(path)
+
+    def look(self, path: str, budget: LookBudget | None = None) -> Listing:
+        return self.inner.look(path, budget)
+
+    def stamp(self, path: str) -> Stamp | None:
+        return self.inner.stamp(path)
+
+    def set_aside(self, path: str, names: Sequence[str]) -> str:
+        return self.inner.set_aside(path, names)
+
+    def lease(self, directory: str) -> Lease:
+        return self.inner.lease(directory)
+
+    def owner_of(self, directory: str) -> LeaseFacts | None:
+        return self.inner.owner_of(directory)
+
+    def is_finishing(self, directory: str) -> bool:
+        return self.inner.is_finishing(directory)
 
     def check(self, path: str, *, overwrite: bool) -> None:
         self.inner.check(path, overwrite=overwrite)
@@ -94,11 +128,11 @@ class WrapperStorage(SharedStorage):
         return _WrapperTransaction(self, await shared_storage(self.inner).join(path, ticket, workers=workers), path)
 
     async def take_over(
-        self, path: str, ticket: str, *, overwrite: bool, workers: Workers, identity: Identity | None
+        self, path: str, ticket: str, *, overwrite: bool, workers: Workers, stamp: Stamp | None
     ) -> SharedTransaction:
         await self.before("take_over", path)
         shared = shared_storage(self.inner)
-        inner = await shared.take_over(path, ticket, overwrite=overwrite, workers=workers, identity=identity)
+        inner = await shared.take_over(path, ticket, overwrite=overwrite, workers=workers, stamp=stamp)
         return _WrapperTransaction(self, inner, path)
 
     async def delete(self, path: str, *, workers: Workers) -> None:
@@ -134,7 +168,12 @@ class _WrapperTransaction(SharedTransaction):
         await self._storage.before("create", name)
         return _WrapperSink(self._storage, await self._inner.create(name, nbytes), name)
 
-    async def commit(self) -> None:
+    @property
+    def folder(self) -> str:
+        return self._inner.folder
+
+    async def commit(self, documents: Mapping[str, Document] = MappingProxyType({})) -> None:
+        await self.write_files(documents)  # so that each step of a document is met
         await self._storage.before("commit", self._path)
         await self._inner.commit()
 
@@ -156,8 +195,8 @@ class _WrapperTransaction(SharedTransaction):
         return self._shared.ticket
 
     @property
-    def identity(self) -> Identity | None:
-        return self._shared.identity
+    def stamp(self) -> Stamp | None:
+        return self._shared.stamp
 
     async def open_part(self, name: str) -> PartSink:
         await self._storage.before("open_part", name)
@@ -171,7 +210,6 @@ class _WrapperTransaction(SharedTransaction):
     put_sidecar = _passed_on("put_sidecar", named=True)
     get_sidecar = _passed_on("get_sidecar", named=True)
     delete_sidecar = _passed_on("delete_sidecar", named=True)
-    delete_file = _passed_on("delete_file", named=True)
     status = _passed_on("status")
     finalize = _passed_on("finalize")
     discard_all = _passed_on("discard_all")
@@ -183,9 +221,9 @@ class _WrapperSink(FileSink, PartSink):
         self._inner: Any = inner
         self._name = name
 
-    async def write(self, view: memoryview, *runs: Any) -> None:
+    async def write(self, view: memoryview, *more: Any) -> None:
         await self._storage.before("write", self._name)
-        await self._inner.write(view, *runs)
+        await self._inner.write(view, *more)
 
     async def finish(self) -> None:
         await self._storage.before("finish", self._name)

@@ -115,7 +115,7 @@ class StorageConformance:
     @pytest.mark.parametrize("announced", [True, False], ids=["announced", "open-ended"])
     @pytest.mark.parametrize("nbytes", _SIZES)
     def test_a_file_is_read_as_it_was_written(self, nbytes: int, announced: bool, place: _Place) -> None:
-        """Any size, announced or not; padding behind an announced size is not a part of the file."""
+        """Any size, announced or not."""
         data = _data(nbytes)
         _run(place.save({_DATA: data, _METADATA: b"m"}, announced=announced))
         assert place.load() == {_DATA: data, _METADATA: b"m"}
@@ -491,8 +491,7 @@ async def _write_all(transaction: Transaction, files: dict[str, bytes]) -> None:
 
 async def _write(transaction: Transaction, name: str, data: bytes, *, announced: bool = True) -> None:
     sink: FileSink = await transaction.create(name, len(data) if announced else None)
-    padding = bytes(-len(data) % _BLOCK_BYTES) if announced else b""
-    view = _aligned(data + padding)
+    view = _aligned(data)
     for start in range(0, len(view), _WRITE_BYTES):
         await sink.write(view[start : start + _WRITE_BYTES])
     await sink.finish()

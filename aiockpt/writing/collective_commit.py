@@ -56,12 +56,12 @@ async def publish_together(
     files = dict(await workers.run(plan_cache.data_files, results))
     sizes = {name: each.nbytes for name, each in files.items()}
     item_bytes = sum(sizes.values())
+    documents: Mapping[str, bytes | bytearray] = {}
     if not plan_cache.is_single_file:
         times_s = {**facts.times_s, "data_written": time.perf_counter() - facts.started}
         documents = await workers.run(documents_of_ranks, plan_cache, facts, results, files, times_s)
-        await transaction.write_files(documents)
         sizes |= {name: len(data) for name, data in documents.items() if name != MANIFEST_NAME}
-    await transaction.commit()
+    await transaction.commit(documents)
     return plan_cache, plan_cache.summaries(sizes, item_bytes)
 
 

@@ -17,13 +17,12 @@ from typing import TYPE_CHECKING
 
 import anyio
 
-from aiockpt.core.machine import BLOCK_BYTES
 from aiockpt.core.spans import Span, span
 from aiockpt.core.threads import SHORT_BYTES, SHORT_ITEMS
 from aiockpt.errors import SaveError
 from aiockpt.format.manifest.manifest import FileFacts
 from aiockpt.format.names import MANIFEST_NAME
-from aiockpt.planning.layout import FileImage, Sealer, align_up
+from aiockpt.planning.layout import FileImage, Sealer
 from aiockpt.planning.parts import RUNS_AT_ONCE, PartImage, PartSealer
 from aiockpt.storage.base import FileSink, Transaction, shared_transaction
 from aiockpt.writing.encode import EncodedOutput, ImageEncoder
@@ -72,7 +71,7 @@ class ChunkWriter(ABC):
     """Writes the files of one save, in this process or in another.
 
     The order of calls: `start`; `begin`, from a task beside the staging; `put` for each chunk; `end` for each file;
-    `hand_over` when everything is staged; then `write_documents` and `commit`, or `abandon`.
+    `hand_over` when everything is staged; then `encode_documents` and `commit`, or `abandon`.
     """
 
     files: dict[str, FileFacts]  # size and CRC of each file whose bytes are all sealed
@@ -102,8 +101,8 @@ class ChunkWriter(ABC):
         """Receive the inputs of the commit, when all chunks have come."""
 
     @abstractmethod
-    async def write_documents(self) -> None:
-        """Write the metadata and the manifest, unless that is a part of `commit`."""
+    async def encode_documents(self) -> None:
+        """Make the metadata and the manifest, unless that is a part of `commit`."""
 
     @abstractmethod
     async def commit(self) -> dict[str, int]:
@@ -154,6 +153,7 @@ class FileWriter(ChunkWriter):
         self._inputs: list[MemoryObjectSendStream[FilledChunk]] = []
         self._finished = 0
         self._sizes: dict[str, int] = {}
+        self._documents: Mapping[str, bytes | bytearray] = {}
         self._encoders = None if codings is None else [ImageEncoder(coding) for coding in codings]
         self.encoded = None if self._encoders is None else [encoder.encoded for encoder in self._encoders]
         self.files: dict[str, FileFacts] = {}
@@ -194,7 +194,7 @@ class FileWriter(ChunkWriter):
     async def hand_over(self, inputs: CommitInputs) -> None:
         self._commit_inputs = inputs
 
-    async def write_documents(self) -> None:
+    async def encode_documents(self) -> None:
         inputs = self._commit_inputs
         if self._finished != len(self._images):
             raise SaveError(f"{self._finished} of {len(self._images)} files were written; nothing is published")
@@ -206,12 +206,12 @@ class FileWriter(ChunkWriter):
             with span("documents"):
                 is_short, workers = len(crcs) <= SHORT_ITEMS, self._threads.io_workers
                 documents = await workers.run_unless(is_short, encode, files, crcs, times_s, self.encoded or ())
-                await self._transaction.write_files(documents)
+            self._documents = documents
             self._sizes |= {name: len(data) for name, data in documents.items() if name != MANIFEST_NAME}
 
     async def commit(self) -> dict[str, int]:
         with span("publish"):
-            await self._transaction.commit()
+            await self._transaction.commit(self._documents)
         return self._sizes
 
     @property
@@ -299,12 +299,11 @@ class FileWriter(ChunkWriter):
                         self._finished += 1
                     else:
                         sink = sink or await self._create(image, name)
-                        if not is_encoded:  # direct I/O writes whole blocks; the sink cuts the file to its size
-                            length = align_up(length, BLOCK_BYTES)
                         if length:
-                            with span("write", chunk.stop - chunk.start, image.name):
-                                await sink.write(chunk.view[:length])
-                    chunk.release()
+                            with span("write", length, image.name):
+                                await sink.write(chunk.view[:length], chunk.release)
+                    if sink is None or not length:  # else the sink gives it back
+                        chunk.release()
                     if not is_encoded:  # encoded items are counted by what they were made from
                         self._count(chunk.stop - chunk.start)
                 if sink is not None:

@@ -16,7 +16,7 @@ from aiockpt.cli.keeping import noted_policy, parse_best, parse_policy
 from aiockpt.cli.main import app
 from aiockpt.manager.policies import KeepAll, KeepAny
 from aiockpt.manager.scan import scan
-from aiockpt.storage.local.entries import LookBudget
+from aiockpt.storage.base import LookBudget
 from aiockpt.storage.local.temp_dir import new_ticket
 from tests.cli.checkpoints import FORMATS, make
 

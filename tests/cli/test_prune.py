@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from aiockpt.cli.main import app
-from aiockpt.manager.owner import take
+from aiockpt.storage.local.lease import take
 from tests.cli.test_ls import save_step
 
 LOSSES = {100: 0.5, 200: 0.125, 300: 0.75, 1000: 0.25, 1100: 0.625}

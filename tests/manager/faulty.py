@@ -14,6 +14,7 @@ from typing import Any
 
 import aiockpt
 from aiockpt.storage.local.storage import LocalStorage
+from aiockpt.storage.registry import Storages
 from aiockpt.storage.wrapper import WrapperStorage
 from tests.manager.runs import state_of
 
@@ -66,7 +67,7 @@ class Faults(WrapperStorage):
     """A storage that fails, or kills its process, before the nth occurrence of a step."""
 
     def __init__(self) -> None:
-        super().__init__(LocalStorage(fsync=False, direct_io=False))
+        super().__init__(LocalStorage(fsync=False, direct_io=False, retries=0))
         self.arm("")
 
     def arm(self, step: str, nth: int = 1, *, kills: bool = False) -> None:
@@ -86,10 +87,9 @@ class Faults(WrapperStorage):
 
 def open_run(folder: str, keep: Keep, **options: Any) -> tuple[aiockpt.SyncCheckpointManager, Faults, Faults]:
     """Open a run; return it with the faults of its saves and of its deletions."""
-    run = aiockpt.SyncCheckpointManager(folder, keep=keep.policy(), fsync=False, retries=0, **options)
     saving, deleting = Faults(), Faults()
-    run._checkpointer._storage = saving
-    run._retention._deleter._storage = deleting
+    run = aiockpt.SyncCheckpointManager(folder, keep=keep.policy(), storage=saving, **options)
+    run._retention._deleter._storages = Storages(deleting, deleting)
     run.__enter__()
     return run, saving, deleting
 

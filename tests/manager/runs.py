@@ -52,7 +52,7 @@ def names(folder: Path) -> list[str]:
 
 
 def path_of(folder: Path, step: int) -> Path:
-    return Path(DEFAULT_NAMES.path(str(folder), step))
+    return Path(str(folder), DEFAULT_NAMES.name_of(step))
 
 
 def flip(folder: Path, step: int, *, where: float = 0.9) -> None:

@@ -21,7 +21,7 @@ STATE = {"w": torch.arange(5.0)}
 )
 def test_names(template: str, name: str) -> None:
     names = StepNames(template)
-    assert names.path("run", 12) == f"run/{name}"
+    assert names.name_of(12) == name
     for step in (0, 7, 12, 10**9):
         assert names.step_of(template.format(step)) == step
     for other in (f"0{name}", f"{name}0x", f"{name}.damaged", f"x{name}", "", "checkpoint-", "checkpoint-012"):

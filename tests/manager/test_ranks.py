@@ -14,7 +14,7 @@ import torch
 
 import aiockpt
 from aiockpt.engine.facade import EngineAccess
-from aiockpt.manager.owner import LOCK_NAME
+from aiockpt.storage.local.lease import LOCK_NAME
 from tests.manager.runs import SIZE, names
 from tests.ranks.world import World
 

@@ -17,19 +17,20 @@ import torch.distributed.checkpoint as dcp
 
 import aiockpt
 from aiockpt.manager.scan import DEFAULT_NAMES, StepInfo, StepScanner, scan, step_of
+from aiockpt.storage.local.storage import LocalStorage
 
 FILLED = {"a": torch.arange(12.0), "b": {"c": torch.ones(3, 2)}}
 
 
 def write(folder: Path, step: int, **metadata) -> Path:
-    path = Path(DEFAULT_NAMES.path(str(folder), step))
+    path = Path(str(folder), DEFAULT_NAMES.name_of(step))
     with aiockpt.SyncCheckpointer() as ckpt:
         ckpt.save(FILLED, path, metadata=metadata)
     return path
 
 
 def test_step_names() -> None:
-    assert os.path.basename(DEFAULT_NAMES.path("/r", 100)) == "step-00000100"
+    assert DEFAULT_NAMES.name_of(100) == "step-00000100"
     assert step_of("step-00000100") == 100
     assert step_of("step-123456789") == 123456789
     wrong = ["step-100", "step-000000100", "step-00000100.damaged", "step-0000010x", "final", "step-", "step-+0000001"]
@@ -133,7 +134,7 @@ def test_manifest_with_invalid_fields_is_damaged(tmp_path: Path) -> None:
 
 def test_manifest_is_read_again_only_after_a_change(tmp_path: Path) -> None:
     path = write(tmp_path, 2, run={"metrics": {"loss": 1.0}})
-    scanner = StepScanner(str(tmp_path))
+    scanner = StepScanner(LocalStorage(), str(tmp_path))
     first = scanner.scan()
     manifest = path / ".aiockpt.json"
     manifest.chmod(0)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 from aiockpt.core.threads import Workers
 from aiockpt.errors import CheckpointExistsError, CheckpointNotFoundError, CorruptCheckpointError, WriteError
-from aiockpt.storage.base import FileSink, Source, Storage, Transaction
+from aiockpt.storage.base import Document, FileSink, Source, Storage, Transaction
 
 
 class MemoryStorage(Storage):
@@ -47,7 +48,8 @@ class _MemoryTransaction(Transaction):
         name = name or self._path.rpartition("/")[2]  # an empty name: the checkpoint is this one file
         return _MemorySink(self.files, name, nbytes)
 
-    async def commit(self) -> None:
+    async def commit(self, documents: Mapping[str, Document] = MappingProxyType({})) -> None:
+        await self.write_files(documents)
         self._storage.check(self._path, overwrite=self._overwrite)  # the path may have been taken since `begin`
         self._storage.checkpoints[self._path] = self.files  # one assignment: all files become visible at once
 
@@ -59,14 +61,15 @@ class _MemorySink(FileSink):
     def __init__(self, files: dict[str, bytes], name: str, nbytes: int | None) -> None:
         if name in files:
             raise WriteError(f"{name} was created already")
-        self._files, self._name, self._nbytes = files, name, nbytes
+        self._files, self._name = files, name
         self._data = bytearray()
 
-    async def write(self, view: memoryview) -> None:
+    async def write(self, view: memoryview, free: Callable[[], object] = lambda: None) -> None:
         self._data += view  # a copy: the caller reuses the buffer
+        free()
 
     async def finish(self) -> None:
-        self._files[self._name] = bytes(self._data[: self._nbytes])  # without the padding
+        self._files[self._name] = bytes(self._data)
 
 
 class _MemorySource(Source):

@@ -343,16 +343,14 @@ async def test_each_participant_holds_the_lock(workers, tmp_path: Path) -> None:
     begun = await storage.begin(str(path), overwrite=False, workers=workers)
     hidden = tmp_path / begun.ticket
     joined = await storage.join(str(path), begun.ticket, workers=workers)
-    adopted = await storage.take_over(
-        str(path), begun.ticket, overwrite=False, workers=workers, identity=begun.identity
-    )
+    adopted = await storage.take_over(str(path), begun.ticket, overwrite=False, workers=workers, stamp=begun.stamp)
     free = [is_free(hidden)]
     for part in (begun, joined, adopted):
         await part.release()
         await part.release()
         free.append(is_free(hidden))
     assert free == [False, False, False, True]
-    assert joined.identity == adopted.identity == begun.identity
+    assert joined.stamp == adopted.stamp == begun.stamp
     joined = await storage.join(str(path), begun.ticket, workers=workers)
     await joined.commit()
     assert not is_free(hidden)
@@ -544,7 +542,7 @@ async def test_directory_of_a_writer_process_for_a_dead_trainer_stays(
         await storage.begin(path, overwrite=False, workers=workers, ticket=hidden.name)
     assert os.listdir(tmp_path) == [hidden.name]
     found = hidden.stat()
-    assert transaction.identity == (found.st_dev, found.st_ino)
+    assert transaction.stamp == f"{found.st_dev}:{found.st_ino}"
     await transaction.abort()
 
 
@@ -586,7 +584,7 @@ async def test_begin_takes_another_name_if_clean_has_locked_the_first(
     between_making_and_locking(monkeypatch, take)
     transaction = await LocalStorage().begin(str(tmp_path / "c"), overwrite=False, workers=workers)
     assert os.listdir(tmp_path) == [transaction.ticket]
-    assert os.fstat(taken[0]).st_ino != transaction.identity[1]
+    assert os.fstat(taken[0]).st_ino != int(transaction.stamp.partition(":")[2])
     os.close(taken[0])
     await transaction.abort()
 

@@ -411,7 +411,7 @@ async def test_commit_of_a_dead_writer_is_made_durable(
     rename_exchange(str(tmp_path / begun.ticket), str(path))
     await begun.release()
     (tmp_path / f"{begun.ticket}{temp_dir.RECORD}").write_text("c")
-    adopted = await storage.take_over(str(path), begun.ticket, overwrite=True, workers=workers, identity=begun.identity)
+    adopted = await storage.take_over(str(path), begun.ticket, overwrite=True, workers=workers, stamp=begun.stamp)
     assert await adopted.status() == "published"
     synced: list[str] = []
     monkeypatch.setattr(transaction, "sync_directory", synced.append)

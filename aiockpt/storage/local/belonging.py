@@ -13,7 +13,7 @@ from aiockpt.errors import printable_key
 from aiockpt.format import belonging
 from aiockpt.format.names import MANIFEST_NAME, METADATA_NAME, SINGLE_NAME
 from aiockpt.format.recognise import DOCUMENT_BYTES, recognise
-from aiockpt.storage.local.entries import Listing, read_regular
+from aiockpt.storage.local.entries import LocalListing, read_regular
 from aiockpt.storage.syscalls import identity, open_directory
 
 _PROBE = "probe"  # see `temp_dir._is_own`
@@ -154,7 +154,7 @@ def _looks_like_one(path: str) -> bool:
     """Return whether something, links followed, looks like a checkpoint, whatever is in it besides."""
     if not os.path.isdir(path) and not os.path.isfile(path):
         return False
-    with Listing(path) as listing:
+    with LocalListing(path) as listing:
         if listing.is_file:  # by its contents: a name is no evidence here
             ((name, size),) = listing.files.items()
             fetch = listing.fetch
@@ -168,7 +168,7 @@ def checkpoint_above(path: str) -> str | None:
     while True:
         # Few of the directories above have these, so that hardly any is listed.
         if os.path.isfile(os.path.join(at, MANIFEST_NAME)) or os.path.isfile(os.path.join(at, METADATA_NAME)):
-            with Listing(at) as listing:
+            with LocalListing(at) as listing:
                 if belonging.is_one_checkpoint(listing.files):
                     return at
         at, below = os.path.dirname(at), at

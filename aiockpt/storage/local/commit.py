@@ -37,11 +37,17 @@ from aiockpt.storage.local.replacing import (
 )
 from aiockpt.storage.local.retries import AMBIGUOUS, NotSyncedError, Repeater, fault_of, sync_fd
 from aiockpt.storage.local.temp_dir import REPLACED
-from aiockpt.storage.syscalls import UnsupportedError, identity, open_directory, rename_exchange, rename_noreplace
+from aiockpt.storage.syscalls import (
+    Identity,
+    UnsupportedError,
+    identity,
+    open_directory,
+    rename_exchange,
+    rename_noreplace,
+)
 
 if TYPE_CHECKING:
     from aiockpt.core.threads import Workers
-    from aiockpt.storage.base import Identity
 
 _ATTEMPTS = 100
 

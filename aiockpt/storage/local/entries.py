@@ -8,11 +8,10 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from dataclasses import dataclass
 from itertools import islice
-from typing import Self
 
-_MOST_ENTRIES = 100_000
+from aiockpt.storage.base import Listing, LookBudget
+
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
 
@@ -72,28 +71,8 @@ def is_inside(path: str, homes: list[str]) -> bool:
     return any(path.startswith(os.path.join(home, "")) for home in homes)
 
 
-@dataclass(slots=True)
-class LookBudget:
-    """How many entries of directories that are no checkpoints may still be looked at."""
-
-    left: int = _MOST_ENTRIES
-
-    @property
-    def is_spent(self) -> bool:
-        """Whether something was left out."""
-        return self.left <= 0
-
-
-class Listing:
-    """The entries of an open directory, or a file alone.
-
-    Attributes:
-        files: the size in bytes of each regular file, links followed; `list_below` adds those one level below.
-        folders: the names of the directories.
-        others: the names of everything else, such as pipes.
-        changed_s: when something was changed there last, in seconds as in `time.time`.
-        signature: changes whenever a file at the top does.
-    """
+class LocalListing(Listing):
+    """The entries of an open directory, links followed, or a file alone."""
 
     def __init__(self, path: str, budget: LookBudget | None = None) -> None:
         """Open and list it; raise OSError if it can't be read."""
@@ -111,28 +90,21 @@ class Listing:
                 self._add_file(os.path.basename(path), os.stat(path), marks)
             else:
                 self._list_top(marks)
-            self.signature = tuple(sorted(marks))
+            self.stamp = repr(sorted(marks))
         except BaseException:
             self.close()
             raise
-
-    @property
-    def top(self) -> list[str]:
-        """The names of the regular files at the top."""
-        return [name for name in self.files if "/" not in name]
 
     def _list_top(self, marks: list[tuple[str, int, int, int]]) -> None:
         with os.scandir(self._fd) as entries:
             for entry in entries:
                 try:
-                    found = entry.stat()
+                    if entry.is_dir():
+                        self.folders.append(entry.name)
+                    else:
+                        self._add_file(entry.name, entry.stat(), marks)
                 except OSError:  # a link to nowhere or to itself, or removed meanwhile
                     self.others.append(entry.name)
-                    continue
-                if stat.S_ISDIR(found.st_mode):
-                    self.folders.append(entry.name)
-                else:
-                    self._add_file(entry.name, found, marks)
 
     def _add_file(self, name: str, found: os.stat_result, marks: list[tuple[str, int, int, int]]) -> None:
         if not stat.S_ISREG(found.st_mode):
@@ -143,7 +115,6 @@ class Listing:
         marks.append((name, found.st_size, found.st_ino, found.st_mtime_ns))
 
     def list_below(self) -> None:
-        """Add the files of the directories, one level below; those that can't be read are left out."""
         for folder in self.folders:
             if folder.startswith(".") or self._budget.is_spent:
                 continue
@@ -163,7 +134,7 @@ class Listing:
                 os.close(fd)
 
     def fetch(self, name: str, offset: int, length: int) -> bytes:
-        """Return bytes of a file, fewer where it ends; raise OSError if it is no regular file, or is outside."""
+        """Return bytes of a file; raise OSError if it is no regular file, or is outside."""
         fd = open_regular(name, self._fd)
         try:
             path = os.path.join(self.path, name)
@@ -178,13 +149,6 @@ class Listing:
             os.close(fd)
 
     def close(self) -> None:
-        """Close the directory. Idempotent."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

@@ -24,7 +24,6 @@ import contextlib
 import errno
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from aiockpt.errors import CheckpointExistsError
 from aiockpt.format.belonging import finished_in
@@ -32,10 +31,7 @@ from aiockpt.storage.local.belonging import remove
 from aiockpt.storage.local.entries import read_regular
 from aiockpt.storage.local.retries import sync_fd
 from aiockpt.storage.local.temp_dir import RECORD, REPLACED, read_ticket
-from aiockpt.storage.syscalls import UnsupportedError, identity, is_overlay, rename_exchange, rename_noreplace
-
-if TYPE_CHECKING:
-    from aiockpt.storage.base import Identity
+from aiockpt.storage.syscalls import Identity, UnsupportedError, identity, is_overlay, rename_exchange, rename_noreplace
 
 _NAME_BYTES = 4096
 _ATTEMPTS = 100

@@ -6,8 +6,9 @@ import contextlib
 import errno
 import fcntl
 import logging
+import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -49,6 +50,7 @@ class LocalSink(FileSink):
         self._file: Any = None
         self._written = 0
         self._direct = False
+        self._is_padded = False  # the file is longer than it is to be
 
     async def open(self, *, direct: bool) -> None:
         """Create the file and reserve its space, so that a full disk fails at once.
@@ -85,8 +87,8 @@ class LocalSink(FileSink):
     async def _is_not_there(self) -> bool:
         return not await self._workers.run(os.path.lexists, self.path)
 
-    async def write(self, view: memoryview) -> None:
-        rest = view
+    async def write(self, view: memoryview, free: Callable[[], object] = lambda: None) -> None:
+        rest = view if self._nbytes is None else view[: self._nbytes - self._written]
         try:
             while rest:
                 what = f"write {self._final} at offset {self._written}"
@@ -96,31 +98,34 @@ class LocalSink(FileSink):
                     raise OSError(errno.EIO, "the file system wrote nothing")
                 self._written += count
                 rest = rest[count:]
-                if self._nbytes is not None and self._written >= self._nbytes:
-                    return
         except OSError as exc:
             raise WriteError(
                 f"can't write {self._final} at offset {self._written}: {described(exc, self.path)}"
             ) from exc
+        free()
 
     def _write_some(self, view: memoryview) -> int:
         """Write some of the next bytes at their offset, whatever an earlier attempt has done. Blocks."""
-        # After a short write, or at the end of a file whose size was not announced.
-        if self._direct and (len(view) < BLOCK_BYTES or self._written % BLOCK_BYTES):
-            self._leave_direct()
-        try:
-            return os.pwrite(self._file.fileno(), self._next(view), self._written)
-        except OSError as exc:
-            if exc.errno != errno.EINVAL or not self._direct:
-                raise
-        self._leave_direct()
-        return os.pwrite(self._file.fileno(), self._next(view), self._written)
-
-    def _next(self, view: memoryview) -> memoryview:
-        """Return the bytes that one system call may write."""
+        if self._direct and self._written % BLOCK_BYTES == 0:  # else after a short write
+            try:
+                if count := self._write_blocks(view):
+                    return count
+            except OSError as exc:
+                if exc.errno != errno.EINVAL:
+                    raise
         if self._direct:
-            return view[: len(view) - len(view) % BLOCK_BYTES]
-        return view if self._nbytes is None else view[: self._nbytes - self._written]
+            self._leave_direct()
+        return os.pwrite(self._file.fileno(), view, self._written)
+
+    def _write_blocks(self, view: memoryview) -> int:
+        """Write whole blocks; the last one of a file is padded, if the size of the file is known."""
+        fd, whole = self._file.fileno(), len(view) - len(view) % BLOCK_BYTES
+        if whole == len(view) or self._written + len(view) != self._nbytes:
+            return os.pwrite(fd, view[:whole], self._written) if whole else 0
+        block = mmap.mmap(-1, BLOCK_BYTES)  # at the beginning of a page
+        block[: len(view) - whole] = view[whole:]
+        self._is_padded = True
+        return min(os.pwritev(fd, [view[:whole], block] if whole else [block], self._written), len(view))
 
     def _leave_direct(self) -> None:
         """Go on through the page cache: address, offset or length are not aligned for direct I/O."""
@@ -130,7 +135,7 @@ class LocalSink(FileSink):
 
     async def finish(self) -> None:
         with write_errors(f"make {self._final} durable", self.path):
-            if self._nbytes is not None and self._written != self._nbytes:  # the last block was padded for direct I/O
+            if self._nbytes is not None and (self._is_padded or self._written != self._nbytes):
                 await self._again(f"truncate {self._final}", lambda: outlast(self._file.truncate(self._nbytes)))
             if self._fsync:
                 await self._workers.run(sync_fd, self._file.fileno())

@@ -7,12 +7,13 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from aiockpt.core.threads import SHORT_BYTES, Workers
 from aiockpt.errors import CommitError, WriteError
 from aiockpt.format.names import SINGLE_NAME
-from aiockpt.storage.base import FileSink, Identity, PartSink, SharedTransaction, Status
+from aiockpt.storage.base import Document, FileSink, PartSink, SharedTransaction, Stamp, Status
 from aiockpt.storage.local.belonging import OtherThingsError, remove
 from aiockpt.storage.local.commit import (
     CommitUncertainError,
@@ -25,11 +26,12 @@ from aiockpt.storage.local.replacing import complete, is_between, remove_record
 from aiockpt.storage.local.retries import Repeater, write_errors
 from aiockpt.storage.local.sink import LocalPartSink, LocalSink, NewFile, write_small
 from aiockpt.storage.local.temp_dir import REPLACED, Hold, read_sidecar, sizes_in, sweep, write_sidecar
-from aiockpt.storage.syscalls import identity
+from aiockpt.storage.syscalls import Identity, identity
 
 if TYPE_CHECKING:
     from aiockpt.storage.local.orphans import OrphanCleaner
 
+_NO_DOCUMENTS: Mapping[str, Document] = MappingProxyType({})
 _BY_HAND = "; remove it by hand"
 
 P = ParamSpec("P")
@@ -57,6 +59,7 @@ class LocalTransaction(SharedTransaction):
     _held: Hold | None = None  # against orphan collection; None if the directory is gone, or is no temporary one
     _identity: Identity | None = None  # of the temporary directory; None if it is not known
     _overwrite: bool = False
+    _is_taken: bool = False  # taken over from a process that is dead
     _single: str = ""  # the name of the one file that is the checkpoint; empty if the directory is
     _file: Identity | None = None  # of that file; None if it is not known
     _sinks: list[LocalSink | LocalPartSink] = field(default_factory=list)
@@ -70,7 +73,11 @@ class LocalTransaction(SharedTransaction):
         await sink.open(direct=self._policy.direct_io)
         return sink
 
-    async def write_files(self, files: Mapping[str, bytes | bytearray | memoryview]) -> None:
+    @property
+    def folder(self) -> str:
+        return self._hidden
+
+    async def write_files(self, files: Mapping[str, Document]) -> None:
         if any(len(data) > SHORT_BYTES for data in files.values()):
             await super().write_files(files)
             return
@@ -114,7 +121,11 @@ class LocalTransaction(SharedTransaction):
         self._files.append(NewFile(path, final, self._policy.fsync, self._workers, self._policy.repeater))
         return self._files[-1]
 
-    async def commit(self) -> None:
+    async def commit(self, documents: Mapping[str, Document] = _NO_DOCUMENTS) -> None:
+        if self._is_taken:
+            for name in documents:  # the process before may have written them
+                await self._remove(os.path.join(self._hidden, name))
+        await self.write_files(documents)
         policy = self._policy
         publication = Publication(
             self._hidden, self._path, self._single, self._overwrite, policy.fsync, self._identity, self._check
@@ -186,8 +197,8 @@ class LocalTransaction(SharedTransaction):
         return await self._look("look at", sizes_in, self._hidden)
 
     @property
-    def identity(self) -> Identity | None:
-        return self._identity
+    def stamp(self) -> Stamp | None:
+        return None if self._identity is None else "{}:{}".format(*self._identity)
 
     async def put_sidecar(self, name: str, data: bytes) -> None:
         with write_errors(f"write a sidecar file beside {self._path}"):
@@ -198,9 +209,6 @@ class LocalTransaction(SharedTransaction):
 
     async def delete_sidecar(self, name: str) -> None:
         await self._remove(f"{self._hidden}-{name}")
-
-    async def delete_file(self, name: str) -> None:
-        await self._remove(os.path.join(self._hidden, name))
 
     async def _remove(self, path: str) -> None:
         with write_errors(f"remove {path}", advice=_BY_HAND):
@@ -242,8 +250,9 @@ class LocalTransaction(SharedTransaction):
 class JoinedTransaction(LocalTransaction):
     """Files of this process in a checkpoint that another process commits or aborts."""
 
-    async def commit(self) -> None:
+    async def commit(self, documents: Mapping[str, Document] = _NO_DOCUMENTS) -> None:
         """Sync the directory, from this host, for the entries of this rank's files; its owner publishes it."""
+        await self.write_files(documents)
         if self._policy.fsync:
             try:
                 await self._workers.run(sync_directory, self._hidden)

@@ -179,7 +179,7 @@ class ChildSave:
             self._transaction = await storage.begin(
                 begin.path, overwrite=begin.overwrite, workers=workers, ticket=begin.ticket
             )
-            self._shared.post(messages.Began(self.number, self._transaction.identity))
+            self._shared.post(messages.Began(self.number, self._transaction.stamp))
         writer.begin(self._transaction)
 
     async def _publish(self, writer: FileWriter, inputs: CommitInputs) -> None:
@@ -188,7 +188,7 @@ class ChildSave:
         await self._may_publish.wait()
         await writer.hand_over(inputs)
         with anyio.CancelScope(shield=True):  # from here on it is completed or undone, never half
-            await writer.write_documents()
+            await writer.encode_documents()
             sizes = await writer.commit()
             self._transaction = None  # nothing to clean up any more
             self._shared.post(messages.Published(self.number, sizes, self._recorded()))

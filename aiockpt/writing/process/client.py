@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import anyio
 
 from aiockpt.errors import AiockptError, SaveError, WriteError
-from aiockpt.storage.base import Identity, Status, Storage, shared_storage
+from aiockpt.storage.base import Stamp, Status, Storage, shared_storage
 from aiockpt.writing.file_writer import ChunkWriter, CommitInputs, FilledChunk
 from aiockpt.writing.process import messages
 from aiockpt.writing.process.error_transport import load_error
@@ -57,7 +57,7 @@ class RemoteWriter(ChunkWriter):
         self._ended = False
         self._must_clean_up = False
         self._ticket: str | None = None
-        self._identity: Identity | None = None
+        self._stamp: Stamp | None = None
         self.files: dict[str, FileFacts] = {}
 
     # --- messages from the process -----------------------------------------------------------------
@@ -69,7 +69,7 @@ class RemoteWriter(ChunkWriter):
                 self._count(message.nbytes)
                 return
             case messages.Began():
-                self._identity = message.identity
+                self._stamp = message.stamp
                 return
             case messages.FilesWritten():
                 self._written = message
@@ -167,7 +167,7 @@ class RemoteWriter(ChunkWriter):
         if self._error is not None:  # the process has died, and with it what was staged
             raise self._error
 
-    async def write_documents(self) -> None:
+    async def encode_documents(self) -> None:
         """Do nothing: the process writes them when it is asked to commit."""
 
     async def commit(self) -> dict[str, int]:
@@ -197,7 +197,7 @@ class RemoteWriter(ChunkWriter):
         self._must_clean_up = False
         try:
             adopted = await shared_storage(self._storage).take_over(
-                order.path, self._ticket, overwrite=order.overwrite, workers=self._workers, identity=self._identity
+                order.path, self._ticket, overwrite=order.overwrite, workers=self._workers, stamp=self._stamp
             )
             status = await adopted.status()
             await (adopted.finalize() if status == "published" else adopted.abort())

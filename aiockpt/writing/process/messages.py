@@ -149,10 +149,10 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Began:
-    """A transaction has begun; by its identity the trainer finds it if the process dies."""
+    """A transaction has begun; by its stamp the trainer finds it if the process dies."""
 
     save: int
-    identity: tuple[int, int] | None
+    stamp: str | None
 
 
 @dataclass(frozen=True, slots=True)

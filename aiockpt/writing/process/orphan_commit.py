@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 import anyio
 
 from aiockpt.errors import AiockptError, CommitError, WriteError, printable
-from aiockpt.format.names import INDEX_NAME, MANIFEST_NAME, METADATA_NAME
 from aiockpt.writing.collective_commit import WorldFacts, publish_together
 
 if TYPE_CHECKING:
@@ -118,10 +117,8 @@ class OrphanCommit:
             begin.ticket or "",
             overwrite=leadership.overwrite,
             workers=self._workers,
-            identity=self._transaction.identity,
+            stamp=self._transaction.stamp,
         )
-        for name in (MANIFEST_NAME, METADATA_NAME, INDEX_NAME, *leadership.facts.files):
-            await adopted.delete_file(name)  # the trainer may have written it before it died; create refuses a second
         results = [written[rank] for rank in range(ranks)]
         plan_cache = None if leadership.plan_cache is None else pickle.loads(leadership.plan_cache)
         await publish_together(adopted, plan_cache, leadership.facts, results, self._workers)

@@ -32,11 +32,11 @@ import socket
 import sys
 import time
 import weakref
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from aiockpt.core.wording import time_text
 from aiockpt.errors import RunLockedError, printable_key
+from aiockpt.storage.base import Lease, LeaseFacts
 from aiockpt.storage.local.entries import NotRegularError, open_regular
 from aiockpt.storage.local.temp_dir import Owner, liveness, lock, new_ticket, read_text, read_ticket, this_process
 from aiockpt.storage.syscalls import link, open_directory, rename_noreplace
@@ -59,12 +59,9 @@ logger = logging.getLogger("aiockpt")
 
 
 @dataclass(frozen=True, slots=True)
-class LockFacts:
+class LockFacts(LeaseFacts):
     """The contents of a lock file."""
 
-    host: str
-    pid: int
-    since: float
     ticket: str  # a temporary name of the process, with a random number
 
     @property
@@ -73,11 +70,8 @@ class LockFacts:
         ticket = read_ticket(self.ticket)
         return None if ticket is None else ticket.owner
 
-    def __str__(self) -> str:
-        return f"process {self.pid} on host {printable_key(self.host)}, since {time_text(self.since)}"
 
-
-class RunLock:
+class RunLock(Lease):
     """The lock of a run's directory, held until `release` or the end of the process; forked children do not hold it."""
 
     def __init__(self, fd: int, path: str, facts: LockFacts, *, is_locked: bool) -> None:
@@ -259,7 +253,7 @@ def _write(file: str, path: str, facts: LockFacts) -> RunLock:
         locked = lock(fd, fcntl.LOCK_EX)
         if locked == "refused":
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
-        os.pwrite(fd, json.dumps({name: getattr(facts, name) for name in facts.__slots__}).encode(), 0)
+        os.pwrite(fd, json.dumps(asdict(facts)).encode(), 0)
         with contextlib.suppress(OSError):  # some file systems sync nothing; it is for other processes, not for later
             os.fsync(fd)
     except BaseException:

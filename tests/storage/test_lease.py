@@ -20,9 +20,10 @@ import pytest
 import torch
 
 import aiockpt
-from aiockpt.manager import base, owner
-from aiockpt.manager.owner import LOCK_NAME, LockFacts, is_finishing, owner_of, shares_locks, take
+from aiockpt.manager import base
+from aiockpt.storage.local import lease as owner
 from aiockpt.storage.local import temp_dir
+from aiockpt.storage.local.lease import LOCK_NAME, LockFacts, is_finishing, owner_of, shares_locks, take
 from aiockpt.storage.syscalls import open_directory
 from tests.interruption import Interruption
 from tests.manager.runs import empty, names, path_of, state_of
@@ -139,7 +140,7 @@ def test_close_in_a_forked_child_does_not_close_the_parents_run(tmp_path: Path) 
 
 def test_forked_child_does_not_hold_the_lock_of_its_dead_parent(tmp_path: Path) -> None:
     code = (
-        "import os, sys\nfrom aiockpt.manager.owner import take\nheld = take(sys.argv[1])\n"
+        "import os, sys\nfrom aiockpt.storage.local.lease import take\nheld = take(sys.argv[1])\n"
         "r, w = os.pipe()\n"
         "if os.fork() == 0:\n    os.write(w, b'1'); sys.stdin.read(); os._exit(0)\n"
         "os.read(r, 1); os.kill(os.getpid(), 9)"
@@ -306,7 +307,7 @@ def test_lock_file_is_never_seen_in_part(tmp_path: Path, monkeypatch: pytest.Mon
 
 ORPHANED = """
 import ctypes, os, signal, sys
-from aiockpt.manager.owner import take
+from aiockpt.storage.local.lease import take
 held = take(sys.argv[1])
 child = ctypes.PyDLL(None).fork()  # as of C code, so that no hook of Python closes the lock's descriptor
 if child == 0:
