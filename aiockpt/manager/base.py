@@ -48,7 +48,7 @@ from aiockpt.telemetry.card import size_text
 
 if TYPE_CHECKING:
     from aiockpt.saving.handle import SaveHandle
-    from aiockpt.storage.base import Lease
+    from aiockpt.storage.base import RunLease
 
 T = TypeVar("T")
 
@@ -90,7 +90,7 @@ class ManagerBase:
         scanner = StepScanner(self._storage, self.directory, self._names)  # of its own: it may hang
         self._retention = Retention(scanner, self._keep, options.on_written, self._storage)
         self._requests = LastSaveRequests()
-        self._lock: Lease | None = None
+        self._lock: RunLease | None = None
         self._is_open = False
         self._is_closed = False
         self._previous: int | None = None  # the step that was asked about, or restored

@@ -170,10 +170,13 @@ class SavePipeline:
             if job.spec.pre_commit is not None:
                 await self._run_hook(job.spec.pre_commit, "pre_commit")
                 await anyio.lowlevel.checkpoint_if_cancelled()  # the hook's thread was awaited to its end
-            with anyio.CancelScope(shield=True):  # a commit is done or undone as a whole
-                with span("commit"):
-                    result = await strategy.commit(plan, writer, self._times_s())
-                await writer.close()
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._revoke_if_aborted, writer)
+                with anyio.CancelScope(shield=True):  # a commit is done or undone as a whole
+                    with span("commit"):
+                        result = await strategy.commit(plan, writer, self._times_s())
+                    await writer.close()
+                tasks.cancel_scope.cancel()
         except BaseException as exc:
             with anyio.CancelScope(shield=True):
                 if self._writer is not None:  # first: it must not write to files that `fail` removes
@@ -186,6 +189,14 @@ class SavePipeline:
         job.committed = True
         result = replace(result, recording=Recording((*job.spans, *writer.spans), job.spec.started))
         return result if job.spec.post_commit is None else await self._after(result, job.spec.post_commit)
+
+    async def _revoke_if_aborted(self, writer: Writer) -> None:
+        """Wait to be cancelled; if the save was aborted, as by its time limit, keep it from being published."""
+        try:
+            await anyio.sleep_forever()
+        finally:
+            if self._job.consistency.abort_error is not None:
+                writer.revoke()
 
     # --- writing ------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from aiockpt.core.threads import SHORT_ITEMS
-from aiockpt.errors import AiockptError, SaveError
+from aiockpt.errors import AiockptError, CommitError, SaveError
 from aiockpt.planning.dcp_plan import DcpPlan
 from aiockpt.planning.encoding import item_ranges
 from aiockpt.planning.planner import SavePlan, Summary
@@ -102,7 +102,11 @@ class LocalSave(SaveStrategy):
     async def commit(self, plan: SavePlan, writer: ChunkWriter, times_s: Mapping[str, float]) -> SaveResult:
         await writer.encode_documents()
         self._job.consistency.raise_if_aborted()  # a timeout cancels the save's scope, from which this is shielded
-        sizes = await writer.commit()
+        try:
+            sizes = await writer.commit()
+        except CommitError:
+            self._job.consistency.raise_if_aborted()
+            raise
         return result_of(self._job, plan, summary_of(self._job, plan, sizes), times_s)
 
     async def fail(self, error: BaseException) -> BaseException:

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from aiockpt.storage.base import (
         FileSink,
-        Lease,
         LeaseFacts,
         Listing,
         LookBudget,
         PartSink,
+        RunLease,
         SharedStorage,
         SharedTransaction,
         Source,
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FileSink",
-    "Lease",
     "LeaseFacts",
     "Listing",
     "LocalStorage",
     "LookBudget",
     "PartSink",
+    "RunLease",
     "SharedStorage",
     "SharedTransaction",
     "Source",

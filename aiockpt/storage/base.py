@@ -8,7 +8,7 @@ to implement                   for
 `SharedStorage`,               saves of several ranks, and of a writer process: several processes write the
 `SharedTransaction`            files of one checkpoint, and one may finish what another has begun
 `Storage.look`, `Listing`      the manager, and the commands that look into a directory
-`Storage.lease`, `Lease`       a manager that writes, unless it has ``lock=False``
+`Storage.lease`, `RunLease`       a manager that writes, unless it has ``lock=False``
 =============================  ============================================================================
 
 `aiockpt.testing.StorageConformance` tests an implementation; `aiockpt.testing.ServerStorage` is one that is no file
@@ -396,7 +396,7 @@ class LeaseFacts:
         return f"process {self.pid} on host {printable_key(self.host)}, since {time_text(self.since)}"
 
 
-class Lease(ABC):
+class RunLease(ABC):
     """The right of one manager to write to a run's directory. Every method blocks."""
 
     @abstractmethod
@@ -535,7 +535,7 @@ class Storage(ABC):
         """
         raise OSError(f"{type(self).__name__} can't rename: it has no method `set_aside`")
 
-    def lease(self, directory: str) -> Lease:
+    def lease(self, directory: str) -> RunLease:
         """Take the right to write to a run's directory, which need not exist.
 
         Raises:

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, Literal
 from aiockpt.storage.base import (
     Document,
     FileSink,
-    Lease,
     LeaseFacts,
     Listing,
     LookBudget,
     PartSink,
+    RunLease,
     Seen,
     SharedStorage,
     SharedTransaction,
@@ -93,7 +93,7 @@ class WrapperStorage(SharedStorage):
     def set_aside(self, path: str, names: Sequence[str]) -> str:
         return self.inner.set_aside(path, names)
 
-    def lease(self, directory: str) -> Lease:
+    def lease(self, directory: str) -> RunLease:
         return self.inner.lease(directory)
 
     def owner_of(self, directory: str) -> LeaseFacts | None:

@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,8 @@ import pytest
 import torch
 
 import aiockpt
-from aiockpt.manager import base
 from aiockpt.storage.local import lease as owner
-from aiockpt.storage.local import temp_dir
+from aiockpt.storage.local import storage, temp_dir
 from aiockpt.storage.local.lease import LOCK_NAME, LockFacts, is_finishing, owner_of, shares_locks, take
 from aiockpt.storage.syscalls import open_directory
 from tests.interruption import Interruption
@@ -116,7 +115,7 @@ def test_call_interrupted_after_locking_can_be_repeated(tmp_path: Path, monkeypa
 
     run = aiockpt.SyncCheckpointManager(tmp_path)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(base, "is_finishing", interrupt)
+        patch.setattr(storage, "is_finishing", interrupt)
         run.restore(empty())
     assert run.restore(empty()) is None
     run.close()
@@ -156,7 +155,7 @@ FACTS = LockFacts("elsewhere", 77, 1000.0, ".aiockpt-" + "b" * 10 + "c" * 10 + "
 
 
 def write(folder: Path, facts: LockFacts | str) -> None:
-    text = facts if isinstance(facts, str) else json.dumps({name: getattr(facts, name) for name in facts.__slots__})
+    text = facts if isinstance(facts, str) else json.dumps(asdict(facts))
     (folder / LOCK_NAME).write_text(text)
 
 
@@ -474,7 +473,7 @@ def test_checkpoint_finished_by_the_writer_process_of_a_killed_trainer_is_restor
                 os.kill(writer, signal.SIGCONT)
             return asked[-1]
 
-        monkeypatch.setattr(base, "is_finishing", resuming)
+        monkeypatch.setattr(storage, "is_finishing", resuming)
         state = {"x": torch.zeros(30_000_000)}
         with aiockpt.SyncCheckpointManager(tmp_path) as run:
             start = run.restore(state)

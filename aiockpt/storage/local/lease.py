@@ -36,7 +36,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from aiockpt.errors import RunLockedError, printable_key
-from aiockpt.storage.base import Lease, LeaseFacts
+from aiockpt.storage.base import LeaseFacts, RunLease
 from aiockpt.storage.local.entries import NotRegularError, open_regular
 from aiockpt.storage.local.temp_dir import Owner, liveness, lock, new_ticket, read_text, read_ticket, this_process
 from aiockpt.storage.syscalls import link, open_directory, rename_noreplace
@@ -71,7 +71,7 @@ class LockFacts(LeaseFacts):
         return None if ticket is None else ticket.owner
 
 
-class RunLock(Lease):
+class RunLock(RunLease):
     """The lock of a run's directory, held until `release` or the end of the process; forked children do not hold it."""
 
     def __init__(self, fd: int, path: str, facts: LockFacts, *, is_locked: bool) -> None:

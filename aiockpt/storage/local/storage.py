@@ -23,10 +23,10 @@ from urllib.parse import unquote
 
 from aiockpt.errors import AiockptError, CheckpointNotFoundError, DeleteError, WriteError
 from aiockpt.storage.base import (
-    Lease,
     LeaseFacts,
     Listing,
     LookBudget,
+    RunLease,
     SharedStorage,
     SharedTransaction,
     Source,
@@ -134,7 +134,7 @@ class LocalStorage(SharedStorage):
                 return aside
         raise FileExistsError(errno.EEXIST, "each name for it is taken", path)
 
-    def lease(self, directory: str) -> Lease:
+    def lease(self, directory: str) -> RunLease:
         return take(directory)
 
     def owner_of(self, directory: str) -> LeaseFacts | None:
