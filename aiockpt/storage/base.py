@@ -269,7 +269,13 @@ class SharedTransaction(Transaction):
 
 
 class Source(ABC):
-    """A checkpoint that is being read."""
+    """A checkpoint that is being read.
+
+    Attributes:
+        gap_bytes: so many bytes are read and thrown away, at most, where that spares another read.
+    """
+
+    gap_bytes: int = 64 << 10
 
     @property
     @abstractmethod
@@ -466,6 +472,14 @@ class Storage(ABC):
             WriteError: with the cause chained.
             CheckpointExistsError: see `check`.
         """
+
+    def append_to(self, path: str, *, workers: Workers) -> Transaction:
+        """Add files to an existing directory, for adapters that publish them by other means; does not block."""
+        raise SaveError(f"{path}: files can be added to directories of a file system only")
+
+    def within_checkpoints(self) -> Storage:
+        """Return a storage that also writes into the directory of a checkpoint, as stock's conversions do."""
+        return self
 
     @abstractmethod
     async def open(self, path: str, *, workers: Workers) -> Source:

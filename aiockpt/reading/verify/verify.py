@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-import os
+import posixpath
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -176,7 +176,7 @@ class _Reading:
         for rank, name in ranks.items():
             part = self._decoded(name, decode_metadata, self._read_file(name))
             if part is not None:
-                stored[rank] = part = in_directory(part, os.path.dirname(name))
+                stored[rank] = part = in_directory(part, posixpath.dirname(name))
                 parts[rank] = self._presented(part, inventory, None, name)
                 inventory.add(parts[rank], None, is_part=True)
         inventory.find_overlaps()
