@@ -130,21 +130,24 @@ def check_place(source: Source, path: str) -> None:
         )
 
 
-def look_at(source: Source, path: str) -> Recognised:
-    """Return what checkpoint a path shows; if it shows none, raise an error that says what it is. Blocks."""
+def look_at(source: Source, path: str, *, is_joint: bool = False) -> Recognised:
+    """Return what checkpoint a path shows; if it shows none, raise an error that says what it is. Blocks.
+
+    ``is_joint``: it may be several checkpoints in directories below that were published together.
+    """
     check_place(source, path)
     name, files = posixpath.basename(path), source.files
     alone = list(files) == [name]
     index = name if name in files and name.endswith(SHARD_INDEX) else ""
     found = recognise(files, source.read_bytes, alone=alone and not index, index=index)
-    if found.choices:
+    if found.choices and not (is_joint and found.format):
         raise CheckpointNotFoundError(
             f"{path}: it is no checkpoint, but holds {'several' if found.choices[1:] else 'one'}: "
             f"{some_of(found.choices, _MOST_SHOWN)}; add {'one of these' if found.choices[1:] else 'this'} to the path"
         )
     if not found.layout and found.problem:
         raise CheckpointNotFoundError(f"{path}: there is no checkpoint: {found.problem}")
-    if not found.layout:
+    if not found.layout and not found.format:
         what = "it is neither a torch.save file, nor a safetensors file, nor a directory"
         if not alone:
             what = f"the directory has no {METADATA_NAME} and no safetensors or torch.save file"

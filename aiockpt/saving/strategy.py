@@ -106,6 +106,8 @@ class LocalSave(SaveStrategy):
         except CommitError:
             self._job.consistency.raise_if_aborted()
             raise
+        if plan.is_single_file:
+            (self._job.single,) = writer.files.values()
         return result_of(self._job, plan, summary_of(self._job, plan, sizes), times_s)
 
     async def fail(self, error: BaseException) -> BaseException:
