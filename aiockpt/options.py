@@ -355,10 +355,6 @@ class CommitOptions:
     """Options of where a checkpoint is stored, and how it is published.
 
     Attributes:
-        overwrite: atomically replace a checkpoint at this path: a directory, a file of ``torch.save`` or safetensors,
-            or an empty directory. If the path is a link, the link is replaced, not its target. A directory that holds
-            anything that its checkpoint does not name is refused, with a list of these files. Safetensors may replace
-            others beside the files of a model repository, such as ``config.json``, which are kept.
         pre_commit: a function or coroutine function that is called with the path when all bytes are durable and
             nothing is published. If it fails, the save fails. It runs in a worker thread, a coroutine in an event loop
             of its own there; with several ranks, each runs its own hook. It may load, open, verify and delete with
@@ -371,7 +367,6 @@ class CommitOptions:
         storage_options: options of the storage of a URL; None: the checkpointer's.
     """
 
-    overwrite: bool = False
     pre_commit: Hook | None = None
     post_commit: CommitHook | None = None
     storage: Storage | None = None
@@ -383,11 +378,16 @@ class SaveOptions(StateOptions, CommitOptions):
     """Options of a save. They are checked by the save, not here: if one is wrong, the other ranks must be notified.
 
     Attributes:
+        overwrite: atomically replace a checkpoint at this path: a directory, a file of ``torch.save`` or safetensors,
+            or an empty directory. If the path is a link, the link is replaced, not its target. A directory that holds
+            anything that its checkpoint does not name is refused, with a list of these files. Safetensors may replace
+            others beside the files of a model repository, such as ``config.json``, which are kept.
         files: files to add to the checkpoint's directory, by name: their bytes, or the path of a file to copy, which is
             read at the call. They are published with it and are in its manifest, so `verify` checks them too. With
             several ranks, those of rank 0 are added.
     """
 
+    overwrite: bool = False
     files: Mapping[str, bytes | Path] | None = None
 
 

@@ -37,9 +37,11 @@ class TransactionRequest(CommitOptions):
     Attributes:
         path: the directory that the checkpoints of the transaction are to be in; see `AsyncCheckpointer.save`. A
             ``pre_commit`` hook with a second parameter that has no default gets `CheckpointTransaction.directory` too.
+        overwrite: atomically replace all of what is at this path; see `AsyncCheckpointer.save`.
     """
 
     path: Path
+    overwrite: bool = field(default=False, kw_only=True)
 
 
 @dataclass(frozen=True)

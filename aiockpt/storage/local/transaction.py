@@ -296,11 +296,12 @@ class JoinedTransaction(LocalTransaction):
         return self._hidden
 
     async def abort(self) -> None:
-        """Close and remove the files of this process; its owner removes the rest."""
+        """Close what this process has open, and remove its own files; the owner removes those of all."""
+        shared = {sink.path for sink in self._sinks if isinstance(sink, LocalPartSink)}
         for sink in self._sinks:
             await sink.close()
         await self.release()
-        for file in self._files:
+        for file in (file for file in self._files if file.path not in shared):
             with write_errors(f"remove the unfinished file {file.path}", advice=_BY_HAND):
                 await self._workers.run(remove, file.path)
 
