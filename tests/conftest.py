@@ -23,6 +23,7 @@ import aiockpt
 from aiockpt import sync_checkpointer
 from aiockpt.staging.pool import ChunkPool
 from aiockpt.storage.local import replacing
+from aiockpt.testing import ServerStorage, start_server
 from tests import forked_python
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell's script
@@ -115,6 +116,20 @@ def python() -> Iterator[list[str]]:
     """Return the command line of a Python that has imported aiockpt; see `tests.forked_python`."""
     with forked_python.started() as command:
         yield command
+
+
+@pytest.fixture(scope="session")
+def _server() -> Iterator[str]:
+    with start_server() as url:
+        ServerStorage(url).objects.remove("", "")  # this thread's connection stays open
+        yield url
+
+
+@pytest.fixture
+def server_url(_server: str) -> Iterator[str]:
+    """Return the URL of a server of objects, of which a test leaves none."""
+    yield _server
+    ServerStorage(_server).objects.remove("", "")
 
 
 def _open_files(process: psutil.Process) -> int:
