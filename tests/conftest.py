@@ -121,7 +121,7 @@ def python() -> Iterator[list[str]]:
 @pytest.fixture(scope="session")
 def _server() -> Iterator[str]:
     with start_server() as url:
-        ServerStorage(url).objects.remove("", "")  # this thread's connection stays open
+        ServerStorage(url).objects.remove("")  # this thread's connection stays open
         yield url
 
 
@@ -129,7 +129,7 @@ def _server() -> Iterator[str]:
 def server_url(_server: str) -> Iterator[str]:
     """Return the URL of a server of objects, of which a test leaves none."""
     yield _server
-    ServerStorage(_server).objects.remove("", "")
+    ServerStorage(_server).objects.remove("")
 
 
 def _open_files(process: psutil.Process) -> int:

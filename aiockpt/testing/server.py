@@ -6,21 +6,21 @@
 
 Requests and replies are frames: the lengths of a JSON text and of a body, then both.
 
-==========  ==============================================  ==========================================================
-``op``      arguments besides ``key``                       reply
-==========  ==============================================  ==========================================================
-``put``     ``only_if``; the body, or ``upload``, ``parts``  ``stamp``
-``part``    ``upload``, ``part``; the body                  nothing: the parts of an upload are in no list
-``get``     ``ranges``: of offset and length; null: all     the facts; as a body the bytes, fewer behind the end
-``head``                                                    the facts: ``size``, ``stamp``, ``modified``
-``list``    ``delimiter``                                   ``objects`` whose keys begin with ``key``, with their facts,
-                                                            and ``prefixes``: what they have up to the next delimiter
-``delete``  ``only_if``                                     nothing
-``drop``                                                    nothing: the uploads whose keys begin with ``key`` are gone
-==========  ==============================================  ==========================================================
+==========  =============================================  ===========================================================
+``op``      arguments besides ``key``                      reply
+==========  =============================================  ===========================================================
+``put``     ``only_if``; the body, or ``upload, parts``    ``stamp``
+``part``    ``upload, part``; the body                     nothing; the parts of an upload are in no list
+``get``     ``ranges``: of offset and length; null: all    facts: ``size``, ``stamp``, ``modified``, ``age``; the bytes,
+                                                           fewer where the object ends
+``list``    ``delimiter``                                  ``objects`` whose keys begin with ``key``, with facts; and
+                                                           ``prefixes``: what keys have up to the next delimiter
+``delete``  ``only_if``                                    nothing
+``drop``                                                   nothing; the uploads whose keys begin with ``key`` are gone
+==========  =============================================  ===========================================================
 
 ``only_if`` is the stamp that the object must have, "" if there must be none, null if it does not matter. An ``error``
-in a reply is "condition" or "absent". All replies have ``now``, the time of the server.
+in a reply is "condition" or "absent". Times are in seconds, by the clock of the server.
 """
 
 from __future__ import annotations
@@ -45,33 +45,32 @@ LENGTHS = struct.Struct(">IQ")
 
 @dataclass(frozen=True, slots=True)
 class _Object:
-    parts: tuple[bytearray, ...]
+    parts: Sequence[bytearray]
     stamp: str
     modified: float
 
     @property
     def facts(self) -> dict[str, Any]:
-        return {"size": sum(map(len, self.parts)), "stamp": self.stamp, "modified": self.modified}
+        size, age = sum(map(len, self.parts)), time.time() - self.modified
+        return {"size": size, "stamp": self.stamp, "modified": self.modified, "age": age}
 
     def views(self, ranges: Sequence[tuple[int, int]]) -> Iterator[memoryview]:
         """Yield the bytes of ranges, without a copy."""
         for offset, length in ranges:
             begin = 0
             for part in self.parts:
-                view = memoryview(part)[max(0, offset - begin) : max(0, offset + length - begin)]
-                if view:
-                    yield view
+                yield memoryview(part)[max(0, offset - begin) : max(0, offset + length - begin)]
                 begin += len(part)
 
 
 class ObjectServer:
-    """The objects, and the connections to them. A client that dies leaves at most parts of uploads."""
+    """The objects, and the connections to them. A client that dies leaves parts of uploads at most."""
 
-    def __init__(self, latency_s: float = 0.0) -> None:
+    def __init__(self, latency_s: float) -> None:
         self._latency_s = latency_s
         self._objects: dict[str, _Object] = {}
         self._uploads: dict[tuple[str, str], dict[int, bytearray]] = {}
-        self._puts = itertools.count(1)
+        self._stamps = map(str, itertools.count(1))
 
     async def serve(self, listening: socket.socket) -> None:
         """Accept connections until it is cancelled."""
@@ -83,71 +82,58 @@ class ObjectServer:
                 tasks.create_task(self._talk(client))
 
     async def _talk(self, client: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
+        send = asyncio.get_running_loop().sock_sendall
         with client, contextlib.suppress(EOFError, OSError):
             while True:
                 lengths = LENGTHS.unpack(await _received(client, LENGTHS.size))
                 request, body = json.loads(await _received(client, lengths[0])), await _received(client, lengths[1])
                 await asyncio.sleep(self._latency_s)
-                reply, views = self.answer(request.pop("op"), body, **request)
-                text = json.dumps({**reply, "now": time.time()}).encode()
-                await loop.sock_sendall(client, LENGTHS.pack(len(text), sum(map(len, views))) + text)
+                reply = getattr(self, f"_{request.pop('op')}")(body=body, **request)
+                views = reply.pop("views", ())
+                text = json.dumps(reply).encode()
+                await send(client, LENGTHS.pack(len(text), sum(map(len, views))) + text)
                 for view in views:
-                    await loop.sock_sendall(client, view)
+                    await send(client, view)
 
-    def answer(self, op: str, body: bytearray, **given: Any) -> tuple[dict[str, Any], list[memoryview]]:
-        """Do what a request says, at once; return the reply and the pieces of its body."""
-        if op == "get":
-            return self._get(**given)
-        reply: dict[str, Any] = getattr(self, f"_{op}")(body=body, **given)
-        return reply, []
-
-    def _get(self, key: str, ranges: list[tuple[int, int]] | None) -> tuple[dict[str, Any], list[memoryview]]:
-        found = self._objects.get(key)
-        if found is None:
-            return {"error": "absent"}, []
-        facts = found.facts
-        return facts, list(found.views([(0, facts["size"])] if ranges is None else ranges))
-
-    def _head(self, key: str, body: bytearray) -> dict[str, Any]:
-        found = self._objects.get(key)
-        return {"error": "absent"} if found is None else found.facts
+    # --- requests: each happens at once ---------------------------------------------------------------------
 
     def _put(self, key: str, body: bytearray, only_if: str | None, upload: str = "", parts: int = 0) -> dict[str, Any]:
         if not self._is(key, only_if):
             return {"error": "condition"}
-        data: tuple[bytearray, ...] = (body,)
-        if upload:
-            sent = self._uploads.pop((key, upload), {})
-            if sorted(sent) != list(range(parts)):
-                return {"error": "absent"}
-            data = tuple(sent[number] for number in range(parts))
-        self._objects[key] = _Object(data, f"{next(self._puts):x}", time.time())
-        return {"stamp": self._objects[key].stamp}
+        sent = self._uploads.pop((key, upload), {}) if upload else {0: body}
+        if upload and len(sent) != parts:
+            return {"error": "absent"}
+        made = self._objects[key] = _Object([sent[part] for part in sorted(sent)], next(self._stamps), time.time())
+        return {"stamp": made.stamp}
 
     def _part(self, key: str, body: bytearray, upload: str, part: int) -> dict[str, Any]:
         self._uploads.setdefault((key, upload), {})[part] = body
         return {}
 
-    def _list(self, key: str, body: bytearray, delimiter: str) -> dict[str, Any]:
+    def _get(self, key: str, body: bytearray, ranges: Sequence[tuple[int, int]] | None) -> dict[str, Any]:
+        if key not in self._objects:
+            return {"error": "absent"}
+        facts = self._objects[key].facts
+        return {**facts, "views": [*self._objects[key].views([(0, facts["size"])] if ranges is None else ranges)]}
+
+    def _list(self, key: str, body: bytearray, delimiter: str | None) -> dict[str, Any]:
         objects, prefixes = {}, set()
-        for name in sorted(self._objects):
-            if name.startswith(key):
-                top, found, _ = name[len(key) :].partition(delimiter) if delimiter else (name, "", "")
-                if found:
-                    prefixes.add(key + top + delimiter)
-                else:
-                    objects[name] = self._objects[name].facts
+        for name in sorted(each for each in self._objects if each.startswith(key)):
+            top, found, _ = name[len(key) :].partition(delimiter) if delimiter else (name, "", "")
+            if found:
+                prefixes.add(key + top + found)
+            else:
+                objects[name] = self._objects[name].facts
         return {"objects": objects, "prefixes": sorted(prefixes)}
 
     def _delete(self, key: str, body: bytearray, only_if: str | None) -> dict[str, Any]:
         if not self._is(key, only_if):
             return {"error": "condition"}
-        return {} if self._objects.pop(key, None) else {"error": "absent"}
+        self._objects.pop(key, None)
+        return {}
 
     def _drop(self, key: str, body: bytearray) -> dict[str, Any]:
-        for upload in [each for each in self._uploads if each[0].startswith(key)]:
-            del self._uploads[upload]
+        self._uploads = {at: parts for at, parts in self._uploads.items() if not at[0].startswith(key)}
         return {}
 
     def _is(self, key: str, only_if: str | None) -> bool:
@@ -169,13 +155,11 @@ async def _received(client: socket.socket, nbytes: int) -> bytearray:
 async def _main(latency_s: float) -> None:
     with socket.create_server(("127.0.0.1", 0), backlog=128) as listening:
         listening.setblocking(False)
-        serving = asyncio.create_task(ObjectServer(latency_s).serve(listening))
+        serving = asyncio.ensure_future(ObjectServer(latency_s).serve(listening))
         print(f"{SCHEME}://127.0.0.1:{listening.getsockname()[1]}", flush=True)  # noqa: T201 - for its parent
-        reading = asyncio.create_task(asyncio.to_thread(sys.stdin.buffer.read))
-        await asyncio.wait([serving, reading], return_when=asyncio.FIRST_COMPLETED)
+        ended = asyncio.ensure_future(asyncio.to_thread(sys.stdin.buffer.read))
+        await asyncio.wait([serving, ended], return_when=asyncio.FIRST_COMPLETED)
         serving.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await serving
 
 
 @contextlib.contextmanager

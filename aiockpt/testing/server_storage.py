@@ -1,20 +1,20 @@
 """A storage in a server of objects: the model of one that is no file system. See `aiockpt.testing.server`.
 
-=====================================  =========================================================================
-object                                 contents
-=====================================  =========================================================================
-``{path}/.commit``                     makes the checkpoint: its token, and its files with their sizes
-``{path}/{token}/files/{name}``        a file; "single" for a checkpoint that is one file
-``{path}/{token}/state``               "open", then what has won: "publish NONCE" or "discard"; see `decide`
-``{path}/{token}/held/{ticket}``       a process that takes part, until it no longer does
-``{path}/{token}/sidecars/{name}``     messages between the processes
-``{run}/.lease``                       the manager that writes to a run
-=====================================  =========================================================================
+===================================  =============================================================================
+object                               contents
+===================================  =============================================================================
+``{path}/.commit``                   makes the checkpoint: its token, and the sizes of its files
+``{path}/{token}/files/{name}``      a file; "single" if the checkpoint is one file
+``{path}/{token}/state``             "open" at first; see `decide`
+``{path}/{token}/held/{ticket}``     a process that takes part, until it does no longer
+``{path}/{token}/sidecars/{name}``   messages between the processes
+``{run}/.lease``                     the manager that writes to a run
+===================================  =============================================================================
 
-The token is the ticket of the transaction; no two saves share one. To publish, or to discard, a process replaces the
-state that `begin` has written, if it still has that stamp: only one succeeds. Then the checkpoint appears by one
-conditional put of its commit object. What was replaced or deleted is kept for ``grace_s`` seconds, for those that read
-it; readers that are slower get a CheckpointNotFoundError.
+A token is the ticket of a transaction. To publish, or to discard, a process replaces the state that `begin` has
+written, if it still has that stamp: one succeeds. Then one conditional put of the commit object publishes. What it has
+replaced, and what is deleted, stays for ``grace_s`` seconds for those that read it; then they get a
+CheckpointNotFoundError.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from aiockpt.errors import (
     RunLockedError,
     WriteError,
 )
-from aiockpt.format.names import SINGLE_NAME
+from aiockpt.format.names import HIDDEN, SINGLE_NAME
 from aiockpt.storage.base import (
     Document,
     FileSink,
@@ -73,126 +73,97 @@ _PARTS = 4  # of a file, on their way at once
 _ATTEMPTS = 8  # of a commit
 _PAUSE_S = 0.05
 _IN_FLIGHT_S = 60.0  # no request of a dead process arrives later
-_BEAT_S = 10.0
-_STALE_S = 6 * _BEAT_S
 
 logger = logging.getLogger("aiockpt")
 
+Facts = dict[str, Any]  # of an object; see the server
 
-# --- requests; these block ------------------------------------------------------------------------------
+
+# --- requests; these block, and raise OSError -----------------------------------------------------------
 
 
 class ConditionError(OSError):
     """An object has another stamp than a request asks for."""
 
 
-class _Connection:
-    def __init__(self, address: tuple[str, int], timeout_s: float) -> None:
-        self.pid = os.getpid()
-        self._socket = socket.create_connection(address, timeout_s)
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
+class _Socket(socket.socket):
     def __del__(self) -> None:
-        with contextlib.suppress(AttributeError):  # it could not be made
-            self._socket.close()
-
-    def send(self, request: dict[str, Any], body: Document) -> None:
-        text = json.dumps(request).encode()
-        self._socket.sendall(LENGTHS.pack(len(text), len(body)) + text)
-        self._socket.sendall(body)
-
-    def receive(self) -> tuple[dict[str, Any], int]:
-        """Return a reply, and the length of its body, which is to be received next."""
-        lengths = LENGTHS.unpack(self.fill(memoryview(bytearray(LENGTHS.size))))
-        return json.loads(self.fill(memoryview(bytearray(lengths[0]))).tobytes()), lengths[1]
-
-    def fill(self, view: memoryview, seen: Seen | None = None) -> memoryview:
-        for at in range(0, len(view), _STEP_BYTES):
-            step = left = view[at : at + _STEP_BYTES]
-            while left:
-                count = self._socket.recv_into(left)
-                if not count:
-                    raise ConnectionResetError("the server has closed the connection")
-                left = left[count:]
-            if seen is not None:
-                seen(step)
-        return view
+        self.close()
 
 
 class _Connections(threading.local):
     def __init__(self) -> None:
-        self.connections: dict[tuple[str, int], _Connection] = {}
+        self.of: dict[tuple[str, int, int], _Socket] = {}
 
 
 _thread = _Connections()
 
 
 class ObjectClient:
-    """Requests to a server; each thread has a connection of its own. Methods raise OSError."""
+    """Requests to a server, by a connection for each thread."""
 
-    def __init__(self, address: tuple[str, int], timeout_s: float) -> None:
-        self._address = address
-        self._timeout_s = timeout_s
+    def __init__(self, host: str, port: int, timeout_s: float) -> None:
+        self._address, self._timeout_s = (host, port), timeout_s
 
-    def ask(
-        self,
-        op: str,
-        key: str,
-        body: Document = b"",
-        view: memoryview | None = None,
-        seen: Seen | None = None,
-        **given: Any,
-    ) -> tuple[dict[str, Any], memoryview]:
-        """Return the reply and its body, which is put into ``view`` if there is one."""
-        # Taken out: after an error, what comes next may be the rest of a frame.
-        connection = _thread.connections.pop(self._address, None)
-        if connection is None or connection.pid != os.getpid():  # a fork shares its parent's
-            connection = _Connection(self._address, self._timeout_s)
-        connection.send({"op": op, "key": key, **given}, body)
-        reply, nbytes = connection.receive()
-        data = connection.fill(memoryview(bytearray(nbytes)) if view is None else view[:nbytes], seen)
-        _thread.connections[self._address] = connection
-        if reply.get("error") == "absent":
-            raise FileNotFoundError(f"there is no object {key}")
+    def ask(self, op: str, key: str, body: Document = b"", **given: Any) -> tuple[Facts, memoryview]:
+        """Return the reply and its body; ``view`` and ``seen`` are as in `Source.read`."""
+        place = (*self._address, os.getpid())  # a fork must not use its parent's connection
+        view, seen = given.pop("view", None), given.pop("seen", None)
+        connection = _thread.of.pop(place, None)  # after an error, what comes next may be the rest of a frame
+        if connection is None:
+            connection = _Socket()
+            connection.settimeout(self._timeout_s)
+            connection.connect(self._address)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        text = json.dumps({"op": op, "key": key, **given}).encode()
+        connection.sendall(LENGTHS.pack(len(text), len(body)) + text)
+        connection.sendall(body)
+        length, nbytes = LENGTHS.unpack(_fill(connection, memoryview(bytearray(LENGTHS.size))))
+        reply = json.loads(_fill(connection, memoryview(bytearray(length))).tobytes())
+        data = _fill(connection, memoryview(bytearray(nbytes)) if view is None else view[:nbytes], seen)
+        _thread.of[place] = connection
         if "error" in reply:
-            raise ConditionError(f"the object {key} is another one by now")
+            kind = FileNotFoundError if reply["error"] == "absent" else ConditionError
+            raise kind(f"the object {key} is gone, or another one")
         return reply, data
 
     def put(self, key: str, data: Document, only_if: Stamp | None = None) -> Stamp:
-        """Write an object; ``only_if`` it has this stamp, "" if there is none; return its stamp."""
+        """Write an object; ``only_if`` the present one has this stamp, "" for none; return its stamp."""
         return str(self.ask("put", key, data, only_if=only_if)[0]["stamp"])
 
-    def end(self, key: str, upload: str, parts: int) -> None:
-        """Make an object of the parts of an upload."""
-        self.ask("put", key, only_if=None, upload=upload, parts=parts)
-
-    def get(self, key: str) -> tuple[dict[str, Any], bytes] | None:
-        """Return the facts of an object and its contents; None if there is none."""
+    def get(self, key: str) -> tuple[Facts, bytes] | None:
+        """Return the facts and the bytes of an object; None if there is none."""
         with contextlib.suppress(FileNotFoundError):
-            reply, data = self.ask("get", key, ranges=None)
-            return reply, data.tobytes()
+            facts, data = self.ask("get", key, ranges=None)
+            return facts, data.tobytes()
         return None
 
     def delete(self, key: str, only_if: Stamp | None = None) -> None:
         """Delete an object, if it exists."""
-        with contextlib.suppress(FileNotFoundError):
-            self.ask("delete", key, only_if=only_if)
+        self.ask("delete", key, only_if=only_if)
 
-    def objects(self, prefix: str) -> dict[str, dict[str, Any]]:
+    def below(self, prefix: str) -> dict[str, Facts]:
         """Return the facts of all objects below a prefix, by the rest of their keys."""
-        found = self.ask("list", prefix, delimiter="")[0]["objects"]
+        found = self.ask("list", prefix, delimiter=None)[0]["objects"]
         return {key[len(prefix) :]: facts for key, facts in found.items()}
 
-    def tops(self, prefix: str) -> tuple[list[str], list[str]]:
-        """Return the names directly below a prefix: of objects, and of those that have objects below."""
-        reply, _ = self.ask("list", prefix, delimiter="/")
-        return [key[len(prefix) :] for key in reply["objects"]], [key[len(prefix) : -1] for key in reply["prefixes"]]
-
-    def remove(self, prefix: str, last: str) -> None:
-        """Delete everything below a prefix, one object at the end."""
+    def remove(self, prefix: str, last: str = "state") -> None:
+        """Delete everything below a prefix, one object as the last."""
         self.ask("drop", prefix)
-        for name in sorted(self.objects(prefix), key=lambda name: (name == last, name)):
+        for name in sorted(self.below(prefix), key=lambda name: name == last):
             self.delete(prefix + name)
+
+
+def _fill(connection: socket.socket, view: memoryview, seen: Seen | None = None) -> memoryview:
+    for at in range(0, len(view), _STEP_BYTES):
+        step = left = view[at : at + _STEP_BYTES]
+        while left:
+            if not (count := connection.recv_into(left)):
+                raise ConnectionResetError("the server has closed the connection")
+            left = left[count:]
+        if seen is not None:
+            seen(step)
+    return view
 
 
 @contextlib.contextmanager
@@ -210,41 +181,41 @@ def _errors(kind: type[AiockptError], task: str) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class _Record:
-    """The contents of a commit object."""
+    """A commit object."""
 
-    token: str  # the prefix of the objects, to its "/"; of a checkpoint that was set aside, below its old path
-    begun: Stamp  # the stamp of the transaction
+    token: str  # the prefix of the objects, up to its "/"
+    begun: Stamp | None  # the stamp of the transaction
     files: Mapping[str, int]
-    replaces: str = ""  # the token of what it has replaced
-    stamp: Stamp = field(default="", compare=False)  # of the commit object
+    replaces: str  # the token of what it has replaced
+    stamp: Stamp = ""
     modified: float = 0.0
 
     @property
-    def is_single_file(self) -> bool:
+    def is_file(self) -> bool:
         return list(self.files) == [SINGLE_NAME]
 
-    def encode(self) -> bytes:
-        facts = {name: value for name, value in asdict(self).items() if name not in ("stamp", "modified")}
-        return json.dumps(facts).encode()
+    @property
+    def data(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
 
 
-Action = Literal["keep", "discard", "retire", "remove"]
+Action = Literal["keep", "discard", "remove"]
 
 
 def decide(state: str, age_s: float, owners: Liveness, *, is_old: bool, grace_s: float) -> Action:
-    """Return what to do with the objects of a token that no commit object at its path names.
+    """Return what `ServerStorage.clean` does with the objects of a token that its commit object does not name.
 
-    =========  ===============================================================  ====================================
-    state      means                                                            action
-    =========  ===============================================================  ====================================
-    open       it is being written                                              discard, if its processes are dead
-    publish    it is just being published; or its publisher was killed, before  retire, if its processes are dead,
-               or after another one has replaced it                             and no put is in flight any more
-    discard    it was not published, and not all of it could be removed         remove
-    replaced   it was replaced or deleted                                       remove, after ``grace_s`` seconds
-    aside      a checkpoint of another name consists of it                      keep
-    (none)     a process has written after it was removed                       remove, if its processes are dead
-    =========  ===============================================================  ====================================
+    ========  ============================================================  ==========================================
+    state     means                                                         action
+    ========  ============================================================  ==========================================
+    open      it is being written                                           discard, if its processes are dead
+    publish   it is being published, or its publisher was killed before     remove, if its processes are dead, and no
+              that, or another one before it could note the replacement     put of theirs can be in flight any more
+    discard   it was not published, and not all of it could be removed      remove
+    replaced  it was replaced or deleted                                    remove, ``grace_s`` seconds after that
+    aside     it was set aside, under another name                          keep
+    (none)    a process has gone on writing after the removal               remove, if it is dead
+    ========  ============================================================  ==========================================
 
     Args:
         state: the first word of the state.
@@ -254,22 +225,19 @@ def decide(state: str, age_s: float, owners: Liveness, *, is_old: bool, grace_s:
         grace_s: how long readers may go on with what was replaced, in seconds.
     """
     is_left = owners == "dead" or (owners == "unknown" and is_old)
-    if state == "replaced":
-        return "remove" if age_s >= grace_s else "keep"
-    if state == "publish":
-        return "retire" if is_left and age_s >= _IN_FLIGHT_S else "keep"
     if state == "open":
         return "discard" if is_left else "keep"
-    return "remove" if state == "discard" or (not state and is_left) else "keep"
+    wait_s = {"publish": max(_IN_FLIGHT_S, grace_s), "replaced": grace_s}.get(state, 0.0)
+    is_over = is_left if state in ("publish", "") else state != "aside"
+    return "remove" if is_over and age_s >= wait_s else "keep"
 
 
 class _Sink(FileSink):
-    """A file, whose parts are sent by several threads."""
+    """A file whose parts are sent by several threads."""
 
     def __init__(self, objects: ObjectClient, key: str, workers: Workers) -> None:
         self._objects, self._key, self._workers = objects, key, workers
-        self._upload = secrets.token_hex(8)
-        self._count = 0
+        self._upload, self._count = secrets.token_hex(8), 0
         self._slots = asyncio.Semaphore(_PARTS)
         self._sending: set[asyncio.Future[None]] = set()
         self._error: BaseException | None = None
@@ -282,9 +250,9 @@ class _Sink(FileSink):
         self._sending.add(sending)
         sending.add_done_callback(self._sending.discard)
 
-    async def _send(self, number: int, view: memoryview, free: Callable[[], object]) -> None:
+    async def _send(self, part: int, view: memoryview, free: Callable[[], object]) -> None:
         try:
-            await self._workers.run(self._objects.ask, "part", self._key, view, upload=self._upload, part=number)
+            await self._ask("part", view, part=part)
         except BaseException as exc:  # raised by the next call
             self._error = self._error or exc
         else:
@@ -292,15 +260,19 @@ class _Sink(FileSink):
         finally:
             self._slots.release()
 
+    async def _ask(self, op: str, view: Document, **given: Any) -> None:
+        await self._workers.run(lambda: self._objects.ask(op, self._key, view, upload=self._upload, **given))
+
     def _raise(self) -> None:
-        if self._error is not None:
-            raise WriteError(f"can't write {self._key}: {self._error}") from self._error
+        with _errors(WriteError, f"write {self._key}"):
+            if self._error is not None:
+                raise self._error
 
     async def finish(self) -> None:
         await self.stop()
         self._raise()
         with _errors(WriteError, f"write {self._key}"):
-            await self._workers.run(self._objects.end, self._key, self._upload, self._count)
+            await self._ask("put", b"", only_if=None, parts=self._count)
 
     async def stop(self) -> None:
         """Wait until no view is in use."""
@@ -308,44 +280,47 @@ class _Sink(FileSink):
             await outlast(asyncio.wait(self._sending))
 
 
+@dataclass(eq=False, repr=False)
 class ServerTransaction(SharedTransaction):
     """A checkpoint that this process has begun, taken over or joined."""
 
-    def __init__(
-        self, storage: ServerStorage, path: str, ticket: str, workers: Workers, *, overwrite: bool, joins: bool
-    ) -> None:
-        self._storage, self._objects, self._workers = storage, storage.objects, workers
-        self._path, self._ticket = path, ticket
-        self._overwrite, self._joins = overwrite, joins
-        self._token = f"{storage.key(path)}/{ticket}/"
-        self._state = f"{self._token}state"
-        self._held = f"{self._token}held/{new_ticket()}"
-        self._nonce = secrets.token_hex(8)
-        self._begun: Stamp | None = None
-        self._sinks: list[_Sink] = []
-        self._over = self._revoked = self._is_sent = False
+    _storage: ServerStorage
+    _path: str
+    ticket: str = field(default="")
+    _workers: Workers = field(kw_only=True)
+    _overwrite: bool = False
+    _joins: bool = False
+    stamp: Stamp | None = None
+    _sinks: list[_Sink] = field(default_factory=list)
+    _over: bool = False
+    _revoked: bool = False
+    _is_sent: bool = False  # the commit object
 
-    @property
-    def ticket(self) -> str:
-        return self._ticket
+    def __post_init__(self) -> None:
+        found = read_ticket(self.ticket)
+        if found is None or found.suffix:
+            raise WriteError(f"{self.ticket!r} is no ticket of an unfinished checkpoint")
+        self._objects = self._storage.objects
+        self._token = f"{self._storage.key(self._path)}{self.ticket}/"
+        self._state, self._held = f"{self._token}state", f"{self._token}held/{new_ticket()}"
+        self._publish_state = f"publish {secrets.token_hex(8)}".encode()
 
-    @property
-    def stamp(self) -> Stamp | None:
-        return self._begun
-
-    def begin(self) -> None:
-        """Make the token; ConditionError if it is taken. Blocks."""
-        self._begun = self._objects.put(self._state, b"open", "")
-        self._objects.put(self._held, b"")
-
-    def join(self, stamp: Stamp | None, *, must: bool) -> None:
-        """Take part, if the token is there; raise WriteError if it ``must`` be. Blocks."""
+    def enter(self, stamp: Stamp | None = None) -> SharedTransaction:
+        """Take part in what was begun; blocks. Raise WriteError if it is gone, unless it is taken over."""
         found = self._objects.get(self._state)
-        self._begun = stamp or (None if found is None else found[0]["stamp"])
+        self.stamp = stamp or (None if found is None else found[0]["stamp"])
+        if found is None and self._joins:
+            raise WriteError(f"{self._token}, which rank 0 has begun for {self._path}, is not there: it was removed")
         if found is not None:
             self._objects.put(self._held, b"")
-        elif must:
-            raise WriteError(f"{self._token}, which rank 0 has begun for {self._path}, is not there: it was removed")
+        return self
+
+    async def _run(self, function: Callable[..., Any], *args: Any) -> Any:
+        with _errors(WriteError, f"write {self._path}"):
+            return await self._workers.run(function, *args)
+
+    def _file(self, name: str) -> str:
+        return f"{self._token}files/{name or SINGLE_NAME}"
 
     async def create(self, name: str, nbytes: int | None) -> FileSink:
         self._sinks.append(_Sink(self._objects, self._file(name), self._workers))
@@ -353,65 +328,55 @@ class ServerTransaction(SharedTransaction):
 
     async def write_files(self, files: Mapping[str, Document]) -> None:
         for name, data in files.items():
-            with _errors(WriteError, f"write {name} of {self._path}"):
-                await self._workers.run(self._objects.put, self._file(name), data)
-
-    def _file(self, name: str) -> str:
-        return f"{self._token}files/{name or SINGLE_NAME}"
-
-    async def _run(self, task: str, function: Callable[..., Any], *args: Any) -> Any:
-        with _errors(WriteError, f"{task} of {self._path}"):
-            return await self._workers.run(function, *args)
+            await self._run(self._objects.put, self._file(name), data)
 
     async def sizes(self) -> Mapping[str, int]:
-        found = await self._run("list the files", self._objects.objects, f"{self._token}files/")
+        found = await self._run(self._objects.below, f"{self._token}files/")
         return {name: facts["size"] for name, facts in found.items()}
 
     async def put_sidecar(self, name: str, data: bytes) -> None:
-        await self._run("write a sidecar", self._objects.put, f"{self._token}sidecars/{name}", data)
+        await self._run(self._objects.put, f"{self._token}sidecars/{name}", data)
 
     async def get_sidecar(self, name: str) -> bytes | None:
-        found = await self._run("read a sidecar", self._objects.get, f"{self._token}sidecars/{name}")
+        found = await self._run(self._objects.get, f"{self._token}sidecars/{name}")
         return None if found is None else found[1]
 
     async def delete_sidecar(self, name: str) -> None:
-        await self._run("remove a sidecar", self._objects.delete, f"{self._token}sidecars/{name}")
+        await self._run(self._objects.delete, f"{self._token}sidecars/{name}")
 
     # --- the end ------------------------------------------------------------------------------------------
 
     async def commit(self, documents: Mapping[str, Document] = MappingProxyType({})) -> None:
         await self.write_files(documents)
-        if self._joins:
-            return
-        files = await self.sizes()
-        await self._workers.run(self._publish, files)
-        self._over = True
-        await self.release()
+        if not self._joins:
+            with _errors(CommitError, f"publish {self._path}"):
+                await self._workers.run(self._publish, await self.sizes())
+            self._over = True
+            await self.release()
 
     def revoke(self) -> None:
         self._revoked = True
 
     def _publish(self, files: Mapping[str, int]) -> None:
-        self._check_revoked()
-        with _errors(CommitError, f"publish {self._path}"):
-            try:
-                self._objects.put(self._state, f"publish {self._nonce}".encode(), self._begun)
-            except ConditionError as exc:
-                raise CommitError(f"{self._path} was given up by another process; nothing was published") from exc
-        problem: OSError | None = None
+        problem: OSError = ConditionError(f"{self._path} was replaced again and again by other processes")
+        try:
+            self._check_revoked()
+            self._objects.put(self._state, self._publish_state, self.stamp)
+        except ConditionError as exc:
+            raise CommitError(f"{self._path} was given up by another process; nothing was published") from exc
         for attempt in range(_ATTEMPTS):
             try:
-                now = self._storage.record(self._path)
-                if now is not None and now.token == self._token:
+                before = self._storage.record(self._path)
+                if before is not None and before.token == self._token:
                     return
                 self._check_revoked()
-                if now is not None and not self._overwrite:
-                    self._objects.put(self._state, b"discard")
-                    raise CheckpointExistsError(f"{self._path} has appeared during the save; nothing was replaced")
-                made = _Record(self._token, self._begun or "", files, "" if now is None else now.token)
+                if before is not None and not self._overwrite:
+                    self._is_sent = False  # or it was refused
+                    raise _taken(self._path)
+                made = _Record(self._token, self.stamp, files, "" if before is None else before.token)
                 self._is_sent = True
-                self._objects.put(self._storage.commit_key(self._path), made.encode(), "" if now is None else now.stamp)
-            except ConditionError:  # another one was faster; or this one, whose answer was lost
+                self._objects.put(self._storage.key(self._path) + _COMMIT, made.data, before.stamp if before else "")
+            except ConditionError:  # another one was faster; or this one, and the answer was lost
                 continue
             except AiockptError:
                 raise
@@ -419,70 +384,62 @@ class ServerTransaction(SharedTransaction):
                 problem = exc
                 time.sleep(_PAUSE_S * 2**attempt)
             else:
-                self._retire(made.replaces)
+                self._retire(made)
                 return
         if self._is_sent:
             self._over = True  # it may be the only good checkpoint
-            raise CommitError(
-                f"it is not known whether {self._path} was published ({problem}): what was written stays there"
-            ) from problem
-        raise CommitError(f"can't publish {self._path}: {problem}") from problem
+            raise CommitError(f"it is not known whether {self._path} was published, so {self._token} stays: {problem}")
+        raise problem
 
     def _check_revoked(self) -> None:
         if self._revoked:
             raise CommitError(f"{self._path} was given up before it was published")
 
-    def _retire(self, token: str) -> None:
+    def _retire(self, made: _Record) -> None:
         try:
-            self._storage.retire(token)
+            self._storage.retire(made.replaces)
         except OSError as exc:  # the checkpoint is published
-            logger.warning("what %s has replaced can't be removed: %s; clean() tries again", self._path, exc)
+            logger.warning("what %s has replaced can't be removed: %s", self._path, exc)
 
     async def abort(self) -> None:
         for sink in self._sinks:
             await sink.stop()
         if not self._over and not self._joins:
             self._over = True
-            await self._run("remove what was written", self._discard)
+            await self._run(self._discard)
         await self.release()
 
     async def discard_all(self) -> None:
         await self.abort()
-        await self._run("remove what was written", self._discard)
+        await self._run(self._discard)
 
     def _discard(self) -> None:
-        """Remove everything, unless another process is publishing it."""
+        """Remove everything, unless another process is publishing it, or this one may have."""
         try:
-            self._objects.put(self._state, b"discard", self._begun)
+            self._objects.put(self._state, b"discard", self.stamp)
         except ConditionError as exc:
-            found = self._objects.get(self._state)
-            word, _, nonce = ("" if found is None else found[1].decode()).partition(" ")
-            if word == "publish" and (self._is_sent or nonce != self._nonce):
-                if not self._joins and not self._is_published():
-                    raise WriteError(f"it is just being published, so what was written stays in {self._token}") from exc
-                return
-        self._objects.remove(self._token, "state")
+            _, state = self._objects.get(self._state) or ({}, b"")
+            if state.startswith(b"publish") and (self._is_sent or state != self._publish_state):
+                if self._joins or self._is_published():
+                    return
+                raise WriteError(f"{self._path} is just being published, so {self._token} stays") from exc
+        self._objects.remove(self._token)
 
     def _is_published(self) -> bool:
         now = self._storage.record(self._path)
-        return now is not None and (now.token, now.begun) == (self._token, self._begun)
+        return now is not None and (now.token, now.begun) == (self._token, self.stamp)
 
     async def status(self) -> Status:
-        status: Status = await self._run("look for the files", self._status)
-        return status
-
-    def _status(self) -> Status:
-        if self._is_published():
+        if await self._run(self._is_published):
             return "published"
-        found = self._objects.get(self._state)
-        is_open = found is not None and (found[0]["stamp"] == self._begun or found[1].startswith(b"publish"))
-        return "open" if is_open else "gone"
+        facts, state = await self._run(self._objects.get, self._state) or ({"stamp": ""}, b"")
+        return "open" if facts["stamp"] == self.stamp or state.startswith(b"publish") else "gone"
 
     async def finalize(self) -> None:
         self._over = True
-        now = await self._run("look for the files", self._storage.record, self._path)
-        if now is not None and now.token == self._token and now.replaces:
-            await self._workers.run(self._retire, now.replaces)
+        now = await self._run(self._storage.record, self._path)
+        if now is not None and now.token == self._token:
+            await self._workers.run(self._retire, now)
         await self.release()
 
     async def release(self) -> None:
@@ -494,54 +451,46 @@ class ServerTransaction(SharedTransaction):
 
 
 class _ServerListing(Listing):
-    """A checkpoint, or the names below a path."""
+    """A checkpoint, or what is below a path."""
 
     def __init__(self, storage: ServerStorage, path: str, budget: LookBudget) -> None:
         self.path, self._storage, self._budget = path, storage, budget
         self.files, self.folders, self.others = {}, [], []
-        self.keys: dict[str, str] = {}  # of the objects, by name
-        self.record = storage.record(path)
-        self.is_file = self.record is not None and self.record.is_single_file
-        if self.record is not None:
-            self._add(self.record, storage.split(path)[1] if self.is_file else "")
-            self.stamp, self.changed_s = self.record.stamp, self.record.modified
-        else:
-            self._list()
+        self.keys: dict[str, str] = {}  # of the files
+        found = storage.record(path)
+        self.is_file = found is not None and found.is_file
+        if found is not None:
+            self._add(found, storage.split(path)[1] if found.is_file else "")
+            self.stamp, self.changed_s = found.stamp, found.modified
+            return
+        entries = [(name, storage.record(storage.below(path, name))) for name in storage.names(path)]
+        for name, entry in entries:
+            if entry is not None and entry.is_file:
+                self._add(entry, name)
+            else:
+                self.folders.append(name)
+        self.changed_s = max((entry.modified for _, entry in entries if entry is not None), default=0.0)
+        self.stamp = repr([(name, entry.stamp) for name, entry in entries if entry is not None and entry.is_file])
 
-    def _add(self, record: _Record, alone: str, above: str = "") -> None:
+    def _add(self, record: _Record, alone: str = "", above: str = "") -> None:
         for name, nbytes in record.files.items():
             self.files[above + (alone or name)] = nbytes
             self.keys[above + (alone or name)] = f"{record.token}files/{name}"
-
-    def _list(self) -> None:
-        names = self._storage.names(self.path)
-        stamps = []
-        self.changed_s = 0.0
-        for name in names:
-            below = self._storage.record(self._storage.below(self.path, name))
-            if below is not None and below.is_single_file:
-                self._add(below, name)
-                stamps.append((name, below.stamp))
-            else:
-                self.folders.append(name)
-            self.changed_s = max(self.changed_s, 0.0 if below is None else below.modified)
-        self.stamp = repr(stamps)
 
     def list_below(self) -> None:
         for name in self.folders:
             below = None if self._budget.is_spent else self._storage.record(self._storage.below(self.path, name))
             if below is not None:
                 self._budget.left -= len(below.files)
-                self._add(below, "", f"{name}/")
+                self._add(below, above=f"{name}/")
 
     def fetch(self, name: str, offset: int, length: int) -> bytes:
-        if name not in self.keys:
-            raise FileNotFoundError(f"{self.path} has no file {name}")
-        return self._storage.objects.ask("get", self.keys[name], ranges=[(offset, max(0, length))])[1].tobytes()
+        key = self.keys.get(name, name)
+        return self._storage.objects.ask("get", key, ranges=[(offset, max(0, length))])[1].tobytes()
 
 
 class _ServerSource(Source):
-    """A checkpoint. What has replaced it meanwhile is never read; after the storage's ``grace_s``, nothing is."""
+    """The files of a listing. What has replaced them meanwhile is never read."""
 
     def __init__(self, listing: _ServerListing, storage: ServerStorage) -> None:
         self._listing, self._storage = listing, storage
@@ -558,14 +507,14 @@ class _ServerSource(Source):
 
     def _read(self, name: str, runs: Sequence[tuple[int, int]], view: memoryview, seen: Seen | None = None) -> None:
         path, nbytes = self._listing.path, self._listing.files.get(name)
-        if nbytes is None:
-            raise CorruptCheckpointError(f"{path} has no file {name}")
-        for offset, length in runs:
-            if offset + length > nbytes and length:
-                raise CorruptCheckpointError(f"{path}/{name} has {nbytes} bytes, but {offset + length} are needed")
+        end = max((offset + length for offset, length in runs if length), default=0)
+        if nbytes is None or end > nbytes:
+            raise CorruptCheckpointError(f"{path}/{name} has {nbytes or 0} bytes, but {end} are needed")
         with _errors(LoadError, f"read {path}/{name}"):
             try:
-                self._storage.objects.ask("get", self._listing.keys[name], view=view, seen=seen, ranges=runs)
+                key, ask = self._listing.keys[name], self._storage.objects.ask
+                if len(ask("get", key, view=view, seen=seen, ranges=runs)[1]) < len(view):
+                    raise CorruptCheckpointError(f"{path}/{name} ends too early: it was truncated by other means")
             except FileNotFoundError as exc:
                 if self._storage.stamp(path) != self._listing.stamp:
                     raise CheckpointNotFoundError(f"{path} was replaced or deleted while it was read") from exc
@@ -579,49 +528,38 @@ class _ServerSource(Source):
 
 
 @dataclass(frozen=True, slots=True)
-class _LeaseRecord(LeaseFacts):
+class _Owner(LeaseFacts):
     ticket: str
 
+    @property
+    def is_dead(self) -> bool:
+        ticket = read_ticket(self.ticket)
+        return liveness(None if ticket is None else ticket.owner, this_process()) == "dead"
 
+
+@dataclass(frozen=True, slots=True)
 class ServerLease(RunLease):
-    """An object that is written again and again as long as the process lives, for those on other hosts."""
+    """An object that names its owner. It needs no heartbeat: all processes are on the host of the server."""
 
-    def __init__(self, storage: ServerStorage, directory: str, facts: _LeaseRecord, stamp: Stamp) -> None:
-        self._storage, self._directory, self._facts, self._stamp = storage, directory, facts, stamp
-        self._key = storage.lease_key(directory)
-        self._pid = os.getpid()
-        self._ends = threading.Event()
-        self._thread = threading.Thread(target=self._beat, name="aiockpt-lease", daemon=True)
-        self._thread.start()
-
-    def _beat(self) -> None:
-        while not self._ends.wait(_BEAT_S):
-            try:
-                self._stamp = self._storage.objects.put(
-                    self._key, json.dumps(asdict(self._facts)).encode(), self._stamp
-                )
-            except ConditionError:  # `check` finds out
-                return
-            except OSError as exc:
-                logger.warning("the lease of %s can't be renewed: %s", self._directory, exc)
+    _storage: ServerStorage
+    _directory: str
+    _stamp: Stamp
 
     def check(self) -> None:
         try:
-            found = self._storage.lease_record(self._directory)
+            found = self._storage.owner(self._directory)
         except OSError as exc:  # the save may succeed all the same
             logger.warning("the lease of %s can't be looked at: %s", self._directory, exc)
             return
-        if found is None or found[0] != self._facts:
+        if found is None or found[1] != self._stamp:
             who = "removed" if found is None else f"taken by {found[0]}"
             raise RunLockedError(f"the lease of {self._directory} was {who}; nothing was saved. Make a new manager")
 
     def release(self) -> None:
-        if self._ends.is_set() or os.getpid() != self._pid:
-            return
-        self._ends.set()
-        self._thread.join()
-        with contextlib.suppress(OSError):  # it names a process that is dead soon
-            self._storage.objects.delete(self._key, self._stamp)
+        with contextlib.suppress(OSError):  # it stays, and names a process that is dead soon
+            found = self._storage.owner(self._directory)
+            if found is not None and found[0].pid == os.getpid():
+                self._storage.objects.delete(self._storage.key(self._directory) + _LEASE, self._stamp)
 
 
 # --- the storage ----------------------------------------------------------------------------------------
@@ -633,7 +571,7 @@ class ServerStorage(SharedStorage):
     Args:
         url: of the server, ``aiockpt-test://host:port``.
         grace_s: how long a checkpoint that was replaced or deleted can still be read by those that have it open, in
-            seconds. A later save to its path, or `clean`, removes it then.
+            seconds. After that the next save to its path, or `clean`, removes it.
         timeout_s: how long the server may take for anything, in seconds.
     """
 
@@ -642,12 +580,10 @@ class ServerStorage(SharedStorage):
     def __init__(self, url: str, *, grace_s: float = 600.0, timeout_s: float = 60.0) -> None:
         host, _, port = url.removeprefix(f"{SCHEME}://").rpartition(":")
         self._url, self._grace_s, self._timeout_s = url, grace_s, timeout_s
-        self.objects = ObjectClient((host, int(port)), timeout_s)
+        self.objects = ObjectClient(host, int(port), timeout_s)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return storage_for_server, (self._url, self._grace_s, self._timeout_s)
-
-    # --- names --------------------------------------------------------------------------------------------
 
     def resolve(self, path: str) -> str:
         names = [name for name in path.removeprefix(self._url).split("/") if name not in ("", ".")]
@@ -655,87 +591,78 @@ class ServerStorage(SharedStorage):
             raise AiockptError(f"{path} is no path of the server {self._url}")
         return "/".join([self._url, *names])
 
-    def key(self, path: str) -> str:
-        """Return the beginning of the keys of a canonical path."""
-        return path[len(self._url) + 1 :]
-
-    def _prefix(self, path: str) -> str:
-        return f"{self.key(path)}/" if path != self._url else ""
-
-    def commit_key(self, path: str) -> str:
-        """Return the key of the commit object of a path."""
-        return self._prefix(path) + _COMMIT
-
-    def lease_key(self, directory: str) -> str:
-        """Return the key of the lease of a run."""
-        return self._prefix(directory) + _LEASE
-
     # --- objects; these block, and raise OSError --------------------------------------------------------------
+
+    def key(self, path: str) -> str:
+        """Return the prefix of the keys below a canonical path."""
+        return "" if path == self._url else f"{path[len(self._url) + 1 :]}/"
 
     def record(self, path: str) -> _Record | None:
         """Return the commit object of a path; None if there is none."""
-        found = self.objects.get(self.commit_key(path))
-        if found is None:
-            return None
-        return _Record(**json.loads(found[1]), stamp=found[0]["stamp"], modified=found[0]["modified"])
+        facts, data = self.objects.get(self.key(path) + _COMMIT) or ({}, b"")
+        return _Record(**json.loads(data) | {name: facts[name] for name in ("stamp", "modified")}) if data else None
+
+    def owner(self, directory: str) -> tuple[_Owner, Stamp] | None:
+        """Return the lease of a run, and its stamp."""
+        facts, data = self.objects.get(self.key(directory) + _LEASE) or ({}, b"")
+        return (_Owner(**json.loads(data)), facts["stamp"]) if data else None
 
     def names(self, path: str) -> list[str]:
         """Return the names directly below a path that have checkpoints; FileNotFoundError if nothing is there."""
-        objects, below = self.objects.tops(self._prefix(path))
-        found = [name for name in below if read_ticket(name) is None and self._has_any(self.below(path, name))]
+        objects, below = self._tops(path)
+        found = [name for name in below if self._has_any(self.below(path, name))]
         if not found and _LEASE not in objects:
             raise FileNotFoundError(f"nothing is at {path}")
         return found
 
     def _has_any(self, path: str) -> bool:
-        objects, below = self.objects.tops(self._prefix(path))
-        if not {_COMMIT, _LEASE}.isdisjoint(objects):
-            return True
-        return any(self._has_any(self.below(path, name)) for name in below if read_ticket(name) is None)
+        objects, below = self._tops(path)
+        return bool({_COMMIT, _LEASE} & objects) or any(self._has_any(self.below(path, name)) for name in below)
+
+    def _tops(self, path: str) -> tuple[set[str], list[str]]:
+        """Return the names of the objects directly below a path, and of what has objects below, but tokens."""
+        reply, _ = self.objects.ask("list", prefix := self.key(path), delimiter="/")
+        names = [key[len(prefix) : -1] for key in reply["prefixes"]]
+        return {key[len(prefix) :] for key in reply["objects"]}, [name for name in names if not read_ticket(name)]
+
+    def _tokens(self, path: str) -> dict[str, dict[str, Facts]]:
+        """Return the objects of each token below a path."""
+        found: dict[str, dict[str, Facts]] = {}
+        for key, facts in self.objects.below(self.key(path)).items():
+            above, mark, rest = f"{self.key(path)}{key}".partition(f"/{HIDDEN}")
+            if mark:
+                ticket, _, name = rest.partition("/")
+                found.setdefault(f"{above}{mark}{ticket}/", {})[name] = facts
+        return found
 
     def retire(self, token: str) -> None:
         """Let the objects of a token go when ``grace_s`` is over; at once if it is 0."""
         if token:
             self.objects.put(f"{token}state", b"replaced")
             if not self._grace_s:
-                self.objects.remove(token, "state")
+                self.objects.remove(token)
 
-    def _owners(self, token: str, ticket: str) -> Liveness:
-        """Return whether any process that takes part lives: the one of the ticket, if none has said so."""
-        tickets = [*self.objects.objects(f"{token}held/")] or [ticket]
-        found = {liveness(each.owner, this_process()) for name in tickets if (each := read_ticket(name)) is not None}
-        return "alive" if "alive" in found else "unknown" if "unknown" in found else "dead"
-
-    def _clean(self, path: str, older_than_s: float | None) -> list[str]:
-        """Remove what is left below a path, except what its commit object names; return it."""
+    def clean_up(self, path: str, older_than_s: float | None = None) -> list[str]:
+        """Do as `clean`, below a path."""
         left: list[tuple[str, Stamp, Action]] = []
-        for ticket in filter(read_ticket, self.objects.tops(self._prefix(path))[1]):
-            token = f"{self._prefix(path)}{ticket}/"
-            with contextlib.suppress(FileNotFoundError):  # another one removes it
-                left.append((token, *self._action(token, ticket, older_than_s)))
-        now = self.record(path)  # only now: none of these can be published any more
+        for token, found in self._tokens(path).items():
+            facts, state = self.objects.get(f"{token}state") or ({"stamp": "", "age": 0.0}, b"")
+            is_old = older_than_s is not None and min(each["age"] for each in found.values()) >= older_than_s
+            owners = _liveness(token, found)
+            word = state.decode().partition(" ")[0]
+            action = decide(word, facts["age"], owners, is_old=is_old, grace_s=self._grace_s)
+            left.append((token, facts["stamp"], action))
         removed = []
         for token, stamp, action in left:
-            if action == "keep" or (now is not None and token == now.token):
-                continue
-            if action == "retire":
-                self.retire(token)
-                continue
-            with contextlib.suppress(ConditionError):  # it lives after all, and is being published
-                if action == "discard":
-                    self.objects.put(f"{token}state", b"discard", stamp)
-                self.objects.remove(token, "state")
-                removed.append(f"{self._url}/{token[:-1]}")
+            # Only now: it can't be published any more.
+            now = None if action == "keep" else self.record(f"{self._url}/{token.rpartition(f'/{HIDDEN}')[0]}")
+            if action != "keep" and (now is None or now.token != token):
+                with contextlib.suppress(ConditionError):  # it lives after all, and is being published
+                    if action == "discard":
+                        self.objects.put(f"{token}state", b"discard", stamp)
+                    self.objects.remove(token)
+                    removed.append(f"{self._url}/{token[:-1]}")
         return removed
-
-    def _action(self, token: str, ticket: str, older_than_s: float | None) -> tuple[Stamp, Action]:
-        reply, data = self.objects.get(f"{token}state") or ({"now": 0.0, "modified": 0.0, "stamp": ""}, b"")
-        newest = max(facts["modified"] for facts in self.objects.objects(token).values())
-        is_old = older_than_s is not None and reply["now"] - newest >= older_than_s
-        age_s = reply["now"] - reply["modified"]
-        state = data.decode().partition(" ")[0]
-        owners = self._owners(token, ticket)
-        return reply["stamp"], decide(state, age_s, owners, is_old=is_old, grace_s=self._grace_s)
 
     # --- checkpoints ----------------------------------------------------------------------------------------
 
@@ -746,80 +673,64 @@ class ServerStorage(SharedStorage):
         self, path: str, *, overwrite: bool, workers: Workers, ticket: str | None = None
     ) -> SharedTransaction:
         path = self.resolve(path)
-        begun = self._transaction(path, ticket or new_ticket(), workers, overwrite=overwrite)
+        begun = ServerTransaction(self, path, ticket or new_ticket(), _workers=workers, _overwrite=overwrite)
+
+        def begin() -> SharedTransaction:
+            self.clean_up(path)
+            if (not overwrite or self.record(path) is None) and self._has_any(path):
+                raise _taken(path)
+            return begun.enter(self.objects.put(f"{self.key(path)}{begun.ticket}/state", b"open", ""))
+
         with _errors(WriteError, f"begin to write {path}"):
-            await workers.run(self._make_way, path, overwrite)
-            await workers.run(begun.begin)
-        return begun
-
-    def _make_way(self, path: str, overwrite: bool) -> None:
-        self._clean(path, None)
-        if not overwrite and self.record(path) is not None:
-            raise CheckpointExistsError(f"{path} exists already; save under another name, or pass overwrite=True")
-
-    def _transaction(
-        self, path: str, ticket: str, workers: Workers, *, overwrite: bool = False, joins: bool = False
-    ) -> ServerTransaction:
-        found = read_ticket(ticket)
-        if found is None or found.suffix:
-            raise WriteError(f"{ticket!r} is no ticket of an unfinished checkpoint")
-        return ServerTransaction(self, path, ticket, workers, overwrite=overwrite, joins=joins)
+            return await workers.run(begin)
 
     async def join(self, path: str, ticket: str, *, workers: Workers) -> SharedTransaction:
-        path = self.resolve(path)
-        joined = self._transaction(path, ticket, workers, joins=True)
+        joined = ServerTransaction(self, self.resolve(path), ticket, _workers=workers, _joins=True)
         with _errors(WriteError, f"join the save of {path}"):
-            await workers.run(lambda: joined.join(None, must=True))
-        return joined
+            return await workers.run(joined.enter)
 
     async def take_over(
         self, path: str, ticket: str, *, overwrite: bool, workers: Workers, stamp: Stamp | None
     ) -> SharedTransaction:
-        path = self.resolve(path)
-        taken = self._transaction(path, ticket, workers, overwrite=overwrite)
+        taken = ServerTransaction(self, self.resolve(path), ticket, _workers=workers, _overwrite=overwrite)
         with _errors(WriteError, f"take over the save of {path}"):
-            await workers.run(lambda: taken.join(stamp, must=False))
-        return taken
+            return await workers.run(taken.enter, stamp)
 
     async def open(self, path: str, *, workers: Workers) -> Source:
         path = self.resolve(path)
+
+        def look() -> Source:
+            listing = _ServerListing(self, path, LookBudget())
+            listing.list_below()
+            return _ServerSource(listing, self)
+
         with _errors(LoadError, f"open {path}"):
             try:
-                return await workers.run(self._open, path)
+                return await workers.run(look)
             except FileNotFoundError as exc:
                 raise CheckpointNotFoundError(f"there is no checkpoint at {path}") from exc
 
-    def _open(self, path: str) -> Source:
-        listing = _ServerListing(self, path, LookBudget())
-        listing.list_below()
-        return _ServerSource(listing, self)
-
     async def delete(self, path: str, *, workers: Workers) -> None:
         path = self.resolve(path)
-        with _errors(DeleteError, f"delete {path}"):
-            await workers.run(self._delete, path)
 
-    def _delete(self, path: str) -> None:
-        while (now := self.record(path)) is not None:
-            with contextlib.suppress(ConditionError):  # it was replaced just now
-                self.objects.delete(self.commit_key(path), now.stamp)
-                self.retire(now.token)
-                return
-        try:
+        def delete() -> None:
+            while (now := self.record(path)) is not None:
+                with contextlib.suppress(ConditionError):  # it was replaced just now
+                    self.objects.delete(self.key(path) + _COMMIT, now.stamp)
+                    self.retire(now.token)
+                    return
             names = self.names(path)
-        except FileNotFoundError as exc:
-            raise CheckpointNotFoundError(f"there is no checkpoint at {path} to delete") from exc
-        raise DeleteError(f"{path} is no checkpoint: below it are {len(names)} names; nothing was deleted")
+            raise DeleteError(f"{path} is no checkpoint, but has {', '.join(names)} below it; nothing was deleted")
+
+        with _errors(DeleteError, f"delete {path}"):
+            try:
+                await workers.run(delete)
+            except FileNotFoundError as exc:
+                raise CheckpointNotFoundError(f"there is no checkpoint at {path} to delete") from exc
 
     async def clean(self, directory: str, *, older_than_s: float | None = None, workers: Workers) -> list[str]:
-        directory = self.resolve(directory)
         with _errors(DeleteError, f"look for what killed processes have left in {directory}"):
-            return await workers.run(self._clean_all, directory, older_than_s)
-
-    def _clean_all(self, directory: str, older_than_s: float | None) -> list[str]:
-        _, names = self.objects.tops(self._prefix(directory))
-        paths = [self.below(directory, name) for name in names if read_ticket(name) is None]
-        return [each for path in paths for each in self._clean(path, older_than_s)]
+            return await workers.run(self.clean_up, self.resolve(directory), older_than_s)
 
     # --- directories ------------------------------------------------------------------------------------------
 
@@ -831,55 +742,51 @@ class ServerStorage(SharedStorage):
         now = self.record(path)
         if now is None:
             raise FileNotFoundError(f"there is no checkpoint at {path}")
-        for name in names:
-            aside = self.below(self.split(path)[0], name)
+        for aside in (self.below(self.split(path)[0], name) for name in names):
             with contextlib.suppress(ConditionError):
-                self.objects.put(self.commit_key(aside), now.encode(), "")
-                self.objects.put(f"{now.token}state", b"aside")
-                self.objects.delete(self.commit_key(path), now.stamp)
-                return aside
-        raise FileExistsError(f"each name for {path} is taken")
-
-    def lease_record(self, directory: str) -> tuple[_LeaseRecord, dict[str, Any]] | None:
-        """Return the contents of a lease and the facts of its object."""
-        found = self.objects.get(self.lease_key(directory))
-        return None if found is None else (_LeaseRecord(**json.loads(found[1])), found[0])
-
-    def _is_left(self, record: _LeaseRecord, facts: dict[str, Any]) -> bool:
-        ticket = read_ticket(record.ticket)
-        owner = liveness(None if ticket is None else ticket.owner, this_process())
-        return owner == "dead" or (owner == "unknown" and facts["now"] - facts["modified"] > _STALE_S)
+                self.objects.put(self.key(aside) + _COMMIT, now.data, "")
+                break
+        else:
+            raise FileExistsError(f"each name for {path} is taken")
+        self.objects.put(f"{now.token}state", b"aside")
+        self.objects.delete(self.key(path) + _COMMIT, now.stamp)
+        return aside
 
     def lease(self, directory: str) -> RunLease:
-        facts = _LeaseRecord(socket.gethostname(), os.getpid(), time.time(), new_ticket())
-        found = self.lease_record(directory)
-        if found is not None and not self._is_left(*found):
-            raise _refusal(directory, found[0])
+        found = self.owner(directory)
+        if found is not None and not found[0].is_dead:
+            raise _locked(directory, found[0])
+        mine = _Owner(socket.gethostname(), os.getpid(), time.time(), new_ticket())
         try:
-            only_if = "" if found is None else found[1]["stamp"]
-            stamp = self.objects.put(self.lease_key(directory), json.dumps(asdict(facts)).encode(), only_if)
+            key, before = self.key(directory) + _LEASE, "" if found is None else found[1]
+            return ServerLease(self, directory, self.objects.put(key, json.dumps(asdict(mine)).encode(), before))
         except ConditionError as exc:  # another one was faster
-            raise _refusal(directory, None) from exc
-        return ServerLease(self, directory, facts, stamp)
+            raise _locked(directory, None) from exc
 
     def owner_of(self, directory: str) -> LeaseFacts | None:
-        found = self.lease_record(directory)
-        return None if found is None or self._is_left(*found) else found[0]
+        found = self.owner(directory)
+        return None if found is None or found[0].is_dead else found[0]
 
     def is_finishing(self, directory: str) -> bool:
-        for name in self.objects.tops(self._prefix(directory))[1]:
-            prefix = self._prefix(self.below(directory, name))
-            for ticket in filter(None, map(read_ticket, self.objects.tops(prefix)[1])):
-                token = f"{prefix}{ticket.base}/"
-                is_orphan = liveness(ticket.owner, this_process()) == "dead"
-                if is_orphan and self.objects.objects(f"{token}held/") and self._owners(token, ticket.base) == "alive":
-                    return True
-        return False
+        return any(
+            _liveness(token, {}) == "dead" and _liveness(token, found) == "alive"
+            for token, found in self._tokens(directory).items()
+        )
 
 
-def _refusal(directory: str, owner: LeaseFacts | None) -> RunLockedError:
-    who = "another process that is taking it now" if owner is None else str(owner)
-    error = f"the run {directory} is being written by {who}: end that program first, or only read with mode='read'"
+def _liveness(token: str, found: Mapping[str, Facts]) -> Liveness:
+    """Return whether a process lives that takes part; that of the ticket, if none has said so."""
+    names = [name.removeprefix("held/") for name in found if name.startswith("held/")] or [token.split("/")[-2]]
+    states = {liveness(ticket.owner, this_process()) for name in names if (ticket := read_ticket(name)) is not None}
+    return "alive" if "alive" in states else "unknown" if "unknown" in states else "dead"
+
+
+def _taken(path: str) -> CheckpointExistsError:
+    return CheckpointExistsError(f"{path} exists already; save under another name, or pass overwrite=True")
+
+
+def _locked(directory: str, owner: LeaseFacts | None) -> RunLockedError:
+    error = f"the run {directory} is being written by {owner or 'another process'}: end that, or pass mode='read'"
     return RunLockedError(error) if owner is None else RunLockedError(error, owner.host, owner.pid, owner.since)
 
 
