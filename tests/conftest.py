@@ -25,6 +25,7 @@ from aiockpt.staging.pool import ChunkPool
 from aiockpt.storage.local import replacing
 from aiockpt.testing import ServerStorage, start_server
 from tests import forked_python
+from tests.places import ServerPath, left_in
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell's script
     signal.signal(signal.SIGINT, signal.default_int_handler)  # so children do not inherit that it is ignored
@@ -127,9 +128,17 @@ def _server() -> Iterator[str]:
 
 @pytest.fixture
 def server_url(_server: str) -> Iterator[str]:
-    """Return the URL of a server of objects, of which a test leaves none."""
+    """Return the URL of a server of objects; a test leaves none of an unfinished save."""
     yield _server
+    left = left_in(_server)
     ServerStorage(_server).objects.remove("")
+    assert not left, f"objects left: {left}"
+
+
+@pytest.fixture(params=["local", "server"])
+def anywhere(request: pytest.FixtureRequest, tmp_path: Path, server_url: str) -> Path | ServerPath:
+    """Return a directory where nothing is: in the file system, and in a server."""
+    return tmp_path if request.param == "local" else ServerPath(f"{server_url}/{tmp_path.name}")
 
 
 def _open_files(process: psutil.Process) -> int:
