@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self
 import anyio
 import anyio.lowlevel
 
+from aiockpt.core.importing import importing
 from aiockpt.core.parameters import parameters_of
 from aiockpt.core.threads import check_asyncio
 from aiockpt.engine.facade import CheckpointerBase, closing
-from aiockpt.engine.requests import LoadRequest, OpenRequest, SaveRequest, StateDict
+from aiockpt.engine.requests import LoadRequest, OpenRequest, SaveRequest, StateDict, TransactionRequest
 
 if TYPE_CHECKING:
     from aiockpt.core.futures import Completion
+    from aiockpt.engine.transaction import AsyncTransaction
     from aiockpt.format.transforms.base import Transform
     from aiockpt.options import Path
     from aiockpt.reading.apply_live import Loading
@@ -83,6 +85,29 @@ class AsyncCheckpointer(CheckpointerBase):
             AiockptError: the failure of an earlier save that was not awaited.
         """
         return self._submitter.submit(request)
+
+    @parameters_of(TransactionRequest)
+    def transaction(self, request: TransactionRequest) -> AsyncTransaction:
+        """Save several checkpoints and files into one directory, which appear at once or not at all.
+
+        ::
+
+            async with ckpt.transaction("runs/a/checkpoint-100") as tx:
+                tx.save({"model": model}, format="safetensors")   # the directory itself
+                tx.save({"optim": optimizer}, "optimizer")        # a checkpoint of its own, in a directory below
+                tx.add("config.json", config)                     # bytes, or a path
+            await tx.staged    # now the tensors may change
+            await tx.written   # all of it is durable
+
+        With several ranks it is collective. Leaving the block does not wait for the saves.
+
+        Raises:
+            SaveError: on entering, with what `save` raises: the path is taken, or the checkpointer is busy.
+        """
+        with importing():
+            from aiockpt.engine.transaction import AsyncTransaction
+
+        return AsyncTransaction(self, request)
 
     @parameters_of(LoadRequest)
     def load(self, request: LoadRequest) -> Coroutine[Any, Any, Any]:

@@ -292,14 +292,10 @@ def check_choice(name: str, value: object, known: object) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SaveOptions:
-    """Options of a save. They are checked by the save, not here: if one is wrong, the other ranks must be notified.
+class StateOptions:
+    """Options of how a state is saved, wherever that is. They are checked by the save, as those of `SaveOptions` are.
 
     Attributes:
-        overwrite: atomically replace a checkpoint at this path: a directory, a file of ``torch.save`` or safetensors,
-            or an empty directory. If the path is a link, the link is replaced, not its target. A directory that holds
-            anything that its checkpoint does not name is refused, with a list of these files. Safetensors may replace
-            others beside the files of a model repository, such as ``config.json``, which are kept.
         metadata: JSON-able values, stored in `.aiockpt.json`. For safetensors also in the header of each file, where
             values that are not text are stored as JSON.
         format: "dcp": readable by ``torch.distributed.checkpoint``. "safetensors": readable by ``safetensors`` and
@@ -308,9 +304,6 @@ class SaveOptions:
             ``model.safetensors``, or a set of files with ``model.safetensors.index.json``, and `.aiockpt.json` with
             their CRCs. "torch": one file, as ``torch.save`` writes it, from one process. None: by the end of the path,
             "safetensors" for ``.safetensors``, "torch" for ``.pt``, ``.pth``, ``.ckpt`` and ``.bin``, else "dcp".
-        files: files to add to the checkpoint's directory, by name: their bytes, or the path of a file to copy, which is
-            read at the call. They are published with it and are in its manifest, so `verify` checks them too. With
-            several ranks, those of rank 0 are added.
         include: save these only: names, names of containers (with everything in them), and glob patterns such as
             ``"model.*.weight"``, whose ``*`` matches dots too. Or a function of the dotted name and the value of each
             tensor and object, which returns whether to save it. A pattern that matches nothing in the state is
@@ -325,16 +318,6 @@ class SaveOptions:
             the state does not have are ignored.
         separation_hint: prefixes of names. Items with such a prefix go to files of their own, whose names begin with
             the prefix, so that for example the optimizer's part can be moved or deleted alone. For the "dcp" format.
-        pre_commit: a function or coroutine function that is called with the path when all bytes are durable and
-            nothing is published. If it fails, the save fails. It runs in a worker thread, a coroutine in an event loop
-            of its own there; with several ranks, each runs its own hook. It may load, open, verify and delete with
-            this checkpointer. Calls that would wait for the hook itself raise `SaveError`: to save, to wait for a
-            save, and to close.
-        post_commit: the same, called when the checkpoint is published, before `written` comes. With a second parameter
-            that has no default, it gets the SaveResult too. If it fails, the save has still succeeded: the error is
-            logged, and is ``post_commit_error`` of the result.
-        storage: where the checkpoint is stored; None: as the checkpointer says.
-        storage_options: options of the storage of a URL; None: the checkpointer's.
         compress: which items to compress. None: none. "zstd" or `aiockpt.Zstd`: all. A mapping from names, names of
             containers and patterns (see ``keys`` of `load`) to one of these or None: the first match counts, and
             items without a match are not compressed. Or a function of name and tensor that returns one of these; it
@@ -355,22 +338,57 @@ class SaveOptions:
             blocks the caller. The same on all ranks.
     """
 
-    overwrite: bool = False
     metadata: Mapping[str, Any] | None = None
     format: SaveFormat | None = None
-    files: Mapping[str, bytes | Path] | None = None
     include: Filter | None = None
     exclude: Filter | None = None
     shard_bytes: int | None = None
     fqn_to_index_mapping: Mapping[str, int] | None = None
     separation_hint: str | Sequence[str] | None = None
+    compress: CompressRule = None
+    validate: Validation | None = None
+    replicas: Replicas = "check"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommitOptions:
+    """Options of where a checkpoint is stored, and how it is published.
+
+    Attributes:
+        pre_commit: a function or coroutine function that is called with the path when all bytes are durable and
+            nothing is published. If it fails, the save fails. It runs in a worker thread, a coroutine in an event loop
+            of its own there; with several ranks, each runs its own hook. It may load, open, verify and delete with
+            this checkpointer. Calls that would wait for the hook itself raise `SaveError`: to save, to wait for a
+            save, and to close.
+        post_commit: the same, called when the checkpoint is published, before `written` comes. With a second parameter
+            that has no default, it gets the SaveResult too. If it fails, the save has still succeeded: the error is
+            logged, and is ``post_commit_error`` of the result.
+        storage: where the checkpoint is stored; None: as the checkpointer says.
+        storage_options: options of the storage of a URL; None: the checkpointer's.
+    """
+
     pre_commit: Hook | None = None
     post_commit: CommitHook | None = None
     storage: Storage | None = None
     storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
-    compress: CompressRule = None
-    validate: Validation | None = None
-    replicas: Replicas = "check"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveOptions(StateOptions, CommitOptions):
+    """Options of a save. They are checked by the save, not here: if one is wrong, the other ranks must be notified.
+
+    Attributes:
+        overwrite: atomically replace a checkpoint at this path: a directory, a file of ``torch.save`` or safetensors,
+            or an empty directory. If the path is a link, the link is replaced, not its target. A directory that holds
+            anything that its checkpoint does not name is refused, with a list of these files. Safetensors may replace
+            others beside the files of a model repository, such as ``config.json``, which are kept.
+        files: files to add to the checkpoint's directory, by name: their bytes, or the path of a file to copy, which is
+            read at the call. They are published with it and are in its manifest, so `verify` checks them too. With
+            several ranks, those of rank 0 are added.
+    """
+
+    overwrite: bool = False
+    files: Mapping[str, bytes | Path] | None = None
 
 
 # --- loading ------------------------------------------------------------------------------------------

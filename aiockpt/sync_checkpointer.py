@@ -9,12 +9,14 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Self
 
 from aiockpt.coordination.choose import is_distributed
+from aiockpt.core.importing import importing
 from aiockpt.core.parameters import arguments_of, parameters_of
 from aiockpt.engine.facade import CheckpointerBase, closing
-from aiockpt.engine.requests import LoadRequest, OpenRequest, SaveRequest, StateDict
+from aiockpt.engine.requests import LoadRequest, OpenRequest, SaveRequest, StateDict, TransactionRequest
 from aiockpt.errors import SaveError
 
 if TYPE_CHECKING:
+    from aiockpt.engine.transaction import SyncTransaction
     from aiockpt.options import Path
     from aiockpt.reading.reader import SyncCheckpointReader
     from aiockpt.saving.handle import SaveHandle
@@ -73,6 +75,17 @@ class SyncCheckpointer(CheckpointerBase):
             The handle; ``stage, write = submit(...)`` unpacks its two futures, which are `concurrent.futures.Future`s.
         """
         return self._submitter.submit(request)
+
+    @parameters_of(TransactionRequest)
+    def transaction(self, request: TransactionRequest) -> SyncTransaction:
+        """Save several checkpoints into one directory: ``with ckpt.transaction(path) as tx:``.
+
+        See `AsyncCheckpointer.transaction`. Leaving the block does not wait: ``tx.written.result()`` does.
+        """
+        with importing():
+            from aiockpt.engine.transaction import SyncTransaction
+
+        return SyncTransaction(self, request)
 
     @parameters_of(LoadRequest)
     def load(self, request: LoadRequest) -> Any:

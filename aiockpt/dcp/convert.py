@@ -54,7 +54,6 @@ from aiockpt.saving.strategy import documents_of
 from aiockpt.staging.pool import MappedMemory
 from aiockpt.storage.local import beside
 from aiockpt.storage.local.belonging import look_into
-from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.storage.local.temp_dir import new_ticket
 from aiockpt.storage.syscalls import open_directory
 from aiockpt.sync_checkpointer import SyncCheckpointer
@@ -116,8 +115,7 @@ class Recoding:
             if isinstance(file_format, TorchFormat):
                 if await run(os.path.isdir, target):
                     raise CheckpointExistsError(f"{target} is a directory; name the file to write")
-                if isinstance(storage, LocalStorage):  # stock's conversion writes beside what it reads
-                    storage = storage.within_checkpoints()
+                storage = storage.within_checkpoints()  # stock's conversion writes beside what it reads
                 file_format = TorchFormat(index.wrapped)
                 values = await filler.objects()
             elif isinstance(file_format, DcpFormat):
@@ -404,7 +402,7 @@ async def write_checkpoint(
     """Convert, on the checkpointer's loop; see `aiockpt.dcp.format_utils.torch_save_to_dcp`."""
     engine, run = EngineAccess(checkpointer), tools.workers.run
     storage, path = engine.locate(recoding.path)
-    _, target = engine.locate(recoding.target)
+    place, target = engine.locate(recoding.target)
     format_for("dcp", target)
     shared = await run(_must_move_in, target, overwrite=recoding.overwrite)
     inner = os.path.join(target, new_ticket()) if shared else target
@@ -420,7 +418,7 @@ async def write_checkpoint(
             if opened.index.wrapped is not None:
                 await run(opened.source.close)
                 raise _no_state_dict(path)
-            await recoding.convert(opened, storage, inner, tools, report)
+            await recoding.convert(opened, place, inner, tools, report)
         if shared:
             names = {name: name for name in await run(os.listdir, inner) if name != METADATA_NAME}
             await run(beside.publish, inner, target, names, METADATA_NAME)

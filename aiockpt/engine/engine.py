@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from aiockpt.reading.executor import LoadTools
     from aiockpt.saving.collective import CollectiveResources
     from aiockpt.saving.job import SaveJob
+    from aiockpt.saving.joint import Joint
     from aiockpt.saving.pipeline import SavePipeline
     from aiockpt.staging.pool import SharedMemory
 
@@ -78,6 +79,7 @@ class Engine:
         self._world: CollectiveResources | None = None
         self._calls: weakref.WeakSet[Call[Any]] = weakref.WeakSet()
         self.arenas = ArenaCache()
+        self.joints: set[Joint] = set()  # transactions that have begun, and whose last step was not submitted
         self._last: SaveJob | None = None
         self._died: BaseException | None = None
         self._is_stuck = False  # a thread hangs and is left behind
@@ -150,6 +152,7 @@ class Engine:
                         tools.writer.start(tasks)
                     await self._stop.wait()
                 finally:
+                    await self._give_up_joints()
                     if tools.writer is not None:
                         with anyio.CancelScope(shield=True):
                             await tools.writer.aclose()
@@ -160,6 +163,16 @@ class Engine:
                 if self._world is not None:
                     self._world.coordinator.close()
                 self.reports.end()
+
+    async def _give_up_joints(self) -> None:
+        """Remove what transactions have written that were never left. Not to be cancelled."""
+        for joint in list(self.joints):
+            with anyio.CancelScope(shield=True):
+                try:
+                    await joint.abort()
+                except AiockptError as exc:
+                    logger.warning("%s", exc)
+            logger.warning("%s: its transaction was open when the checkpointer was closed; nothing is left", joint.path)
 
     def _fail(self, cause: BaseException) -> None:
         """Fail everything that is pending, after a defect of the engine, and end its loop. Idempotent."""
@@ -212,13 +225,16 @@ class Engine:
     def submit(self, job: SaveJob) -> None:
         """Queue a save. Raise the error of an earlier save that was not awaited, or that the engine is closed."""
         with self._lock:  # saves get their places in the queue, the throttle and the loop in one order
-            self.queue.raise_unreported()
+            is_joint = job.spec.is_part or job.spec.joint is not None  # then its transaction has passed these
+            if not is_joint:
+                self.queue.raise_unreported()
             self._start()
-            if self.leads:
+            if self.leads and not is_joint:
                 self.queue.supersede(job.path)
             if self._throttle is not None:
                 job.throttle = self._throttle.for_next_save()
-            self.reports.started(job)
+            if not job.spec.is_part:
+                self.reports.started(job)
             self._enqueue(job)
 
     def refuse(self, job: SaveJob) -> None:

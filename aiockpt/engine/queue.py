@@ -106,7 +106,8 @@ class SaveQueue:
         """Return the saves whose tensors are not all copied, in order; none in a forked process."""
         if not self._origin.is_here:
             return []
-        return [job for job in self.jobs if not job.handle.staged.done() and not job.spec.refusal]
+        jobs = [job for job in self.jobs if not job.handle.staged.done() and not job.spec.refusal]
+        return [job for job in jobs if job.spec.joint is None]  # which copies nothing itself
 
     def is_path_busy(self, path: str, *, overwrite: bool) -> bool:
         """Return whether a save in flight, or one that hangs, keeps another from this path."""
@@ -141,7 +142,7 @@ class SaveQueue:
 
     @property
     def _busy(self) -> bool:
-        return len(self._running) >= self._most
+        return sum(not job.spec.is_part for job in self._running) >= self._most
 
     def supersede(self, path: str) -> None:
         """End the queued saves that the save to this path supersedes, if that is the policy."""
@@ -171,7 +172,7 @@ class SaveQueue:
     def add(self, job: SaveJob) -> None:
         with self.lock:
             self._jobs.append(job)
-            if job.spec.refusal is None:
+            if job.spec.refusal is None and not job.spec.is_part:
                 self._unreported.append(job)
 
     def mark_reported(self, job: SaveJob) -> None:
@@ -185,7 +186,7 @@ class SaveQueue:
             if job.ended:
                 return
             job.ended = True
-            if job.spec.refusal is None or job not in self._jobs:
+            if not job.spec.is_part and (job.spec.refusal is None or job not in self._jobs):
                 self._count(job, error)
                 self._reports.over(job, outcome_of(error), result, error)
 
@@ -271,7 +272,7 @@ class SaveQueue:
         """Return the counts, with the bytes of staging memory."""
         with self.lock:
             return Statistics(
-                in_flight=sum(job.spec.refusal is None for job in self._running),
+                in_flight=sum(job.spec.refusal is None and not job.spec.is_part for job in self._running),
                 abandoned=len(self._abandoned),
                 written=self._counts["written"],
                 skipped=self._counts["skipped"],

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from aiockpt.options import LoadOptions, OpenOptions, Path, SaveOptions
+from aiockpt.options import CommitOptions, LoadOptions, OpenOptions, Path, SaveOptions, StateOptions
 from aiockpt.snapshot.live import Stateful
 
 StateDict = Mapping[Any, Any] | Stateful
@@ -28,6 +28,34 @@ class SaveRequest(SaveOptions):
 
     state_dict: StateDict = field(repr=False)
     path: Path
+
+
+@dataclass(frozen=True)
+class TransactionRequest(CommitOptions):
+    """Arguments of a transaction.
+
+    Attributes:
+        path: the directory that the checkpoints of the transaction are to be in; see `AsyncCheckpointer.save`. A
+            ``pre_commit`` hook with a second parameter that has no default gets `CheckpointTransaction.directory` too.
+        overwrite: atomically replace all of what is at this path; see `AsyncCheckpointer.save`.
+    """
+
+    path: Path
+    overwrite: bool = field(default=False, kw_only=True)
+
+
+@dataclass(frozen=True)
+class PartRequest(StateOptions):
+    """Arguments of a save within a transaction.
+
+    Attributes:
+        state_dict: see `AsyncCheckpointer.save`.
+        name: the directory below the transaction's that becomes this checkpoint, or the file if it ends in
+            ``.safetensors``, ``.pt``, ``.pth``, ``.ckpt`` or ``.bin``. Empty: the transaction's directory itself.
+    """
+
+    state_dict: StateDict = field(repr=False)
+    name: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ from aiockpt.planning.dcp_plan import DcpFormat
 from aiockpt.planning.flatten import NameMemo
 from aiockpt.planning.safetensors_plan import SafetensorsFormat
 from aiockpt.planning.torch_plan import TorchFormat
-from aiockpt.saving.job import SaveJob, SaveSpec
+from aiockpt.saving.job import SaveJob, SaveSpec, no_state
 from aiockpt.snapshot.capture import capture_items, capture_state
 from aiockpt.storage.base import Storage, shared_storage
 
@@ -43,11 +43,12 @@ if TYPE_CHECKING:
 
     from aiockpt.coordination.protocol import RankCall
     from aiockpt.engine.engine import Engine
-    from aiockpt.engine.requests import SaveRequest, StateDict
+    from aiockpt.engine.requests import SaveRequest, StateDict, TransactionRequest
     from aiockpt.format.transforms.base import Transform
     from aiockpt.planning.planner import FileFormat, Planner
     from aiockpt.planning.snapshot import Snapshot
     from aiockpt.saving.handle import SaveHandle
+    from aiockpt.saving.joint import Joint
     from aiockpt.storage.registry import Storages
 
 
@@ -66,15 +67,16 @@ class Submitter:
         self._names = NameMemo()
         self._warned: set[frozenset[str]] = set()
 
-    def submit(self, request: SaveRequest) -> SaveHandle:
-        """Queue a save; see `aiockpt.AsyncCheckpointer.save`."""
+    def submit(self, request: SaveRequest, *, is_part: bool = False) -> SaveHandle:
+        """Queue a save; see `aiockpt.AsyncCheckpointer.save`. ``is_part``: of a transaction."""
         started = time.perf_counter()
         coordinator = self._engine.coordinator()
         call = None if coordinator is None else coordinator.call("save")
         path = self._storages.printable(request.path, request.storage)
         self._engine.origin.check(f"a save to {path}")
         try:
-            job = self._job(request, started, call, ranks=None if coordinator is None else coordinator.world_size)
+            ranks = None if coordinator is None else coordinator.world_size
+            job = self._job(request, started, call, ranks=ranks, is_part=is_part)
             captured = time.perf_counter()
             job.captured_s = captured - started
             job.spans.append(Span("capture", threading.current_thread().name, started, captured))
@@ -156,10 +158,13 @@ class Submitter:
             if fallback is None:  # else the save meets the same error, and uses the fallback
                 raise
 
-    def _job(self, request: SaveRequest, started: float, call: RankCall | None, *, ranks: int | None) -> SaveJob:
+    def _job(
+        self, request: SaveRequest, started: float, call: RankCall | None, *, ranks: int | None, is_part: bool
+    ) -> SaveJob:
         """Check everything that can be checked at the call, and capture the state."""
         engine, together = self._engine, ranks is not None
-        engine.queue.raise_unreported()
+        if not is_part:
+            engine.queue.raise_unreported()
         storage, where = self._storages.of(request.path, request.storage, request.storage_options)
         format = format_for(request.format, where)
         if format == "torch" and together:
@@ -167,9 +172,11 @@ class Submitter:
                 f"{where}: a torch.save file is written by one process. Save with format='dcp', and convert it with "
                 "`aiockpt convert`, or save with process_group=None on one rank"
             )
-        if engine.leads:  # one rank decides for all: the others may be behind or ahead of it
+        if engine.leads and not is_part:  # one rank decides for all: the others may be behind or ahead of it
             engine.queue.admit(where)
-        fallback = self._fallback_for(where, storage)
+        fallback = None if is_part else self._fallback_for(where, storage)
+        if (format == "torch" or where.endswith(SUFFIX)) and not storage.traits.single_files:
+            raise SaveError(f"{where}: {type(storage).__name__} keeps no checkpoints of one file; save to a directory")
         check = storage.check_repository if format == "safetensors" else storage.check
         self._check_path(check, where, fallback, overwrite=request.overwrite)
         self._check_transforms(request, format)
@@ -182,7 +189,7 @@ class Submitter:
         except TypeError as exc:
             raise SaveError(str(exc)) from None
         file_format = choose_file_format(request, format, where, metadata, files=self._options.writing_threads)
-        files = _read_files(request.files or {}, is_single=format == "torch" or where.endswith(SUFFIX))
+        files = read_files(request.files or {}, is_single=format == "torch" or where.endswith(SUFFIX))
         validate = request.validate or self._options.validate
         check_choice("validate", validate, Validation)
         check_choice("replicas", request.replicas, Replicas)
@@ -219,8 +226,29 @@ class Submitter:
             fallback=fallback,
             replicas=request.replicas,
             call=call,
+            is_part=is_part,
         )
         return SaveJob(spec, engine)
+
+    def submit_joint(self, joint: Joint, request: TransactionRequest) -> SaveHandle:
+        """Queue the last step of a transaction: it publishes what its parts have written, or removes it."""
+        started, coordinator = time.perf_counter(), self._engine.coordinator()
+        spec = SaveSpec(
+            path=joint.path,
+            storage=joint.storage,
+            snapshot=no_state(),
+            started=started,
+            overwrite=joint.overwrite,
+            joint=joint,
+            pre_commit=request.pre_commit,
+            post_commit=request.post_commit,
+            warn_only=self._options.warn_only,
+            call=None if coordinator is None else coordinator.call("save"),
+        )
+        job = SaveJob(spec, self._engine)
+        self._engine.submit(job)
+        self._engine.joints.discard(joint)
+        return job.handle
 
     def _warn_of_permissions(self, snapshot: Snapshot) -> None:
         """Warn about objects that need ``safe_globals`` or ``trust`` to be loaded, once for each set of classes."""
@@ -275,7 +303,7 @@ def check_portable(*tools: Storage | Transform) -> None:
             ) from exc
 
 
-def _read_files(files: Mapping[str, bytes | Path], *, is_single: bool) -> dict[str, bytes]:
+def read_files(files: Mapping[str, bytes | Path], *, is_single: bool) -> dict[str, bytes]:
     """Return the bytes of the files that are added to a checkpoint; refuse names that mean something in one."""
     if files and is_single:
         raise ValueError("files can be added to a directory only, but the path names one file")

@@ -9,7 +9,8 @@
 | a `*.safetensors` that is alone, and the parts of one set by their names | yes |
 | `common.pt` and `metadata.json` of Megatron, beside `.metadata` | yes |
 | files of a model repository (`config.json`, `tokenizer*`, ...) | never; safetensors may replace others beside them |
-| directories, and all other files | never |
+| directories below | if all that is in them belongs, as an intact `.aiockpt.json` lists it |
+| all other files | never |
 
 In a temporary directory, where a save may have been killed at any point, files of these names belong if nothing
 describes them. Files of a model repository there are those that a save was about to keep.
@@ -80,6 +81,12 @@ def own_files(files: Collection[str], documents: Mapping[str, bytes | None], *, 
         elif any(map(is_damaged, described, described.values())):
             own.update(rest)
     return own
+
+
+def listed_in(documents: Mapping[str, bytes | None]) -> frozenset[str]:
+    """Return the names that an intact manifest lists, also of files in directories below."""
+    manifest = documents.get(MANIFEST_NAME)
+    return (None if manifest is None else files_listed(manifest)) or frozenset()
 
 
 def is_of_repository(name: str) -> bool:
@@ -156,4 +163,7 @@ def finished_in(names: Collection[str]) -> str | None:
     """Return what is complete in a temporary directory: "" for itself, or a file in it; None if nothing is."""
     if SINGLE_NAME in names:
         return SINGLE_NAME
-    return "" if METADATA_NAME in names or any(name.endswith(SUFFIX) for name in names) else None
+    if METADATA_NAME in names or any(name.endswith(SUFFIX) for name in names):
+        return ""
+    # Of several checkpoints in one, all of them in directories below, the manifest is the last file.
+    return "" if MANIFEST_NAME in names and not any(fnmatchcase(name, _DCP) for name in names) else None

@@ -10,4 +10,5 @@ HIDDEN = ".aiockpt-"  # prefix of temporary directories and their sidecar files;
 # A single-file checkpoint in its temporary directory; without its name and suffix it is not mistaken for complete.
 SINGLE_NAME = "single"
 COMMON_NAME = "common.pt"  # what Megatron-Core stores beside `.metadata`: the rest of the state
+OPEN_MARK = ".aiockpt-open"  # in a temporary directory that others write into, too: all in it is removed with it
 CONFIG_NAME = "metadata.json"  # in which Megatron-Core says so

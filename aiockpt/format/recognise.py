@@ -30,7 +30,7 @@ from typing import Any, Literal, NamedTuple
 from aiockpt.core.wording import some_of
 from aiockpt.errors import LoadError, printable_key
 from aiockpt.format.item.ziparchive import LEGACY_MAGIC, ZIP_MAGIC, FramingError, read_directory
-from aiockpt.format.manifest.manifest import FileFacts, decode_head, is_of_another_save
+from aiockpt.format.manifest.manifest import FileFacts, decode_head, is_of_another_save, parts_in
 from aiockpt.format.names import COMMON_NAME, CONFIG_NAME, MANIFEST_NAME, METADATA_NAME, SUFFIX
 
 Format = Literal["aiockpt", "dcp", "safetensors", "torch", ""]
@@ -89,7 +89,7 @@ class Recognised:
 
     Attributes:
         layout: how it is read; empty if it is no checkpoint.
-        format: its format.
+        format: its format; of a directory of checkpoints, that they were published together, by aiockpt.
         state: "complete" as far as names tell; see `assess`.
         problem: why it is not complete, or what it is in place of a checkpoint.
         files: the files of a set, in order: for the layouts safetensors and torch.
@@ -163,7 +163,10 @@ def depends_on_below(found: Recognised, files: Collection[str], folders: Iterabl
 
 def _lacking_all(files: Mapping[str, int], fetch: Fetch) -> Recognised:
     """Return what a directory is that has our manifest, but neither metadata nor tensors."""
-    listed = facts_in(decode_head(document(MANIFEST_NAME, files, fetch)) or {})
+    head = decode_head(document(MANIFEST_NAME, files, fetch)) or {}
+    if parts := parts_in(head):
+        return Recognised(format="aiockpt", choices=tuple(sorted(parts)))
+    listed = facts_in(head)
     problem = f"{MANIFEST_NAME} is damaged" if listed is None else wrong_file(listed, files)
     by_dcp = listed is None or METADATA_NAME in listed
     return Recognised(
@@ -187,11 +190,16 @@ def _recognise_loose(files: Mapping[str, int], top: Sequence[str], fetch: Fetch,
         alone = _recognise_file(members[0], files[members[0]], fetch)
         if not alone.layout:  # by its contents
             return Recognised(problem=f"{printable_key(members[0])}: {alone.problem}")
-        if not _folders_with_checkpoints(files):
+        if not _folders_with_checkpoints(files) or _is_top_part(files, fetch):
             return _loose_set(members, files)
     choices = tuple(_checkpoints_in(files))
     problem = "" if choices else _foreign_directory(files)
     return Recognised(choices=choices, problem=problem)
+
+
+def _is_top_part(files: Mapping[str, int], fetch: Fetch) -> bool:
+    """Return whether the checkpoint at the top was published together with those in directories below."""
+    return MANIFEST_NAME in files and "" in parts_in(decode_head(document(MANIFEST_NAME, files, fetch)))
 
 
 def _indexed(index: str, files: Mapping[str, int], fetch: Fetch) -> Recognised:
@@ -483,8 +491,14 @@ def facts_in(head: Mapping[str, Any]) -> dict[str, FileFacts] | None:
 
 
 def wrong_file(listed: Mapping[str, FileFacts], files: Mapping[str, int]) -> str:
-    """Return which file is missing or of another size than the manifest lists; empty if none is."""
+    """Return which file is missing or of another size than the manifest lists; empty if none is.
+
+    Directories of which ``files`` has nothing may not have been looked into.
+    """
+    folders = {name.partition("/")[0] for name in files if "/" in name}
     for name, facts in listed.items():
+        if "/" in name and name.partition("/")[0] not in folders:
+            continue
         if name not in files:
             return f"it lacks its file {printable_key(name)}"
         if files[name] != facts.nbytes:

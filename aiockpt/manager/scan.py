@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from aiockpt.format.manifest.manifest import read_user_metadata
 from aiockpt.format.names import MANIFEST_NAME, METADATA_NAME
 from aiockpt.format.recognise import Recognised, assess, depends_on_below, recognise
-from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.storage.registry import Storages
 
 if TYPE_CHECKING:
@@ -201,6 +200,8 @@ def scan(directory: str | os.PathLike[str], storage: Storage | None = None) -> t
     Raises:
         OSError: the directory, or a manifest, can't be read.
     """
+    from aiockpt.storage.local.storage import LocalStorage  # which needs what `examine` does without
+
     return StepScanner(*Storages(storage, LocalStorage()).of(directory)).scan()
 
 

@@ -44,7 +44,6 @@ if TYPE_CHECKING:
 
     Buffer = Chunk | MappedMemory  # a chunk of staging memory, or a thread's own
 
-_MAX_GAP_BYTES = 64 << 10  # reading over a gap costs less than another system call
 _MAX_STRETCHES = 64  # of one batch
 _MAX_RUNS = 16_384  # of one part; bounds the list of runs in memory
 _MAX_FETCH_BYTES = 1 << 20
@@ -256,12 +255,12 @@ def coalesce(reads: Sequence[TensorRead], most_bytes: int, framing: FramingReade
     """
     jobs: list[CoalescedRead] = []
     stretches: list[_Stretch] = []
-    used = 0
+    used, gap_bytes = 0, framing.source.gap_bytes
     for read in sorted(reads, key=lambda read: read.chunk.place[:2]):
         place = read.chunk.place
         end = place.offset + place.length
         last = stretches[-1] if stretches else None
-        if last is not None and last.file == place.file and place.offset <= last.end + _MAX_GAP_BYTES:
+        if last is not None and last.file == place.file and place.offset <= last.end + gap_bytes:
             growth = max(0, end - last.end)
             if used + growth <= most_bytes:
                 last.reads.append(read)

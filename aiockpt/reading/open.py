@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
+import posixpath
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -123,28 +123,31 @@ def read_index(
 
 def check_place(source: Source, path: str) -> None:
     """Raise CheckpointNotFoundError if the path is a file inside of a checkpoint."""
-    name = os.path.basename(path)
+    name = posixpath.basename(path)
     if list(source.files) == [name] and _PART_NAME.fullmatch(name):
         raise CheckpointNotFoundError(
-            f"{path} is a file inside of a checkpoint: pass its directory, {os.path.dirname(path)}"
+            f"{path} is a file inside of a checkpoint: pass its directory, {posixpath.dirname(path)}"
         )
 
 
-def look_at(source: Source, path: str) -> Recognised:
-    """Return what checkpoint a path shows; if it shows none, raise an error that says what it is. Blocks."""
+def look_at(source: Source, path: str, *, is_joint: bool = False) -> Recognised:
+    """Return what checkpoint a path shows; if it shows none, raise an error that says what it is. Blocks.
+
+    ``is_joint``: it may be several checkpoints in directories below that were published together.
+    """
     check_place(source, path)
-    name, files = os.path.basename(path), source.files
+    name, files = posixpath.basename(path), source.files
     alone = list(files) == [name]
     index = name if name in files and name.endswith(SHARD_INDEX) else ""
     found = recognise(files, source.read_bytes, alone=alone and not index, index=index)
-    if found.choices:
+    if found.choices and not (is_joint and found.format):
         raise CheckpointNotFoundError(
             f"{path}: it is no checkpoint, but holds {'several' if found.choices[1:] else 'one'}: "
             f"{some_of(found.choices, _MOST_SHOWN)}; add {'one of these' if found.choices[1:] else 'this'} to the path"
         )
     if not found.layout and found.problem:
         raise CheckpointNotFoundError(f"{path}: there is no checkpoint: {found.problem}")
-    if not found.layout:
+    if not found.layout and not found.format:
         what = "it is neither a torch.save file, nor a safetensors file, nor a directory"
         if not alone:
             what = f"the directory has no {METADATA_NAME} and no safetensors or torch.save file"
@@ -162,8 +165,8 @@ def _read_set(source: Source, path: str, found: Recognised, safe_globals: Sequen
         is_torch = found.layout == "torch"
         headers[name] = _read_torch(source, name, safe_globals, trust) if is_torch else _read_safetensors(source, name)
     index = join_files(headers) if shards is None else merge_shards(found.index, shards, headers)
-    if list(source.files) == [os.path.basename(path)]:
-        warning = check_alone(found.files[0], index, os.path.dirname(path))
+    if list(source.files) == [posixpath.basename(path)]:
+        warning = check_alone(found.files[0], index, posixpath.dirname(path))
         if warning:
             logger.warning("%s: %s", path, warning)
     return with_shared_names(index)
@@ -239,9 +242,9 @@ def read_rank(source: Source, path: str, rank: int) -> Index:
 
 def _read_rank(source: Source, path: str, name: str, *, as_stored: bool) -> Index:
     data = read_document(source, name, path)
-    with _located(os.path.join(path, name)):
+    with _located(posixpath.join(path, name)):
         index = decode_metadata(data, as_stored=as_stored)
-    return in_directory(index, os.path.dirname(name))
+    return in_directory(index, posixpath.dirname(name))
 
 
 def _read_ranks(source: Source, path: str, ranks: Mapping[int, str], *, trust: bool, as_stored: bool) -> Index:
@@ -337,7 +340,7 @@ def _located(path: str) -> Iterator[None]:
 
 def read_document(source: Source, name: str, path: str = "") -> bytes:
     """Read a document whole, such as `.metadata`; refuse one with a hole."""
-    return _bytes(source, name, 0, source.files[name], os.path.join(path, name))
+    return _bytes(source, name, 0, source.files[name], posixpath.join(path, name))
 
 
 def _bytes(source: Source, name: str, offset: int, size: int, shown: str | None = None) -> bytes:
@@ -514,7 +517,7 @@ class OpenCheckpoint:
 
 async def open_files(storage: Storage, path: str, workers: Workers) -> Source:
     """Open the files of a checkpoint; those beside it if the path is the index of a set."""
-    return await storage.open(os.path.dirname(path) if path.endswith(SHARD_INDEX) else path, workers=workers)
+    return await storage.open(storage.split(path)[0] if path.endswith(SHARD_INDEX) else path, workers=workers)
 
 
 async def open_checkpoint(storage: Storage, path: str, options: LoadOptions, tools: LoadTools) -> OpenCheckpoint:

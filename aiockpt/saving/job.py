@@ -22,11 +22,12 @@ if TYPE_CHECKING:
     from aiockpt.core.spans import Span
     from aiockpt.engine.engine import Engine
     from aiockpt.format.index import ItemRange
-    from aiockpt.format.manifest.manifest import JsonValue
+    from aiockpt.format.manifest.manifest import FileFacts, JsonValue
     from aiockpt.format.transforms.base import Transform
     from aiockpt.format.transforms.zstd import Zstd
     from aiockpt.options import CommitHook, Hook, Replicas
     from aiockpt.planning.planner import FileFormat, Planner
+    from aiockpt.saving.joint import Joint
     from aiockpt.saving.turn import Turn
     from aiockpt.storage.base import Storage
     from aiockpt.telemetry.saves import SaveResult
@@ -47,6 +48,8 @@ class SaveSpec:
     pre_commit: Hook | None = None
     post_commit: CommitHook | None = None
     append_planner: Planner | None = None  # only adds files to a directory, planned by this
+    is_part: bool = False  # of a transaction, which reports its outcome
+    joint: Joint | None = None  # the transaction that this save ends
     compression: Sequence[Zstd | None] | None = None  # for each leaf
     transforms: Sequence[Transform] = ()  # applied to every item, after compression
     warn_only: bool = False  # failures are not raised by `staged`, nor by fences
@@ -82,6 +85,8 @@ class SaveJob:
         self.number = 0  # for observers; 0: there are none
         self.spans: list[Span] = []  # of the work in this process
         self.item_ranges: dict[int, ItemRange] = {}  # of a save that adds files: where each leaf was written
+        self.single: FileFacts | None = None  # of a checkpoint that is one file, once it is written
+        self.result: SaveResult | None = None
         self.cancel_asked = False
         self.committed = False
         self.ended = False  # the queue has counted its outcome
@@ -97,12 +102,11 @@ class SaveJob:
         call: RankCall | None = None,
     ) -> Self:
         """Make a job that only informs the other ranks, or the waiters, why this process does not save."""
-        nothing = Snapshot(Structure([], [], frozenset()), [], [], [])
         warn_only = engine.options.warn_only
         spec = SaveSpec(
             path=path,
             storage=storage,
-            snapshot=nothing,
+            snapshot=no_state(),
             started=started,
             refusal=error,
             warn_only=warn_only,
@@ -121,11 +125,18 @@ class SaveJob:
         """The paths that this save may write to."""
         return {self.path, self.spec.path, self.spec.fallback or self.path}
 
+    @property
+    def parts(self) -> list[SaveJob]:
+        """The saves of the transaction that this one ends."""
+        return [] if self.spec.joint is None else list(self.spec.joint.parts.values())
+
     # --- for the caller -----------------------------------------------------------------------------
 
     def cancel(self) -> Completion[bool]:
         if not self.cancelled.done():
             self.origin.check_process()
+            for part in self.parts:
+                part.cancel()
             self.cancel_asked = True
             self._cancel_scope()
         return self.cancelled
@@ -145,9 +156,15 @@ class SaveJob:
         """Copy without a pause from now on, because a caller waits. From any thread."""
         self.consistency.awaited.set()
         self.throttle.unthrottle()
+        for part in self.parts:
+            part.unthrottle()
 
     def fence(self, timeout: float | None) -> None:
         timeout_s = check_timeout(timeout)
+        if self.parts:
+            for part in self.parts:
+                part.fence(timeout)
+            return
         if any(map(is_capturing, list(self.snapshot.events))):
             raise AiockptError(
                 f"fence() was called while a CUDA graph is captured, which can't wait for the copies of {self.path}: "
@@ -208,6 +225,7 @@ class SaveJob:
         """Settle the futures, unless they are settled."""
         try:
             # This logs, and a handler of the caller's may raise: hence `finally`.
+            self.result = result
             self._engine.queue.record(self, result, error)
             if error is not None:
                 self._settle_staged(error)
@@ -222,6 +240,11 @@ class SaveJob:
         """Settle `staged`: the tensors may change, since the save has ended or its copies are discarded."""
         is_silent = self.spec.warn_only or isinstance(error, SaveSkippedError)
         self.handle.staged._settle(None, None if is_silent else error)
+
+
+def no_state() -> Snapshot:
+    """Return the snapshot of nothing."""
+    return Snapshot(Structure([], [], frozenset()), [], [], [])
 
 
 def check_timeout(timeout: float | None) -> float:

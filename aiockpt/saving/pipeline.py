@@ -57,6 +57,10 @@ def _strategy_for(job: SaveJob, tools: EngineResources) -> SaveStrategy:
     world, spec = tools.world(), job.spec
     if spec.append_planner is not None:
         return AppendSave(job, spec.append_planner, tools.copy_workers, tools.io_workers)
+    if spec.joint is not None:
+        from aiockpt.saving.joint import JointSave  # imported already, by the thread that has begun the transaction
+
+        return JointSave(job, spec.joint, None if world is None else world.coordinator, tools.copy_workers)
     if world is None:
         return LocalSave(job, tools.planner, tools.copy_workers, tools.io_workers)
     file_format = spec.file_format if spec.file_format is not None else DcpFormat(tools.io_workers.count)
@@ -168,7 +172,8 @@ class SavePipeline:
             self._report("written")
             await job.turn.wait_for("over")  # the save before may be on its way to the fallback
             if job.spec.pre_commit is not None:
-                await self._run_hook(job.spec.pre_commit, "pre_commit")
+                hook, joint = job.spec.pre_commit, job.spec.joint
+                await self._run_hook(hook, "pre_commit", *([joint.folder] if joint and _takes_two(hook) else []))
                 await anyio.lowlevel.checkpoint_if_cancelled()  # the hook's thread was awaited to its end
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._revoke_if_aborted, writer)
@@ -206,7 +211,7 @@ class SavePipeline:
         codings = None
         if job.spec.is_transformed and isinstance(plan, DcpPlan):
             codings = codings_of(plan, job.spec.compression, job.spec.transforms)
-        if tools.writer is not None and job.spec.append_planner is None:
+        if tools.writer is not None and job.spec.append_planner is None and job.spec.joint is None:
             from aiockpt.writing.process import messages  # imported already, by `shared_memory`
             from aiockpt.writing.process.client import RemoteWriter
 
@@ -277,7 +282,8 @@ class SavePipeline:
         """Copy every tensor into chunks, in the order of the files, and put them to the writer."""
         job, layout = self._job, plan.layout
         await job.turn.wait_for("staged")
-        self._tools.growth.reserve(layout.nbytes)
+        if job.spec.joint is None:  # it has what its parts need
+            self._tools.growth.reserve(layout.nbytes)
         router = StagerRouter(layout, job.snapshot, self._tools.stager_for)
         job.consistency.stagers = router.stagers
         self._images_left = len(layout.images)
@@ -427,7 +433,7 @@ def _keep() -> None:
 
 
 def _takes_two(hook: CommitHook) -> bool:
-    """Return whether a hook has two parameters without defaults: the path, and the result."""
+    """Return whether a hook has two parameters without defaults: the path, and the result or the directory."""
     with contextlib.suppress(TypeError, ValueError):  # of a builtin, say, nothing is known
         kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         needed = [each for each in inspect.signature(hook).parameters.values() if each.default is each.empty]

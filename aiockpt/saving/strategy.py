@@ -11,7 +11,6 @@ from aiockpt.errors import AiockptError, CommitError, SaveError
 from aiockpt.planning.dcp_plan import DcpPlan
 from aiockpt.planning.encoding import item_ranges
 from aiockpt.planning.planner import SavePlan, Summary
-from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.telemetry.saves import SaveResult
 from aiockpt.writing.commit import CommitDocuments, commit_documents
 
@@ -107,6 +106,8 @@ class LocalSave(SaveStrategy):
         except CommitError:
             self._job.consistency.raise_if_aborted()
             raise
+        if plan.is_single_file:
+            (self._job.single,) = writer.files.values()
         return result_of(self._job, plan, summary_of(self._job, plan, sizes), times_s)
 
     async def fail(self, error: BaseException) -> BaseException:
@@ -129,10 +130,7 @@ class AppendSave(LocalSave):
 
     async def begin(self) -> Transaction:
         """Check that files can be added to the directory."""
-        storage = self._job.spec.storage
-        if not isinstance(storage, LocalStorage):
-            raise SaveError("files can be added to directories only")
-        self._transaction = storage.append_to(self._job.path, workers=self._io)
+        self._transaction = self._job.spec.storage.append_to(self._job.path, workers=self._io)
         return self._transaction
 
     async def documents(self, plan: SavePlan) -> None:

@@ -37,7 +37,7 @@ process, and for ranks that start others, a storage must be picklable.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar, Literal, Self
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     import mmap
 
     from aiockpt.core.threads import Workers
+    from aiockpt.format.manifest.manifest import FileFacts
 
 
 Status = Literal["open", "published", "gone"]
@@ -77,7 +78,7 @@ class Traits:
     Attributes:
         single_files: a checkpoint may be one file instead of a directory.
         shared_files: several ranks may write one file: `SharedTransaction.reserve` and ``open_part`` work.
-        folders: what is written is in a directory of a file system, `Transaction.folder`.
+        folders: what is written is in a directory of a file system, `Transaction.open_folder`.
     """
 
     single_files: bool = True
@@ -142,18 +143,26 @@ class Transaction(ABC):
         super().__init_subclass__(**options)
         adapt_transaction(cls)
 
-    @property
-    def folder(self) -> str:
-        """The directory of a file system that is to become the checkpoint; raise SaveError if there is none."""
+    async def open_folder(self) -> str:
+        """Return the directory of a file system that is to become the checkpoint, for others to write into.
+
+        Raises:
+            SaveError: there is none; see `Traits.folders`.
+        """
         raise SaveError(f"{type(self).__name__} writes to no directory of a file system")
+
+    async def seal_folder(self, known: Container[str]) -> Mapping[str, FileFacts]:
+        """Make durable what others have put into the folder; return the facts of each file whose name is not known."""
+        return {}
 
     @abstractmethod
     async def create(self, name: str, nbytes: int | None) -> FileSink:
         """Start a file. Several files may be open at once.
 
         Args:
-            name: its path relative to the checkpoint. The empty name is the checkpoint itself, which then is
-                this one file instead of a directory; no other file is created beside it.
+            name: its path relative to the checkpoint, with "/" where it is in a directory below. The empty name is
+                the checkpoint itself, which then is this one file instead of a directory; no other file is created
+                beside it.
             nbytes: its size; None if it is known only when everything is written.
         """
 
@@ -269,7 +278,13 @@ class SharedTransaction(Transaction):
 
 
 class Source(ABC):
-    """A checkpoint that is being read."""
+    """A checkpoint that is being read.
+
+    Attributes:
+        gap_bytes: so many bytes are read and thrown away, at most, where that spares another read.
+    """
+
+    gap_bytes: int = 64 << 10
 
     @property
     @abstractmethod
@@ -466,6 +481,14 @@ class Storage(ABC):
             WriteError: with the cause chained.
             CheckpointExistsError: see `check`.
         """
+
+    def append_to(self, path: str, *, workers: Workers) -> Transaction:
+        """Add files to an existing directory, for adapters that publish them by other means; does not block."""
+        raise SaveError(f"{path}: files can be added to directories of a file system only")
+
+    def within_checkpoints(self) -> Storage:
+        """Return a storage that also writes into the directory of a checkpoint, as stock's conversions do."""
+        return self
 
     @abstractmethod
     async def open(self, path: str, *, workers: Workers) -> Source:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     import mmap
 
     from aiockpt.core.threads import Workers
+    from aiockpt.format.manifest.manifest import FileFacts
 
 Step = Literal[
     "begin",
@@ -168,9 +169,11 @@ class _WrapperTransaction(SharedTransaction):
         await self._storage.before("create", name)
         return _WrapperSink(self._storage, await self._inner.create(name, nbytes), name)
 
-    @property
-    def folder(self) -> str:
-        return self._inner.folder
+    async def open_folder(self) -> str:
+        return await self._inner.open_folder()
+
+    async def seal_folder(self, known: Container[str]) -> Mapping[str, FileFacts]:
+        return await self._inner.seal_folder(known)
 
     async def commit(self, documents: Mapping[str, Document] = MappingProxyType({})) -> None:
         await self.write_files(documents)  # so that each step of a document is met

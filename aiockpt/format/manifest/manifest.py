@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
@@ -73,7 +73,7 @@ def encode_manifest(
 
     ``index`` and ``transformed`` are the JSON texts of these sections; None leaves them out.
     """
-    document = {
+    document: dict[str, Any] = {
         "format": "aiockpt",
         "format_version": FORMAT_VERSION,
         "writer": manifest.writer,
@@ -81,18 +81,49 @@ def encode_manifest(
         "metadata": manifest.metadata,
         "totals": dict(manifest.totals),
         "times_s": {name: round(value, 6) for name, value in manifest.times_s.items()},
-        "files": {name: {"bytes": facts.nbytes, "crc32": f"{facts.crc:08x}"} for name, facts in manifest.files.items()},
+        "files": _listing(manifest.files),
         "containers": manifest.containers,
     }
+    # The long sections come last: `decode_head` drops everything behind the first of them.
+    sections = ""
+    if index is not None:
+        sections += f',\n  "{index_key}": {index}'
+    if transformed is not None:
+        sections += f',\n  "transformed": {transformed}'
+    return _sealed(document, sections.encode())
+
+
+def with_parts(data: bytes, files: Mapping[str, FileFacts], parts: Sequence[str]) -> bytes:
+    """Return a manifest that lists these files as well, and names the checkpoints that were published with it.
+
+    Args:
+        data: the manifest of what is at the top.
+        files: the size and CRC of each file.
+        parts: the directories and files that are a checkpoint, relative to the top, which is the empty name.
+    """
+    body = data.rpartition(SEAL.encode())[0]
+    begin = min((at for each in _LONG_PARTS if (at := body.find(each)) >= 0), default=len(body))
+    document = json.loads(body[:begin] + b"\n}")
+    document["files"] |= _listing(files)
+    return _sealed({**document, "parts": list(parts)}, body[begin:])
+
+
+def _listing(files: Mapping[str, FileFacts]) -> dict[str, JsonValue]:
+    return {name: {"bytes": facts.nbytes, "crc32": f"{facts.crc:08x}"} for name, facts in files.items()}
+
+
+def _sealed(document: Mapping[str, Any], sections: bytes) -> bytes:
     body = json.dumps(document, indent=2, ensure_ascii=False).removesuffix("\n}")
     if any("\ud800" <= character <= "\udfff" for character in body):  # half a character, from a file name maybe
         body = json.dumps(document, indent=2).removesuffix("\n}")
-    # The long sections come last: `decode_head` drops everything behind the first of them.
-    if index is not None:
-        body += f',\n  "{index_key}": {index}'
-    if transformed is not None:
-        body += f',\n  "transformed": {transformed}'
-    return f'{body}{SEAL}{crc32(body.encode()):08x}"\n}}\n'.encode()
+    data = body.encode() + sections
+    return data + f'{SEAL}{crc32(data):08x}"\n}}\n'.encode()
+
+
+def parts_in(head: Mapping[str, Any] | None) -> list[str]:
+    """Return the names of the checkpoints that were published together, by the head of their manifest; else none."""
+    parts = [] if head is None else head.get("parts")
+    return [str(name) for name in parts] if isinstance(parts, list) else []
 
 
 def files_listed(data: bytes) -> frozenset[str] | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-import os
+import posixpath
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -126,7 +126,7 @@ class _Reading:
     def take_inventory(self) -> Inventory:
         """Return what the checkpoint should consist of."""
         files = self.source.files
-        found = look_at(self.source, self.path)
+        found = look_at(self.source, self.path, is_joint=True)
         manifest, metadata = self._read_documents()
         facts = {} if manifest is None else {k: v for k, v in manifest.files.items() if k != METADATA_NAME}
         config = (CONFIG_NAME,) if COMMON_NAME in files else ()
@@ -137,6 +137,8 @@ class _Reading:
             self._add_ranks(inventory, found.ranks)
         elif found.layout == "dcp":
             self._add_dcp(inventory, manifest, metadata)
+        elif not found.layout:
+            self.format = found.format
         else:
             self._add_other(inventory)
         return inventory
@@ -176,7 +178,7 @@ class _Reading:
         for rank, name in ranks.items():
             part = self._decoded(name, decode_metadata, self._read_file(name))
             if part is not None:
-                stored[rank] = part = in_directory(part, os.path.dirname(name))
+                stored[rank] = part = in_directory(part, posixpath.dirname(name))
                 parts[rank] = self._presented(part, inventory, None, name)
                 inventory.add(parts[rank], None, is_part=True)
         inventory.find_overlaps()

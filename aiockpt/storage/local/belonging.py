@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import stat
 from collections.abc import Collection
 from typing import NamedTuple, TypeAlias
@@ -11,7 +12,7 @@ from typing import NamedTuple, TypeAlias
 from aiockpt.core.wording import some_of
 from aiockpt.errors import printable_key
 from aiockpt.format import belonging
-from aiockpt.format.names import MANIFEST_NAME, METADATA_NAME, SINGLE_NAME
+from aiockpt.format.names import MANIFEST_NAME, METADATA_NAME, OPEN_MARK, SINGLE_NAME
 from aiockpt.format.recognise import DOCUMENT_BYTES, recognise
 from aiockpt.storage.local.entries import LocalListing, read_regular
 from aiockpt.storage.syscalls import identity, open_directory
@@ -37,14 +38,15 @@ class Contents(NamedTuple):
     """The contents of a directory."""
 
     files: list[str]  # of the checkpoint, in the order of removal: those that describe the others are last
-    folders: list[str]  # made by a save; only in temporary directories
+    folders: dict[str, frozenset[str] | None]  # of the checkpoint: what is known of their files; None: all are its own
     others: list[str]  # not of the checkpoint, sorted; directories end with "/"
 
 
 def look_into(directory: int, *, unfinished: bool = False, also: Collection[str] = ()) -> Contents:
     """Sort the contents of an open directory into the checkpoint's and others.
 
-    ``unfinished``: it is a temporary one, where a save may have been killed at any point. ``also``: more of its files.
+    ``unfinished``: it is a temporary one, where a save may have been killed at any point. ``also``: more of its files,
+    and of those in directories below.
     """
     # Opened anew: btrfs lists what was there when a directory was opened.
     with open_directory(".", dir_fd=directory) as now, os.scandir(now) as entries:
@@ -56,18 +58,23 @@ def look_into(directory: int, *, unfinished: bool = False, also: Collection[str]
         for entry in listed
         if entry.name not in is_folder and (unfinished or entry.is_symlink() or entry.is_file(follow_symlinks=False))
     ]
+    if unfinished and OPEN_MARK in files:
+        return Contents(belonging.order_of_removal(files), dict.fromkeys(is_folder), [])
     documents = {name: _contents(directory, name) for name in belonging.documents_in(files)}
     own = belonging.own_files(files, documents, unfinished=unfinished)
     own.update(name for name in files if name in also)
     rest = [entry.name for entry in listed if entry.name not in own and entry.name not in is_folder]
-    folders, others = [], [name for name in rest if not belonging.is_still_open(name)]
+    others = [name for name in rest if not belonging.is_still_open(name)]
+    folders: dict[str, frozenset[str] | None] = {}
+    known = {*also, *belonging.listed_in(documents)}
     for name in is_folder:
-        if unfinished and name.startswith(_PROBE):
-            folders.append(name)
-        elif unfinished and name == SINGLE_NAME:  # was exchanged for a file
-            folders.append(name)
-            with open_directory(name, dir_fd=directory) as below:
-                others += [f"{name}/{other}" for other in look_into(below).others]
+        below = frozenset(each.removeprefix(f"{name}/") for each in known if each.startswith(f"{name}/"))
+        if below or (unfinished and (name == SINGLE_NAME or name.startswith(_PROBE))):
+            with open_directory(name, dir_fd=directory) as folder:
+                # What a file was exchanged for is finished.
+                found = look_into(folder, unfinished=unfinished and name != SINGLE_NAME, also=below)
+            others += [f"{name}/{other}" for other in found.others]
+            folders[name] = below
         else:
             others.append(f"{name}/")
     return Contents(belonging.order_of_removal(own), folders, sorted(others))
@@ -113,7 +120,7 @@ def why_not_of_contents(directory: int, *, keep: bool = False) -> str | None:
     found = look_into(directory)
     kept = _kept(directory, found) if keep else {}
     others = [name for name in found.others if name not in kept]
-    if others or found.files == [MANIFEST_NAME]:
+    if others or (found.files == [MANIFEST_NAME] and not found.folders):
         return f"is a directory that holds other things than a checkpoint ({several(others or found.files)})"
     return None
 
@@ -190,11 +197,11 @@ def data_files_of(path: str, document: str) -> list[str]:
 # --- removing -----------------------------------------------------------------------------------------
 
 
-def remove(path: str, *, also: Collection[str] = (), dir_fd: int | None = None) -> None:
+def remove(path: str, *, also: Collection[str] | None = (), dir_fd: int | None = None) -> None:
     """Remove a temporary directory, a file or a link, if it exists; others may remove it at the same time.
 
-    ``also`` names files in the directory that belong to the save, whatever their names. Raises OtherThingsError, and
-    removes nothing, if the directory holds other things than a checkpoint.
+    ``also`` names files in the directory that belong to the save, whatever their names; None: all do. Raises
+    OtherThingsError, and removes nothing, if the directory holds other things than a checkpoint.
     """
     for _ in range(_ATTEMPTS):
         try:
@@ -214,12 +221,15 @@ def remove(path: str, *, also: Collection[str] = (), dir_fd: int | None = None) 
     raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), path)
 
 
-def _remove_directory(path: str, also: Collection[str], dir_fd: int | None) -> None:
+def _remove_directory(path: str, also: Collection[str] | None, dir_fd: int | None) -> None:
+    if also is None:
+        shutil.rmtree(path, dir_fd=dir_fd)
+        return
     with open_directory(path, dir_fd=dir_fd) as directory:
         found = look_into(directory, unfinished=True, also=also)
         if found.others:
             what = f"it holds other things than a checkpoint ({several(found.others)}), which stay there"
             raise OtherThingsError(errno.ENOTEMPTY, what, path)
         for name in (*found.folders, *found.files):
-            remove(name, dir_fd=directory)
+            remove(name, also=found.folders.get(name, ()), dir_fd=directory)
     os.rmdir(path, dir_fd=dir_fd)

@@ -106,10 +106,12 @@ class LocalSink(FileSink):
 
     def _write_some(self, view: memoryview) -> int:
         """Write some of the next bytes at their offset, whatever an earlier attempt has done. Blocks."""
-        if self._direct and self._written % BLOCK_BYTES == 0:  # else after a short write
+        blocks = self._blocks(view) if self._direct and self._written % BLOCK_BYTES == 0 else []  # a short write
+        if blocks:
             try:
-                if count := self._write_blocks(view):
-                    return count
+                if blocks[1:]:
+                    return min(os.pwritev(self._file.fileno(), blocks, self._written), len(view))
+                return min(os.pwrite(self._file.fileno(), blocks[0], self._written), len(view))
             except OSError as exc:
                 if exc.errno != errno.EINVAL:
                     raise
@@ -117,15 +119,16 @@ class LocalSink(FileSink):
             self._leave_direct()
         return os.pwrite(self._file.fileno(), view, self._written)
 
-    def _write_blocks(self, view: memoryview) -> int:
-        """Write whole blocks; the last one of a file is padded, if the size of the file is known."""
-        fd, whole = self._file.fileno(), len(view) - len(view) % BLOCK_BYTES
-        if whole == len(view) or self._written + len(view) != self._nbytes:
-            return os.pwrite(fd, view[:whole], self._written) if whole else 0
-        block = mmap.mmap(-1, BLOCK_BYTES)  # at the beginning of a page
-        block[: len(view) - whole] = view[whole:]
-        self._is_padded = True
-        return min(os.pwritev(fd, [view[:whole], block] if whole else [block], self._written), len(view))
+    def _blocks(self, view: memoryview) -> list[memoryview | mmap.mmap]:
+        """Return the whole blocks; the last one of a file is padded, if the size of the file is known."""
+        whole = len(view) - len(view) % BLOCK_BYTES
+        blocks: list[memoryview | mmap.mmap] = [view[:whole]] if whole else []
+        if whole < len(view) and self._written + len(view) == self._nbytes:
+            block = mmap.mmap(-1, BLOCK_BYTES)  # at the beginning of a page
+            block[: len(view) - whole] = view[whole:]
+            self._is_padded = True
+            blocks.append(block)
+        return blocks
 
     def _leave_direct(self) -> None:
         """Go on through the page cache: address, offset or length are not aligned for direct I/O."""

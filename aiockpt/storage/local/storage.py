@@ -58,7 +58,7 @@ from aiockpt.storage.local.temp_dir import (
     read_ticket,
     this_process,
 )
-from aiockpt.storage.local.transaction import JoinedTransaction, LocalTransaction, WithinTransaction, WritePolicy
+from aiockpt.storage.local.transaction import JoinedTransaction, LocalTransaction, WritePolicy
 from aiockpt.storage.syscalls import Identity, identity, open_directory, rename_noreplace
 
 if TYPE_CHECKING:
@@ -220,7 +220,7 @@ class LocalStorage(SharedStorage):
     def append_to(self, path: str, *, workers: Workers) -> SharedTransaction:
         """Add files to an existing directory, which the caller publishes by other means."""
         path = self.resolve(path)
-        return WithinTransaction(self._policy, path, path, workers)
+        return JoinedTransaction(self._policy, path, path, workers)
 
     async def delete(self, path: str, *, workers: Workers) -> None:
         """Rename a checkpoint to a temporary name, durably, and remove it."""

@@ -353,9 +353,15 @@ def sweep(hidden: str, own: tuple[int, int] | None = None) -> None:
 
 
 def sizes_in(path: str) -> dict[str, int]:
-    """Return the size in bytes of each file in a directory."""
+    """Return the size in bytes of each file below a directory, by its relative name."""
+    sizes: dict[str, int] = {}
     with os.scandir(path) as entries:
-        return {entry.name: entry.stat(follow_symlinks=False).st_size for entry in entries}
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                sizes |= {f"{entry.name}/{name}": size for name, size in sizes_in(entry.path).items()}
+            else:
+                sizes[entry.name] = entry.stat(follow_symlinks=False).st_size
+    return sizes
 
 
 def write_sidecar(path: str, data: bytes) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from aiockpt.core.threads import SHORT_BYTES, Workers
 from aiockpt.errors import CommitError, WriteError
-from aiockpt.format.names import SINGLE_NAME
+from aiockpt.format.names import OPEN_MARK, SINGLE_NAME
 from aiockpt.storage.base import Document, FileSink, PartSink, SharedTransaction, Stamp, Status
 from aiockpt.storage.local.belonging import OtherThingsError, remove
 from aiockpt.storage.local.commit import (
@@ -22,6 +22,7 @@ from aiockpt.storage.local.commit import (
     remove_own,
     sync_directory,
 )
+from aiockpt.storage.local.folder import seal
 from aiockpt.storage.local.replacing import complete, is_between, remove_record
 from aiockpt.storage.local.retries import Repeater, write_errors
 from aiockpt.storage.local.sink import LocalPartSink, LocalSink, NewFile, write_small
@@ -29,6 +30,7 @@ from aiockpt.storage.local.temp_dir import REPLACED, Hold, read_sidecar, sizes_i
 from aiockpt.storage.syscalls import Identity, identity
 
 if TYPE_CHECKING:
+    from aiockpt.format.manifest.manifest import FileFacts
     from aiockpt.storage.local.orphans import OrphanCleaner
 
 _NO_DOCUMENTS: Mapping[str, Document] = MappingProxyType({})
@@ -66,18 +68,41 @@ class LocalTransaction(SharedTransaction):
     _files: list[NewFile] = field(default_factory=list)
     _over: bool = False
     _revoked: bool = False
+    _folders: set[str] = field(default_factory=set)  # directories below that hold files of this process
+    _is_open: bool = False  # others write into the folder, too
 
     async def create(self, name: str, nbytes: int | None) -> FileSink:
+        await self._make_folders(name)
         sink = LocalSink(self._new_file(name), nbytes)
         self._sinks.append(sink)
         await sink.open(direct=self._policy.direct_io)
         return sink
 
-    @property
-    def folder(self) -> str:
+    async def open_folder(self) -> str:
+        """Mark the directory, so that all that is in it is removed with it, and return its path."""
+        if not self._is_open:
+            await self.write_files({OPEN_MARK: b""})
+            self._is_open = True
         return self._hidden
 
+    async def seal_folder(self, known: Container[str]) -> Mapping[str, FileFacts]:
+        with write_errors(f"make durable what was put into {self._hidden}"):
+            return await self._workers.run(partial(seal, self._hidden, known, fsync=self._policy.fsync))
+
+    async def _make_folders(self, *names: str) -> None:
+        folders = {os.path.dirname(os.path.join(self._hidden, name)) for name in names if "/" in name} - self._folders
+        for folder in folders:
+            with write_errors(f"make {folder}"):
+                await self._again("make a directory for", partial(os.makedirs, folder, exist_ok=True))
+            self._folders.add(folder)
+
+    async def _sync_folders(self) -> None:
+        if self._policy.fsync:
+            for folder in self._folders:
+                await self._workers.run(sync_directory, folder)
+
     async def write_files(self, files: Mapping[str, Document]) -> None:
+        await self._make_folders(*files)
         if any(len(data) > SHORT_BYTES for data in files.values()):
             await super().write_files(files)
             return
@@ -101,6 +126,7 @@ class LocalTransaction(SharedTransaction):
             self._single = SINGLE_NAME
 
     async def reserve(self, name: str, nbytes: int) -> None:
+        await self._make_folders(name)
         await self._part(name).reserve(nbytes)
 
     async def open_part(self, name: str) -> PartSink:
@@ -126,6 +152,12 @@ class LocalTransaction(SharedTransaction):
             for name in documents:  # the process before may have written them
                 await self._remove(os.path.join(self._hidden, name))
         await self.write_files(documents)
+        try:
+            await self._sync_folders()
+            if self._is_open:
+                await self._remove(os.path.join(self._hidden, OPEN_MARK))
+        except OSError as exc:
+            raise CommitError(f"can't make the files of {self._path} durable: {exc}") from exc
         policy = self._policy
         publication = Publication(
             self._hidden, self._path, self._single, self._overwrite, policy.fsync, self._identity, self._check
@@ -255,27 +287,25 @@ class JoinedTransaction(LocalTransaction):
         await self.write_files(documents)
         if self._policy.fsync:
             try:
+                await self._sync_folders()
                 await self._workers.run(sync_directory, self._hidden)
             except OSError as exc:
                 raise CommitError(f"can't make the files of {self._path} durable: {exc}") from exc
 
+    async def open_folder(self) -> str:
+        return self._hidden
+
     async def abort(self) -> None:
+        """Close what this process has open, and remove its own files; the owner removes those of all."""
+        shared = {sink.path for sink in self._sinks if isinstance(sink, LocalPartSink)}
         for sink in self._sinks:
             await sink.close()
         await self.release()
+        for file in (file for file in self._files if file.path not in shared):
+            with write_errors(f"remove the unfinished file {file.path}", advice=_BY_HAND):
+                await self._workers.run(remove, file.path)
 
     async def discard_all(self) -> None:
         await self.abort()
         with write_errors(f"remove the unfinished checkpoint {self._hidden}", advice=_BY_HAND):
             await self._workers.run(sweep, self._hidden, self._identity)
-
-
-class WithinTransaction(JoinedTransaction):
-    """Files in an existing directory: an abort removes them alone."""
-
-    async def abort(self) -> None:
-        """Close and remove the files of this process."""
-        await super().abort()
-        for file in self._files:
-            with write_errors(f"remove the unfinished file {file.path}", advice=_BY_HAND):
-                await self._workers.run(remove, file.path)

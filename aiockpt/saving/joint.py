@@ -1,0 +1,251 @@
+"""Several saves that appear at once: each writes its part, and the last step publishes them with one manifest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
+
+import anyio
+from isal.isal_zlib import crc32
+
+from aiockpt.core.wording import some_of
+from aiockpt.errors import AiockptError, SaveCancelledError, SaveError, printable
+from aiockpt.format.manifest.manifest import FileFacts, Manifest, decode_head, encode_manifest, with_parts
+from aiockpt.format.names import MANIFEST_NAME
+from aiockpt.format.recognise import facts_in
+from aiockpt.planning.dcp_plan import DcpLayout, DcpPlan
+from aiockpt.planning.planner import SavePlan, StateSummary
+from aiockpt.saving.strategy import SaveStrategy
+from aiockpt.storage.part import PartStorage
+from aiockpt.telemetry.saves import SaveResult
+from aiockpt.writing.commit import now, writer_name
+
+if TYPE_CHECKING:
+    from aiockpt.coordination.coordinator import Coordinator
+    from aiockpt.coordination.protocol import RankCall
+    from aiockpt.core.threads import Workers
+    from aiockpt.saving.job import SaveJob
+    from aiockpt.storage.base import SharedStorage, SharedTransaction
+    from aiockpt.writing.file_writer import ChunkWriter
+
+_SHOWN = 5
+
+
+@dataclass(eq=False)
+class Joint:
+    """A directory that several saves write to, before it is published or removed as a whole."""
+
+    path: str
+    storage: SharedStorage
+    overwrite: bool
+    folder: str | None = None  # to write into, where the storage has one
+    parts: dict[str, SaveJob] = field(default_factory=dict)  # by name; the empty one is at the top
+    added: dict[str, bytes] = field(default_factory=dict)  # files, by name
+    given_up: SaveError | None = None
+    refused: BaseException | None = None  # why a part was not even begun; the other ranks have failed with it
+    _transaction: SharedTransaction | None = None
+
+    async def begin(
+        self, coordinator: Coordinator | None, call: RankCall | None, objection: BaseException | None, workers: Workers
+    ) -> None:
+        """Begin the transaction; of several ranks, those behind rank 0 join it. All fail with this rank's objection."""
+
+        async def begin(ranks: Sequence[bool]) -> list[str]:
+            self._transaction = await self.storage.begin(self.path, overwrite=self.overwrite, workers=workers)
+            if self.storage.traits.folders:  # marked before others see it, so that all in it is removed if it fails
+                self.folder = await self._transaction.open_folder()
+            return [self._transaction.ticket] * len(ranks)
+
+        try:
+            if coordinator is None or call is None:
+                if objection is not None:
+                    raise objection
+                await begin([True])
+                return
+            what = f"the transaction of {self.path}"
+            ticket = await coordinator.round(call, what, objection or True, begin, self.abort)
+            if self._transaction is None:
+                self._transaction = await self.storage.join(self.path, ticket, workers=workers)
+                if self.storage.traits.folders:
+                    self.folder = await self._transaction.open_folder()
+        except BaseException:
+            with anyio.CancelScope(shield=True):
+                await self.abort()
+            raise
+
+    @property
+    def transaction(self) -> SharedTransaction:
+        """The transaction, once it has begun."""
+        if self._transaction is None:
+            raise RuntimeError("the transaction has not begun, or is over")
+        return self._transaction
+
+    def storage_of(self, name: str) -> PartStorage:
+        """Return the storage of the next part, of this name."""
+        return PartStorage(self.storage, self.path, self.transaction.ticket, name, len(self.parts))
+
+    @property
+    def failure(self) -> BaseException | None:
+        """Why a part was not written; None if all were, or are being written."""
+        if self.refused is not None:
+            return self.refused
+        errors = (job.handle.written._exception for job in self.parts.values())
+        return next((error for error in errors if error is not None), None)
+
+    async def publish(self, compute: Workers) -> dict[str, int]:
+        """Publish all parts; return the size of each file. On rank 0, once all parts are written."""
+        transaction, manifests, singles = self.transaction, dict[str, bytes](), dict[str, FileFacts]()
+        for number, (name, job) in enumerate(self.parts.items()):
+            manifest = await transaction.get_sidecar(f"t{number}-manifest")
+            if manifest is not None:
+                manifests[name] = manifest
+                await transaction.delete_sidecar(f"t{number}-manifest")
+            elif job.single is not None:
+                singles[name] = job.single
+            else:
+                raise SaveError(f"the manifest of {job.path} is gone")
+        describe = partial(describe_joint, list(self.parts), manifests, singles, self.added)
+        known, _ = await compute.run(describe, {})
+        others = await transaction.seal_folder(known.keys())
+        facts, documents = await compute.run(describe, others)
+        await transaction.commit(documents)
+        self._transaction = None
+        return {name: each.nbytes for name, each in facts.items()}
+
+    async def abort(self) -> None:
+        """Remove everything that was written, unless it is published; on ranks behind rank 0, stop taking part."""
+        transaction, self._transaction = self._transaction, None
+        if transaction is not None:
+            for number in range(len(self.parts)):
+                await transaction.delete_sidecar(f"t{number}-manifest")
+            await transaction.abort()
+
+    async def release(self) -> None:
+        """Stop taking part: rank 0 has published."""
+        transaction, self._transaction = self._transaction, None
+        if transaction is not None:
+            await transaction.release()
+
+
+def describe_joint(
+    names: Sequence[str],
+    manifests: Mapping[str, bytes],
+    singles: Mapping[str, FileFacts],
+    added: Mapping[str, bytes],
+    others: Mapping[str, FileFacts],
+) -> tuple[dict[str, FileFacts], dict[str, bytes]]:
+    """Return the facts of all files, and the documents, in the order in which they are to be written.
+
+    Args:
+        names: those of the parts.
+        manifests: of the parts that are directories.
+        singles: the facts of those that are one file.
+        added: the contents of other files.
+        others: the facts of files that are there already.
+
+    Raises:
+        SaveError: two of them have the same name.
+    """
+    groups = [dict(singles), {name: FileFacts(len(data), crc32(data)) for name, data in added.items()}, dict(others)]
+    documents: dict[str, bytes] = {}
+    for name, manifest in manifests.items():
+        listed = facts_in(decode_head(manifest) or {}) or {}
+        prefix = f"{name}/" if name else ""
+        groups.append({f"{prefix}{each}": facts for each, facts in listed.items()})
+        if name:
+            documents[f"{name}/{MANIFEST_NAME}"] = manifest
+            groups.append({f"{name}/{MANIFEST_NAME}": FileFacts(len(manifest), crc32(manifest))})
+    files = {name: facts for group in groups for name, facts in group.items()}
+    if len(files) < sum(map(len, groups)):
+        seen = [name for group in groups for name in group]
+        twice = sorted({name for name in seen if seen.count(name) > 1})
+        raise SaveError(f"two parts of a transaction have the same file: {printable(some_of(twice, _SHOWN))}")
+    bare = encode_manifest(Manifest(writer_name(), now()))
+    documents |= added
+    documents[MANIFEST_NAME] = with_parts(manifests.get("", bare), files, names)  # last: it makes the whole complete
+    return files, documents
+
+
+class JointSave(SaveStrategy):
+    """The last step of a transaction: it waits for its parts, and publishes them."""
+
+    def __init__(self, job: SaveJob, joint: Joint, coordinator: Coordinator | None, compute: Workers) -> None:
+        self._job = job
+        self._joint = joint
+        self._coordinator = coordinator
+        self._compute = compute
+        self._over = False
+
+    async def plan(self) -> SavePlan:
+        """Plan to write no file of its own."""
+        summary = StateSummary(self._job.snapshot.structure, [], frozenset(), {}, 0)
+        return DcpPlan(DcpLayout(summary, [], {}), [], [])
+
+    async def begin(self) -> SharedTransaction:
+        return self._joint.transaction
+
+    async def commit(self, plan: SavePlan, writer: ChunkWriter, times_s: Mapping[str, float]) -> SaveResult:
+        """Publish, on rank 0, when all parts are written."""
+        self._job.consistency.raise_if_aborted()
+        files = await self._last_round(None)
+        job, results = self._job, [part.result for part in self._joint.parts.values() if part.result is not None]
+        return SaveResult(
+            path=job.path,
+            nbytes=sum(files.values()),
+            tensor_bytes=sum(each.tensor_bytes for each in results),
+            tensors=sum(each.tensors for each in results),
+            objects=sum(each.objects for each in results),
+            files=files,
+            captured_s=times_s["captured"],
+            planned_s=times_s["planned"],
+            staged_s=times_s["staged"],
+            written_s=job.handle._elapsed(),
+        )
+
+    async def _last_round(self, error: BaseException | None) -> dict[str, int]:
+        """Publish, or raise why not; with several ranks, all or none. Once at most."""
+        joint = self._joint
+        await self._job.turn.wait_for("over")  # every part is over
+        self._over = True
+        if joint.failure is not None:  # on all ranks
+            raise joint.failure
+        error = error or joint.given_up
+        if self._coordinator is None or self._job.spec.call is None:
+            if error is not None:
+                raise error
+            return await joint.publish(self._compute)
+
+        async def publish(ranks: Sequence[bool]) -> list[dict[str, int]]:
+            return [await joint.publish(self._compute)] * len(ranks)
+
+        if error is None and not self._coordinator.leads:
+            try:
+                await joint.transaction.seal_folder(())  # what this host has written there
+            except AiockptError as exc:
+                error = exc
+        what = f"the save of {self._job.path}"
+        files: dict[str, int] = await self._coordinator.round(
+            self._job.spec.call, what, True if error is None else error, publish, joint.abort
+        )
+        await joint.release()
+        return files
+
+    async def fail(self, error: BaseException) -> BaseException:
+        if not isinstance(error, Exception):
+            text = f"the save of {self._job.path} was cancelled; nothing of it is left"
+            error = self._job.consistency.abort_error or SaveCancelledError(text)
+        try:
+            if not self._over:
+                await self._last_round(error)
+        except BaseException as exc:
+            error = exc
+        try:
+            await self._joint.abort()
+        except AiockptError as exc:
+            error.add_note(str(exc))
+        return error
+
+    async def fall_back(self, fallback: str, hindrance: str | None, *, is_planned: bool) -> str:
+        raise SaveError(hindrance or "a transaction has no fallback")

@@ -1,0 +1,156 @@
+"""One of several checkpoints that are published together, as a storage of its own.
+
+The checkpoint is a directory, or a file, within a transaction that another object publishes or removes. Its manifest
+is kept as a sidecar file until then: the last document of the whole lists the files of all parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from aiockpt.errors import CommitError, SaveError
+from aiockpt.format.names import MANIFEST_NAME
+from aiockpt.storage.base import (
+    Document,
+    FileSink,
+    PartSink,
+    SharedStorage,
+    SharedTransaction,
+    Source,
+    Stamp,
+    Status,
+    Traits,
+)
+
+if TYPE_CHECKING:
+    from aiockpt.core.threads import Workers
+
+_NO_DOCUMENTS: Mapping[str, Document] = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class PartStorage(SharedStorage):
+    """The storage of one part; each of its transactions writes to that part of the whole.
+
+    Attributes:
+        whole: the storage of the whole.
+        path: the final path of the whole.
+        ticket_of_whole: that of its transaction.
+        name: of the directory or the file in it; empty: its top.
+        number: of the part, the same in all processes.
+    """
+
+    whole: SharedStorage
+    path: str
+    ticket_of_whole: str
+    name: str
+    number: int
+
+    @property
+    def traits(self) -> Traits:  # type: ignore[override] # of the storage of the whole
+        return replace(self.whole.traits, folders=False)
+
+    def resolve(self, path: str) -> str:
+        return self.whole.resolve(path)
+
+    def below(self, path: str, name: str) -> str:
+        return self.whole.below(path, name)
+
+    def split(self, path: str) -> tuple[str, str]:
+        return self.whole.split(path)
+
+    def new_ticket(self, path: str) -> str:
+        return self.ticket_of_whole
+
+    async def begin(
+        self, path: str, *, overwrite: bool, workers: Workers, ticket: str | None = None
+    ) -> SharedTransaction:
+        return await self.join(path, self.ticket_of_whole, workers=workers)
+
+    async def join(self, path: str, ticket: str, *, workers: Workers) -> SharedTransaction:
+        whole = await self.whole.join(self.path, self.ticket_of_whole, workers=workers)
+        return PartTransaction(whole, path, self.name, f"t{self.number}")
+
+    async def take_over(
+        self, path: str, ticket: str, *, overwrite: bool, workers: Workers, stamp: Stamp | None
+    ) -> SharedTransaction:
+        return await self.join(path, ticket, workers=workers)
+
+    async def open(self, path: str, *, workers: Workers) -> Source:
+        raise SaveError(f"{path} can't be read before it is published")
+
+
+class PartTransaction(SharedTransaction):
+    """One part of a transaction of the whole, which this process has joined; `commit` only makes it durable."""
+
+    def __init__(self, whole: SharedTransaction, path: str, name: str, prefix: str) -> None:
+        self._whole = whole
+        self._path = path
+        self._name = name
+        self._prefix = prefix  # of sidecar files
+        self._is_revoked = False
+
+    def _place(self, name: str) -> str:
+        return "/".join(filter(None, (self._name, name)))
+
+    async def create(self, name: str, nbytes: int | None) -> FileSink:
+        return await self._whole.create(self._place(name), nbytes)
+
+    async def write_files(self, files: Mapping[str, Document]) -> None:
+        await self._whole.write_files({self._place(name): data for name, data in files.items()})
+
+    async def commit(self, documents: Mapping[str, Document] = _NO_DOCUMENTS) -> None:
+        await self.write_files({name: data for name, data in documents.items() if name != MANIFEST_NAME})
+        await self._whole.commit()
+        if self._is_revoked:
+            raise CommitError(f"{self._path} was given up before it was published")
+        if MANIFEST_NAME in documents:
+            await self.put_sidecar("manifest", bytes(documents[MANIFEST_NAME]))
+
+    def revoke(self) -> None:
+        self._is_revoked = True
+
+    async def abort(self) -> None:
+        await self._whole.abort()
+
+    @property
+    def ticket(self) -> str:
+        return self._whole.ticket
+
+    @property
+    def stamp(self) -> Stamp | None:
+        return self._whole.stamp
+
+    async def sizes(self) -> Mapping[str, int]:
+        start, sizes = f"{self._name}/" if self._name else "", await self._whole.sizes()
+        return {name.removeprefix(start): size for name, size in sizes.items() if name.startswith(start)}
+
+    async def reserve(self, name: str, nbytes: int) -> None:
+        await self._whole.reserve(self._place(name), nbytes)
+
+    async def open_part(self, name: str) -> PartSink:
+        return await self._whole.open_part(self._place(name))
+
+    async def put_sidecar(self, name: str, data: bytes) -> None:
+        await self._whole.put_sidecar(f"{self._prefix}-{name}", data)
+
+    async def get_sidecar(self, name: str) -> bytes | None:
+        return await self._whole.get_sidecar(f"{self._prefix}-{name}")
+
+    async def delete_sidecar(self, name: str) -> None:
+        await self._whole.delete_sidecar(f"{self._prefix}-{name}")
+
+    async def status(self) -> Status:
+        return "published" if await self.get_sidecar("manifest") is not None else await self._whole.status()
+
+    async def finalize(self) -> None:
+        await self._whole.release()
+
+    async def release(self) -> None:
+        await self._whole.release()
+
+    async def discard_all(self) -> None:
+        await self._whole.discard_all()
