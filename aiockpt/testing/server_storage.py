@@ -292,6 +292,7 @@ class ServerTransaction(SharedTransaction):
     _joins: bool = False
     stamp: Stamp | None = None
     _sinks: list[_Sink] = field(default_factory=list)
+    _keys: set[str] = field(default_factory=set)  # of the files of this process
     _over: bool = False
     _revoked: bool = False
     _is_sent: bool = False  # the commit object
@@ -320,7 +321,8 @@ class ServerTransaction(SharedTransaction):
             return await self._workers.run(function, *args)
 
     def _file(self, name: str) -> str:
-        return f"{self._token}files/{name or SINGLE_NAME}"
+        self._keys.add(key := f"{self._token}files/{name or SINGLE_NAME}")
+        return key
 
     async def create(self, name: str, nbytes: int | None) -> FileSink:
         self._sinks.append(_Sink(self._objects, self._file(name), self._workers))
@@ -351,8 +353,8 @@ class ServerTransaction(SharedTransaction):
         if not self._joins:
             with _errors(CommitError, f"publish {self._path}"):
                 await self._workers.run(self._publish, await self.sizes())
-            self._over = True
             await self.release()
+        self._over = True
 
     def revoke(self) -> None:
         self._revoked = True
@@ -404,8 +406,11 @@ class ServerTransaction(SharedTransaction):
     async def abort(self) -> None:
         for sink in self._sinks:
             await sink.stop()
-        if not self._over and not self._joins:
-            self._over = True
+        over, self._over = self._over, True
+        if not over and self._joins:  # the owner, which can't publish without them, removes those of all
+            for key in self._keys:
+                await self._run(self._objects.delete, key)
+        elif not over:
             await self._run(self._discard)
         await self.release()
 
@@ -457,30 +462,42 @@ class _ServerListing(Listing):
         self.path, self._storage, self._budget = path, storage, budget
         self.files, self.folders, self.others = {}, [], []
         self.keys: dict[str, str] = {}  # of the files
-        found = storage.record(path)
-        self.is_file = found is not None and found.is_file
+        self.is_file = False
+        found = storage.find(path)
         if found is not None:
-            self._add(found, storage.split(path)[1] if found.is_file else "")
-            self.stamp, self.changed_s = found.stamp, found.modified
+            record, inside = found
+            self._add(record, inside)
+            if not self.files:
+                raise FileNotFoundError(f"nothing is at {path}")
+            self.folders = list(dict.fromkeys(name.partition("/")[0] for name in self.files if "/" in name))
+            self.stamp, self.changed_s = record.stamp, record.modified
             return
         entries = [(name, storage.record(storage.below(path, name))) for name in storage.names(path)]
         for name, entry in entries:
             if entry is not None and entry.is_file:
-                self._add(entry, name)
+                self._put(name, entry, SINGLE_NAME)
             else:
                 self.folders.append(name)
         self.changed_s = max((entry.modified for _, entry in entries if entry is not None), default=0.0)
         self.stamp = repr([(name, entry.stamp) for name, entry in entries if entry is not None and entry.is_file])
 
-    def _add(self, record: _Record, alone: str = "", above: str = "") -> None:
-        for name, nbytes in record.files.items():
-            self.files[above + (alone or name)] = nbytes
-            self.keys[above + (alone or name)] = f"{record.token}files/{name}"
+    def _add(self, record: _Record, inside: str = "", above: str = "") -> None:
+        """Add the files below a name in a checkpoint, or the file of that name."""
+        alone = SINGLE_NAME if record.is_file and not inside else inside
+        for name in record.files:
+            if name == alone:
+                self.is_file = True
+                self._put(self._storage.split(self.path)[1], record, name)
+            elif not inside or name.startswith(f"{inside}/"):
+                self._put(above + name[len(inside) :].removeprefix("/"), record, name)
+
+    def _put(self, shown: str, record: _Record, name: str) -> None:
+        self.files[shown], self.keys[shown] = record.files[name], f"{record.token}files/{name}"
 
     def list_below(self) -> None:
         for name in self.folders:
             below = None if self._budget.is_spent else self._storage.record(self._storage.below(self.path, name))
-            if below is not None:
+            if below is not None and not below.is_file:
                 self._budget.left -= len(below.files)
                 self._add(below, above=f"{name}/")
 
@@ -602,6 +619,15 @@ class ServerStorage(SharedStorage):
         facts, data = self.objects.get(self.key(path) + _COMMIT) or ({}, b"")
         return _Record(**json.loads(data) | {name: facts[name] for name in ("stamp", "modified")}) if data else None
 
+    def find(self, path: str) -> tuple[_Record, str] | None:
+        """Return the commit object of a path, or of one above, and where the path is in that checkpoint."""
+        at = path
+        while at != self._url:
+            if (found := self.record(at)) is not None:
+                return found, path[len(at) + 1 :]
+            at = self.split(at)[0]
+        return None
+
     def owner(self, directory: str) -> tuple[_Owner, Stamp] | None:
         """Return the lease of a run, and its stamp."""
         facts, data = self.objects.get(self.key(directory) + _LEASE) or ({}, b"")
@@ -677,7 +703,8 @@ class ServerStorage(SharedStorage):
 
         def begin() -> SharedTransaction:
             self.clean_up(path)
-            if (not overwrite or self.record(path) is None) and self._has_any(path):
+            found = self.find(path)
+            if not (found and overwrite and not found[1]) and (found or self._has_any(path)):
                 raise _taken(path)
             return begun.enter(self.objects.put(f"{self.key(path)}{begun.ticket}/state", b"open", ""))
 
