@@ -23,7 +23,9 @@ import aiockpt
 from aiockpt import sync_checkpointer
 from aiockpt.staging.pool import ChunkPool
 from aiockpt.storage.local import replacing
+from aiockpt.testing import ServerStorage, start_server
 from tests import forked_python
+from tests.places import ServerPath, left_in
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell's script
     signal.signal(signal.SIGINT, signal.default_int_handler)  # so children do not inherit that it is ignored
@@ -115,6 +117,28 @@ def python() -> Iterator[list[str]]:
     """Return the command line of a Python that has imported aiockpt; see `tests.forked_python`."""
     with forked_python.started() as command:
         yield command
+
+
+@pytest.fixture(scope="session")
+def _server() -> Iterator[str]:
+    with start_server() as url:
+        ServerStorage(url).objects.remove("")  # this thread's connection stays open
+        yield url
+
+
+@pytest.fixture
+def server_url(_server: str) -> Iterator[str]:
+    """Return the URL of a server of objects; a test leaves none of an unfinished save."""
+    yield _server
+    left = left_in(_server)
+    ServerStorage(_server).objects.remove("")
+    assert not left, f"objects left: {left}"
+
+
+@pytest.fixture(params=["local", "server"])
+def anywhere(request: pytest.FixtureRequest, tmp_path: Path, server_url: str) -> Path | ServerPath:
+    """Return a directory where nothing is: in the file system, and in a server."""
+    return tmp_path if request.param == "local" else ServerPath(f"{server_url}/{tmp_path.name}")
 
 
 def _open_files(process: psutil.Process) -> int:

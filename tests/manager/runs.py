@@ -52,7 +52,7 @@ def names(folder: Path) -> list[str]:
 
 
 def path_of(folder: Path, step: int) -> Path:
-    return Path(str(folder), DEFAULT_NAMES.name_of(step))
+    return folder / DEFAULT_NAMES.name_of(step)
 
 
 def flip(folder: Path, step: int, *, where: float = 0.9) -> None:
@@ -65,8 +65,7 @@ def flip(folder: Path, step: int, *, where: float = 0.9) -> None:
 
 def truncate(folder: Path, step: int) -> None:
     file = max(path_of(folder, step).glob("*.distcp"), key=lambda each: each.stat().st_size)
-    with file.open("r+b") as opened:
-        opened.truncate(file.stat().st_size // 2)
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
 
 
 def unfinish(folder: Path, step: int) -> None:

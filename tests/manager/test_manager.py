@@ -14,8 +14,8 @@ from tests.manager.runs import empty, is_untouched, names, path_of, state_of, st
 
 
 @pytest.mark.asyncio
-async def test_run_resumes_from_its_latest_step(tmp_path: Path) -> None:
-    folder = tmp_path / "runs" / "a"
+async def test_run_resumes_from_its_latest_step(anywhere: Path) -> None:
+    folder = anywhere / "runs" / "a"
     async with aiockpt.CheckpointManager(folder, save=aiockpt.EverySteps(2)) as run:
         state = empty()
         assert await run.restore(state) is None
@@ -40,12 +40,12 @@ async def test_run_resumes_from_its_latest_step(tmp_path: Path) -> None:
         assert latest.step == 4
 
 
-def test_sync_loop(tmp_path: Path) -> None:
-    with aiockpt.SyncCheckpointManager(tmp_path, keep=aiockpt.KeepLatest(2)) as run:
+def test_sync_loop(anywhere: Path) -> None:
+    with aiockpt.SyncCheckpointManager(anywhere, keep=aiockpt.KeepLatest(2)) as run:
         assert run.restore(empty()) is None
         for step in (1, 2, 3):
             result = run.save(step, state_of(step), {"loss": step})
-            assert result.path == str(path_of(tmp_path, step))
+            assert result.path == str(path_of(anywhere, step))
         stage, write = run.submit(4, state_of(4))
         stage.result()
         write.result()
@@ -55,13 +55,13 @@ def test_sync_loop(tmp_path: Path) -> None:
         assert (start.step, step_in(state)) == (4, 4)
         with run.open(4) as reader:
             assert reader.metadata["run"]["step"] == 4
-    assert names(tmp_path) == ["step-00000003", "step-00000004"]
+    assert names(anywhere) == ["step-00000003", "step-00000004"]
 
 
 @pytest.mark.asyncio
-async def test_step_facts_are_stored_in_the_metadata(tmp_path: Path) -> None:
+async def test_step_facts_are_stored_in_the_metadata(anywhere: Path) -> None:
     keep = [aiockpt.KeepLatest(3), aiockpt.KeepBest(1, "loss")]
-    async with aiockpt.CheckpointManager(tmp_path, keep=keep) as run:
+    async with aiockpt.CheckpointManager(anywhere, keep=keep) as run:
         await (await run.save(7, state_of(7), metrics={"loss": torch.tensor(0.5)}, metadata={"mine": [1]}))
         async with run.open(7) as reader:
             facts = dict(reader.metadata["run"])
@@ -71,11 +71,11 @@ async def test_step_facts_are_stored_in_the_metadata(tmp_path: Path) -> None:
 
 
 @pytest.mark.asyncio
-async def test_best_step_is_found_and_restored(tmp_path: Path) -> None:
+async def test_best_step_is_found_and_restored(anywhere: Path) -> None:
     values = {1: 3.0, 2: math.nan, 3: 1.0, 4: 2.0, 5: None}
-    async with aiockpt.CheckpointManager(tmp_path, keep=aiockpt.KeepBest(9, "loss")) as run:
+    async with aiockpt.CheckpointManager(anywhere, keep=aiockpt.KeepBest(9, "loss")) as run:
         with pytest.raises(ValueError, match="metric"):
-            aiockpt.CheckpointManager(tmp_path, mode="read").best()
+            aiockpt.CheckpointManager(anywhere, mode="read").best()
         for step, value in values.items():
             await (await run.save(step, state_of(step), {"acc": step} if value is None else {"loss": value}))
         best, worst, other = run.best("loss"), run.best("loss", "max"), run.best("nothing")
@@ -94,7 +94,7 @@ async def test_best_step_is_found_and_restored(tmp_path: Path) -> None:
 
 
 @pytest.mark.asyncio
-async def test_metrics_may_be_numbers_of_any_type(tmp_path: Path) -> None:
+async def test_metrics_may_be_numbers_of_any_type(anywhere: Path) -> None:
     metrics = {
         "int": 3,
         "float": 0.25,
@@ -106,7 +106,7 @@ async def test_metrics_may_be_numbers_of_any_type(tmp_path: Path) -> None:
         "nan": float("nan"),
         "inf": float("-inf"),
     }
-    async with aiockpt.CheckpointManager(tmp_path) as run:
+    async with aiockpt.CheckpointManager(anywhere) as run:
         await (await run.save(0, state_of(0), metrics))
         found = dict(run.infos()[0].metrics)
     assert math.isnan(found.pop("nan"))
@@ -171,20 +171,20 @@ def test_invalid_options_raise_in_the_constructor(tmp_path: Path, arguments: dic
 
 
 @pytest.mark.asyncio
-async def test_closing_the_manager_leaves_a_given_checkpointer_open(tmp_path: Path) -> None:
+async def test_closing_the_manager_leaves_a_given_checkpointer_open(anywhere: Path) -> None:
     async with aiockpt.AsyncCheckpointer(io_threads=2) as ckpt:
-        async with aiockpt.CheckpointManager(tmp_path, checkpointer=ckpt, keep=aiockpt.KeepLatest(1)) as run:
+        async with aiockpt.CheckpointManager(anywhere, checkpointer=ckpt, keep=aiockpt.KeepLatest(1)) as run:
             assert run.checkpointer is ckpt
             for step in (1, 2, 3):
                 save = await run.save(step, state_of(step))
         assert save.written.done()  # or else another owner could take the lock first
-        assert names(tmp_path) == ["step-00000003"]
-        await ckpt.save(state_of(4), tmp_path / "final")
+        assert names(anywhere) == ["step-00000003"]
+        await ckpt.save(state_of(4), anywhere / "final")
 
 
 @pytest.mark.asyncio
-async def test_options_of_the_checkpointer_and_of_save_are_passed_on(tmp_path: Path) -> None:
-    async with aiockpt.CheckpointManager(tmp_path, io_threads=2, on_failure="warn", max_in_flight=2) as run:
+async def test_options_of_the_checkpointer_and_of_save_are_passed_on(anywhere: Path) -> None:
+    async with aiockpt.CheckpointManager(anywhere, io_threads=2, on_failure="warn", max_in_flight=2) as run:
         assert run.checkpointer._options.io_threads == 2
         await (await run.save(1, {"x": torch.ones(3)}, format="safetensors"))
         state = {"x": torch.zeros(3)}
@@ -210,32 +210,32 @@ async def test_manager_opens_at_its_first_use(tmp_path: Path) -> None:
 
 
 @pytest.mark.asyncio
-async def test_manager_in_read_mode(tmp_path: Path) -> None:
-    async with aiockpt.CheckpointManager(tmp_path) as owner:
+async def test_manager_in_read_mode(anywhere: Path) -> None:
+    async with aiockpt.CheckpointManager(anywhere) as owner:
         await (await owner.save(1, state_of(1)))
-        async with aiockpt.CheckpointManager(tmp_path, mode="read") as run:
+        async with aiockpt.CheckpointManager(anywhere, mode="read") as run:
             state = empty()
             start = await run.restore(state)
             assert start is not None
             assert step_in(state) == 1
             with pytest.raises(aiockpt.SaveError, match="mode='write'"):
                 await run.save(2, state_of(2))
-    assert names(tmp_path) == ["step-00000001"]
+    assert names(anywhere) == ["step-00000001"]
 
 
 @pytest.mark.asyncio
-async def test_close_raises_a_failure_that_was_not_awaited(tmp_path: Path) -> None:
+async def test_close_raises_a_failure_that_was_not_awaited(anywhere: Path) -> None:
     from aiockpt.errors import SaveError
 
     def refuse(_: str) -> None:
         raise RuntimeError("refused")
 
     with pytest.raises(SaveError, match="refused"):
-        async with aiockpt.CheckpointManager(tmp_path) as run:
+        async with aiockpt.CheckpointManager(anywhere) as run:
             await run.save(1, state_of(1), pre_commit=refuse)
-    assert names(tmp_path) == []
+    assert names(anywhere) == []
     with pytest.raises(KeyError) as caught:
-        async with aiockpt.CheckpointManager(tmp_path) as run:
+        async with aiockpt.CheckpointManager(anywhere) as run:
             await run.save(1, state_of(1), pre_commit=refuse)
             raise KeyError("first")
     assert "closing the manager also failed" in caught.value.__notes__[0]
@@ -279,11 +279,11 @@ class Thirds(aiockpt.SavePolicy):
         return facts.step % 3 == 0 and facts.previous is not None
 
 
-def test_custom_policies(tmp_path: Path) -> None:
+def test_custom_policies(anywhere: Path) -> None:
     policy = Thirds() | aiockpt.EverySteps(5)
-    with aiockpt.SyncCheckpointManager(tmp_path, keep=KeepOdd() | aiockpt.KeepBest(1, "loss"), save=policy) as run:
+    with aiockpt.SyncCheckpointManager(anywhere, keep=KeepOdd() | aiockpt.KeepBest(1, "loss"), save=policy) as run:
         for step in range(11):
             if run.due(step):
                 run.save(step, {"x": torch.ones(2)}, {"loss": abs(step - 6)})
         assert "it is odd" in run._repr_html_()
-    assert names(tmp_path) == ["step-00000003", "step-00000005", "step-00000006", "step-00000009", "step-00000010"]
+    assert names(anywhere) == ["step-00000003", "step-00000005", "step-00000006", "step-00000009", "step-00000010"]

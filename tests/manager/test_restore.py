@@ -31,15 +31,20 @@ from tests.manager.runs import (
     truncate,
     unfinish,
 )
+from tests.places import remove
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(anywhere: Path) -> Path:
     """A run with three steps."""
-    with aiockpt.SyncCheckpointManager(tmp_path / "run") as run:
+    with aiockpt.SyncCheckpointManager(anywhere / "run") as run:
         for step in (100, 200, 300):
             run.save(step, state_of(step), {"loss": 1 / step})
-    return tmp_path / "run"
+    return anywhere / "run"
+
+
+LOCAL = pytest.mark.parametrize("anywhere", ["local"], indirect=True)
+"""Of tests that damage or move files by means of the file system."""
 
 
 def restored(folder: Path, state: Any, **options: Any) -> aiockpt.Restored | None:
@@ -93,8 +98,8 @@ def test_step_set_aside_can_be_saved_again(folder: Path) -> None:
 
 @pytest.mark.parametrize("verify", ["auto", "before"])
 def test_only_step_damaged_raises_and_leaves_the_target_untouched(folder: Path, verify: Any) -> None:
-    shutil.rmtree(path_of(folder, 100))
-    shutil.rmtree(path_of(folder, 200))
+    remove(path_of(folder, 100))
+    remove(path_of(folder, 200))
     flip(folder, 300)
     state = empty()
     for _ in range(2):  # a second restore raises too, instead of starting from scratch silently
@@ -111,6 +116,7 @@ def without(folder: Path, step: int) -> Path:
     return copy
 
 
+@LOCAL
 def test_all_steps_damaged_raises_and_renames_nothing(folder: Path) -> None:
     for step in (100, 200, 300):
         flip(folder, step)
@@ -125,12 +131,12 @@ def test_all_steps_damaged_raises_and_renames_nothing(folder: Path) -> None:
     assert names(folder) == ["step-00000100", "step-00000200", "step-00000300"]
 
 
-def test_newest_step_is_verified_first_if_an_older_one_lacks_a_tensor(tmp_path: Path) -> None:
+def test_newest_step_is_verified_first_if_an_older_one_lacks_a_tensor(anywhere: Path) -> None:
     """If the damaged step were loaded directly, the tensor that the older one lacks would keep its bytes."""
-    with aiockpt.SyncCheckpointManager(tmp_path) as run:
+    with aiockpt.SyncCheckpointManager(anywhere) as run:
         run.save(1, {"a": torch.ones(SIZE)})
         run.save(2, {"a": torch.full((SIZE,), 2.0), "b": torch.full((SIZE,), 2.0)})
-        flip(tmp_path, 2)
+        flip(anywhere, 2)
         state = {"a": torch.zeros(SIZE), "b": torch.zeros(SIZE)}
         with pytest.warns(aiockpt.MissingKeysWarning), pytest.warns(aiockpt.DamagedCheckpointWarning):
             start = run.restore(state, strict=False)
@@ -138,16 +144,16 @@ def test_newest_step_is_verified_first_if_an_older_one_lacks_a_tensor(tmp_path: 
     assert (start.step, state["a"].unique().tolist(), state["b"].unique().tolist()) == (1, [1.0], [0.0])
 
 
-def test_newest_step_is_verified_first_if_an_older_one_has_other_shapes(tmp_path: Path) -> None:
-    with aiockpt.SyncCheckpointManager(tmp_path) as run:
+def test_newest_step_is_verified_first_if_an_older_one_has_other_shapes(anywhere: Path) -> None:
+    with aiockpt.SyncCheckpointManager(anywhere) as run:
         run.save(1, {"a": torch.ones(10)})
         run.save(2, {"a": torch.full((SIZE,), 2.0)})
-        flip(tmp_path, 2)
+        flip(anywhere, 2)
         state = {"a": torch.zeros(SIZE)}
         with pytest.raises(aiockpt.ShapeMismatchError):
             run.restore(state)
     assert state["a"].unique().tolist() == [0.0]
-    assert names(tmp_path) == ["step-00000001", "step-00000002"]
+    assert names(anywhere) == ["step-00000001", "step-00000002"]
 
 
 @pytest.mark.parametrize("verify", ["auto", "before"])
@@ -185,6 +191,7 @@ def test_reader_renames_nothing(folder: Path) -> None:
     assert names(folder) == ["step-00000100", "step-00000200", "step-00000300"]
 
 
+@LOCAL
 @pytest.mark.parametrize("verify", ["auto", "before", "while"])
 def test_io_error_marks_no_step_damaged(folder: Path, monkeypatch: pytest.MonkeyPatch, verify: Any) -> None:
     def fail(self: LocalFile, offset: int, view: memoryview, *args: Any) -> None:
@@ -222,6 +229,7 @@ def test_mismatching_state_marks_no_step_damaged(folder: Path) -> None:
     assert names(folder) == ["step-00000100", "step-00000200", "step-00000300"]
 
 
+@LOCAL
 def test_unreadable_older_step_does_not_block_the_newest(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def denying(real: Any) -> Any:
         def denied(path: Any, *args: Any, **options: Any) -> Any:
@@ -305,17 +313,17 @@ def test_invalid_arguments_raise(folder: Path, arguments: dict[str, Any]) -> Non
         restored(folder, empty(), **arguments)
 
 
-def test_live_objects_get_only_the_state_of_the_valid_step(tmp_path: Path) -> None:
+def test_live_objects_get_only_the_state_of_the_valid_step(anywhere: Path) -> None:
     model = torch.nn.Linear(100, 200)
     optim = torch.optim.AdamW(model.parameters())
-    with aiockpt.SyncCheckpointManager(tmp_path) as run:
+    with aiockpt.SyncCheckpointManager(anywhere) as run:
         for step in (1, 2):
             model(torch.ones(4, 100)).sum().backward()
             optim.step()
             run.save(step, {"model": model, "optim": optim})
             if step == 1:
                 kept = {key: value.clone() for key, value in model.state_dict().items()}
-        flip(tmp_path, 2)
+        flip(anywhere, 2)
         with pytest.warns(aiockpt.DamagedCheckpointWarning):
             start = run.restore({"model": model, "optim": optim})
     assert start is not None
@@ -328,7 +336,7 @@ def test_step_deleted_during_the_search_is_skipped_silently(folder: Path, monkey
     state = empty()
     with aiockpt.SyncCheckpointManager(folder) as run:
         found = [run._scanner.scan()]
-        shutil.rmtree(path_of(folder, 300))
+        remove(path_of(folder, 300))
         real = run._scanner.scan
         monkeypatch.setattr(run._scanner, "scan", lambda **options: found.pop() if found else real(**options))
         with warnings.catch_warnings():
@@ -340,13 +348,13 @@ def test_step_deleted_during_the_search_is_skipped_silently(folder: Path, monkey
 
 @pytest.mark.parametrize("before", ["inspect", "verify", "load"])
 def test_reader_gets_the_newest_step_while_a_writer_deletes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: str
+    anywhere: Path, monkeypatch: pytest.MonkeyPatch, before: str
 ) -> None:
     """Each step that the reader has listed is deleted before it is read, after a newer one was written."""
     state = empty()
     with (
-        aiockpt.SyncCheckpointManager(tmp_path, keep=aiockpt.KeepLatest(1)) as owner,
-        aiockpt.SyncCheckpointManager(tmp_path, mode="read") as run,
+        aiockpt.SyncCheckpointManager(anywhere, keep=aiockpt.KeepLatest(1)) as owner,
+        aiockpt.SyncCheckpointManager(anywhere, mode="read") as run,
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("error")
@@ -372,14 +380,14 @@ def test_reader_gets_the_newest_step_while_a_writer_deletes(
         monkeypatch.setattr(run, "_inspect", delete_and_inspect)
         start = run.restore(state)
     assert start is not None
-    assert (start.step, start.skipped, step_in(state), names(tmp_path)) == (3, (), 3, ["step-00000003"])
+    assert (start.step, start.skipped, step_in(state), names(anywhere)) == (3, (), 3, ["step-00000003"])
 
 
 def test_search_gives_up_if_steps_are_deleted_faster_than_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with aiockpt.SyncCheckpointManager(folder) as run:
         found = run._scanner.scan()
         monkeypatch.setattr(run._scanner, "scan", lambda **_: found)
-        shutil.rmtree(path_of(folder, 300))
+        remove(path_of(folder, 300))
         with pytest.raises(aiockpt.CheckpointNotFoundError, match="deleted faster than they could be read"):
             run.restore(empty())
 
@@ -404,18 +412,19 @@ def test_step_replaced_during_the_read_is_not_marked_damaged(folder: Path, monke
     assert names(folder) == ["step-00000100", "step-00000200", "step-00000300"]
 
 
-def test_newest_step_is_verified_first_if_an_older_one_lacks_an_object(tmp_path: Path) -> None:
+def test_newest_step_is_verified_first_if_an_older_one_lacks_an_object(anywhere: Path) -> None:
     """Loading the older step raises, so it could not overwrite the tensors of the damaged one."""
-    with aiockpt.SyncCheckpointManager(tmp_path) as run:
+    with aiockpt.SyncCheckpointManager(anywhere) as run:
         run.save(1, {"a": torch.ones(SIZE)})
         run.save(2, {"a": torch.full((SIZE,), 2.0), "epoch": 2})
-        flip(tmp_path, 2)
+        flip(anywhere, 2)
         state = {"a": torch.zeros(SIZE), "epoch": 0}
         with pytest.raises(aiockpt.MissingKeysError):
             run.restore(state)
     assert (state["a"].unique().tolist(), state["epoch"]) == ([0.0], 0)
 
 
+@LOCAL
 def test_checkpoints_with_other_names_are_ignored(folder: Path) -> None:
     (folder / "step-00000300").rename(folder / "step-300")
     shutil.copytree(folder / "step-00000200", folder / "final")
@@ -436,9 +445,9 @@ def saved(folder: Path, *steps: int) -> None:
 
 
 @pytest.mark.parametrize("choice", [{"step": 2}, {"step": "best", "metric": "loss", "mode": "min"}])
-def test_restore_of_an_older_step_warns_at_once(tmp_path: Path, choice: dict[str, Any]) -> None:
-    saved(tmp_path, 2, 3, 4)
-    with aiockpt.SyncCheckpointManager(tmp_path) as run:
+def test_restore_of_an_older_step_warns_at_once(anywhere: Path, choice: dict[str, Any]) -> None:
+    saved(anywhere, 2, 3, 4)
+    with aiockpt.SyncCheckpointManager(anywhere) as run:
         with pytest.warns(UserWarning, match=r"step 2 of .*latest step, 4.*discard_later=True") as caught:
             start = run.restore(empty(), **choice)
         assert [each.filename for each in caught] == [__file__]
@@ -448,7 +457,7 @@ def test_restore_of_an_older_step_warns_at_once(tmp_path: Path, choice: dict[str
         run.restore(empty(), 4)
         run.restore(empty())
         assert run.steps() == [2, 3, 4]
-    with aiockpt.SyncCheckpointManager(tmp_path, mode="read") as run:
+    with aiockpt.SyncCheckpointManager(anywhere, mode="read") as run:
         assert run.restore(empty(), **choice) == start  # nothing goes on from there
         with pytest.raises(ValueError, match="mode='write'"):
             run.restore(empty(), discard_later=True, **choice)
@@ -483,8 +492,8 @@ async def test_later_steps_are_discarded(tmp_path: Path) -> None:
         assert again.restore(empty()).step == 3
 
 
-def test_last_step_is_saved_anew_after_it_was_discarded(tmp_path: Path) -> None:
-    with aiockpt.SyncCheckpointManager(tmp_path) as run:
+def test_last_step_is_saved_anew_after_it_was_discarded(anywhere: Path) -> None:
+    with aiockpt.SyncCheckpointManager(anywhere) as run:
         run.save(1, state_of(1))
         assert run.due(2, last=True)
         run.save(2, state_of(2))
@@ -494,12 +503,12 @@ def test_last_step_is_saved_anew_after_it_was_discarded(tmp_path: Path) -> None:
         assert run.steps() == [1, 2]
 
 
-def test_failed_restore_discards_nothing(tmp_path: Path) -> None:
-    saved(tmp_path, 1, 2)
-    flip(tmp_path, 1)
-    with aiockpt.SyncCheckpointManager(tmp_path) as run, pytest.raises(aiockpt.CorruptCheckpointError):
+def test_failed_restore_discards_nothing(anywhere: Path) -> None:
+    saved(anywhere, 1, 2)
+    flip(anywhere, 1)
+    with aiockpt.SyncCheckpointManager(anywhere) as run, pytest.raises(aiockpt.CorruptCheckpointError):
         run.restore(empty(), 1, discard_later=True)
-    assert names(tmp_path) == ["step-00000001", "step-00000002"]
+    assert names(anywhere) == ["step-00000001", "step-00000002"]
 
 
 def test_discarding_ends_at_the_step_that_stays(tmp_path: Path) -> None:

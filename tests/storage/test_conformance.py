@@ -11,7 +11,7 @@ import aiockpt
 from aiockpt.storage.base import Storage, shared_storage, shared_transaction
 from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.storage.wrapper import WrapperStorage
-from aiockpt.testing import StorageConformance
+from aiockpt.testing import ServerStorage, StorageConformance
 from tests.storage.memory_storage import MemoryStorage
 
 
@@ -28,6 +28,23 @@ class TestBufferedLocalStorage(StorageConformance):
 class TestMemoryStorage(StorageConformance):
     def make_storage(self, tmp_path: Path) -> Storage:
         return MemoryStorage()
+
+
+class TestServerStorage(StorageConformance):
+    """One that is no file system."""
+
+    @pytest.fixture(autouse=True)
+    def server(self, server_url: str) -> None:
+        """Use the server of all tests."""
+        type(self).url = server_url
+
+    url: str
+
+    def make_storage(self, tmp_path: Path) -> Storage:
+        return ServerStorage(self.url)
+
+    def path_for(self, tmp_path: Path, name: str) -> str:
+        return f"{self.url}/{tmp_path.name}/{name}"
 
 
 class TestWrapperStorage(StorageConformance):

@@ -567,6 +567,8 @@ class ItemVerifier:
         kind: ProblemKind = "unreadable"
         if isinstance(exc, UnsafeCheckpointError):  # a symlink that leaves the checkpoint concerns the whole file
             kind, offset = "unsafe path", 0
+        elif isinstance(exc, CorruptCheckpointError):  # it was cut or removed since its size was listed
+            kind = "size"
         self._findings.add(kind, file, str(exc), offset=offset)
         for item in items:
             self._report(item, kind, "it could not be read", max(0, offset - item.start))
