@@ -554,13 +554,14 @@ class _Owner(LeaseFacts):
         return liveness(None if ticket is None else ticket.owner, this_process()) == "dead"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False)
 class ServerLease(RunLease):
     """An object that names its owner. It needs no heartbeat: all processes are on the host of the server."""
 
     _storage: ServerStorage
     _directory: str
     _stamp: Stamp
+    _pid: int = field(default_factory=os.getpid)  # 0 when it was given up
 
     def check(self) -> None:
         try:
@@ -573,10 +574,13 @@ class ServerLease(RunLease):
             raise RunLockedError(f"the lease of {self._directory} was {who}; nothing was saved. Make a new manager")
 
     def release(self) -> None:
-        with contextlib.suppress(OSError):  # it stays, and names a process that is dead soon
-            found = self._storage.owner(self._directory)
-            if found is not None and found[0].pid == os.getpid():
+        pid, self._pid = self._pid, 0
+        if pid == os.getpid():
+            with contextlib.suppress(OSError):  # it stays, and names a process that is dead soon
                 self._storage.objects.delete(self._storage.key(self._directory) + _LEASE, self._stamp)
+
+    def __del__(self) -> None:
+        self.release()
 
 
 # --- the storage ----------------------------------------------------------------------------------------
