@@ -354,6 +354,8 @@ class ServerTransaction(SharedTransaction):
             with _errors(CommitError, f"publish {self._path}"):
                 await self._workers.run(self._publish, await self.sizes())
             await self.release()
+        elif await self.status() == "gone":  # else what this process has written since then would stay
+            raise CommitError(f"{self._path} was given up by another process, which has removed {self._token}")
         self._over = True
 
     def revoke(self) -> None:
