@@ -512,7 +512,7 @@ class _ServerSource(Source):
     """The files of a listing. What has replaced them meanwhile is never read."""
 
     def __init__(self, listing: _ServerListing, storage: ServerStorage) -> None:
-        self._listing, self._storage = listing, storage
+        self._listing, self._storage, self._is_closed = listing, storage, False
 
     @property
     def files(self) -> Mapping[str, int]:
@@ -526,6 +526,8 @@ class _ServerSource(Source):
 
     def _read(self, name: str, runs: Sequence[tuple[int, int]], view: memoryview, seen: Seen | None = None) -> None:
         path, nbytes = self._listing.path, self._listing.files.get(name)
+        if self._is_closed:
+            raise LoadError(f"{path}/{name} was closed before it was read")
         end = max((offset + length for offset, length in runs if length), default=0)
         if nbytes is None or end > nbytes:
             raise CorruptCheckpointError(f"{path}/{name} has {nbytes or 0} bytes, but {end} are needed")
@@ -540,7 +542,7 @@ class _ServerSource(Source):
                 raise CorruptCheckpointError(f"{path}/{name} is missing: it was removed by other means") from exc
 
     def close(self) -> None:
-        pass
+        self._is_closed = True
 
 
 # --- the lease of a run ---------------------------------------------------------------------------------
