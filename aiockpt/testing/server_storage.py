@@ -447,6 +447,7 @@ class ServerTransaction(SharedTransaction):
         now = await self._run(self._storage.record, self._path)
         if now is not None and now.token == self._token:
             await self._workers.run(self._retire, now)
+            await self._run(self._objects.remove, f"{self._token}held/")  # those of dead processes, too
         await self.release()
 
     async def release(self) -> None:
