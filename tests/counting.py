@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+from aiockpt.storage.base import Storage
 from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.storage.wrapper import WrapperStorage
 
@@ -11,8 +12,8 @@ from aiockpt.storage.wrapper import WrapperStorage
 class CountingStorage(WrapperStorage):
     """Records every read: file, offset, bytes."""
 
-    def __init__(self) -> None:
-        super().__init__(LocalStorage())
+    def __init__(self, inner: Storage | None = None) -> None:
+        super().__init__(inner or LocalStorage())
         self.reads: list[tuple[str, int, int]] = []
         self._lock = threading.Lock()
 

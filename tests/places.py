@@ -14,7 +14,6 @@ from typing import Any
 
 import aiockpt.storage
 from aiockpt.storage.base import Storage
-from aiockpt.testing import ServerStorage
 from aiockpt.testing.server import SCHEME
 from aiockpt.testing.server_storage import storage_for_server
 
@@ -98,9 +97,10 @@ def storage_of(path: str | os.PathLike[str]) -> Storage:
 
 
 def left_in(url: str) -> list[str]:
-    """Return the objects of unfinished saves, and of those that were not removed."""
-    objects = ServerStorage(url).objects
-    found = objects.below("")
+    """Return the objects of unfinished saves, and of those that were not removed, below a URL."""
+    storage = storage_of(url)
+    objects, start = storage.objects, storage.key(url)
+    found = {start + key: facts for key, facts in objects.below(start).items()}
     states = {key: objects.get(key)[1].decode().partition(" ")[0] for key in found if key.endswith("/state")}
     ended = {key.removesuffix("state") for key, state in states.items() if state in ("publish", "replaced", "aside")}
     for key in [key for key in found if key.endswith("/.commit")]:

@@ -354,6 +354,8 @@ class ServerTransaction(SharedTransaction):
             with _errors(CommitError, f"publish {self._path}"):
                 await self._workers.run(self._publish, await self.sizes())
             await self.release()
+        elif await self.status() == "gone":  # else what this process has written since then would stay
+            raise CommitError(f"{self._path} was given up by another process, which has removed {self._token}")
         self._over = True
 
     def revoke(self) -> None:
@@ -445,6 +447,7 @@ class ServerTransaction(SharedTransaction):
         now = await self._run(self._storage.record, self._path)
         if now is not None and now.token == self._token:
             await self._workers.run(self._retire, now)
+            await self._run(self._objects.remove, f"{self._token}held/")  # those of dead processes, too
         await self.release()
 
     async def release(self) -> None:
@@ -510,7 +513,7 @@ class _ServerSource(Source):
     """The files of a listing. What has replaced them meanwhile is never read."""
 
     def __init__(self, listing: _ServerListing, storage: ServerStorage) -> None:
-        self._listing, self._storage = listing, storage
+        self._listing, self._storage, self._is_closed = listing, storage, False
 
     @property
     def files(self) -> Mapping[str, int]:
@@ -524,6 +527,8 @@ class _ServerSource(Source):
 
     def _read(self, name: str, runs: Sequence[tuple[int, int]], view: memoryview, seen: Seen | None = None) -> None:
         path, nbytes = self._listing.path, self._listing.files.get(name)
+        if self._is_closed:
+            raise LoadError(f"{path}/{name} was closed before it was read")
         end = max((offset + length for offset, length in runs if length), default=0)
         if nbytes is None or end > nbytes:
             raise CorruptCheckpointError(f"{path}/{name} has {nbytes or 0} bytes, but {end} are needed")
@@ -538,7 +543,7 @@ class _ServerSource(Source):
                 raise CorruptCheckpointError(f"{path}/{name} is missing: it was removed by other means") from exc
 
     def close(self) -> None:
-        pass
+        self._is_closed = True
 
 
 # --- the lease of a run ---------------------------------------------------------------------------------
@@ -554,13 +559,14 @@ class _Owner(LeaseFacts):
         return liveness(None if ticket is None else ticket.owner, this_process()) == "dead"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False)
 class ServerLease(RunLease):
     """An object that names its owner. It needs no heartbeat: all processes are on the host of the server."""
 
     _storage: ServerStorage
     _directory: str
     _stamp: Stamp
+    _pid: int = field(default_factory=os.getpid)  # 0 when it was given up
 
     def check(self) -> None:
         try:
@@ -573,10 +579,13 @@ class ServerLease(RunLease):
             raise RunLockedError(f"the lease of {self._directory} was {who}; nothing was saved. Make a new manager")
 
     def release(self) -> None:
-        with contextlib.suppress(OSError):  # it stays, and names a process that is dead soon
-            found = self._storage.owner(self._directory)
-            if found is not None and found[0].pid == os.getpid():
+        pid, self._pid = self._pid, 0
+        if pid == os.getpid():
+            with contextlib.suppress(OSError):  # it stays, and names a process that is dead soon
                 self._storage.objects.delete(self._storage.key(self._directory) + _LEASE, self._stamp)
+
+    def __del__(self) -> None:
+        self.release()
 
 
 # --- the storage ----------------------------------------------------------------------------------------

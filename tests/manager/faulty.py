@@ -17,6 +17,7 @@ from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.storage.registry import Storages
 from aiockpt.storage.wrapper import WrapperStorage
 from tests.manager.runs import state_of
+from tests.places import storage_of
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,10 @@ class Stored:
 class Faults(WrapperStorage):
     """A storage that fails, or kills its process, before the nth occurrence of a step."""
 
-    def __init__(self) -> None:
-        super().__init__(LocalStorage(fsync=False, direct_io=False, retries=0))
+    def __init__(self, folder: str) -> None:
+        storage = storage_of(folder)
+        is_local = isinstance(storage, LocalStorage)
+        super().__init__(LocalStorage(fsync=False, direct_io=False, retries=0) if is_local else storage)
         self.arm("")
 
     def arm(self, step: str, nth: int = 1, *, kills: bool = False) -> None:
@@ -87,7 +90,7 @@ class Faults(WrapperStorage):
 
 def open_run(folder: str, keep: Keep, **options: Any) -> tuple[aiockpt.SyncCheckpointManager, Faults, Faults]:
     """Open a run; return it with the faults of its saves and of its deletions."""
-    saving, deleting = Faults(), Faults()
+    saving, deleting = Faults(folder), Faults(folder)
     run = aiockpt.SyncCheckpointManager(folder, keep=keep.policy(), storage=saving, **options)
     run._retention._deleter._storages = Storages(deleting, deleting)
     run.__enter__()

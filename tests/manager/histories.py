@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
 import tempfile
 import warnings
@@ -21,7 +20,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 import aiockpt
 from tests.manager.faulty import Keep, Stored, open_run, save_and_be_killed
-from tests.manager.runs import empty, flip, is_untouched, path_of, state_of, step_in, truncate, unfinish
+from tests.manager.runs import empty, flip, is_untouched, names, path_of, state_of, step_in, truncate, unfinish
+from tests.places import ServerPath, left_in, remove
 from tests.ranks.world import _context
 
 # --- the model ------------------------------------------------------------------------------------------------
@@ -83,21 +83,24 @@ HARMS: dict[str, Callable[[Path, int], None]] = {
     "flip": flip,
     "truncate": truncate,
     "unfinish": unfinish,
-    "delete": lambda folder, step: shutil.rmtree(path_of(folder, step)),
+    "delete": lambda folder, step: remove(path_of(folder, step)),
 }
 
 
 class Histories(RuleBasedStateMachine):
     """A run under random saves, faults, kills, damage and restarts."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: ServerPath | None = None) -> None:
         super().__init__()
-        self.folder = Path(tempfile.mkdtemp(prefix="history-"))
+        self.folder = folder or Path(tempfile.mkdtemp(prefix="history-"))
+        # A commit object has the sizes that were written, and without it nothing is there.
+        self.harms = {"flip", "delete"} if folder else set(HARMS)
         self.model = Model()
         self.run: aiockpt.SyncCheckpointManager | None = None
         self.versions = 0
         self.has_killed = False
-        self.others = {"step-7", "final", "step-00000001.bak", "step-000000001"}  # not the manager's
+        # Not the manager's.
+        self.others = set() if folder else {"step-7", "final", "step-00000001.bak", "step-000000001"}
         for name in self.others:
             (self.folder / name).mkdir()
 
@@ -106,8 +109,13 @@ class Histories(RuleBasedStateMachine):
         self.open(Keep(all=True))  # a last owner removes the leftovers of killed processes
         self.restores("latest", "auto")
         self.close()
-        assert {name for name in os.listdir(self.folder) if name.startswith(".aiockpt")} == set()
-        shutil.rmtree(self.folder)
+        assert self.leftovers() == set()
+        remove(self.folder)
+
+    def leftovers(self) -> set[str]:
+        if isinstance(self.folder, ServerPath):
+            return {key for key in left_in(str(self.folder)) if not key.endswith("/.lease")}
+        return {name for name in names(self.folder) if name.startswith(".aiockpt-")}
 
     def fresh(self, loss: float | None) -> Stored:
         self.versions += 1
@@ -128,8 +136,7 @@ class Histories(RuleBasedStateMachine):
     def open(self, keep: Keep) -> None:
         self.model.keep, self.model.pins, self.model.last = keep, set(), None
         self.run, self.saving, self.deleting = open_run(str(self.folder), keep, drain_timeout=60)
-        left = {name for name in os.listdir(self.folder) if name.startswith(".aiockpt-")}
-        assert left == set(), "opening the run removes the leftovers of killed processes"
+        assert self.leftovers() == set(), "opening the run removes the leftovers of killed processes"
 
     def close(self) -> None:
         assert self.run is not None
@@ -333,8 +340,9 @@ class Histories(RuleBasedStateMachine):
         self.model.pins ^= {step}
 
     @precondition(lambda self: self.model.good())
-    @rule(kind=st.sampled_from(sorted(HARMS)), data=st.data())
-    def is_harmed(self, kind: str, data: st.DataObject) -> None:
+    @rule(data=st.data())
+    def is_harmed(self, data: st.DataObject) -> None:
+        kind = data.draw(st.sampled_from(sorted(self.harms)), "kind")
         step = data.draw(st.sampled_from(sorted(self.model.good())))
         HARMS[kind](self.folder, step)
         if kind == "delete":
@@ -348,7 +356,7 @@ class Histories(RuleBasedStateMachine):
     def directory_matches_the_model(self) -> None:
         if not hasattr(self, "saving"):
             return
-        there = {name for name in os.listdir(self.folder) if not name.startswith(".aiockpt")}
+        there = {name for name in names(self.folder) if not name.startswith(".aiockpt")}
         aside = {
             f"step-{step:08d}.damaged{'' if not number else f'-{number}'}"
             for step, count in self.model.asides.items()

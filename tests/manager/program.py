@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 import aiockpt
+import tests.places  # noqa: F401 - registers the server's scheme, if need be
 
 
 def report(*words: object) -> None:

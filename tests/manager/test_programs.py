@@ -27,7 +27,9 @@ TIMEOUT_S = 240
 class Program:
     """One process of a program. Each of its steps lasts until `go_on` is called."""
 
-    def __init__(self, kind: str, rank: int, size: int, folder: Path, grace: str, python: Sequence[str]) -> None:
+    def __init__(
+        self, kind: str, rank: int, size: int, folder: Path, grace: str, python: Sequence[str], store: str
+    ) -> None:
         self.lines: list[list[str]] = []
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by close()
         self.process = subprocess.Popen(
@@ -38,8 +40,8 @@ class Program:
                 kind,
                 str(rank),
                 str(size),
-                f"{folder}.store",
-                folder,
+                store,
+                str(folder),
                 grace,
             ],
             stdin=subprocess.PIPE,
@@ -96,13 +98,11 @@ def programs(
     kind: str, size: int, folder: Path, grace: str = "", python: Sequence[str] = (sys.executable,)
 ) -> Iterator[list[Program]]:
     made: list[Program] = []
-    try:
+    with tempfile.TemporaryDirectory() as own, contextlib.ExitStack() as ends:
         for rank in range(size):
-            made.append(Program(kind, rank, size, folder, grace, python))  # noqa: PERF401 - if one fails to start, the others are ended
+            made.append(Program(kind, rank, size, folder, grace, python, f"{own}/store"))
+            ends.callback(made[-1].close)
         yield made
-    finally:
-        for each in made:
-            each.close()
 
 
 def steps_saved(lines: list[list[str]]) -> list[int]:
@@ -127,10 +127,10 @@ def restored(folder: Path) -> tuple[aiockpt.Restored | None, dict[str, Any]]:
     ],
 )
 def test_signal_during_a_long_step_leads_to_a_last_save(
-    tmp_path: Path, python: list[str], kind: str, asked: Any
+    anywhere: Path, python: list[str], kind: str, asked: Any
 ) -> None:
     """One process gets the signal, and all ranks save the same last step. The random streams are not disturbed."""
-    folder = tmp_path / "run"
+    folder = anywhere / "run"
     size, asked = (1, 0) if asked == "alone" else (2, asked)
     with programs(kind, size, folder, "60", python) as ranks:
         for each in ranks:
@@ -164,8 +164,8 @@ def test_signal_during_a_long_step_leads_to_a_last_save(
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_last_save_that_exceeds_the_grace_period_is_not_begun(tmp_path: Path, python: list[str], size: int) -> None:
-    folder = tmp_path / "run"
+def test_last_save_that_exceeds_the_grace_period_is_not_begun(anywhere: Path, python: list[str], size: int) -> None:
+    folder = anywhere / "run"
     with programs("blocking", size, folder, "1e-9", python) as ranks:
         for step in (1, 2, 3):
             for each in ranks:
@@ -185,8 +185,8 @@ def test_last_save_that_exceeds_the_grace_period_is_not_begun(tmp_path: Path, py
     assert not any(name.startswith(".aiockpt") for name in names(folder))
 
 
-def test_second_program_is_refused_until_the_first_has_died(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
+def test_second_program_is_refused_until_the_first_has_died(anywhere: Path) -> None:
+    folder = anywhere / "run"
     host = socket.gethostname()
     with programs("awaiting", 1, folder) as (first,):
         first.run_to(4)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import os
+import uuid
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ import aiockpt
 from aiockpt.manager.scan import step_of
 from tests.manager.faulty import Keep, Stored, open_run
 from tests.manager.histories import HARMS, KEEPS, LOSSES, Model
-from tests.manager.runs import empty, path_of, state_of, step_in
+from tests.manager.runs import empty, names, path_of, state_of, step_in
+from tests.places import ServerPath
 from tests.ranks.world import World
 
 Event = tuple[Any, ...]
@@ -28,13 +30,16 @@ FATES = st.one_of(
         st.integers(0, 1), st.sampled_from(["begin", "join", "create", "write", "finish", "commit"]), st.integers(1, 2)
     ),
 )
-EVENTS = st.one_of(
-    st.tuples(st.just("save"), LOSSES, FATES),
-    st.tuples(st.just("save"), LOSSES, st.just((-1, "", 1))),
-    st.tuples(st.just("harm"), st.sampled_from(sorted(HARMS))),
-    st.tuples(st.just("restore")),
-    st.tuples(st.just("reopen"), KEEPS),
-)
+
+
+def events_of(harms: set[str]) -> st.SearchStrategy[Event]:
+    return st.one_of(
+        st.tuples(st.just("save"), LOSSES, FATES),
+        st.tuples(st.just("save"), LOSSES, st.just((-1, "", 1))),
+        st.tuples(st.just("harm"), st.sampled_from(sorted(harms))),
+        st.tuples(st.just("restore")),
+        st.tuples(st.just("reopen"), KEEPS),
+    )
 
 
 def run_events(rank: int, size: int, folder: Path, keep: Keep, events: list[Event]) -> list[Any]:
@@ -91,7 +96,7 @@ def restore(run: aiockpt.SyncCheckpointManager, rank: int) -> Any:
 
 
 def steps_of(folder: Path) -> list[int]:
-    return sorted(step for name in os.listdir(folder) if (step := step_of(name)) is not None)
+    return sorted(step for name in names(folder) if (step := step_of(name)) is not None)
 
 
 def check(world: World, folder: Path, keep: Keep, events: list[Event]) -> None:
@@ -122,12 +127,20 @@ def check(world: World, folder: Path, keep: Keep, events: list[Event]) -> None:
                 model.set_aside(skipped)
                 model.last = good
         assert there == sorted(model.steps), event
-    assert not [name for name in os.listdir(folder) if name.startswith(".aiockpt")]
-    assert all(path_of(folder, step).is_dir() for step in model.steps)
+    assert not [name for name in names(folder) if name.startswith(".aiockpt")]
+    assert all(path_of(folder, step).exists() for step in model.steps)
 
 
 @pytest.mark.parametrize("count", [12, pytest.param(150, marks=pytest.mark.full)])
 def test_two_ranks_match_the_model(world2: World, tmp_path_factory: pytest.TempPathFactory, count: int) -> None:
+    match(world2, count, set(HARMS), lambda: tmp_path_factory.mktemp("run"))
+
+
+def test_two_ranks_match_the_model_on_a_server(world2: World, server_url: str) -> None:
+    match(world2, 8, {"flip", "delete"}, lambda: ServerPath(f"{server_url}/{uuid.uuid4().hex}"))
+
+
+def match(world2: World, count: int, harms: set[str], make_folder: Callable[[], Path]) -> None:
     @settings(
         max_examples=count,
         deadline=None,
@@ -135,8 +148,8 @@ def test_two_ranks_match_the_model(world2: World, tmp_path_factory: pytest.TempP
         phases=[Phase.generate],  # no shrinking: after a failure, the world of ranks is unusable
         suppress_health_check=list(HealthCheck),
     )
-    @given(keep=KEEPS, events=st.lists(EVENTS, min_size=4, max_size=12))
+    @given(keep=KEEPS, events=st.lists(events_of(harms), min_size=4, max_size=12))
     def run(keep: Keep, events: list[Event]) -> None:
-        check(world2, tmp_path_factory.mktemp("run"), keep, events)
+        check(world2, make_folder(), keep, events)
 
     run()

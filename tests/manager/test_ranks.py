@@ -97,10 +97,10 @@ async def trains(rank: int, size: int, folder: Path, last: int) -> Any:
         return None if start is None else start.step, latest.step, best.step, facts[-1]
 
 
-def test_run_of_two_ranks(world2: World, tmp_path: Path) -> None:
-    assert world2.results(trains, tmp_path, 7) == [(None, 6, 6, (6, 6.0))] * 2
-    assert world2.results(trains, tmp_path, 11) == [(6, 10, 10, (10, 10.0))] * 2
-    assert names(tmp_path) == ["step-00000008", "step-00000010"]
+def test_run_of_two_ranks(world2: World, anywhere: Path) -> None:
+    assert world2.results(trains, anywhere, 7) == [(None, 6, 6, (6, 6.0))] * 2
+    assert world2.results(trains, anywhere, 11) == [(6, 10, 10, (10, 10.0))] * 2
+    assert names(anywhere) == ["step-00000008", "step-00000010"]
 
 
 def goes_back(rank: int, size: int, folder: Path, verify: str) -> Any:
@@ -115,15 +115,15 @@ def goes_back(rank: int, size: int, folder: Path, verify: str) -> Any:
 
 
 @pytest.mark.parametrize("verify", ["auto", "before", "while"])
-def test_all_ranks_go_back_to_the_same_step(world2: World, tmp_path: Path, verify: str) -> None:
-    world2.results(trains, tmp_path, 8)
-    file = max((tmp_path / "step-00000008").glob("__1_*"), key=lambda each: each.stat().st_size)  # a file of rank 1
+def test_all_ranks_go_back_to_the_same_step(world2: World, anywhere: Path, verify: str) -> None:
+    world2.results(trains, anywhere, 8)
+    file = max((anywhere / "step-00000008").glob("__1_*"), key=lambda each: each.stat().st_size)  # a file of rank 1
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
-    aside = [str(tmp_path / "step-00000008.damaged")]
-    assert world2.results(goes_back, tmp_path, verify) == [(6, 6, aside, 1), (6, 6, aside, 0)]
-    assert names(tmp_path) == ["step-00000006", "step-00000008.damaged"]
+    aside = [str(anywhere / "step-00000008.damaged")]
+    assert world2.results(goes_back, anywhere, verify) == [(6, 6, aside, 1), (6, 6, aside, 0)]
+    assert names(anywhere) == ["step-00000006", "step-00000008.damaged"]
 
 
 def discards(rank: int, size: int, folder: Path) -> Any:
@@ -135,9 +135,9 @@ def discards(rank: int, size: int, folder: Path) -> Any:
         return before, run.steps(), len(caught)
 
 
-def test_rank_0_discards_the_later_steps(world2: World, tmp_path: Path) -> None:
-    world2.results(trains, tmp_path, 8)
-    assert world2.results(discards, tmp_path) == [([6, 8], [6], 1), ([6, 8], [6], 0)]
+def test_rank_0_discards_the_later_steps(world2: World, anywhere: Path) -> None:
+    world2.results(trains, anywhere, 8)
+    assert world2.results(discards, anywhere) == [([6, 8], [6], 1), ([6, 8], [6], 0)]
 
 
 def is_refused(rank: int, size: int, folder: Path) -> list[str]:
@@ -151,14 +151,14 @@ def is_refused(rank: int, size: int, folder: Path) -> list[str]:
     return kinds
 
 
-def test_all_ranks_raise_the_same_errors(world2: World, tmp_path: Path) -> None:
-    world2.results(trains, tmp_path, 8)
+def test_all_ranks_raise_the_same_errors(world2: World, anywhere: Path) -> None:
+    world2.results(trains, anywhere, 8)
     for step in (6, 8):
-        for file in (tmp_path / f"step-{step:08d}").glob("__1_*"):
+        for file in (anywhere / f"step-{step:08d}").glob("__1_*"):
             file.write_bytes(b"")
     kinds = ["CheckpointNotFoundError", *["CorruptCheckpointError"] * 3]
-    assert world2.results(is_refused, tmp_path) == [kinds, kinds]
-    assert names(tmp_path) == ["step-00000006", "step-00000008"]
+    assert world2.results(is_refused, anywhere) == [kinds, kinds]
+    assert names(anywhere) == ["step-00000006", "step-00000008"]
 
 
 def does_not_fit(rank: int, size: int, folder: Path) -> None:
@@ -168,10 +168,10 @@ def does_not_fit(rank: int, size: int, folder: Path) -> None:
             run.restore(state)
 
 
-def test_mismatching_state_of_one_rank_marks_no_step_damaged(world2: World, tmp_path: Path) -> None:
-    world2.results(trains, tmp_path, 8)
-    world2.results(does_not_fit, tmp_path)
-    assert names(tmp_path) == ["step-00000006", "step-00000008"]
+def test_mismatching_state_of_one_rank_marks_no_step_damaged(world2: World, anywhere: Path) -> None:
+    world2.results(trains, anywhere, 8)
+    world2.results(does_not_fit, anywhere)
+    assert names(anywhere) == ["step-00000006", "step-00000008"]
 
 
 def is_locked_out(rank: int, size: int, folder: Path) -> str:
@@ -180,11 +180,11 @@ def is_locked_out(rank: int, size: int, folder: Path) -> str:
     return str(caught.value)
 
 
-def test_all_ranks_raise_if_the_run_has_an_owner(world2: World, tmp_path: Path) -> None:
-    with aiockpt.SyncCheckpointManager(tmp_path):
-        outcomes = world2.results(is_locked_out, tmp_path)
+def test_all_ranks_raise_if_the_run_has_an_owner(world2: World, anywhere: Path) -> None:
+    with aiockpt.SyncCheckpointManager(anywhere):
+        outcomes = world2.results(is_locked_out, anywhere)
     assert all(f"process {os.getpid()} on host" in text for text in outcomes)
-    world2.results(trains, tmp_path, 2)  # a second attempt succeeds
+    world2.results(trains, anywhere, 2)  # a second attempt succeeds
 
 
 # --- due --------------------------------------------------------------------------------------------------------
@@ -206,18 +206,18 @@ def is_preempted(rank: int, size: int, folder: Path, asked: int, grace_s: float 
 
 
 @pytest.mark.parametrize("asked", [0, 1])
-def test_signal_on_one_rank_leads_to_the_same_last_step_on_all(world2: World, tmp_path: Path, asked: int) -> None:
-    (saved, last), other = world2.results(is_preempted, tmp_path, asked, None)
+def test_signal_on_one_rank_leads_to_the_same_last_step_on_all(world2: World, anywhere: Path, asked: int) -> None:
+    (saved, last), other = world2.results(is_preempted, anywhere, asked, None)
     assert other == (saved, last)
     assert saved[0] == 10
     assert saved[-1] == last
     assert 13 <= last < 13 + 16
-    assert names(tmp_path)[-1] == f"step-{last:08d}"
+    assert names(anywhere)[-1] == f"step-{last:08d}"
 
 
 @pytest.mark.parametrize("asked", [0, 1])
-def test_last_save_that_exceeds_the_grace_period_is_begun_on_no_rank(world2: World, tmp_path: Path, asked: int) -> None:
-    (saved, last), other = world2.results(is_preempted, tmp_path, asked, 1e-9)
+def test_last_save_that_exceeds_the_grace_period_is_begun_on_no_rank(world2: World, anywhere: Path, asked: int) -> None:
+    (saved, last), other = world2.results(is_preempted, anywhere, asked, 1e-9)
     assert other == (saved, last)
     assert all(step % 10 == 0 for step in saved)
     assert last < 40
@@ -235,8 +235,8 @@ def asks_by_time(rank: int, size: int, folder: Path) -> Any:
     return answers
 
 
-def test_clock_of_rank_0_decides(world2: World, tmp_path: Path) -> None:
-    mine, theirs = world2.results(asks_by_time, tmp_path)
+def test_clock_of_rank_0_decides(world2: World, anywhere: Path) -> None:
+    mine, theirs = world2.results(asks_by_time, anywhere)
     assert mine == theirs
     assert mine.count(True) == 1
     assert mine[-1] is True
@@ -247,8 +247,8 @@ def is_idle(rank: int, size: int, folder: Path) -> Any:
         return run.due(1)
 
 
-def test_rank_0_decides_when_idle(world2: World, tmp_path: Path) -> None:
-    assert world2.results(is_idle, tmp_path) == [True, True]
+def test_rank_0_decides_when_idle(world2: World, anywhere: Path) -> None:
+    assert world2.results(is_idle, anywhere) == [True, True]
 
 
 def is_out_of_step(rank: int, size: int, folder: Path) -> str:
@@ -258,8 +258,8 @@ def is_out_of_step(rank: int, size: int, folder: Path) -> str:
         return str(caught.value)
 
 
-def test_due_with_different_steps_raises(world2: World, tmp_path: Path) -> None:
-    outcomes = world2.results(is_out_of_step, tmp_path)
+def test_due_with_different_steps_raises(world2: World, anywhere: Path) -> None:
+    outcomes = world2.results(is_out_of_step, anywhere)
     assert all("different steps (5, 6)" in text for text in outcomes)
 
 
@@ -271,8 +271,8 @@ def counts_exchanges(rank: int, size: int, folder: Path) -> Any:
         return due, len(exchanges) <= 100, math.isfinite(run._pace._cost_s) == (rank == 0)
 
 
-def test_short_steps_exchange_messages_less_often(world2: World, tmp_path: Path) -> None:
-    assert world2.results(counts_exchanges, tmp_path) == [(list(range(7, 200, 7)), True, True)] * 2
+def test_short_steps_exchange_messages_less_often(world2: World, anywhere: Path) -> None:
+    assert world2.results(counts_exchanges, anywhere) == [(list(range(7, 200, 7)), True, True)] * 2
 
 
 def ends(rank: int, size: int, folder: Path) -> Any:
@@ -285,8 +285,8 @@ def ends(rank: int, size: int, folder: Path) -> Any:
         return run.steps(), again == run.save(step, state_of(rank, step))
 
 
-def test_last_step_is_saved_once_by_all_ranks(world2: World, tmp_path: Path) -> None:
-    assert world2.results(ends, tmp_path) == [([100, 200, 249], True)] * 2
+def test_last_step_is_saved_once_by_all_ranks(world2: World, anywhere: Path) -> None:
+    assert world2.results(ends, anywhere) == [([100, 200, 249], True)] * 2
 
 
 def fails_at_the_end(rank: int, size: int, folder: Path) -> Any:
@@ -299,8 +299,8 @@ def fails_at_the_end(rank: int, size: int, folder: Path) -> Any:
         return run.steps()
 
 
-def test_last_step_that_one_rank_could_not_save_is_saved_again_by_all(world2: World, tmp_path: Path) -> None:
-    assert world2.results(fails_at_the_end, tmp_path) == [[5], [5]]
+def test_last_step_that_one_rank_could_not_save_is_saved_again_by_all(world2: World, anywhere: Path) -> None:
+    assert world2.results(fails_at_the_end, anywhere) == [[5], [5]]
 
 
 def saves_alone(rank: int, size: int, folder: Path) -> Any:
@@ -311,8 +311,8 @@ def saves_alone(rank: int, size: int, folder: Path) -> Any:
         return run.steps()
 
 
-def test_ranks_with_separate_runs_do_not_communicate(world2: World, tmp_path: Path) -> None:
-    assert world2.results(saves_alone, tmp_path) == [[1, 2, 3], [1, 2, 3, 4]]
+def test_ranks_with_separate_runs_do_not_communicate(world2: World, anywhere: Path) -> None:
+    assert world2.results(saves_alone, anywhere) == [[1, 2, 3], [1, 2, 3, 4]]
 
 
 # --- a lock that is lost --------------------------------------------------------------------------------------

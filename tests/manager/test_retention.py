@@ -17,9 +17,9 @@ import torch
 import aiockpt
 from aiockpt.storage.local import commit
 from aiockpt.storage.local import storage as deletion
-from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.testing import GatedStorage
 from tests.manager.runs import empty, names, path_of, truncate
+from tests.places import storage_of
 
 STATE = {"x": torch.arange(10.0)}
 
@@ -36,74 +36,74 @@ def run_of(folder: Path, *keep: aiockpt.KeepPolicy, **options: Any) -> aiockpt.S
     return aiockpt.SyncCheckpointManager(folder, keep=list(keep), **options)
 
 
-def test_steps_that_no_policy_keeps_are_deleted(tmp_path: Path) -> None:
-    with run_of(tmp_path, aiockpt.KeepLatest(2), aiockpt.KeepEvery(4), aiockpt.KeepBest(1, "loss")) as run:
+def test_steps_that_no_policy_keeps_are_deleted(anywhere: Path) -> None:
+    with run_of(anywhere, aiockpt.KeepLatest(2), aiockpt.KeepEvery(4), aiockpt.KeepBest(1, "loss")) as run:
         for step in range(1, 11):
             run.save(step, STATE, {"loss": abs(step - 3)})
-    assert steps(tmp_path) == [3, 4, 8, 9, 10]
+    assert steps(anywhere) == [3, 4, 8, 9, 10]
 
 
-def test_steps_are_deleted_only_after_a_later_save(tmp_path: Path) -> None:
+def test_steps_are_deleted_only_after_a_later_save(anywhere: Path) -> None:
     """Opening and restoring delete nothing, nor do saves that fail or are skipped."""
-    with aiockpt.SyncCheckpointManager(tmp_path) as run:
+    with aiockpt.SyncCheckpointManager(anywhere) as run:
         for step in (1, 2, 3):
             run.save(step, STATE)
-    with run_of(tmp_path, aiockpt.KeepLatest(1), on_busy="skip") as run:
+    with run_of(anywhere, aiockpt.KeepLatest(1), on_busy="skip") as run:
         run.restore(dict(STATE))
         with pytest.raises(aiockpt.SaveError):
             run.save(4, STATE, pre_commit=refuse)
-        storage = GatedStorage(LocalStorage(), ["commit"])
-        first = run.checkpointer.submit(STATE, tmp_path / "other", storage=storage)
+        storage = GatedStorage(storage_of(anywhere), ["commit"])
+        first = run.checkpointer.submit(STATE, anywhere / "other", storage=storage)
         skipped = run.submit(5, STATE)
         assert skipped.skipped
         storage.open("commit")
         first.written.result()
         run._retention.finished().result()
-        assert steps(tmp_path) == [1, 2, 3]
+        assert steps(anywhere) == [1, 2, 3]
         run.save(7, STATE)
-    assert names(tmp_path) == ["other", "step-00000007"]
+    assert names(anywhere) == ["other", "step-00000007"]
 
 
-def test_newest_step_stays_whatever_the_policy(tmp_path: Path) -> None:
-    with run_of(tmp_path, aiockpt.KeepIf(lambda info: False)) as run:
+def test_newest_step_stays_whatever_the_policy(anywhere: Path) -> None:
+    with run_of(anywhere, aiockpt.KeepIf(lambda info: False)) as run:
         for step in (1, 2, 3):
             run.save(step, STATE)
-    assert steps(tmp_path) == [3]
+    assert steps(anywhere) == [3]
 
 
-def test_run_that_went_back_keeps_its_last_step(tmp_path: Path) -> None:
+def test_run_that_went_back_keeps_its_last_step(anywhere: Path) -> None:
     """Step 300 is later but belongs to an abandoned run, so the last step of this run must stay too."""
-    with aiockpt.SyncCheckpointManager(tmp_path) as run:
+    with aiockpt.SyncCheckpointManager(anywhere) as run:
         for step in (100, 300):
             run.save(step, STATE)
-    with run_of(tmp_path, aiockpt.KeepLatest(1)) as run:
+    with run_of(anywhere, aiockpt.KeepLatest(1)) as run:
         run.restore(dict(STATE), step=100, discard_later=False)
         with pytest.raises(aiockpt.SaveError):
             run.save(150, STATE, pre_commit=refuse)
         run._retention.finished().result()
-        assert steps(tmp_path) == [100, 300]
+        assert steps(anywhere) == [100, 300]
         run.save(160, STATE)
         run._retention.finished().result()
-        assert steps(tmp_path) == [160, 300]
+        assert steps(anywhere) == [160, 300]
         run.save(170, STATE)
-    assert steps(tmp_path) == [170, 300]
+    assert steps(anywhere) == [170, 300]
 
 
-def test_pinned_and_open_steps_stay(tmp_path: Path) -> None:
-    with run_of(tmp_path, aiockpt.KeepLatest(1)) as run:
+def test_pinned_and_open_steps_stay(anywhere: Path) -> None:
+    with run_of(anywhere, aiockpt.KeepLatest(1)) as run:
         run.save(1, STATE)
         run.pin(1)
         run.save(2, STATE)
         with run.open(2):
             run.save(3, STATE)
             run._retention.finished().result()
-            assert steps(tmp_path) == [1, 2, 3]
+            assert steps(anywhere) == [1, 2, 3]
         run.save(4, STATE)
         run._retention.finished().result()
-        assert steps(tmp_path) == [1, 4]
+        assert steps(anywhere) == [1, 4]
         run.unpin(1)
         run.save(5, STATE)
-    assert steps(tmp_path) == [5]
+    assert steps(anywhere) == [5]
 
 
 def test_damaged_and_unfinished_steps_and_other_names_stay(tmp_path: Path) -> None:
@@ -139,11 +139,11 @@ def _denied(*_: object) -> None:
     raise PermissionError(13, "denied")
 
 
-def test_failing_predicate_deletes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with run_of(tmp_path, aiockpt.KeepIf(lambda info: info.metrics["loss"] < 1)) as run, caplog.at_level(logging.ERROR):
+def test_failing_predicate_deletes_nothing(anywhere: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with run_of(anywhere, aiockpt.KeepIf(lambda info: info.metrics["loss"] < 1)) as run, caplog.at_level(logging.ERROR):
         for step in (1, 2, 3):
             run.save(step, STATE)
-    assert steps(tmp_path) == [1, 2, 3]
+    assert steps(anywhere) == [1, 2, 3]
     assert "KeyError: 'loss'" in caplog.text
 
 
@@ -173,42 +173,42 @@ def test_save_to_the_fallback_path_deletes_nothing(tmp_path: Path, monkeypatch: 
     assert steps(folder) == [1]
 
 
-def test_step_set_aside_by_a_restore_is_not_deleted(tmp_path: Path) -> None:
-    with run_of(tmp_path, aiockpt.KeepLatest(1)) as run:
+def test_step_set_aside_by_a_restore_is_not_deleted(anywhere: Path) -> None:
+    with run_of(anywhere, aiockpt.KeepLatest(1)) as run:
         run.save(1, STATE)
         run.pin(1)
         run.save(2, STATE)
-        truncate(tmp_path, 2)
+        truncate(anywhere, 2)
         with pytest.warns(aiockpt.DamagedCheckpointWarning):
             run.restore(dict(STATE))
         run.unpin(1)
         run.save(3, STATE)
-    assert names(tmp_path) == ["step-00000002.damaged", "step-00000003"]
+    assert names(anywhere) == ["step-00000002.damaged", "step-00000003"]
 
 
 @pytest.mark.asyncio
-async def test_close_waits_for_saves_and_deletions(tmp_path: Path) -> None:
-    async with aiockpt.CheckpointManager(tmp_path, keep=[aiockpt.KeepLatest(1)], max_in_flight=4) as run:
+async def test_close_waits_for_saves_and_deletions(anywhere: Path) -> None:
+    async with aiockpt.CheckpointManager(anywhere, keep=[aiockpt.KeepLatest(1)], max_in_flight=4) as run:
         assert await run.restore(empty()) is None
         for step in range(1, 5):
             await run.save(step, STATE)
-    assert steps(tmp_path) == [4]
+    assert steps(anywhere) == [4]
 
 
 @pytest.mark.parametrize("drain_timeout", [math.inf, 1e300])
-def test_close_may_wait_without_limit(tmp_path: Path, drain_timeout: float) -> None:
-    with run_of(tmp_path, aiockpt.KeepLatest(1), drain_timeout=drain_timeout) as run:
+def test_close_may_wait_without_limit(anywhere: Path, drain_timeout: float) -> None:
+    with run_of(anywhere, aiockpt.KeepLatest(1), drain_timeout=drain_timeout) as run:
         run.submit(1, STATE)
         run.submit(2, STATE)
-    assert names(tmp_path) == ["step-00000002"]
+    assert names(anywhere) == ["step-00000002"]
 
 
-def test_error_in_the_program_does_not_stop_saves_and_deletions(tmp_path: Path) -> None:
-    with pytest.raises(KeyError), run_of(tmp_path, aiockpt.KeepLatest(1)) as run:
+def test_error_in_the_program_does_not_stop_saves_and_deletions(anywhere: Path) -> None:
+    with pytest.raises(KeyError), run_of(anywhere, aiockpt.KeepLatest(1)) as run:
         run.save(1, STATE)
         run.submit(2, STATE)
         raise KeyError("the program's")
-    assert names(tmp_path) == ["step-00000002"]
+    assert names(anywhere) == ["step-00000002"]
 
 
 def test_unreadable_step_stays_and_the_others_are_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,12 +228,12 @@ def test_unreadable_step_stays_and_the_others_are_deleted(tmp_path: Path, monkey
     assert steps(tmp_path) == [1, 4]
 
 
-def test_step_being_replaced_is_not_deleted(tmp_path: Path) -> None:
+def test_step_being_replaced_is_not_deleted(anywhere: Path) -> None:
     """The deletions after an earlier save run while a step that they would delete is overwritten."""
-    with aiockpt.SyncCheckpointManager(tmp_path) as run:
+    with aiockpt.SyncCheckpointManager(anywhere) as run:
         for step in (1, 2, 3):
             run.save(step, STATE)
-    with run_of(tmp_path, aiockpt.KeepLatest(1), max_in_flight=2) as run:
+    with run_of(anywhere, aiockpt.KeepLatest(1), max_in_flight=2) as run:
         gates: list[Future[None]] = [Future(), Future()]
 
         async def hold(path: str) -> None:
@@ -245,15 +245,15 @@ def test_step_being_replaced_is_not_deleted(tmp_path: Path) -> None:
         gates[0].set_result(None)
         first.written.result()
         deleted.result()
-        assert steps(tmp_path) == [1, 4]
+        assert steps(anywhere) == [1, 4]
         gates[1].set_result(None)
         replacing.written.result()
-    assert steps(tmp_path) == [1, 4]
+    assert steps(anywhere) == [1, 4]
 
 
-def test_garbage_collected_manager_leaves_no_thread_and_no_lock(tmp_path: Path) -> None:
+def test_garbage_collected_manager_leaves_no_thread_and_no_lock(anywhere: Path) -> None:
     ckpt = aiockpt.SyncCheckpointer()
-    run = aiockpt.SyncCheckpointManager(tmp_path, checkpointer=ckpt)
+    run = aiockpt.SyncCheckpointManager(anywhere, checkpointer=ckpt)
     run.save(1, STATE)
     run._retention.finished().result()
     (thread,) = run._retention._thread._threads
@@ -262,5 +262,5 @@ def test_garbage_collected_manager_leaves_no_thread_and_no_lock(tmp_path: Path) 
     thread.join(60)
     assert not thread.is_alive()
     ckpt.close()
-    with aiockpt.SyncCheckpointManager(tmp_path) as again:
+    with aiockpt.SyncCheckpointManager(anywhere) as again:
         assert again.steps() == [1]

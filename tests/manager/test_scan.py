@@ -18,12 +18,14 @@ import torch.distributed.checkpoint as dcp
 import aiockpt
 from aiockpt.manager.scan import DEFAULT_NAMES, StepInfo, StepScanner, scan, step_of
 from aiockpt.storage.local.storage import LocalStorage
+from tests.manager.runs import path_of
+from tests.places import remove, storage_of
 
 FILLED = {"a": torch.arange(12.0), "b": {"c": torch.ones(3, 2)}}
 
 
 def write(folder: Path, step: int, **metadata) -> Path:
-    path = Path(str(folder), DEFAULT_NAMES.name_of(step))
+    path = folder / DEFAULT_NAMES.name_of(step)
     with aiockpt.SyncCheckpointer() as ckpt:
         ckpt.save(FILLED, path, metadata=metadata)
     return path
@@ -37,10 +39,10 @@ def test_step_names() -> None:
     assert [step_of(name) for name in wrong] == [None] * len(wrong)
 
 
-def test_facts_come_from_the_manifest(tmp_path: Path) -> None:
+def test_facts_come_from_the_manifest(anywhere: Path) -> None:
     run = {"step": 7, "time": 1234.5, "metrics": {"loss": 0.25, "bad": math.nan}, "keep": []}
-    path = write(tmp_path, 7, run=run, note="mine")
-    (found,) = scan(tmp_path)
+    path = write(anywhere, 7, run=run, note="mine")
+    (found,) = scan(anywhere)
     assert (found.step, found.path, found.state, found.time, found.problem) == (7, str(path), "complete", 1234.5, "")
     assert found.metrics["loss"] == 0.25
     assert math.isnan(found.metrics["bad"])
@@ -51,10 +53,10 @@ def test_facts_come_from_the_manifest(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "run", ["mine", {"name": "mine"}, {"time": 1.7e18}, {"time": -1}, {"time": math.nan}, {"step": 1, "time": True}]
 )
-def test_run_metadata_may_be_anything_without_a_manager(run: object, tmp_path: Path) -> None:
+def test_run_metadata_may_be_anything_without_a_manager(run: object, anywhere: Path) -> None:
     before = time.time()
-    write(tmp_path, 7, run=run)
-    (found,) = scan(tmp_path)
+    write(anywhere, 7, run=run)
+    (found,) = scan(anywhere)
     assert found.state == "complete"
     assert before - 1 < found.time < time.time() + 1
     assert found.metadata == ({} if {"time", "step"} & set(run) else {"run": run})  # type: ignore[call-overload]
@@ -143,10 +145,19 @@ def test_manifest_is_read_again_only_after_a_change(tmp_path: Path) -> None:
             assert scanner.scan() == first
     finally:
         manifest.chmod(0o644)
-    shutil.rmtree(path)
-    assert scanner.scan() == ()
-    write(tmp_path, 2, run={"metrics": {"loss": 3.0}})
-    assert scanner.scan()[0].metrics == {"loss": 3.0}
+
+
+def test_replaced_step_is_read_again(anywhere: Path) -> None:
+    scanner = StepScanner(storage_of(anywhere), str(anywhere))
+    for loss in (1.0, 3.0):
+        path = write(anywhere, 2, run={"metrics": {"loss": loss}})
+        assert scanner.scan()[0].metrics == {"loss": loss}
+        remove(path)
+        assert scanner.scan() == ()
+    for loss in (5.0, 7.0):
+        with aiockpt.SyncCheckpointer() as ckpt:
+            ckpt.save(FILLED, path, metadata={"run": {"metrics": {"loss": loss}}}, overwrite=True)
+        assert scanner.scan()[0].metrics == {"loss": loss}
 
 
 def test_scan_does_not_import_torch(tmp_path: Path) -> None:
@@ -164,19 +175,19 @@ def test_scan_does_not_import_torch(tmp_path: Path) -> None:
 
 
 def test_step_written_while_the_only_other_one_is_deleted_is_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    anywhere: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write(tmp_path, 1)
+    write(anywhere, 1)
     real = StepScanner._look
 
     def replace_first(scanner: StepScanner, path: str, step: int) -> StepInfo:
         if step == 1:
-            write(tmp_path, 2)
-            shutil.rmtree(path)
+            write(anywhere, 2)
+            remove(path_of(anywhere, 1))
         return real(scanner, path, step)
 
     monkeypatch.setattr(StepScanner, "_look", replace_first)
-    assert [(found.step, found.state) for found in scan(tmp_path)] == [(2, "complete")]
+    assert [(found.step, found.state) for found in scan(anywhere)] == [(2, "complete")]
 
 
 def test_broken_symlinks_are_ignored(tmp_path: Path) -> None:

@@ -24,9 +24,9 @@ import aiockpt
 from aiockpt.coordination import protocol
 from aiockpt.core.threads import Workers
 from aiockpt.storage.base import Storage, Transaction
-from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.storage.wrapper import WrapperStorage, _WrapperTransaction
 from aiockpt.testing import FaultyStorage, GatedStorage
+from tests.places import storage_of
 from tests.ranks.world import RankFailure
 
 SMALL: dict[str, Any] = {"chunk_bytes": 1 << 16, "staging_bytes": 1 << 18, "io_threads": 1}
@@ -140,8 +140,10 @@ class Unpicklable:
 class Step(WrapperStorage):
     """Storage that calls a function before or after one step of a file or of the transaction."""
 
-    def __init__(self, step: str, act: Callable[[], object], name: str = "", *, after: bool = False) -> None:
-        super().__init__(LocalStorage())
+    def __init__(
+        self, inner: Storage, step: str, act: Callable[[], object], name: str = "", *, after: bool = False
+    ) -> None:
+        super().__init__(inner)
         self._step, self._act, self._name, self._after = step, act, name, after
 
     async def before(self, step: str, name: str) -> None:
@@ -190,13 +192,13 @@ def _full() -> OSError:
 
 
 def _fault(step: str, saving: Saving) -> None:
-    saving.options["storage"] = FaultyStorage(LocalStorage(), step, _full())
+    saving.options["storage"] = FaultyStorage(storage_of(saving.folder), step, _full())
 
 
 def _document_fault(name: str, step: str, saving: Saving) -> None:
     error = aiockpt.WriteError(f"{step} {name}: {_full()}")
     error.__cause__ = _full()
-    saving.options["storage"] = Step(step, partial(_raise, error), name)
+    saving.options["storage"] = Step(storage_of(saving.folder), step, partial(_raise, error), name)
 
 
 def _set(name: str, make: Callable[[Saving], Any], saving: Saving) -> None:
@@ -213,11 +215,11 @@ def _partial(saving: Saving) -> Any:
 
 
 def _elsewhere(saving: Saving) -> None:
-    saving.options["storage"] = Elsewhere(LocalStorage())
+    saving.options["storage"] = Elsewhere(storage_of(saving.folder))
 
 
 def _stubborn(saving: Saving) -> None:
-    saving.options["storage"] = Stubborn(LocalStorage(), "write", _full())
+    saving.options["storage"] = Stubborn(storage_of(saving.folder), "write", _full())
 
 
 def _other_path(saving: Saving) -> None:
@@ -344,7 +346,7 @@ async def save_on_taken(rank: int, size: int, folder: Path) -> Ended:
 
 async def held(ckpt: aiockpt.AsyncCheckpointer, state: dict[str, Any], path: Path) -> tuple[Any, GatedStorage]:
     """Start a save that is held up before it creates its file; return when its staging memory is full."""
-    storage = GatedStorage(LocalStorage(), ["create"])
+    storage = GatedStorage(storage_of(path), ["create"])
     save = ckpt.save(state, path, storage=storage)
     async for event in save.progress():
         if event.staged_bytes >= SMALL["staging_bytes"]:
@@ -417,7 +419,7 @@ async def cancel_while_waiting(rank: int, size: int, folder: Path, failing: int,
     """Cancel too late: on a rank that has written its share, while another rank has not."""
     holding = 0 if step == "commit" else (failing + 1) % size
     async with aiockpt.AsyncCheckpointer(**SMALL) as ckpt:
-        storage = GatedStorage(LocalStorage(), [step])
+        storage = GatedStorage(storage_of(folder), [step])
         options = {"storage": storage} if rank == holding else {}
         save = ckpt.save(state_of(rank, size, 1), folder / "c", **options)
         asked = None
@@ -449,7 +451,7 @@ async def save_in_flight(rank: int, size: int, folder: Path, failing: int) -> li
         saves = []
         gates = []
         for number in range(3):
-            storage: Storage = LocalStorage()
+            storage: Storage = storage_of(folder)
             if rank == failing and number == 0:
                 storage = FaultyStorage(storage, "finish", _full())
             if (rank + number) % 3 == 0:  # each save is held up on other ranks than the one before
@@ -471,7 +473,7 @@ async def come_late(rank: int, size: int, folder: Path, late: int, step: str) ->
     """Save while one rank does not call in time, or is held up while it writes; then save again."""
     async with aiockpt.AsyncCheckpointer(coordination_timeout=2.0, **SMALL) as ckpt:
         await ckpt.save(state_of(rank, size, 3), folder / "before")
-        storage = GatedStorage(LocalStorage(), ["create"])
+        storage = GatedStorage(storage_of(folder), ["create"])
         if step == "call":
             ended = Ended()
             if rank != late:
@@ -493,14 +495,14 @@ async def come_late(rank: int, size: int, folder: Path, late: int, step: str) ->
 
 # --- deaths -----------------------------------------------------------------------------------------
 
-DEATHS: dict[str, Callable[[], Storage]] = {
-    "join": lambda: Step("join", die),
-    "begin": lambda: Step("begin", die),
-    "create": lambda: Step("create", die),
-    "write": lambda: Step("write", die),
-    "finish": lambda: Step("finish", die),
-    "commit": lambda: Step("commit", die),
-    "committed": lambda: Step("commit", die, after=True),
+DEATHS: dict[str, Callable[[Storage], Storage]] = {
+    "join": lambda inner: Step(inner, "join", die),
+    "begin": lambda inner: Step(inner, "begin", die),
+    "create": lambda inner: Step(inner, "create", die),
+    "write": lambda inner: Step(inner, "write", die),
+    "finish": lambda inner: Step(inner, "finish", die),
+    "commit": lambda inner: Step(inner, "commit", die),
+    "committed": lambda inner: Step(inner, "commit", die, after=True),
 }
 
 
@@ -518,17 +520,17 @@ async def survive(
         if rank == dying:
             if moment == "call":
                 die()
-            saving.options["storage"] = DEATHS[moment]()
+            saving.options["storage"] = DEATHS[moment](storage_of(folder))
         begun = loop.time()
         ended = await attempt(ckpt, saving)
     return ended, loop.time() - begun
 
 
-async def go_on(rank: int, size: int, folder: Path, dead: int) -> None:
+async def go_on(rank: int, size: int, folder: Path, dead: int, store_path: str) -> None:
     """Save over a new group of the surviving ranks, then on each rank alone."""
     dist.destroy_process_group()
     left = [other for other in range(size) if other != dead]
-    store = dist.FileStore(str(folder / "store"), len(left))
+    store = dist.FileStore(store_path, len(left))
     dist.init_process_group("gloo", store=store, rank=left.index(rank), world_size=len(left))
     await save_well(left.index(rank), len(left), folder / "next", 2)
     async with aiockpt.AsyncCheckpointer(process_group=None) as ckpt:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 import aiockpt
 from aiockpt.storage.wrapper import WrapperStorage
+from tests.places import ServerPath, left_in
 from tests.ranks import failing
 from tests.ranks.failing import Ended
 from tests.ranks.world import Rendezvous, World
@@ -73,31 +75,31 @@ def check_refused(ends: list[Ended], rank: int, kind: str, message: str) -> None
 
 @pytest.mark.parametrize(("wrong", "kind", "message"), AT_THE_CALL, ids=lambda value: value if " " not in value else "")
 def test_a_call_that_one_rank_refuses_fails_on_all(
-    place: tuple[World, int], tmp_path: Path, wrong: str, kind: str, message: str
+    place: tuple[World, int], anywhere: Path, wrong: str, kind: str, message: str
 ) -> None:
     world, rank = place
-    check_refused(world.results(failing.save_with, tmp_path, wrong, rank), rank, kind, message)
-    check_next(tmp_path, world.size)
+    check_refused(world.results(failing.save_with, anywhere, wrong, rank), rank, kind, message)
+    check_next(anywhere, world.size)
 
 
 @pytest.mark.parametrize("place", ["world2-1"], indirect=True)
-def test_partial_sums_on_one_rank(place: tuple[World, int], tmp_path: Path) -> None:
+def test_partial_sums_on_one_rank(place: tuple[World, int], anywhere: Path) -> None:
     world, rank = place
-    ends = world.results(failing.save_with, tmp_path, "partial", rank)
+    ends = world.results(failing.save_with, anywhere, "partial", rank)
     check_refused(ends, rank, "SaveError", "bad is a DTensor of partial values")
-    check_next(tmp_path, world.size)
+    check_next(anywhere, world.size)
 
 
 @FEW
-def test_an_invalid_path_on_one_rank(place: tuple[World, int], tmp_path: Path) -> None:
+def test_an_invalid_path_on_one_rank(place: tuple[World, int], anywhere: Path) -> None:
     world, rank = place
-    ends = world.results(failing.save_with, tmp_path, "no path", rank)
+    ends = world.results(failing.save_with, anywhere, "no path", rank)
     assert ends[rank].call is not None
     assert ends[rank].call.kind == "TypeError"
     told = [end.written for other, end in enumerate(ends) if other != rank]
     assert len({error.text for error in told}) == 1
     assert f"rank {rank}" in told[0].text
-    check_next(tmp_path, world.size)
+    check_next(anywhere, world.size)
 
 
 def test_a_path_that_exists(world4: World, tmp_path: Path) -> None:
@@ -109,8 +111,8 @@ def test_a_path_that_exists(world4: World, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seeing", [0, 2])
-def test_a_failure_that_only_one_rank_retrieved(world4: World, tmp_path: Path, seeing: int) -> None:
-    outcomes = world4.results(failing.fail_unseen, tmp_path, seeing)
+def test_a_failure_that_only_one_rank_retrieved(world4: World, anywhere: Path, seeing: int) -> None:
+    outcomes = world4.results(failing.fail_unseen, anywhere, seeing)
     text = outcomes[seeing][1]
     assert text.startswith("rank 3: write __3_0.distcp: [Errno 28] No space left")
     for rank, (end, _) in enumerate(outcomes):
@@ -122,7 +124,7 @@ def test_a_failure_that_only_one_rank_retrieved(world4: World, tmp_path: Path, s
         else:
             assert end.call is not None
             assert error.text == text
-    check_next(tmp_path, 4)
+    check_next(anywhere, 4)
 
 
 def test_a_storage_for_one_process_is_refused(world2: World, tmp_path: Path) -> None:
@@ -157,34 +159,34 @@ def test_a_storage_for_one_process_is_refused(world2: World, tmp_path: Path) -> 
 )
 @FEW
 def test_ranks_that_contradict_each_other(
-    place: tuple[World, int], tmp_path: Path, wrong: str, kind: str, message: str
+    place: tuple[World, int], anywhere: Path, wrong: str, kind: str, message: str
 ) -> None:
     world, rank = place
-    text = same_error(world.results(failing.save_with, tmp_path, wrong, rank), kind)
+    text = same_error(world.results(failing.save_with, anywhere, wrong, rank), kind)
     assert message in text
     assert wrong == "left out" or f"rank {rank or 1}" in text  # the rank that differs from rank 0
-    check_next(tmp_path, world.size)
+    check_next(anywhere, world.size)
 
 
 # --- storages ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("step", ["create", "write", "finish", "commit"])
-def test_a_fault_of_the_storage_of_one_rank(place: tuple[World, int], tmp_path: Path, step: str) -> None:
+def test_a_fault_of_the_storage_of_one_rank(place: tuple[World, int], anywhere: Path, step: str) -> None:
     world, rank = place
-    ends = world.results(failing.save_with, tmp_path, step, rank)
+    ends = world.results(failing.save_with, anywhere, step, rank)
     text = same_error(ends, "CommitError" if step == "commit" else "WriteError")
     assert text.startswith(f"rank {rank}: {step} ")
     assert text.endswith("[Errno 28] No space left on device")
     assert ends[rank].written.cause == text.replace(f"rank {rank}: ", f"{ends[rank].written.kind}: ")
-    check_next(tmp_path, world.size)
+    check_next(anywhere, world.size)
 
 
 @pytest.mark.parametrize("rank", [0, 7])
-def test_a_fault_in_a_larger_world(world8: World, tmp_path: Path, rank: int) -> None:
-    text = same_error(world8.results(failing.save_with, tmp_path, "write", rank), "WriteError")
+def test_a_fault_in_a_larger_world(world8: World, anywhere: Path, rank: int) -> None:
+    text = same_error(world8.results(failing.save_with, anywhere, "write", rank), "WriteError")
     assert text == f"rank {rank}: write __{rank}_0.distcp: [Errno 28] No space left on device"
-    check_next(tmp_path, 8)
+    check_next(anywhere, 8)
 
 
 @LEADERS
@@ -195,11 +197,11 @@ def test_a_fault_in_a_larger_world(world8: World, tmp_path: Path, rank: int) -> 
         *(f"{step} {name}" for step in ("create", "write", "finish") for name in (".metadata", ".aiockpt.json")),
     ],
 )
-def test_a_fault_in_a_file_that_rank_0_alone_writes(place: tuple[World, int], tmp_path: Path, wrong: str) -> None:
+def test_a_fault_in_a_file_that_rank_0_alone_writes(place: tuple[World, int], anywhere: Path, wrong: str) -> None:
     world, rank = place
-    text = same_error(world.results(failing.save_with, tmp_path, wrong, rank), "WriteError")
+    text = same_error(world.results(failing.save_with, anywhere, wrong, rank), "WriteError")
     assert text.startswith(f"rank 0: {wrong}")
-    check_next(tmp_path, world.size)
+    check_next(anywhere, world.size)
 
 
 @OTHERS
@@ -223,20 +225,20 @@ def test_files_that_rank_0_does_not_see(place: tuple[World, int], tmp_path: Path
 
 
 @FEW
-def test_a_rank_that_also_fails_to_clean_up(place: tuple[World, int], tmp_path: Path) -> None:
+def test_a_rank_that_also_fails_to_clean_up(place: tuple[World, int], anywhere: Path) -> None:
     world, rank = place
-    text = same_error(world.results(failing.save_with, tmp_path, "stubborn", rank), "WriteError")
+    text = same_error(world.results(failing.save_with, anywhere, "stubborn", rank), "WriteError")
     assert text.startswith(f"rank {rank}: write __{rank}_0.distcp: [Errno 28]")
-    check_next(tmp_path, world.size)
+    check_next(anywhere, world.size)
 
 
 @FEW
 @pytest.mark.parametrize("wrong", ["write", "commit", "hook", "meta"])
-def test_a_failed_overwrite_keeps_the_old_checkpoint(place: tuple[World, int], tmp_path: Path, wrong: str) -> None:
+def test_a_failed_overwrite_keeps_the_old_checkpoint(place: tuple[World, int], anywhere: Path, wrong: str) -> None:
     world, rank = place
-    ends = world.results(failing.save_over, tmp_path, wrong, rank)
+    ends = world.results(failing.save_over, anywhere, wrong, rank)
     assert all(end.error is not None for end in ends)
-    check_next(tmp_path, world.size, {"c": 3})
+    check_next(anywhere, world.size, {"c": 3})
 
 
 # --- hooks ------------------------------------------------------------------------------------------
@@ -244,21 +246,21 @@ def test_a_failed_overwrite_keeps_the_old_checkpoint(place: tuple[World, int], t
 
 @FEW
 @pytest.mark.parametrize("wrong", ["hook", "async hook"])
-def test_a_hook_before_the_commit_fails_on_one_rank(place: tuple[World, int], tmp_path: Path, wrong: str) -> None:
+def test_a_hook_before_the_commit_fails_on_one_rank(place: tuple[World, int], anywhere: Path, wrong: str) -> None:
     world, rank = place
-    text = same_error(world.results(failing.save_with, tmp_path, wrong, rank), "SaveError")
-    assert text == f"rank {rank}: the pre_commit hook of {tmp_path / 'c'} failed: ZeroDivisionError: in the hook"
-    check_next(tmp_path, world.size)
+    text = same_error(world.results(failing.save_with, anywhere, wrong, rank), "SaveError")
+    assert text == f"rank {rank}: the pre_commit hook of {anywhere / 'c'} failed: ZeroDivisionError: in the hook"
+    check_next(anywhere, world.size)
 
 
 @FEW
 @pytest.mark.parametrize("wrong", ["late hook", "late async hook"])
-def test_a_hook_after_the_commit_fails_on_one_rank(place: tuple[World, int], tmp_path: Path, wrong: str) -> None:
+def test_a_hook_after_the_commit_fails_on_one_rank(place: tuple[World, int], anywhere: Path, wrong: str) -> None:
     world, rank = place
-    text = f"the post_commit hook of {tmp_path / 'c'} failed: ZeroDivisionError: in the hook"
-    for other, end in enumerate(world.results(failing.save_with, tmp_path, wrong, rank)):
+    text = f"the post_commit hook of {anywhere / 'c'} failed: ZeroDivisionError: in the hook"
+    for other, end in enumerate(world.results(failing.save_with, anywhere, wrong, rank)):
         assert end == Ended(after_commit=text if other == rank else "")
-    check_next(tmp_path, world.size, {"c": 1})
+    check_next(anywhere, world.size, {"c": 1})
 
 
 # --- staging ----------------------------------------------------------------------------------------
@@ -273,15 +275,15 @@ def test_a_hook_after_the_commit_fails_on_one_rank(place: tuple[World, int], tmp
     ],
 )
 def test_a_tensor_changes_on_one_rank(
-    place: tuple[World, int], tmp_path: Path, how: str, kind: str, message: str
+    place: tuple[World, int], anywhere: Path, how: str, kind: str, message: str
 ) -> None:
     world, rank = place
-    ends = world.results(failing.change_while_saving, tmp_path, how, rank)
+    ends = world.results(failing.change_while_saving, anywhere, how, rank)
     text = same_error(ends, kind)
     assert text.startswith(f"rank {rank}: ")
     assert message.format(rank) in text
     assert ends[rank].staged is not None
-    check_next(tmp_path, world.size)
+    check_next(anywhere, world.size)
 
 
 # --- cancellations ----------------------------------------------------------------------------------
@@ -290,24 +292,24 @@ def test_a_tensor_changes_on_one_rank(
 @pytest.mark.parametrize("ranks", [[0], [2], [1, 3], [0, 1, 2, 3]], ids=str)
 @pytest.mark.parametrize("function", [failing.cancel_early, failing.cancel_while_copying])
 def test_a_cancellation_on_some_ranks_cancels_all(
-    world4: World, tmp_path: Path, function: Any, ranks: list[int]
+    world4: World, anywhere: Path, function: Any, ranks: list[int]
 ) -> None:
-    ends = world4.results(function, tmp_path, ranks)
+    ends = world4.results(function, anywhere, ranks)
     text = same_error(ends, "SaveCancelledError")
     # A cancellation that comes when its rank has already sent its part of the plan takes effect one round later.
-    assert any(text.startswith(f"rank {rank}: the save of {tmp_path / 'c'} was cancelled") for rank in ranks)
+    assert any(text.startswith(f"rank {rank}: the save of {anywhere / 'c'} was cancelled") for rank in ranks)
     assert [end.cancelled for end in ends] == [True if rank in ranks else None for rank in range(4)]
-    check_next(tmp_path, 4)
+    check_next(anywhere, 4)
 
 
 @pytest.mark.parametrize("step", ["finish", "commit"])
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_cancellation_is_too_late_once_other_ranks_may_publish(
-    world4: World, tmp_path: Path, rank: int, step: str
+    world4: World, anywhere: Path, rank: int, step: str
 ) -> None:
-    ends = world4.results(failing.cancel_while_waiting, tmp_path, rank, step)
+    ends = world4.results(failing.cancel_while_waiting, anywhere, rank, step)
     assert ends == [Ended(cancelled=False if other == rank else None) for other in range(4)]
-    check_next(tmp_path, 4, {"c": 1})
+    check_next(anywhere, 4, {"c": 1})
 
 
 # --- ranks that are late ----------------------------------------------------------------------------
@@ -315,33 +317,33 @@ def test_a_cancellation_is_too_late_once_other_ranks_may_publish(
 
 @pytest.mark.parametrize("rank", [0, 2])
 @pytest.mark.parametrize("step", ["call", "create"])
-def test_a_rank_that_comes_late(world4: World, tmp_path: Path, rank: int, step: str) -> None:
-    ends = world4.results(failing.come_late, tmp_path, rank, step)
+def test_a_rank_that_comes_late(world4: World, anywhere: Path, rank: int, step: str) -> None:
+    ends = world4.results(failing.come_late, anywhere, rank, step)
     told = [end for other, end in enumerate(ends) if step == "create" or other != rank]
     text = same_error(told, "CoordinationError")
     assert f"rank {rank} " in text
-    assert f"did not come to the save of {tmp_path / 'c'} within 2 s" in text
-    check_next(tmp_path, 4, {"before": 3})
+    assert f"did not come to the save of {anywhere / 'c'} within 2 s" in text
+    check_next(anywhere, 4, {"before": 3})
 
 
 # --- several in flight ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rank", [0, 2])
-def test_saves_in_flight_of_which_the_first_fails(world4: World, tmp_path: Path, rank: int) -> None:
-    outcomes = world4.results(failing.save_in_flight, tmp_path, rank)
+def test_saves_in_flight_of_which_the_first_fails(world4: World, anywhere: Path, rank: int) -> None:
+    outcomes = world4.results(failing.save_in_flight, anywhere, rank)
     text = same_error([ends[0][0] for ends in outcomes], "WriteError")
     assert text.startswith(f"rank {rank}: finish ")
     for ends in outcomes:
         assert [end for end, _ in ends[1:]] == [Ended()] * 2
-        assert ends[2][1] == [str(tmp_path / "1"), str(tmp_path / "2")]  # the order of the commits
-    assert {entry.name for entry in tmp_path.iterdir()} == {"1", "2", "next"}
+        assert ends[2][1] == [str(anywhere / "1"), str(anywhere / "2")]  # the order of the commits
+    assert {entry.name for entry in anywhere.iterdir()} == {"1", "2", "next"}
     with aiockpt.SyncCheckpointer() as ckpt:
         for number in (1, 2):
             expected = failing.whole_state(4, 4 + number)
             expected["extra"] = {f"only{number}": failing.noise((30_001,), number)}
-            assert_same(expected, ckpt.load(tmp_path / str(number)))
-        assert_same(failing.whole_state(4, 2), ckpt.load(tmp_path / "next"))
+            assert_same(expected, ckpt.load(anywhere / str(number)))
+        assert_same(failing.whole_state(4, 2), ckpt.load(anywhere / "next"))
 
 
 # --- deaths -----------------------------------------------------------------------------------------
@@ -354,17 +356,16 @@ def survivors_of(
 
     ``before`` is the seed that the checkpoint of an earlier save must have afterwards; None: there is no earlier save.
     """
-    with World(size, store=store) as world:
+    with World(size, store=store) as world, tempfile.TemporaryDirectory() as own:
         outcomes = world.run(failing.survive, folder, moment, rank, before is not None, options)
         assert outcomes.pop(rank).killed
-        hidden = [path.name for path in folder.glob(".*")]
-        afterwards = world.run(failing.go_on, folder, rank)
+        hidden = left_in(str(folder)) if isinstance(folder, ServerPath) else [path.name for path in folder.glob(".*")]
+        afterwards = world.run(failing.go_on, folder, rank, f"{own}/store")
         assert afterwards.pop(rank).killed
     assert hidden == []
     assert afterwards == [None] * (size - 1)
     for end, took_s in outcomes:
         assert took_s < 30, end  # usually a tenth of a second; never as long as a timeout
-    (folder / "store").unlink(missing_ok=True)
     with aiockpt.SyncCheckpointer() as ckpt:
         for other in set(range(size)) - {rank}:
             assert_same({"alone": failing.noise((9,), other)}, ckpt.load(folder / f"alone{other}"))
@@ -401,25 +402,25 @@ DEATHS = [
     ("size", "moment", "rank", "store"),
     [each if number % 2 else pytest.param(*each, marks=pytest.mark.full) for number, each in enumerate(DEATHS)],
 )
-def test_a_rank_that_dies(tmp_path: Path, size: int, moment: str, rank: int, store: Rendezvous) -> None:
-    check_death_reported(survivors_of(tmp_path, size, moment, rank, store), rank)
-    assert not (tmp_path / "c").exists()
+def test_a_rank_that_dies(anywhere: Path, size: int, moment: str, rank: int, store: Rendezvous) -> None:
+    check_death_reported(survivors_of(anywhere, size, moment, rank, store), rank)
+    assert not (anywhere / "c").exists()
 
 
 @pytest.mark.parametrize(("moment", "rank", "store"), [("create", 0, "tcp"), ("write", 0, "file"), ("write", 2, "tcp")])
-def test_a_rank_that_dies_in_the_first_save(tmp_path: Path, moment: str, rank: int, store: Rendezvous) -> None:
-    check_death_reported(survivors_of(tmp_path, 4, moment, rank, store, before=None), rank)
-    assert not (tmp_path / "c").exists()
+def test_a_rank_that_dies_in_the_first_save(anywhere: Path, moment: str, rank: int, store: Rendezvous) -> None:
+    check_death_reported(survivors_of(anywhere, 4, moment, rank, store, before=None), rank)
+    assert not (anywhere / "c").exists()
 
 
 @pytest.mark.parametrize("store", ["tcp", "file"])
-def test_rank_0_dies_when_it_has_just_published(tmp_path: Path, store: Rendezvous) -> None:
-    check_death_reported(survivors_of(tmp_path, 4, "committed", 0, store), 0)
+def test_rank_0_dies_when_it_has_just_published(anywhere: Path, store: Rendezvous) -> None:
+    check_death_reported(survivors_of(anywhere, 4, "committed", 0, store), 0)
     with aiockpt.SyncCheckpointer() as ckpt:
-        assert ckpt.verify(tmp_path / "c").ok
-        assert_same(failing.whole_state(4, 1), ckpt.load(tmp_path / "c"))
+        assert ckpt.verify(anywhere / "c").ok
+        assert_same(failing.whole_state(4, 1), ckpt.load(anywhere / "c"))
 
 
 @pytest.mark.parametrize(("moment", "rank", "seed"), [("write", 1, 3), ("commit", 0, 3), ("committed", 0, 1)])
-def test_a_rank_that_dies_while_overwriting(tmp_path: Path, moment: str, rank: int, seed: int) -> None:
-    check_death_reported(survivors_of(tmp_path, 2, moment, rank, "tcp", before=seed, overwrite=True), rank)
+def test_a_rank_that_dies_while_overwriting(anywhere: Path, moment: str, rank: int, seed: int) -> None:
+    check_death_reported(survivors_of(anywhere, 2, moment, rank, "tcp", before=seed, overwrite=True), rank)

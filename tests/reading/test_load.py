@@ -37,14 +37,14 @@ def ckpt():
 
 
 @pytest.mark.asyncio
-async def test_load_into_model_and_optimizer(tmp_path: Path) -> None:
+async def test_load_into_model_and_optimizer(anywhere: Path) -> None:
     state = training_state(seed=1)
     async with aiockpt.AsyncCheckpointer() as ckpt:
-        await ckpt.save(state, tmp_path / "c")
+        await ckpt.save(state, anywhere / "c")
         target = training_state(seed=2)
         tensors = {name: tensor.data_ptr() for name, tensor in target["model"].items()}
         version = target["model"]["0.weight"]._version
-        assert await ckpt.load(tmp_path / "c", target) is target
+        assert await ckpt.load(anywhere / "c", target) is target
         assert_same(state, target)
         assert {name: tensor.data_ptr() for name, tensor in target["model"].items()} == tensors
         assert target["model"]["0.weight"]._version > version  # autograd sees that the tensor changed
@@ -60,10 +60,10 @@ async def test_load_only_keys_of_the_target(tmp_path: Path) -> None:
     assert_same({"model": {"0.weight": state["model"]["0.weight"]}, "step": 2}, target)
 
 
-def test_load_into_strided_tensors(ckpt, tmp_path: Path) -> None:
+def test_load_into_strided_tensors(ckpt, anywhere: Path) -> None:
     values = random_tensor(torch.float32, (600, 700), 3)
     small = random_tensor(torch.int16, (6, 7), 4)
-    ckpt.save({"w": values, "s": small, "t": values.t()}, tmp_path / "c")
+    ckpt.save({"w": values, "s": small, "t": values.t()}, anywhere / "c")
     for make in (
         lambda *s: torch.zeros(s),
         lambda *s: torch.zeros(s[::-1]).t(),
@@ -71,14 +71,14 @@ def test_load_into_strided_tensors(ckpt, tmp_path: Path) -> None:
         lambda *s: torch.nn.Parameter(torch.zeros(s)),
     ):
         target = {"w": make(600, 700), "t": make(700, 600), "s": torch.zeros(7, 12, dtype=torch.int16)[:, ::2].t()}
-        ckpt.load(tmp_path / "c", target)
+        ckpt.load(anywhere / "c", target)
         assert_same(
             {"w": values.view(torch.int32), "s": small}, {"w": target["w"].detach().view(torch.int32), "s": target["s"]}
         )
         assert torch.equal(target["t"].detach().view(torch.int32), values.t().view(torch.int32))
 
 
-def test_small_tensors_have_storages_of_their_own(ckpt, tmp_path: Path) -> None:
+def test_small_tensors_have_storages_of_their_own(ckpt, anywhere: Path) -> None:
     """Although one operator makes all tensors of the same dtype, shape and strides."""
     kinds = {
         "rows": lambda: torch.randn(3, 5),
@@ -91,8 +91,8 @@ def test_small_tensors_have_storages_of_their_own(ckpt, tmp_path: Path) -> None:
         "complex": lambda: torch.randn(4, dtype=torch.complex64),
     }
     state = {f"{name} {number}": make() for number in range(4) for name, make in kinds.items()}
-    ckpt.save(state, tmp_path / "c")
-    loaded = ckpt.load(tmp_path / "c")
+    ckpt.save(state, anywhere / "c")
+    loaded = ckpt.load(anywhere / "c")
     assert_same(state, loaded)
     assert {name: each.stride() for name, each in loaded.items()} == {n: each.stride() for n, each in state.items()}
     for each in loaded.values():
@@ -154,34 +154,34 @@ def test_tensors_in_several_chunks(ckpt, tmp_path: Path) -> None:
     assert_same(whole, target["deep"]["whole"])
 
 
-def test_map_location(ckpt, tmp_path: Path) -> None:
+def test_map_location(ckpt, anywhere: Path) -> None:
     state = {"a": torch.arange(5), "b": {"c": torch.ones(400_000)}, "n": 1}
-    ckpt.save(state, tmp_path / "c")
+    ckpt.save(state, anywhere / "c")
     for where in ("meta", torch.device("meta"), {"cpu": "meta"}):
-        loaded = ckpt.load(tmp_path / "c", map_location=where)
+        loaded = ckpt.load(anywhere / "c", map_location=where)
         assert loaded["a"].is_meta
         assert loaded["b"]["c"].is_meta
         assert loaded["n"] == 1
-    assert_same(state, ckpt.load(tmp_path / "c", map_location={"cuda:0": "cuda:1"}))
+    assert_same(state, ckpt.load(anywhere / "c", map_location={"cuda:0": "cuda:1"}))
     seen = []
 
     def place(storage, location):
         seen.append((storage.nbytes(), location))
         return storage
 
-    assert_same(state, ckpt.load(tmp_path / "c", map_location=place))
+    assert_same(state, ckpt.load(anywhere / "c", map_location=place))
     assert sorted(seen) == [(40, "cpu"), (1_600_000, "cpu")]
 
 
-def test_missing_key_error_suggests_similar_keys(ckpt, tmp_path: Path) -> None:
-    ckpt.save({"a": torch.ones(3), "encoder": {"weight": torch.ones(1)}}, tmp_path / "c")
+def test_missing_key_error_suggests_similar_keys(ckpt, anywhere: Path) -> None:
+    ckpt.save({"a": torch.ones(3), "encoder": {"weight": torch.ones(1)}}, anywhere / "c")
     looks = r"What looks alike: 'encoder\.weight' for 'encoder\.wieght'\."
     target = {"a": torch.zeros(3), "encoder": {"wieght": torch.zeros(1)}}
     with pytest.raises(aiockpt.MissingKeysError, match=looks + r" Pass strict=False"):
-        ckpt.load(tmp_path / "c", target)
+        ckpt.load(anywhere / "c", target)
     with pytest.raises(aiockpt.MissingKeysError, match=looks):
-        ckpt.load(tmp_path / "c", keys=["a", "encoder.wieght"])
-    with ckpt.open(tmp_path / "c") as reader:
+        ckpt.load(anywhere / "c", keys=["a", "encoder.wieght"])
+    with ckpt.open(anywhere / "c") as reader:
         with pytest.raises(KeyError, match=looks):
             reader.read("encoder.wieght")
         with pytest.raises(aiockpt.MissingKeysError, match=looks):
@@ -189,7 +189,7 @@ def test_missing_key_error_suggests_similar_keys(ckpt, tmp_path: Path) -> None:
         with pytest.raises(KeyError, match="has no 5; keys"):
             reader.read(5)
     with pytest.raises(aiockpt.MissingKeysError) as caught:
-        ckpt.load(tmp_path / "c", {"\x1b[2J": 1})
+        ckpt.load(anywhere / "c", {"\x1b[2J": 1})
     assert "\x1b" not in str(caught.value)
 
 
@@ -386,17 +386,17 @@ def test_edited_manifest_is_refused(ckpt, tmp_path: Path) -> None:
         ckpt.load(tmp_path / "c")
 
 
-def test_objects_do_not_run_code(ckpt, tmp_path: Path) -> None:
-    ckpt.save({"o": Custom(5), "t": torch.ones(1)}, tmp_path / "c")
+def test_objects_do_not_run_code(ckpt, anywhere: Path) -> None:
+    ckpt.save({"o": Custom(5), "t": torch.ones(1)}, anywhere / "c")
     with pytest.raises(
         aiockpt.UnsafeCheckpointError,
         match=r"object o needs tests\.reading\.test_load\.Custom.*safe_globals=\[tests\.reading\.test_load\.Custom\]",
     ):
-        ckpt.load(tmp_path / "c")
-    assert ckpt.load(tmp_path / "c", safe_globals=[Custom])["o"] == Custom(5)
-    assert ckpt.load(tmp_path / "c", trust=True)["o"] == Custom(5)
+        ckpt.load(anywhere / "c")
+    assert ckpt.load(anywhere / "c", safe_globals=[Custom])["o"] == Custom(5)
+    assert ckpt.load(anywhere / "c", trust=True)["o"] == Custom(5)
     with pytest.raises(aiockpt.UnsafeCheckpointError):
-        ckpt.load(tmp_path / "c")
+        ckpt.load(anywhere / "c")
 
 
 class Evil:
@@ -428,30 +428,30 @@ def test_path_outside_the_directory_is_refused(path: str, ckpt, tmp_path: Path) 
 
 
 @pytest.mark.asyncio
-async def test_concurrent_loads_and_saves(tmp_path: Path) -> None:
+async def test_concurrent_loads_and_saves(anywhere: Path) -> None:
     states = [{name: tensor + i for name, tensor in large_state(12).items()} for i in range(4)]
     async with aiockpt.AsyncCheckpointer() as ckpt:
         for i, state in enumerate(states):
-            await ckpt.save(state, tmp_path / str(i))
-        saving = ckpt.save(states[0], tmp_path / "more")
-        loaded = await asyncio.gather(*(ckpt.load(tmp_path / str(i)) for i in range(4)))
+            await ckpt.save(state, anywhere / str(i))
+        saving = ckpt.save(states[0], anywhere / "more")
+        loaded = await asyncio.gather(*(ckpt.load(anywhere / str(i)) for i in range(4)))
         await saving
     for state, back in zip(states, loaded, strict=True):
         assert_same(state, back)
 
 
 @pytest.mark.asyncio
-async def test_cancelled_load_stops(tmp_path: Path) -> None:
+async def test_cancelled_load_stops(anywhere: Path) -> None:
     async with aiockpt.AsyncCheckpointer() as ckpt:
-        await ckpt.save(large_state(20, kib=2048), tmp_path / "c")
+        await ckpt.save(large_state(20, kib=2048), anywhere / "c")
         target = {name: torch.zeros_like(tensor) for name, tensor in large_state(20, kib=2048).items()}
-        task = asyncio.ensure_future(ckpt.load(tmp_path / "c", target))
+        task = asyncio.ensure_future(ckpt.load(anywhere / "c", target))
         await asyncio.sleep(0)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
         before = {name: tensor.clone() for name, tensor in target.items()}
-        await ckpt.load(tmp_path / "c")
+        await ckpt.load(anywhere / "c")
         assert_same(before, target)  # no thread wrote to it after the cancellation
 
 
@@ -473,10 +473,10 @@ def test_safe_globals_of_the_user_are_kept(ckpt, tmp_path: Path) -> None:
         torch.serialization.clear_safe_globals()
 
 
-def test_strings_with_a_lone_surrogate(ckpt, tmp_path: Path) -> None:
+def test_strings_with_a_lone_surrogate(ckpt, anywhere: Path) -> None:
     lone = os.fsdecode(b"\xff")  # a file name that is not UTF-8
-    ckpt.save({lone: {}, "t": lone}, tmp_path / "c", metadata={"file": lone, "name": "grün"})
-    assert ckpt.load(tmp_path / "c") == {lone: {}, "t": lone}
+    ckpt.save({lone: {}, "t": lone}, anywhere / "c", metadata={"file": lone, "name": "grün"})
+    assert ckpt.load(anywhere / "c") == {lone: {}, "t": lone}
 
 
 def test_overlapping_chunks_are_corrupt(ckpt, tmp_path: Path) -> None:

@@ -11,19 +11,19 @@ import pytest
 import torch
 
 import aiockpt
-from aiockpt.storage.base import Source
+from aiockpt.storage.base import Source, Storage
 from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.storage.wrapper import WrapperStorage, _WrapperSource
 from tests.counting import CountingStorage
+from tests.places import storage_of
 from tests.states import assert_same, large_state, random_tensor, training_state
 
 pytestmark = pytest.mark.asyncio
 
 
 def _overwrite(path: Path, offset: int, data: bytes) -> None:
-    with open(path, "r+b") as file:
-        file.seek(offset)
-        file.write(data)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:offset] + data + whole[offset + len(data) :])
 
 
 async def _saved(ckpt: aiockpt.AsyncCheckpointer, path: Path, **more):
@@ -36,11 +36,11 @@ async def _saved(ckpt: aiockpt.AsyncCheckpointer, path: Path, **more):
     return state
 
 
-async def test_contents_of_an_open_checkpoint(tmp_path: Path) -> None:
+async def test_contents_of_an_open_checkpoint(anywhere: Path) -> None:
     async with aiockpt.AsyncCheckpointer() as ckpt:
-        await _saved(ckpt, tmp_path / "c", metadata={"step": 3, "note": "<b>"})
-        reader = ckpt.open(tmp_path / "c")
-        assert repr(reader) == f"<CheckpointReader of {tmp_path}/c, not open>"
+        await _saved(ckpt, anywhere / "c", metadata={"step": 3, "note": "<b>"})
+        reader = ckpt.open(anywhere / "c")
+        assert repr(reader) == f"<CheckpointReader of {anywhere}/c, not open>"
         async with reader:
             assert list(reader.keys()) == ["model.w", "model.n", "big", "opt.lr", "opt.betas"]
             assert (len(reader), "big" in reader, "bag" in reader) == (5, True, False)
@@ -51,7 +51,7 @@ async def test_contents_of_an_open_checkpoint(tmp_path: Path) -> None:
             assert (info.key, info.dtype, info.shape, info.nbytes) == ("model.w", torch.float32, (300, 400), 480_000)
             (chunk,) = info.chunks
             assert (chunk.offsets, chunk.sizes, chunk.file) == ((0, 0), (300, 400), info.file)
-            stored = (tmp_path / "c" / chunk.file).read_bytes()[chunk.offset : chunk.offset + chunk.nbytes]
+            stored = (anywhere / "c" / chunk.file).read_bytes()[chunk.offset : chunk.offset + chunk.nbytes]
             assert random_tensor(torch.float32, (300, 400), 1).numpy().tobytes() in stored
             other = reader["opt.lr"]
             assert isinstance(other, aiockpt.ObjectInfo)
@@ -81,10 +81,10 @@ async def test_repr_and_html(tmp_path: Path) -> None:
             assert "<7>" not in reader._repr_html_()
 
 
-async def test_read_and_read_many(tmp_path: Path) -> None:
+async def test_read_and_read_many(anywhere: Path) -> None:
     async with aiockpt.AsyncCheckpointer() as ckpt:
-        state = await _saved(ckpt, tmp_path / "c")
-        async with ckpt.open(tmp_path / "c") as reader:
+        state = await _saved(ckpt, anywhere / "c")
+        async with ckpt.open(anywhere / "c") as reader:
             assert_same(state["model"]["w"], await reader.read("model.w"))
             assert await reader.read("opt.betas") == [0.9, 0.99]
             assert (await reader.read("big", -1)).item() == 2_999_999
@@ -100,27 +100,27 @@ async def test_read_and_read_many(tmp_path: Path) -> None:
             assert [int(part[0]) for part in results] == list(range(0, 2_000_000, 100_000))
 
 
-async def test_open_without_a_checkpointer(tmp_path: Path) -> None:
+async def test_open_without_a_checkpointer(anywhere: Path) -> None:
     async with aiockpt.AsyncCheckpointer() as ckpt:
-        state = await _saved(ckpt, tmp_path / "c")
-    async with aiockpt.open(tmp_path / "c") as reader:
+        state = await _saved(ckpt, anywhere / "c")
+    async with aiockpt.open(anywhere / "c") as reader:
         assert_same(state["big"], await reader.read("big"))
-    reader = await aiockpt.open(tmp_path / "c")
+    reader = await aiockpt.open(anywhere / "c")
     assert_same(state["big"][:4], await reader.read("big", slice(4)))
     await reader.aclose()
     await reader.aclose()
     with pytest.raises(aiockpt.LoadError, match="is not open"):
         await reader.read("big")
     with pytest.raises(aiockpt.CheckpointNotFoundError):
-        async with aiockpt.open(tmp_path / "none"):
+        async with aiockpt.open(anywhere / "none"):
             pass
 
 
-async def test_stream_yields_each_key_once(tmp_path: Path) -> None:
+async def test_stream_yields_each_key_once(anywhere: Path) -> None:
     state = large_state(9, kib=5000) | {f"s{i}": torch.full((i,), i) for i in range(30)} | {"o": "text"}
     async with aiockpt.AsyncCheckpointer() as ckpt:
-        await ckpt.save(state, tmp_path / "c")
-        async with ckpt.open(tmp_path / "c") as reader:
+        await ckpt.save(state, anywhere / "c")
+        async with ckpt.open(anywhere / "c") as reader:
             for order in ("file", "keys"):
                 seen = [pair async for pair in reader.stream(order=order)]
                 assert_same(dict(sorted(state.items())), dict(sorted(seen)))
@@ -139,12 +139,12 @@ async def test_stream_yields_each_key_once(tmp_path: Path) -> None:
             assert_same({"w0": state["w0"][1:3], "w2": state["w2"][:5]}, dict(sorted(parts.items())))
 
 
-async def test_stream_reads_ahead_within_its_buffer(tmp_path: Path) -> None:
+async def test_stream_reads_ahead_within_its_buffer(anywhere: Path) -> None:
     state = large_state(12, kib=8192)
-    storage = CountingStorage()
+    storage = CountingStorage(storage_of(anywhere))
     async with aiockpt.AsyncCheckpointer() as ckpt:
-        await ckpt.save(state, tmp_path / "c")
-        async with ckpt.open(tmp_path / "c", storage=storage) as reader:
+        await ckpt.save(state, anywhere / "c")
+        async with ckpt.open(anywhere / "c", storage=storage) as reader:
             opened = storage.nbytes
             stream = reader.stream(buffer_bytes=64 << 20)
             taken = 0
@@ -211,16 +211,16 @@ async def test_invalid_arguments_raise_at_the_call(tmp_path: Path) -> None:
             ckpt.open("")
 
 
-async def test_close_during_a_read(tmp_path: Path) -> None:
+async def test_close_during_a_read(anywhere: Path) -> None:
     async with aiockpt.AsyncCheckpointer() as ckpt:
         for i in range(2):
-            await ckpt.save({"w": torch.full((2_000_000,), i)}, tmp_path / str(i))
+            await ckpt.save({"w": torch.full((2_000_000,), i)}, anywhere / str(i))
         for _ in range(10):
-            reader = await ckpt.open(tmp_path / "0")
+            reader = await ckpt.open(anywhere / "0")
             task = asyncio.ensure_future(reader.read("w"))
             await asyncio.sleep(0)
             await reader.aclose()
-            async with ckpt.open(tmp_path / "1") as other:
+            async with ckpt.open(anywhere / "1") as other:
                 assert (await other.read("w")).eq(1).all()
             try:
                 assert (await task).eq(0).all()
@@ -252,8 +252,8 @@ class _StoppingSource(_WrapperSource):
 
 
 class _StoppingStorage(WrapperStorage):
-    def __init__(self, before: bool) -> None:
-        super().__init__(LocalStorage())
+    def __init__(self, inner: Storage, before: bool) -> None:
+        super().__init__(inner)
         self._before = before
         self.sources: list[_StoppingSource] = []
 
@@ -263,11 +263,11 @@ class _StoppingStorage(WrapperStorage):
 
 
 @pytest.mark.parametrize("before", [False, True])
-async def test_a_read_that_has_begun_outlives_the_reader(before: bool, tmp_path: Path) -> None:
-    storage = _StoppingStorage(before)
+async def test_a_read_that_has_begun_outlives_the_reader(before: bool, anywhere: Path) -> None:
+    storage = _StoppingStorage(storage_of(anywhere), before)
     async with aiockpt.AsyncCheckpointer() as ckpt:
-        await ckpt.save({"w": torch.full((2_000_000,), 1)}, tmp_path / "c")
-        reader = await ckpt.open(tmp_path / "c", storage=storage)
+        await ckpt.save({"w": torch.full((2_000_000,), 1)}, anywhere / "c")
+        reader = await ckpt.open(anywhere / "c", storage=storage)
         (source,) = storage.sources
         task = asyncio.ensure_future(reader.read("w"))
         try:
@@ -282,27 +282,27 @@ async def test_a_read_that_has_begun_outlives_the_reader(before: bool, tmp_path:
             assert (await task).eq(1).all()
 
 
-async def test_reader_outlives_a_replaced_checkpoint_and_its_checkpointer(tmp_path: Path) -> None:
+async def test_reader_outlives_a_replaced_checkpoint_and_its_checkpointer(anywhere: Path) -> None:
     async with aiockpt.AsyncCheckpointer() as ckpt:
-        await ckpt.save({"w": torch.full((500_000,), 1.0), "v": torch.zeros(3)}, tmp_path / "c")
-        reader = await ckpt.open(tmp_path / "c")
-        await ckpt.save({"w": torch.full((500_000,), 2.0), "v": torch.ones(3)}, tmp_path / "c", overwrite=True)
+        await ckpt.save({"w": torch.full((500_000,), 1.0), "v": torch.zeros(3)}, anywhere / "c")
+        reader = await ckpt.open(anywhere / "c")
+        await ckpt.save({"w": torch.full((500_000,), 2.0), "v": torch.ones(3)}, anywhere / "c", overwrite=True)
         assert (await reader.read("w", slice(0, 5))).tolist() == [1] * 5
         assert (await reader.read("w")).eq(1).all()
         async with reader:  # entering again has no effect
             assert (await reader.read("v")).tolist() == [0, 0, 0]
-        left = await ckpt.open(tmp_path / "c")
+        left = await ckpt.open(anywhere / "c")
     await left.aclose()
 
 
-async def test_concurrent_opens_of_one_reader(tmp_path: Path) -> None:
+async def test_concurrent_opens_of_one_reader(anywhere: Path) -> None:
     async with aiockpt.AsyncCheckpointer() as ckpt:
-        await ckpt.save({"a": torch.arange(5)}, tmp_path / "c")
-        reader = ckpt.open(tmp_path / "c")
+        await ckpt.save({"a": torch.arange(5)}, anywhere / "c")
+        reader = ckpt.open(anywhere / "c")
         await asyncio.gather(*(reader.__aenter__() for _ in range(4)))
         assert torch.equal(await reader.read("a"), torch.arange(5))
         await reader.aclose()
-    lone = aiockpt.open(tmp_path / "c")
+    lone = aiockpt.open(anywhere / "c")
     first, second = asyncio.ensure_future(lone.__aenter__()), asyncio.ensure_future(lone.__aenter__())
     await asyncio.sleep(0)
     second.cancel()
@@ -311,11 +311,11 @@ async def test_concurrent_opens_of_one_reader(tmp_path: Path) -> None:
     await lone.aclose()
 
 
-async def test_cancelled_open_leaves_nothing_open(tmp_path: Path) -> None:
+async def test_cancelled_open_leaves_nothing_open(anywhere: Path) -> None:
     async with aiockpt.AsyncCheckpointer() as ckpt:
-        await _saved(ckpt, tmp_path / "c")
+        await _saved(ckpt, anywhere / "c")
         for turns in range(60):
-            reader = ckpt.open(tmp_path / "c")
+            reader = ckpt.open(anywhere / "c")
             task = asyncio.ensure_future(reader.__aenter__())
             for _ in range(turns):
                 await asyncio.sleep(0)
@@ -327,12 +327,12 @@ async def test_cancelled_open_leaves_nothing_open(tmp_path: Path) -> None:
                 await reader.aclose()
 
 
-async def test_closed_stream_stops_reading(tmp_path: Path) -> None:
+async def test_closed_stream_stops_reading(anywhere: Path) -> None:
     state = large_state(12, kib=8192)
-    storage = CountingStorage()
+    storage = CountingStorage(storage_of(anywhere))
     async with aiockpt.AsyncCheckpointer() as ckpt:
-        await ckpt.save(state, tmp_path / "c")
-        async with ckpt.open(tmp_path / "c", storage=storage) as reader:
+        await ckpt.save(state, anywhere / "c")
+        async with ckpt.open(anywhere / "c", storage=storage) as reader:
             stream = reader.stream(buffer_bytes=40 << 20)
             await anext(stream)
             await stream.aclose()
@@ -346,7 +346,7 @@ async def test_closed_stream_stops_reading(tmp_path: Path) -> None:
                 await task
 
 
-async def test_cancelled_stream_waits_for_its_threads(tmp_path: Path) -> None:
+async def test_cancelled_stream_waits_for_its_threads(anywhere: Path) -> None:
     state = large_state(12, kib=8192)
     held = threading.Event()
     arrived = threading.Event()
@@ -360,10 +360,10 @@ async def test_cancelled_stream_waits_for_its_threads(tmp_path: Path) -> None:
                 arrived.set()
                 held.wait(60)
 
-    storage = Holding()
+    storage = Holding(storage_of(anywhere))
     async with aiockpt.AsyncCheckpointer() as ckpt:
-        await ckpt.save(state, tmp_path / "c")
-        async with ckpt.open(tmp_path / "c", storage=storage) as reader:
+        await ckpt.save(state, anywhere / "c")
+        async with ckpt.open(anywhere / "c", storage=storage) as reader:
             stream = reader.stream(buffer_bytes=16 << 20, order="keys")
             for _ in range(2):  # takes the whole first group, so the next tensor is still to be read
                 await anext(stream)
@@ -379,34 +379,34 @@ async def test_cancelled_stream_waits_for_its_threads(tmp_path: Path) -> None:
                 await third
 
 
-async def test_damaged_tensor_ends_a_stream(tmp_path: Path) -> None:
+async def test_damaged_tensor_ends_a_stream(anywhere: Path) -> None:
     state = large_state(6, kib=8192)
     async with aiockpt.AsyncCheckpointer() as ckpt:
-        await ckpt.save(state, tmp_path / "c")
-        async with ckpt.open(tmp_path / "c") as reader:
+        await ckpt.save(state, anywhere / "c")
+        async with ckpt.open(anywhere / "c") as reader:
             chunk = reader["w4"].chunks[0]
-            _overwrite(tmp_path / "c" / chunk.file, chunk.offset + 4_000_000, b"\x7f\x3c")
+            _overwrite(anywhere / "c" / chunk.file, chunk.offset + 4_000_000, b"\x7f\x3c")
             with pytest.raises(aiockpt.CorruptCheckpointError, match="the bytes of w4"):
                 async for _ in reader.stream():
                     pass
             assert len([key async for key, _ in reader.stream(verify=False)]) == 6
 
 
-async def test_training_state_through_a_reader(tmp_path: Path) -> None:
+async def test_training_state_through_a_reader(anywhere: Path) -> None:
     state = training_state()
     async with aiockpt.AsyncCheckpointer() as ckpt:
-        await ckpt.save(state, tmp_path / "c")
-        async with ckpt.open(tmp_path / "c") as reader:
+        await ckpt.save(state, anywhere / "c")
+        async with ckpt.open(anywhere / "c") as reader:
             values = await reader.read_many(["model", "step"])
             assert_same(dict(state["model"]), {k.removeprefix("model."): v for k, v in values.items() if k != "step"})
             assert values["step"] == 2
 
 
-async def test_sync_reader(tmp_path: Path) -> None:
+async def test_sync_reader(anywhere: Path) -> None:
     def work() -> None:
         with aiockpt.SyncCheckpointer() as ckpt:
-            ckpt.save({"w": torch.arange(10).view(5, 2), "o": 5}, tmp_path / "c")
-            with ckpt.open(tmp_path / "c") as reader:
+            ckpt.save({"w": torch.arange(10).view(5, 2), "o": 5}, anywhere / "c")
+            with ckpt.open(anywhere / "c") as reader:
                 assert reader.read("w", (slice(1, 3), 0)).tolist() == [2, 4]
                 assert_same({"w": torch.arange(10).view(5, 2), "o": 5}, reader.read_many())
                 assert dict(reader.stream(["o"])) == {"o": 5}

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import aiockpt
 from tests.counting import CountingStorage
+from tests.places import storage_of
 from tests.states import assert_same, random_tensor
 from tests.stock import ALONE, PAYLOAD_OFFSET
 
@@ -54,15 +55,17 @@ INDICES = [
 ]
 
 
-@pytest.mark.parametrize("writer", WRITERS)
-def test_only_the_bytes_of_a_part_are_read(writer: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("anywhere", "writer"), [*(("local", each) for each in WRITERS), ("server", "ours")], indirect=["anywhere"]
+)
+def test_only_the_bytes_of_a_part_are_read(writer: str, anywhere: Path) -> None:
     state = {
         "w": random_tensor(torch.float32, (1024, 768), 1),
         "t": random_tensor(torch.float32, (768, 1024), 2).t(),
         "other": random_tensor(torch.int16, (1000, 1000), 3),
     }
-    path = _write(state, tmp_path / "c", writer)
-    storage = CountingStorage()
+    path = _write(state, anywhere / "c", writer)
+    storage = CountingStorage(storage_of(anywhere))
     with aiockpt.SyncCheckpointer() as ckpt, ckpt.open(path, storage=storage) as reader:
         for name in ("w", "t"):
             reader.read(name, slice(0, 1))  # reads the framing, which is then kept
@@ -75,10 +78,14 @@ def test_only_the_bytes_of_a_part_are_read(writer: str, tmp_path: Path) -> None:
                 assert storage.nbytes <= 1.1 * expected.numel() * 4, (name, index)
 
 
-@pytest.mark.parametrize("writer", ["ours", "dcp", "safetensors"])
-def test_adjacent_rows_take_one_read(writer: str, tmp_path: Path) -> None:
-    path = _write({"w": random_tensor(torch.float32, (1024, 768), 1)}, tmp_path / "c", writer)
-    storage = CountingStorage()
+@pytest.mark.parametrize(
+    ("anywhere", "writer"),
+    [*(("local", each) for each in ("ours", "dcp", "safetensors")), ("server", "ours")],
+    indirect=["anywhere"],
+)
+def test_adjacent_rows_take_one_read(writer: str, anywhere: Path) -> None:
+    path = _write({"w": random_tensor(torch.float32, (1024, 768), 1)}, anywhere / "c", writer)
+    storage = CountingStorage(storage_of(anywhere))
     with aiockpt.SyncCheckpointer() as ckpt, ckpt.open(path, storage=storage) as reader:
         reader.read("w", 0)
         storage.reads.clear()

@@ -27,18 +27,25 @@ from aiockpt.storage.base import Source, Storage
 from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.storage.wrapper import WrapperStorage
 from aiockpt.telemetry.verification import Problem, VerifyReport
+from tests.places import storage_of
 from tests.states import assert_same, large_state, random_tensor, training_state
 from tests.stock import ALONE, PAYLOAD_OFFSET
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
 WRITERS = pytest.mark.parametrize("stock", [False, True], ids=["ours", "stock"])
+WRITERS_ANYWHERE = pytest.mark.parametrize(
+    ("anywhere", "stock"),
+    [("local", False), ("local", True), ("server", False)],
+    indirect=["anywhere"],
+    ids=["ours", "stock", "ours-server"],
+)
 
 
 def verify(path: Path, storage: Storage | None = None) -> VerifyReport:
     workers = Workers(3, "aiockpt-verify")
     try:
-        return anyio.run(verify_checkpoint, storage or LocalStorage(), str(path), workers)
+        return anyio.run(verify_checkpoint, storage or storage_of(path), str(path), workers)
     finally:
         workers.close()
 
@@ -70,11 +77,9 @@ def flip(path: Path, key: str, at: int) -> str:
 
 
 def flip_byte(file: Path, offset: int, bit: int = 4) -> None:
-    with open(file, "r+b") as opened:
-        opened.seek(offset)
-        byte = opened.read(1)[0]
-        opened.seek(offset)
-        opened.write(bytes([byte ^ (1 << bit)]))
+    data = bytearray(file.read_bytes())
+    data[offset] ^= 1 << bit
+    file.write_bytes(data)
 
 
 def edit_metadata(path: Path, edit: Callable[[Any], None]) -> None:
@@ -114,8 +119,8 @@ class SpySource(Source):
 class SpyStorage(WrapperStorage):
     """A storage that records each read. Its ``on_read`` may raise or block."""
 
-    def __init__(self, on_read: Callable[[str, int, int], None] | None = None) -> None:
-        super().__init__(LocalStorage())
+    def __init__(self, on_read: Callable[[str, int, int], None] | None = None, inner: Storage | None = None) -> None:
+        super().__init__(inner or LocalStorage())
         self.reads: list[tuple[str, int, int]] = []
         self.closed = 0
         self._on_read = on_read
@@ -132,19 +137,19 @@ class SpyStorage(WrapperStorage):
 # --- sound checkpoints -------------------------------------------------------------------------------
 
 
-@WRITERS
-def test_sound_checkpoint(stock: bool, tmp_path: Path) -> None:
-    save(mixed_state(), tmp_path / "c", stock=stock)
-    report = verify(tmp_path / "c")
+@WRITERS_ANYWHERE
+def test_sound_checkpoint(stock: bool, anywhere: Path) -> None:
+    save(mixed_state(), anywhere / "c", stock=stock)
+    report = verify(anywhere / "c")
     assert report.ok
     assert report.problems == ()
     report.raise_if_bad()
-    sizes = {file.name: file.stat().st_size for file in (tmp_path / "c").iterdir()}
-    assert (report.files, report.items, report.unverifiable) == (len(sizes), len(places_of(tmp_path / "c")), 0)
+    sizes = {file.name: file.stat().st_size for file in (anywhere / "c").iterdir()}
+    assert (report.files, report.items, report.unverifiable) == (len(sizes), len(places_of(anywhere / "c")), 0)
     assert report.checked_bytes == sum(sizes.values())
     assert report.format == ("dcp" if stock else "aiockpt")
     assert "sound" in str(report)
-    assert str(tmp_path / "c") in repr(report)
+    assert str(anywhere / "c") in repr(report)
 
 
 def test_empty_and_strided_tensors(tmp_path: Path) -> None:
@@ -183,7 +188,7 @@ def test_missing_path_raises(tmp_path: Path) -> None:
 # --- damage ------------------------------------------------------------------------------------------
 
 
-@WRITERS
+@WRITERS_ANYWHERE
 @pytest.mark.parametrize(
     ("key", "at", "kind"),
     [
@@ -201,15 +206,15 @@ def test_missing_path_raises(tmp_path: Path) -> None:
         ("book", 1, "framing"),
     ],
 )
-def test_flipped_bit(stock: bool, key: str, at: int, kind: str, tmp_path: Path) -> None:
-    save(mixed_state(), tmp_path / "c", stock=stock)
-    file = flip(tmp_path / "c", key, at)
-    report = verify(tmp_path / "c")
+def test_flipped_bit(stock: bool, key: str, at: int, kind: str, anywhere: Path) -> None:
+    save(mixed_state(), anywhere / "c", stock=stock)
+    file = flip(anywhere / "c", key, at)
+    report = verify(anywhere / "c")
     expected = {(kind, file, key)} | (set() if stock else {("file crc", file, None)})
     # Depending on the byte, damaged framing shows as a wrong item CRC, too or instead.
     assert found(report) - {("item crc", file, key)} <= expected | {("framing", file, key)}
     assert {problem.key for problem in report.errors} - {None} == {key}
-    _, offset, length = place_of(tmp_path / "c", key)
+    _, offset, length = place_of(anywhere / "c", key)
     assert all(offset <= problem.offset < offset + length for problem in report.errors if problem.key)
     if kind == "item crc":
         assert found(report) == expected
@@ -245,29 +250,28 @@ def test_several_kinds_of_damage_at_once(tmp_path: Path) -> None:
     assert len(str(report).splitlines()) == len(report.problems) + 1
 
 
-def test_damage_between_items(tmp_path: Path) -> None:
-    save(large_state(3, kib=2000), tmp_path / "c")
-    places = sorted((place, key) for key, place in places_of(tmp_path / "c").items())
+def test_damage_between_items(anywhere: Path) -> None:
+    save(large_state(3, kib=2000), anywhere / "c")
+    places = sorted((place, key) for key, place in places_of(anywhere / "c").items())
     (file, offset, _), key = next(place for place in places if place[0][1] > 0)
-    flip_byte(tmp_path / "c" / file, offset - 1)
-    report = verify(tmp_path / "c")
+    flip_byte(anywhere / "c" / file, offset - 1)
+    report = verify(anywhere / "c")
     assert found(report) == {("file crc", file, None)}
     assert "no item shows it" in str(report)
     assert key not in report.damaged_keys
 
 
-def test_zeroed_range_damages_exactly_its_items(tmp_path: Path) -> None:
+def test_zeroed_range_damages_exactly_its_items(anywhere: Path) -> None:
     """The report names each item that overlaps the zeroed range, and no other."""
-    save({f"t{i}": torch.arange(i, i + 500) for i in range(300)} | large_state(2, kib=2000), tmp_path / "c")
-    file, low, _ = place_of(tmp_path / "c", "t40")
+    save({f"t{i}": torch.arange(i, i + 500) for i in range(300)} | large_state(2, kib=2000), anywhere / "c")
+    file, low, _ = place_of(anywhere / "c", "t40")
     high = low + 30_000
-    with open(tmp_path / "c" / file, "r+b") as opened:
-        opened.seek(low)
-        opened.write(bytes(high - low))
-    places = places_of(tmp_path / "c")
+    data = (anywhere / "c" / file).read_bytes()
+    (anywhere / "c" / file).write_bytes(data[:low] + bytes(high - low) + data[high:])
+    places = places_of(anywhere / "c")
     hit = {key for key, (name, at, n) in places.items() if name == file and at < high and low < at + n}
     assert 3 < len(hit) < 30
-    assert set(verify(tmp_path / "c").damaged_keys) == hit
+    assert set(verify(anywhere / "c").damaged_keys) == hit
 
 
 @WRITERS
@@ -638,21 +642,35 @@ def test_damaged_safetensors_header_is_reported_with_its_file(tmp_path: Path) ->
 # --- read errors -------------------------------------------------------------------------------------
 
 
-def test_bad_sector(tmp_path: Path) -> None:
-    save(mixed_state(), tmp_path / "c")
-    file, offset, length = place_of(tmp_path / "c", "w1")
+def test_bad_sector(anywhere: Path) -> None:
+    save(mixed_state(), anywhere / "c")
+    file, offset, length = place_of(anywhere / "c", "w1")
     bad = offset + length // 2
-    other = flip(tmp_path / "c", "w2", 4000)
+    other = flip(anywhere / "c", "w2", 4000)
 
     def fail(name: str, at: int, nbytes: int) -> None:
         if name == file and at <= bad < at + nbytes:
             raise LoadError(f"can't read {name} at offset {at}: Input/output error")
 
-    report = verify(tmp_path / "c", SpyStorage(fail))
+    report = verify(anywhere / "c", SpyStorage(fail, storage_of(anywhere)))
     assert {("unreadable", file, None), ("unreadable", file, "w1"), ("item crc", other, "w2")} <= found(report)
     assert set(report.damaged_keys) == {"w1", "w2"}
     assert ("file crc", file, None) not in found(report)
     assert "Input/output error" in str(report)
+
+
+def test_file_that_is_cut_or_lost_after_it_was_listed_is_damaged(anywhere: Path) -> None:
+    save(mixed_state(), anywhere / "c")
+    file, _, _ = place_of(anywhere / "c", "w1")
+
+    def fail(name: str, at: int, nbytes: int) -> None:
+        if name == file:
+            raise CorruptCheckpointError(f"{name} is missing, or ends too early")
+
+    report = verify(anywhere / "c", SpyStorage(fail, storage_of(anywhere)))
+    assert {kind for kind, _, _ in found(report)} == {"size"}
+    assert {name for _, name, _ in found(report)} == {file}
+    assert "w1" in report.damaged_keys
 
 
 def test_unreadable_metadata(tmp_path: Path) -> None:

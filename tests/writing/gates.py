@@ -15,7 +15,7 @@ import psutil
 
 from aiockpt.core.threads import Workers
 from aiockpt.errors import WriteError
-from aiockpt.storage.base import Transaction
+from aiockpt.storage.base import Storage, Transaction
 from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.storage.wrapper import WrapperStorage, _WrapperTransaction
 
@@ -29,10 +29,11 @@ class PipedStorage(WrapperStorage):
         folder: folder of the pipes, which `Gate` makes.
         step: step as in `WrapperStorage.before`.
         nth: occurrence of the step to stop at, counted from 1 in each process.
+        inner: the storage that does the steps; None: the file system.
     """
 
-    def __init__(self, folder: Path, step: str, nth: int = 1) -> None:
-        super().__init__(LocalStorage())
+    def __init__(self, folder: Path, step: str, nth: int = 1, inner: Storage | None = None) -> None:
+        super().__init__(inner or LocalStorage())
         self._folder = folder
         self._step = step
         self._nth = nth
@@ -98,8 +99,8 @@ class Gate:
         gate.folder = folder
         return gate
 
-    def storage(self, step: str, nth: int = 1) -> PipedStorage:
-        return PipedStorage(self.folder, step, nth)
+    def storage(self, step: str, nth: int = 1, inner: Storage | None = None) -> PipedStorage:
+        return PipedStorage(self.folder, step, nth, inner)
 
     def wait(self) -> None:
         """Wait until a process has stopped at the step."""

@@ -12,6 +12,7 @@ import pytest
 
 import aiockpt
 from aiockpt.storage.local import commit
+from tests.places import ServerPath, left_in, storage_of
 from tests.ranks import failing
 from tests.ranks.world import World, _context, start_server
 from tests.states import assert_same, large_state
@@ -24,9 +25,10 @@ def server() -> None:
     start_server()
 
 
-def _train(pipe: connection.Connection, folder: Path, step: str, moment: str, plan: str) -> None:
+def _train(pipe: connection.Connection, gate: Path, folder: Path, step: str, moment: str, plan: str) -> None:
     """Save with a writer process that stops at a step, send its pid and that of a fork, and be killed."""
-    options: dict[str, Any] = {"overwrite": plan == "overwrite", "storage": PipedStorage(folder / "gate", step)}
+    storage = PipedStorage(gate, step, inner=storage_of(folder))
+    options: dict[str, Any] = {"overwrite": plan == "overwrite", "storage": storage}
     if plan == "hook":
         options["pre_commit"] = lambda _: failing.die()
     room = 1 << 22 if moment == "staged" else 1 << 17
@@ -55,9 +57,9 @@ def _train(pipe: connection.Connection, folder: Path, step: str, moment: str, pl
 class _Trainer:
     """A trainer, and the pids of its writer and of its fork."""
 
-    def __init__(self, folder: Path, *args: str) -> None:
+    def __init__(self, gate: Gate, folder: Path, *args: str) -> None:
         self._pipe, theirs = _context.Pipe()
-        self._process = _context.Process(target=_train, args=(theirs, folder, *args))
+        self._process = _context.Process(target=_train, args=(theirs, gate.folder, folder, *args))
         self._process.start()
         theirs.close()
         self.writer, self.forked = self._pipe.recv()
@@ -73,54 +75,71 @@ class _Trainer:
         self._pipe.close()
 
 
-def _contents(folder: Path) -> set[str]:
-    return {entry.name for entry in folder.iterdir()} - {"gate"}
+@pytest.fixture
+def gate(tmp_path_factory: pytest.TempPathFactory) -> Gate:
+    return Gate(tmp_path_factory.mktemp("own") / "gate")
+
+
+def _contents(folder: Path | ServerPath) -> set[str]:
+    """Return the names in a folder; of a server also what is left of unfinished saves."""
+    return {entry.name for entry in folder.iterdir()} | set(_left(folder))
+
+
+def _left(folder: Path | ServerPath) -> list[str]:
+    return left_in(str(folder)) if isinstance(folder, ServerPath) else []
 
 
 @pytest.mark.parametrize("plan", ["plain", "overwrite", "two", "fork"])
-def test_staged_saves_are_committed(plan: str, tmp_path: Path) -> None:
-    gate = Gate(tmp_path / "gate")
-    trainer = _Trainer(tmp_path, "write", "staged", plan)
+def test_staged_saves_are_committed(plan: str, gate: Gate, anywhere: Path) -> None:
+    trainer = _Trainer(gate, anywhere, "write", "staged", plan)
     gate.wait()
     trainer.wait()
-    assert _contents(tmp_path) - {"c"} != set() or plan == "overwrite"  # hidden, not published
+    assert _contents(anywhere) - {"c"} != set()  # hidden, not published
+    assert storage_of(anywhere).is_finishing(str(anywhere))
     gate.open()
     assert ended(trainer.writer)
     if trainer.forked:
         os.kill(trainer.forked, signal.SIGKILL)
     with aiockpt.SyncCheckpointer() as ckpt:
-        assert_same(large_state(4), ckpt.load(tmp_path / "c"))
-        assert ckpt.verify(tmp_path / "c").ok
+        assert_same(large_state(4), ckpt.load(anywhere / "c"))
+        assert ckpt.verify(anywhere / "c").ok
         if plan == "two":
-            assert_same(large_state(3), ckpt.load(tmp_path / "d"))
-    assert _contents(tmp_path) == ({"c", "d"} if plan == "two" else {"c"})
+            assert_same(large_state(3), ckpt.load(anywhere / "d"))
+    assert _contents(anywhere) == ({"c", "d"} if plan == "two" else {"c"})
+    assert not storage_of(anywhere).is_finishing(str(anywhere))
 
 
-def test_an_unstaged_save_is_removed(tmp_path: Path) -> None:
-    gate = Gate(tmp_path / "gate")
-    trainer = _Trainer(tmp_path, "write", "before", "plain")
+def test_an_unstaged_save_is_removed(gate: Gate, anywhere: Path) -> None:
+    trainer = _Trainer(gate, anywhere, "write", "before", "plain")
     gate.wait()
     trainer.go_on()
     trainer.wait()
     gate.open()
     assert ended(trainer.writer)
-    assert _contents(tmp_path) == set()
+    assert _contents(anywhere) == set()
 
 
-def test_a_save_whose_pre_commit_hook_did_not_return_is_removed(tmp_path: Path) -> None:
-    gate = Gate(tmp_path / "gate")
-    trainer = _Trainer(tmp_path, "write", "staged", "hook")
+def test_a_save_whose_pre_commit_hook_did_not_return_is_removed(gate: Gate, anywhere: Path) -> None:
+    trainer = _Trainer(gate, anywhere, "write", "staged", "hook")
     gate.wait()
     gate.open()
     trainer.wait()
     assert ended(trainer.writer)
-    assert _contents(tmp_path) == set()
+    assert _contents(anywhere) == set()
 
 
 # --- several ranks ----------------------------------------------------------------------------------
 
+PLACES = ("local", "server")
 
-def _save(rank: int, size: int, folder: Path, dead: list[int], moment: str) -> Any:
+
+@pytest.fixture
+def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory for gates, and for what processes tell."""
+    return tmp_path_factory.mktemp("own")
+
+
+def _save(rank: int, size: int, own: Path, folder: Path, dead: list[int], moment: str) -> Any:
     """Save; the ranks in ``dead`` are killed after staging or during it, with or without their writers."""
     failing.expect_no_reason()
     dies = rank in dead
@@ -136,15 +155,17 @@ def _save(rank: int, size: int, folder: Path, dead: list[int], moment: str) -> A
             if dies:  # when the new one has replaced the old one, which still exists under its hidden name
                 commit.remove = lambda *_, **__: failing.die()
         # Hold the writes of a writer that is to be killed: it could have written everything before.
-        storage = Gate(folder / f"gate{rank}").storage("write") if dies and moment in ("before", "writer") else None
+        storage = None
+        if dies and moment in ("before", "writer"):
+            storage = Gate(own / f"gate{rank}").storage("write", inner=storage_of(folder))
         replaces = moment == "replacing"
         save = ckpt.submit(failing.state_of(rank, size, 2), folder / "c", storage=storage, overwrite=replaces)
         if not dies or moment != "before":
             save.staged.result(60)
         if dies and moment == "before":
-            Gate.of(folder / f"gate{rank}").wait()
+            Gate.of(own / f"gate{rank}").wait()
         (child,) = writers_of(os.getpid())
-        (folder / f"pid{rank}").write_text(str(child.pid))
+        (own / f"pid{rank}").write_text(str(child.pid))
         if dies:
             if moment == "writer":
                 child.kill()
@@ -154,35 +175,43 @@ def _save(rank: int, size: int, folder: Path, dead: list[int], moment: str) -> A
         return save.written.result(60).tensors
 
 
-def _run(folder: Path, dead: list[int], moment: str) -> list[Any]:
+def _run(own: Path, folder: Path, dead: list[int], moment: str) -> list[Any]:
     """Save with three ranks; wait until the writers of all have ended."""
     with World(3, may_start=True) as world:
-        outcomes = world.run(_save, folder, dead, moment)
-        for gate in folder.glob("gate*") if moment != "writer" else ():  # no process is left at a gate
+        outcomes = world.run(_save, own, folder, dead, moment)
+        for gate in own.glob("gate*") if moment != "writer" else ():  # no process is left at a gate
             Gate.of(gate).open()
         for rank in range(3):
-            assert ended(int((folder / f"pid{rank}").read_text()))
+            assert ended(int((own / f"pid{rank}").read_text()))
     for rank in dead:
         assert outcomes[rank].killed
-    left = [path for path in folder.iterdir() if not path.name.startswith(("gate", "pid"))]
-    assert {path.name for path in left} <= {"first", "c"}
+    assert _contents(folder) <= {"first", "c"}
     return [outcome for rank, outcome in enumerate(outcomes) if rank not in dead]
 
 
 @pytest.mark.parametrize(
-    ("dead", "moment"), [([1], "staged"), ([0], "second"), ([0, 1, 2], "staged"), ([0], "replacing")]
+    ("anywhere", "dead", "moment"),
+    [
+        *((place, *each) for place in PLACES for each in (([1], "staged"), ([0], "second"), ([0, 1, 2], "staged"))),
+        ("local", [0], "replacing"),
+    ],
+    indirect=["anywhere"],
 )
-def test_the_writers_of_all_ranks_publish_without_the_trainers(dead: list[int], moment: str, tmp_path: Path) -> None:
-    outcomes = _run(tmp_path, dead, moment)
+def test_the_writers_of_all_ranks_publish_without_the_trainers(
+    dead: list[int], moment: str, own: Path, anywhere: Path
+) -> None:
+    outcomes = _run(own, anywhere, dead, moment)
     assert all(isinstance(outcome, int) for outcome in outcomes), outcomes
     with aiockpt.SyncCheckpointer() as ckpt:
-        assert_same(failing.whole_state(3, 2), ckpt.load(tmp_path / "c"))
-        assert ckpt.verify(tmp_path / "c").ok
-        assert not ckpt.verify(tmp_path / "c").problems
+        assert_same(failing.whole_state(3, 2), ckpt.load(anywhere / "c"))
+        assert ckpt.verify(anywhere / "c").ok
+        assert not ckpt.verify(anywhere / "c").problems
 
 
 @pytest.mark.parametrize(("dead", "moment"), [([1], "before"), ([0, 1, 2], "before"), ([2], "writer"), ([0], "writer")])
-def test_nothing_is_left_if_the_part_of_a_rank_is_missing(dead: list[int], moment: str, tmp_path: Path) -> None:
-    outcomes = _run(tmp_path, dead, moment)
+def test_nothing_is_left_if_the_part_of_a_rank_is_missing(
+    dead: list[int], moment: str, own: Path, anywhere: Path
+) -> None:
+    outcomes = _run(own, anywhere, dead, moment)
     assert {outcome.kind for outcome in outcomes} <= {"CoordinationError"}, outcomes
-    assert not (tmp_path / "c").exists()
+    assert not (anywhere / "c").exists()
