@@ -20,8 +20,8 @@ import pytest
 import torch
 
 import aiockpt
+from aiockpt.storage.local import directories, temp_dir
 from aiockpt.storage.local import lease as owner
-from aiockpt.storage.local import temp_dir
 from aiockpt.storage.local.lease import LOCK_NAME, LockFacts, is_finishing, owner_of, shares_locks, take
 from aiockpt.storage.syscalls import open_directory
 from tests.interruption import Interruption
