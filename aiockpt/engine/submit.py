@@ -37,6 +37,7 @@ from aiockpt.planning.torch_plan import TorchFormat
 from aiockpt.saving.job import SaveJob, SaveSpec, no_state
 from aiockpt.snapshot.capture import capture_items, capture_state
 from aiockpt.storage.base import Storage, shared_storage
+from aiockpt.storage.registry import scheme_of, text_of
 
 if TYPE_CHECKING:
     import torch
@@ -139,14 +140,17 @@ class Submitter:
         job.captured_s = time.perf_counter() - started
         return job
 
-    def _fallback_for(self, where: str, storage: Storage) -> str | None:
-        """Return the fallback path of a checkpoint."""
+    def _fallback_for(self, where: str, storage: Storage) -> tuple[Storage, str | None]:
+        """Return the fallback path of a checkpoint, and the storage of that."""
         fallback = self._options.fallback_path
         if fallback is None:
-            return None
-        if callable(fallback):
-            return storage.resolve(os.fspath(fallback(where)))
-        return storage.below(storage.resolve(os.fspath(fallback)), storage.split(where)[1])
+            return storage, None
+        path = text_of(fallback(where) if callable(fallback) else fallback)
+        if scheme_of(path) == scheme_of(where):
+            place, path = storage, storage.resolve(path)
+        else:
+            place, path = self._storages.of(path)
+        return place, path if callable(fallback) else place.below(path, storage.split(where)[1])
 
     def _check_path(self, check: Callable[..., None], where: str, fallback: str | None, *, overwrite: bool) -> None:
         """Raise if the path is taken; see `Storage.check`."""
@@ -174,7 +178,7 @@ class Submitter:
             )
         if engine.leads and not is_part:  # one rank decides for all: the others may be behind or ahead of it
             engine.queue.admit(where)
-        fallback = None if is_part else self._fallback_for(where, storage)
+        place, fallback = (storage, None) if is_part else self._fallback_for(where, storage)
         if (format == "torch" or where.endswith(SUFFIX)) and not storage.traits.single_files:
             raise SaveError(f"{where}: {type(storage).__name__} keeps no checkpoints of one file; save to a directory")
         check = storage.check_repository if format == "safetensors" else storage.check
@@ -224,6 +228,7 @@ class Submitter:
             transforms=self._transforms,
             warn_only=self._options.warn_only,
             fallback=fallback,
+            fallback_storage=place,
             replicas=request.replicas,
             call=call,
             is_part=is_part,

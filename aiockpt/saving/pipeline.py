@@ -218,14 +218,14 @@ class SavePipeline:
             order = messages.Begin(
                 save=next(tools.writer.save_numbers),
                 path=job.path,
-                storage=pickle.dumps(job.spec.storage),
+                storage=pickle.dumps(job.storage),
                 overwrite=job.overwrite,
                 names=names,
                 heads=plan.heads,
                 codings=None if codings is None else pickle.dumps(codings),
                 again=job.fallback_error is not None,
             )
-            return RemoteWriter(tools.writer, order, job.spec.storage, layout, self._wrote, tools.io_workers)
+            return RemoteWriter(tools.writer, order, job.storage, layout, self._wrote, tools.io_workers)
         threads = WriterThreads(tools.seal_workers, tools.io_workers)
         after = job.turn.before_is_over
         return FileWriter(layout.images, plan.heads, names, threads, after=after, count=self._wrote, codings=codings)
@@ -370,6 +370,7 @@ class SavePipeline:
         If everything is staged, from staging memory; before that from the tensors, which have not changed.
         """
         job, strategy = self._job, self._strategy
+        job.storage = job.spec.fallback_storage or job.spec.storage
         is_staged, hindrance = job.consistency.copied, None
         if job.spec.refusal is not None:
             hindrance = "the save was refused at the call"
