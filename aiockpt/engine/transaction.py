@@ -69,7 +69,7 @@ class CheckpointTransaction:
         """
         joint, name = self._open(), request.name
         submitter, options = self._checkpointer._submitter, {}
-        path = self._storage.below(self.path, name) if name else self.path
+        path = self._storage.below(self.path, str(name)) if name else self.path
         try:
             self._check_name(name)
             if name.endswith(_FILES) and self._checkpointer._engine.coordinator() is not None:

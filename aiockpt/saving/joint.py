@@ -210,7 +210,7 @@ class JointSave(SaveStrategy):
         await self._job.turn.wait_for("over")  # every part is over
         self._over = True
         if joint.failure is not None:  # on all ranks
-            raise joint.failure
+            raise joint.given_up or joint.failure
         error = error or joint.given_up
         if self._coordinator is None or self._job.spec.call is None:
             if error is not None:
