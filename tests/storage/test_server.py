@@ -312,6 +312,7 @@ async def test_commit_of_which_nothing_is_known_keeps_what_was_written(
     await save.abort()
     assert (await save.sizes()) == {"__0_0.distcp": 4, ".metadata": 1}
     await save.release()
+    storage.objects.remove("")
 
 
 @pytest.mark.asyncio
