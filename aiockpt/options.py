@@ -151,6 +151,9 @@ class CheckpointerOptions:
             reason that may pass, such as a server that restarts. A full disk or a failing device is not retried. A
             number: that many attempts after the first. None or 0: no retry.
         drain_timeout: seconds that closing waits for saves in flight before it cancels them.
+        idle_timeout: seconds without a save, a load or another call after which all threads end and the staging memory
+            is freed; the next call starts them again. None: when the checkpointer is closed. For programs that have no
+            place to close it. Nothing ends while it saves together with other ranks.
         on_busy: what happens to a save while ``max_in_flight`` others are in flight, that is, not yet written.
             "wait": it is queued; its tensors must not change until `staged`. `ready` waits until a save would not be
             queued. "skip": it is not made. "supersede": it is queued, and cancels the queued saves before it that are
@@ -199,6 +202,7 @@ class CheckpointerOptions:
     fsync: bool = True
     retries: Retries | int | None = DEFAULT_RETRIES
     drain_timeout: float = 1800.0
+    idle_timeout: float | None = None
     on_busy: OnBusy = "wait"
     max_in_flight: int = 1
     on_failure: OnFailure = "raise"
@@ -218,6 +222,8 @@ class CheckpointerOptions:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < least):
                 raise ValueError(f"{name} must be an integer of at least {least}, not {value!r}")
+        if self.idle_timeout is not None and not 0 <= self.idle_timeout < math.inf:
+            raise ValueError(f"idle_timeout is None or seconds, not {self.idle_timeout!r}")
         if not self.drain_timeout >= 0:
             raise ValueError(f"drain_timeout must not be negative, not {self.drain_timeout!r}")
         for name in ("coordination_timeout", "save_timeout"):

@@ -142,7 +142,7 @@ class SyncCheckpointer(CheckpointerBase):
 
 # --- functions without a checkpointer -----------------------------------------------------------------
 
-IDLE_S = 5.0  # after that the shared checkpointer ends
+IDLE_S = 5.0  # after that the threads of the shared checkpointer end
 
 
 @arguments_of(SaveRequest)
@@ -176,51 +176,22 @@ def verify(path: Path, *, storage: Storage | None = None, progress: OnProgress |
         return checkpointer.verify(path, storage=storage, progress=progress)
 
 
-class _Shared:
-    """The checkpointer of the functions above, while it is used and for some time after that."""
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()  # reentrant: a signal handler may save or load
-        self._checkpointer: SyncCheckpointer | None = None
-        self._users = 0
-        self._timer: threading.Timer | None = None  # since the last use
-
-    def acquire(self) -> SyncCheckpointer:
-        """Return the checkpointer, which does not end before `release`."""
-        with self._lock:
-            if self._timer is not None:
-                self._timer.cancel()
-            if self._checkpointer is None or not self._checkpointer._engine.is_open:
-                self._checkpointer = SyncCheckpointer()
-            self._users += 1
-            return self._checkpointer
-
-    def release(self) -> None:
-        """End a use; after the last one, the time begins after which the checkpointer ends."""
-        with self._lock:
-            self._users -= 1
-            if self._users:
-                return
-            self._timer = threading.Timer(IDLE_S, self._end)
-            self._timer.name, self._timer.daemon = "aiockpt-idle", True
-            with contextlib.suppress(RuntimeError):  # no more threads: it ends later, at the latest with the process
-                self._timer.start()
-
-    def _end(self) -> None:
-        with self._lock:
-            if self._users or threading.current_thread() is not self._timer:
-                return
-            ended, self._checkpointer, self._timer = self._checkpointer, None, None
-        if ended is not None:
-            ended.close()  # a failure of a save whose caller was interrupted is reported by this thread's excepthook
+_lock = threading.RLock()  # reentrant: a signal handler may save or load
+_shared: SyncCheckpointer | None = None
 
 
-_shared = _Shared()
+def _shared_one() -> SyncCheckpointer:
+    """Return the checkpointer of the functions above."""
+    global _shared
+    with _lock:
+        if _shared is None or not _shared._engine.is_open:
+            _shared = SyncCheckpointer(idle_timeout=IDLE_S)
+        return _shared
 
 
 def _forget() -> None:
-    global _shared
-    _shared = _Shared()
+    global _lock, _shared
+    _lock, _shared = threading.RLock(), None
 
 
 os.register_at_fork(after_in_child=_forget)  # its threads, and who held its lock, are the parent's
@@ -236,10 +207,4 @@ def _used() -> Iterator[SyncCheckpointer]:
         with SyncCheckpointer() as own:
             yield own
         return
-    shared = _shared
-    checkpointer = shared.acquire()
-    try:
-        yield checkpointer
-    finally:
-        if shared is _shared:  # else a hook has forked, and this is the child
-            shared.release()
+    yield _shared_one()

@@ -43,6 +43,7 @@ MODULES = {
     "compress": "benchmarks.measured.compress",
     "writers": "benchmarks.measured.writers",
     "training": "benchmarks.measured.training",
+    "integrations": "benchmarks.integrations.frameworks",
     "gpu": "benchmarks.gpu.parts",
     "crash": "benchmarks.crash.campaigns",
     "soak": "benchmarks.crash.soak",

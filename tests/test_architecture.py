@@ -23,6 +23,7 @@ PACKAGE = Path(aiockpt.__file__).parent
 FLOORS = [
     {"__main__"},
     {"cli"},
+    {"integrations"},
     {"manager", "observers", "plots", "progress"},
     {"__init__", "dcp"},
     {"checkpointer", "sync_checkpointer"},

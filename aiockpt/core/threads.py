@@ -283,21 +283,29 @@ class DaemonThreads(Executor):
         """Start threads until there is one for each unfinished task, up to the limit."""
         while len(self._threads) < min(self._unfinished, self._most):
             name = self._name if self._most == 1 else f"{self._name}_{len(self._threads)}"
-            thread = threading.Thread(target=self._serve, name=name, daemon=True)
+            thread = threading.Thread(target=self._serve, args=(self._work,), name=name, daemon=True)
             thread.start()
             self._threads.append(thread)
 
-    def _serve(self) -> None:
+    def _serve(self, work: queue.SimpleQueue[_Task[Any] | None]) -> None:
         _step_back(self._nice)
         _thread.duty = self._duty
-        while (task := self._work.get()) is not None:
+        while (task := work.get()) is not None:
             task.run()
             del task  # else this thread would keep its buffers alive until the next task comes
             with self._lock:
                 self._unfinished -= 1
-                if len(self._threads) > self._most and not self._ended:
+                if len(self._threads) > self._most and work is self._work and not self._ended:
                     self._threads.remove(threading.current_thread())
                     return
+
+    def rest(self) -> None:
+        """End the threads when all tasks are done, without waiting; the next task starts new ones."""
+        with self._lock:
+            if not self._ended:
+                for _ in self._threads:
+                    self._work.put(None)
+                self._threads, self._work = [], queue.SimpleQueue()
 
     def end(self, timeout_s: float | None = None) -> bool:
         """End the threads when all tasks are done; return whether they have ended in time. Blocks."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import sys
 import threading
@@ -74,8 +75,10 @@ class Engine:
         self._lock = self.queue.lock
         self._throttle: Throttle | None = None
         if options.staging_window is not None:
-            self._throttle = Throttle(options.staging_window, self.loop.post)
+            self._throttle = Throttle(options.staging_window, lambda *args: self.loop.post(*args))
         self._tools: EngineResources | None = None
+        self._idle: asyncio.TimerHandle | None = None  # ends the thread, as nothing is in flight
+        self._resting: threading.Thread | None = None  # a thread that was ended so
         self._world: CollectiveResources | None = None
         self._calls: weakref.WeakSet[Call[Any]] = weakref.WeakSet()
         self.arenas = ArenaCache()
@@ -133,7 +136,7 @@ class Engine:
         _live.add(self)
 
     async def _main(self, shared: SharedMemory | None) -> None:
-        self._stop = anyio.Event()
+        self._stop = stop = anyio.Event()
         self._tools = tools = EngineResources(
             self.options,
             self._transforms,
@@ -146,11 +149,11 @@ class Engine:
             async with anyio.create_task_group() as tasks:
                 self._tasks = tasks
                 self.loop.accept()
-                self._end_if_orphan()
+                self._has_idled()
                 try:
                     if tools.writer is not None:
                         tools.writer.start(tasks)
-                    await self._stop.wait()
+                    await stop.wait()
                 finally:
                     await self._give_up_joints()
                     if tools.writer is not None:
@@ -160,9 +163,10 @@ class Engine:
             try:
                 tools.close()
             finally:
-                if self._world is not None:
-                    self._world.coordinator.close()
-                self.reports.end()
+                if self._tools is tools:  # else it rests
+                    if self._world is not None:
+                        self._world.coordinator.close()
+                    self.reports.end()
 
     async def _give_up_joints(self) -> None:
         """Remove what transactions have written that were never left. Not to be cancelled."""
@@ -267,7 +271,7 @@ class Engine:
             if self._last is job:
                 self._last = None
                 await self.tools.growth.fill(list(self.tools.stagers.values()))
-            self._end_if_orphan()
+            self._has_idled()
 
     def open_window(self) -> None:
         """Allow staging to copy for one more window; see `StagingWindow`."""
@@ -297,7 +301,7 @@ class Engine:
             lambda: function(replace(self.tools.loads, streams=streams, report=ReadReport())),
             what,
             self.origin,
-            self.loop.post,
+            lambda *args: self.loop.post(*args),
         )
         with self._lock:
             # Closing waits for hooks and observers: what they ask for is still done.
@@ -308,7 +312,7 @@ class Engine:
 
     async def _run_call(self, call: Call[Any]) -> None:
         await call.run()
-        self._end_if_orphan()
+        self._has_idled()
 
     def prewarm(self, nbytes: int, devices: set[torch.device]) -> Completion[None]:
         """Allocate staging memory for a state of this size, and fault it in with several threads."""
@@ -346,8 +350,9 @@ class Engine:
 
     def join(self) -> None:
         """Wait for the thread that closes the engine, which has nothing left to do once `close` has completed."""
-        if self._closer is not None and self.origin.is_here:
-            self._closer.join()
+        for thread in (self._closer, self._resting):
+            if thread is not None and self.origin.is_here:
+                thread.join()
 
     def _finish(self, closed: Completion[None]) -> None:
         error: BaseException | None = None
@@ -428,13 +433,38 @@ class Engine:
             stacklevel=2,
         )
 
+    @property
+    def _is_busy(self) -> bool:
+        return len(self.queue) > 0 or bool(self.joints) or not all(call.completion.done() for call in list(self._calls))
+
+    def _has_idled(self) -> None:
+        """Begin to count the ``idle_timeout`` anew, and end if the checkpointer is garbage. On the engine's loop."""
+        timeout_s = self.options.idle_timeout
+        is_awake = threading.current_thread() is self.loop.thread
+        if timeout_s is not None and is_awake and self._world is None:  # other ranks would be left behind
+            if self._idle is not None:
+                self._idle.cancel()
+            self._idle = asyncio.get_running_loop().call_later(timeout_s, self._rest)
+        self._end_if_orphan()
+
+    def _rest(self) -> None:
+        """End the thread and free the memory, if nothing is in flight; the next call starts anew. On the loop."""
+        with self._lock:
+            if self._is_busy or self._closed is not None or self._died is not None or self._world is not None:
+                return  # what is in flight counts anew when it ends
+            self._resting, self._last, self._tools, self._idle = self.loop.thread, None, None, None
+            stop = self._stop
+            self.loop = EngineLoop(self.origin, self._fail)
+            self.reports.rest()
+            self.arenas.clear()
+        stop.set()
+
     def _end_if_orphan(self) -> None:
         """End if the checkpointer was garbage-collected and nothing is in flight. On the engine's loop."""
         if not self._is_orphan:
             return
         with self._lock:
-            is_busy = len(self.queue) > 0 or not all(call.completion.done() for call in list(self._calls))
-            if is_busy or self._closed is not None:
+            if self._is_busy or self._closed is not None:
                 return
             self._is_over = True
             self._closed = Completion("the end of closing", self.origin)

@@ -99,6 +99,11 @@ class Reports:
             except BaseException:  # SystemExit would end nothing here but the calls of the others
                 logger.exception("the observer %r has failed with %r", observer, event)
 
+    def rest(self) -> None:
+        """End the threads, without waiting, until there is something to call again."""
+        self._displays.rest()
+        self._calls.rest()
+
     def end(self) -> None:
         """Wait for the calls that are still to be made, and end the threads. Blocks; idempotent."""
         if self._is_over:

@@ -59,6 +59,7 @@ from aiockpt.planning.ranges import select
 from aiockpt.reading.decoded import DecodedSource
 from aiockpt.reading.jobs import ItemWindow
 from aiockpt.reading.read_plan import ReadRequest, value_key
+from aiockpt.storage.folder import open_below
 
 if TYPE_CHECKING:
     from aiockpt.core.threads import Workers
@@ -517,7 +518,7 @@ class OpenCheckpoint:
 
 async def open_files(storage: Storage, path: str, workers: Workers) -> Source:
     """Open the files of a checkpoint; those beside it if the path is the index of a set."""
-    return await storage.open(storage.split(path)[0] if path.endswith(SHARD_INDEX) else path, workers=workers)
+    return await open_below(storage, storage.split(path)[0] if path.endswith(SHARD_INDEX) else path, workers=workers)
 
 
 async def open_checkpoint(storage: Storage, path: str, options: LoadOptions, tools: LoadTools) -> OpenCheckpoint:

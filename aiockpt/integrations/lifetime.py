@@ -1,0 +1,75 @@
+"""The checkpointer of a plug-in: frameworks copy, pickle and fork their plug-ins, and end them twice or never."""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+
+from aiockpt.coordination.choose import is_distributed
+from aiockpt.sync_checkpointer import SyncCheckpointer
+
+IDLE_S = 5.0
+"""So many seconds after the last call a plug-in's threads end, unless it saves with other ranks."""
+
+
+class Lifetime:
+    """A checkpointer that is made at its first use, and anew after `end`, after a fork, or for other ranks.
+
+    Copies and pickles of it have the options alone. For any thread.
+
+    Args:
+        options: those of `SyncCheckpointer`.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self._options = {"idle_timeout": IDLE_S, **options}
+        SyncCheckpointer(**self._options)  # so that a wrong option fails here; it has not started anything
+        self._forget()
+
+    def _forget(self) -> None:
+        self._checkpointer: SyncCheckpointer | None = None
+        self._made_for: object = None
+        self._lock = threading.RLock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_options": self._options}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._forget()
+
+    @property
+    def checkpointer(self) -> SyncCheckpointer:
+        """The checkpointer. With several ranks, all of them use it in the same order."""
+        key = os.getpid(), id(dist.group.WORLD) if is_distributed() else None
+        if isinstance(self._made_for, tuple) and self._made_for[0] != key[0]:
+            self._forget()  # its lock may be held by a thread of the parent
+        with self._lock:
+            held = self._checkpointer
+            if held is not None and (self._made_for != key or not held._engine.is_open):
+                if held._engine.is_open:
+                    held.close()
+                held = None
+            if held is None:
+                held, self._made_for = SyncCheckpointer(**self._options), key
+            self._checkpointer = held
+            return held
+
+    def end(self) -> None:
+        """Finish the saves in flight and end all threads. Blocks; idempotent.
+
+        Raises:
+            AiockptError: the failure of a save that nobody has awaited.
+        """
+        with self._lock:
+            held, self._checkpointer = self._checkpointer, None
+        if held is not None and held._engine.is_open:
+            held.close()
+
+
+def missing(framework: str, extra: str, error: ImportError) -> NoReturn:
+    """Raise an ImportError that says what to install."""
+    raise ImportError(f"{framework} is not installed: pip install 'aiockpt[{extra}]'", name=framework) from error

@@ -1,0 +1,67 @@
+"""A directory below a checkpoint, as a checkpoint of its own: for storages that know only the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from aiockpt.errors import CheckpointNotFoundError
+from aiockpt.storage.base import Seen, Source, Storage
+
+if TYPE_CHECKING:
+    import mmap
+
+    from aiockpt.core.threads import Workers
+
+
+async def open_below(storage: Storage, path: str, *, workers: Workers) -> Source:
+    """Open a checkpoint, or a part of one that was published together with others; see `Storage.open`."""
+    try:
+        return await storage.open(path, workers=workers)
+    except CheckpointNotFoundError:
+        above, name = storage.split(path)
+        if storage.traits.folders or not above or not name:
+            raise
+        try:
+            whole = await storage.open(above, workers=workers)
+        except CheckpointNotFoundError:
+            whole = None
+        if whole is None:
+            raise
+        if name in whole.files or any(each.startswith(f"{name}/") for each in whole.files):
+            return FolderSource(whole, name)
+        await workers.run(whole.close)
+        raise
+
+
+class FolderSource(Source):
+    """The files in a directory of another source, or one of its files."""
+
+    def __init__(self, whole: Source, name: str) -> None:
+        self.gap_bytes = whole.gap_bytes
+        self._whole = whole
+        self._places = {each.removeprefix(f"{name}/"): each for each in whole.files if each.startswith(f"{name}/")}
+        if name in whole.files:
+            self._places = {name: name}
+
+    @property
+    def files(self) -> Mapping[str, int]:
+        return {name: self._whole.files[place] for name, place in self._places.items()}
+
+    def _place(self, name: str) -> str:
+        return self._places.get(name, name)
+
+    def read(self, name: str, offset: int, view: memoryview, seen: Seen | None = None) -> None:
+        self._whole.read(self._place(name), offset, view, seen)
+
+    def read_runs(self, name: str, runs: Sequence[tuple[int, int]], view: memoryview) -> None:
+        self._whole.read_runs(self._place(name), runs, view)
+
+    def map(self, name: str) -> mmap.mmap:
+        return self._whole.map(self._place(name))
+
+    def share(self) -> None:
+        self._whole.share()
+
+    def close(self) -> None:
+        self._whole.close()

@@ -1,0 +1,1 @@
+"""How long each framework's own save call blocks training, with its stock way to save and with ours."""
