@@ -190,16 +190,25 @@ def _recognise_loose(files: Mapping[str, int], top: Sequence[str], fetch: Fetch,
         alone = _recognise_file(members[0], files[members[0]], fetch)
         if not alone.layout:  # by its contents
             return Recognised(problem=f"{printable_key(members[0])}: {alone.problem}")
-        if not _folders_with_checkpoints(files) or _is_top_part(files, fetch):
+        folders = _folders_with_checkpoints(files)
+        if not folders or _is_top_part(members, folders, files, fetch):
             return _loose_set(members, files)
+    if parts := _parts_of(files, fetch):
+        return Recognised(format="aiockpt", choices=tuple(sorted(parts)))
     choices = tuple(_checkpoints_in(files))
     problem = "" if choices else _foreign_directory(files)
     return Recognised(choices=choices, problem=problem)
 
 
-def _is_top_part(files: Mapping[str, int], fetch: Fetch) -> bool:
+def _is_top_part(members: Collection[str], folders: Collection[str], files: Mapping[str, int], fetch: Fetch) -> bool:
     """Return whether the checkpoint at the top was published together with those in directories below."""
-    return MANIFEST_NAME in files and "" in parts_in(decode_head(document(MANIFEST_NAME, files, fetch)))
+    parts = _parts_of(files, fetch)
+    return "" in parts or (parts.issuperset(members) and parts.issuperset(folders))
+
+
+def _parts_of(files: Mapping[str, int], fetch: Fetch) -> set[str]:
+    """Return the names of the checkpoints that were published together, the empty one at the top; empty: no others."""
+    return set(parts_in(decode_head(document(MANIFEST_NAME, files, fetch)))) if MANIFEST_NAME in files else set()
 
 
 def _indexed(index: str, files: Mapping[str, int], fetch: Fetch) -> Recognised:
