@@ -37,8 +37,8 @@ class CheckpointTransaction:
 
     With several ranks, each enters, calls the same methods in the same order, and leaves. What is one file is rank 0's:
     the files that it adds, and the checkpoints of one file that it saves, such as ``model.safetensors``; the others may
-    leave these calls out. A save within it is not handed to another path by ``fallback_path``; if the trainer dies, its writer
-    process does not publish it.
+    leave these calls out. A save within it is not handed to another path by ``fallback_path``; if the trainer dies, its
+    writer process does not publish it.
 
     Attributes:
         path: where it will be.

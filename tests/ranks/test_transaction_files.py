@@ -45,7 +45,7 @@ def refuses(rank: int, world_size: int, path: Path) -> str:
         with ckpt.transaction(path / "lost") as tx:
             tx.save(STATE, "first")
             if rank == 0:
-                with pytest.raises(SaveError, match="no plain tensor|not a plain tensor"):
+                with pytest.raises(SaveError, match="not a plain tensor"):
                     tx.save({"x": object}, "model.safetensors")
             tx.save(STATE, "second")
         with pytest.raises(SaveError) as raised:
