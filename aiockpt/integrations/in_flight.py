@@ -170,15 +170,17 @@ class SavesInFlight:
 
     # --- directories --------------------------------------------------------------------------------------
 
-    def make_room(self, path: str) -> None:
-        """Remove what is at a path, unless it is a checkpoint, which is replaced, and what killed processes have left."""
-        run, name = os.path.split(os.path.abspath(path))
+    def clean(self, run: str) -> None:
+        """Remove, in the background, what killed processes have left while they removed a directory. At its first call."""
         if run not in self._seen:
             self._seen.add(run)
             for aside in glob.glob(os.path.join(glob.escape(run), f".*{_REMOVED}")):
                 self._remove(aside)
+
+    def make_room(self, path: str) -> None:
+        """Remove what is at a path unless it is a checkpoint, which is replaced."""
         if os.path.lexists(path) and why_not_a_checkpoint(path) is not None:
-            self.retire(os.path.join(run, name))
+            self.retire(os.path.abspath(path))
 
     def retire(self, path: str) -> None:
         """Remove a directory with all that is in it, in the background. None under its name is ever incomplete."""

@@ -176,6 +176,7 @@ class AiockptTrainerMixin(_AnyTrainer):  # type: ignore[misc]
         if self._saves.leads:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(sentinel)
+            self._saves.clean(run)
             self._saves.make_room(path)
         with self._saves.writing(path, [self.optimizer]) as save:
             self._write(save.transaction, run)
