@@ -68,10 +68,16 @@ class Submitter:
         self._names = NameMemo()
         self._warned: set[frozenset[str]] = set()
 
-    def submit(self, request: SaveRequest, *, is_part: bool = False) -> SaveHandle:
-        """Queue a save; see `aiockpt.AsyncCheckpointer.save`. ``is_part``: of a transaction."""
+    def submit(self, request: SaveRequest, *, is_part: bool = False, is_alone: bool = False) -> SaveHandle:
+        """Queue a save; see `aiockpt.AsyncCheckpointer.save`.
+
+        Args:
+            request: what to save.
+            is_part: of a transaction.
+            is_alone: this rank makes it alone: the others don't call it, and are not informed if it fails.
+        """
         started = time.perf_counter()
-        coordinator = self._engine.coordinator()
+        coordinator = None if is_alone else self._engine.coordinator()
         call = None if coordinator is None else coordinator.call("save")
         path = self._storages.printable(request.path, request.storage)
         self._engine.origin.check(f"a save to {path}")
@@ -83,7 +89,8 @@ class Submitter:
             job.spans.append(Span("capture", threading.current_thread().name, started, captured))
             self._engine.submit(job)
         except BaseException as exc:
-            self.refuse(path, exc, call)
+            if not is_alone:
+                self.refuse(path, exc, call)
             is_calm = (self._options.warn_only and isinstance(exc, WriteError)) or isinstance(exc, SaveSkippedError)
             if not is_calm:
                 raise

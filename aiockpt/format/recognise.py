@@ -185,11 +185,13 @@ def _recognise_loose(files: Mapping[str, int], top: Sequence[str], fetch: Fetch,
     if len(indexes) == 1:
         return _indexed(indexes[0], files, fetch)
     things = {} if indexes else _things(top, fetch)
-    below = _folders_with_checkpoints(files)
+    below, parts = _folders_with_checkpoints(files), frozenset[str]()
     if MANIFEST_NAME in files and (below or len(things) > 1):
-        parts = parts_in(decode_head(document(MANIFEST_NAME, files, fetch)))
-        if "" in parts:  # which were published together with what is at the top
-            things, below = {kind: names for kind, names in things.items() if parts.isdisjoint(names)}, set()
+        parts = parts_in(decode_head(document(MANIFEST_NAME, files, fetch)))  # that were published together
+        if "" in parts:
+            things = {kind: names for kind, names in things.items() if parts.isdisjoint(names)}
+        if "" in parts or parts.issuperset(below):
+            below = set()
     if len(things) == 1:
         (members,) = things.values()
         alone = _recognise_file(members[0], files[members[0]], fetch)
@@ -197,6 +199,8 @@ def _recognise_loose(files: Mapping[str, int], top: Sequence[str], fetch: Fetch,
             return Recognised(problem=f"{printable_key(members[0])}: {alone.problem}")
         if not below:
             return _loose_set(members, files)
+    if parts:
+        return Recognised(format="aiockpt", choices=tuple(sorted(parts)))
     choices = tuple(_checkpoints_in(files))
     problem = "" if choices else _foreign_directory(files)
     return Recognised(choices=choices, problem=problem)

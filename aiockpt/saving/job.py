@@ -129,7 +129,7 @@ class SaveJob:
     @property
     def parts(self) -> list[SaveJob]:
         """The saves of the transaction that this one ends."""
-        return [] if self.spec.joint is None else list(self.spec.joint.parts.values())
+        return [] if self.spec.joint is None else list(self.spec.joint.jobs.values())
 
     # --- for the caller -----------------------------------------------------------------------------
 
