@@ -462,6 +462,7 @@ def test_kill_before_any_request_leaves_one_whole_checkpoint(
             assert left == {".commit", storage.record(path).token.split("/")[2]}
         assert (found, process.exitcode, nth > 15) == ({True, False}, 0, True)
         ckpt.delete(path, storage=storage)
+        ckpt.clean(f"{server_url}/run", storage=storage)  # what the last save has replaced
     assert storage.objects.below("") == {}
 
 
