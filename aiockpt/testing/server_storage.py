@@ -28,7 +28,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
@@ -674,18 +674,22 @@ class ServerStorage(SharedStorage):
 
     def clean_up(self, path: str, older_than_s: float | None = None) -> list[str]:
         """Do as `clean`, below a path."""
-        left: list[tuple[str, Stamp, Action]] = []
+        left: list[tuple[str, Stamp, str, Action]] = []
         for token, found in self._tokens(path).items():
             facts, state = self.objects.get(f"{token}state") or ({"stamp": "", "age": 0.0}, b"")
             is_old = older_than_s is not None and min(each["age"] for each in found.values()) >= older_than_s
-            word, owners = state.decode().partition(" ")[0], _owners(token, found)
+            word = state.decode().partition(" ")[0]
+            # Those that publish take part until that is over.
+            owners = _liveness(_holders(found)) if word == "publish" else _owners(token, found)
             action = decide(word, facts["age"], owners, is_old=is_old, grace_s=self._grace_s)
-            left.append((token, facts["stamp"], action))
+            left.append((token, facts["stamp"], word, action))
         removed = []
-        for token, stamp, action in left:
+        for token, stamp, word, action in left:
             # Only now: it can't be published any more.
-            now = None if action == "keep" else self.record(f"{self._url}/{token.rpartition(f'/{HIDDEN}')[0]}")
-            if action != "keep" and (now is None or now.token != token):
+            now = self.record(f"{self._url}/{token.rpartition(f'/{HIDDEN}')[0]}")
+            if now is not None and now.replaces == token and word == "publish":  # its publisher could not do so
+                self.retire(token)
+            elif action != "keep" and (now is None or now.token != token):
                 with contextlib.suppress(ConditionError):  # it lives after all, and is being published
                     if action == "discard":
                         self.objects.put(f"{token}state", b"discard", stamp)
@@ -808,9 +812,13 @@ def _ticket_of(token: str) -> str:
     return token.split("/")[-2]
 
 
-def _owners(token: str, found: Mapping[str, Facts]) -> Liveness:
+def _owners(token: str, found: Iterable[str]) -> Liveness:
     """Return whether a process lives that takes part; the one of the ticket, if none has said so."""
-    return _liveness([name[len("held/") :] for name in found if name.startswith("held/")] or [_ticket_of(token)])
+    return _liveness(_holders(found) or [_ticket_of(token)])
+
+
+def _holders(found: Iterable[str]) -> list[str]:
+    return [name.removeprefix("held/") for name in found if name.startswith("held/")]
 
 
 def _liveness(tickets: Sequence[str]) -> Liveness:

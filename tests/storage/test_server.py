@@ -25,8 +25,16 @@ from aiockpt.storage.local.temp_dir import new_ticket
 from aiockpt.testing import GatedStorage, ServerStorage, start_server
 from aiockpt.testing.server_storage import ConditionError, ObjectClient, decide, storage_for_server
 from tests.places import left_in
+from tests.ranks import world
+from tests.ranks.world import _context
 
 STATE = {"x": torch.arange(100_000.0), "n": 3}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def forks() -> None:
+    """Start the server that processes are forked from, before file descriptors and children are counted."""
+    world.start_server()
 
 
 @pytest.fixture
@@ -405,6 +413,57 @@ def test_save_of_a_killed_process_is_removed_by_the_next_one(
             else:
                 assert len(ckpt.clean(f"{server_url}/run", storage=storage)) == 1
         assert storage.objects.below("") == {}
+
+
+class Killing(ObjectClient):
+    """Kills its process at a request."""
+
+    def __init__(self, inner: ObjectClient, nth: int) -> None:
+        super().__init__(*inner._address, 60.0)
+        self._left = nth
+
+    def ask(self, op: str, key: str, *args: Any, **given: Any) -> Any:
+        self._left -= 1
+        if not self._left:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().ask(op, key, *args, **given)
+
+
+def _save_and_die(url: str, path: str, step: int, nth: int) -> None:
+    storage = ServerStorage(url)
+    storage.objects = Killing(storage.objects, nth)
+    with aiockpt.SyncCheckpointer(io_threads=1) as ckpt:
+        ckpt.save({"x": torch.full((9,), step), "step": step}, path, storage=storage, overwrite=True)
+
+
+def test_kill_before_any_request_leaves_one_whole_checkpoint(
+    storage: ServerStorage, server_url: str, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("aiockpt.testing.server_storage._IN_FLIGHT_S", 0.0)
+    there = 0
+    with aiockpt.SyncCheckpointer() as ckpt:
+        ckpt.save({"x": torch.full((9,), there), "step": there}, path, storage=storage)
+        found = set()
+        for nth in range(1, 100):
+            process = _context.Process(target=_save_and_die, args=(server_url, path, nth, nth))
+            process.start()
+            process.join()
+            loaded = ckpt.load(path, storage=storage)
+            assert loaded["x"].tolist() == [loaded["step"]] * 9
+            assert loaded["step"] in (there, nth)
+            found.add(loaded["step"] == nth)
+            there = loaded["step"]
+            assert ckpt.verify(path, storage=storage).ok
+            if process.exitcode == 0:
+                break
+            assert process.exitcode == -signal.SIGKILL
+            ckpt.clean(f"{server_url}/run", storage=storage)
+            left = {key.split("/")[2] for key in storage.objects.below("")}
+            assert left == {".commit", storage.record(path).token.split("/")[2]}
+        assert (found, process.exitcode, nth > 15) == ({True, False}, 0, True)
+        ckpt.delete(path, storage=storage)
+        ckpt.clean(f"{server_url}/run", storage=storage)  # what the last save has replaced
+    assert storage.objects.below("") == {}
 
 
 def test_what_a_living_process_writes_is_never_removed(storage: ServerStorage, server_url: str, path: str) -> None:
