@@ -26,6 +26,8 @@ class TestBufferedLocalStorage(StorageConformance):
 
 
 class TestMemoryStorage(StorageConformance):
+    revokes = shares = looks = sets_aside = leases = False
+
     def make_storage(self, tmp_path: Path) -> Storage:
         return MemoryStorage()
 
@@ -49,6 +51,8 @@ class TestServerStorage(StorageConformance):
 
 class TestWrapperStorage(StorageConformance):
     """A wrapper around a storage for one process."""
+
+    revokes = shares = looks = sets_aside = leases = False
 
     def make_storage(self, tmp_path: Path) -> Storage:
         return WrapperStorage(MemoryStorage())

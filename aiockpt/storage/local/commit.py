@@ -170,6 +170,15 @@ def sync_directory(path: str) -> None:
         sync_fd(fd)
 
 
+def check_own(path: str, hidden: str, own: Identity | None) -> None:
+    """Raise CommitError if another process has removed or replaced the hidden directory of a path."""
+    if own is not None and identity(hidden) != own:
+        raise CommitError(
+            f"{path} can't be published: {hidden} is no longer the directory that it was written to; another process "
+            "has removed or replaced it"
+        )
+
+
 # --- one rename ---------------------------------------------------------------------------------------
 
 
@@ -222,11 +231,7 @@ class Publication:
 
     def _publish(self) -> Rest | None:
         try:
-            if self.own is not None and identity(self.hidden) != self.own:
-                raise CommitError(
-                    f"{self.path} can't be published: {self.hidden} is no longer the directory that it was written to; "
-                    "another process has removed or replaced it"
-                )
+            check_own(self.path, self.hidden, self.own)
             if self.overwrite and not self.name:
                 self._keep()
             if self.fsync and not self.name:  # a checkpoint of one file leaves this directory: only its parent counts

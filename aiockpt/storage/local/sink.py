@@ -62,15 +62,15 @@ class LocalSink(FileSink):
         size = "" if self._nbytes is None else f" ({self._nbytes} bytes)"
         with write_errors(f"create {self._final}{size}", self.path):
             # Not idempotent, with O_EXCL: after an ambiguous error it is retried only if the file is not there.
-            self._file = await self._again(f"create {self._final}", self._open, undone=self._is_not_there)
+            await self._again(f"create {self._final}", lambda: outlast(self._open()), undone=self._is_not_there)
             if self._nbytes is not None and is_large:
                 reserve = partial(self._workers.run, allocate, self._file.fileno(), self._nbytes)
                 await self._again(f"reserve {self._nbytes} bytes for {self._final}", reserve)
 
-    async def _open(self) -> Any:
+    async def _open(self) -> None:
         # Unbuffered: each write is one system call, from the aligned chunk itself.
-        opened = aiofiles.open(self.path, "wb", buffering=0, opener=self._opener, executor=self._workers).__aenter__()
-        return await outlast(opened)
+        opening = aiofiles.open(self.path, "wb", buffering=0, opener=self._opener, executor=self._workers)
+        self._file = await opening  # not returned: if the caller is cancelled meanwhile, `close` needs it
 
     def _opener(self, path: str, flags: int) -> int:
         # A file or a link that is there already was made by another process: it must not be written to.

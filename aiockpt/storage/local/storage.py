@@ -116,9 +116,19 @@ class LocalStorage(LocalDirectories, SharedStorage):
     ) -> SharedTransaction:
         """Remove orphans beside the path, then make the temporary directory."""
         path = self.resolve(path)
-        make = partial(workers.run, self._make_hidden, path, ticket, overwrite)
-        hidden, held = await self._policy.repeater.run(f"make the directory for {path}", make)
-        return LocalTransaction(self._policy, path, hidden, workers, held, held.identity, overwrite)
+        begun: list[LocalTransaction] = []
+
+        def begin() -> None:
+            hidden, held = self._make_hidden(path, ticket, overwrite)
+            begun.append(LocalTransaction(self._policy, path, hidden, workers, held, held.identity, overwrite))
+
+        try:
+            await self._policy.repeater.run(f"make the directory for {path}", partial(workers.run, begin))
+        except BaseException:
+            for each in begun:  # the caller was cancelled, and gets none
+                await each.abort()
+            raise
+        return begun[0]
 
     def _make_hidden(self, path: str, ticket: str | None, overwrite: bool) -> tuple[str, Hold]:
         # First: an orphan's space may be needed, and an interrupted replacement of this path is completed.

@@ -10,7 +10,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
-from aiockpt.core.threads import SHORT_BYTES, Workers
+from aiockpt.core.threads import SHORT_BYTES, Workers, outlast
 from aiockpt.errors import CommitError, WriteError
 from aiockpt.format.names import OPEN_MARK, SINGLE_NAME
 from aiockpt.storage.base import Document, FileSink, PartSink, SharedTransaction, Stamp, Status
@@ -18,6 +18,7 @@ from aiockpt.storage.local.belonging import OtherThingsError, remove
 from aiockpt.storage.local.commit import (
     CommitUncertainError,
     Publication,
+    check_own,
     publish_repeatedly,
     remove_own,
     sync_directory,
@@ -149,6 +150,7 @@ class LocalTransaction(SharedTransaction):
 
     async def commit(self, documents: Mapping[str, Document] = _NO_DOCUMENTS) -> None:
         if self._is_taken:
+            await self._look("look at", check_own, self._path, self._hidden, self._identity)
             for name in documents:  # the process before may have written them
                 await self._remove(os.path.join(self._hidden, name))
         await self.write_files(documents)
@@ -183,14 +185,17 @@ class LocalTransaction(SharedTransaction):
             raise CommitError(f"{self._path} was given up before it was published")
 
     async def abort(self) -> None:
-        if self._over:
-            return
-        self._over = True
+        if not self._over:
+            self._over = True
+            await outlast(self._abort())
+
+    async def _abort(self) -> None:
         for sink in self._sinks:  # before the removal: NFS renames an open file to .nfs* instead of removing it
             await sink.close()
         orphans = self._policy.orphans
         orphans.look_again(os.path.dirname(self._hidden))
-        if is_between(self._hidden):  # a commit hangs between its two renames: the only good checkpoint may be here
+        # A commit hangs between its two renames: the only good checkpoint may be here.
+        if await self._workers.run(is_between, self._hidden):
             await self.release()
             raise WriteError(f"{self._path} is just being replaced, so what was written stays in {self._hidden}")
         try:
@@ -291,21 +296,32 @@ class JoinedTransaction(LocalTransaction):
                 await self._workers.run(sync_directory, self._hidden)
             except OSError as exc:
                 raise CommitError(f"can't make the files of {self._path} durable: {exc}") from exc
+        self._over = True
 
     async def open_folder(self) -> str:
         return self._hidden
 
     async def abort(self) -> None:
-        """Close what this process has open, and remove its own files; the owner removes those of all."""
+        """Close what this process has open, and remove its own files, unless they are committed."""
+        await outlast(self._abort())
+
+    async def _abort(self) -> None:
+        await self._close()
         shared = {sink.path for sink in self._sinks if isinstance(sink, LocalPartSink)}
+        for file in self._files:
+            if file.path not in shared and not self._over:  # else the owner may be publishing them
+                with write_errors(f"remove the unfinished file {file.path}", advice=_BY_HAND):
+                    await self._workers.run(remove, file.path)
+
+    async def discard_all(self) -> None:
+        await outlast(self._discard_all())
+
+    async def _discard_all(self) -> None:
+        await self._close()
+        with write_errors(f"remove the unfinished checkpoint {self._hidden}", advice=_BY_HAND):
+            await self._workers.run(sweep, self._hidden, self._identity)
+
+    async def _close(self) -> None:
         for sink in self._sinks:
             await sink.close()
         await self.release()
-        for file in (file for file in self._files if file.path not in shared):
-            with write_errors(f"remove the unfinished file {file.path}", advice=_BY_HAND):
-                await self._workers.run(remove, file.path)
-
-    async def discard_all(self) -> None:
-        await self.abort()
-        with write_errors(f"remove the unfinished checkpoint {self._hidden}", advice=_BY_HAND):
-            await self._workers.run(sweep, self._hidden, self._identity)

@@ -1,0 +1,215 @@
+"""Tests of storages: what is written is what is read, until it is deleted."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import threading
+from pathlib import Path
+
+import pytest
+
+from aiockpt.errors import CheckpointNotFoundError, CorruptCheckpointError, DeleteError, LoadError, SaveError
+from aiockpt.testing.conformance.suite import (
+    BLOCK_BYTES,
+    DATA,
+    METADATA,
+    MORE,
+    WRITE_BYTES,
+    Place,
+    Suite,
+    aligned,
+    data_of,
+    on_a_loop,
+    read_all,
+    write,
+)
+
+_SIZES = [0, 1, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1, WRITE_BYTES, 3 * WRITE_BYTES + 17]
+
+
+class FileTests(Suite):
+    """Files that are written, read and deleted."""
+
+    @pytest.mark.parametrize("announced", [True, False], ids=["announced", "open-ended"])
+    @pytest.mark.parametrize("nbytes", _SIZES)
+    @on_a_loop()
+    async def test_a_file_is_read_as_it_was_written(self, nbytes: int, announced: bool, place: Place) -> None:
+        """Any size, announced or not."""
+        data = data_of(nbytes)
+        await place.save({DATA: data, METADATA: b"m"}, announced=announced)
+        assert await place.contents() == {DATA: data, METADATA: b"m"}
+
+    @on_a_loop()
+    async def test_files_are_written_at_the_same_time(self, place: Place) -> None:
+        """Several sinks of a transaction are open at once, and their writes are interleaved."""
+        files = {f"__2_{number}.distcp": data_of(3 * WRITE_BYTES + number, seed=number) for number in range(8)}
+        transaction = await place.begin()
+        small: dict[str, Document] = {
+            MORE: bytearray(b"more"),
+            "__1_2.distcp": memoryview(data_of(3 * WRITE_BYTES)),
+            METADATA: b"",
+        }
+        await asyncio.gather(transaction.write_files(small), *(write(transaction, *each) for each in files.items()))
+        await transaction.commit()
+        assert await place.contents() == {**files, **{name: bytes(data) for name, data in small.items()}}
+
+    @pytest.mark.parametrize("announced", [True, False], ids=["announced", "open-ended"])
+    @on_a_loop()
+    async def test_each_view_is_freed_once(self, announced: bool, place: Place) -> None:
+        """On the loop's thread, at the latest by `FileSink.finish`; the memory is used for other things at once."""
+        files = {name: data_of(5 * WRITE_BYTES + 99, seed) for seed, name in enumerate((DATA, MORE))}
+        transaction, freed = await place.begin(), list[tuple[str, int, int]]()
+
+        async def send(name: str, data: bytes) -> None:
+            sink = await transaction.create(name, len(data) if announced else None)
+            for start in range(0, len(data), WRITE_BYTES):
+                view = aligned(data[start : start + WRITE_BYTES])
+
+                def free(view: memoryview = view, start: int = start) -> None:
+                    view[:] = b"\xff" * len(view)
+                    freed.append((name, start, threading.get_ident()))
+
+                await sink.write(view, free)
+            await sink.finish()
+            assert len([each for each in freed if each[0] == name]) == 6, f"views of {name} are still in use"
+
+        await asyncio.gather(*(send(name, data) for name, data in files.items()))
+        await transaction.commit({METADATA: b"m"})
+        assert sorted(freed) == [
+            (name, start * WRITE_BYTES, threading.get_ident()) for name in sorted(files) for start in range(6)
+        ]
+        assert await place.contents() == {**files, METADATA: b"m"}
+
+    @on_a_loop()
+    async def test_saves_to_different_paths_do_not_meet(self, place: Place) -> None:
+        """Transactions that are open at the same time are independent of each other."""
+        one, other = [await place.named(name).begin() for name in "ab"]
+        await asyncio.gather(write(one, DATA, b"one"), write(other, DATA, b"other"))
+        await other.abort()
+        await one.commit({METADATA: b"m"})
+        assert await place.named("a").contents() == {DATA: b"one", METADATA: b"m"}
+        assert await place.named("b").found() is None
+
+    @on_a_loop("single_files")
+    async def test_a_checkpoint_may_be_one_file(self, place: Place) -> None:
+        """The empty name is the checkpoint itself."""
+        place, data = place.named("c.safetensors"), b"\2\0\0\0\0\0\0\0{}"
+        await place.save({"": data})
+        assert list((await place.contents()).values()) == [data]
+
+    @on_a_loop()
+    async def test_what_others_put_into_the_folder_is_a_part(self, place: Place) -> None:
+        """If the storage has `Traits.folders`; else none is given."""
+        transaction = await place.begin()
+        await write(transaction, DATA, b"own")
+        if not self.has(place.storage, "folders"):
+            with pytest.raises(SaveError):
+                await transaction.open_folder()
+            await transaction.abort()
+            return
+        await place.call(Path(await transaction.open_folder(), MORE).write_bytes, b"other")
+        facts = await transaction.seal_folder({DATA})
+        assert {name: each.nbytes for name, each in facts.items()} == {MORE: 5}
+        await transaction.commit({METADATA: b"m"})
+        assert await place.contents() == {DATA: b"own", MORE: b"other", METADATA: b"m"}
+
+    # --- reading ----------------------------------------------------------------------------------
+
+    @on_a_loop()
+    async def test_ranges_are_read(self, place: Place) -> None:
+        """Any offset and length; by ``read``, with every byte seen in order, and many of them by ``read_runs``."""
+        data, draw = data_of(2 * WRITE_BYTES + 123), random.Random(0)
+        await place.save({DATA: data, METADATA: b"m"})
+        runs = [(0, 0), (0, len(data)), (len(data) - 1, 1), (BLOCK_BYTES, BLOCK_BYTES)]
+        for most in (10, 5000, 1 << 20):
+            offsets = [draw.randrange(len(data)) for _ in range(20)]
+            runs += [(offset, draw.randint(0, min(most, len(data) - offset))) for offset in offsets]
+        async with place.opened() as source:
+            for offset, length in runs:
+                seen: list[bytes] = []
+                got = memoryview(bytearray(length))
+                await place.call(source.read, DATA, offset, got, lambda piece, seen=seen: seen.append(bytes(piece)))  # type: ignore[misc]
+                assert got == data[offset : offset + length], f"{length} bytes at {offset} are others"
+                assert b"".join(seen) == got, f"seen was not called with all of {length} bytes at {offset}, in order"
+            together = memoryview(bytearray(sum(length for _, length in runs)))
+            await place.call(source.read_runs, DATA, runs, together)
+            assert together == b"".join(data[offset : offset + length] for offset, length in runs)
+
+    @on_a_loop()
+    async def test_threads_read_at_the_same_time(self, place: Place) -> None:
+        """From one file, and from several."""
+        files = {DATA: data_of(WRITE_BYTES, seed=1), MORE: data_of(WRITE_BYTES, seed=2), METADATA: b"m"}
+        await place.save(files)
+        async with place.opened() as source:
+
+            async def is_same(number: int) -> bool:
+                name, offset = (DATA, MORE)[number % 2], number * 12_345
+                found = await place.call(source.read_bytes, name, offset, 100_000)
+                return found == files[name][offset : offset + 100_000]
+
+            assert all(await asyncio.gather(*map(is_same, range(64))))
+
+    @on_a_loop()
+    async def test_what_is_not_there_is_an_error(self, place: Place) -> None:
+        """Bytes behind the end of a file, other files, and names that lead out of the checkpoint."""
+        await place.save({DATA: data_of(5000), METADATA: b"m"})
+        async with place.opened() as source:
+            outside = f"../{os.path.basename(place.path)}/{DATA}"
+            for name, offset, length in (
+                (DATA, 4000, 1001),
+                (DATA, 5000, 1),
+                (DATA, 1 << 40, 10),
+                ("__9_9.distcp", 0, 1),
+                (outside, 0, 1),
+            ):
+                with pytest.raises(LoadError if name == outside else CorruptCheckpointError):
+                    await place.call(source.read_bytes, name, offset, length)
+
+    @on_a_loop()
+    async def test_a_missing_path_is_an_error(self, place: Place) -> None:
+        """It can't be opened, and can't be deleted; it can be saved to."""
+        for overwrite in (False, True):
+            await place.call(place.storage.check, place.path, overwrite=overwrite)
+        with pytest.raises(CheckpointNotFoundError):
+            await place.contents()
+        with pytest.raises(CheckpointNotFoundError if self.deletes else (CheckpointNotFoundError, DeleteError)):
+            await place.delete()
+
+    @on_a_loop()
+    async def test_an_open_checkpoint_can_be_replaced(self, place: Place) -> None:
+        """A source that was opened before reads the old checkpoint."""
+        old = {DATA: data_of(3 * WRITE_BYTES, seed=1), METADATA: b"m"}
+        await place.save(old)
+        async with place.opened() as source:
+            await place.save({DATA: b"new", METADATA: b"m"}, overwrite=True)
+            assert await place.call(read_all, source) == old
+
+    # --- deleting ---------------------------------------------------------------------------------
+
+    @on_a_loop("deletes")
+    async def test_a_checkpoint_is_deleted(self, place: Place) -> None:
+        """Only this one, and a source that was opened before goes on reading; its path is free."""
+        place, other = place.named("a"), place.named("b")
+        files = {DATA: data_of(5000), METADATA: b"m"}
+        for each in (place, other):
+            await each.save(files)
+        async with place.opened() as source:
+            await place.delete()
+            assert await place.found() is None
+            assert await place.call(read_all, source) == files
+        assert await other.contents() == files
+        await place.save({METADATA: b"again"})
+        assert await place.contents() == {METADATA: b"again"}
+
+    @on_a_loop()
+    async def test_what_is_being_written_is_not_cleaned(self, place: Place) -> None:
+        """However old it is: its process lives."""
+        transaction = await place.begin()
+        await write(transaction, DATA, b"x")
+        above, _ = place.storage.split(place.path)
+        for older_than_s in (None, 0.0):
+            assert await place.storage.clean(above, older_than_s=older_than_s, workers=place.workers) == []
+        await transaction.commit({METADATA: b"m"})
+        assert await place.contents() == {DATA: b"x", METADATA: b"m"}

@@ -1,0 +1,293 @@
+"""Tests of storages: several processes write one checkpoint, and one finishes what another has begun.
+
+The processes are transactions of one process; one that is dead has released its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import pickle
+
+import pytest
+
+from aiockpt.errors import AiockptError, SaveError, WriteError
+from aiockpt.storage.base import PartSink, SharedTransaction, shared_storage
+from aiockpt.testing.conformance.suite import (
+    BLOCK_BYTES,
+    DATA,
+    METADATA,
+    MORE,
+    WRITE_BYTES,
+    Place,
+    Suite,
+    aligned,
+    data_of,
+    on_a_loop,
+    write,
+)
+
+_ROUNDS = 20
+_WHOLE = {DATA: b"of the owner", MORE: b"of another", METADATA: b"m"}
+
+
+class SharedTests(Suite):
+    """Transactions of several processes."""
+
+    async def _begin(self, place: Place, *, overwrite: bool = False) -> tuple[SharedTransaction, SharedTransaction]:
+        """Return a transaction with a file of its owner, and one that has joined it, with another file."""
+        owner = await place.begin_shared(overwrite=overwrite)
+        other = await place.join(owner)
+        for each, name in ((owner, DATA), (other, MORE)):
+            await write(each, name, _WHOLE[name])
+        await other.commit()
+        return owner, other
+
+    @on_a_loop("shares")
+    async def test_the_files_of_all_are_published(self, place: Place) -> None:
+        """All see their sizes, and the status; a process that stops taking part leaves its files to the others."""
+        owner, other = await self._begin(place)
+        sizes = {name: len(data) for name, data in _WHOLE.items() if name != METADATA}
+        for each in (owner, other):
+            assert dict(await each.sizes()) == sizes
+        watcher = await place.join(owner)
+        for _ in range(2):
+            await other.release()
+        assert await watcher.status() == "open"
+        await owner.commit({METADATA: _WHOLE[METADATA]})
+        assert await watcher.status() == "published"
+        for _ in range(2):
+            await watcher.finalize()
+        assert await place.contents() == _WHOLE
+
+    @on_a_loop("shares")
+    async def test_what_all_have_written_is_removed(self, place: Place) -> None:
+        """By the owner's abort, of which the others learn; theirs does nothing after their commit."""
+        owner, other = await self._begin(place)
+        watcher = await place.join(owner)
+        for _ in range(2):
+            await other.abort()
+        assert {*await owner.sizes()} == {DATA, MORE}
+        await owner.abort()
+        assert await watcher.status() == "gone"
+        await watcher.abort()
+        assert await place.found() is None
+        with pytest.raises(WriteError):
+            await place.join(owner)
+
+    @on_a_loop("shares")
+    async def test_a_ticket_is_chosen_before(self, place: Place) -> None:
+        """By ``new_ticket``; no two are the same, nor have two transactions the same stamp."""
+        tickets = [shared_storage(place.storage).new_ticket(place.path) for _ in range(2)]
+        begun = [await place.begin_shared(ticket=ticket) for ticket in tickets]
+        assert [each.ticket for each in begun] == tickets
+        assert len(set(tickets)) == len({each.stamp for each in begun}) == 2
+        for each in begun:
+            assert (await place.join(each)).stamp == each.stamp
+        for each in begun:
+            await each.abort()
+
+    @on_a_loop("shares")
+    async def test_sidecars_are_no_part_of_the_checkpoint(self, place: Place) -> None:
+        """Others read them until they are deleted, by anyone; those that are not there are None."""
+        owner, other = await self._begin(place)
+        await other.put_sidecar("part-1", data := data_of(100_000))
+        assert (await owner.get_sidecar("part-1"), await owner.get_sidecar("part-2")) == (data, None)
+        assert "part-1" not in await owner.sizes()
+        await owner.commit({METADATA: _WHOLE[METADATA]})
+        assert await place.contents() == _WHOLE
+        for _ in range(2):
+            await owner.delete_sidecar("part-1")
+        assert await other.get_sidecar("part-1") is None
+        await other.release()
+
+    @on_a_loop("shares")
+    async def test_documents_are_written_in_order(self, place: Place) -> None:
+        """None is there before those ahead of it: the last one makes the checkpoint."""
+        owner, other = await self._begin(place)
+        names = [f"{chr(ord('z') - number)}.distcp" for number in range(12)]  # a listing may be made in their order
+        committing = asyncio.ensure_future(owner.commit(dict.fromkeys(names, bytes(3 * WRITE_BYTES))))
+        while not committing.done():
+            with contextlib.suppress(WriteError):  # it has just been published
+                sizes = await other.sizes()
+                there = [name in sizes for name in names]
+                assert there == sorted(there, reverse=True)
+        await committing
+        await other.release()
+
+    @on_a_loop("shares")
+    async def test_pickled_it_is_the_same_storage(self, place: Place) -> None:
+        """As for a writer process: it joins what the first one has begun, and finds its checkpoints."""
+        there = Place(pickle.loads(pickle.dumps(place.storage)), place.workers, place.path_for)
+        owner = await place.begin_shared()
+        other = await there.join(owner)
+        await write(other, MORE, b"more")
+        await other.commit()
+        await other.release()
+        await owner.commit({METADATA: b"m"})
+        assert await there.contents() == await place.contents() == {MORE: b"more", METADATA: b"m"}
+
+    # --- a dead owner -----------------------------------------------------------------------------
+
+    @pytest.mark.parametrize("overwrite", [False, True], ids=["first", "overwrite"])
+    @on_a_loop("shares")
+    async def test_what_a_dead_owner_has_begun_is_published(self, overwrite: bool, place: Place) -> None:
+        """By the commit of who takes it over, whose documents replace those that the owner has written."""
+        await place.save_old(overwrite)
+        owner, other = await self._begin(place, overwrite=overwrite)
+        await owner.write_files({METADATA: b"the longer document of the owner"})
+        await owner.release()
+        taker = await place.take_over(owner, overwrite=overwrite)
+        assert await taker.status() == "open"
+        await taker.commit({METADATA: _WHOLE[METADATA]})
+        assert await place.contents() == _WHOLE
+        assert await other.status() == "published"
+        await other.finalize()
+        assert await place.contents() == _WHOLE
+
+    @pytest.mark.parametrize("by", ["abort", "discard_all"])
+    @on_a_loop("shares")
+    async def test_what_a_dead_owner_has_begun_is_removed(self, by: str, place: Place) -> None:
+        """By the abort of who takes it over, or by a process that has joined; then nothing can publish it."""
+        owner, other = await self._begin(place)
+        late = await place.take_over(owner)
+        await owner.release()
+        if by == "abort":
+            await other.release()
+            taker = await place.take_over(owner)
+            await taker.abort()
+        else:
+            await other.discard_all()
+        assert await late.status() == "gone"
+        with pytest.raises(AiockptError):
+            await late.commit({METADATA: b"m"})
+        await late.abort()
+        assert await place.found() is None
+        await place.save({METADATA: b"again"})
+
+    @pytest.mark.parametrize("published", [True, False], ids=["published", "removed"])
+    @on_a_loop("shares")
+    async def test_what_the_dead_owner_has_ended_stays_so(self, published: bool, place: Place) -> None:
+        """Who takes it over learns what has become of it, and completes it."""
+        old = await place.save_old(True)
+        owner, other = await self._begin(place, overwrite=True)
+        await other.release()
+        await (owner.commit({METADATA: _WHOLE[METADATA]}) if published else owner.abort())
+        taker = await place.take_over(owner, overwrite=True)
+        assert await taker.status() == ("published" if published else "gone")
+        await (taker.finalize() if published else taker.abort())
+        assert await place.contents() == (_WHOLE if published else old)
+
+    @pytest.mark.parametrize("by", ["abort", "commit"])
+    @on_a_loop("shares")
+    async def test_a_stamp_of_another_transaction_takes_nothing_over(self, by: str, place: Place) -> None:
+        """It is refused, or what goes by the same name now is left as it is."""
+        owner, other = await self._begin(place)
+        stranger = await place.named("d").begin_shared()
+        await owner.write_files({METADATA: _WHOLE[METADATA]})
+        with contextlib.suppress(AiockptError):
+            taker = await place.take_over(owner, stamp=stranger.stamp)
+            assert await taker.status() == "gone"
+            await (taker.abort() if by == "abort" else taker.commit({METADATA: b"of the taker"}))
+            assert by == "abort", "a transaction with another stamp was published"
+        await owner.commit()
+        assert await place.contents() == _WHOLE
+        await other.release()
+        await stranger.abort()
+
+    @pytest.mark.parametrize("owner_lives", [True, False], ids=["owner", "taken over"])
+    @on_a_loop("shares")
+    async def test_one_of_a_publisher_and_a_discarder_wins(self, owner_lives: bool, place: Place) -> None:
+        """Everything is published, or nothing is and the publisher learns that."""
+        for number in range(_ROUNDS):
+            here = place.named(f"c-{number}")
+            owner, other = await self._begin(here)
+            if not owner_lives:
+                await owner.release()
+            publisher = owner if owner_lives else await here.take_over(owner)
+
+            async def discard(other: SharedTransaction = other, later: int = number // 2) -> None:
+                for _ in range(later):
+                    await asyncio.sleep(0)
+                await other.discard_all()
+
+            calls = [publisher.commit({METADATA: _WHOLE[METADATA]}), discard()]
+            ends = await asyncio.gather(*calls[:: 1 if number % 2 else -1], return_exceptions=True)
+            problem, discarded = ends[:: 1 if number % 2 else -1]
+            assert discarded is None, discarded
+            assert problem is None or isinstance(problem, AiockptError), problem
+            await publisher.abort()
+            assert await here.found() == (_WHOLE if problem is None else None)
+
+    # --- parts of a file --------------------------------------------------------------------------
+
+    @pytest.mark.parametrize("is_single_file", [False, True], ids=["in a directory", "single file"])
+    @on_a_loop("shares", "shared_files")
+    async def test_several_processes_write_parts_of_a_file(self, is_single_file: bool, place: Place) -> None:
+        """Each its own bytes, in turns, which meet in blocks."""
+        if is_single_file and not self.has(place.storage, "single_files"):
+            pytest.skip("this storage has no checkpoints of one file")
+        place = place.named("c.safetensors" if is_single_file else "c")
+        name, data = "" if is_single_file else DATA, b"\2\0\0\0\0\0\0\0{}" + data_of(2 * WRITE_BYTES + 77)
+        owner = await place.begin_shared()
+        await owner.reserve(name, len(data))
+        assert list((await owner.sizes()).values()) == [len(data)], "a reserved file must have its final size"
+        others = [await place.join(owner) for _ in range(2)]
+        sinks = [await each.open_part(name) for each in (owner, *others)]
+        for runs in zip(*(_parts(len(data), number, len(sinks)) for number in range(len(sinks))), strict=True):
+            await asyncio.gather(*(_write_runs(*each, data) for each in zip(sinks, runs, strict=True)))
+        for sink in sinks:
+            await sink.finish()
+        for each in others:
+            await each.commit()
+            await each.release()
+        assert list((await owner.sizes()).values()) == [len(data)]
+        await owner.commit({} if is_single_file else {METADATA: b"m"})
+        found = await place.contents()
+        assert is_single_file or found.pop(METADATA) == b"m"
+        assert list(found.values()) == [data]
+
+    @on_a_loop("shares", "shared_files")
+    async def test_an_abort_of_the_owner_removes_the_parts_of_all(self, place: Place) -> None:
+        """An abort by a joined process closes only its own parts."""
+        owner = await place.begin_shared()
+        await owner.reserve(DATA, 5000)
+        other = await place.join(owner)
+        for each in (owner, other):
+            sink = await each.open_part(DATA)
+            await sink.write(aligned(b"x" * 100), [(4950, 50, 50)])
+        for _ in range(2):
+            await other.abort()
+        assert (await owner.sizes())[DATA] == 5000, "a process that has joined must not remove what is the owner's"
+        for _ in range(2):
+            await owner.abort()
+        assert await place.found() is None
+
+    @on_a_loop("shares")
+    async def test_parts_are_refused_where_there_are_none(self, place: Place) -> None:
+        """By `Traits.shared_files`."""
+        if self.has(place.storage, "shared_files"):
+            pytest.skip("this storage has such files")
+        owner = await place.begin_shared()
+        with pytest.raises(SaveError):
+            await owner.reserve(DATA, 5000)
+        await owner.abort()
+
+
+def _parts(nbytes: int, number: int, of: int) -> list[list[tuple[int, int]]]:
+    """Return the runs of one of several processes, as begin and end, for each of its writes."""
+    lengths = (1, 700, BLOCK_BYTES - 1, BLOCK_BYTES, 3 * BLOCK_BYTES + 5, 200_001)
+    ends = list(itertools.accumulate(itertools.chain([0], itertools.islice(itertools.cycle(lengths), 18 * of))))
+    runs = [(min(begin, nbytes), min(end, nbytes)) for begin, end in itertools.pairwise([*ends, nbytes])]
+    mine = runs[number::of]
+    return [mine[at::6] for at in range(6)]
+
+
+async def _write_runs(sink: PartSink, runs: list[tuple[int, int]], data: bytes) -> None:
+    """Write runs of the data from a buffer that holds nothing else."""
+    placed, view = [], b""
+    for begin, end in runs:
+        placed.append((begin, len(view), end - begin))
+        view += data[begin:end]
+    await sink.write(aligned(view), placed)
