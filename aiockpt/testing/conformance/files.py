@@ -46,7 +46,7 @@ class FileTests(Suite):
         """Several sinks of a transaction are open at once, and their writes are interleaved."""
         files = {f"__2_{number}.distcp": data_of(3 * WRITE_BYTES + number, seed=number) for number in range(8)}
         transaction = await place.begin()
-        small: dict[str, Document] = {
+        small: dict[str, bytes | bytearray | memoryview] = {
             MORE: bytearray(b"more"),
             "__1_2.distcp": memoryview(data_of(3 * WRITE_BYTES)),
             METADATA: b"",
