@@ -114,7 +114,7 @@ def restore(run: SyncCheckpointManager, state: Any, **options: Any) -> Restored 
     """Go on from the newest step that is whole, on all workers. Blocks.
 
     That may be one that was written, but not yet reported when the workers were restarted: it is reported now, and no
-    work is lost. If it is an older one, as the newest is damaged, Ray goes on to count the damaged one as a checkpoint
+    work is lost. Older ones that were never reported are deleted, as Ray does not know of them. If it is an older one, as the newest is damaged, Ray goes on to count the damaged one as a checkpoint
     until ``num_to_keep`` removes it.
 
     Args:
@@ -134,6 +134,12 @@ def restore(run: SyncCheckpointManager, state: Any, **options: Any) -> Restored 
             os.path.basename(restored.path),
             ray.train.CheckpointUploadMode.NO_UPLOAD,
         )
+    infos = () if restored is None else run.infos()
+    if restored is not None and ray.train.get_context().get_world_rank() == 0:
+        known = {os.path.basename(each.checkpoint.path) for each in ray.train.get_all_reported_checkpoints()}
+        for info in infos:
+            if info.step < restored.step and os.path.basename(info.path) not in known:
+                run.checkpointer.delete(info.path)
     return restored
 
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-ray = pytest.importorskip("ray")
-pytest.importorskip("ray.train.v2")
+pytest.importorskip("ray.train")
 
+import ray  # noqa: E402
 import ray.train  # noqa: E402
 import torch  # noqa: E402
 from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig  # noqa: E402
@@ -77,7 +77,7 @@ def train(config: dict[str, Any]) -> None:
             plugin.report(save, {"loss": loss.item(), "step": step})
     total = sum(parameter.full_tensor().double().abs().sum() for parameter in model.parameters())
     if rank == 0:
-        (marks / "end").write_text(json.dumps([loss.item(), float(total)]))
+        (marks / "end").write_text(json.dumps([loss.item(), total.item()]))
 
 
 def fit(folder: Path, *, die_at: int | None = None) -> Any:
