@@ -165,7 +165,7 @@ def _checkpoint(path: str) -> Any:
 _PREFIX = "aiockpt-meeting-"
 
 
-class _Place:
+class _MeetingPlace:
     """The actor: it hosts the store in which ranks meet, and lets them go when all of a generation are there."""
 
     def __init__(self) -> None:
@@ -240,6 +240,6 @@ async def _call(reference: Any) -> Any:
 
 
 def _actor(name: str) -> Any:
-    kind: Any = ray.remote(_Place)
+    kind: Any = ray.remote(_MeetingPlace)
     options = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1, "lifetime": "detached"}
     return kind.options(name=_PREFIX + name, get_if_exists=True, max_concurrency=1000, **options).remote()
