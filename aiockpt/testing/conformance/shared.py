@@ -19,16 +19,17 @@ from aiockpt.testing.conformance.suite import (
     DATA,
     METADATA,
     MORE,
+    ROUNDS,
     WRITE_BYTES,
     Place,
     Suite,
     aligned,
     data_of,
     on_a_loop,
+    race,
     write,
 )
 
-_ROUNDS = 20
 _WHOLE = {DATA: b"of the owner", MORE: b"of another", METADATA: b"m"}
 
 
@@ -200,21 +201,14 @@ class SharedTests(Suite):
     @on_a_loop("shares")
     async def test_one_of_a_publisher_and_a_discarder_wins(self, owner_lives: bool, place: Place) -> None:
         """Everything is published, or nothing is and the publisher learns that."""
-        for number in range(_ROUNDS):
-            here = place.named(f"c-{number}")
+        for number in range(2 * ROUNDS):
+            here, order = place.named(f"c-{number}"), 1 if number % 2 else -1
             owner, other = await self._begin(here)
             if not owner_lives:
                 await owner.release()
             publisher = owner if owner_lives else await here.take_over(owner)
-
-            async def discard(other: SharedTransaction = other, later: int = number // 2) -> None:
-                for _ in range(later):
-                    await asyncio.sleep(0)
-                await other.discard_all()
-
-            calls = [publisher.commit({METADATA: _WHOLE[METADATA]}), discard()]
-            ends = await asyncio.gather(*calls[:: 1 if number % 2 else -1], return_exceptions=True)
-            problem, discarded = ends[:: 1 if number % 2 else -1]
+            calls = [publisher.commit({METADATA: _WHOLE[METADATA]}), other.discard_all()][::order]
+            problem, discarded = (await race(number // 2, *calls))[::order]
             assert discarded is None, discarded
             assert problem is None or isinstance(problem, AiockptError), problem
             await publisher.abort()
