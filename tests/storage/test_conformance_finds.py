@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import pickle
 import shutil
 import threading
 import time
@@ -108,7 +107,7 @@ async def publishes_though_aborted(self):
 
 
 async def sleeps_on_the_loop(self, documents=MappingProxyType({})):
-    time.sleep(0)
+    time.sleep(0)  # noqa: ASYNC251
     await self.write_files(documents)
     self._storage.checkpoints[self._path] = self.files
 
