@@ -1,4 +1,4 @@
-"""A storage as it was written for aiockpt 0.1 and 0.2, around that of the file system, with the methods of that time."""
+"""A storage as it was written for aiockpt 0.1 and 0.2, around that of the file system, with the methods of then."""
 
 from __future__ import annotations
 

@@ -146,13 +146,9 @@ class Place:
         """Begin a transaction."""
         return await self.storage.begin(self.path, overwrite=overwrite, workers=self.workers)
 
-    async def begin_shared(self, *, overwrite: bool = False, ticket: str | None = None) -> SharedTransaction:
+    async def begin_shared(self, *, overwrite: bool = False) -> SharedTransaction:
         """Begin a transaction that others can join."""
-        return shared_transaction(
-            await shared_storage(self.storage).begin(
-                self.path, overwrite=overwrite, workers=self.workers, ticket=ticket
-            )
-        )
+        return shared_transaction(await self.begin(overwrite=overwrite))
 
     async def join(self, owner: SharedTransaction) -> SharedTransaction:
         """Join a transaction as another process does."""
