@@ -102,7 +102,7 @@ def left_in(url: str) -> list[str]:
     objects, start = storage.objects, storage.key(url)
     found = {start + key: facts for key, facts in objects.below(start).items()}
     states = {key: objects.get(key)[1].decode().partition(" ")[0] for key in found if key.endswith("/state")}
-    ended = {key.removesuffix("state") for key, state in states.items() if state in ("publish", "replaced", "aside")}
+    ended = {key.removesuffix("state") for key, state in states.items() if state in ("replaced", "aside")}
     for key in [key for key in found if key.endswith("/.commit")]:
         ended.add(json.loads(objects.get(key)[1])["token"])
         del found[key]

@@ -11,6 +11,7 @@ from aiockpt.cli.progress import bar
 from aiockpt.dcp.format_utils import DTYPES, convert_checkpoint_async
 from aiockpt.engine.submit import format_for as format_for
 from aiockpt.options import SaveFormat
+from aiockpt.storage.registry import directories_for, scheme_of
 
 
 async def convert(
@@ -52,8 +53,13 @@ async def convert(
 
 def _check_target(source: str, target: str, *, overwrite: bool) -> None:
     """Refuse a path that is taken, or is a part of what is read."""
-    if os.path.lexists(target) and not overwrite:
+    (place, new), (_, old) = directories_for(target), directories_for(source)
+    if scheme_of(target):
+        is_taken = place.stamp(new) is not None
+    else:
+        is_taken, new = os.path.lexists(new), os.path.realpath(new)
+    if is_taken and not overwrite:
         raise CommandError(f"{target} exists already: choose another name, or pass --overwrite")
-    old, new = os.path.realpath(source), os.path.realpath(target)
-    if new == old or new.startswith(old.rstrip(os.sep) + os.sep) or old.startswith(new.rstrip(os.sep) + os.sep):
+    old = old if scheme_of(source) else os.path.realpath(old)
+    if new == old or new.startswith(f"{old.rstrip('/')}/") or old.startswith(f"{new.rstrip('/')}/"):
         raise CommandError(f"{target} and {source} are the same, or one lies in the other: choose another name")

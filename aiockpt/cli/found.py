@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -10,9 +9,8 @@ from dataclasses import dataclass, field, replace
 from aiockpt.format.names import HIDDEN
 from aiockpt.format.recognise import Format, Recognised
 from aiockpt.manager.scan import NO_STEP, StepInfo, examine, is_set_aside, step_of
-from aiockpt.storage.base import Listing, LookBudget
-from aiockpt.storage.local.entries import LocalListing
-from aiockpt.storage.local.temp_dir import REPLACED, SWEPT, Ticket, liveness, read_ticket, this_process
+from aiockpt.storage.base import Directories, Listing, LookBudget
+from aiockpt.storage.registry import directories_for
 
 _MOST_LEVELS = 8  # of directories that are walked
 
@@ -67,8 +65,9 @@ def look_into(directory: str, budget: LookBudget | None = None) -> Contents:
         OSError: the directory can't be read.
     """
     budget = budget or LookBudget()
-    with LocalListing(directory, budget) as listing:
-        about, itself = _examined(os.path.basename(directory) or directory, listing)
+    place, directory = directories_for(directory)
+    with place.look(directory, budget) as listing:
+        about, itself = _examined(place.split(directory)[1] or directory, listing)
         if listing.is_file or about.layout == "dcp" or about.ranks:
             return Contents(found=[] if itself is None else [itself], problem="" if itself else about.problem)
         if itself is not None and not about.is_described and not about.files[1:]:
@@ -77,11 +76,11 @@ def look_into(directory: str, budget: LookBudget | None = None) -> Contents:
     found, below, folders = [] if itself is None else [itself], {}, []
     for name in sorted(names, key=lambda name: (name.startswith(HIDDEN), _naturally(name))):
         try:
-            each, count = _look_at(name, os.path.join(directory, name), budget)
+            each, count = _look_at(place, name, place.below(directory, name), budget)
         except FileNotFoundError:  # it was removed or renamed meanwhile
             continue
         except OSError as exc:  # it belongs to another user, or is a link to itself
-            each, count = _unreadable_step(name, os.path.join(directory, name), exc), 0
+            each, count = _unreadable_step(name, place.below(directory, name), listing.changed_s, exc), 0
         if each is not None:
             found.append(each)
         elif count:
@@ -98,24 +97,25 @@ def walk(directory: str, budget: LookBudget | None = None, levels: int = _MOST_L
         OSError: a directory can't be read, or there is more than is looked at.
     """
     budget = budget or LookBudget()
+    place, directory = directories_for(directory)
     contents = look_into(directory, budget)
     yield from (found for found in contents.found if found.format and not contents.problem)
-    below = [os.path.join(directory, name) for name in (*contents.below, *contents.folders)]
-    below = [path for path in below if not os.path.islink(path)]
+    below = [place.below(directory, name) for name in (*contents.below, *contents.folders)]
+    below = [path for path in below if place.link(path) is None]
     if contents.is_cut or (below and not levels):
         raise OSError(f"{directory} holds more than is looked at; name its subdirectories")
     for path in below if not contents.problem else ():
         yield from walk(path, budget, levels - 1)
 
 
-def _look_at(name: str, path: str, budget: LookBudget) -> tuple[Found | None, int]:
+def _look_at(place: Directories, name: str, path: str, budget: LookBudget) -> tuple[Found | None, int]:
     """Return the checkpoint of a name, and how many are in a directory that is none."""
-    ticket = read_ticket(name)
-    if ticket is None and name.startswith("."):
+    leftover = place.leftover(name)
+    if leftover is None and name.startswith("."):
         return None, 0
-    with LocalListing(path, budget) as listing:
-        if ticket is not None:
-            return None if listing.is_file else _leftover(ticket, name, listing), 0
+    with place.look(path, budget) as listing:
+        if leftover is not None:
+            return None if listing.is_file else _leftover(leftover, name, listing), 0
         about, found = _examined(name, listing, counts=True)
         return found, len(about.choices)
 
@@ -130,12 +130,12 @@ def _examined(name: str, listing: Listing, *, counts: bool = False) -> tuple[Rec
     return about, Found(name=name, info=info, format=about.format)
 
 
-def _unreadable_step(name: str, path: str, error: OSError) -> Found | None:
+def _unreadable_step(name: str, path: str, changed_s: float, error: OSError) -> Found | None:
     step = step_of(name)
     if step is None:
         return None
     problem = f"it can't be read: {error.strerror}"
-    return Found(name=name, info=StepInfo(step, path, "damaged", time=os.lstat(path).st_mtime, problem=problem))
+    return Found(name=name, info=StepInfo(step, path, "damaged", time=changed_s, problem=problem))
 
 
 def _naturally(name: str) -> list[tuple[int, int, str]]:
@@ -146,27 +146,11 @@ def _naturally(name: str) -> list[tuple[int, int, str]]:
 # --- leftovers ------------------------------------------------------------------------------------------
 
 
-def _leftover(ticket: Ticket, name: str, listing: Listing) -> Found:
+def _leftover(problem: str, name: str, listing: Listing) -> Found:
     """Return a temporary directory of a save or a deletion."""
     listing.list_below()
-    nbytes, problem = sum(listing.files.values()), _describe_leftover(ticket)
+    nbytes = sum(listing.files.values())
     return Found(
         name=name,
         info=StepInfo(NO_STEP, listing.path, "unfinished", nbytes, listing.changed_s, problem=problem),
     )
-
-
-def _describe_leftover(ticket: Ticket) -> str:
-    owner = ticket.owner
-    doing, done = ("removing it", "was removing it") if ticket.suffix == SWEPT else ("saving", "was saving")
-    if ticket.suffix == REPLACED:
-        doing, done = "replacing it", "was replacing it"
-    if owner is None:
-        return "its process is not known here; remove it with aiockpt clean --older-than"
-    match liveness(owner, this_process()):
-        case "alive":
-            return f"process {owner.pid} is {doing}"
-        case "dead":
-            return f"process {owner.pid}, which {done}, is dead; aiockpt clean removes it"
-        case _:
-            return f"process {owner.pid} of another machine or container; aiockpt clean --older-than removes it"

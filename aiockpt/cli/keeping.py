@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import ast
-import os
 from collections.abc import Sequence
 from typing import Any
 
 import aiockpt
 from aiockpt.format.manifest.manifest import decode_head
 from aiockpt.format.names import MANIFEST_NAME
-from aiockpt.format.recognise import DOCUMENT_BYTES
+from aiockpt.format.recognise import document
 from aiockpt.manager.policies import KeepAll, KeepAny, KeepPolicy
 from aiockpt.manager.scan import RUN_KEY, StepInfo
-from aiockpt.storage.local.entries import read_regular
+from aiockpt.storage.base import Directories
 
 _NOTED = ("KeepLatest", "KeepEvery", "KeepWithin", "KeepBest")
 
@@ -40,7 +39,7 @@ def policies_of(
     return policies
 
 
-def noted_policy(infos: Sequence[StepInfo]) -> KeepPolicy | None:
+def noted_policy(place: Directories, infos: Sequence[StepInfo]) -> KeepPolicy | None:
     """Return the policy by which the manager of a run keeps steps, as its newest step notes it; None if none does.
 
     Functions (`aiockpt.KeepIf`) can't be noted, and are left out.
@@ -49,7 +48,8 @@ def noted_policy(infos: Sequence[StepInfo]) -> KeepPolicy | None:
     if not complete:
         return None
     try:
-        head: Any = decode_head(read_regular(os.path.join(complete[-1].path, MANIFEST_NAME), most=DOCUMENT_BYTES))
+        with place.look(complete[-1].path) as listing:
+            head: Any = decode_head(document(MANIFEST_NAME, listing.files, listing.fetch))
         texts = head["metadata"][RUN_KEY]["keep"]
         policies = [policy for text in texts if (policy := parse_policy(text)) is not None]
     except (OSError, KeyError, TypeError, ValueError):

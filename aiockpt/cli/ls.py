@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,7 +17,8 @@ from aiockpt.core.wording import time_text
 from aiockpt.format.names import HIDDEN
 from aiockpt.manager.policies import select
 from aiockpt.manager.scan import NO_STEP
-from aiockpt.storage.local.lease import owner_of
+from aiockpt.storage.base import Directories
+from aiockpt.storage.registry import directories_for
 
 _STYLES = {"complete": "green", "unfinished": "magenta", "damaged": "bold red"}
 
@@ -29,10 +29,10 @@ def ls(directory: str, *, as_json: bool = False) -> None:
     Raises:
         OSError: the directory can't be read.
     """
-    path = os.path.abspath(os.path.expanduser(directory))
+    place, path = directories_for(directory)
     contents = look_into(path)
-    found, below = with_reasons(contents.found), contents.below
-    owner = owner_of(path) if os.path.isdir(path) else None
+    found, below = with_reasons(place, contents.found), contents.below
+    owner = place.owner_of(path)
     if as_json:
         facts = None if owner is None else {"host": owner.host, "pid": owner.pid, "since": _iso(owner.since)}
         records = [_record(each) for each in found]
@@ -41,7 +41,7 @@ def ls(directory: str, *, as_json: bool = False) -> None:
     if owner is not None:
         console().print(f"A manager writes to this run: {shown(str(owner))}.", style="bold")
     if found:
-        _print(found)
+        _print(place, found)
     elif not below:
         why = f": {contents.problem}" if contents.problem else ""
         console().print(f"There are no checkpoints in {shown(directory)}{why}.")
@@ -52,19 +52,19 @@ def ls(directory: str, *, as_json: bool = False) -> None:
         console().print("There is more: not all of it was looked at. List its subdirectories.")
 
 
-def with_reasons(found: Sequence[Found]) -> list[Found]:
+def with_reasons(place: Directories, found: Sequence[Found]) -> list[Found]:
     """Return the checkpoints with the policies that keep them, as far as the run's manager has noted them."""
     infos = [each.info for each in found if each.info.step != NO_STEP]
-    policy = noted_policy(infos)
+    policy = noted_policy(place, infos)
     if policy is None:
         return list(found)
     kept = select(policy, infos, time.time())
     return [replace(each, kept_by=tuple(kept.get(each.info.step, ()))) for each in found]
 
 
-def _print(found: Sequence[Found]) -> None:
+def _print(place: Directories, found: Sequence[Found]) -> None:
     has_others = any(each.format not in ("aiockpt", "") for each in found)
-    rows = [_row(each, each.format if has_others else "") for each in found]
+    rows = [_row(place, each, each.format if has_others else "") for each in found]
     print_table(("name", "state", "format", ">size", "saved", "metrics", "kept by"), rows)
     out = console()
     for each in found:
@@ -77,11 +77,11 @@ def _print(found: Sequence[Found]) -> None:
     out.print(f"{len(complete)} complete{others}; {total}", style="dim")
 
 
-def _row(found: Found, form: str) -> list[str | Text]:
+def _row(place: Directories, found: Found, form: str) -> list[str | Text]:
     metrics = ", ".join(f"{shown(name)} {value:.5g}" for name, value in found.info.metrics.items())
     name = _short(found.name)
-    if os.path.islink(found.info.path):
-        name += f" -> {shown(os.readlink(found.info.path))}"
+    if (target := place.link(found.info.path)) is not None:
+        name += f" -> {shown(target)}"
     return [
         name,
         Text(found.info.state, style=_STYLES[found.info.state]),

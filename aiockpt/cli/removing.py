@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +17,7 @@ from aiockpt.cli.output import console, print_json, print_table, shown, size_tex
 from aiockpt.format.names import HIDDEN
 from aiockpt.manager.policies import KeepAny, KeepPolicy, select, to_delete
 from aiockpt.manager.scan import StepInfo, scan
-from aiockpt.storage.local.lease import take
+from aiockpt.storage.registry import directories_for
 
 
 def rm(paths: Sequence[str], *, yes: bool = False) -> Code:
@@ -53,7 +52,10 @@ def _ask(paths: Sequence[str]) -> None:
     if not sys.stdin.isatty():
         raise typer.BadParameter("there is no terminal to ask on: pass --yes to remove without being asked")
     for path in paths:
-        found = find(path) if os.path.lexists(path) else []
+        try:
+            found = find(path)
+        except OSError:  # what is not there, or can't be looked at, is said when it is deleted
+            found = []
         nbytes = sum(each.info.nbytes for each in found)
         console(stderr=True).print(f"{shown(path)}  {size_text(nbytes) if found else 'no checkpoint'}")
     if not typer.confirm("Remove this?" if len(paths) == 1 else f"Remove these {len(paths)}?", err=True):
@@ -75,11 +77,11 @@ def prune(directory: str, policies: Sequence[KeepPolicy], *, dry_run: bool = Fal
     """
     if not directory:  # as of a variable of a shell that is not set; abspath would take the current directory
         raise CommandError("the path is empty; name a run's directory")
-    directory = os.path.abspath(os.path.expanduser(directory))
-    os.stat(directory)
-    infos = scan(directory)
+    place, directory = directories_for(directory)
+    with place.look(directory):  # it is there
+        infos = scan(directory)
     _check(directory, infos, policies)
-    lock = None if dry_run else take(directory)
+    lock = None if dry_run else place.lease(directory)
     try:
         infos = scan(directory)  # again: no manager starts between this list and the deletions
         _check(directory, infos, policies)
@@ -146,9 +148,8 @@ def _print(records: Sequence[Mapping[str, Any]], word: str) -> None:
 
 def clean(directory: str, *, older_than_s: float | None, as_json: bool = False) -> None:
     """Remove what killed processes have left in a directory, and print what stays and why."""
-    directory = os.path.expanduser(directory)
-    os.stat(directory)
-    with aiockpt.SyncCheckpointer() as ckpt:
+    place, directory = directories_for(directory)
+    with place.look(directory), aiockpt.SyncCheckpointer() as ckpt:
         removed = ckpt.clean(directory, older_than_s=older_than_s)
     left = [found for found in find(directory) if found.name.startswith(HIDDEN)]
     if as_json:

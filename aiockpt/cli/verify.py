@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -13,6 +12,7 @@ from aiockpt.cli.found import walk
 from aiockpt.cli.output import console, print_json, shown
 from aiockpt.cli.progress import bar
 from aiockpt.errors import LoadError
+from aiockpt.storage.registry import directories_for
 
 
 async def verify(paths: Sequence[str], *, as_json: bool = False) -> Code:
@@ -54,11 +54,17 @@ async def _verified(
 
 def _paths_in(path: str) -> list[str]:
     """Return the checkpoints in a directory, or the path itself where there is none."""
-    return ([found.info.path for found in walk(os.path.abspath(path))] if os.path.isdir(path) else []) or [path]
+    place, at = directories_for(path)
+    try:
+        with place.look(at) as listing:
+            is_file = listing.is_file
+    except FileNotFoundError:  # which verifying says
+        return [path]
+    return ([] if is_file else [found.info.path for found in walk(at)]) or [path]
 
 
 async def _verify(ckpt: aiockpt.AsyncCheckpointer, path: str) -> aiockpt.VerifyReport:
-    with bar(f"checking {shown(os.path.basename(path) or path)}") as shown_bar:
+    with bar(f"checking {shown(path.rpartition('/')[2] or path)}") as shown_bar:
         return await ckpt.verify(path, progress=shown_bar)
 
 

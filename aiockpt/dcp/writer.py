@@ -36,8 +36,8 @@ from aiockpt.format.safetensors.writer import Stored, describe_tensors, encode_h
 from aiockpt.planning.dcp_plan import DcpFormat
 from aiockpt.planning.planner import Planner
 from aiockpt.storage.local import beside
+from aiockpt.storage.local.directories import absolute
 from aiockpt.storage.local.retries import write_errors
-from aiockpt.storage.local.storage import absolute
 from aiockpt.storage.local.temp_dir import hold
 from aiockpt.storage.registry import text_of
 

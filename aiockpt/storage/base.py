@@ -423,14 +423,8 @@ class RunLease(ABC):
         """Give it up. Idempotent; does nothing in a forked child."""
 
 
-class Storage(ABC):
-    """A place where checkpoints are kept, each written by one process."""
-
-    traits: ClassVar[Traits] = Traits()
-
-    def __init_subclass__(cls, **options: object) -> None:
-        super().__init_subclass__(**options)
-        adapt_storage(cls)
+class Directories:
+    """Names and directories of a storage: what is needed to look at checkpoints, and to own a run."""
 
     # --- names; these do not block ----------------------------------------------------------------------
 
@@ -452,6 +446,78 @@ class Storage(ABC):
         """Return the path of the directory above a canonical path, and the last name."""
         above, _, name = path.rstrip("/").rpartition("/")
         return above, name
+
+    # --- directories; these block, and are called in threads ----------------------------------------------
+
+    def look(self, path: str, budget: LookBudget | None = None) -> Listing:
+        """Return what is in a directory, or at the path of a file.
+
+        Args:
+            path: the directory or the file.
+            budget: of entries that are no checkpoints; None: a new one.
+
+        Raises:
+            OSError: it can't be read; FileNotFoundError if nothing is there.
+        """
+        raise AiockptError(f"{type(self).__name__} can't list what is at {path}: it has no method `look`")
+
+    def stamp(self, path: str) -> Stamp | None:
+        """Return a text that changes if what is at a path is replaced; None if nothing is there, or can be seen."""
+        try:
+            with self.look(path) as listing:
+                return listing.stamp
+        except OSError:
+            return None
+
+    def set_aside(self, path: str, names: Sequence[str]) -> str:
+        """Give a damaged checkpoint another name beside it, so that its own is free; return its path then.
+
+        Args:
+            path: the checkpoint.
+            names: to choose the first of that is free.
+
+        Raises:
+            OSError: it keeps its name.
+        """
+        raise OSError(f"{type(self).__name__} can't rename: it has no method `set_aside`")
+
+    def lease(self, directory: str) -> RunLease:
+        """Take the right to write to a run's directory, which need not exist.
+
+        Raises:
+            RunLockedError: another manager has it, or may have it.
+            OSError: that can't be found out.
+        """
+        raise AiockptError(
+            f"{type(self).__name__} can't tell one manager from another: it has no method `lease`. Pass lock=False if "
+            f"nothing else writes to {directory}"
+        )
+
+    def owner_of(self, directory: str) -> LeaseFacts | None:
+        """Return the manager that writes to a run, or may; None if it is free. Takes nothing; raises OSError."""
+        return None
+
+    def is_finishing(self, directory: str) -> bool:
+        """Return whether the writer process of a dead trainer will soon publish a checkpoint; raise OSError."""
+        return False
+
+    def link(self, path: str) -> str | None:
+        """Return where a path leads to if it is a link."""
+        return None
+
+    def leftover(self, name: str) -> str | None:
+        """Return the state of what a save or a deletion has left, by its name in a directory; None for all else."""
+        return None
+
+
+class Storage(Directories, ABC):
+    """A place where checkpoints are kept, each written by one process."""
+
+    traits: ClassVar[Traits] = Traits()
+
+    def __init_subclass__(cls, **options: object) -> None:
+        super().__init_subclass__(**options)
+        adapt_storage(cls)
 
     # --- checkpoints ------------------------------------------------------------------------------------
 
@@ -523,60 +589,6 @@ class Storage(ABC):
             DeleteError: the directory can't be read.
         """
         return []
-
-    # --- directories; these block, and are called in threads ----------------------------------------------
-
-    def look(self, path: str, budget: LookBudget | None = None) -> Listing:
-        """Return what is in a directory, or at the path of a file.
-
-        Args:
-            path: the directory or the file.
-            budget: of entries that are no checkpoints; None: a new one.
-
-        Raises:
-            OSError: it can't be read; FileNotFoundError if nothing is there.
-        """
-        raise AiockptError(f"{type(self).__name__} can't list what is at {path}: it has no method `look`")
-
-    def stamp(self, path: str) -> Stamp | None:
-        """Return a text that changes if what is at a path is replaced; None if nothing is there, or can be seen."""
-        try:
-            with self.look(path) as listing:
-                return listing.stamp
-        except OSError:
-            return None
-
-    def set_aside(self, path: str, names: Sequence[str]) -> str:
-        """Give a damaged checkpoint another name beside it, so that its own is free; return its path then.
-
-        Args:
-            path: the checkpoint.
-            names: to choose the first of that is free.
-
-        Raises:
-            OSError: it keeps its name.
-        """
-        raise OSError(f"{type(self).__name__} can't rename: it has no method `set_aside`")
-
-    def lease(self, directory: str) -> RunLease:
-        """Take the right to write to a run's directory, which need not exist.
-
-        Raises:
-            RunLockedError: another manager has it, or may have it.
-            OSError: that can't be found out.
-        """
-        raise AiockptError(
-            f"{type(self).__name__} can't tell one manager from another: it has no method `lease`. Pass lock=False if "
-            f"nothing else writes to {directory}"
-        )
-
-    def owner_of(self, directory: str) -> LeaseFacts | None:
-        """Return the manager that writes to a run, or may; None if it is free. Takes nothing; raises OSError."""
-        return None
-
-    def is_finishing(self, directory: str) -> bool:
-        """Return whether the writer process of a dead trainer will soon publish a checkpoint; raise OSError."""
-        return False
 
 
 class SharedStorage(Storage):

@@ -109,6 +109,7 @@ class PartTransaction(SharedTransaction):
             raise CommitError(f"{self._path} was given up before it was published")
         if MANIFEST_NAME in documents:
             await self.put_sidecar("manifest", bytes(documents[MANIFEST_NAME]))
+        await self._whole.release()
 
     def revoke(self) -> None:
         self._is_revoked = True

@@ -16,7 +16,7 @@ from importlib.metadata import entry_points
 from typing import Any, TypeAlias
 
 from aiockpt.errors import AiockptError
-from aiockpt.storage.base import Storage
+from aiockpt.storage.base import Directories, Storage
 
 GROUP = "aiockpt.storages"
 """The group of entry points."""
@@ -155,6 +155,17 @@ def _factory_of(scheme: str, path: str) -> Factory:
         f"{path}: no storage is registered for {scheme}://, but for {', '.join(f'{each}://' for each in known)}. "
         f"Install a package that has one, or register one by aiockpt.storage.register({scheme!r}, factory)"
     )
+
+
+def directories_for(path: str | os.PathLike[str]) -> tuple[Directories, str]:
+    """Return what can look at a path or URL, and the canonical path; for the file system without what writes there."""
+    from aiockpt.storage.local.directories import LocalDirectories
+
+    text = text_of(path)
+    if scheme_of(text):
+        return storage_for(text)
+    local = LocalDirectories()
+    return local, local.resolve(text)
 
 
 def storage_for(path: str | os.PathLike[str], **options: Any) -> tuple[Storage, str]:

@@ -28,7 +28,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
@@ -59,7 +59,6 @@ from aiockpt.storage.base import (
     Source,
     Stamp,
     Status,
-    Traits,
 )
 from aiockpt.storage.local.temp_dir import Liveness, liveness, new_ticket, read_ticket, this_process
 from aiockpt.testing.server import LENGTHS, SCHEME
@@ -286,7 +285,7 @@ class ServerTransaction(SharedTransaction):
 
     _storage: ServerStorage
     _path: str
-    ticket: str = field(default="")
+    ticket: str = ""
     _workers: Workers = field(kw_only=True)
     _overwrite: bool = False
     _joins: bool = False
@@ -372,7 +371,7 @@ class ServerTransaction(SharedTransaction):
             try:
                 before = self._storage.record(self._path)
                 if before is not None and before.token == self._token:
-                    return
+                    return self._retire(before)
                 self._check_revoked()
                 if before is not None and not self._overwrite:
                     self._is_sent = False  # or it was refused
@@ -388,8 +387,7 @@ class ServerTransaction(SharedTransaction):
                 problem = exc
                 time.sleep(_PAUSE_S * 2**attempt)
             else:
-                self._retire(made)
-                return
+                return self._retire(made)
         if self._is_sent:
             self._over = True  # it may be the only good checkpoint
             raise CommitError(f"it is not known whether {self._path} was published, so {self._token} stays: {problem}")
@@ -553,11 +551,6 @@ class _ServerSource(Source):
 class _Owner(LeaseFacts):
     ticket: str
 
-    @property
-    def is_dead(self) -> bool:
-        ticket = read_ticket(self.ticket)
-        return liveness(None if ticket is None else ticket.owner, this_process()) == "dead"
-
 
 @dataclass(eq=False)
 class ServerLease(RunLease):
@@ -600,8 +593,6 @@ class ServerStorage(SharedStorage):
             seconds. After that the next save to its path, or `clean`, removes it.
         timeout_s: how long the server may take for anything, in seconds.
     """
-
-    traits = Traits(single_files=True)
 
     def __init__(self, url: str, *, grace_s: float = 600.0, timeout_s: float = 60.0) -> None:
         host, _, port = url.removeprefix(f"{SCHEME}://").rpartition(":")
@@ -679,19 +670,22 @@ class ServerStorage(SharedStorage):
 
     def clean_up(self, path: str, older_than_s: float | None = None) -> list[str]:
         """Do as `clean`, below a path."""
-        left: list[tuple[str, Stamp, Action]] = []
+        left: list[tuple[str, Stamp, str, Action]] = []
         for token, found in self._tokens(path).items():
             facts, state = self.objects.get(f"{token}state") or ({"stamp": "", "age": 0.0}, b"")
             is_old = older_than_s is not None and min(each["age"] for each in found.values()) >= older_than_s
-            owners = _liveness(token, found)
             word = state.decode().partition(" ")[0]
+            # Those that publish take part until that is over.
+            owners = _liveness(_holders(found)) if word == "publish" else _owners(token, found)
             action = decide(word, facts["age"], owners, is_old=is_old, grace_s=self._grace_s)
-            left.append((token, facts["stamp"], action))
+            left.append((token, facts["stamp"], word, action))
         removed = []
-        for token, stamp, action in left:
+        for token, stamp, word, action in left:
             # Only now: it can't be published any more.
-            now = None if action == "keep" else self.record(f"{self._url}/{token.rpartition(f'/{HIDDEN}')[0]}")
-            if action != "keep" and (now is None or now.token != token):
+            now = self.record(f"{self._url}/{token.rpartition(f'/{HIDDEN}')[0]}")
+            if now is not None and now.replaces == token and word == "publish":  # its publisher could not do so
+                self.retire(token)
+            elif action != "keep" and (now is None or now.token != token):
                 with contextlib.suppress(ConditionError):  # it lives after all, and is being published
                     if action == "discard":
                         self.objects.put(f"{token}state", b"discard", stamp)
@@ -790,7 +784,7 @@ class ServerStorage(SharedStorage):
 
     def lease(self, directory: str) -> RunLease:
         found = self.owner(directory)
-        if found is not None and not found[0].is_dead:
+        if found is not None and _liveness([found[0].ticket]) != "dead":
             raise _locked(directory, found[0])
         mine = _Owner(socket.gethostname(), os.getpid(), time.time(), new_ticket())
         try:
@@ -801,19 +795,32 @@ class ServerStorage(SharedStorage):
 
     def owner_of(self, directory: str) -> LeaseFacts | None:
         found = self.owner(directory)
-        return None if found is None or found[0].is_dead else found[0]
+        return None if found is None or _liveness([found[0].ticket]) == "dead" else found[0]
 
     def is_finishing(self, directory: str) -> bool:
+        tokens = self._tokens(directory).items()
         return any(
-            _liveness(token, {}) == "dead" and _liveness(token, found) == "alive"
-            for token, found in self._tokens(directory).items()
+            _liveness([_ticket_of(token)]) == "dead" and _owners(token, each) == "alive" for token, each in tokens
         )
 
 
-def _liveness(token: str, found: Mapping[str, Facts]) -> Liveness:
-    """Return whether a process lives that takes part; that of the ticket, if none has said so."""
-    names = [name.removeprefix("held/") for name in found if name.startswith("held/")] or [token.split("/")[-2]]
-    states = {liveness(ticket.owner, this_process()) for name in names if (ticket := read_ticket(name)) is not None}
+def _ticket_of(token: str) -> str:
+    return token.split("/")[-2]
+
+
+def _owners(token: str, found: Iterable[str]) -> Liveness:
+    """Return whether a process lives that takes part; the one of the ticket, if none has said so."""
+    return _liveness(_holders(found) or [_ticket_of(token)])
+
+
+def _holders(found: Iterable[str]) -> list[str]:
+    return [name.removeprefix("held/") for name in found if name.startswith("held/")]
+
+
+def _liveness(tickets: Sequence[str]) -> Liveness:
+    """Return whether one of several processes lives."""
+    found = map(read_ticket, tickets)
+    states = {liveness(None if each is None else each.owner, this_process()) for each in found}
     return "alive" if "alive" in states else "unknown" if "unknown" in states else "dead"
 
 

@@ -17,6 +17,7 @@ from aiockpt.cli.main import app
 from aiockpt.manager.policies import KeepAll, KeepAny
 from aiockpt.manager.scan import scan
 from aiockpt.storage.base import LookBudget
+from aiockpt.storage.local.directories import LocalDirectories
 from aiockpt.storage.local.temp_dir import new_ticket
 from tests.cli.checkpoints import FORMATS, make
 
@@ -252,9 +253,9 @@ def test_parse_policy_refuses_other_text_without_running_it(text, capsys):
 
 
 def test_no_policy_in_checkpoints_saved_without_a_manager(tmp_path):
-    assert noted_policy(scan(tmp_path)) is None
+    assert noted_policy(LocalDirectories(), scan(tmp_path)) is None
     make("aiockpt", tmp_path / "step-00000001")
-    assert noted_policy(scan(tmp_path)) is None
+    assert noted_policy(LocalDirectories(), scan(tmp_path)) is None
 
 
 def test_parse_best():

@@ -20,8 +20,8 @@ import pytest
 import torch
 
 import aiockpt
+from aiockpt.storage.local import directories, temp_dir
 from aiockpt.storage.local import lease as owner
-from aiockpt.storage.local import storage, temp_dir
 from aiockpt.storage.local.lease import LOCK_NAME, LockFacts, is_finishing, owner_of, shares_locks, take
 from aiockpt.storage.syscalls import open_directory
 from tests.interruption import Interruption
@@ -115,7 +115,7 @@ def test_call_interrupted_after_locking_can_be_repeated(tmp_path: Path, monkeypa
 
     run = aiockpt.SyncCheckpointManager(tmp_path)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(storage, "is_finishing", interrupt)
+        patch.setattr(directories, "is_finishing", interrupt)
         run.restore(empty())
     assert run.restore(empty()) is None
     run.close()
@@ -473,7 +473,7 @@ def test_checkpoint_finished_by_the_writer_process_of_a_killed_trainer_is_restor
                 os.kill(writer, signal.SIGCONT)
             return asked[-1]
 
-        monkeypatch.setattr(storage, "is_finishing", resuming)
+        monkeypatch.setattr(directories, "is_finishing", resuming)
         state = {"x": torch.zeros(30_000_000)}
         with aiockpt.SyncCheckpointManager(tmp_path) as run:
             start = run.restore(state)

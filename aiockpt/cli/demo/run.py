@@ -28,7 +28,7 @@ from aiockpt.cli.output import console, print_table, size_text, time_text
 from aiockpt.core.wording import plural
 from aiockpt.format.names import HIDDEN, METADATA_NAME
 from aiockpt.reading.info import TensorInfo
-from aiockpt.storage.local.storage import absolute
+from aiockpt.storage.local.directories import absolute
 
 _WIDTHS = (384, 256, 128)
 _STEP_S = 0.25

@@ -11,22 +11,16 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import errno
 import fcntl
 import logging
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
-from urllib.parse import unquote
 
-from aiockpt.errors import AiockptError, CheckpointNotFoundError, DeleteError, WriteError
+from aiockpt.errors import CheckpointNotFoundError, DeleteError, WriteError
 from aiockpt.storage.base import (
-    LeaseFacts,
-    Listing,
-    LookBudget,
-    RunLease,
     SharedStorage,
     SharedTransaction,
     Source,
@@ -41,8 +35,7 @@ from aiockpt.storage.local.belonging import (
     why_not_of_contents,
 )
 from aiockpt.storage.local.commit import check_free, look_at, make_parents, remove_own, sync_directory
-from aiockpt.storage.local.entries import LocalListing
-from aiockpt.storage.local.lease import is_finishing, owner_of, take
+from aiockpt.storage.local.directories import LocalDirectories
 from aiockpt.storage.local.orphans import OrphanCleaner, clean
 from aiockpt.storage.local.replacing import ask_file_system, complete, explained, remove_record, stand_in
 from aiockpt.storage.local.retries import DEFAULT_RETRIES, Repeater, Retries, check_retries, write_errors
@@ -65,17 +58,11 @@ if TYPE_CHECKING:
     from aiockpt.core.threads import Workers
 
 _ATTEMPTS = 100
-_FILE_SCHEME = "file://"
 
 logger = logging.getLogger("aiockpt")
 
 
-def absolute(path: str | os.PathLike[str]) -> str:
-    """Return the absolute path of a user's path, in which ``~`` is the home directory."""
-    return os.path.abspath(os.path.expanduser(path))
-
-
-class LocalStorage(SharedStorage):
+class LocalStorage(LocalDirectories, SharedStorage):
     """Keeps each checkpoint in a directory, or in one file.
 
     Args:
@@ -104,44 +91,6 @@ class LocalStorage(SharedStorage):
         ), ()
 
     traits = Traits(shared_files=True, folders=True)
-
-    def resolve(self, path: str) -> str:
-        if path.startswith(_FILE_SCHEME):
-            host, slash, path = path.removeprefix(_FILE_SCHEME).partition("/")
-            if host not in ("", "localhost") or not slash:
-                raise AiockptError(f"file://{host}{slash}{path} names a host: write file:///path of this machine")
-            path = unquote(slash + path)
-        elif "://" in path:
-            raise AiockptError(f"{path} is a URL, but the file system was asked for it, which has paths")
-        if not path:
-            raise AiockptError("the path is empty; name a directory or a file")
-        return absolute(path)
-
-    def below(self, path: str, name: str) -> str:
-        return os.path.join(path, name)
-
-    def split(self, path: str) -> tuple[str, str]:
-        return os.path.split(path)
-
-    def look(self, path: str, budget: LookBudget | None = None) -> Listing:
-        return LocalListing(path, budget)
-
-    def set_aside(self, path: str, names: Sequence[str]) -> str:
-        for name in names:
-            aside = os.path.join(os.path.dirname(path), name)
-            if not os.path.lexists(aside):
-                os.rename(path, aside)
-                return aside
-        raise FileExistsError(errno.EEXIST, "each name for it is taken", path)
-
-    def lease(self, directory: str) -> RunLease:
-        return take(directory)
-
-    def owner_of(self, directory: str) -> LeaseFacts | None:
-        return owner_of(directory)
-
-    def is_finishing(self, directory: str) -> bool:
-        return is_finishing(directory)
 
     def within_checkpoints(self) -> LocalStorage:
         """Return a storage that also writes files into the directory of a checkpoint, as conversions may."""
