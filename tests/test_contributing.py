@@ -22,7 +22,7 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 FLOORS = [
     {"__main__"},
     {"matrix", "__init__"},
-    {"gpu", "crash"},
+    {"gpu", "crash", "integrations"},
     {"measured"},
     {"ranks"},
     {"peers", "report"},

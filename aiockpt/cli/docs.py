@@ -6,6 +6,7 @@ import os
 import sys
 import textwrap
 from importlib.resources import files
+from importlib.resources.abc import Traversable
 from pathlib import Path
 
 import typer
@@ -14,6 +15,7 @@ from aiockpt.cli.app import CommandError
 from aiockpt.cli.output import console
 
 _FOLDER = files("aiockpt") / "docs"
+_FOLDERS = (_FOLDER, _FOLDER / "integrations")
 _SUFFIX = ".md"
 TUTORIAL = "tutorial"
 """The topic that is a notebook: it is written to a file."""
@@ -21,8 +23,7 @@ TUTORIAL = "tutorial"
 
 def topics() -> dict[str, str]:
     """Return each topic with its summary: of a page the first paragraph after the title, which is one line."""
-    pages = sorted(page.name.removesuffix(_SUFFIX) for page in _FOLDER.iterdir() if page.name.endswith(_SUFFIX))
-    found = {name: _text_of(name).split("\n\n", 2)[1] for name in pages}
+    found = {name: page.read_text(encoding="utf-8").split("\n\n", 2)[1] for name, page in _pages().items()}
     found[TUTORIAL] = "A notebook: a save beside training, its pictures, and a run that is interrupted."
     return dict(sorted(found.items()))
 
@@ -67,5 +68,11 @@ def export_tutorial(file: Path) -> None:
     console().print(f"{file}: open it with Jupyter; pip install 'aiockpt[notebook,plots]' has what it needs")
 
 
+def _pages() -> dict[str, Traversable]:
+    """Return the file of each page by its name, which is unique: also of those in folders below."""
+    found = (page for folder in _FOLDERS for page in folder.iterdir())
+    return {page.name.removesuffix(_SUFFIX): page for page in found if page.name.endswith(_SUFFIX)}
+
+
 def _text_of(topic: str) -> str:
-    return (_FOLDER / f"{topic}{_SUFFIX}").read_text(encoding="utf-8")
+    return _pages()[topic].read_text(encoding="utf-8")

@@ -37,6 +37,7 @@ from aiockpt.planning.torch_plan import TorchFormat
 from aiockpt.saving.job import SaveJob, SaveSpec, no_state
 from aiockpt.snapshot.capture import capture_items, capture_state
 from aiockpt.storage.base import Storage, shared_storage
+from aiockpt.storage.registry import scheme_of, text_of
 
 if TYPE_CHECKING:
     import torch
@@ -67,10 +68,16 @@ class Submitter:
         self._names = NameMemo()
         self._warned: set[frozenset[str]] = set()
 
-    def submit(self, request: SaveRequest, *, is_part: bool = False) -> SaveHandle:
-        """Queue a save; see `aiockpt.AsyncCheckpointer.save`. ``is_part``: of a transaction."""
+    def submit(self, request: SaveRequest, *, is_part: bool = False, is_alone: bool = False) -> SaveHandle:
+        """Queue a save; see `aiockpt.AsyncCheckpointer.save`.
+
+        Args:
+            request: what to save.
+            is_part: of a transaction.
+            is_alone: this rank makes it alone: the others don't call it, and are not informed if it fails.
+        """
         started = time.perf_counter()
-        coordinator = self._engine.coordinator()
+        coordinator = None if is_alone else self._engine.coordinator()
         call = None if coordinator is None else coordinator.call("save")
         path = self._storages.printable(request.path, request.storage)
         self._engine.origin.check(f"a save to {path}")
@@ -82,7 +89,8 @@ class Submitter:
             job.spans.append(Span("capture", threading.current_thread().name, started, captured))
             self._engine.submit(job)
         except BaseException as exc:
-            self.refuse(path, exc, call)
+            if not is_alone:
+                self.refuse(path, exc, call)
             is_calm = (self._options.warn_only and isinstance(exc, WriteError)) or isinstance(exc, SaveSkippedError)
             if not is_calm:
                 raise
@@ -139,14 +147,17 @@ class Submitter:
         job.captured_s = time.perf_counter() - started
         return job
 
-    def _fallback_for(self, where: str, storage: Storage) -> str | None:
-        """Return the fallback path of a checkpoint."""
+    def _fallback_for(self, where: str, storage: Storage) -> tuple[Storage, str | None]:
+        """Return the fallback path of a checkpoint, and the storage of that."""
         fallback = self._options.fallback_path
         if fallback is None:
-            return None
-        if callable(fallback):
-            return storage.resolve(os.fspath(fallback(where)))
-        return storage.below(storage.resolve(os.fspath(fallback)), storage.split(where)[1])
+            return storage, None
+        path = text_of(fallback(where) if callable(fallback) else fallback)
+        if scheme_of(path) == scheme_of(where):
+            place, path = storage, storage.resolve(path)
+        else:
+            place, path = self._storages.of(path)
+        return place, path if callable(fallback) else place.below(path, storage.split(where)[1])
 
     def _check_path(self, check: Callable[..., None], where: str, fallback: str | None, *, overwrite: bool) -> None:
         """Raise if the path is taken; see `Storage.check`."""
@@ -174,7 +185,7 @@ class Submitter:
             )
         if engine.leads and not is_part:  # one rank decides for all: the others may be behind or ahead of it
             engine.queue.admit(where)
-        fallback = None if is_part else self._fallback_for(where, storage)
+        place, fallback = (storage, None) if is_part else self._fallback_for(where, storage)
         if (format == "torch" or where.endswith(SUFFIX)) and not storage.traits.single_files:
             raise SaveError(f"{where}: {type(storage).__name__} keeps no checkpoints of one file; save to a directory")
         check = storage.check_repository if format == "safetensors" else storage.check
@@ -224,6 +235,7 @@ class Submitter:
             transforms=self._transforms,
             warn_only=self._options.warn_only,
             fallback=fallback,
+            fallback_storage=place,
             replicas=request.replicas,
             call=call,
             is_part=is_part,

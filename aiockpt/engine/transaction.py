@@ -11,10 +11,9 @@ import anyio
 from aiockpt.core.parameters import parameters_of
 from aiockpt.core.threads import check_asyncio
 from aiockpt.engine.requests import PartRequest, SaveRequest, TransactionRequest
-from aiockpt.engine.submit import read_files
+from aiockpt.engine.submit import format_for, read_files
 from aiockpt.errors import AiockptError, CheckpointExistsError, SaveCancelledError, SaveError
 from aiockpt.format.names import SUFFIX
-from aiockpt.format.recognise import TORCH_SUFFIXES
 from aiockpt.options import Path, StateOptions
 from aiockpt.saving.joint import Joint
 from aiockpt.storage.base import SharedStorage
@@ -26,8 +25,6 @@ if TYPE_CHECKING:
     from aiockpt.saving.handle import SaveHandle
     from aiockpt.telemetry.saves import SaveResult
 
-_FILES = (SUFFIX, *TORCH_SUFFIXES)
-
 
 class CheckpointTransaction:
     """Several checkpoints and files in one directory, which appear at once or not at all.
@@ -38,9 +35,10 @@ class CheckpointTransaction:
     that ``verify`` of the directory covers all of it. It is loaded as it was saved: the directory is what is at its
     top, and each directory below is a checkpoint of its own. It is replaced and deleted as one.
 
-    With several ranks, each enters, calls the same methods in the same order, and leaves; the files that rank 0 adds
-    are added. A save within it is not handed to another path by ``fallback_path``; if the trainer dies, its writer
-    process does not publish it.
+    With several ranks, each enters, calls the same methods in the same order, and leaves. What is one file is rank 0's:
+    the files that it adds, and the checkpoints of one file that it saves, such as ``model.safetensors``; the others may
+    leave these calls out. A save within it is not handed to another path by ``fallback_path``; if the trainer dies, its
+    writer process does not publish it.
 
     Attributes:
         path: where it will be.
@@ -69,29 +67,35 @@ class CheckpointTransaction:
         """
         joint, name = self._open(), request.name
         submitter, options = self._checkpointer._submitter, {}
-        path = self._storage.below(self.path, name) if name else self.path
+        path = self._storage.below(self.path, str(name)) if name else self.path
         try:
             self._check_name(name)
-            if name.endswith(_FILES) and self._checkpointer._engine.coordinator() is not None:
-                raise SaveError(f"{path} is one file: with several ranks, a part of a transaction is a directory")
-            options = {each.name: getattr(request, each.name) for each in fields(StateOptions)}
-            storage = joint.storage_of(name)
+            is_file = format_for(request.format, name) == "torch" or name.endswith(SUFFIX)
         except BaseException as exc:
             submitter.refuse(path, exc)
             joint.refused = exc
             raise
+        if is_file and not self._checkpointer._engine.leads:
+            return
         try:
+            options = {each.name: getattr(request, each.name) for each in fields(StateOptions)}
+            storage = joint.storage_of(name, is_file=is_file)
             save = SaveRequest(request.state_dict, path, storage=storage, overwrite=True, **options)
-            joint.parts[name] = submitter.submit(save, is_part=True)._job
+            (joint.files if is_file else joint.parts)[name] = submitter.submit(
+                save, is_part=True, is_alone=is_file
+            )._job
         except BaseException as exc:
-            joint.refused = exc
+            if is_file:
+                joint.refused_file = exc
+            else:
+                joint.refused = exc
             raise
 
     def _check_name(self, name: str) -> None:
         if not isinstance(name, str) or "/" in name or "\0" in name or name.startswith("."):
             raise ValueError(f"name is {name!r}; it is one directory or file: no '/', and no '.' at its beginning")
         joint = self._open()
-        if name in joint.parts or name in joint.added:
+        if name in joint.jobs or name in joint.added:
             raise ValueError(f"{self.path}: {name!r} is in this transaction already; give it another name")
 
     def add(self, name: str, content: bytes | Path) -> None:
@@ -187,7 +191,7 @@ class CheckpointTransaction:
             joint.given_up = SaveCancelledError(
                 f"the transaction of {self.path} was left by {type(error).__name__}; nothing of it is left"
             )
-            for job in joint.parts.values():
+            for job in joint.jobs.values():
                 job.cancel()
         self._handle = self._checkpointer._submitter.submit_joint(joint, self._request)
         return self._handle

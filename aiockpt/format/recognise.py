@@ -185,21 +185,25 @@ def _recognise_loose(files: Mapping[str, int], top: Sequence[str], fetch: Fetch,
     if len(indexes) == 1:
         return _indexed(indexes[0], files, fetch)
     things = {} if indexes else _things(top, fetch)
+    below, parts = _folders_with_checkpoints(files), frozenset[str]()
+    if MANIFEST_NAME in files and (below or len(things) > 1):
+        parts = parts_in(decode_head(document(MANIFEST_NAME, files, fetch)))  # that were published together
+        if "" in parts:
+            things = {kind: names for kind, names in things.items() if parts.isdisjoint(names)}
+        if "" in parts or parts.issuperset(below):
+            below = set()
     if len(things) == 1:
         (members,) = things.values()
         alone = _recognise_file(members[0], files[members[0]], fetch)
         if not alone.layout:  # by its contents
             return Recognised(problem=f"{printable_key(members[0])}: {alone.problem}")
-        if not _folders_with_checkpoints(files) or _is_top_part(files, fetch):
+        if not below:
             return _loose_set(members, files)
+    if parts:
+        return Recognised(format="aiockpt", choices=tuple(sorted(parts)))
     choices = tuple(_checkpoints_in(files))
     problem = "" if choices else _foreign_directory(files)
     return Recognised(choices=choices, problem=problem)
-
-
-def _is_top_part(files: Mapping[str, int], fetch: Fetch) -> bool:
-    """Return whether the checkpoint at the top was published together with those in directories below."""
-    return MANIFEST_NAME in files and "" in parts_in(decode_head(document(MANIFEST_NAME, files, fetch)))
 
 
 def _indexed(index: str, files: Mapping[str, int], fetch: Fetch) -> Recognised:

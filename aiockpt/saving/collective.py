@@ -152,7 +152,7 @@ class CollectiveSave(SaveStrategy):
         self._transaction = self._global.transaction
         if self._transaction is None:
             job = self._job
-            self._transaction = await shared_storage(job.spec.storage).join(
+            self._transaction = await shared_storage(job.storage).join(
                 job.path, self._assignment.ticket or "", workers=self._io
             )
         return self._transaction
@@ -364,7 +364,7 @@ class GlobalSave:
 
     async def _begin(self, path: str, *, overwrite: bool) -> str:
         """Begin the transaction; return its ticket."""
-        storage, plan = shared_storage(self._job.spec.storage), self.plan
+        storage, plan = shared_storage(self._job.storage), self.plan
         self.transaction = await storage.begin(path, overwrite=overwrite, workers=self._io)
         if isinstance(plan, SharedPlanCache):
             for name, nbytes in plan.sizes.items():

@@ -54,6 +54,7 @@ class SaveSpec:
     transforms: Sequence[Transform] = ()  # applied to every item, after compression
     warn_only: bool = False  # failures are not raised by `staged`, nor by fences
     fallback: str | None = None  # the path to use if this one can't be written
+    fallback_storage: Storage | None = None
     replicas: Replicas = "check"
     call: RankCall | None = None  # of all ranks
     refusal: BaseException | None = None  # why it is not made: it only informs the other ranks
@@ -74,7 +75,7 @@ class SaveJob:
         self.spec = spec
         self.origin = engine.origin
         self._engine = engine
-        self.path = spec.path  # becomes the fallback if it goes there
+        self.path, self.storage = spec.path, spec.storage  # become those of the fallback if it goes there
         self.overwrite = spec.overwrite
         self.fallback_error: BaseException | None = None  # why it goes to the fallback
         self.consistency = Consistency(spec.snapshot, spec.path)
@@ -128,7 +129,7 @@ class SaveJob:
     @property
     def parts(self) -> list[SaveJob]:
         """The saves of the transaction that this one ends."""
-        return [] if self.spec.joint is None else list(self.spec.joint.parts.values())
+        return [] if self.spec.joint is None else list(self.spec.joint.jobs.values())
 
     # --- for the caller -----------------------------------------------------------------------------
 

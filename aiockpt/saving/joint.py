@@ -41,10 +41,12 @@ class Joint:
     storage: SharedStorage
     overwrite: bool
     folder: str | None = None  # to write into, where the storage has one
-    parts: dict[str, SaveJob] = field(default_factory=dict)  # by name; the empty one is at the top
+    parts: dict[str, SaveJob] = field(default_factory=dict)  # of all ranks, by name; the empty one is at the top
+    files: dict[str, SaveJob] = field(default_factory=dict)  # checkpoints of one file, which rank 0 alone writes
     added: dict[str, bytes] = field(default_factory=dict)  # files, by name
     given_up: SaveError | None = None
     refused: BaseException | None = None  # why a part was not even begun; the other ranks have failed with it
+    refused_file: BaseException | None = None  # why one of the files was not; the other ranks don't know it
     _transaction: SharedTransaction | None = None
 
     async def begin(
@@ -82,17 +84,25 @@ class Joint:
             raise RuntimeError("the transaction has not begun, or is over")
         return self._transaction
 
-    def storage_of(self, name: str) -> PartStorage:
+    @property
+    def jobs(self) -> dict[str, SaveJob]:
+        """The saves of this process, by name."""
+        return self.parts | self.files
+
+    def storage_of(self, name: str, *, is_file: bool) -> PartStorage:
         """Return the storage of the next part, of this name."""
-        return PartStorage(self.storage, self.path, self.transaction.ticket, name, len(self.parts))
+        number = -1 - len(self.files) if is_file else len(self.parts)  # of a part, the same on all ranks
+        return PartStorage(self.storage, self.path, self.transaction.ticket, name, number)
 
     @property
     def failure(self) -> BaseException | None:
-        """Why a part was not written; None if all were, or are being written."""
-        if self.refused is not None:
-            return self.refused
-        errors = (job.handle.written._exception for job in self.parts.values())
-        return next((error for error in errors if error is not None), None)
+        """Why a part was not written, on all ranks; None if all were, or are being written."""
+        return self.refused or _failure_of(self.parts)
+
+    @property
+    def own_failure(self) -> BaseException | None:
+        """Why this process gives it up: a file was not written, or the block was left by an error."""
+        return self.given_up or self.refused_file or _failure_of(self.files)
 
     async def publish(self, compute: Workers) -> dict[str, int]:
         """Publish all parts; return the size of each file. On rank 0, once all parts are written."""
@@ -102,11 +112,13 @@ class Joint:
             if manifest is not None:
                 manifests[name] = manifest
                 await transaction.delete_sidecar(f"t{number}-manifest")
-            elif job.single is not None:
-                singles[name] = job.single
             else:
                 raise SaveError(f"the manifest of {job.path} is gone")
-        describe = partial(describe_joint, list(self.parts), manifests, singles, self.added)
+        for name, job in self.files.items():
+            if job.single is None:
+                raise SaveError(f"{job.path} is gone")
+            singles[name] = job.single
+        describe = partial(describe_joint, list(self.jobs), manifests, singles, self.added)
         known, _ = await compute.run(describe, {})
         others = await transaction.seal_folder(known.keys())
         facts, documents = await compute.run(describe, others)
@@ -127,6 +139,11 @@ class Joint:
         transaction, self._transaction = self._transaction, None
         if transaction is not None:
             await transaction.release()
+
+
+def _failure_of(parts: Mapping[str, SaveJob]) -> BaseException | None:
+    errors = (job.handle.written._exception for job in parts.values())
+    return next((error for error in errors if error is not None), None)
 
 
 def describe_joint(
@@ -190,7 +207,7 @@ class JointSave(SaveStrategy):
         """Publish, on rank 0, when all parts are written."""
         self._job.consistency.raise_if_aborted()
         files = await self._last_round(None)
-        job, results = self._job, [part.result for part in self._joint.parts.values() if part.result is not None]
+        job, results = self._job, [part.result for part in self._joint.jobs.values() if part.result is not None]
         return SaveResult(
             path=job.path,
             nbytes=sum(files.values()),
@@ -210,8 +227,8 @@ class JointSave(SaveStrategy):
         await self._job.turn.wait_for("over")  # every part is over
         self._over = True
         if joint.failure is not None:  # on all ranks
-            raise joint.failure
-        error = error or joint.given_up
+            raise joint.given_up or joint.failure
+        error = error or joint.own_failure
         if self._coordinator is None or self._job.spec.call is None:
             if error is not None:
                 raise error

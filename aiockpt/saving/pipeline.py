@@ -61,7 +61,7 @@ def _strategy_for(job: SaveJob, tools: EngineResources) -> SaveStrategy:
         from aiockpt.saving.joint import JointSave  # imported already, by the thread that has begun the transaction
 
         return JointSave(job, spec.joint, None if world is None else world.coordinator, tools.copy_workers)
-    if world is None:
+    if world is None or (spec.is_part and spec.call is None):
         return LocalSave(job, tools.planner, tools.copy_workers, tools.io_workers)
     file_format = spec.file_format if spec.file_format is not None else DcpFormat(tools.io_workers.count)
     from aiockpt.saving.collective import CollectiveSave  # imported already, by the thread that met the other ranks
@@ -151,8 +151,9 @@ class SavePipeline:
         if plan is None:
             with span("plan"):
                 self._plan = plan = await self._strategy.plan()
-        self._job.turn.pass_milestone("planned")
         self._planned_s = time.perf_counter() - begin
+        await self._job.turn.wait_for("planned")  # else one without other ranks would let the next one overtake
+        self._job.turn.pass_milestone("planned")
         self._staged_bytes = self._written_bytes = 0
         self._report("planned")
         return await self._write_and_commit(plan, self._stage)
@@ -218,14 +219,14 @@ class SavePipeline:
             order = messages.Begin(
                 save=next(tools.writer.save_numbers),
                 path=job.path,
-                storage=pickle.dumps(job.spec.storage),
+                storage=pickle.dumps(job.storage),
                 overwrite=job.overwrite,
                 names=names,
                 heads=plan.heads,
                 codings=None if codings is None else pickle.dumps(codings),
                 again=job.fallback_error is not None,
             )
-            return RemoteWriter(tools.writer, order, job.spec.storage, layout, self._wrote, tools.io_workers)
+            return RemoteWriter(tools.writer, order, job.storage, layout, self._wrote, tools.io_workers)
         threads = WriterThreads(tools.seal_workers, tools.io_workers)
         after = job.turn.before_is_over
         return FileWriter(layout.images, plan.heads, names, threads, after=after, count=self._wrote, codings=codings)
@@ -370,6 +371,7 @@ class SavePipeline:
         If everything is staged, from staging memory; before that from the tensors, which have not changed.
         """
         job, strategy = self._job, self._strategy
+        job.storage = job.spec.fallback_storage or job.spec.storage
         is_staged, hindrance = job.consistency.copied, None
         if job.spec.refusal is not None:
             hindrance = "the save was refused at the call"

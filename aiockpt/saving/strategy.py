@@ -89,7 +89,7 @@ class LocalSave(SaveStrategy):
 
     async def begin(self) -> Transaction:
         job = self._job
-        self._transaction = await job.spec.storage.begin(job.path, overwrite=job.overwrite, workers=self._io)
+        self._transaction = await job.storage.begin(job.path, overwrite=job.overwrite, workers=self._io)
         return self._transaction
 
     async def documents(self, plan: SavePlan) -> CommitDocuments | None:

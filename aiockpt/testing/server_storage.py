@@ -112,7 +112,11 @@ class ObjectClient:
         if connection is None:
             connection = _Socket()
             connection.settimeout(self._timeout_s)
-            connection.connect(self._address)
+            try:
+                connection.connect(self._address)
+            except OSError:
+                connection.close()
+                raise
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         text = json.dumps({"op": op, "key": key, **given}).encode()
         connection.sendall(LENGTHS.pack(len(text), len(body)) + text)
@@ -548,7 +552,7 @@ class _ServerSource(Source):
 
 
 @dataclass(frozen=True, slots=True)
-class _Owner(LeaseFacts):
+class _ServerLeaseFacts(LeaseFacts):
     ticket: str
 
 
@@ -628,10 +632,10 @@ class ServerStorage(SharedStorage):
             at = self.split(at)[0]
         return None
 
-    def owner(self, directory: str) -> tuple[_Owner, Stamp] | None:
+    def owner(self, directory: str) -> tuple[_ServerLeaseFacts, Stamp] | None:
         """Return the lease of a run, and its stamp."""
         facts, data = self.objects.get(self.key(directory) + _LEASE) or ({}, b"")
-        return (_Owner(**json.loads(data)), facts["stamp"]) if data else None
+        return (_ServerLeaseFacts(**json.loads(data)), facts["stamp"]) if data else None
 
     def names(self, path: str) -> list[str]:
         """Return the names directly below a path that have checkpoints; FileNotFoundError if nothing is there."""
@@ -786,7 +790,7 @@ class ServerStorage(SharedStorage):
         found = self.owner(directory)
         if found is not None and _liveness([found[0].ticket]) != "dead":
             raise _locked(directory, found[0])
-        mine = _Owner(socket.gethostname(), os.getpid(), time.time(), new_ticket())
+        mine = _ServerLeaseFacts(socket.gethostname(), os.getpid(), time.time(), new_ticket())
         try:
             key, before = self.key(directory) + _LEASE, "" if found is None else found[1]
             return ServerLease(self, directory, self.objects.put(key, json.dumps(asdict(mine)).encode(), before))

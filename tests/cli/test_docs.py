@@ -10,7 +10,12 @@ from aiockpt.cli.docs import topics
 from aiockpt.cli.main import app
 
 FOLDER = files("aiockpt") / "docs"
-PAGES = {page.name.removesuffix(".md"): page.read_text() for page in FOLDER.iterdir() if page.name.endswith(".md")}
+FILES = [page for folder in (FOLDER, FOLDER / "integrations") for page in folder.iterdir() if page.name.endswith(".md")]
+PAGES = {page.name.removesuffix(".md"): page.read_text() for page in FILES}
+
+
+def test_no_two_pages_have_the_same_name():
+    assert len(PAGES) == len(FILES)
 
 
 def test_docs_without_a_topic_lists_topics_with_summaries():

@@ -18,7 +18,7 @@ from tests.crash.zygote import Zygote
 
 EVERY = 1 << 30
 EVERY_STATE = -1  # every state of the disk: the state before a call is the one after the previous call
-_SLOW = ("writer process", "two ranks")
+_SLOW = ("writer process", "two ranks", "together, writer process")
 _ALL = ("first save", "overwrite")
 QUICK = {
     name: EVERY_STATE if name in _ALL else 4 if name.startswith("two steps") else 5 if name.startswith(_SLOW) else 9

@@ -14,7 +14,7 @@ from aiockpt import SyncCheckpointer
 from aiockpt.errors import CheckpointNotFoundError
 from tests.crash.lab.ptrace import refuse_rename_flags
 from tests.crash.promises import Allowed
-from tests.crash.scenarios import Scenario, checkpointer
+from tests.crash.scenarios import PART, Scenario, checkpointer
 
 Kind = Literal["lost", "broken", "mixed", "stray", "next run", "leftover", "live", "program", "hang"]
 """The kinds of problems. In order: a checkpoint was announced but is missing; is listed but can't be loaded; loads but
@@ -65,7 +65,24 @@ def compare(scenario: Scenario, folder: Path, allowed: Allowed) -> list[Problem]
                 problems.append(
                     Problem("lost" if old else "mixed", f"{name} holds the state of none of the steps {sorted(steps)}")
                 )
+            elif scenario.together and scenario.is_state(state, name, 2):
+                problems += _compare_parts(ckpt, scenario, folder / name)
     return problems
+
+
+def _compare_parts(ckpt: SyncCheckpointer, scenario: Scenario, path: Path) -> list[Problem]:
+    """Compare what was published with a checkpoint."""
+    try:
+        report = ckpt.verify(path)
+        if not report.ok:
+            return [Problem("broken", str(report))]
+        if not scenario.is_state(ckpt.load(path / PART), f"part of {path.name}", 2):
+            return [Problem("mixed", f"{path.name}/{PART} holds another state")]
+    except Exception:
+        return [Problem("broken", f"{path.name}/{PART} can't be loaded: {traceback.format_exc(limit=-2)}")]
+    found = {str(each.relative_to(path)) for each in path.rglob("*") if each.is_file()}
+    lacking = {"config.json", "below/notes.txt"} - found if path.exists() else None  # else it is in between two names
+    return [Problem("lost", f"{path.name} lacks {lacking}")] if lacking else []
 
 
 def _is_read(ckpt: SyncCheckpointer, path: Path) -> bool:

@@ -34,6 +34,7 @@ Whom = Literal["all", "first", "caller", "others"]
 
 CHUNK_BYTES = 512 << 10
 OPTIONS: dict[str, Any] = {"separation_hint": "optim"}
+PART = "part"
 WAIT_S = 30.0
 
 
@@ -66,6 +67,7 @@ class Scenario:
         whom: the processes to kill.
         staged_is_promise: True if a staged save must survive when ``whom`` are killed.
         storage: returns the storage of the next run; None for the file system.
+        together: True if steps from 2 on are transactions, of a checkpoint, a part of it and files.
         refused: True if the file system supports neither RENAME_EXCHANGE nor RENAME_NOREPLACE.
         crashed: True if an earlier program was killed in the directory, right before its save was published.
     """
@@ -80,6 +82,7 @@ class Scenario:
     storage: Callable[[], Storage] | None = None
     crashed: bool = False
     refused: bool = False
+    together: bool = False
 
     def state(self, name: str, step: int) -> dict[str, Any]:
         """Return the state to save under a name at a step."""
@@ -181,6 +184,19 @@ def save_and_delete(folder: Path, announce: Announce) -> None:
         program.delete("old-1")
         program.end(save, "c", 3)
         program.delete("old-2")
+
+
+def save_together(folder: Path, announce: Announce, *, writer: Literal["thread", "process"] = "thread") -> None:
+    """Save a checkpoint, a part of it and files, all of which appear at once, over an existing checkpoint."""
+    with checkpointer(writer=writer) as ckpt:
+        announce("begin c 2")
+        with ckpt.transaction(folder / "c", overwrite=True) as tx:
+            tx.save(state_of("c", 2), **OPTIONS)
+            tx.save(state_of("part of c", 2), PART, **OPTIONS)
+            tx.add("config.json", b"{}")
+            Path(tx.directory, "below").mkdir()
+            Path(tx.directory, "below", "notes.txt").write_text("written by hand")
+        Program(ckpt, folder, announce).end(tx.handle, "c", 2)
 
 
 def save_by_process(folder: Path, announce: Announce) -> None:
@@ -297,6 +313,10 @@ SCENARIOS: dict[str, Scenario] = {
         partial(save_one, name=_FILE, overwrite=True, **_FLAT, **_SAFE), {_FILE: 1}, suffix=SUFFIX, **_TENSORS
     ),
     "compressed": Scenario(partial(save_one, compress="zstd", overwrite=True), {"c": 1}),
+    "together": Scenario(save_together, {"c": 1}, together=True),
+    "together, first save": Scenario(save_together, together=True),
+    "together, writer process": Scenario(partial(save_together, writer="process"), {"c": 1}, together=True),
+    "two steps, together": _refused(save_together, {"c": 1}, together=True),
 }
 
 

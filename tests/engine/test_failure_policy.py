@@ -10,6 +10,7 @@ import logging
 import re
 import threading
 from pathlib import Path
+from typing import Literal
 
 import anyio.lowlevel
 import pytest
@@ -410,3 +411,19 @@ def test_plain_with_names_what_to_write_instead(tmp_path: Path, kind: str) -> No
     words = rf"`async with {type(given).__name__}\(\.\.\.\)`, or use a Sync{kind}$"
     with pytest.raises(TypeError, match=words), given:  # type: ignore[attr-defined]
         pass
+
+
+@pytest.mark.parametrize("writer", ["thread", "process"])
+def test_the_fallback_may_be_in_another_storage(
+    writer: Literal["thread", "process"], server_url: str, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()  # nothing can be made below it
+    gone = "aiockpt-test://127.0.0.1:1/runs/b"
+    with aiockpt.SyncCheckpointer(fallback_path=f"{server_url}/spare", writer=writer) as ckpt:
+        result = ckpt.save({"x": torch.arange(5)}, tmp_path / "file" / "a")
+        assert result.path == f"{server_url}/spare/a"
+        assert_same({"x": torch.arange(5)}, ckpt.load(result.path))
+    with aiockpt.SyncCheckpointer(fallback_path=tmp_path / "spare", writer=writer) as ckpt:
+        result = ckpt.save({"x": torch.arange(6)}, gone)
+        assert result.path == str(tmp_path / "spare" / "b")
+        assert_same({"x": torch.arange(6)}, ckpt.load(result.path))

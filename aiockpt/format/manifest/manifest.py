@@ -120,10 +120,10 @@ def _sealed(document: Mapping[str, Any], sections: bytes) -> bytes:
     return data + f'{SEAL}{crc32(data):08x}"\n}}\n'.encode()
 
 
-def parts_in(head: Mapping[str, Any] | None) -> list[str]:
+def parts_in(head: Mapping[str, Any] | None) -> frozenset[str]:
     """Return the names of the checkpoints that were published together, by the head of their manifest; else none."""
     parts = [] if head is None else head.get("parts")
-    return [str(name) for name in parts] if isinstance(parts, list) else []
+    return frozenset(map(str, parts)) if isinstance(parts, list) else frozenset()
 
 
 def files_listed(data: bytes) -> frozenset[str] | None:

@@ -287,6 +287,9 @@ def _place_of(path: str) -> str:
         hidden = stand_in(path)
         if hidden is not None and not os.path.lexists(path):
             return readable(hidden)
+        above, name = os.path.split(path)  # it may be a part of one that was published together with others
+        if name and not os.path.lexists(above):
+            return os.path.join(_place_of(above), name)
     return path
 
 

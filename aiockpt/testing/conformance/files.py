@@ -47,8 +47,11 @@ class FileTests(Suite):
         """Several sinks of a transaction are open at once, and their writes are interleaved."""
         files = {f"__2_{number}.distcp": data_of(3 * WRITE_BYTES + number, seed=number) for number in range(8)}
         transaction = await place.begin()
-        large = memoryview(data_of(3 * WRITE_BYTES))
-        small = {MORE: memoryview(b"more"), "__1_2.distcp": large, METADATA: memoryview(b"")}
+        small: dict[str, bytes | bytearray | memoryview] = {
+            MORE: bytearray(b"more"),
+            "__1_2.distcp": memoryview(data_of(3 * WRITE_BYTES)),
+            METADATA: b"",
+        }
         await asyncio.gather(transaction.write_files(small), *(write(transaction, *each) for each in files.items()))
         await transaction.commit()
         assert await place.contents() == {**files, **{name: bytes(data) for name, data in small.items()}}

@@ -1,0 +1,245 @@
+"""Ray: saves of Ray Train's workers, reported when they are durable; actors that write one checkpoint together.
+
+In the function that Ray Train runs on every worker::
+
+    from aiockpt.integrations import ray as aiockpt_ray
+
+    with aiockpt_ray.manager() as run:
+        restored = aiockpt_ray.restore(run, state)
+        for step in range(0 if restored is None else restored.step + 1, steps):
+            ...
+            save = run.submit(step, state)
+            aiockpt_ray.report(save, {"loss": loss})
+
+Actors that are no workers of Ray Train meet by name::
+
+    ckpt = aiockpt.AsyncCheckpointer(process_group=await Meeting.join("trainers", rank, size))
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch._C._distributed_c10d import TCPStore
+
+from aiockpt.coordination.ranks import Ranks
+from aiockpt.errors import CoordinationError
+from aiockpt.integrations.lifetime import missing
+from aiockpt.manager.manager import SyncCheckpointManager
+from aiockpt.saving.handle import SaveHandle
+
+try:
+    import ray
+    import ray.train
+    import ray.util
+except ImportError as exc:
+    missing("Ray", "ray", exc)
+
+if TYPE_CHECKING:
+    from aiockpt.engine.transaction import CheckpointTransaction
+    from aiockpt.manager.requests import Restored
+
+NAMES = "checkpoint_{:06d}"
+"""The names of the steps' directories in the directory of an experiment."""
+
+
+# --- Ray Train ----------------------------------------------------------------------------------------
+
+
+def manager(**options: Any) -> SyncCheckpointManager:
+    """Return a manager of the checkpoints of this experiment, which deletes none: `CheckpointConfig` says what is kept.
+
+    Every worker makes one. Its directory is that of the experiment in the run's ``storage_path``, which all nodes must
+    see under the same path.
+
+    Args:
+        options: those of `aiockpt.SyncCheckpointManager`, but for ``directory``, ``keep`` and ``lock``.
+
+    Raises:
+        ValueError: an option is Ray's to decide, or the storage is no file system that is mounted here.
+    """
+    for name in ("directory", "keep", "lock"):
+        if name in options:
+            why = "num_to_keep of Ray's CheckpointConfig says what is kept" if name == "keep" else "Ray decides that"
+            raise ValueError(f"leave out {name}=: {why}")
+    storage = ray.train.get_context().get_storage()
+    if type(storage.storage_filesystem).__name__ != "LocalFileSystem":
+        raise ValueError(
+            f"the storage of this experiment, {storage.experiment_fs_path}, is no mounted file system: pass a "
+            "storage_path that every node has mounted"
+        )
+    return SyncCheckpointManager(storage.experiment_fs_path, keep=None, lock=False, **{"names": NAMES, **options})
+
+
+def report(save: SaveHandle | CheckpointTransaction, metrics: Mapping[str, Any] | None = None, **options: Any) -> None:
+    """Report a save to Ray Train, which registers it as a checkpoint when it is durable; training goes on meanwhile.
+
+    Every worker calls it, as ``ray.train.report``, whose barrier it waits for. If the save fails, so does the worker,
+    and Ray restarts the run from the last checkpoint that was registered. Of saves that are killed nothing is left.
+
+    Args:
+        save: into a directory of the experiment, as `manager` makes it; a transaction after its block.
+        metrics: numbers of the step; no tensors.
+        options: those of ``ray.train.report`` that are not about the upload, such as ``validation``.
+    """
+    handle = save if isinstance(save, SaveHandle) else save.handle
+
+    def when_written(checkpoint: Any, _: str) -> Any:
+        handle.written.result()  # its failure ends the training, as an upload's does
+        return checkpoint
+
+    ray.train.report(
+        dict(metrics or {}),
+        _checkpoint(handle.path),
+        os.path.basename(handle.path),
+        ray.train.CheckpointUploadMode.ASYNC,
+        delete_local_checkpoint_after_upload=False,
+        checkpoint_upload_fn=when_written,
+        **options,
+    )
+
+
+async def areport(
+    save: SaveHandle | CheckpointTransaction, metrics: Mapping[str, Any] | None = None, **options: Any
+) -> None:
+    """Do as `report`, in a thread, as Ray's own function blocks the event loop."""
+    await asyncio.to_thread(report, save, metrics, **options)
+
+
+def restore(run: SyncCheckpointManager, state: Any, **options: Any) -> Restored | None:
+    """Go on from the newest step that is whole, on all workers. Blocks.
+
+    That may be one that was written, but not yet reported when the workers were restarted: it is reported now, and no
+    work is lost. Older ones that were never reported are deleted, as Ray does not know of them. If it is an older one, as the newest is damaged, Ray goes on to count the damaged one as a checkpoint
+    until ``num_to_keep`` removes it.
+
+    Args:
+        run: what `manager` has returned.
+        state: to load into, as for ``run.restore``.
+        options: those of ``run.restore``.
+
+    Returns:
+        As ``run.restore``; None if there is no step.
+    """
+    latest = ray.train.get_checkpoint()
+    restored = run.restore(state, **options)
+    if restored is not None and (latest is None or run.path_of(restored.step) > os.path.normpath(latest.path)):
+        ray.train.report(
+            dict(restored.metrics),
+            _checkpoint(restored.path),
+            os.path.basename(restored.path),
+            ray.train.CheckpointUploadMode.NO_UPLOAD,
+        )
+    infos = () if restored is None else run.infos()
+    if restored is not None and ray.train.get_context().get_world_rank() == 0:
+        known = {os.path.basename(each.checkpoint.path) for each in ray.train.get_all_reported_checkpoints()}
+        for info in infos:
+            if info.step < restored.step and os.path.basename(info.path) not in known:
+                run.checkpointer.delete(info.path)
+    return restored
+
+
+def heed_preemption(run: SyncCheckpointManager) -> bool:
+    """Ask the run for a last save if Ray is about to take a node away; return whether it is. Waits for all workers.
+
+    Call it on every worker where ``run.due`` is called, before it.
+    """
+    info = ray.train.get_preemption_info()
+    if info is None:
+        return False
+    grace_s = None if info.deadline_ms is None else max(0.0, info.deadline_ms / 1000 - time.time())
+    run.request_last_save(grace_s)
+    return True
+
+
+def _checkpoint(path: str) -> Any:
+    return ray.train.Checkpoint(path, filesystem=ray.train.get_context().get_storage().storage_filesystem)
+
+
+# --- actors -------------------------------------------------------------------------------------------
+
+_PREFIX = "aiockpt-meeting-"
+
+
+class _Place:
+    """The actor: it hosts the store in which ranks meet, and lets them go when all of a generation are there."""
+
+    def __init__(self) -> None:
+        self._host = ray.util.get_node_ip_address()
+        self._store = TCPStore(self._host, 0, is_master=True, wait_for_workers=False)
+        self._generation = 0
+        self._size = 0
+        self._here: set[int] = set()
+        self._complete = asyncio.Event()
+
+    async def join(self, rank: int, size: int) -> tuple[str, int, int]:
+        """Wait for the other ranks; return the address of the store, and the number of this generation."""
+        if self._here and size != self._size:
+            raise ValueError(f"rank {rank} comes as one of {size}, but ranks of {self._size} are waiting")
+        self._size = size
+        self._here.add(rank)
+        complete = self._complete
+        if len(self._here) == size:
+            self._generation += 1
+            self._here, self._complete = set(), asyncio.Event()
+            complete.set()
+        await complete.wait()
+        return self._host, self._store.port, self._generation
+
+
+class Meeting:
+    """Where actors of Ray find each other, without ``torch.distributed``.
+
+    An actor of the cluster that uses no CPU, is restarted when its node is lost, and lives until `end`.
+    """
+
+    @staticmethod
+    async def join(name: str, rank: int, size: int, *, timeout: float = 300.0) -> Ranks:
+        """Wait until all ranks are there; return what a checkpointer takes as ``process_group=``.
+
+        If an actor dies, the saves and loads of the others fail at once and name it. Then all of them close their
+        checkpointers and join again, as the restarted one does: the next generation saves together.
+
+        Args:
+            name: the same for all ranks, and for no others in the cluster.
+            rank: the number of this actor, from 0.
+            size: how many there are.
+            timeout: seconds to wait for the others.
+
+        Raises:
+            CoordinationError: the others did not come in time.
+            ValueError: the others come as a group of another size.
+        """
+        place = _actor(name)
+        try:
+            host, port, generation = await asyncio.wait_for(_call(place.join.remote(rank, size)), timeout)
+        except TimeoutError:
+            raise CoordinationError(
+                f"rank {rank} of {size} has waited {timeout:g} s for the other ranks of the meeting {name!r}"
+            ) from None
+        except ray.exceptions.RayTaskError as exc:
+            raise exc.as_instanceof_cause() from None
+        store = await asyncio.to_thread(TCPStore, host, port, is_master=False, wait_for_workers=False)
+        return Ranks(rank, size, store, generation=generation, address=ray.util.get_node_ip_address())
+
+    @staticmethod
+    def end(name: str) -> None:
+        """End the meeting's actor, if it is there. Its ranks that are connected go on."""
+        try:
+            ray.kill(ray.get_actor(_PREFIX + name))
+        except ValueError:  # there is none
+            return
+
+
+async def _call(reference: Any) -> Any:
+    return await reference
+
+
+def _actor(name: str) -> Any:
+    kind: Any = ray.remote(_Place)
+    options = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1, "lifetime": "detached"}
+    return kind.options(name=_PREFIX + name, get_if_exists=True, max_concurrency=1000, **options).remote()
