@@ -58,8 +58,10 @@ def adapt_storage(cls: Any) -> None:
     if take_over is not None and "identity" in inspect.signature(take_over).parameters:
 
         @functools.wraps(take_over)
-        async def take_over_by_stamp(self: Any, *args: Any, stamp: Any, **options: Any) -> Any:
-            return await take_over(self, *args, identity=stamp, **options)
+        async def take_over_by_stamp(self: Any, *args: Any, **options: Any) -> Any:
+            if "stamp" in options:  # else it is called by a class that was derived from it
+                options["identity"] = options.pop("stamp")
+            return await take_over(self, *args, **options)
 
         cls.take_over = take_over_by_stamp
 

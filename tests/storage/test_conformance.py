@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,21 @@ class TestWrapperStorage(StorageConformance):
 
     def make_storage(self, tmp_path: Path) -> Storage:
         return WrapperStorage(MemoryStorage())
+
+
+class LoopBoundStorage(WrapperStorage):
+    """One whose client can be used on one event loop only."""
+
+    loop: asyncio.AbstractEventLoop | None = None
+
+    async def before(self, step: str, name: str) -> None:
+        self.loop = self.loop or asyncio.get_running_loop()
+        assert self.loop is asyncio.get_running_loop()
+
+
+class TestLoopBoundStorage(TestWrapperStorage):
+    def make_storage(self, tmp_path: Path) -> Storage:
+        return LoopBoundStorage(MemoryStorage())
 
 
 # --- a storage for one process ------------------------------------------------------------------------

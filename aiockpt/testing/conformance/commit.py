@@ -19,6 +19,7 @@ from aiockpt.testing.conformance.suite import (
     DATA,
     METADATA,
     MORE,
+    ROUNDS,
     WRITE_BYTES,
     Interruption,
     Place,
@@ -27,12 +28,12 @@ from aiockpt.testing.conformance.suite import (
     blocking_calls,
     data_of,
     on_a_loop,
+    race,
     write,
 )
 
 T = TypeVar("T")
 
-_ROUNDS = 20
 _FILES = {DATA: data_of(2 * BLOCK_BYTES + 5, seed=1), MORE: data_of(700, seed=2), METADATA: b"the last"}
 _OVER = pytest.mark.parametrize("overwrite", [False, True], ids=["first", "overwrite"])
 _STEPS = ("begin", "create", "write", "finish", "write_files", "commit", "abort")
@@ -70,13 +71,13 @@ class CommitTests(Suite):
     @on_a_loop()
     async def test_one_of_two_publishers_wins(self, overwrite: bool, place: Place) -> None:
         """Without overwrite=True the other one learns that it has not; with it, the last one wins, or refuses to."""
-        for number in range(_ROUNDS):
+        for number in range(ROUNDS):
             here, whole = place.named(f"c-{number}"), [{DATA: b"%d" % each, METADATA: b"m"} for each in range(2)]
             await here.save_old(overwrite)
             both = [await here.begin(overwrite=overwrite) for _ in range(2)]
             for each, files in zip(both, whole, strict=True):
                 await each.write_files({DATA: files[DATA]})
-            ends = await asyncio.gather(*(each.commit({METADATA: b"m"}) for each in both), return_exceptions=True)
+            ends = await race(number, *(each.commit({METADATA: b"m"}) for each in both))
             won = [files for end, files in zip(ends, whole, strict=True) if end is None]
             assert all(end is None or isinstance(end, CheckpointExistsError) for end in ends), ends
             assert len(won) in ((1, 2) if overwrite else (1,)), f"{len(won)} of two have published"

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from aiockpt.errors import AiockptError, DeleteError, RunLockedError
+from aiockpt.errors import AiockptError, DeleteError, RunLockedError, SaveError
 from aiockpt.storage.base import LookBudget, RunLease, shared_storage
 from aiockpt.testing.conformance.suite import DATA, METADATA, MORE, Place, Suite, data_of, on_a_loop
 
@@ -46,6 +46,11 @@ class DirectoryTests(Suite):
         if not self.deletes:
             with pytest.raises(DeleteError):
                 await place.delete()
+        if self.shares and not self.has(storage, "shared_files"):
+            owner = await place.named("d").begin_shared()
+            with pytest.raises(SaveError):
+                await owner.reserve(DATA, 5000)
+            await owner.abort()
         assert await place.contents() == _FILES
 
     # --- looking ----------------------------------------------------------------------------------

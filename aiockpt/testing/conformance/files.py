@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import random
 import threading
@@ -119,37 +120,26 @@ class FileTests(Suite):
 
     @on_a_loop()
     async def test_ranges_are_read(self, place: Place) -> None:
-        """Any offset and length; by ``read``, with every byte seen in order, and many of them by ``read_runs``."""
-        data, draw = data_of(2 * WRITE_BYTES + 123), random.Random(0)
-        await place.save({DATA: data, METADATA: b"m"})
-        runs = [(0, 0), (0, len(data)), (len(data) - 1, 1), (BLOCK_BYTES, BLOCK_BYTES)]
+        """Any offset and length, by several threads; ``read`` shows every byte in order, ``read_runs`` reads many."""
+        files = {name: data_of(2 * WRITE_BYTES + 123, seed) for seed, name in enumerate((DATA, MORE))}
+        await place.save({**files, METADATA: b"m"})
+        nbytes, draw = len(files[DATA]), random.Random(0)
+        runs = [(0, 0), (0, nbytes), (nbytes - 1, 1), (BLOCK_BYTES, BLOCK_BYTES)]
         for most in (10, 5000, 1 << 20):
-            offsets = [draw.randrange(len(data)) for _ in range(20)]
-            runs += [(offset, draw.randint(0, min(most, len(data) - offset))) for offset in offsets]
+            offsets = [draw.randrange(nbytes) for _ in range(20)]
+            runs += [(offset, draw.randint(0, min(most, nbytes - offset))) for offset in offsets]
         async with place.opened() as source:
-            for offset, length in runs:
-                seen: list[bytes] = []
-                got = memoryview(bytearray(length))
-                await place.call(source.read, DATA, offset, got, lambda piece, seen=seen: seen.append(bytes(piece)))  # type: ignore[misc]
-                assert got == data[offset : offset + length], f"{length} bytes at {offset} are others"
-                assert b"".join(seen) == got, f"seen was not called with all of {length} bytes at {offset}, in order"
+
+            def check(name: str, offset: int, length: int) -> None:
+                view, seen = memoryview(bytearray(length)), bytearray()
+                source.read(name, offset, view, seen.extend)
+                assert view == files[name][offset : offset + length], f"{length} bytes at {offset} are others"
+                assert seen == view, f"seen was not called with all of {length} bytes at {offset}, in order"
+
+            await asyncio.gather(*(place.call(check, name, *run) for name, run in itertools.product(files, runs)))
             together = memoryview(bytearray(sum(length for _, length in runs)))
             await place.call(source.read_runs, DATA, runs, together)
-            assert together == b"".join(data[offset : offset + length] for offset, length in runs)
-
-    @on_a_loop()
-    async def test_threads_read_at_the_same_time(self, place: Place) -> None:
-        """From one file, and from several."""
-        files = {DATA: data_of(WRITE_BYTES, seed=1), MORE: data_of(WRITE_BYTES, seed=2), METADATA: b"m"}
-        await place.save(files)
-        async with place.opened() as source:
-
-            async def is_same(number: int) -> bool:
-                name, offset = (DATA, MORE)[number % 2], number * 12_345
-                found = await place.call(source.read_bytes, name, offset, 100_000)
-                return found == files[name][offset : offset + 100_000]
-
-            assert all(await asyncio.gather(*map(is_same, range(64))))
+            assert together == b"".join(files[DATA][offset : offset + length] for offset, length in runs)
 
     @on_a_loop()
     async def test_what_is_not_there_is_an_error(self, place: Place) -> None:
@@ -157,15 +147,9 @@ class FileTests(Suite):
         await place.save({DATA: data_of(5000), METADATA: b"m"})
         async with place.opened() as source:
             outside = f"../{os.path.basename(place.path)}/{DATA}"
-            for name, offset, length in (
-                (DATA, 4000, 1001),
-                (DATA, 5000, 1),
-                (DATA, 1 << 40, 10),
-                ("__9_9.distcp", 0, 1),
-                (outside, 0, 1),
-            ):
+            for name, *run in ((DATA, 4000, 1001), (DATA, 5000, 1), (DATA, 1 << 40, 10), (MORE, 0, 1), (outside, 0, 1)):
                 with pytest.raises(LoadError if name == outside else CorruptCheckpointError):
-                    await place.call(source.read_bytes, name, offset, length)
+                    await place.call(source.read_bytes, name, *run)
 
     @on_a_loop()
     async def test_a_missing_path_is_an_error(self, place: Place) -> None:
@@ -177,6 +161,8 @@ class FileTests(Suite):
         with pytest.raises(CheckpointNotFoundError if self.deletes else (CheckpointNotFoundError, DeleteError)):
             await place.delete()
 
+    # --- the end of a checkpoint ------------------------------------------------------------------
+
     @on_a_loop()
     async def test_an_open_checkpoint_can_be_replaced(self, place: Place) -> None:
         """A source that was opened before reads the old checkpoint."""
@@ -186,22 +172,19 @@ class FileTests(Suite):
             await place.save({DATA: b"new", METADATA: b"m"}, overwrite=True)
             assert await place.call(read_all, source) == old
 
-    # --- deleting ---------------------------------------------------------------------------------
-
     @on_a_loop("deletes")
     async def test_a_checkpoint_is_deleted(self, place: Place) -> None:
         """Only this one, and a source that was opened before goes on reading; its path is free."""
-        place, other = place.named("a"), place.named("b")
         files = {DATA: data_of(5000), METADATA: b"m"}
-        for each in (place, other):
+        for each in (place, place.named("d")):
             await each.save(files)
         async with place.opened() as source:
             await place.delete()
             assert await place.found() is None
             assert await place.call(read_all, source) == files
-        assert await other.contents() == files
         await place.save({METADATA: b"again"})
         assert await place.contents() == {METADATA: b"again"}
+        assert await place.named("d").contents() == files
 
     @on_a_loop()
     async def test_what_is_being_written_is_not_cleaned(self, place: Place) -> None:

@@ -12,23 +12,24 @@ import pickle
 
 import pytest
 
-from aiockpt.errors import AiockptError, SaveError, WriteError
+from aiockpt.errors import AiockptError, WriteError
 from aiockpt.storage.base import PartSink, SharedTransaction, shared_storage
 from aiockpt.testing.conformance.suite import (
     BLOCK_BYTES,
     DATA,
     METADATA,
     MORE,
+    ROUNDS,
     WRITE_BYTES,
     Place,
     Suite,
     aligned,
     data_of,
     on_a_loop,
+    race,
     write,
 )
 
-_ROUNDS = 20
 _WHOLE = {DATA: b"of the owner", MORE: b"of another", METADATA: b"m"}
 
 
@@ -66,12 +67,18 @@ class SharedTests(Suite):
         """By the owner's abort, of which the others learn; theirs does nothing after their commit."""
         owner, other = await self._begin(place)
         watcher = await place.join(owner)
+        if parts := self.has(place.storage, "shared_files"):
+            await owner.reserve("__2_0.distcp", 5000)
+            for each in (owner, watcher):
+                sink = await each.open_part("__2_0.distcp")
+                await sink.write(aligned(b"x" * 100), [(4950, 50, 50)])
         for _ in range(2):
             await other.abort()
-        assert {*await owner.sizes()} == {DATA, MORE}
-        await owner.abort()
-        assert await watcher.status() == "gone"
+        assert len(await owner.sizes()) == (3 if parts else 2), "it has removed what is the owner's"
+        for _ in range(2):
+            await owner.abort()
         await watcher.abort()
+        assert await watcher.status() == "gone"
         assert await place.found() is None
         with pytest.raises(WriteError):
             await place.join(owner)
@@ -79,8 +86,11 @@ class SharedTests(Suite):
     @on_a_loop("shares")
     async def test_a_ticket_is_chosen_before(self, place: Place) -> None:
         """By ``new_ticket``; no two are the same, nor have two transactions the same stamp."""
-        tickets = [shared_storage(place.storage).new_ticket(place.path) for _ in range(2)]
-        begun = [await place.begin_shared(ticket=ticket) for ticket in tickets]
+        storage = shared_storage(place.storage)
+        tickets = [storage.new_ticket(place.path) for _ in range(2)]
+        begun = [
+            await storage.begin(place.path, overwrite=False, workers=place.workers, ticket=ticket) for ticket in tickets
+        ]
         assert [each.ticket for each in begun] == tickets
         assert len(set(tickets)) == len({each.stamp for each in begun}) == 2
         for each in begun:
@@ -200,21 +210,14 @@ class SharedTests(Suite):
     @on_a_loop("shares")
     async def test_one_of_a_publisher_and_a_discarder_wins(self, owner_lives: bool, place: Place) -> None:
         """Everything is published, or nothing is and the publisher learns that."""
-        for number in range(_ROUNDS):
-            here = place.named(f"c-{number}")
+        for number in range(2 * ROUNDS):
+            here, order = place.named(f"c-{number}"), 1 if number % 2 else -1
             owner, other = await self._begin(here)
             if not owner_lives:
                 await owner.release()
             publisher = owner if owner_lives else await here.take_over(owner)
-
-            async def discard(other: SharedTransaction = other, later: int = number // 2) -> None:
-                for _ in range(later):
-                    await asyncio.sleep(0)
-                await other.discard_all()
-
-            calls = [publisher.commit({METADATA: _WHOLE[METADATA]}), discard()]
-            ends = await asyncio.gather(*calls[:: 1 if number % 2 else -1], return_exceptions=True)
-            problem, discarded = ends[:: 1 if number % 2 else -1]
+            calls = [publisher.commit({METADATA: _WHOLE[METADATA]}), other.discard_all()][::order]
+            problem, discarded = (await race(number // 2, *calls))[::order]
             assert discarded is None, discarded
             assert problem is None or isinstance(problem, AiockptError), problem
             await publisher.abort()
@@ -235,8 +238,19 @@ class SharedTests(Suite):
         assert list((await owner.sizes()).values()) == [len(data)], "a reserved file must have its final size"
         others = [await place.join(owner) for _ in range(2)]
         sinks = [await each.open_part(name) for each in (owner, *others)]
-        for runs in zip(*(_parts(len(data), number, len(sinks)) for number in range(len(sinks))), strict=True):
-            await asyncio.gather(*(_write_runs(*each, data) for each in zip(sinks, runs, strict=True)))
+        lengths = itertools.cycle((1, 700, BLOCK_BYTES - 1, BLOCK_BYTES, 3 * BLOCK_BYTES + 5, 200_001))
+        ends = itertools.takewhile(lambda end: end < len(data), itertools.accumulate(lengths))
+        runs = list(itertools.pairwise([0, *ends, len(data)]))
+
+        async def send(sink: PartSink, mine: list[tuple[int, int]]) -> None:
+            for some in (mine[at : at + 4] for at in range(0, len(mine), 4)):
+                placed, view = [], b""  # a buffer that holds nothing else
+                for begin, end in some:
+                    placed.append((begin, len(view), end - begin))
+                    view += data[begin:end]
+                await sink.write(aligned(view), placed)
+
+        await asyncio.gather(*(send(sink, runs[number::3]) for number, sink in enumerate(sinks)))
         for sink in sinks:
             await sink.finish()
         for each in others:
@@ -247,47 +261,3 @@ class SharedTests(Suite):
         found = await place.contents()
         assert is_single_file or found.pop(METADATA) == b"m"
         assert list(found.values()) == [data]
-
-    @on_a_loop("shares", "shared_files")
-    async def test_an_abort_of_the_owner_removes_the_parts_of_all(self, place: Place) -> None:
-        """An abort by a joined process closes only its own parts."""
-        owner = await place.begin_shared()
-        await owner.reserve(DATA, 5000)
-        other = await place.join(owner)
-        for each in (owner, other):
-            sink = await each.open_part(DATA)
-            await sink.write(aligned(b"x" * 100), [(4950, 50, 50)])
-        for _ in range(2):
-            await other.abort()
-        assert (await owner.sizes())[DATA] == 5000, "a process that has joined must not remove what is the owner's"
-        for _ in range(2):
-            await owner.abort()
-        assert await place.found() is None
-
-    @on_a_loop("shares")
-    async def test_parts_are_refused_where_there_are_none(self, place: Place) -> None:
-        """By `Traits.shared_files`."""
-        if self.has(place.storage, "shared_files"):
-            pytest.skip("this storage has such files")
-        owner = await place.begin_shared()
-        with pytest.raises(SaveError):
-            await owner.reserve(DATA, 5000)
-        await owner.abort()
-
-
-def _parts(nbytes: int, number: int, of: int) -> list[list[tuple[int, int]]]:
-    """Return the runs of one of several processes, as begin and end, for each of its writes."""
-    lengths = (1, 700, BLOCK_BYTES - 1, BLOCK_BYTES, 3 * BLOCK_BYTES + 5, 200_001)
-    ends = list(itertools.accumulate(itertools.chain([0], itertools.islice(itertools.cycle(lengths), 18 * of))))
-    runs = [(min(begin, nbytes), min(end, nbytes)) for begin, end in itertools.pairwise([*ends, nbytes])]
-    mine = runs[number::of]
-    return [mine[at::6] for at in range(6)]
-
-
-async def _write_runs(sink: PartSink, runs: list[tuple[int, int]], data: bytes) -> None:
-    """Write runs of the data from a buffer that holds nothing else."""
-    placed, view = [], b""
-    for begin, end in runs:
-        placed.append((begin, len(view), end - begin))
-        view += data[begin:end]
-    await sink.write(aligned(view), placed)

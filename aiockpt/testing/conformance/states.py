@@ -40,7 +40,7 @@ class StateTests(Suite):
     @pytest.mark.parametrize("overwrite", [False, True], ids=["first", "overwrite"])
     @pytest.mark.parametrize("step", ["begin", "create", "write", "finish", "commit"])
     def test_a_failed_save_leaves_nothing(self, step: str, overwrite: bool, place: Place) -> None:
-        """Wherever it fails, the place.path shows what was there before; the next save succeeds."""
+        """Wherever it fails, the path shows what was there before; the next save succeeds."""
         error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         with SyncCheckpointer(storage=place.storage) as checkpointer:
             if overwrite:
@@ -75,22 +75,13 @@ def _state(seed: int) -> dict[str, Any]:
     }
 
 
-def _assert_same(found: Any, expected: Any, where: str = "the state") -> None:
-    assert type(found) is type(expected), f"{where} is a {type(found).__name__}, not a {type(expected).__name__}"
-    if isinstance(expected, torch.Tensor):
-        assert (found.dtype, found.shape) == (expected.dtype, expected.shape), where
-        assert torch.equal(_bits(found), _bits(expected)), f"{where} has other bits"
-    elif isinstance(expected, dict):
-        assert list(found) == list(expected), f"{where} has other keys"
-        for key, value in expected.items():
-            _assert_same(found[key], value, f"{where}[{key!r}]")
-    elif isinstance(expected, list | tuple):
-        assert len(found) == len(expected), where
-        for number, value in enumerate(expected):
-            _assert_same(found[number], value, f"{where}[{number}]")
-    else:
-        assert found == expected, f"{where} is {found!r}, not {expected!r}"
+def _assert_same(found: Any, expected: Any) -> None:
+    assert _plain(found) == _plain(expected)
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8) if tensor.numel() else tensor
+def _plain(value: Any) -> Any:
+    """Return a value that is equal only to one of the same types, keys in the same order, and bits."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.shape, bytes(value.contiguous().reshape(-1).view(torch.uint8).numpy())
+    inner = [*value.keys(), *value.values()] if isinstance(value, dict) else value
+    return type(value), [_plain(each) for each in inner] if isinstance(value, dict | list | tuple) else value

@@ -86,13 +86,19 @@ class Suite:
         """Return whether a storage has one of its `Traits`, or of the abilities that are attributes of this class."""
         return bool(getattr(storage.traits if hasattr(storage.traits, ability) else self, ability))
 
-    @pytest.fixture
-    def place(self, tmp_path: Path) -> Iterator[Place]:
-        """A path where nothing is, in the storage of a test; afterwards nothing unfinished may be left."""
+    @contextlib.contextmanager
+    def free_place(self, tmp_path: Path) -> Iterator[Place]:
+        """Return a path where nothing is, in a storage; afterwards nothing unfinished may be left."""
         workers = CountingWorkers(4, "aiockpt-conformance")
         yield Place(self.make_storage(tmp_path), workers, lambda name: self.path_for(tmp_path, name))
         workers.close()
         assert self.left_in(tmp_path) == []
+
+    @pytest.fixture
+    def place(self, tmp_path: Path) -> Iterator[Place]:
+        """The `free_place` of a test."""
+        with self.free_place(tmp_path) as place:
+            yield place
 
 
 class CountingWorkers(Workers):
@@ -140,13 +146,9 @@ class Place:
         """Begin a transaction."""
         return await self.storage.begin(self.path, overwrite=overwrite, workers=self.workers)
 
-    async def begin_shared(self, *, overwrite: bool = False, ticket: str | None = None) -> SharedTransaction:
+    async def begin_shared(self, *, overwrite: bool = False) -> SharedTransaction:
         """Begin a transaction that others can join."""
-        return shared_transaction(
-            await shared_storage(self.storage).begin(
-                self.path, overwrite=overwrite, workers=self.workers, ticket=ticket
-            )
-        )
+        return shared_transaction(await self.begin(overwrite=overwrite))
 
     async def join(self, owner: SharedTransaction) -> SharedTransaction:
         """Join a transaction as another process does."""
@@ -242,7 +244,8 @@ def read_all(source: Source) -> dict[str, bytes]:
 class Interruption:
     """Acts once, when a call waits for the ``nth`` time, counted from 0; sets ``is_done`` then.
 
-    If ``is_late``, it acts when that wait is over, though the waiting task has not run since.
+    If ``is_late``, it acts when that wait is over, though the waiting task has not run since. If it acts by a
+    coroutine, the call goes on only after that.
     """
 
     nth: int
@@ -265,17 +268,36 @@ class Interruption:
                 return end.value  # type: ignore[no-any-return]
             if number == self.nth and self.is_late and asyncio.isfuture(waits_for):
                 waits_for.add_done_callback(self._act)  # before that of the task
-            elif number == self.nth:
-                self._act()
+            elif number == self.nth and asyncio.iscoroutine(pause := self._act()):
+                yield from pause.__await__()
             try:
                 error = yield waits_for
             except BaseException as exc:
                 error = exc
         raise AssertionError("the call ends or raises")
 
-    def _act(self, _: object = None) -> None:
+    def _act(self, _: object = None) -> object:
         self.is_done = True
-        self.act()
+        return self.act()
+
+
+ROUNDS = 20
+
+
+async def race(number: int, one: Coroutine[Any, Any, T], other: Coroutine[Any, Any, T]) -> list[T | BaseException]:
+    """Await two calls at once; in the first rounds, the other one ends while the first waits for the nth time."""
+    if number >= ROUNDS // 2:
+        return [*await asyncio.gather(one, other, return_exceptions=True)]
+    others: list[asyncio.Future[T]] = []
+
+    async def run() -> None:
+        others.append(asyncio.ensure_future(other))
+        await asyncio.wait(others, timeout=1)  # it may have to wait for the first one
+
+    (end,) = await asyncio.gather(Interruption(number, run).during(one), return_exceptions=True)
+    if not others:  # the first one waits less often
+        await run()
+    return [end, *await asyncio.gather(*others, return_exceptions=True)]
 
 
 # --- calls on the loop's thread ---------------------------------------------------------------------------

@@ -1,0 +1,341 @@
+"""Each group of tests of the conformance suite fails for a storage that is broken in that respect."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import threading
+import time
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+
+from aiockpt.storage.base import LeaseFacts, RunLease, Storage
+from aiockpt.storage.local import storage as local_storage
+from aiockpt.storage.local import transaction as local_transaction
+from aiockpt.storage.local.belonging import remove
+from aiockpt.storage.local.entries import LocalListing
+from aiockpt.storage.local.sink import LocalPartSink, LocalSink
+from aiockpt.storage.local.storage import LocalStorage
+from aiockpt.storage.local.temp_dir import sweep
+from aiockpt.storage.local.transaction import JoinedTransaction, LocalTransaction
+from aiockpt.testing import StorageConformance
+from tests.storage import memory_storage
+from tests.storage.memory_storage import MemoryStorage
+
+DATA, METADATA = "__0_0.distcp", ".metadata"
+GATE = threading.Event()  # of threads that a broken storage leaves behind
+
+Sink, Source, Transaction = memory_storage._MemorySink, memory_storage._MemorySource, memory_storage._MemoryTransaction
+
+
+# --- files ----------------------------------------------------------------------------------------------
+
+
+async def copies_late(self, view, free=lambda: None):
+    asyncio.get_running_loop().call_soon(self._data.extend, view)
+    free()
+
+
+async def frees_twice(self, view, free=lambda: None):
+    self._data += view
+    free(), free()
+
+
+async def never_frees(self, view, free=lambda: None):
+    self._data += view
+
+
+async def frees_in_a_thread(self, view, free=lambda: None):
+    self._data += view
+    await asyncio.to_thread(free)
+
+
+async def loses_a_byte(self):
+    self._files[self._name] = bytes(self._data[:-1])
+
+
+def reads_the_beginning(self, name, offset, view, seen=None):
+    view[:] = self._files[name][: len(view)]
+
+
+def sees_nothing(self, name, offset, view, seen=None):
+    view[:] = self._files[name][offset : offset + len(view)]
+
+
+async def deletes_all(self, path, *, workers):
+    self.checkpoints.clear()
+
+
+async def cleans_the_living(self, directory, *, older_than_s=None, workers):
+    for name in os.listdir(directory):
+        remove(os.path.join(directory, name))
+    return []
+
+
+async def nothing(*_: Any, **__: Any) -> None:
+    pass
+
+
+# --- the end of a transaction ---------------------------------------------------------------------------
+
+
+async def shows_files_early(self, name, nbytes):
+    self._storage.checkpoints[self._path] = self.files
+    return Sink(self.files, name, nbytes)
+
+
+async def publishes_in_two_steps(self, documents=MappingProxyType({})):
+    self._storage.check(self._path, overwrite=self._overwrite)
+    self._storage.checkpoints[self._path] = self.files
+    await asyncio.sleep(0)
+    await self.write_files(documents)
+
+
+async def publishes_after_a_pause(self, documents=MappingProxyType({})):
+    await self.write_files(documents)
+    self._storage.check(self._path, overwrite=self._overwrite)
+    await asyncio.sleep(0)
+    self._storage.checkpoints[self._path] = self.files
+
+
+async def publishes_though_aborted(self):
+    self._storage.checkpoints[self._path] = self.files
+
+
+async def sleeps_on_the_loop(self, documents=MappingProxyType({})):
+    time.sleep(0)  # noqa: ASYNC251
+    await self.write_files(documents)
+    self._storage.checkpoints[self._path] = self.files
+
+
+async def leaves_a_thread(self, view, free=lambda: None):
+    asyncio.get_running_loop().run_in_executor(self._workers, GATE.wait)
+    os.pwrite(self._file.fileno(), view, self._written)
+    self._written += len(view)
+    await asyncio.sleep(0)
+    free()
+
+
+# --- several processes ----------------------------------------------------------------------------------
+
+
+async def removes_all(self):
+    for sink in self._sinks:
+        await sink.close()
+    remove(self._hidden)
+
+
+async def discards_in_two_steps(self):
+    for file in self._files:
+        await self._workers.run(remove, file.path)
+    await self._workers.run(sweep, self._hidden, self._identity)
+
+
+async def writes_backwards(self, files):
+    for name in reversed(files):
+        await self._workers.run(Path(self._hidden, name).write_bytes, files[name])
+
+
+async def puts_it_among_the_files(self, name, data):
+    await self.write_files({name: data})
+
+
+async def is_always_open(self):
+    return "open"
+
+
+def writes_whole_blocks(self, view, runs):
+    for offset, at, nbytes in runs:
+        block = bytes(offset % 4096) + view[at : at + nbytes]
+        os.pwrite(self._fd, block, offset - offset % 4096)
+
+
+# --- directories ----------------------------------------------------------------------------------------
+
+
+def looks_above(self, path, budget=None):
+    return LocalListing(os.path.dirname(path))
+
+
+def lists_everything(self):
+    for name in self.folders:
+        for file in os.listdir(os.path.join(self.path, name)):
+            self.files[f"{name}/{file}"] = os.path.getsize(os.path.join(self.path, name, file))
+
+
+def fetches_the_beginning(self, name, offset, length):
+    return Path(self.path, name).read_bytes()[:length]
+
+
+def copies_aside(self, path, names):
+    aside = os.path.join(os.path.dirname(path), names[0])
+    shutil.copytree(path, aside)
+    return aside
+
+
+def replaces_aside(self, path, names):
+    aside = os.path.join(os.path.dirname(path), names[0])
+    shutil.rmtree(aside, ignore_errors=True)
+    os.rename(path, aside)
+    return aside
+
+
+class Leased(RunLease):
+    def check(self) -> None:
+        pass
+
+    def release(self) -> None:
+        pass
+
+
+def leases_to_all(self, directory):
+    return Leased()
+
+
+def names_another_owner(self, directory):
+    return LeaseFacts("elsewhere", 1, time.time())
+
+
+# --- the tests that find it ------------------------------------------------------------------------------
+
+CANCELLED = "test_a_cancelled_step_leaves_all_or_nothing"
+LOOKED = "test_a_run_is_looked_at"
+OWNER_DIES = "test_what_a_dead_owner_has_begun_is_removed"
+CUT = {"how": "waiting", "overwrite": False}
+
+BROKEN: list[tuple[Any, str, Any, str, dict[str, Any]]] = [
+    (Sink, "finish", loses_a_byte, "test_a_file_is_read_as_it_was_written", {"nbytes": 1, "announced": True}),
+    (Transaction, "write_files", nothing, "test_files_are_written_at_the_same_time", {}),
+    (Sink, "write", copies_late, "test_each_view_is_freed_once", {"announced": False}),
+    (Sink, "write", frees_twice, "test_each_view_is_freed_once", {"announced": True}),
+    (Sink, "write", never_frees, "test_each_view_is_freed_once", {"announced": True}),
+    (Sink, "write", frees_in_a_thread, "test_each_view_is_freed_once", {"announced": False}),
+    (Transaction, "abort", publishes_though_aborted, "test_saves_to_different_paths_do_not_meet", {}),
+    (LocalTransaction, "seal_folder", nothing, "test_what_others_put_into_the_folder_is_a_part", {}),
+    (Source, "read", reads_the_beginning, "test_ranges_are_read", {}),
+    (Source, "read", sees_nothing, "test_ranges_are_read", {}),
+    (Source, "read", sees_nothing, "test_what_is_not_there_is_an_error", {}),
+    (MemoryStorage, "delete", nothing, "test_a_missing_path_is_an_error", {}),
+    (MemoryStorage, "delete", deletes_all, "test_a_checkpoint_is_deleted", {}),
+    (LocalStorage, "clean", cleans_the_living, "test_what_is_being_written_is_not_cleaned", {}),
+    (Transaction, "create", shows_files_early, "test_the_commit_makes_everything_visible", {"overwrite": False}),
+    (MemoryStorage, "check", lambda *_, **__: None, "test_a_taken_path_is_refused", {}),
+    (Transaction, "commit", publishes_after_a_pause, "test_one_of_two_publishers_wins", {"overwrite": False}),
+    (Transaction, "abort", publishes_though_aborted, "test_an_abort_leaves_nothing", {"overwrite": False}),
+    (LocalTransaction, "revoke", lambda self: None, "test_a_revoked_commit_fails_unless_it_has_won", {}),
+    (Transaction, "commit", publishes_in_two_steps, CANCELLED, {**CUT, "step": "commit"}),
+    (local_transaction, "remove_own", lambda *_: None, CANCELLED, {**CUT, "step": "create"}),
+    (LocalSink, "write", leaves_a_thread, CANCELLED, {**CUT, "step": "write"}),
+    (Transaction, "commit", sleeps_on_the_loop, "test_the_loop_is_not_blocked", {}),
+    (JoinedTransaction, "release", removes_all, "test_the_files_of_all_are_published", {}),
+    (
+        LocalTransaction,
+        "finalize",
+        lambda self: self._workers.run(remove, self._path),
+        "test_the_files_of_all_are_published",
+        {},
+    ),
+    (JoinedTransaction, "status", is_always_open, "test_what_all_have_written_is_removed", {}),
+    (local_storage, "new_ticket", lambda: ".the-same", "test_a_ticket_is_chosen_before", {}),
+    (LocalTransaction, "put_sidecar", puts_it_among_the_files, "test_sidecars_are_no_part_of_the_checkpoint", {}),
+    (LocalTransaction, "write_files", writes_backwards, "test_documents_are_written_in_order", {}),
+    (LocalStorage, "__reduce__", lambda self: (MemoryStorage, ()), "test_pickled_it_is_the_same_storage", {}),
+    (LocalTransaction, "_remove", nothing, "test_what_a_dead_owner_has_begun_is_published", {"overwrite": False}),
+    (local_transaction, "remove_own", lambda *_: None, OWNER_DIES, {"by": "abort"}),
+    (JoinedTransaction, "discard_all", nothing, OWNER_DIES, {"by": "discard_all"}),
+    (LocalTransaction, "status", is_always_open, "test_what_the_dead_owner_has_ended_stays_so", {"published": True}),
+    (
+        local_transaction,
+        "check_own",
+        lambda *_: None,
+        "test_a_stamp_of_another_transaction_takes_nothing_over",
+        {"by": "commit"},
+    ),
+    (
+        JoinedTransaction,
+        "discard_all",
+        discards_in_two_steps,
+        "test_one_of_a_publisher_and_a_discarder_wins",
+        {"owner_lives": True},
+    ),
+    (
+        LocalPartSink,
+        "_write",
+        writes_whole_blocks,
+        "test_several_processes_write_parts_of_a_file",
+        {"is_single_file": False},
+    ),
+    (local_transaction, "remove_own", lambda *_: None, "test_what_all_have_written_is_removed", {}),
+    (LocalStorage, "split", lambda self, path: (path, ""), "test_names_are_canonical", {}),
+    (LocalListing, "fetch", fetches_the_beginning, "test_a_checkpoint_is_looked_at", {}),
+    (LocalStorage, "look", looks_above, "test_a_file_is_looked_at", {}),
+    (LocalListing, "list_below", lists_everything, LOOKED, {}),
+    (LocalStorage, "stamp", lambda self, path: "the same", "test_a_stamp_changes_with_the_contents", {}),
+    (LocalStorage, "set_aside", copies_aside, "test_a_damaged_checkpoint_is_set_aside", {}),
+    (LocalStorage, "set_aside", replaces_aside, "test_a_damaged_checkpoint_is_set_aside", {}),
+    (LocalStorage, "lease", leases_to_all, "test_a_lease_has_one_owner", {}),
+    (LocalStorage, "lease", leases_to_all, "test_one_of_several_gets_the_lease", {}),
+    (LocalStorage, "owner_of", names_another_owner, "test_a_lease_has_one_owner", {}),
+    (
+        LocalStorage,
+        "is_finishing",
+        lambda self, directory: True,
+        "test_a_live_manager_does_not_finish_for_a_dead_one",
+        {},
+    ),
+    (Source, "read", reads_the_beginning, "test_a_state_comes_back_bit_for_bit", {}),
+    (MemoryStorage, "check", lambda *_, **__: None, "test_a_state_is_overwritten", {}),
+    (
+        Transaction,
+        "abort",
+        publishes_though_aborted,
+        "test_a_failed_save_leaves_nothing",
+        {"step": "write", "overwrite": False},
+    ),
+]
+
+
+class Conformance(StorageConformance):
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+        self.revokes = self.shares = self.looks = self.sets_aside = self.leases = isinstance(storage, LocalStorage)
+
+    def make_storage(self, tmp_path: Path) -> Storage:
+        return self._storage
+
+
+def fails(suite: Conformance, test: str, parameters: dict[str, Any], path: Path) -> bool:
+    """Run one test; return whether it has failed."""
+    GATE.clear()
+    path.mkdir()
+    try:
+        with suite.free_place(path) as place:
+            try:
+                getattr(suite, test)(place=place, **parameters)
+            finally:
+                GATE.set()
+                place.workers.close()
+    except (Exception, pytest.fail.Exception):
+        return True
+    finally:
+        shutil.rmtree(path)
+    return False
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "broken", "test", "parameters"),
+    BROKEN,
+    ids=[f"{case[0].__name__.rpartition('.')[2]}-{case[1]}-{case[3][5:]}" for case in BROKEN],
+)
+def test_a_broken_storage_is_found(
+    owner: Any, name: str, broken: Any, test: str, parameters: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    suite = Conformance(MemoryStorage() if owner in (MemoryStorage, Sink, Source, Transaction) else LocalStorage())
+    assert not fails(suite, test, parameters, tmp_path / "whole")
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, broken)
+        assert fails(suite, test, parameters, tmp_path / "broken")
