@@ -114,8 +114,8 @@ def restore(run: SyncCheckpointManager, state: Any, **options: Any) -> Restored 
     """Go on from the newest step that is whole, on all workers. Blocks.
 
     That may be one that was written, but not yet reported when the workers were restarted: it is reported now, and no
-    work is lost. Older ones that were never reported are deleted, as Ray does not know of them. If it is an older one, as the newest is damaged, Ray goes on to count the damaged one as a checkpoint
-    until ``num_to_keep`` removes it.
+    work is lost. Older ones that were never reported are deleted, as Ray does not know of them. If the newest is
+    damaged, an older one is taken, and Ray counts the damaged one as a checkpoint until ``num_to_keep`` removes it.
 
     Args:
         run: what `manager` has returned.
