@@ -1,4 +1,4 @@
-"""Lightning: `Trainer.save_checkpoint` with its own two ways to save, and with ours, the wait before the step included."""
+"""Lightning: `Trainer.save_checkpoint` with its own two ways, and with ours, with the wait before the step."""
 
 from __future__ import annotations
 
