@@ -20,8 +20,8 @@ client, in the storage itself. The methods of a transaction are called from one 
 once, each by one task. The methods that are no coroutines block, and are called in threads, several at once, unless
 they say otherwise. Blocking work of a coroutine goes to a thread: ``await workers.run(function, *args)``.
 
-**Cancellation.** Each await may be cancelled: `begin` then leaves nothing, `commit` has published everything or nothing,
-and `abort` has removed everything all the same. After an abort no thread works for the transaction.
+**Cancellation.** Each await may be cancelled: `begin` then leaves nothing, `commit` has published everything or
+nothing, and `abort` has removed everything all the same. After an abort no thread works for the transaction.
 
 **Atomic** must be: `Transaction.commit`, `Storage.delete`, and what decides between them. *Publishing and removing have
 exactly one winner*: of two transactions that publish to one path without ``overwrite``, of one that publishes and one
