@@ -20,6 +20,9 @@ client, in the storage itself. The methods of a transaction are called from one 
 once, each by one task. The methods that are no coroutines block, and are called in threads, several at once, unless
 they say otherwise. Blocking work of a coroutine goes to a thread: ``await workers.run(function, *args)``.
 
+**Cancellation.** Each await may be cancelled: `begin` then leaves nothing, `commit` has published everything or
+nothing, and `abort` has removed everything all the same. After an abort no thread works for the transaction.
+
 **Atomic** must be: `Transaction.commit`, `Storage.delete`, and what decides between them. *Publishing and removing have
 exactly one winner*: of two transactions that publish to one path without ``overwrite``, of one that publishes and one
 that discards it, one succeeds, and the other learns that it has not.
@@ -212,9 +215,9 @@ class Transaction(ABC):
 class SharedTransaction(Transaction):
     """A transaction of several processes: one has begun it, others join it or take it over.
 
-    For a process that has joined it, `commit` makes its own files durable and `abort` closes them; the owner
-    publishes or removes all of them. Sidecar files are messages between the processes; they are never part of the
-    checkpoint. For errors see `Transaction`.
+    For a process that has joined it, `commit` makes its own files durable, and `abort` before that closes them; the
+    owner publishes or removes all of them. Sidecar files are messages between the processes; they are never part of
+    the checkpoint. For errors see `Transaction`.
     """
 
     @property
@@ -637,7 +640,8 @@ class SharedStorage(Storage):
     ) -> SharedTransaction:
         """Take over a transaction whose owner is dead, to commit or to abort it.
 
-        Its `commit` replaces documents that the owner has written already.
+        Its `commit` replaces documents that the owner has written already. If another transaction has the ticket by
+        now, with another stamp, that one is left as it is.
 
         Args:
             path: the path that it was begun with.

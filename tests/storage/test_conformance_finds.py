@@ -26,7 +26,6 @@ from aiockpt.testing import StorageConformance
 from tests.storage import memory_storage
 from tests.storage.memory_storage import MemoryStorage
 
-DATA, METADATA = "__0_0.distcp", ".metadata"
 GATE = threading.Event()  # of threads that a broken storage leaves behind
 
 Sink, Source, Transaction = memory_storage._MemorySink, memory_storage._MemorySource, memory_storage._MemoryTransaction
@@ -76,6 +75,10 @@ async def cleans_the_living(self, directory, *, older_than_s=None, workers):
     return []
 
 
+def anything_goes(*_: Any, **__: Any) -> None:
+    pass
+
+
 async def nothing(*_: Any, **__: Any) -> None:
     pass
 
@@ -100,6 +103,13 @@ async def publishes_after_a_pause(self, documents=MappingProxyType({})):
     self._storage.check(self._path, overwrite=self._overwrite)
     await asyncio.sleep(0)
     self._storage.checkpoints[self._path] = self.files
+
+
+async def changes_what_is_read(self, documents=MappingProxyType({})):
+    await self.write_files(documents)
+    checkpoint = self._storage.checkpoints.setdefault(self._path, {})
+    checkpoint.clear()
+    checkpoint.update(self.files)
 
 
 async def publishes_though_aborted(self):
@@ -127,6 +137,7 @@ async def removes_all(self):
     for sink in self._sinks:
         await sink.close()
     remove(self._hidden)
+    remove(self._path)
 
 
 async def discards_in_two_steps(self):
@@ -202,98 +213,81 @@ def names_another_owner(self, directory):
 
 # --- the tests that find it ------------------------------------------------------------------------------
 
-CANCELLED = "test_a_cancelled_step_leaves_all_or_nothing"
-LOOKED = "test_a_run_is_looked_at"
-OWNER_DIES = "test_what_a_dead_owner_has_begun_is_removed"
+CANCELLED = "a_cancelled_step_leaves_all_or_nothing"
 CUT = {"how": "waiting", "overwrite": False}
+FREED = "each_view_is_freed_once"
+OWNER_DIES = "what_a_dead_owner_has_begun_is_removed"
+STAMP = "a_stamp_of_another_transaction_takes_nothing_over"
+RACE = "one_of_a_publisher_and_a_discarder_wins"
+LEASE = "a_lease_has_one_owner"
+FINISHING = "a_live_manager_does_not_finish_for_a_dead_one"
 
 BROKEN: list[tuple[Any, str, Any, str, dict[str, Any]]] = [
-    (Sink, "finish", loses_a_byte, "test_a_file_is_read_as_it_was_written", {"nbytes": 1, "announced": True}),
-    (Transaction, "write_files", nothing, "test_files_are_written_at_the_same_time", {}),
-    (Sink, "write", copies_late, "test_each_view_is_freed_once", {"announced": False}),
-    (Sink, "write", frees_twice, "test_each_view_is_freed_once", {"announced": True}),
-    (Sink, "write", never_frees, "test_each_view_is_freed_once", {"announced": True}),
-    (Sink, "write", frees_in_a_thread, "test_each_view_is_freed_once", {"announced": False}),
-    (Transaction, "abort", publishes_though_aborted, "test_saves_to_different_paths_do_not_meet", {}),
-    (LocalTransaction, "seal_folder", nothing, "test_what_others_put_into_the_folder_is_a_part", {}),
-    (Source, "read", reads_the_beginning, "test_ranges_are_read", {}),
-    (Source, "read", sees_nothing, "test_ranges_are_read", {}),
-    (Source, "read", sees_nothing, "test_what_is_not_there_is_an_error", {}),
-    (MemoryStorage, "delete", nothing, "test_a_missing_path_is_an_error", {}),
-    (MemoryStorage, "delete", deletes_all, "test_a_checkpoint_is_deleted", {}),
-    (LocalStorage, "clean", cleans_the_living, "test_what_is_being_written_is_not_cleaned", {}),
-    (Transaction, "create", shows_files_early, "test_the_commit_makes_everything_visible", {"overwrite": False}),
-    (MemoryStorage, "check", lambda *_, **__: None, "test_a_taken_path_is_refused", {}),
-    (Transaction, "commit", publishes_after_a_pause, "test_one_of_two_publishers_wins", {"overwrite": False}),
-    (Transaction, "abort", publishes_though_aborted, "test_an_abort_leaves_nothing", {"overwrite": False}),
-    (LocalTransaction, "revoke", lambda self: None, "test_a_revoked_commit_fails_unless_it_has_won", {}),
+    (Sink, "finish", loses_a_byte, "a_file_is_read_as_it_was_written", {"nbytes": 1, "announced": True}),
+    (Transaction, "write_files", nothing, "files_are_written_at_the_same_time", {}),
+    (Sink, "write", copies_late, FREED, {"announced": False}),
+    (Sink, "write", frees_twice, FREED, {"announced": True}),
+    (Sink, "write", never_frees, FREED, {"announced": True}),
+    (Sink, "write", frees_in_a_thread, FREED, {"announced": False}),
+    (Transaction, "abort", publishes_though_aborted, "saves_to_different_paths_do_not_meet", {}),
+    (Sink, "finish", loses_a_byte, "a_checkpoint_may_be_one_file", {}),
+    (LocalTransaction, "seal_folder", nothing, "what_others_put_into_the_folder_is_a_part", {}),
+    (Source, "read", reads_the_beginning, "ranges_are_read", {}),
+    (Source, "read", sees_nothing, "ranges_are_read", {}),
+    (Source, "read", sees_nothing, "what_is_not_there_is_an_error", {}),
+    (MemoryStorage, "delete", nothing, "a_missing_path_is_an_error", {}),
+    (Transaction, "commit", changes_what_is_read, "an_open_checkpoint_can_be_replaced", {}),
+    (MemoryStorage, "delete", deletes_all, "a_checkpoint_is_deleted", {}),
+    (LocalStorage, "clean", cleans_the_living, "what_is_being_written_is_not_cleaned", {}),
+    (Transaction, "create", shows_files_early, "the_commit_makes_everything_visible", {"overwrite": False}),
+    (MemoryStorage, "check", anything_goes, "a_taken_path_is_refused", {}),
+    (Transaction, "commit", publishes_after_a_pause, "one_of_two_publishers_wins", {"overwrite": False}),
+    (Transaction, "abort", publishes_though_aborted, "an_abort_leaves_nothing", {"overwrite": False}),
+    (LocalTransaction, "revoke", anything_goes, "a_revoked_commit_fails_unless_it_has_won", {}),
     (Transaction, "commit", publishes_in_two_steps, CANCELLED, {**CUT, "step": "commit"}),
-    (local_transaction, "remove_own", lambda *_: None, CANCELLED, {**CUT, "step": "create"}),
+    (local_transaction, "remove_own", anything_goes, CANCELLED, {**CUT, "step": "create"}),
     (LocalSink, "write", leaves_a_thread, CANCELLED, {**CUT, "step": "write"}),
-    (Transaction, "commit", sleeps_on_the_loop, "test_the_loop_is_not_blocked", {}),
-    (JoinedTransaction, "release", removes_all, "test_the_files_of_all_are_published", {}),
-    (
-        LocalTransaction,
-        "finalize",
-        lambda self: self._workers.run(remove, self._path),
-        "test_the_files_of_all_are_published",
-        {},
-    ),
-    (JoinedTransaction, "status", is_always_open, "test_what_all_have_written_is_removed", {}),
-    (local_storage, "new_ticket", lambda: ".the-same", "test_a_ticket_is_chosen_before", {}),
-    (LocalTransaction, "put_sidecar", puts_it_among_the_files, "test_sidecars_are_no_part_of_the_checkpoint", {}),
-    (LocalTransaction, "write_files", writes_backwards, "test_documents_are_written_in_order", {}),
-    (LocalStorage, "__reduce__", lambda self: (MemoryStorage, ()), "test_pickled_it_is_the_same_storage", {}),
-    (LocalTransaction, "_remove", nothing, "test_what_a_dead_owner_has_begun_is_published", {"overwrite": False}),
-    (local_transaction, "remove_own", lambda *_: None, OWNER_DIES, {"by": "abort"}),
+    (Transaction, "commit", sleeps_on_the_loop, "the_loop_is_not_blocked", {}),
+    (JoinedTransaction, "release", removes_all, "the_files_of_all_are_published", {}),
+    (LocalTransaction, "finalize", removes_all, "the_files_of_all_are_published", {}),
+    (JoinedTransaction, "status", is_always_open, "what_all_have_written_is_removed", {}),
+    (local_transaction, "remove_own", anything_goes, "what_all_have_written_is_removed", {}),
+    (local_storage, "new_ticket", lambda: ".the-same", "a_ticket_is_chosen_before", {}),
+    (LocalTransaction, "put_sidecar", puts_it_among_the_files, "sidecars_are_no_part_of_the_checkpoint", {}),
+    (LocalTransaction, "write_files", writes_backwards, "documents_are_written_in_order", {}),
+    (LocalStorage, "__reduce__", lambda self: (MemoryStorage, ()), "pickled_it_is_the_same_storage", {}),
+    (LocalTransaction, "_remove", nothing, "what_a_dead_owner_has_begun_is_published", {"overwrite": False}),
+    (local_transaction, "remove_own", anything_goes, OWNER_DIES, {"by": "abort"}),
     (JoinedTransaction, "discard_all", nothing, OWNER_DIES, {"by": "discard_all"}),
-    (LocalTransaction, "status", is_always_open, "test_what_the_dead_owner_has_ended_stays_so", {"published": True}),
-    (
-        local_transaction,
-        "check_own",
-        lambda *_: None,
-        "test_a_stamp_of_another_transaction_takes_nothing_over",
-        {"by": "commit"},
-    ),
-    (
-        JoinedTransaction,
-        "discard_all",
-        discards_in_two_steps,
-        "test_one_of_a_publisher_and_a_discarder_wins",
-        {"owner_lives": True},
-    ),
+    (LocalTransaction, "status", is_always_open, "what_the_dead_owner_has_ended_stays_so", {"published": True}),
+    (local_transaction, "check_own", anything_goes, STAMP, {"by": "commit"}),
+    (JoinedTransaction, "discard_all", discards_in_two_steps, RACE, {"owner_lives": True}),
     (
         LocalPartSink,
         "_write",
         writes_whole_blocks,
-        "test_several_processes_write_parts_of_a_file",
+        "several_processes_write_parts_of_a_file",
         {"is_single_file": False},
     ),
-    (local_transaction, "remove_own", lambda *_: None, "test_what_all_have_written_is_removed", {}),
-    (LocalStorage, "split", lambda self, path: (path, ""), "test_names_are_canonical", {}),
-    (LocalListing, "fetch", fetches_the_beginning, "test_a_checkpoint_is_looked_at", {}),
-    (LocalStorage, "look", looks_above, "test_a_file_is_looked_at", {}),
-    (LocalListing, "list_below", lists_everything, LOOKED, {}),
-    (LocalStorage, "stamp", lambda self, path: "the same", "test_a_stamp_changes_with_the_contents", {}),
-    (LocalStorage, "set_aside", copies_aside, "test_a_damaged_checkpoint_is_set_aside", {}),
-    (LocalStorage, "set_aside", replaces_aside, "test_a_damaged_checkpoint_is_set_aside", {}),
-    (LocalStorage, "lease", leases_to_all, "test_a_lease_has_one_owner", {}),
-    (LocalStorage, "lease", leases_to_all, "test_one_of_several_gets_the_lease", {}),
-    (LocalStorage, "owner_of", names_another_owner, "test_a_lease_has_one_owner", {}),
-    (
-        LocalStorage,
-        "is_finishing",
-        lambda self, directory: True,
-        "test_a_live_manager_does_not_finish_for_a_dead_one",
-        {},
-    ),
-    (Source, "read", reads_the_beginning, "test_a_state_comes_back_bit_for_bit", {}),
-    (MemoryStorage, "check", lambda *_, **__: None, "test_a_state_is_overwritten", {}),
+    (LocalStorage, "split", lambda self, path: (path, ""), "names_are_canonical", {}),
+    (MemoryStorage, "look", anything_goes, "what_an_attribute_excludes_is_refused", {}),
+    (LocalListing, "fetch", fetches_the_beginning, "a_checkpoint_is_looked_at", {}),
+    (LocalStorage, "look", looks_above, "a_file_is_looked_at", {}),
+    (LocalListing, "list_below", lists_everything, "a_run_is_looked_at", {}),
+    (LocalStorage, "stamp", lambda self, path: "the same", "a_stamp_changes_with_the_contents", {}),
+    (LocalStorage, "set_aside", copies_aside, "a_damaged_checkpoint_is_set_aside", {}),
+    (LocalStorage, "set_aside", replaces_aside, "a_damaged_checkpoint_is_set_aside", {}),
+    (LocalStorage, "lease", leases_to_all, LEASE, {}),
+    (LocalStorage, "lease", leases_to_all, "one_of_several_gets_the_lease", {}),
+    (LocalStorage, "owner_of", names_another_owner, LEASE, {}),
+    (LocalStorage, "is_finishing", lambda self, directory: True, FINISHING, {}),
+    (Source, "read", reads_the_beginning, "a_state_comes_back_bit_for_bit", {}),
+    (MemoryStorage, "check", anything_goes, "a_state_is_overwritten", {}),
     (
         Transaction,
         "abort",
         publishes_though_aborted,
-        "test_a_failed_save_leaves_nothing",
+        "a_failed_save_leaves_nothing",
         {"step": "write", "overwrite": False},
     ),
 ]
@@ -315,7 +309,7 @@ def fails(suite: Conformance, test: str, parameters: dict[str, Any], path: Path)
     try:
         with suite.free_place(path) as place:
             try:
-                getattr(suite, test)(place=place, **parameters)
+                getattr(suite, f"test_{test}")(place=place, **parameters)
             finally:
                 GATE.set()
                 place.workers.close()
@@ -329,7 +323,7 @@ def fails(suite: Conformance, test: str, parameters: dict[str, Any], path: Path)
 @pytest.mark.parametrize(
     ("owner", "name", "broken", "test", "parameters"),
     BROKEN,
-    ids=[f"{case[0].__name__.rpartition('.')[2]}-{case[1]}-{case[3][5:]}" for case in BROKEN],
+    ids=[f"{case[0].__name__.rpartition('.')[2]}-{case[1]}-{case[3]}" for case in BROKEN],
 )
 def test_a_broken_storage_is_found(
     owner: Any, name: str, broken: Any, test: str, parameters: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -339,3 +333,8 @@ def test_a_broken_storage_is_found(
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, broken)
         assert fails(suite, test, parameters, tmp_path / "broken")
+
+
+def test_each_test_can_fail() -> None:
+    tests = {name for name in dir(StorageConformance) if name.startswith("test_")}
+    assert tests == {f"test_{case[3]}" for case in BROKEN}

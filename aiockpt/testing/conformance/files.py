@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import os
 import random
@@ -137,6 +138,9 @@ class FileTests(Suite):
                 assert seen == view, f"seen was not called with all of {length} bytes at {offset}, in order"
 
             await asyncio.gather(*(place.call(check, name, *run) for name, run in itertools.product(files, runs)))
+            source.share()
+            with contextlib.suppress(LoadError), await place.call(source.map, MORE) as mapped:  # on a file system
+                assert mapped[:] == files[MORE]
             together = memoryview(bytearray(sum(length for _, length in runs)))
             await place.call(source.read_runs, DATA, runs, together)
             assert together == b"".join(files[DATA][offset : offset + length] for offset, length in runs)
