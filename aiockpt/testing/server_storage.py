@@ -352,6 +352,8 @@ class ServerTransaction(SharedTransaction):
     # --- the end ------------------------------------------------------------------------------------------
 
     async def commit(self, documents: Mapping[str, Document] = MappingProxyType({})) -> None:
+        if not self._joins and await self.status() == "gone":  # before it touches what is another's
+            raise CommitError(f"{self._path} was given up by another process; nothing was published")
         await self.write_files(documents)
         if not self._joins:
             with _errors(CommitError, f"publish {self._path}"):
@@ -428,6 +430,8 @@ class ServerTransaction(SharedTransaction):
             self._objects.put(self._state, b"discard", self.stamp)
         except ConditionError as exc:
             _, state = self._objects.get(self._state) or ({}, b"")
+            if state == b"open":  # another transaction goes by this name
+                return
             if state.startswith(b"publish") and (self._is_sent or state != self._publish_state):
                 if self._joins or self._is_published():
                     return
@@ -716,7 +720,12 @@ class ServerStorage(SharedStorage):
             return begun.enter(self.objects.put(f"{self.key(path)}{begun.ticket}/state", b"open", ""))
 
         with _errors(WriteError, f"begin to write {path}"):
-            return await workers.run(begin)
+            try:
+                return await workers.run(begin)
+            except asyncio.CancelledError:  # which has waited for the thread
+                if begun.stamp is not None:
+                    await outlast(begun.abort())
+                raise
 
     async def join(self, path: str, ticket: str, *, workers: Workers) -> SharedTransaction:
         joined = ServerTransaction(self, self.resolve(path), ticket, _workers=workers, _joins=True)
