@@ -16,6 +16,7 @@ from aiockpt.engine.requests import LoadRequest, OpenRequest, SaveRequest, State
 from aiockpt.errors import SaveError
 
 if TYPE_CHECKING:
+    from aiockpt.core.futures import Completion
     from aiockpt.engine.transaction import SyncTransaction
     from aiockpt.options import Path
     from aiockpt.reading.reader import SyncCheckpointReader
@@ -101,11 +102,17 @@ class SyncCheckpointer(CheckpointerBase):
         """Check all of a checkpoint, blocking; see `AsyncCheckpointer.verify`."""
         return self._loader.verify(path, storage, progress).result()
 
-    def delete(self, path: Path, *, after: SaveHandle | None = None, storage: Storage | None = None) -> None:
-        """Delete a checkpoint, blocking; see `AsyncCheckpointer.delete`. With ``after`` it does not block."""
+    def delete(
+        self, path: Path, *, after: SaveHandle | None = None, storage: Storage | None = None
+    ) -> Completion[None]:
+        """Delete a checkpoint, blocking; see `AsyncCheckpointer.delete`.
+
+        With ``after`` it does not block; what it returns completes when the checkpoint is deleted, or stays.
+        """
         call = self._delete(path, storage, after)
         if after is None:
             call.result()
+        return call.completion
 
     def clean(self, directory: Path, *, older_than_s: float | None = None, storage: Storage | None = None) -> list[str]:
         """Remove orphans in a directory, blocking; see `AsyncCheckpointer.clean`."""

@@ -7,7 +7,7 @@
 | `*.distcp`, `*.safetensors` and `*.bin` that one of these names | yes |
 | other `*.distcp` and `*.safetensors` | if one of these is damaged, or, for `*.distcp`, if there is none |
 | a `*.safetensors` that is alone, and the parts of one set by their names | yes |
-| `common.pt` and `metadata.json` of Megatron, beside `.metadata` | yes |
+| `common.pt` and `metadata.json` of Megatron, and `meta.pt` of Lightning, beside `.metadata` | yes |
 | files of a model repository (`config.json`, `tokenizer*`, ...) | never; safetensors may replace others beside them |
 | directories below | if all that is in them belongs, as an intact `.aiockpt.json` lists it |
 | all other files | never |
@@ -36,6 +36,7 @@ _REPOSITORY = (  # beside the safetensors of a model, as the Hugging Face Hub ha
 )
 _MEGATRON = (COMMON_NAME, CONFIG_NAME)
 _MEGATRON_KEY = b'"sharded_backend"'
+_LIGHTNING = "meta.pt"
 
 
 def describes(name: str) -> bool:
@@ -61,6 +62,8 @@ def own_files(files: Collection[str], documents: Mapping[str, bytes | None], *, 
     own = set(described)
     if _MEGATRON_KEY in (documents.get(_MEGATRON[1]) or b""):
         own.update(_MEGATRON)
+    if METADATA_NAME in described and _LIGHTNING in files:
+        own.add(_LIGHTNING)
     manifest = described.get(MANIFEST_NAME)
     listed = None if manifest is None else files_listed(manifest)
     own.update(name for name in files if name in (listed or ()))

@@ -66,11 +66,11 @@ Sources: ``save_pretrained`` of transformers; for shards ``torch/distributed/che
 """
 
 _CONSOLIDATED_FROM = "sharded"  # beside the files that HuggingFaceStorageWriter has consolidated from it
-# What Trainer, accelerate and the Hub keep beside a model.
+# What Trainer, accelerate, the Hub and Lightning keep beside a model.
 _MODEL = re.compile(r"pytorch_model[^/]*\.bin|consolidated\.[0-9]+\.pth")
 _COMPANION = re.compile(
     r"(optimizer|scheduler|scaler|sampler|dl_state_dict|training_args|rng_state|random_states|custom_checkpoint)"
-    rf"[^/]*\.(pt|pth|bin|pkl)|{_MODEL.pattern}"
+    rf"[^/]*\.(pt|pth|bin|pkl)|meta\.pt|{_MODEL.pattern}"
 )
 # See `_get_ckpt_name` and `_get_zero_ckpt_name` in `deepspeed/runtime/engine.py`.
 _DEEPSPEED = re.compile(r"([^/]+/)?[^/]+_(model|optim)_states\.pt")

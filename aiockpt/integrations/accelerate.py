@@ -22,7 +22,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from aiockpt.errors import CheckpointExistsError
 from aiockpt.integrations.in_flight import SavesInFlight, numbered, replaced
@@ -30,11 +30,13 @@ from aiockpt.integrations.lifetime import missing
 from aiockpt.manager.rng import RngState
 
 try:
-    import accelerate.checkpointing
-    from accelerate import Accelerator
+    import accelerate.checkpointing  # noqa: F401 - its `save` is replaced while a checkpoint is written
     from accelerate.utils import DistributedType
 except ImportError as exc:
     missing("accelerate", "accelerate", exc)
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 _PREFIX = "checkpoint_"
 _LARGE = ("model", "pytorch_model", "optimizer")  # the beginnings of the names of large files
@@ -62,7 +64,8 @@ def state_of(accelerator: Accelerator) -> dict[str, Any]:
 
     The models and optimizers that were prepared, without accelerate's wrappers, so that keys don't depend on them;
     schedulers, data loaders that keep their place, the gradient scaler, what was registered for checkpointing, the
-    random numbers of this rank, and the accelerator's step. Call it after ``accelerator.prepare``; the objects are live.
+    random numbers of this rank, and the accelerator's step. The objects are live: call it after
+    ``accelerator.prepare``.
 
     With several ranks, all of them save and restore it. Parameters that FSDP2 has sharded are saved as shards.
 

@@ -171,7 +171,7 @@ class SavesInFlight:
     # --- directories --------------------------------------------------------------------------------------
 
     def clean(self, run: str) -> None:
-        """Remove, in the background, what killed processes have left while they removed a directory. At its first call."""
+        """Remove in the background what killed processes have left of directories that they removed; once."""
         if run not in self._seen:
             self._seen.add(run)
             for aside in glob.glob(os.path.join(glob.escape(run), f".*{_REMOVED}")):

@@ -114,8 +114,8 @@ def restore(run: SyncCheckpointManager, state: Any, **options: Any) -> Restored 
     """Go on from the newest step that is whole, on all workers. Blocks.
 
     That may be one that was written, but not yet reported when the workers were restarted: it is reported now, and no
-    work is lost. Older ones that were never reported are deleted, as Ray does not know of them. If it is an older one, as the newest is damaged, Ray goes on to count the damaged one as a checkpoint
-    until ``num_to_keep`` removes it.
+    work is lost. Older ones that were never reported are deleted, as Ray does not know of them. If the newest is
+    damaged, an older one is taken, and Ray counts the damaged one as a checkpoint until ``num_to_keep`` removes it.
 
     Args:
         run: what `manager` has returned.
@@ -165,7 +165,7 @@ def _checkpoint(path: str) -> Any:
 _PREFIX = "aiockpt-meeting-"
 
 
-class _Place:
+class _MeetingPlace:
     """The actor: it hosts the store in which ranks meet, and lets them go when all of a generation are there."""
 
     def __init__(self) -> None:
@@ -240,6 +240,6 @@ async def _call(reference: Any) -> Any:
 
 
 def _actor(name: str) -> Any:
-    kind: Any = ray.remote(_Place)
+    kind: Any = ray.remote(_MeetingPlace)
     options = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1, "lifetime": "detached"}
     return kind.options(name=_PREFIX + name, get_if_exists=True, max_concurrency=1000, **options).remote()

@@ -239,7 +239,7 @@ class JointSave(SaveStrategy):
 
         if error is None and not self._coordinator.leads:
             try:
-                await joint.transaction.seal_folder(())  # what this host has written there
+                await joint.transaction.seal_folder(None)  # what this host has written there
             except AiockptError as exc:
                 error = exc
         what = f"the save of {self._job.path}"

@@ -154,8 +154,15 @@ class Transaction(ABC):
         """
         raise SaveError(f"{type(self).__name__} writes to no directory of a file system")
 
-    async def seal_folder(self, known: Container[str]) -> Mapping[str, FileFacts]:
-        """Make durable what others have put into the folder; return the facts of each file whose name is not known."""
+    async def seal_folder(self, known: Container[str] | None) -> Mapping[str, FileFacts]:
+        """Make durable what others have put into the folder.
+
+        Args:
+            known: the names of files whose facts are known; None: all are known, or not of interest.
+
+        Returns:
+            The facts of each file whose name is not known.
+        """
         return {}
 
     @abstractmethod

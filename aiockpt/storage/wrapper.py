@@ -172,7 +172,7 @@ class _WrapperTransaction(SharedTransaction):
     async def open_folder(self) -> str:
         return await self._inner.open_folder()
 
-    async def seal_folder(self, known: Container[str]) -> Mapping[str, FileFacts]:
+    async def seal_folder(self, known: Container[str] | None) -> Mapping[str, FileFacts]:
         return await self._inner.seal_folder(known)
 
     async def commit(self, documents: Mapping[str, Document] = MappingProxyType({})) -> None:

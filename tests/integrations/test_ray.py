@@ -16,14 +16,14 @@ import pytest
 
 pytest.importorskip("ray.train")
 
-import ray  # noqa: E402
-import ray.train  # noqa: E402
-import torch  # noqa: E402
-from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig  # noqa: E402
-from ray.train.torch import TorchTrainer  # noqa: E402
+import ray
+import ray.train
+import torch
+from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
+from ray.train.torch import TorchTrainer
 
-import aiockpt  # noqa: E402
-from aiockpt.integrations import ray as plugin  # noqa: E402
+import aiockpt
+from aiockpt.integrations import ray as plugin
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
 STEPS = 5

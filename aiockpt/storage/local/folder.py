@@ -17,24 +17,28 @@ from aiockpt.storage.local.retries import sync_fd
 _STEP_BYTES = 1 << 20
 
 
-def seal(directory: str, known: Container[str], *, fsync: bool) -> dict[str, FileFacts]:
-    """Make everything below a directory durable; return the facts of the files whose names are not known. Blocks."""
+def seal(directory: str, known: Container[str] | None, *, fsync: bool) -> dict[str, FileFacts]:
+    """Make everything below a directory durable; return the facts of the files whose names are not known. Blocks.
+
+    ``known``: None if no facts are of interest, and nothing is read.
+    """
     facts: dict[str, FileFacts] = {}
     for folder, _, names in os.walk(directory, onerror=_fail):
         for name in names:
             path = os.path.join(folder, name)
             relative = os.path.relpath(path, directory)
-            if relative not in known and relative != OPEN_MARK:
-                facts[relative] = _seal_file(path, fsync=fsync)
+            if relative != OPEN_MARK and (known is None or relative not in known):
+                found = _seal_file(path, reads=known is not None, fsync=fsync)
+                facts |= {} if known is None else {relative: found}
         if fsync:
             sync_directory(folder)
     return facts
 
 
-def _seal_file(path: str, *, fsync: bool) -> FileFacts:
+def _seal_file(path: str, *, reads: bool, fsync: bool) -> FileFacts:
     with open(open_regular(path, flags=os.O_NOFOLLOW), "rb", buffering=0) as file:
         nbytes = crc = 0
-        while piece := file.read(_STEP_BYTES):
+        while reads and (piece := file.read(_STEP_BYTES)):
             nbytes, crc = nbytes + len(piece), crc32(piece, crc)
         if fsync:
             sync_fd(file.fileno())

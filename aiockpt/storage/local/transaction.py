@@ -86,7 +86,7 @@ class LocalTransaction(SharedTransaction):
             self._is_open = True
         return self._hidden
 
-    async def seal_folder(self, known: Container[str]) -> Mapping[str, FileFacts]:
+    async def seal_folder(self, known: Container[str] | None) -> Mapping[str, FileFacts]:
         with write_errors(f"make durable what was put into {self._hidden}"):
             return await self._workers.run(partial(seal, self._hidden, known, fsync=self._policy.fsync))
 

@@ -1,0 +1,260 @@
+"""Checkpoints of Lightning's Trainer and Fabric, written beside training.
+
+::
+
+    from aiockpt.integrations.lightning import AiockptCallback, AiockptCheckpointIO
+
+    trainer = Trainer(plugins=[AiockptCheckpointIO()], callbacks=[AiockptCallback(), ModelCheckpoint(save_top_k=2)])
+
+The classes are those of ``lightning``, or of ``pytorch_lightning`` if only that is imported before, or installed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shutil
+import sys
+import warnings
+from collections.abc import Callable
+from functools import partial
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, Literal
+
+from aiockpt.errors import CheckpointExistsError, DeleteError, SafeGlobalsWarning
+from aiockpt.integrations.lifetime import missing
+from aiockpt.integrations.lightning_shards import InShards, is_urgent
+from aiockpt.integrations.named_saves import NamedSaves
+from aiockpt.integrations.whole_objects import with_whole_objects
+
+if TYPE_CHECKING:
+    import torch
+
+_IS_SEPARATE = find_spec("lightning") is None or ("pytorch_lightning" in sys.modules and "lightning" not in sys.modules)
+_PYTORCH = "pytorch_lightning" if _IS_SEPARATE else "lightning.pytorch"
+_FABRIC = "lightning_fabric" if _IS_SEPARATE else "lightning.fabric"
+try:
+    _callbacks: Any = importlib.import_module(f"{_PYTORCH}.callbacks")
+    _strategies: Any = importlib.import_module(f"{_PYTORCH}.strategies")
+    _plugins: Any = importlib.import_module(f"{_FABRIC}.plugins")
+except ImportError as exc:
+    missing("lightning", "lightning", exc)
+
+_SMALL_BYTES = 64 << 10  # tensors up to that are copied at the call
+_TENSORS = ("state_dict", "optimizer_states")
+
+
+# --- files ------------------------------------------------------------------------------------------------
+
+
+def _keep_device(storage: Any, location: str) -> Any:
+    return storage
+
+
+class AiockptCheckpointIO(_plugins.TorchCheckpointIO):
+    """Writes the files that Lightning would write, beside training; loads them as Lightning does.
+
+    A file is what ``torch.save`` writes, so `load_from_checkpoint` and everything else reads it. It appears when it is
+    durable. A checkpoint is removed only when the one that was saved after it is durable. URLs are left to Lightning.
+
+    Saves run beside training within ``trainer.fit`` if there is an `AiockptCallback`. Outside of it, and without one,
+    a save blocks until it is durable, and leaves no thread.
+
+    Args:
+        wait: "auto": as said. "staged": a save blocks until the tensors are copied, also outside of ``fit``; for
+            Fabric, with `teardown` at the end. "written": every save blocks until it is durable.
+        options: those of `SyncCheckpointer`.
+
+    Attributes:
+        saves: the saves in flight, and their checkpointer.
+    """
+
+    def __init__(self, *, wait: Literal["auto", "staged", "written"] = "auto", **options: Any) -> None:
+        super().__init__()
+        if wait not in ("auto", "staged", "written"):
+            raise ValueError(f"wait is {wait!r}; it must be 'auto', 'staged' or 'written'")
+        self._wait = wait
+        self.saves = NamedSaves(process_group=None, **options)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        """Save a checkpoint; see the class for how long it blocks.
+
+        Raises:
+            AiockptError: it can't be saved, or an earlier save has failed whose error nobody has got.
+        """
+        if storage_options is not None or not _is_local(path):
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        path, saves = os.path.abspath(path), self.saves
+        state = {key: part if key in _TENSORS else with_whole_objects(part) for key, part in checkpoint.items()}
+        durable = is_urgent(path) or self._wait == "written"
+        saves.beside = saves.beside or (self._wait == "staged" and not durable)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SafeGlobalsWarning)  # it is loaded by torch.load, by other rules
+            try:
+                saves.save(state, path, durable=durable, format="torch")
+            except CheckpointExistsError:
+                if not os.path.isfile(path):
+                    raise
+                os.remove(path)  # which is no checkpoint, but is replaced by Lightning too
+                saves.save(state, path, durable=durable, format="torch")
+        if self._wait == "staged":
+            saves.wait_for_copies()
+
+    def load_checkpoint(self, path: Any, map_location: Any = _keep_device, weights_only: bool | None = None) -> Any:
+        """Load a checkpoint when no save is in flight; see Lightning's ``TorchCheckpointIO``."""
+        self.saves.wait()
+        rules = {} if weights_only is None else {"weights_only": weights_only}  # since Lightning 2.6
+        return super().load_checkpoint(path, map_location=map_location, **rules)
+
+    def remove_checkpoint(self, path: Any) -> None:
+        """Remove a checkpoint: when the save that was begun last is durable, or at once if none is in flight."""
+        if not _is_local(path):
+            super().remove_checkpoint(path)
+            return
+        try:
+            self.saves.remove(path)
+        except DeleteError:  # there is something else, which Lightning removes too
+            super().remove_checkpoint(path)
+
+    def teardown(self) -> None:
+        """Wait until every save is durable and what they replace is removed, and end all threads. Idempotent.
+
+        Raises:
+            AiockptError: the failure of a save that nobody has got.
+        """
+        self.saves.end()
+        super().teardown()
+
+
+def _is_local(path: Any) -> bool:
+    return "://" not in os.fspath(path)
+
+
+# --- beside training ----------------------------------------------------------------------------------------
+
+
+class AiockptCallback(_callbacks.Callback):
+    """Lets saves run beside training: steps of the optimizers wait until the tensors are copied.
+
+    For an `AiockptCheckpointIO`, or a strategy of this module. Name it before callbacks that change tensors, such as
+    averages of weights. A failed save is raised at the next batch, or at the end. What loggers are told about a
+    checkpoint, and the link of ``save_last="link"``, wait until it is durable.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._saves = NamedSaves()  # of this fit
+        self._replaced: list[tuple[Any, str]] = []
+        self._large_buffers: list[torch.Tensor] = []
+        self._versions = 0
+        self._forward_changes = False
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Refuse a trainer that saves in another way."""
+        if _saves_of(trainer) is None and not hasattr(trainer.strategy.checkpoint_io, "checkpoint_io"):
+            raise ValueError(
+                "AiockptCallback has nothing to do: give the Trainer plugins=[AiockptCheckpointIO()], or for shards "
+                "strategy=AiockptModelParallelStrategy() or AiockptFSDPStrategy()"
+            )
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Let saves run beside training."""
+        saves = _saves_of(trainer)
+        if saves is None:  # within another plug-in, whose threads call it
+            return
+        self._restore()
+        self._saves, self._forward_changes = saves, False
+        saves.beside, saves.optimizers = True, lambda: trainer.optimizers
+        self._large_buffers = [each for each in pl_module.buffers() if each.nbytes > _SMALL_BYTES]
+        for callback in trainer.checkpoint_callbacks:
+            self._replace(callback, "file_exists", _is_taken)
+            self._replace(callback, "_link_checkpoint", _link)
+        for logger in trainer.loggers:
+            self._replace(logger, "after_save_checkpoint", _report)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Raise the failure of a save."""
+        self._saves.raise_failure()
+        self._versions = self._sum_of_versions()
+        if self._forward_changes:
+            self._saves.fence()
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        """Wait for the copies."""
+        self._saves.fence()
+        self._forward_changes = self._forward_changes or self._versions != self._sum_of_versions()
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        """Wait for the copies: averages of weights are exchanged with the weights now."""
+        self._saves.fence()
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Wait until everything is durable; raise the failure of a save."""
+        self._saves.end()
+        self._restore()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Wait until everything is durable. Saves block until they are from now on."""
+        self._saves.end_after(exception)
+        self._restore()
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Undo what `on_fit_start` has done, if there was nothing to train."""
+        self._restore()
+
+    def _sum_of_versions(self) -> int:
+        return sum(0 if each.is_inference() else each._version for each in self._large_buffers)
+
+    # What Lightning does with a file right after its save:
+
+    def _replace(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
+        if hasattr(owner, name) and name not in vars(owner):
+            setattr(owner, name, partial(function, self._saves, getattr(owner, name)))
+            self._replaced.append((owner, name))
+
+    def _restore(self) -> None:
+        while self._replaced:
+            delattr(*self._replaced.pop())
+
+
+def _report(saves: NamedSaves, stock: Callable[..., Any], callback: Any) -> None:
+    saves.then(lambda: stock(callback))
+
+
+def _saves_of(trainer: Any) -> NamedSaves | None:
+    strategy = trainer.strategy
+    owner = strategy if isinstance(strategy, InShards) and strategy.in_shards else strategy.checkpoint_io
+    return owner.saves if isinstance(owner, AiockptCheckpointIO | InShards) else None
+
+
+def _is_taken(saves: NamedSaves, stock: Callable[..., bool], path: Any, trainer: Any) -> bool:
+    is_flying = trainer.is_global_zero and saves.will_be(path)
+    return stock(path, trainer) or trainer.strategy.reduce_boolean_decision(is_flying, all=False)
+
+
+def _link(saves: NamedSaves, stock: Callable[..., Any], trainer: Any, path: str, link: str) -> None:
+    if trainer.is_global_zero and os.path.abspath(path) != os.path.abspath(link):
+        saves.then(lambda: _make_link(path, link))
+    trainer.strategy.barrier()
+
+
+def _make_link(path: str, link: str) -> None:
+    if os.path.isdir(link) and not os.path.islink(link):
+        shutil.rmtree(link)
+    beside = f"{link}.{os.getpid()}"
+    os.symlink(os.path.relpath(path, os.path.dirname(link)), beside)
+    os.replace(beside, link)
+
+
+# --- shards -------------------------------------------------------------------------------------------------
+
+
+class AiockptModelParallelStrategy(InShards, _strategies.ModelParallelStrategy):
+    """Saves the shards of FSDP2 and tensor parallelism beside training; see `InShards`."""
+
+
+class AiockptFSDPStrategy(InShards, _strategies.FSDPStrategy):
+    """Saves the shards of FSDP beside training, with ``state_dict_type="sharded"``; see `InShards`."""
+
+    _model_key = "model"
