@@ -22,7 +22,7 @@ from aiockpt.testing.conformance.suite import (
     ROUNDS,
     WRITE_BYTES,
     Interruption,
-    Place,
+    StoragePath,
     Suite,
     aligned,
     blocking_calls,
@@ -44,7 +44,7 @@ class CommitTests(Suite):
 
     @_OVER
     @on_a_loop()
-    async def test_the_commit_makes_everything_visible(self, overwrite: bool, place: Place) -> None:
+    async def test_the_commit_makes_everything_visible(self, overwrite: bool, place: StoragePath) -> None:
         """Before it the path is free, or has the old checkpoint; after it all files are there, and none of the old."""
         old = await place.save_old(overwrite)
         await place.call(place.storage.check, place.path, overwrite=overwrite)
@@ -58,7 +58,7 @@ class CommitTests(Suite):
         assert len(await place.contents()) == 5
 
     @on_a_loop()
-    async def test_a_taken_path_is_refused(self, place: Place) -> None:
+    async def test_a_taken_path_is_refused(self, place: StoragePath) -> None:
         """Without overwrite=True, at the latest by the commit; the checkpoint stays as it is."""
         await place.save({DATA: b"old", METADATA: b"m"})
         with contextlib.suppress(CheckpointExistsError):
@@ -69,7 +69,7 @@ class CommitTests(Suite):
 
     @_OVER
     @on_a_loop()
-    async def test_one_of_two_publishers_wins(self, overwrite: bool, place: Place) -> None:
+    async def test_one_of_two_publishers_wins(self, overwrite: bool, place: StoragePath) -> None:
         """Without overwrite=True the other one learns that it has not; with it, the last one wins, or refuses to."""
         for number in range(ROUNDS):
             here, whole = place.named(f"c-{number}"), [{DATA: b"%d" % each, METADATA: b"m"} for each in range(2)]
@@ -87,7 +87,7 @@ class CommitTests(Suite):
 
     @_OVER
     @on_a_loop()
-    async def test_an_abort_leaves_nothing(self, overwrite: bool, place: Place) -> None:
+    async def test_an_abort_leaves_nothing(self, overwrite: bool, place: StoragePath) -> None:
         """With one file finished and one not; again it does nothing. The path is free, or as it was before."""
         old = await place.save_old(overwrite)
         transaction = await place.begin(overwrite=overwrite)
@@ -101,7 +101,7 @@ class CommitTests(Suite):
         await place.save({DATA: b"x", METADATA: b"m"}, overwrite=overwrite)
 
     @on_a_loop("revokes")
-    async def test_a_revoked_commit_fails_unless_it_has_won(self, place: Place) -> None:
+    async def test_a_revoked_commit_fails_unless_it_has_won(self, place: StoragePath) -> None:
         """Before the commit it prevents it; at each of its waits the checkpoint is there as a whole, or nothing is."""
         for nth in itertools.count(-1):
             here = place.named(f"c-{nth + 1}")
@@ -125,7 +125,7 @@ class CommitTests(Suite):
     @_OVER
     @on_a_loop()
     async def test_a_cancelled_step_leaves_all_or_nothing(
-        self, overwrite: bool, step: str, how: str, place: Place
+        self, overwrite: bool, step: str, how: str, place: StoragePath
     ) -> None:
         """At each of its waits: after an abort everything is published, or nothing is left; no thread goes on."""
         for nth in itertools.count():
@@ -146,7 +146,7 @@ class CommitTests(Suite):
             assert found == old or (step == "commit" and found == _FILES), f"cancelled at wait {nth} of {step}"
 
     @on_a_loop()
-    async def test_the_loop_is_not_blocked(self, place: Place) -> None:
+    async def test_the_loop_is_not_blocked(self, place: StoragePath) -> None:
         """No coroutine calls the file system or a blocking socket, or sleeps, on the loop's thread."""
         with blocking_calls() as blocking:
             await place.save(_FILES)
@@ -162,7 +162,13 @@ class CommitTests(Suite):
 
 
 async def _save(
-    place: Place, begun: list[Transaction], step: str, cut: Interruption, scope: anyio.CancelScope, *, overwrite: bool
+    place: StoragePath,
+    begun: list[Transaction],
+    step: str,
+    cut: Interruption,
+    scope: anyio.CancelScope,
+    *,
+    overwrite: bool,
 ) -> None:
     """Save what is cut at one step, and append the transaction to ``begun``."""
 

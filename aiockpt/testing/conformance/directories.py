@@ -11,7 +11,7 @@ import pytest
 
 from aiockpt.errors import AiockptError, DeleteError, RunLockedError, SaveError
 from aiockpt.storage.base import LookBudget, RunLease, shared_storage
-from aiockpt.testing.conformance.suite import DATA, METADATA, MORE, Place, Suite, data_of, on_a_loop
+from aiockpt.testing.conformance.suite import DATA, METADATA, MORE, StoragePath, Suite, data_of, on_a_loop
 
 _FILES = {DATA: data_of(5000), MORE: data_of(300, seed=1), METADATA: b"m"}
 _SIZES = {name: len(data) for name, data in _FILES.items()}
@@ -20,7 +20,7 @@ _SIZES = {name: len(data) for name, data in _FILES.items()}
 class DirectoryTests(Suite):
     """Paths, directories, and leases of runs."""
 
-    def test_names_are_canonical(self, place: Place) -> None:
+    def test_names_are_canonical(self, place: StoragePath) -> None:
         """A resolved path is its own name, and so is what is below it; it is split again where it was joined."""
         storage, below = place.storage, place.below("step-1").below("part").path
         for path in (place.path, below):
@@ -29,7 +29,7 @@ class DirectoryTests(Suite):
         assert storage.split(below) == (place.below("step-1").path, "part")
 
     @on_a_loop()
-    async def test_what_an_attribute_excludes_is_refused(self, place: Place) -> None:
+    async def test_what_an_attribute_excludes_is_refused(self, place: StoragePath) -> None:
         """A test is skipped only for what the storage really lacks."""
         await place.save(_FILES)
         storage, path = place.storage, place.path
@@ -56,7 +56,7 @@ class DirectoryTests(Suite):
     # --- looking ----------------------------------------------------------------------------------
 
     @on_a_loop("looks")
-    async def test_a_checkpoint_is_looked_at(self, place: Place) -> None:
+    async def test_a_checkpoint_is_looked_at(self, place: StoragePath) -> None:
         """All files, with any of their bytes; fewer where a file ends."""
         await place.save(_FILES)
         with await place.call(place.storage.look, place.path) as listing:
@@ -72,7 +72,7 @@ class DirectoryTests(Suite):
         listing.close()
 
     @on_a_loop("looks", "single_files")
-    async def test_a_file_is_looked_at(self, place: Place) -> None:
+    async def test_a_file_is_looked_at(self, place: StoragePath) -> None:
         """Alone, or among the entries of its directory."""
         data = b"\2\0\0\0\0\0\0\0{}"
         single = place.below("c.safetensors")
@@ -84,7 +84,7 @@ class DirectoryTests(Suite):
             assert (listing.is_file, listing.files, listing.folders) == (False, {"c.safetensors": len(data)}, [])
 
     @on_a_loop("looks")
-    async def test_a_run_is_looked_at(self, place: Place) -> None:
+    async def test_a_run_is_looked_at(self, place: StoragePath) -> None:
         """Its checkpoints are its folders; of one that is being written there is nothing."""
         for name in ("step-1", "step-2"):
             await place.below(name).save(_FILES)
@@ -107,7 +107,7 @@ class DirectoryTests(Suite):
             await each.abort()
 
     @on_a_loop("looks")
-    async def test_a_stamp_changes_with_the_contents(self, place: Place) -> None:
+    async def test_a_stamp_changes_with_the_contents(self, place: StoragePath) -> None:
         """Only then; where nothing is, there is none."""
         stamps = [await place.call(place.storage.stamp, place.path)]
         with pytest.raises(FileNotFoundError):
@@ -123,7 +123,7 @@ class DirectoryTests(Suite):
         assert len(set(stamps)) == 4, "the stamps of different contents are the same"
 
     @on_a_loop("sets_aside")
-    async def test_a_damaged_checkpoint_is_set_aside(self, place: Place) -> None:
+    async def test_a_damaged_checkpoint_is_set_aside(self, place: StoragePath) -> None:
         """It gets the first name that is free, and its own is free then; if none is free, it keeps its own."""
         names, above = ["c.damaged", "c.damaged-1"], place.storage.split(place.path)[0]
         for number in range(3):
@@ -142,7 +142,7 @@ class DirectoryTests(Suite):
     # --- leases -----------------------------------------------------------------------------------
 
     @on_a_loop("leases")
-    async def test_a_lease_has_one_owner(self, place: Place) -> None:
+    async def test_a_lease_has_one_owner(self, place: StoragePath) -> None:
         """Others are refused and learn whose it is, until it is released; other runs are free."""
         storage, run, other = place.storage, place.path, place.named("d").path
         for _ in range(2):
@@ -160,7 +160,7 @@ class DirectoryTests(Suite):
             assert await place.call(storage.owner_of, run) is None
 
     @on_a_loop("leases")
-    async def test_one_of_several_gets_the_lease(self, place: Place) -> None:
+    async def test_one_of_several_gets_the_lease(self, place: StoragePath) -> None:
         """Though all try at the same time."""
         for number in range(20):
             path = place.named(f"c-{number}").path
@@ -171,7 +171,7 @@ class DirectoryTests(Suite):
             await place.call(lease.release)
 
     @on_a_loop("leases")
-    async def test_a_live_manager_does_not_finish_for_a_dead_one(self, place: Place) -> None:
+    async def test_a_live_manager_does_not_finish_for_a_dead_one(self, place: StoragePath) -> None:
         """No run is being finished by the writer process of a dead trainer, whatever this process writes to it."""
         await place.below("step-1").save(_FILES)
         transaction = await place.below("step-2").begin()

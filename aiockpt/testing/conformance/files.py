@@ -19,7 +19,7 @@ from aiockpt.testing.conformance.suite import (
     METADATA,
     MORE,
     WRITE_BYTES,
-    Place,
+    StoragePath,
     Suite,
     aligned,
     data_of,
@@ -37,14 +37,14 @@ class FileTests(Suite):
     @pytest.mark.parametrize("announced", [True, False], ids=["announced", "open-ended"])
     @pytest.mark.parametrize("nbytes", _SIZES)
     @on_a_loop()
-    async def test_a_file_is_read_as_it_was_written(self, nbytes: int, announced: bool, place: Place) -> None:
+    async def test_a_file_is_read_as_it_was_written(self, nbytes: int, announced: bool, place: StoragePath) -> None:
         """Any size, announced or not."""
         data = data_of(nbytes)
         await place.save({DATA: data, METADATA: b"m"}, announced=announced)
         assert await place.contents() == {DATA: data, METADATA: b"m"}
 
     @on_a_loop()
-    async def test_files_are_written_at_the_same_time(self, place: Place) -> None:
+    async def test_files_are_written_at_the_same_time(self, place: StoragePath) -> None:
         """Several sinks of a transaction are open at once, and their writes are interleaved."""
         files = {f"__2_{number}.distcp": data_of(3 * WRITE_BYTES + number, seed=number) for number in range(8)}
         transaction = await place.begin()
@@ -59,7 +59,7 @@ class FileTests(Suite):
 
     @pytest.mark.parametrize("announced", [True, False], ids=["announced", "open-ended"])
     @on_a_loop()
-    async def test_each_view_is_freed_once(self, announced: bool, place: Place) -> None:
+    async def test_each_view_is_freed_once(self, announced: bool, place: StoragePath) -> None:
         """On the loop's thread, at the latest by `FileSink.finish`; the memory is used for other things at once."""
         files = {name: data_of(5 * WRITE_BYTES + 99, seed) for seed, name in enumerate((DATA, MORE))}
         transaction, freed = await place.begin(), list[tuple[str, int, int]]()
@@ -85,7 +85,7 @@ class FileTests(Suite):
         assert await place.contents() == {**files, METADATA: b"m"}
 
     @on_a_loop()
-    async def test_saves_to_different_paths_do_not_meet(self, place: Place) -> None:
+    async def test_saves_to_different_paths_do_not_meet(self, place: StoragePath) -> None:
         """Transactions that are open at the same time are independent of each other."""
         one, other = [await place.named(name).begin() for name in "ab"]
         await asyncio.gather(write(one, DATA, b"one"), write(other, DATA, b"other"))
@@ -95,14 +95,14 @@ class FileTests(Suite):
         assert await place.named("b").found() is None
 
     @on_a_loop("single_files")
-    async def test_a_checkpoint_may_be_one_file(self, place: Place) -> None:
+    async def test_a_checkpoint_may_be_one_file(self, place: StoragePath) -> None:
         """The empty name is the checkpoint itself."""
         place, data = place.named("c.safetensors"), b"\2\0\0\0\0\0\0\0{}"
         await place.save({"": data})
         assert list((await place.contents()).values()) == [data]
 
     @on_a_loop()
-    async def test_what_others_put_into_the_folder_is_a_part(self, place: Place) -> None:
+    async def test_what_others_put_into_the_folder_is_a_part(self, place: StoragePath) -> None:
         """If the storage has `Traits.folders`; else none is given."""
         transaction = await place.begin()
         await write(transaction, DATA, b"own")
@@ -120,7 +120,7 @@ class FileTests(Suite):
     # --- reading ----------------------------------------------------------------------------------
 
     @on_a_loop()
-    async def test_ranges_are_read(self, place: Place) -> None:
+    async def test_ranges_are_read(self, place: StoragePath) -> None:
         """Any offset and length, by several threads; ``read`` shows every byte in order, ``read_runs`` reads many."""
         files = {name: data_of(2 * WRITE_BYTES + 123, seed) for seed, name in enumerate((DATA, MORE))}
         await place.save({**files, METADATA: b"m"})
@@ -146,7 +146,7 @@ class FileTests(Suite):
             assert together == b"".join(files[DATA][offset : offset + length] for offset, length in runs)
 
     @on_a_loop()
-    async def test_what_is_not_there_is_an_error(self, place: Place) -> None:
+    async def test_what_is_not_there_is_an_error(self, place: StoragePath) -> None:
         """Bytes behind the end of a file, other files, and names that lead out of the checkpoint."""
         await place.save({DATA: data_of(5000), METADATA: b"m"})
         async with place.opened() as source:
@@ -156,7 +156,7 @@ class FileTests(Suite):
                     await place.call(source.read_bytes, name, *run)
 
     @on_a_loop()
-    async def test_a_missing_path_is_an_error(self, place: Place) -> None:
+    async def test_a_missing_path_is_an_error(self, place: StoragePath) -> None:
         """It can't be opened, and can't be deleted; it can be saved to."""
         for overwrite in (False, True):
             await place.call(place.storage.check, place.path, overwrite=overwrite)
@@ -168,7 +168,7 @@ class FileTests(Suite):
     # --- the end of a checkpoint ------------------------------------------------------------------
 
     @on_a_loop()
-    async def test_an_open_checkpoint_can_be_replaced(self, place: Place) -> None:
+    async def test_an_open_checkpoint_can_be_replaced(self, place: StoragePath) -> None:
         """A source that was opened before reads the old checkpoint."""
         old = {DATA: data_of(3 * WRITE_BYTES, seed=1), METADATA: b"m"}
         await place.save(old)
@@ -177,7 +177,7 @@ class FileTests(Suite):
             assert await place.call(read_all, source) == old
 
     @on_a_loop("deletes")
-    async def test_a_checkpoint_is_deleted(self, place: Place) -> None:
+    async def test_a_checkpoint_is_deleted(self, place: StoragePath) -> None:
         """Only this one, and a source that was opened before goes on reading; its path is free."""
         files = {DATA: data_of(5000), METADATA: b"m"}
         for each in (place, place.named("d")):
@@ -191,7 +191,7 @@ class FileTests(Suite):
         assert await place.named("d").contents() == files
 
     @on_a_loop()
-    async def test_what_is_being_written_is_not_cleaned(self, place: Place) -> None:
+    async def test_what_is_being_written_is_not_cleaned(self, place: StoragePath) -> None:
         """However old it is: its process lives."""
         transaction = await place.begin()
         await write(transaction, DATA, b"x")

@@ -21,7 +21,7 @@ from aiockpt.testing.conformance.suite import (
     MORE,
     ROUNDS,
     WRITE_BYTES,
-    Place,
+    StoragePath,
     Suite,
     aligned,
     data_of,
@@ -36,7 +36,9 @@ _WHOLE = {DATA: b"of the owner", MORE: b"of another", METADATA: b"m"}
 class SharedTests(Suite):
     """Transactions of several processes."""
 
-    async def _begin(self, place: Place, *, overwrite: bool = False) -> tuple[SharedTransaction, SharedTransaction]:
+    async def _begin(
+        self, place: StoragePath, *, overwrite: bool = False
+    ) -> tuple[SharedTransaction, SharedTransaction]:
         """Return a transaction with a file of its owner, and one that has joined it, with another file."""
         owner = await place.begin_shared(overwrite=overwrite)
         other = await place.join(owner)
@@ -46,7 +48,7 @@ class SharedTests(Suite):
         return owner, other
 
     @on_a_loop("shares")
-    async def test_the_files_of_all_are_published(self, place: Place) -> None:
+    async def test_the_files_of_all_are_published(self, place: StoragePath) -> None:
         """All see their sizes, and the status; a process that stops taking part leaves its files to the others."""
         owner, other = await self._begin(place)
         sizes = {name: len(data) for name, data in _WHOLE.items() if name != METADATA}
@@ -63,7 +65,7 @@ class SharedTests(Suite):
         assert await place.contents() == _WHOLE
 
     @on_a_loop("shares")
-    async def test_what_all_have_written_is_removed(self, place: Place) -> None:
+    async def test_what_all_have_written_is_removed(self, place: StoragePath) -> None:
         """By the owner's abort, of which the others learn; theirs does nothing after their commit."""
         owner, other = await self._begin(place)
         watcher = await place.join(owner)
@@ -84,7 +86,7 @@ class SharedTests(Suite):
             await place.join(owner)
 
     @on_a_loop("shares")
-    async def test_a_ticket_is_chosen_before(self, place: Place) -> None:
+    async def test_a_ticket_is_chosen_before(self, place: StoragePath) -> None:
         """By ``new_ticket``; no two are the same, nor have two transactions the same stamp."""
         storage = shared_storage(place.storage)
         tickets = [storage.new_ticket(place.path) for _ in range(2)]
@@ -99,7 +101,7 @@ class SharedTests(Suite):
             await each.abort()
 
     @on_a_loop("shares")
-    async def test_sidecars_are_no_part_of_the_checkpoint(self, place: Place) -> None:
+    async def test_sidecars_are_no_part_of_the_checkpoint(self, place: StoragePath) -> None:
         """Others read them until they are deleted, by anyone; those that are not there are None."""
         owner, other = await self._begin(place)
         await other.put_sidecar("part-1", data := data_of(100_000))
@@ -113,7 +115,7 @@ class SharedTests(Suite):
         await other.release()
 
     @on_a_loop("shares")
-    async def test_documents_are_written_in_order(self, place: Place) -> None:
+    async def test_documents_are_written_in_order(self, place: StoragePath) -> None:
         """None is there before those ahead of it: the last one makes the checkpoint."""
         owner, other = await self._begin(place)
         names = [f"{chr(ord('z') - number)}.distcp" for number in range(12)]  # a listing may be made in their order
@@ -127,9 +129,9 @@ class SharedTests(Suite):
         await other.release()
 
     @on_a_loop("shares")
-    async def test_pickled_it_is_the_same_storage(self, place: Place) -> None:
+    async def test_pickled_it_is_the_same_storage(self, place: StoragePath) -> None:
         """As for a writer process: it joins what the first one has begun, and finds its checkpoints."""
-        there = Place(pickle.loads(pickle.dumps(place.storage)), place.workers, place.path_for)
+        there = StoragePath(pickle.loads(pickle.dumps(place.storage)), place.workers, place.path_for)
         owner = await place.begin_shared()
         other = await there.join(owner)
         await write(other, MORE, b"more")
@@ -142,7 +144,7 @@ class SharedTests(Suite):
 
     @pytest.mark.parametrize("overwrite", [False, True], ids=["first", "overwrite"])
     @on_a_loop("shares")
-    async def test_what_a_dead_owner_has_begun_is_published(self, overwrite: bool, place: Place) -> None:
+    async def test_what_a_dead_owner_has_begun_is_published(self, overwrite: bool, place: StoragePath) -> None:
         """By the commit of who takes it over, whose documents replace those that the owner has written."""
         await place.save_old(overwrite)
         owner, other = await self._begin(place, overwrite=overwrite)
@@ -158,7 +160,7 @@ class SharedTests(Suite):
 
     @pytest.mark.parametrize("by", ["abort", "discard_all"])
     @on_a_loop("shares")
-    async def test_what_a_dead_owner_has_begun_is_removed(self, by: str, place: Place) -> None:
+    async def test_what_a_dead_owner_has_begun_is_removed(self, by: str, place: StoragePath) -> None:
         """By the abort of who takes it over, or by a process that has joined; then nothing can publish it."""
         owner, other = await self._begin(place)
         late = await place.take_over(owner)
@@ -178,7 +180,7 @@ class SharedTests(Suite):
 
     @pytest.mark.parametrize("published", [True, False], ids=["published", "removed"])
     @on_a_loop("shares")
-    async def test_what_the_dead_owner_has_ended_stays_so(self, published: bool, place: Place) -> None:
+    async def test_what_the_dead_owner_has_ended_stays_so(self, published: bool, place: StoragePath) -> None:
         """Who takes it over learns what has become of it, and completes it."""
         old = await place.save_old(True)
         owner, other = await self._begin(place, overwrite=True)
@@ -191,7 +193,7 @@ class SharedTests(Suite):
 
     @pytest.mark.parametrize("by", ["abort", "commit"])
     @on_a_loop("shares")
-    async def test_a_stamp_of_another_transaction_takes_nothing_over(self, by: str, place: Place) -> None:
+    async def test_a_stamp_of_another_transaction_takes_nothing_over(self, by: str, place: StoragePath) -> None:
         """It is refused, or what goes by the same name now is left as it is."""
         owner, other = await self._begin(place)
         stranger = await place.named("d").begin_shared()
@@ -210,7 +212,7 @@ class SharedTests(Suite):
 
     @pytest.mark.parametrize("owner_lives", [True, False], ids=["owner", "taken over"])
     @on_a_loop("shares")
-    async def test_one_of_a_publisher_and_a_discarder_wins(self, owner_lives: bool, place: Place) -> None:
+    async def test_one_of_a_publisher_and_a_discarder_wins(self, owner_lives: bool, place: StoragePath) -> None:
         """Everything is published, or nothing is and the publisher learns that."""
         for number in range(2 * ROUNDS):
             here, order = place.named(f"c-{number}"), 1 if number % 2 else -1
@@ -229,7 +231,7 @@ class SharedTests(Suite):
 
     @pytest.mark.parametrize("is_single_file", [False, True], ids=["in a directory", "single file"])
     @on_a_loop("shares", "shared_files")
-    async def test_several_processes_write_parts_of_a_file(self, is_single_file: bool, place: Place) -> None:
+    async def test_several_processes_write_parts_of_a_file(self, is_single_file: bool, place: StoragePath) -> None:
         """Each its own bytes, in turns, which meet in blocks."""
         if is_single_file and not self.has(place.storage, "single_files"):
             pytest.skip("this storage has no checkpoints of one file")

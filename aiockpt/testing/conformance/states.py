@@ -11,14 +11,14 @@ import torch
 
 from aiockpt.errors import CheckpointExistsError, CheckpointNotFoundError, SaveError
 from aiockpt.sync_checkpointer import SyncCheckpointer
-from aiockpt.testing.conformance.suite import Place, Suite
+from aiockpt.testing.conformance.suite import StoragePath, Suite
 from aiockpt.testing.storages import FaultyStorage
 
 
 class StateTests(Suite):
     """States that a checkpointer saves and loads."""
 
-    def test_a_state_comes_back_bit_for_bit(self, place: Place) -> None:
+    def test_a_state_comes_back_bit_for_bit(self, place: StoragePath) -> None:
         """Tensors of several dtypes and sizes, and other values."""
         state = _state(1)
         with SyncCheckpointer(storage=place.storage) as checkpointer:
@@ -27,7 +27,7 @@ class StateTests(Suite):
             report = checkpointer.verify(place.path)
         assert report.ok, f"verify found {report}"
 
-    def test_a_state_is_overwritten(self, place: Place) -> None:
+    def test_a_state_is_overwritten(self, place: StoragePath) -> None:
         """Only where the caller says so."""
         with SyncCheckpointer(storage=place.storage) as checkpointer:
             checkpointer.save(_state(1), place.path)
@@ -39,7 +39,7 @@ class StateTests(Suite):
 
     @pytest.mark.parametrize("overwrite", [False, True], ids=["first", "overwrite"])
     @pytest.mark.parametrize("step", ["begin", "create", "write", "finish", "commit"])
-    def test_a_failed_save_leaves_nothing(self, step: str, overwrite: bool, place: Place) -> None:
+    def test_a_failed_save_leaves_nothing(self, step: str, overwrite: bool, place: StoragePath) -> None:
         """Wherever it fails, the path shows what was there before; the next save succeeds."""
         error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         with SyncCheckpointer(storage=place.storage) as checkpointer:

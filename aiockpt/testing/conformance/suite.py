@@ -45,7 +45,7 @@ def on_a_loop(*abilities: str) -> Callable[[Callable[P, Awaitable[None]]], Calla
         def run(*args: P.args, **kwargs: P.kwargs) -> None:
             suite, place = args[0], kwargs["place"]
             assert isinstance(suite, Suite)
-            assert isinstance(place, Place)
+            assert isinstance(place, StoragePath)
             for ability in abilities:
                 if not suite.has(place.storage, ability):
                     pytest.skip(f"{type(place.storage).__name__} lacks `{ability}`")
@@ -87,15 +87,15 @@ class Suite:
         return bool(getattr(storage.traits if hasattr(storage.traits, ability) else self, ability))
 
     @contextlib.contextmanager
-    def free_place(self, tmp_path: Path) -> Iterator[Place]:
+    def free_place(self, tmp_path: Path) -> Iterator[StoragePath]:
         """Return a path where nothing is, in a storage; afterwards nothing unfinished may be left."""
         workers = CountingWorkers(4, "aiockpt-conformance")
-        yield Place(self.make_storage(tmp_path), workers, lambda name: self.path_for(tmp_path, name))
+        yield StoragePath(self.make_storage(tmp_path), workers, lambda name: self.path_for(tmp_path, name))
         workers.close()
         assert self.left_in(tmp_path) == []
 
     @pytest.fixture
-    def place(self, tmp_path: Path) -> Iterator[Place]:
+    def place(self, tmp_path: Path) -> Iterator[StoragePath]:
         """The `free_place` of a test."""
         with self.free_place(tmp_path) as place:
             yield place
@@ -117,7 +117,7 @@ class CountingWorkers(Workers):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class StoragePath:
     """A path in a storage, and the threads that the storage gets for blocking work."""
 
     storage: Storage
@@ -130,13 +130,13 @@ class Place:
         """The canonical name of the path."""
         return self.storage.resolve(self.path_for(self.name))
 
-    def named(self, name: str) -> Place:
+    def named(self, name: str) -> StoragePath:
         """Return the place of another name."""
-        return Place(self.storage, self.workers, self.path_for, name)
+        return StoragePath(self.storage, self.workers, self.path_for, name)
 
-    def below(self, name: str) -> Place:
+    def below(self, name: str) -> StoragePath:
         """Return the place of a name below this one."""
-        return Place(self.storage, self.workers, lambda _: self.storage.below(self.path, name), name)
+        return StoragePath(self.storage, self.workers, lambda _: self.storage.below(self.path, name), name)
 
     async def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call a blocking method in a thread."""
