@@ -83,7 +83,7 @@ class AiockptCheckpointIO(_plugins.TorchCheckpointIO):
             AiockptError: it can't be saved, or an earlier save has failed whose error nobody has got.
         """
         if storage_options is not None or not _is_local(path):
-            super().save_checkpoint(checkpoint, path, storage_options)
+            super().save_checkpoint(checkpoint, path, storage_options=storage_options)
             return
         path, saves = os.path.abspath(path), self.saves
         state = {key: part if key in _TENSORS else with_whole_objects(part) for key, part in checkpoint.items()}
