@@ -28,7 +28,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
@@ -235,6 +235,19 @@ def decide(state: str, age_s: float, owners: Liveness, *, is_old: bool, grace_s:
     return "remove" if is_over and age_s >= wait_s else "keep"
 
 
+async def _entered(
+    task: str, entering: Awaitable[SharedTransaction], leave: Callable[[], Awaitable[None]]
+) -> SharedTransaction:
+    """Return a transaction; leave it if this is cancelled, since the caller does not get it."""
+    try:
+        with _errors(WriteError, task):
+            return await entering
+    except BaseException:
+        with contextlib.suppress(AiockptError):  # the first error counts
+            await leave()
+        raise
+
+
 class _Sink(FileSink):
     """A file whose parts are sent by several threads."""
 
@@ -311,11 +324,14 @@ class ServerTransaction(SharedTransaction):
 
     def enter(self, stamp: Stamp | None = None) -> SharedTransaction:
         """Take part in what was begun; blocks. Raise WriteError if it is gone, unless it is taken over."""
+        self.stamp = stamp
         found = self._objects.get(self._state)
-        self.stamp = stamp or (None if found is None else found[0]["stamp"])
         if found is None and self._joins:
             raise WriteError(f"{self._token}, which rank 0 has begun for {self._path}, is not there: it was removed")
         if found is not None:
+            self.stamp = stamp or found[0]["stamp"]
+            if found[1] == b"open" and found[0]["stamp"] != self.stamp:
+                raise WriteError(f"{self._token} is that of another save by now, so it can't be taken over")
             self._objects.put(self._held, b"")
         return self
 
@@ -370,7 +386,7 @@ class ServerTransaction(SharedTransaction):
         problem: OSError = ConditionError(f"{self._path} was replaced again and again by other processes")
         try:
             self._check_revoked()
-            self._objects.put(self._state, self._publish_state, self.stamp)
+            self._objects.put(self._state, self._publish_state, str(self.stamp))
         except ConditionError as exc:
             raise CommitError(f"{self._path} was given up by another process; nothing was published") from exc
         for attempt in range(_ATTEMPTS):
@@ -416,7 +432,7 @@ class ServerTransaction(SharedTransaction):
         if not over and self._joins:  # the owner, which can't publish without them, removes those of all
             for key in self._keys:
                 await self._run(self._objects.delete, key)
-        elif not over:
+        elif not over and self.stamp is not None:
             await self._run(self._discard)
         await self.release()
 
@@ -427,10 +443,10 @@ class ServerTransaction(SharedTransaction):
     def _discard(self) -> None:
         """Remove everything, unless another process is publishing it, or this one may have."""
         try:
-            self._objects.put(self._state, b"discard", self.stamp)
+            self._objects.put(self._state, b"discard", str(self.stamp))
         except ConditionError as exc:
             _, state = self._objects.get(self._state) or ({}, b"")
-            if state == b"open":  # another transaction goes by this name
+            if state == b"open":  # another save has begun by this name
                 return
             if state.startswith(b"publish") and (self._is_sent or state != self._publish_state):
                 if self._joins or self._is_published():
@@ -717,27 +733,20 @@ class ServerStorage(SharedStorage):
             found = self.find(path)
             if not (found and overwrite and not found[1]) and (found or self._has_any(path)):
                 raise _taken(path)
-            return begun.enter(self.objects.put(f"{self.key(path)}{begun.ticket}/state", b"open", ""))
+            begun.stamp = self.objects.put(f"{self.key(path)}{begun.ticket}/state", b"open", "")
+            return begun.enter(begun.stamp)
 
-        with _errors(WriteError, f"begin to write {path}"):
-            try:
-                return await workers.run(begin)
-            except asyncio.CancelledError:  # which has waited for the thread
-                if begun.stamp is not None:
-                    await outlast(begun.abort())
-                raise
+        return await _entered(f"begin to write {path}", workers.run(begin), begun.abort)
 
     async def join(self, path: str, ticket: str, *, workers: Workers) -> SharedTransaction:
         joined = ServerTransaction(self, self.resolve(path), ticket, _workers=workers, _joins=True)
-        with _errors(WriteError, f"join the save of {path}"):
-            return await workers.run(joined.enter)
+        return await _entered(f"join the save of {path}", workers.run(joined.enter), joined.release)
 
     async def take_over(
         self, path: str, ticket: str, *, overwrite: bool, workers: Workers, stamp: Stamp | None
     ) -> SharedTransaction:
         taken = ServerTransaction(self, self.resolve(path), ticket, _workers=workers, _overwrite=overwrite)
-        with _errors(WriteError, f"take over the save of {path}"):
-            return await workers.run(taken.enter, stamp)
+        return await _entered(f"take over the save of {path}", workers.run(taken.enter, stamp), taken.release)
 
     async def open(self, path: str, *, workers: Workers) -> Source:
         path = self.resolve(path)
