@@ -368,8 +368,6 @@ class ServerTransaction(SharedTransaction):
     # --- the end ------------------------------------------------------------------------------------------
 
     async def commit(self, documents: Mapping[str, Document] = MappingProxyType({})) -> None:
-        if not self._joins and await self.status() == "gone":  # before it touches what is another's
-            raise CommitError(f"{self._path} was given up by another process; nothing was published")
         await self.write_files(documents)
         if not self._joins:
             with _errors(CommitError, f"publish {self._path}"):
