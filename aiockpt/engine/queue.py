@@ -149,7 +149,7 @@ class SaveQueue:
         with self.lock:
             if self._on_busy != "supersede":
                 return
-            jobs = self._running
+            jobs = [job for job in self._running if not job.spec.is_part]  # which go with their transaction
             given = [jobs[at] for at in superseded([job.handle.staged.done() for job in jobs], self._most)]
         for job in given:
             job.abort(

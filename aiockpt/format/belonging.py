@@ -24,7 +24,7 @@ from fnmatch import fnmatchcase
 
 from aiockpt.errors import LoadError
 from aiockpt.format.manifest.manifest import files_listed
-from aiockpt.format.names import COMMON_NAME, CONFIG_NAME, MANIFEST_NAME, METADATA_NAME, SINGLE_NAME, SUFFIX
+from aiockpt.format.names import COMMON_NAME, CONFIG_NAME, MANIFEST_NAME, METADATA_NAME, OPEN_MARK, SINGLE_NAME, SUFFIX
 from aiockpt.format.recognise import SHARD_INDEX, rank_metadata, set_of
 
 _DCP = "*.distcp"
@@ -106,7 +106,7 @@ def is_safetensors(names: Collection[str]) -> bool:
 
 def order_of_removal(own: Collection[str]) -> list[str]:
     """Order files so that what describes the others goes last: after an interruption it still tells what belongs."""
-    return sorted(own, key=lambda name: (describes(name), name == METADATA_NAME, name))
+    return sorted(own, key=lambda name: (name == OPEN_MARK, describes(name), name == METADATA_NAME, name))
 
 
 def is_still_open(name: str) -> bool:

@@ -207,6 +207,8 @@ class SaveJob:
         ``though_copied``: abort in any phase before it is being published; on the engine's loop only.
         """
         if self.consistency.abort(error, though_copied=though_copied):
+            for part in self.parts:
+                part.abort(error, though_copied=though_copied)
             self._settle_staged(error)
             self._cancel_scope()
 

@@ -66,12 +66,15 @@ class Joint:
                     raise objection
                 await begin([True])
                 return
-            what = f"the transaction of {self.path}"
+            what, hindrance = f"the transaction of {self.path}", None
             ticket = await coordinator.round(call, what, objection or True, begin, self.abort)
-            if self._transaction is None:
-                self._transaction = await self.storage.join(self.path, ticket, workers=workers)
-                if self.storage.traits.folders:
-                    self.folder = await self._transaction.open_folder()
+            try:
+                if not coordinator.leads:
+                    self._transaction = await self.storage.join(self.path, ticket, workers=workers)
+                    self.folder = await self._transaction.open_folder() if self.storage.traits.folders else None
+            except AiockptError as exc:
+                hindrance = exc
+            await coordinator.round(call, what, hindrance or True, _agree, self.abort)
         except BaseException:
             with anyio.CancelScope(shield=True):
                 await self.abort()
@@ -130,15 +133,26 @@ class Joint:
         """Remove everything that was written, unless it is published; on ranks behind rank 0, stop taking part."""
         transaction, self._transaction = self._transaction, None
         if transaction is not None:
-            for number in range(len(self.parts)):
-                await transaction.delete_sidecar(f"t{number}-manifest")
-            await transaction.abort()
+            try:
+                for number in range(len(self.parts)):
+                    await transaction.delete_sidecar(f"t{number}-manifest")
+            finally:
+                await transaction.abort()
+
+    async def discard(self) -> None:
+        """Remove what all ranks have written: rank 0 is dead."""
+        if self._transaction is not None:
+            await self._transaction.discard_all()
 
     async def release(self) -> None:
         """Stop taking part: rank 0 has published."""
         transaction, self._transaction = self._transaction, None
         if transaction is not None:
             await transaction.release()
+
+
+async def _agree(ranks: Sequence[bool]) -> Sequence[bool]:
+    return ranks
 
 
 def _failure_of(parts: Mapping[str, SaveJob]) -> BaseException | None:
@@ -226,8 +240,12 @@ class JointSave(SaveStrategy):
         joint = self._joint
         await self._job.turn.wait_for("over")  # every part is over
         self._over = True
-        if joint.failure is not None:  # on all ranks
-            raise joint.given_up or joint.failure
+        what, failure = f"the save of {self._job.path}", joint.given_up or joint.failure
+        if joint.failure is not None and failure is not None:
+            if self._coordinator is not None and self._job.spec.call is not None:
+                # Usually it is one on all ranks: those that do not know it must not wait for this one.
+                await self._coordinator.give_up(self._job.spec.call, what, failure)
+            raise failure
         error = error or joint.own_failure
         if self._coordinator is None or self._job.spec.call is None:
             if error is not None:
@@ -242,7 +260,6 @@ class JointSave(SaveStrategy):
                 await joint.transaction.seal_folder(None)  # what this host has written there
             except AiockptError as exc:
                 error = exc
-        what = f"the save of {self._job.path}"
         files: dict[str, int] = await self._coordinator.round(
             self._job.spec.call, what, True if error is None else error, publish, joint.abort
         )
@@ -259,6 +276,8 @@ class JointSave(SaveStrategy):
         except BaseException as exc:
             error = exc
         try:
+            if self._coordinator is not None and not self._coordinator.leader_lives:
+                await self._joint.discard()
             await self._joint.abort()
         except AiockptError as exc:
             error.add_note(str(exc))

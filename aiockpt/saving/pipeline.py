@@ -174,6 +174,8 @@ class SavePipeline:
             await job.turn.wait_for("over")  # the save before may be on its way to the fallback
             if job.spec.pre_commit is not None:
                 hook, joint = job.spec.pre_commit, job.spec.joint
+                if joint is not None and (failure := joint.failure or joint.own_failure) is not None:
+                    raise failure
                 await self._run_hook(hook, "pre_commit", *([joint.folder] if joint and _takes_two(hook) else []))
                 await anyio.lowlevel.checkpoint_if_cancelled()  # the hook's thread was awaited to its end
             async with anyio.create_task_group() as tasks:
