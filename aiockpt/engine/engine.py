@@ -78,7 +78,7 @@ class Engine:
             self._throttle = Throttle(options.staging_window, lambda *args: self.loop.post(*args))
         self._tools: EngineResources | None = None
         self._idle: asyncio.TimerHandle | None = None  # ends the thread, as nothing is in flight
-        self._resting: threading.Thread | None = None  # a thread that was ended so
+        self._resting: list[threading.Thread | None] = []  # threads that were ended so, and may not have ended yet
         self._world: CollectiveResources | None = None
         self._calls: weakref.WeakSet[Call[Any]] = weakref.WeakSet()
         self.arenas = ArenaCache()
@@ -350,7 +350,7 @@ class Engine:
 
     def join(self) -> None:
         """Wait for the thread that closes the engine, which has nothing left to do once `close` has completed."""
-        for thread in (self._closer, self._resting):
+        for thread in (self._closer, *self._resting):
             if thread is not None and self.origin.is_here:
                 thread.join()
 
@@ -452,7 +452,8 @@ class Engine:
         with self._lock:
             if self._is_busy or self._closed is not None or self._died is not None or self._world is not None:
                 return  # what is in flight counts anew when it ends
-            self._resting, self._last, self._tools, self._idle = self.loop.thread, None, None, None
+            self._resting = [each for each in (*self._resting, self.loop.thread) if each and each.is_alive()]
+            self._last = self._tools = self._idle = None
             stop = self._stop
             self.loop = EngineLoop(self.origin, self._fail)
             self.reports.rest()
