@@ -19,15 +19,16 @@ Actors that are no workers of Ray Train meet by name::
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
-import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from torch._C._distributed_c10d import TCPStore
 
 from aiockpt.coordination.ranks import Ranks
-from aiockpt.errors import CoordinationError
+from aiockpt.errors import AiockptError, CoordinationError
 from aiockpt.integrations.lifetime import missing
 from aiockpt.manager.manager import SyncCheckpointManager
 from aiockpt.saving.handle import SaveHandle
@@ -42,6 +43,9 @@ except ImportError as exc:
 if TYPE_CHECKING:
     from aiockpt.engine.transaction import CheckpointTransaction
     from aiockpt.manager.requests import Restored
+
+logger = logging.getLogger("aiockpt")
+_announced: WeakKeyDictionary[SyncCheckpointManager, str] = WeakKeyDictionary()  # the last preemption
 
 NAMES = "checkpoint_{:06d}"
 """The names of the steps' directories in the directory of an experiment."""
@@ -125,9 +129,9 @@ def restore(run: SyncCheckpointManager, state: Any, **options: Any) -> Restored 
     Returns:
         As ``run.restore``; None if there is no step.
     """
-    latest = ray.train.get_checkpoint()
     restored = run.restore(state, **options)
-    if restored is not None and (latest is None or run.path_of(restored.step) > os.path.normpath(latest.path)):
+    known = {os.path.basename(each.checkpoint.path) for each in ray.train.get_all_reported_checkpoints()}
+    if restored is not None and os.path.basename(restored.path) not in known:
         ray.train.report(
             dict(restored.metrics),
             _checkpoint(restored.path),
@@ -136,24 +140,25 @@ def restore(run: SyncCheckpointManager, state: Any, **options: Any) -> Restored 
         )
     infos = () if restored is None else run.infos()
     if restored is not None and ray.train.get_context().get_world_rank() == 0:
-        known = {os.path.basename(each.checkpoint.path) for each in ray.train.get_all_reported_checkpoints()}
         for info in infos:
             if info.step < restored.step and os.path.basename(info.path) not in known:
-                run.checkpointer.delete(info.path)
+                try:
+                    run.checkpointer.delete(info.path)
+                except AiockptError as exc:  # such as what Ray has removed a part of
+                    logger.warning("step %d was never reported, but stays: %s", info.step, exc)
     return restored
 
 
 def heed_preemption(run: SyncCheckpointManager) -> bool:
-    """Ask the run for a last save if Ray is about to take a node away; return whether it is. Waits for all workers.
+    """Return whether Ray is about to take a node away, once for each time that it says so. Waits for all workers.
 
-    Call it on every worker where ``run.due`` is called, before it.
+    Save then, and go on: Ray restarts the workers when the node is gone. Call it on every worker.
     """
     info = ray.train.get_preemption_info()
     if info is None:
         return False
-    grace_s = None if info.deadline_ms is None else max(0.0, info.deadline_ms / 1000 - time.time())
-    run.request_last_save(grace_s)
-    return True
+    is_new, _announced[run] = _announced.get(run) != repr(info), repr(info)
+    return is_new
 
 
 def _checkpoint(path: str) -> Any:
@@ -190,6 +195,10 @@ class _MeetingPlace:
         await complete.wait()
         return self._host, self._store.port, self._generation
 
+    async def leave(self, rank: int) -> None:
+        """Wait no longer."""
+        self._here.discard(rank)
+
 
 class Meeting:
     """Where actors of Ray find each other, without ``torch.distributed``.
@@ -218,6 +227,7 @@ class Meeting:
         try:
             host, port, generation = await asyncio.wait_for(_call(place.join.remote(rank, size)), timeout)
         except TimeoutError:
+            await _call(place.leave.remote(rank))
             raise CoordinationError(
                 f"rank {rank} of {size} has waited {timeout:g} s for the other ranks of the meeting {name!r}"
             ) from None
