@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -14,6 +13,9 @@ from typing import Any
 
 import aiockpt.storage
 from aiockpt.storage.base import Storage
+from aiockpt.storage.objects.cleaning import split_token
+from aiockpt.storage.objects.commit import COMMIT_NAME
+from aiockpt.storage.objects.lease import LEASE_NAME
 from aiockpt.testing.server import SCHEME
 from aiockpt.testing.server_storage import storage_for_server
 
@@ -66,7 +68,7 @@ class ServerPath(os.PathLike[str]):
     @property
     def _key(self) -> str:
         """The key of a file of a checkpoint."""
-        return self._storage.look(str(self.parent)).keys[self.name]
+        return self._storage.look(str(self.parent)).keys[self.name][0]
 
     def read_bytes(self) -> bytes:
         return self._storage.objects.get(self._key)[1]
@@ -100,10 +102,10 @@ def left_in(url: str) -> list[str]:
     """Return the objects of unfinished saves, and of those that were not removed, below a URL."""
     storage = storage_of(url)
     objects, start = storage.objects, storage.key(url)
-    found = {start + key: facts for key, facts in objects.below(start).items()}
+    found = {start + key: facts for key, facts in objects.below(start).items() if not key.endswith(LEASE_NAME)}
     states = {key: objects.get(key)[1].decode().partition(" ")[0] for key in found if key.endswith("/state")}
     ended = {key.removesuffix("state") for key, state in states.items() if state in ("replaced", "aside")}
-    for key in [key for key in found if key.endswith("/.commit")]:
-        ended.add(json.loads(objects.get(key)[1])["token"])
+    for key in [key for key in found if key.endswith(f"/{COMMIT_NAME}") and not split_token(key)[0]]:
+        ended.add(storage.record(f"{storage._root}/{key.removesuffix(f'/{COMMIT_NAME}')}").token)
         del found[key]
     return [key for key in found if "/held/" in key or not key.startswith(tuple(ended))]

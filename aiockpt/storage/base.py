@@ -360,7 +360,8 @@ class Listing(ABC):
         is_file: it is no directory.
         files: the size in bytes of each file at the top, by name; `list_below` adds those one level below. Of a
             checkpoint it has all files that are complete, and nothing of a save that is still being written.
-        folders: the names of the directories.
+        folders: the names of the directories. Some may be of saves that are still being written, where there is no
+            folder to look into.
         others: the names of everything else, such as pipes.
         changed_s: when something was changed there last, in seconds as in `time.time`.
         stamp: changes whenever a file at the top does.

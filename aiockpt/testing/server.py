@@ -11,8 +11,8 @@ Requests and replies are frames: the lengths of a JSON text and of a body, then 
 ==========  =============================================  ===========================================================
 ``put``     ``only_if``; the body, or ``upload, parts``    ``stamp``
 ``part``    ``upload, part``; the body                     nothing; the parts of an upload are in no list
-``get``     ``ranges``: of offset and length; null: all    facts: ``size``, ``stamp``, ``modified``, ``age``; the bytes,
-                                                           fewer where the object ends
+``get``     ``ranges``: of offset, from the end if it is   facts: ``size``, ``stamp``, ``modified``; the bytes, fewer
+            negative, and length; null: all; ``only_if``   where the object ends
 ``list``    ``delimiter``                                  ``objects`` whose keys begin with ``key``, with facts; and
                                                            ``prefixes``: what keys have up to the next delimiter
 ``delete``  ``only_if``                                    nothing
@@ -51,13 +51,12 @@ class _Object:
 
     @property
     def facts(self) -> dict[str, Any]:
-        size, age = sum(map(len, self.parts)), time.time() - self.modified
-        return {"size": size, "stamp": self.stamp, "modified": self.modified, "age": age}
+        return {"size": sum(map(len, self.parts)), "stamp": self.stamp, "modified": self.modified}
 
     def views(self, ranges: Sequence[tuple[int, int]]) -> Iterator[memoryview]:
         """Yield the bytes of ranges, without a copy."""
         for offset, length in ranges:
-            begin = 0
+            begin, offset = 0, max(0, offset + self.facts["size"]) if offset < 0 else offset
             for part in self.parts:
                 yield memoryview(part)[max(0, offset - begin) : max(0, offset + length - begin)]
                 begin += len(part)
@@ -110,9 +109,13 @@ class ObjectServer:
         self._uploads.setdefault((key, upload), {})[part] = body
         return {}
 
-    def _get(self, key: str, body: bytearray, ranges: Sequence[tuple[int, int]] | None) -> dict[str, Any]:
+    def _get(
+        self, key: str, body: bytearray, ranges: Sequence[tuple[int, int]] | None, only_if: str | None = None
+    ) -> dict[str, Any]:
         if key not in self._objects:
             return {"error": "absent"}
+        if not self._is(key, only_if):
+            return {"error": "condition"}
         facts = self._objects[key].facts
         return {**facts, "views": [*self._objects[key].views([(0, facts["size"])] if ranges is None else ranges)]}
 

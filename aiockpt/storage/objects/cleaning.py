@@ -1,0 +1,85 @@
+"""The fate of objects that no commit object names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+from aiockpt.format.names import HIDDEN
+from aiockpt.storage.local.temp_dir import Liveness, liveness, read_ticket, this_process
+
+IN_FLIGHT_S = 300.0
+"""No request of a dead process arrives later: longer than a client sends one again and again."""
+_MARK = HIDDEN[1:]
+
+Action = Literal["keep", "discard", "remove"]
+
+
+def decide(state: str, age_s: float, owners: Liveness, *, is_old: bool, grace_s: float, in_flight_s: float) -> Action:
+    """Return what is done with the objects of a token that its commit object does not name.
+
+    ========  ============================================================  ==========================================
+    state     means                                                         action
+    ========  ============================================================  ==========================================
+    open      it is being written                                           discard, if its processes are dead
+    publish   it is being published, or its publisher was killed before     remove, if its processes are dead, and no
+              that, or another one before it could note the replacement     put of theirs can be in flight any more
+    discard   it was not published, and not all of it could be removed      remove
+    replaced  it was replaced or deleted                                    remove, ``grace_s`` seconds after that
+    aside     it was set aside, under another name                          keep
+    (none)    a process has gone on writing after the removal               remove, if it is dead
+    ========  ============================================================  ==========================================
+
+    Args:
+        state: the first word of the state.
+        age_s: since when it has that state, in seconds.
+        owners: whether its processes live.
+        is_old: it is so old that processes of which nothing is known count as dead.
+        grace_s: how long readers may go on with what was replaced, in seconds.
+        in_flight_s: after how many seconds no request of a dead process arrives.
+    """
+    is_left = owners == "dead" or (owners == "unknown" and is_old)
+    if state == "open":
+        return "discard" if is_left else "keep"
+    wait_s = {"publish": max(in_flight_s, grace_s), "replaced": grace_s}.get(state, 0.0)
+    is_over = is_left if state in ("publish", "") else state != "aside"
+    return "remove" if is_over and age_s >= wait_s else "keep"
+
+
+# --- tokens, and the processes that write below them ------------------------------------------------------
+
+
+def token_name(ticket: str) -> str:
+    """Return the name of the objects of a ticket: one without a dot, since they belong to the checkpoint."""
+    return ticket[1:]
+
+
+def ticket_of(name: str) -> str | None:
+    """Return the ticket of a name; None if it is no name of a token."""
+    return f".{name}" if name.startswith(_MARK) and read_ticket(f".{name}") is not None else None
+
+
+def split_token(key: str) -> tuple[str, str]:
+    """Return the token in a key, empty if there is none, and the rest."""
+    names = key.split("/")
+    for number, name in enumerate(names[:-1]):
+        if ticket_of(name):
+            return "/".join(names[: number + 1]) + "/", "/".join(names[number + 1 :])
+    return "", key
+
+
+def owners_of(token: str, found: Iterable[str]) -> Liveness:
+    """Return whether a process lives that takes part: that of the token, and those that have said so."""
+    return liveness_of([ticket_of(token.split("/")[-2]) or "", *holders(found)])
+
+
+def holders(found: Iterable[str]) -> list[str]:
+    """Return the tickets of the processes that have said that they take part."""
+    return [name.removeprefix("held/") for name in found if name.startswith("held/")]
+
+
+def liveness_of(tickets: Sequence[str]) -> Liveness:
+    """Return whether one of several processes lives."""
+    found = map(read_ticket, tickets)
+    states = {liveness(None if each is None else each.owner, this_process()) for each in found}
+    return "alive" if "alive" in states else "unknown" if "unknown" in states else "dead"

@@ -1,0 +1,121 @@
+"""The requests that the protocol needs of an object store. They block, and raise OSError."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from aiockpt.storage.base import Document, FileSink, Seen, Stamp
+
+if TYPE_CHECKING:
+    from aiockpt.core.threads import Workers
+
+_ATTEMPTS = 8
+_PAUSE_S = 0.05
+
+
+class ConditionError(OSError):
+    """An object has another stamp than a request asks for."""
+
+
+class ObjectFacts(NamedTuple):
+    """What a store says of an object."""
+
+    size: int  # in bytes
+    stamp: Stamp
+    modified: float  # in seconds, by the clock of the store
+
+
+class ObjectSink(FileSink):
+    """An object that is being written; it appears when it is finished."""
+
+    @abstractmethod
+    async def stop(self) -> None:
+        """Give it up unless it is finished; no view is in use afterwards. Idempotent."""
+
+
+class ObjectClient(ABC):
+    """Requests to one bucket, by many threads at once. Prefixes end with "/", or are empty."""
+
+    @abstractmethod
+    def put(self, key: str, data: Document, only_if: Stamp | None = None) -> Stamp:
+        """Write an object in one request; return its stamp.
+
+        Args:
+            key: its name.
+            data: its contents.
+            only_if: the stamp that the object must have, "" if there must be none; None if it does not matter.
+
+        Raises:
+            ConditionError: it has another stamp; or this very request was repeated, since its answer was lost.
+        """
+
+    @abstractmethod
+    def get(self, key: str) -> tuple[ObjectFacts, bytes] | None:
+        """Return an object; None if there is none."""
+
+    @abstractmethod
+    def tail(self, key: str, nbytes: int) -> tuple[ObjectFacts, bytes] | None:
+        """Return the facts and the last bytes of an object, all if it is shorter; None if there is none."""
+
+    @abstractmethod
+    def read(
+        self,
+        key: str,
+        runs: Sequence[tuple[int, int]],
+        view: memoryview,
+        seen: Seen | None = None,
+        stamp: Stamp | None = None,
+    ) -> int:
+        """Fill ``view`` with runs of bytes as in `Source.read_runs`; return how many there are.
+
+        Raises:
+            FileNotFoundError: the object does not exist.
+            ConditionError: it has not the ``stamp``.
+        """
+
+    @abstractmethod
+    def below(self, prefix: str) -> dict[str, ObjectFacts]:
+        """Return the facts of all objects below a prefix, by the rest of their keys."""
+
+    @abstractmethod
+    def tops(self, prefix: str) -> tuple[dict[str, ObjectFacts], list[str]]:
+        """Return the objects directly below a prefix, by the rest of their keys, and the names of prefixes there."""
+
+    @abstractmethod
+    def delete(self, keys: Iterable[str]) -> None:
+        """Delete objects, if they exist."""
+
+    @abstractmethod
+    def now(self, near: str) -> float:
+        """Return the time of the store's clock, in seconds; an object below ``near`` may be written to find it."""
+
+    @abstractmethod
+    def sink(self, key: str, nbytes: int | None, workers: Workers) -> ObjectSink:
+        """Return a sink for an object of this size, None if it is not known."""
+
+    # --- made of these ----------------------------------------------------------------------------------
+
+    def put_surely(self, key: str, data: Document, only_if: Stamp) -> Stamp:
+        """Do as `put`, whatever happens to the answers; no other writer has the same ``data``."""
+        for attempt in range(_ATTEMPTS):
+            try:
+                return self.put(key, data, only_if)
+            except OSError as exc:
+                facts, found = self.get(key) or (None, b"")
+                if facts is not None and found == data:
+                    return facts.stamp
+                # Otherwise nobody has won: some stores say so to all that try at once.
+                is_taken = (facts.stamp if facts else "") != only_if
+                if attempt + 1 == _ATTEMPTS or (isinstance(exc, ConditionError) and is_taken):
+                    raise
+                time.sleep(_PAUSE_S * 2**attempt)
+        raise AssertionError("unreachable")
+
+    def remove(self, prefix: str, last: str = "state") -> None:
+        """Delete everything below a prefix, one object as the last."""
+        names = self.below(prefix)
+        self.delete(prefix + name for name in names if name != last)
+        self.delete([prefix + last] if last in names else [])

@@ -1,0 +1,150 @@
+"""The object that makes a checkpoint: DCP's metadata, other documents, the facts of the commit, and a footer."""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from isal.isal_zlib import crc32
+
+from aiockpt.errors import CorruptCheckpointError
+from aiockpt.format.names import METADATA_NAME, SINGLE_NAME
+
+if TYPE_CHECKING:
+    from aiockpt.storage.base import Document, Stamp
+
+COMMIT_NAME = METADATA_NAME
+FILES = "files/"
+_FOOTER = struct.Struct("<QI8s")  # the length of the facts, their CRC-32, and:
+_MAGIC = b"AIOCKPTC"
+TAIL_BYTES = 256 << 10  # usually all but the metadata
+# A short string of a pickle and the opcode that puts it into the memo; see `aiockpt.format.dcp.metadata_opcodes`.
+_FILE = re.compile(rb"\x8c.(?P<name>__[0-9]+_[0-9]+\.distcp)(?=r)", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """The facts of a checkpoint.
+
+    Attributes:
+        token: the prefix of its objects, up to its "/"; empty of one that is being deleted.
+        begun: the stamp of the transaction.
+        files: the sizes of the objects, by the names of the files.
+        documents: where the other files are in the commit object: offset, length there, and length.
+        replaces: the token of what it has replaced.
+        key: of the commit object.
+        stamp: of the commit object, as `modified` and `tail`, its last bytes, and `size`.
+    """
+
+    token: str
+    begun: Stamp = ""
+    files: Mapping[str, int] = field(default_factory=dict)
+    documents: Mapping[str, tuple[int, int, int]] = field(default_factory=dict)
+    replaces: str = ""
+    key: str = ""
+    stamp: Stamp = ""
+    modified: float = 0.0
+    size: int = 0
+    tail: bytes = field(default=b"", repr=False)
+
+    @property
+    def is_file(self) -> bool:
+        """Whether the checkpoint is one file."""
+        return [*self.files, *self.documents] == [SINGLE_NAME]
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The sizes of all files, by name."""
+        return {**self.files, **{name: place[2] for name, place in self.documents.items()}}
+
+
+def encode_commit(
+    token: str, begun: Stamp, files: Mapping[str, int], documents: Mapping[str, Document], replaces: str, path_key: str
+) -> bytes:
+    """Return the commit object of a checkpoint whose keys begin with ``path_key``."""
+    pieces: list[Document] = []
+    places: dict[str, tuple[int, int, int]] = {}
+    at = 0
+    for name in sorted(documents, key=lambda name: name != METADATA_NAME):  # where stock's reader looks for it
+        data = documents[name]
+        stored = relocated(data, token.removeprefix(path_key)) if name == METADATA_NAME else data
+        places[name] = at, len(stored), len(data)
+        pieces.append(stored)
+        at += len(stored)
+    facts = {
+        # Relative, so that the checkpoint can be copied to another place.
+        "token": token.removeprefix(path_key),
+        "begun": begun,
+        "files": dict(files),
+        "documents": places,
+        "replaces": replaces.removeprefix(path_key),
+    }
+    text = json.dumps(facts).encode()
+    return b"".join([*pieces, text, _FOOTER.pack(len(text), crc32(text), _MAGIC)])
+
+
+def with_token(data: bytes, token: str) -> bytes:
+    """Return a commit object with the absolute token ``/`` + token, for a copy that refers to objects elsewhere."""
+    text, begin = _facts(data, len(data))
+    facts = json.loads(text) | {"token": f"/{token}"}
+    text = json.dumps(facts).encode()
+    return data[:begin] + text + _FOOTER.pack(len(text), crc32(text), _MAGIC)
+
+
+def facts_bytes(tail: bytes) -> int | None:
+    """Return how many of the last bytes of an object are the facts and the footer; None if it is no commit object."""
+    if not tail.endswith(_MAGIC):
+        return None
+    length, _, _ = _FOOTER.unpack(tail[-_FOOTER.size :])
+    return int(length) + _FOOTER.size
+
+
+def decode_commit(tail: bytes, size: int, path_key: str, given: Mapping[str, Any]) -> Commit:
+    """Return the facts from the last bytes of a commit object of this size; ``given`` are those of the object."""
+    text, _ = _facts(tail, size)
+    try:
+        facts = json.loads(text)
+        documents = {
+            name: (int(at), int(stored), int(nbytes)) for name, (at, stored, nbytes) in facts["documents"].items()
+        }
+        files = {str(name): int(nbytes) for name, nbytes in facts["files"].items()}
+        token, replaces = (_absolute(facts[name], path_key) for name in ("token", "replaces"))
+        if any(at < 0 or stored < 0 or at + stored > size for at, stored, _ in documents.values()):
+            raise ValueError("documents are not where they should be")
+        return Commit(token, str(facts["begun"]), files, documents, replaces, size=size, tail=tail, **given)
+    except (ValueError, KeyError, TypeError, AttributeError) as exc:
+        raise CorruptCheckpointError(f"{path_key}{COMMIT_NAME} is damaged: {exc}; use an older checkpoint") from exc
+
+
+def _absolute(token: str, path_key: str) -> str:
+    return token[1:] if token.startswith("/") else path_key + token if token else ""
+
+
+def _facts(tail: bytes, size: int) -> tuple[bytes, int]:
+    """Return the JSON of the facts, and where it begins in ``tail``."""
+    length, crc, _ = _FOOTER.unpack(tail[-_FOOTER.size :])
+    begin = len(tail) - _FOOTER.size - length
+    text = tail[max(0, begin) : len(tail) - _FOOTER.size]
+    if begin < 0 or crc32(text) != crc:
+        raise CorruptCheckpointError(f"a commit object of {size} bytes is damaged; use an older checkpoint")
+    return text, begin
+
+
+# --- names of files within DCP's metadata ---------------------------------------------------------------
+
+
+def relocated(metadata: Document, folder: str) -> bytes:
+    """Put the folder of the objects before the names of the files that DCP's metadata refers to."""
+    prefix = f"{folder}{FILES}".encode()
+    return _FILE.sub(lambda found: b"\x8c%c" % len(prefix + found["name"]) + prefix + found["name"], bytes(metadata))
+
+
+def original(metadata: bytes, folder: str) -> bytes:
+    """Return what `relocated` was given. The folder has so many random letters that it is nothing else."""
+    prefix = f"{folder}{FILES}".encode()
+    named = re.compile(rb"\x8c." + re.escape(prefix) + rb"(__[0-9]+_[0-9]+\.distcp)(?=r)", re.DOTALL)
+    return named.sub(lambda found: b"\x8c%c" % len(found[1]) + found[1], metadata)

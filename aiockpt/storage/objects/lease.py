@@ -1,0 +1,141 @@
+"""The right to write to a run, as an object that names its owner and is written again and again.
+
+A store has no locks, and the clocks of hosts differ. So the owner renews the object; another one may take it when its
+process is known to be dead, or when it is old by the clock of the store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+import weakref
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from aiockpt.errors import RunLockedError
+from aiockpt.storage.base import LeaseFacts, RunLease, Stamp
+from aiockpt.storage.local.temp_dir import new_ticket
+from aiockpt.storage.objects.cleaning import liveness_of
+from aiockpt.storage.objects.client import ConditionError, ObjectClient
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+LEASE_NAME = ".aiockpt.lease"
+RENEW_S = 30.0
+STALE_S = 120.0
+
+logger = logging.getLogger("aiockpt")
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectLeaseFacts(LeaseFacts):
+    """The contents of a lease."""
+
+    ticket: str  # empty: it is free
+    beat: str = ""  # differs each time
+
+
+class ObjectLease(RunLease):
+    """A lease that this process has taken. A thread renews it."""
+
+    def __init__(self, objects: ObjectClient, prefix: str, directory: str) -> None:
+        self._objects, self._prefix, self._directory = objects, prefix, directory
+        self._key = prefix + LEASE_NAME
+        self._pid, self._lock, self._ended = os.getpid(), threading.Lock(), threading.Event()
+        self._facts = ObjectLeaseFacts(socket.gethostname(), self._pid, time.time(), new_ticket())
+        found = _read(objects, self._key)
+        if found is not None and not _is_free(objects, prefix, found):
+            raise _locked(directory, found[0])
+        try:
+            self._stamp = self._put("" if found is None else found[1])
+        except ConditionError as exc:  # another one was faster
+            raise _locked(directory, None) from exc
+        # A daemon: a process that is ending anyway does not wait for it.
+        renewing = weakref.ref(self), self._ended
+        self._thread = threading.Thread(target=_renew, args=renewing, name="aiockpt-lease", daemon=True)
+        self._thread.start()
+
+    def _put(self, before: Stamp, ticket: str | None = None) -> Stamp:
+        facts = asdict(self._facts) | {"beat": secrets.token_hex(8)} | ({} if ticket is None else {"ticket": ticket})
+        return self._objects.put_surely(self._key, json.dumps(facts).encode(), before)
+
+    def renew(self) -> None:
+        """Show that this process lives."""
+        with self._lock:
+            try:
+                if not self._ended.is_set():
+                    self._stamp = self._put(self._stamp)
+            except ConditionError:
+                self._ended.set()
+                logger.exception("the lease of %s was taken by another process", self._directory)
+            except OSError as exc:
+                logger.warning("the lease of %s can't be renewed: %s", self._directory, exc)
+
+    def check(self) -> None:
+        with self._lock:
+            try:
+                found = _read(self._objects, self._key)
+            except OSError as exc:  # the save may succeed all the same
+                logger.warning("the lease of %s can't be looked at: %s", self._directory, exc)
+                return
+            if found is not None and found[1] == self._stamp and not self._ended.is_set():
+                return
+        who = "removed" if found is None else f"taken by {found[0]}"
+        raise RunLockedError(f"the lease of {self._directory} was {who}; nothing was saved. Make a new manager")
+
+    def release(self) -> None:
+        pid, self._pid = self._pid, 0
+        if pid != os.getpid():
+            return
+        self._ended.set()
+        with self._lock, contextlib.suppress(OSError):  # it stays, and names a process that is dead soon
+            self._put(self._stamp, ticket="")
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_thread"):
+            self.release()
+
+
+def _renew(lease: weakref.ref[ObjectLease], ended: threading.Event) -> None:
+    while not ended.wait(RENEW_S):
+        found = lease()
+        if found is None:
+            return
+        found.renew()
+        del found
+
+
+def owner_of(objects: ObjectClient, prefix: str) -> LeaseFacts | None:
+    """Return the owner of a run; None if it is free."""
+    found = _read(objects, prefix + LEASE_NAME)
+    return None if found is None or _is_free(objects, prefix, found) else found[0]
+
+
+def _read(objects: ObjectClient, key: str) -> tuple[ObjectLeaseFacts, Stamp, float] | None:
+    found = objects.get(key)
+    if found is None:
+        return None
+    facts: Mapping[str, str | int | float] = json.loads(found[1])
+    return ObjectLeaseFacts(**facts), found[0].stamp, found[0].modified  # type: ignore[arg-type] # as they were written
+
+
+def _is_free(objects: ObjectClient, prefix: str, found: tuple[ObjectLeaseFacts, Stamp, float]) -> bool:
+    facts, _, modified = found
+    if not facts.ticket:
+        return True
+    state = liveness_of([facts.ticket])
+    return state == "dead" or (state == "unknown" and objects.now(prefix) - modified > STALE_S)
+
+
+def _locked(directory: str, owner: LeaseFacts | None) -> RunLockedError:
+    error = f"the run {directory} is being written by {owner or 'another process'}: end that, or pass mode='read'"
+    return RunLockedError(error) if owner is None else RunLockedError(error, owner.host, owner.pid, owner.since)

@@ -1,0 +1,327 @@
+"""Checkpoints in an object store, whatever its requests are; see `aiockpt.storage.objects`."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from aiockpt.errors import AiockptError, CheckpointNotFoundError, DeleteError, LoadError, SaveError
+from aiockpt.storage.base import (
+    LeaseFacts,
+    Listing,
+    LookBudget,
+    RunLease,
+    SharedStorage,
+    SharedTransaction,
+    Source,
+    Stamp,
+    Traits,
+)
+from aiockpt.storage.local.temp_dir import new_ticket
+from aiockpt.storage.objects import cleaning
+from aiockpt.storage.objects.cleaning import Action, decide, holders, liveness_of, owners_of, split_token, ticket_of
+from aiockpt.storage.objects.client import ConditionError, ObjectClient, ObjectFacts
+from aiockpt.storage.objects.commit import (
+    COMMIT_NAME,
+    TAIL_BYTES,
+    Commit,
+    decode_commit,
+    facts_bytes,
+    with_token,
+)
+from aiockpt.storage.objects.lease import LEASE_NAME, ObjectLease, owner_of
+from aiockpt.storage.objects.reading import Documents, ObjectListing, ObjectSource
+from aiockpt.storage.objects.transaction import ObjectTransaction, entered, errors, is_taken
+
+if TYPE_CHECKING:
+    from aiockpt.core.threads import Workers
+
+_TOMB = b"aiockpt: deleted "
+_TOMB_BYTES = len(_TOMB) + 16
+_MOST_FREE = 10_000  # paths that are remembered
+
+
+class ObjectStorage(SharedStorage):
+    """Keeps checkpoints in an object store. Its paths are URLs.
+
+    Args:
+        root: of the URLs, such as ``s3://bucket``.
+        objects: the requests.
+        grace_s: how long a checkpoint that was replaced or deleted can still be read by those that have it open, in
+            seconds. After that the next save to its path, or `clean`, removes it.
+        conditions: "on": a store that ignores conditions is refused. "off": it is used without them, so only one
+            process at a time may write to a path, or delete.
+    """
+
+    traits = Traits(single_files=False)
+
+    def __init__(self, root: str, objects: ObjectClient, *, grace_s: float = 600.0, conditions: str = "on") -> None:
+        if conditions not in ("on", "off"):
+            raise ValueError(f"conditions is {conditions!r}; it must be 'on' or 'off'")
+        self._root, self._grace_s, self._conditions = root, grace_s, conditions
+        self.objects = objects
+        self._is_checked = conditions == "off"
+        self._free: dict[str, None] = {}  # paths above others that are no checkpoints
+        self._documents = Documents()
+
+    def resolve(self, path: str) -> str:
+        names = [name for name in path.removeprefix(self._root).split("/") if name not in ("", ".")]
+        if not f"{path}/".startswith(f"{self._root}/") or ".." in names or any(map(ticket_of, names)):
+            raise AiockptError(f"{path} is no path of {self._root}")
+        return "/".join([self._root, *names])
+
+    # --- objects; these block, and raise OSError --------------------------------------------------------------
+
+    def key(self, path: str) -> str:
+        """Return the prefix of the keys below a canonical path."""
+        return "" if path == self._root else f"{path[len(self._root) + 1 :]}/"
+
+    def record(self, path: str, *, deleted: bool = False) -> Commit | None:
+        """Return the commit of a path; None if there is none. ``deleted``: even of one that is being deleted."""
+        key = self.key(path)
+        found = self.objects.tail(key + COMMIT_NAME, TAIL_BYTES)
+        if found is None:
+            return None
+        facts, tail = found
+        given: dict[str, Any] = {"key": key + COMMIT_NAME, "stamp": facts.stamp, "modified": facts.modified}
+        if tail.startswith(_TOMB) and facts.size == _TOMB_BYTES:
+            return Commit("", **given) if deleted else None
+        needed = facts_bytes(tail)
+        if needed is None:
+            return None
+        if needed > len(tail):
+            facts, tail = self.objects.tail(key + COMMIT_NAME, needed) or (facts, b"")
+            if facts.stamp != given["stamp"]:
+                return self.record(path, deleted=deleted)
+        return decode_commit(tail, facts.size, key, given)
+
+    def is_gone(self, key: str, name: str, facts: ObjectFacts) -> bool:
+        """Return whether an object is the commit of a checkpoint that is being deleted."""
+        if name != COMMIT_NAME or facts.size != _TOMB_BYTES:
+            return False
+        return (self.objects.get(key + name) or (facts, _TOMB))[1].startswith(_TOMB)
+
+    def is_going(self, commit: Commit | None) -> bool:
+        """Return whether the commit object is deleted just now; not if who does that has died."""
+        if commit is None or commit.token:
+            return False
+        prefix = commit.key.removesuffix(COMMIT_NAME)
+        return self.objects.now(prefix) - commit.modified < cleaning.IN_FLIGHT_S
+
+    def above(self, path: str) -> tuple[Commit, str] | None:
+        """Return the commit of a path above this one, and where this one is in that checkpoint."""
+        at = path
+        while at != self._root and (at := self.split(at)[0]) != self._root:
+            found = self.record(at)
+            if found is not None:
+                return found, path[len(at) + 1 :]
+        return None
+
+    def document(self, commit: Commit, name: str, offset: int, length: int) -> bytes:
+        """Return bytes of a file that is in a commit object."""
+        return self._documents.bytes_of(self, commit, name, offset, length)
+
+    def free_for(self, path: str, *, overwrite: bool) -> Commit | None:
+        """Remove what is left at a path; return what a save replaces, or raise CheckpointExistsError if it may not."""
+        key = self.key(path)
+        if not key:
+            raise SaveError(f"{path} is all of the storage: save to a name below it")
+        found = self.objects.below(key)
+        self._clean(key, found)
+        now = self.record(path, deleted=True) if COMMIT_NAME in found else None
+        if now is None and COMMIT_NAME in found:
+            raise SaveError(f"{path} holds a checkpoint that aiockpt has not written; save under another name")
+        others = [name for name in found if name not in (COMMIT_NAME, LEASE_NAME) and not split_token(name)[0]]
+        if others or (now is not None and now.token and not overwrite):
+            raise is_taken(path)
+        above = self.split(path)[0]
+        if above not in self._free:
+            if self.above(path) is not None:
+                raise is_taken(path)
+            if len(self._free) < _MOST_FREE:
+                self._free[above] = None
+        return now
+
+    def check_conditions(self, key: str) -> None:
+        """Find out whether the store honours conditions, by an object that exists; once."""
+        if self._is_checked:
+            return
+        for only_if in ("", "0"):
+            with contextlib.suppress(ConditionError):
+                self.objects.put(key, b"", only_if)
+                raise SaveError(
+                    f"{self._root} ignores conditions of writes, so two processes could write one checkpoint. Use a "
+                    "store that has conditional writes; or pass storage_options={'conditions': 'off'}, and see to it "
+                    "that only one process at a time writes there"
+                )
+        self._is_checked = True
+
+    def retire(self, token: str) -> None:
+        """Let the objects of a token go when ``grace_s`` is over; at once if it is 0."""
+        if token:
+            self.objects.put(f"{token}state", b"replaced")
+            if not self._grace_s:
+                self.objects.remove(token)
+
+    def clean_up(self, path: str, older_than_s: float | None = None) -> list[str]:
+        """Do as `clean`, below a path."""
+        key = self.key(path)
+        return self._clean(key, self.objects.below(key), older_than_s)
+
+    def _clean(self, above: str, found: dict[str, ObjectFacts], older_than_s: float | None = None) -> list[str]:
+        tokens: defaultdict[str, dict[str, ObjectFacts]] = defaultdict(dict)
+        for name, facts in found.items():
+            token, rest = split_token(above + name)
+            if token:
+                tokens[token][rest] = facts
+        left: list[tuple[str, Stamp, str, Action]] = []
+        beside = [_path_key(token) for token in tokens]
+        now_s: float | None = None
+        for token, objects in tokens.items():
+            if beside.count(_path_key(token)) == 1 and f"{_path_key(token)}{COMMIT_NAME}"[len(above) :] in found:
+                continue  # the checkpoint that is there has no other
+            now_s = self.objects.now(token) if now_s is None else now_s
+            facts, state = self.objects.get(f"{token}state") or (ObjectFacts(0, "", now_s), b"")
+            is_old = (
+                older_than_s is not None and now_s - max(each.modified for each in objects.values()) >= older_than_s
+            )
+            word = state.decode().partition(" ")[0]
+            owners = owners_of(token, objects)
+            action = decide(
+                word,
+                now_s - facts.modified,
+                owners,
+                is_old=is_old,
+                grace_s=self._grace_s,
+                in_flight_s=cleaning.IN_FLIGHT_S,
+            )
+            left.append((token, facts.stamp, word, action))
+        removed = []
+        for token, stamp, word, action in left:
+            # Only now: it can't be published any more.
+            now = self.record(f"{self._root}/{_path_key(token)[:-1]}")
+            if now is not None and now.replaces == token and word == "publish":  # its publisher could not do so
+                self.retire(token)
+            elif action != "keep" and (now is None or now.token != token):
+                with contextlib.suppress(ConditionError):  # it lives after all, and is being published
+                    if action == "discard":
+                        self.objects.put(f"{token}state", f"discard {secrets.token_hex(8)}".encode(), stamp)
+                    self.objects.remove(token)
+                    removed.append(f"{self._root}/{token[:-1]}")
+        return removed
+
+    def _unpublish(self, commit: Commit) -> None:
+        """Remove a commit object, if it still has this stamp; raise ConditionError.
+
+        Not every store has conditional deletion. So the object is replaced before: from then on there is no checkpoint,
+        and nobody publishes one until it is gone, or so old that this process must be dead.
+        """
+        self.objects.put_surely(commit.key, _TOMB + secrets.token_hex(8).encode(), commit.stamp)
+        self.objects.delete([commit.key])
+
+    # --- checkpoints ----------------------------------------------------------------------------------------
+
+    def new_ticket(self, path: str) -> str:
+        return new_ticket()
+
+    async def begin(
+        self, path: str, *, overwrite: bool, workers: Workers, ticket: str | None = None
+    ) -> SharedTransaction:
+        path = self.resolve(path)
+        begun = ObjectTransaction(self, path, ticket or new_ticket(), _workers=workers, _overwrite=overwrite)
+        return await entered(f"begin to write {path}", workers.run(begun.begin), begun.abort)
+
+    async def join(self, path: str, ticket: str, *, workers: Workers) -> SharedTransaction:
+        joined = ObjectTransaction(self, self.resolve(path), ticket, _workers=workers, _joins=True)
+        return await entered(f"join the save of {path}", workers.run(joined.enter), joined.release)
+
+    async def take_over(
+        self, path: str, ticket: str, *, overwrite: bool, workers: Workers, stamp: Stamp | None
+    ) -> SharedTransaction:
+        taken = ObjectTransaction(self, self.resolve(path), ticket, _workers=workers, _overwrite=overwrite)
+        return await entered(f"take over the save of {path}", workers.run(taken.enter, stamp), taken.release)
+
+    async def open(self, path: str, *, workers: Workers) -> Source:
+        path = self.resolve(path)
+
+        def look() -> Source:
+            listing = ObjectListing(self, path, LookBudget())
+            listing.list_below()
+            return ObjectSource(listing)
+
+        with errors(LoadError, f"open {path}"):
+            try:
+                return await workers.run(look)
+            except FileNotFoundError as exc:
+                raise CheckpointNotFoundError(f"there is no checkpoint at {path}") from exc
+
+    async def delete(self, path: str, *, workers: Workers) -> None:
+        path = self.resolve(path)
+
+        def delete() -> None:
+            while (now := self.record(path)) is not None:
+                with contextlib.suppress(ConditionError):  # it was replaced just now
+                    self._unpublish(now)
+                    self.retire(now.token)
+                    return
+            with self.look(path) as listing:
+                names = ", ".join([*listing.folders, *listing.files])
+            raise DeleteError(f"{path} is no checkpoint of aiockpt, but has {names} below it; nothing was deleted")
+
+        with errors(DeleteError, f"delete {path}"):
+            try:
+                await workers.run(delete)
+            except FileNotFoundError as exc:
+                raise CheckpointNotFoundError(f"there is no checkpoint at {path} to delete") from exc
+
+    async def clean(self, directory: str, *, older_than_s: float | None = None, workers: Workers) -> list[str]:
+        with errors(DeleteError, f"look for what killed processes have left in {directory}"):
+            return await workers.run(self.clean_up, self.resolve(directory), older_than_s)
+
+    # --- directories ------------------------------------------------------------------------------------------
+
+    def look(self, path: str, budget: LookBudget | None = None) -> Listing:
+        return ObjectListing(self, path, budget or LookBudget())
+
+    def set_aside(self, path: str, names: Sequence[str]) -> str:
+        """Copy the commit object, which goes on naming the objects below the old path, and delete the old one."""
+        now = self.record(path)
+        found = None if now is None else self.objects.get(now.key)
+        if now is None or found is None:
+            raise FileNotFoundError(f"there is no checkpoint at {path}")
+        data = with_token(found[1], now.token)
+        for aside in (self.below(self.split(path)[0], name) for name in names):
+            with contextlib.suppress(ConditionError):
+                self.objects.put_surely(self.key(aside) + COMMIT_NAME, data, "")
+                break
+        else:
+            raise FileExistsError(f"each name for {path} is taken")
+        self.objects.put(f"{now.token}state", b"aside")
+        self._unpublish(replace(now, stamp=found[0].stamp))
+        return aside
+
+    def lease(self, directory: str) -> RunLease:
+        return ObjectLease(self.objects, self.key(directory), directory)
+
+    def owner_of(self, directory: str) -> LeaseFacts | None:
+        return owner_of(self.objects, self.key(directory))
+
+    def is_finishing(self, directory: str) -> bool:
+        key, tokens = self.key(directory), defaultdict[str, list[str]](list)
+        for name in self.objects.below(key):
+            token, rest = split_token(key + name)
+            tokens[token].append(rest)
+        return any(
+            liveness_of([ticket_of(token.split("/")[-2]) or ""]) == "dead" and liveness_of(holders(each)) == "alive"
+            for token, each in tokens.items()
+            if token
+        )
+
+
+def _path_key(token: str) -> str:
+    """Return the prefix of the keys of the path that a token belongs to."""
+    return token[: token[:-1].rfind("/") + 1]

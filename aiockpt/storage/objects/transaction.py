@@ -1,0 +1,265 @@
+"""A checkpoint that is being written to an object store."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from aiockpt.errors import AiockptError, CheckpointExistsError, CommitError, WriteError
+from aiockpt.format.names import SINGLE_NAME
+from aiockpt.storage.base import Document, FileSink, SharedTransaction, Stamp, Status
+from aiockpt.storage.local.temp_dir import new_ticket, read_ticket
+from aiockpt.storage.objects.cleaning import token_name
+from aiockpt.storage.objects.client import ConditionError, ObjectSink
+from aiockpt.storage.objects.commit import COMMIT_NAME, FILES, Commit, encode_commit
+
+if TYPE_CHECKING:
+    from aiockpt.core.threads import Workers
+    from aiockpt.storage.objects.storage import ObjectStorage
+
+_ATTEMPTS = 8  # of a commit
+_PAUSE_S = 0.05
+_MOST_PAUSE_S = 2.0
+
+logger = logging.getLogger("aiockpt")
+
+
+@contextlib.contextmanager
+def errors(kind: type[AiockptError], task: str) -> Iterator[None]:
+    """Raise errors of the store as ``kind``."""
+    try:
+        yield
+    except AiockptError:
+        raise
+    except OSError as exc:
+        raise kind(f"can't {task}: {exc}") from exc
+
+
+async def entered(
+    task: str, entering: Awaitable[SharedTransaction], leave: Callable[[], Awaitable[None]]
+) -> SharedTransaction:
+    """Return a transaction; leave it if this is cancelled, since the caller does not get it."""
+    try:
+        with errors(WriteError, task):
+            return await entering
+    except BaseException:
+        with contextlib.suppress(AiockptError):  # the first error counts
+            await leave()
+        raise
+
+
+def is_taken(path: str) -> CheckpointExistsError:
+    """Return the error of a path that may not be overwritten."""
+    return CheckpointExistsError(f"{path} exists already; save under another name, or pass overwrite=True")
+
+
+@dataclass(eq=False, repr=False)
+class ObjectTransaction(SharedTransaction):
+    """A checkpoint that this process has begun, taken over or joined."""
+
+    _storage: ObjectStorage
+    _path: str
+    ticket: str = ""
+    _workers: Workers = field(kw_only=True)
+    _overwrite: bool = False
+    _joins: bool = False
+    stamp: Stamp | None = None
+    _seen: Commit | None = None  # of the path, when it was begun
+    _sinks: list[ObjectSink] = field(default_factory=list)
+    _keys: set[str] = field(default_factory=set)  # of the files of this process
+    _is_held: bool = False
+    _over: bool = False
+    _revoked: bool = False
+    _is_sent: bool = False  # the commit object
+
+    def __post_init__(self) -> None:
+        found = read_ticket(self.ticket)
+        if found is None or found.suffix:
+            raise WriteError(f"{self.ticket!r} is no ticket of an unfinished checkpoint")
+        self._objects = self._storage.objects
+        self._key = self._storage.key(self._path)
+        self._token = f"{self._key}{token_name(self.ticket)}/"
+        self._state, self._held = f"{self._token}state", f"{self._token}held/{new_ticket()}"
+        self._publish_state = f"publish {secrets.token_hex(8)}".encode()
+
+    def begin(self) -> SharedTransaction:
+        """Take the token; blocks."""
+        self._seen = self._storage.free_for(self._path, overwrite=self._overwrite)
+        self.stamp = self._objects.put_surely(self._state, f"open {secrets.token_hex(8)}".encode(), "")
+        self._storage.check_conditions(self._state)
+        return self
+
+    def enter(self, stamp: Stamp | None = None) -> SharedTransaction:
+        """Take part in what was begun; blocks. Raise WriteError if it is gone, unless it is taken over."""
+        self.stamp = stamp
+        found = self._objects.get(self._state)
+        if found is None and self._joins:
+            raise WriteError(f"{self._token}, which rank 0 has begun for {self._path}, is not there: it was removed")
+        if found is not None:
+            self.stamp = stamp or found[0].stamp
+            if found[1].startswith(b"open") and found[0].stamp != self.stamp:
+                raise WriteError(f"{self._token} is that of another save by now, so it can't be taken over")
+            self._is_held = True
+            self._objects.put(self._held, b"")
+        if not self._joins:
+            self._seen = self._storage.record(self._path, deleted=True)
+        return self
+
+    async def _run(self, function: Callable[..., Any], *args: Any) -> Any:
+        with errors(WriteError, f"write {self._path}"):
+            return await self._workers.run(function, *args)
+
+    def _file(self, name: str) -> str:
+        self._keys.add(key := f"{self._token}{FILES}{name or SINGLE_NAME}")
+        return key
+
+    async def create(self, name: str, nbytes: int | None) -> FileSink:
+        self._sinks.append(self._objects.sink(self._file(name), nbytes, self._workers))
+        return self._sinks[-1]
+
+    async def write_files(self, files: Mapping[str, Document]) -> None:
+        for name, data in files.items():
+            await self._run(self._objects.put, self._file(name), data)
+
+    async def sizes(self) -> Mapping[str, int]:
+        found = await self._run(self._objects.below, f"{self._token}{FILES}")
+        return {name: facts.size for name, facts in found.items()}
+
+    async def put_sidecar(self, name: str, data: bytes) -> None:
+        await self._run(self._objects.put, f"{self._token}sidecars/{name}", data)
+
+    async def get_sidecar(self, name: str) -> bytes | None:
+        found = await self._run(self._objects.get, f"{self._token}sidecars/{name}")
+        return None if found is None else found[1]
+
+    async def delete_sidecar(self, name: str) -> None:
+        await self._run(self._objects.delete, [f"{self._token}sidecars/{name}"])
+
+    # --- the end ------------------------------------------------------------------------------------------
+
+    async def commit(self, documents: Mapping[str, Document] = MappingProxyType({})) -> None:
+        if not self._joins:
+            sizes = {name: size for name, size in (await self.sizes()).items() if name not in documents}
+            with errors(CommitError, f"publish {self._path}"):
+                await self._workers.run(self._publish, sizes, documents)
+            await self.release()
+        else:
+            await self.write_files(documents)
+            if await self.status() == "gone":  # else what this process has written since then would stay
+                raise CommitError(f"{self._path} was given up by another process, which has removed {self._token}")
+        self._over = True
+
+    def revoke(self) -> None:
+        self._revoked = True
+
+    def _publish(self, files: Mapping[str, int], documents: Mapping[str, Document]) -> None:
+        problem: OSError = ConditionError(f"{self._path} was replaced again and again by other processes")
+        try:
+            self._check_revoked()
+            self._objects.put_surely(self._state, self._publish_state, str(self.stamp))
+        except ConditionError as exc:
+            raise CommitError(f"{self._path} was given up by another process; nothing was published") from exc
+        before, attempt = self._seen, 0
+        while attempt < _ATTEMPTS:
+            if attempt:
+                try:
+                    before = self._storage.record(self._path, deleted=True)
+                except OSError as exc:
+                    problem, attempt = exc, attempt + 1
+                    time.sleep(min(_MOST_PAUSE_S, _PAUSE_S * 2**attempt))
+                    continue
+                if before is not None and before.token == self._token:
+                    return self._retire(before.replaces)
+            self._check_revoked()
+            if before is not None and before.token and not self._overwrite:
+                self._is_sent = False  # or it was refused
+                raise is_taken(self._path)
+            if self._storage.is_going(before):  # it is deleted just now
+                time.sleep(_PAUSE_S)
+                attempt = attempt or 1
+                continue
+            replaces, stamp = (before.token, before.stamp) if before else ("", "")
+            data = encode_commit(self._token, str(self.stamp), files, documents, replaces, self._key)
+            self._is_sent = True
+            try:
+                self._objects.put(self._key + COMMIT_NAME, data, stamp)
+                return self._retire(replaces)
+            except ConditionError:  # another one was faster; or this one, and the answer was lost
+                pass
+            except OSError as exc:
+                problem = exc
+                time.sleep(min(_MOST_PAUSE_S, _PAUSE_S * 2**attempt))
+            attempt += 1
+        if self._is_sent:
+            self._over = True  # it may be the only good checkpoint
+            raise CommitError(f"it is not known whether {self._path} was published, so {self._token} stays: {problem}")
+        raise problem
+
+    def _check_revoked(self) -> None:
+        if self._revoked:
+            raise CommitError(f"{self._path} was given up before it was published")
+
+    def _retire(self, token: str) -> None:
+        try:
+            self._storage.retire(token)
+        except OSError as exc:  # the checkpoint is published
+            logger.warning("what %s has replaced can't be removed: %s", self._path, exc)
+
+    async def abort(self) -> None:
+        for sink in self._sinks:
+            await sink.stop()
+        over, self._over = self._over, True
+        if not over and self._joins:  # the owner, which can't publish without them, removes those of all
+            await self._run(self._objects.delete, self._keys)
+        elif not over and self.stamp is not None:
+            await self._run(self._discard)
+        await self.release()
+
+    async def discard_all(self) -> None:
+        await self.abort()
+        await self._run(self._discard)
+
+    def _discard(self) -> None:
+        """Remove everything, unless another process is publishing it, or this one may have."""
+        try:
+            self._objects.put(self._state, f"discard {secrets.token_hex(8)}".encode(), str(self.stamp))
+        except ConditionError as exc:
+            _, state = self._objects.get(self._state) or (None, b"")
+            if state.startswith(b"open"):  # another save has begun by this name
+                return
+            if state.startswith(b"publish") and (self._is_sent or state != self._publish_state):
+                if self._joins or self._is_published():
+                    return
+                raise WriteError(f"{self._path} is just being published, so {self._token} stays") from exc
+        self._objects.remove(self._token)
+
+    def _is_published(self) -> bool:
+        now = self._storage.record(self._path)
+        return now is not None and (now.token, now.begun) == (self._token, self.stamp)
+
+    async def status(self) -> Status:
+        if await self._run(self._is_published):
+            return "published"
+        facts, state = await self._run(self._objects.get, self._state) or (None, b"")
+        is_open = facts is not None and facts.stamp == self.stamp
+        return "open" if is_open or state.startswith(b"publish") else "gone"
+
+    async def finalize(self) -> None:
+        self._over = True
+        now = await self._run(self._storage.record, self._path)
+        if now is not None and now.token == self._token:
+            await self._workers.run(self._retire, now.replaces)
+            await self._run(self._objects.remove, f"{self._token}held/")  # those of dead processes, too
+        await self.release()
+
+    async def release(self) -> None:
+        held, self._is_held = self._is_held, False
+        if held:
+            with contextlib.suppress(OSError):  # it ends with the process at the latest
+                await self._workers.run(self._objects.delete, [self._held])
