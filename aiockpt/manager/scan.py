@@ -135,7 +135,7 @@ class StepScanner:
 
     def _scan(self, *, lenient: bool) -> tuple[StepInfo, ...]:
         infos: list[StepInfo | None] = []
-        gone: set[str] = set()
+        gone: set[int] = set()
         for _ in range(_MOST_LISTS):
             try:
                 with self._storage.look(self._directory) as listing:
@@ -146,10 +146,7 @@ class StepScanner:
                 return ()
             below = self._storage.below
             infos = [self.look(below(self._directory, steps[step]), step, lenient=lenient) for step in sorted(steps)]
-            last, gone = (
-                gone,
-                {name for name, info in zip(map(steps.get, sorted(steps)), infos, strict=True) if not info},
-            )
+            last, gone = gone, {step for step, info in zip(sorted(steps), infos, strict=True) if info is None}
             if gone <= last:  # else the list may lack what its owner has written before deleting that one
                 break
         return tuple(info for info in infos if info is not None)

@@ -1,0 +1,420 @@
+"""Object stores of S3, Google Cloud Storage and Azure, by the package obstore; extra ``aiockpt[object]``.
+
+obstore sends requests from threads of its own, repeats them, finds credentials, and takes over buffers without a copy.
+What was found out about it: an upload in parts takes views of exactly the size of a part at once, and lets go of each
+when it is sent; it aborts the upload if its source of views raises, but not if its task is cancelled; after a fork it
+hangs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import math
+import os
+import re
+import secrets
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from aiockpt.core.threads import outlast
+from aiockpt.errors import AiockptError, WriteError
+from aiockpt.storage.objects.client import ConditionError, ObjectClient, ObjectFacts, ObjectSink
+from aiockpt.storage.objects.storage import ObjectStorage
+from aiockpt.storage.objects.transaction import errors
+
+try:
+    import obstore
+    from obstore import exceptions
+    from obstore.store import from_url
+except ImportError as exc:
+    raise ImportError("object stores need the package obstore: pip install 'aiockpt[object]'") from exc
+
+if TYPE_CHECKING:
+    from aiockpt.core.threads import Workers
+    from aiockpt.storage.base import Document, Seen, Stamp
+
+SCHEMES = ("s3", "gs", "az")
+CLOCK_NAME = ".aiockpt.clock"
+
+_LEAST_PART_BYTES = 5 << 20
+_MOST_PARTS = 10_000
+_IN_FLIGHT = 8  # parts of a file
+_STEP_BYTES = 1 << 20
+_TIMEOUT = "300s"  # of a request: a part of 16 MiB at 56 KiB/s
+_CLOCK_S = 600.0
+_SECRET = re.compile(r"secret|token|key|password|credential|sas", re.IGNORECASE)
+_QUERY = re.compile(r"(https?://[^\s?]+)\?\S*")
+_CONDITIONS = (exceptions.AlreadyExistsError, exceptions.PreconditionError, exceptions.NotModifiedError)
+
+_used_in: int | None = None  # the process that has made threads of obstore
+
+
+class ObstoreClient(ObjectClient):
+    """Requests to a bucket or a container.
+
+    Args:
+        url: ``s3://bucket``, ``gs://bucket`` or ``az://container``.
+        options: of obstore's store.
+        conditions: the store honours conditions; else they are looked at before a put.
+    """
+
+    def __init__(self, url: str, options: Mapping[str, Any], *, conditions: bool = True) -> None:
+        self._kind, self._conditions = url.partition("://")[0], conditions
+        options = {"client_options": {}, **options}
+        options["client_options"] = {"timeout": _TIMEOUT, **options["client_options"]}
+        if self._kind == "s3":
+            options = _s3_options(options)
+        self._secrets = [str(value) for name, value in options.items() if _SECRET.search(name) and value]
+        try:
+            self._store = from_url(url, **options)
+        except exceptions.BaseError as exc:
+            raise AiockptError(f"{url}: {self._wording(exc)}; see storage_options") from None
+        self._clock: tuple[float, float] | None = None  # when it was looked at, and what it was ahead then
+
+    @property
+    def store(self) -> Any:
+        """The store of obstore, unless this process can't use it."""
+        global _used_in
+        if _used_in is None:
+            _used_in = os.getpid()
+        if _used_in != os.getpid():
+            raise AiockptError(
+                "object stores can't be used in a process that was forked from one that has used them: start processes "
+                "by 'spawn' or 'forkserver'"
+            )
+        return self._store
+
+    def _wording(self, exc: BaseException) -> str:
+        """Return the message of an error without the details, and without credentials."""
+        text = _QUERY.sub(r"\1", str(exc).partition("\n\nDebug source")[0])
+        if "<Error>" in text:  # S3 also shows what it has signed
+            said = [found[1] for name in ("Code", "Message") if (found := re.search(f"<{name}>(.*?)</{name}>", text))]
+            text = f"{text.partition('<')[0]}{': '.join(said)}"
+        for secret in self._secrets:
+            text = text.replace(secret, "***")
+        return " ".join(text.split())
+
+    @contextlib.contextmanager
+    def errors(self, key: str) -> Iterator[None]:
+        """Raise errors of obstore as OSError."""
+        try:
+            yield
+        except _CONDITIONS as exc:
+            raise ConditionError(f"the object {key} is not the one that was expected: {self._wording(exc)}") from None
+        except (exceptions.NotFoundError, FileNotFoundError) as exc:
+            raise FileNotFoundError(f"the object {key} does not exist: {self._wording(exc)}") from None
+        except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as exc:
+            raise PermissionError(f"{key}: access is denied: {self._wording(exc)}") from None
+        except exceptions.BaseError as exc:
+            raise OSError(f"{key}: {self._wording(exc)}") from None
+
+    def _stamp(self, meta: Mapping[str, Any]) -> Stamp:
+        if self._kind == "gs":  # which compares generations, but does not list them
+            return meta.get("version") or f"etag:{meta.get('e_tag')}"
+        return meta.get("e_tag") or ""
+
+    def _facts(self, meta: Mapping[str, Any]) -> ObjectFacts:
+        return ObjectFacts(meta["size"], self._stamp(meta), meta["last_modified"].timestamp())
+
+    # --- requests -----------------------------------------------------------------------------------------
+
+    def put(self, key: str, data: Document, only_if: Stamp | None = None) -> Stamp:
+        mode: Any = "overwrite"
+        if only_if is not None and self._conditions:
+            condition = {"version": only_if} if self._kind == "gs" else {"e_tag": only_if}
+            mode = condition if only_if else "create"
+        elif only_if is not None:
+            found = self._head(key)
+            if (found.stamp if found else "") != only_if:
+                raise ConditionError(f"the object {key} is another one")
+        with self.errors(key):
+            return self._stamp(obstore.put(self.store, key, memoryview(data).cast("B"), mode=mode, use_multipart=False))
+
+    def get(self, key: str) -> tuple[ObjectFacts, bytes] | None:
+        with contextlib.suppress(FileNotFoundError), self.errors(key):
+            result = obstore.get(self.store, key)
+            return self._facts(result.meta), bytes(result.bytes())
+        return None
+
+    def _head(self, key: str) -> ObjectFacts | None:
+        with contextlib.suppress(FileNotFoundError), self.errors(key):
+            return self._facts(obstore.head(self.store, key))
+        return None
+
+    def tail(self, key: str, nbytes: int) -> tuple[ObjectFacts, bytes] | None:
+        if nbytes and self._kind != "az":  # which has no ranges from the end
+            with contextlib.suppress(exceptions.NotFoundError, FileNotFoundError, exceptions.GenericError):
+                result = obstore.get(self.store, key, options={"range": {"suffix": nbytes}})
+                return self._facts(result.meta), bytes(result.bytes())[-nbytes:]
+        for _ in range(_IN_FLIGHT):
+            facts = self._head(key)
+            if facts is None:
+                return None
+            data = bytearray(min(nbytes, facts.size))
+            with contextlib.suppress(ConditionError, FileNotFoundError):  # it was replaced in between
+                self.read(key, [(facts.size - len(data), len(data))], memoryview(data), None, facts.stamp)
+                return facts, bytes(data)
+        raise OSError(f"{key} is replaced again and again")
+
+    def read(
+        self,
+        key: str,
+        runs: Sequence[tuple[int, int]],
+        view: memoryview,
+        seen: Seen | None = None,
+        stamp: Stamp | None = None,
+    ) -> int:
+        runs, at = [run for run in runs if run[1]], 0
+        with self.errors(key):
+            for data in self._pieces(key, runs, stamp):
+                piece = memoryview(data).cast("B")
+                for begin in range(0, len(piece), _STEP_BYTES):  # each is in the processor's cache for `seen`
+                    step = piece[begin : begin + _STEP_BYTES]
+                    view[at : at + len(step)] = step
+                    if seen is not None:
+                        seen(view[at : at + len(step)])
+                    at += len(step)
+        return at
+
+    def _pieces(self, key: str, runs: Sequence[tuple[int, int]], stamp: Stamp | None) -> Iterable[Any]:
+        if stamp is not None:
+            return (self._checked(key, run, stamp) for run in runs)
+        if runs[1:]:
+            starts, lengths = zip(*runs, strict=True)
+            return obstore.get_ranges(self.store, key, starts=starts, lengths=lengths)
+        return (obstore.get_range(self.store, key, start=start, length=length) for start, length in runs)
+
+    def _checked(self, key: str, run: tuple[int, int], stamp: Stamp) -> Any:
+        is_version = self._kind == "gs" and not stamp.startswith("etag:")
+        condition = {"version": stamp} if is_version else {"if_match": stamp.removeprefix("etag:")}
+        return obstore.get(self.store, key, options={"range": (run[0], sum(run)), **condition}).bytes()
+
+    def below(self, prefix: str) -> dict[str, ObjectFacts]:
+        with self.errors(prefix):
+            found = [meta for batch in obstore.list(self.store, prefix[:-1] or None) for meta in batch]
+        return {meta["path"][len(prefix) :]: self._facts(meta) for meta in found}
+
+    def tops(self, prefix: str) -> tuple[dict[str, ObjectFacts], list[str]]:
+        with self.errors(prefix):
+            found = obstore.list_with_delimiter(self.store, prefix[:-1] or None)
+        objects = {meta["path"][len(prefix) :]: self._facts(meta) for meta in found["objects"]}
+        is_clock = [name for name in objects if name.startswith(CLOCK_NAME)]
+        for name in is_clock:
+            del objects[name]
+        return objects, [name[len(prefix) :].rstrip("/") for name in found["common_prefixes"]]
+
+    def delete(self, keys: Iterable[str]) -> None:
+        keys = list(keys)
+        if not keys:
+            return
+        with self.errors(keys[0]):
+            try:
+                obstore.delete(self.store, keys)
+            except (exceptions.NotFoundError, FileNotFoundError):  # of one of them; only some stores say so
+                for key in keys if keys[1:] else ():
+                    self.delete([key])
+
+    def now(self, near: str) -> float:
+        if self._clock is None or time.monotonic() - self._clock[0] > _CLOCK_S:
+            key = f"{near}{CLOCK_NAME}-{secrets.token_hex(8)}"
+            try:
+                self.put(key, b"")
+                found = self._head(key)
+                self.delete([key])
+            except PermissionError:  # of one who only reads
+                found = None
+            ahead = 0.0 if found is None else found.modified - time.time()
+            self._clock = time.monotonic(), ahead + time.time() - time.monotonic()
+        return time.monotonic() + self._clock[1]
+
+    def sink(self, key: str, nbytes: int | None, workers: Workers) -> ObjectSink:
+        return _Sink(self, key, nbytes)
+
+
+def _s3_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Add what a user of AWS expects: the profiles of its tools, and no second hash of what TLS protects."""
+    names = {name.lower().removeprefix("aws_") for name in options}
+    given = dict(options)
+    is_plain = options["client_options"].get("allow_http") or options.get("allow_http")
+    if not is_plain and "unsigned_payload" not in names:
+        given["unsigned_payload"] = True
+    own = {
+        "access_key_id",
+        "credential_provider",
+        "skip_signature",
+        "web_identity_token_file",
+        "container_credentials_relative_uri",
+    }
+    is_given = not names.isdisjoint(own) or "AWS_ACCESS_KEY_ID" in os.environ
+    if not is_given and ("AWS_PROFILE" in os.environ or Path("~/.aws").expanduser().is_dir()):
+        with contextlib.suppress(ImportError, ValueError):  # no boto3, or no credentials there
+            from obstore.auth.boto3 import Boto3CredentialProvider
+
+            given["credential_provider"] = Boto3CredentialProvider()
+    return given
+
+
+# --- uploads --------------------------------------------------------------------------------------------
+
+
+class _StopError(Exception):
+    """Makes obstore abort an upload."""
+
+
+class _Feed:
+    """The parts of an upload. No generator, whose frame would keep the last one until the next."""
+
+    def __init__(self) -> None:
+        self.queue: asyncio.Queue[memoryview | type[BaseException]] = asyncio.Queue()
+
+    def __aiter__(self) -> _Feed:
+        return self
+
+    async def __anext__(self) -> memoryview:
+        found = [await self.queue.get()]
+        if isinstance(found[0], type):
+            raise found[0]
+        return found.pop()  # type: ignore[return-value]
+
+
+class _Sink(ObjectSink):
+    """An object whose parts are sent at the same time; views of the size of a part are not copied."""
+
+    def __init__(self, client: ObstoreClient, key: str, nbytes: int | None) -> None:
+        self._client, self._key, self._nbytes = client, key, nbytes
+        self._loop = asyncio.get_running_loop()
+        self._slots = asyncio.Semaphore(_IN_FLIGHT)
+        self._feed = _Feed()
+        self._sending: asyncio.Future[Any] | None = None
+        self._part_bytes, self._taken = 0, 0
+        self._rest = bytearray()  # copied: less than a part
+
+    async def write(self, view: memoryview, free: Callable[[], object] = lambda: None) -> None:
+        view = view.cast("B") if view.format != "B" else view
+        if not self._part_bytes:
+            least = math.ceil((self._nbytes or 0) / _MOST_PARTS)
+            self._part_bytes = max(_LEAST_PART_BYTES, len(view), least)
+        self._taken += len(view)
+        is_last = self._taken == self._nbytes
+        if not self._rest and not view.readonly and (len(view) == self._part_bytes or is_last):
+            await self._send(view, free, is_whole=self._taken == len(view) and is_last)
+            return
+        while view:
+            taken = view[: self._part_bytes - len(self._rest)]
+            self._rest += taken
+            view = view[len(taken) :]
+            if len(self._rest) == self._part_bytes:
+                await self._send_rest()
+        free()
+
+    async def _send_rest(self, *, is_whole: bool = False) -> None:
+        rest, self._rest = self._rest, bytearray()
+        await self._send(memoryview(rest), lambda: None, is_whole=is_whole)
+
+    async def _send(self, view: memoryview, free: Callable[[], object], *, is_whole: bool) -> None:
+        """Send a part, or the whole object."""
+        await self._slot()
+        array = (ctypes.c_char * len(view)).from_buffer(view)
+        released = weakref.finalize(array, self._let_go, free)  # called in a thread of obstore
+        released.atexit = False
+        part = memoryview(array).cast("B")
+        del array, view
+        store, key = self._client.store, self._key
+        if is_whole:
+            self._sending = asyncio.ensure_future(obstore.put_async(store, key, part, use_multipart=False))
+            return
+        if self._sending is None:
+            upload = obstore.put_async(
+                store, key, self._feed, chunk_size=self._part_bytes, max_concurrency=_IN_FLIGHT, use_multipart=True
+            )
+            self._sending = asyncio.ensure_future(upload)
+        self._feed.queue.put_nowait(part)
+
+    def _let_go(self, free: Callable[[], object]) -> None:
+        def freed() -> None:
+            self._slots.release()
+            free()
+
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(freed)
+
+    async def _slot(self) -> None:
+        """Wait until another part may be sent; raise if the upload has failed."""
+        if self._sending is None:
+            await self._slots.acquire()
+            return
+        slot = asyncio.ensure_future(self._slots.acquire())
+        try:
+            await asyncio.wait({slot, self._sending}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if not slot.done():
+                slot.cancel()
+        if self._sending.done():
+            await self._sent()
+
+    async def _sent(self) -> None:
+        if self._sending is not None:
+            with errors(WriteError, f"write {self._key}"), self._client.errors(self._key):
+                await asyncio.shield(self._sending)
+
+    async def finish(self) -> None:
+        if self._rest or self._sending is None:
+            is_whole = self._sending is None
+            if self._rest:
+                await self._send_rest(is_whole=is_whole)
+            else:
+                self._sending = asyncio.ensure_future(
+                    obstore.put_async(self._client.store, self._key, b"", use_multipart=False)
+                )
+        self._feed.queue.put_nowait(StopAsyncIteration)
+        await self._sent()
+        await self._all_free()
+
+    async def stop(self) -> None:
+        self._feed.queue.put_nowait(_StopError)
+        if self._sending is not None:
+            await outlast(asyncio.wait([self._sending]))
+            self._sending.cancelled() or self._sending.exception()
+            await outlast(self._all_free())
+
+    async def _all_free(self) -> None:
+        for _ in range(_IN_FLIGHT):
+            await self._slots.acquire()
+        for _ in range(_IN_FLIGHT):
+            self._slots.release()
+
+
+# --- the storage ----------------------------------------------------------------------------------------
+
+
+class ObstoreStorage(ObjectStorage):
+    """Keeps checkpoints in a bucket; see `storage_for_url`."""
+
+    def __init__(self, url: str, options: Mapping[str, Any]) -> None:
+        self._given = url, dict(options)
+        own = {name: value for name, value in options.items() if name in ("grace_s", "conditions")}
+        given = {name: value for name, value in options.items() if name not in own}
+        super().__init__(url, ObstoreClient(url, given, conditions=own.get("conditions") != "off"), **own)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ObstoreStorage, self._given
+
+
+def storage_for_url(url: str, **options: Any) -> ObstoreStorage:
+    """Return the storage of a bucket: the factory of ``s3://``, ``gs://`` and ``az://``. Does not block.
+
+    Args:
+        url: the scheme and the bucket or container.
+        options: ``grace_s`` and ``conditions`` as of `aiockpt.storage.objects.storage.ObjectStorage`; all others as of
+            obstore's stores: ``region``, ``endpoint``, ``access_key_id``, ``client_options``, ``retry_config``,
+            ``credential_provider`` and so on. A credential provider must be picklable for a writer process.
+
+    Raises:
+        AiockptError: an option is not known, or not valid.
+    """
+    return ObstoreStorage(url, options)
