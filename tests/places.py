@@ -53,12 +53,14 @@ class ServerPath(os.PathLike[str]):
         return ServerPath(self._url.rpartition("/")[0])
 
     def exists(self) -> bool:
-        return self._storage.stamp(self._url) is not None or self.name in {path.name for path in self.parent.iterdir()}
+        return self._storage.stamp(self._url) is not None
 
     def iterdir(self) -> Iterator[ServerPath]:
         try:
             with self._storage.look(self._url) as listing:
-                return iter([self / name for name in (*listing.top, *listing.folders)])
+                found = [self / name for name in (*listing.top, *listing.folders)]
+                # The objects of what was deleted stay for a while.
+                return iter([path for path in found if self._storage.stamp(str(path)) is not None])
         except FileNotFoundError:
             return iter(())
 

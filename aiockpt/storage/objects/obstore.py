@@ -181,7 +181,7 @@ class ObstoreClient(ObjectClient):
                     at += len(step)
         return at
 
-    def _pieces(self, key: str, runs: Sequence[tuple[int, int]], stamp: Stamp | None) -> Iterable[Any]:
+    def _pieces(self, key: str, runs: Sequence[tuple[int, int]], stamp: Stamp | None) -> Any:
         if stamp is not None:
             return (self._checked(key, run, stamp) for run in runs)
         if runs[1:]:
