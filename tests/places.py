@@ -14,7 +14,7 @@ from typing import Any
 import aiockpt.storage
 from aiockpt.storage.base import Storage
 from aiockpt.storage.objects.cleaning import split_token
-from aiockpt.storage.objects.commit import COMMIT_NAME
+from aiockpt.storage.objects.commit import COMMIT_NAME, encode_commit
 from aiockpt.storage.objects.lease import LEASE_NAME
 from aiockpt.testing.server import SCHEME
 from aiockpt.testing.server_storage import storage_for_server
@@ -67,13 +67,9 @@ class ServerPath(os.PathLike[str]):
     def glob(self, pattern: str) -> Iterator[ServerPath]:
         return (path for path in self.iterdir() if fnmatchcase(path.name, pattern))
 
-    @property
-    def _key(self) -> str:
-        """The key of a file of a checkpoint."""
-        return self._storage.look(str(self.parent)).keys[self.name][0]
-
     def read_bytes(self) -> bytes:
-        return self._storage.objects.get(self._key)[1]
+        with self._storage.look(str(self.parent)) as listing:
+            return listing.fetch(self.name, 0, listing.files[self.name])
 
     def read_text(self) -> str:
         return self.read_bytes().decode()
@@ -82,10 +78,26 @@ class ServerPath(os.PathLike[str]):
         return SimpleNamespace(st_size=len(self.read_bytes()))
 
     def write_bytes(self, data: bytes) -> None:
-        self._storage.objects.put(self._key, data)
+        self._change(data)
 
     def unlink(self) -> None:
-        self._storage.objects.delete(self._key)
+        self._change(None)
+
+    def _change(self, data: bytes | None) -> None:
+        """Replace or remove a file of a checkpoint; as an object, or in its commit object."""
+        listing = self._storage.look(str(self.parent))
+        objects = self._storage.objects
+        if self.name in listing.keys:
+            key, _ = listing.keys[self.name]
+            objects.delete([key]) if data is None else objects.put(key, data)
+            return
+        commit, _ = listing.documents[self.name]
+        documents = {name: listing.fetch(name, 0, listing.files[name]) for name in commit.documents}
+        documents[self.name] = data or b""
+        if data is None:
+            del documents[self.name]
+        key = commit.key.removesuffix(COMMIT_NAME)
+        objects.put(commit.key, encode_commit(commit.token, commit.begun, commit.files, documents, commit.replaces, key))
 
 
 def remove(path: Path | ServerPath) -> None:
