@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import logging
 import math
 import os
 import re
@@ -51,6 +52,7 @@ _SECRET = re.compile(r"secret|token|key|password|credential|sas", re.IGNORECASE)
 _QUERY = re.compile(r"(https?://[^\s?]+)\?\S*")
 _CONDITIONS = (exceptions.AlreadyExistsError, exceptions.PreconditionError, exceptions.NotModifiedError)
 
+logger = logging.getLogger("aiockpt")
 _used_in: int | None = None  # the process that has made threads of obstore
 
 
@@ -148,9 +150,13 @@ class ObstoreClient(ObjectClient):
 
     def tail(self, key: str, nbytes: int) -> tuple[ObjectFacts, bytes] | None:
         if nbytes and self._kind != "az":  # which has no ranges from the end
-            with contextlib.suppress(exceptions.NotFoundError, FileNotFoundError, exceptions.GenericError):
+            try:
                 result = obstore.get(self.store, key, options={"range": {"suffix": nbytes}})
                 return self._facts(result.meta), bytes(result.bytes())[-nbytes:]
+            except (exceptions.NotFoundError, FileNotFoundError):
+                return None
+            except exceptions.BaseError as exc:  # some stores refuse it for an empty object
+                logger.debug("%s: no last bytes: %s", key, self._wording(exc))
         for _ in range(_IN_FLIGHT):
             facts = self._head(key)
             if facts is None:
