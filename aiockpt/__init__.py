@@ -23,6 +23,7 @@ _HOMES = {
         "CheckpointerBusyError",
         "CheckpointerClosedError",
         "CommitError",
+        "CommitUncertainError",
         "CoordinationError",
         "CorruptCheckpointError",
         "DamagedCheckpointWarning",

@@ -12,6 +12,7 @@ from aiockpt.errors import CheckpointerClosedError as CheckpointerClosedError
 from aiockpt.errors import CheckpointExistsError as CheckpointExistsError
 from aiockpt.errors import CheckpointNotFoundError as CheckpointNotFoundError
 from aiockpt.errors import CommitError as CommitError
+from aiockpt.errors import CommitUncertainError as CommitUncertainError
 from aiockpt.errors import CoordinationError as CoordinationError
 from aiockpt.errors import CorruptCheckpointError as CorruptCheckpointError
 from aiockpt.errors import DamagedCheckpointWarning as DamagedCheckpointWarning

@@ -7,6 +7,7 @@
     │   ├── StageError                 copying tensors failed
     │   ├── WriteError                 writing files failed
     │   ├── CommitError                publishing the finished checkpoint failed
+    │   │   └── CommitUncertainError   or it has not, but no answer came: everything is kept
     │   ├── TornSnapshotError          a tensor changed while it was being copied
     │   ├── SaveTimeoutError           (TimeoutError) the save took longer than ``save_timeout``
     │   ├── SaveSkippedError           the save was skipped, or superseded by a later one
@@ -56,6 +57,10 @@ class WriteError(SaveError):
 
 class CommitError(SaveError):
     """The files are written, but the checkpoint could not be published."""
+
+
+class CommitUncertainError(CommitError):
+    """It can't be found out whether the checkpoint was published, so all of it is kept. Look at the path later."""
 
 
 class TornSnapshotError(SaveError):

@@ -97,7 +97,9 @@ class ServerPath(os.PathLike[str]):
         if data is None:
             del documents[self.name]
         key = commit.key.removesuffix(COMMIT_NAME)
-        objects.put(commit.key, encode_commit(commit.token, commit.begun, commit.files, documents, commit.replaces, key))
+        objects.put(
+            commit.key, encode_commit(commit.token, commit.begun, commit.files, documents, commit.replaces, key)
+        )
 
 
 def remove(path: Path | ServerPath) -> None:

@@ -1,4 +1,4 @@
-"""An object store on this host, as the raw limit of others and as one that fails on demand: S3's requests, and Google's.
+"""An object store on this host that fails on demand: with the requests of S3, and of Google.
 
 ::
 
@@ -8,7 +8,8 @@ Objects are kept in memory; their ETags are made from their contents, as those o
 rely on: puts, multipart uploads, conditions of puts (``If-Match``, ``If-None-Match``, ``x-goog-if-generation-match``),
 gets of ranges, lists of at most 1,000 keys, deletes. Signatures are not looked at.
 
-Requests to ``/-/`` control it: ``rules`` takes the `Rule`s from now on, ``log`` returns what was asked since then.
+Requests to ``/-/`` control it: ``rules`` takes the `Rule`s from now on, ``log`` returns what was asked since then,
+``clear`` removes everything.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ class Rule:
         status: it is answered with this status, such as 409, 412, 500 or 503; 0: not at all, the connection is closed.
         does: it is done before that.
         kill: the process that is killed then; 0: none.
-        hang_s: the answer takes so much longer, in seconds; then the connection is closed.
+        hang_s: the answer takes so much longer, in seconds.
+        ignores_conditions: it is done as if it had no conditions, and answered.
     """
 
     match: str
@@ -60,6 +62,7 @@ class Rule:
     does: bool = False
     kill: int = 0
     hang_s: float = 0.0
+    ignores_conditions: bool = False
 
 
 @dataclass(frozen=True)
@@ -163,6 +166,9 @@ class _Talk(socketserver.BaseRequestHandler):
         if store.latency_s:
             time.sleep(store.latency_s)
         for rule in rules[:1]:
+            if rule.ignores_conditions:
+                headers = {name: value for name, value in headers.items() if "match" not in name}
+                break
             if rule.does:
                 self._do(method, key, asked, headers, body)
             if rule.kill:
@@ -181,6 +187,8 @@ class _Talk(socketserver.BaseRequestHandler):
             with store.lock:
                 store.rules = [(Rule(**each), itertools.count(1)) for each in json.loads(body)]
                 store.log.clear()
+        if name == "clear":
+            store.objects, store.uploads = {}, {}
         return json.dumps({"log": store.log, "uploads": len(store.uploads)}).encode()
 
     def _answer(self, method: str, status: int, headers: Mapping[str, str], body: bytes | memoryview) -> None:
@@ -243,7 +251,8 @@ class _Talk(socketserver.BaseRequestHandler):
         prefix, delimiter = asked.get("prefix", ""), asked.get("delimiter", "")
         after = max(asked.get("start-after", ""), asked.get("continuation-token", ""))
         with self.server.store.lock:
-            objects = sorted((key[len(bucket) :], found) for key, found in self.server.store.objects.items())
+            everything = [*self.server.store.objects.items()]
+        objects = sorted((key[len(bucket) :], found) for key, found in everything if key.startswith(bucket))
         contents: list[dict[str, str]] = []
         prefixes: dict[str, None] = {}
         last = ""
@@ -273,7 +282,9 @@ def _xml(name: str, **given: str | list[dict[str, str]]) -> bytes:
         inner = escape(value) if isinstance(value, str) else "".join(text(*each) for each in value.items())
         return f"<{name}>{inner}</{name}>"
 
-    inner = "".join(text(key, value) for key, values in given.items() for value in ([values] if isinstance(values, str) else values))
+    inner = "".join(
+        text(key, value) for key, values in given.items() for value in ([values] if isinstance(values, str) else values)
+    )
     return f"<{name}>{inner}</{name}>".encode()
 
 
@@ -295,6 +306,10 @@ class ObjectServer:
     def rules(self, *rules: Rule) -> None:
         """Set the rules, and forget the log."""
         self._ask("rules", json.dumps([asdict(rule) for rule in rules]))
+
+    def clear(self) -> None:
+        """Remove all objects and uploads."""
+        self._ask("clear")
 
     @property
     def log(self) -> list[str]:
@@ -334,6 +349,6 @@ def start(*, latency_s: float = 0.0) -> Iterator[ObjectServer]:
 
 if __name__ == "__main__":
     with _Server(float(sys.argv[1]) if sys.argv[1:] else 0.0) as serving:
-        print(f"http://127.0.0.1:{serving.server_address[1]}", flush=True)  # noqa: T201 - for its parent
+        print(f"http://127.0.0.1:{serving.server_address[1]}", flush=True)
         threading.Thread(target=serving.serve_forever, daemon=True).start()
         sys.stdin.buffer.read()

@@ -158,7 +158,7 @@ async def test_invalid_arguments_raise_at_the_call(tmp_path: Path, arguments: di
         ({"keep": 3}, TypeError),
         ({"save": 100}, TypeError),
         ({"mode": "append"}, ValueError),
-        ({"directory": "s3://bucket/run"}, aiockpt.AiockptError),
+        ({"directory": "nowhere://bucket/run"}, aiockpt.AiockptError),
         ({"checkpointer": aiockpt.SyncCheckpointer()}, TypeError),
         ({"checkpointer": aiockpt.AsyncCheckpointer(), "io_threads": 2}, TypeError),
         ({"io_threads": 0}, ValueError),

@@ -35,13 +35,13 @@ class Bucket:
     def checkpointer(self, **more: Any) -> aiockpt.SyncCheckpointer:
         return aiockpt.SyncCheckpointer(storage_options=self.options, **more)
 
-    def keys(self) -> list[str]:
+    def listed(self) -> list[str]:
         """Return all keys."""
         return sorted(self.storage().objects.below(""))
 
     def dead(self) -> list[str]:
         """Return the keys that belong to no checkpoint."""
-        storage, keys = self.storage(), self.keys()
+        storage, keys = self.storage(), self.listed()
         paths = [key.rpartition("/")[0] for key in keys if key.endswith("/.metadata") and not split_token(key)[0]]
         live = {commit.token for path in paths if (commit := storage.record(self / path)) is not None}
         return [key for key in keys if not key.endswith("/.metadata") and not key.startswith(tuple(live))]

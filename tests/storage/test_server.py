@@ -22,9 +22,8 @@ import torch
 import aiockpt
 from aiockpt.core.threads import Workers
 from aiockpt.storage.local.temp_dir import new_ticket
-from aiockpt.storage.objects import cleaning
-from aiockpt.storage.objects.client import ConditionError
 from aiockpt.storage.objects.cleaning import decide, token_name
+from aiockpt.storage.objects.client import ConditionError
 from aiockpt.testing import GatedStorage, ServerStorage, start_server
 from aiockpt.testing.server_storage import ServerClient, storage_for_server
 from tests.places import left_in
@@ -180,7 +179,7 @@ def test_storage_is_declared_for_the_scheme_of_its_urls() -> None:
     "wrong", ["aiockpt-test://127.0.0.1:9/a/../b", "aiockpt-test://127.0.0.1:99/a", "/a", "file:///a"]
 )
 def test_other_paths_are_refused(wrong: str) -> None:
-    with pytest.raises(aiockpt.AiockptError, match="is no path of aiockpt-test://127.0.0.1:9$"):
+    with pytest.raises(aiockpt.AiockptError, match=r"is no path of aiockpt-test://127\.0\.0\.1:9$"):
         ServerStorage("aiockpt-test://127.0.0.1:9").resolve(wrong)
 
 

@@ -68,7 +68,7 @@ Rest: TypeAlias = tuple[str, tuple[int, int] | None]
 logger = logging.getLogger("aiockpt")
 
 
-class CommitUncertainError(Exception):
+class NotDurableError(Exception):
     """A checkpoint was published, is not known to be durable, and could not be taken back."""
 
 
@@ -222,7 +222,7 @@ class Publication:
             if self.fsync:
                 sync_directory(os.path.dirname(self.path))
         except OSError as exc:
-            raise CommitUncertainError(f"{self.path} was published but can't be made durable ({exc})") from exc
+            raise NotDurableError(f"{self.path} was published but can't be made durable ({exc})") from exc
         aside = self.hidden + REPLACED
         if os.path.lexists(aside):
             self.rest = self._remove_replaced(identity(aside))
@@ -246,7 +246,7 @@ class Publication:
         except AiockptError:
             raise
         except BetweenError as exc:
-            raise CommitUncertainError(
+            raise NotDurableError(
                 f"{self.path} is not complete under its name: {exc}. Loading it finds what is in {self.hidden}, and "
                 "the next save of another process beside it gives that its name"
             ) from exc.__cause__
@@ -337,7 +337,7 @@ class Publication:
         try:
             rename_exchange(self._finished, self.path)
         except OSError as exc:
-            raise CommitUncertainError(
+            raise NotDurableError(
                 f"{self.path} was published in place of what somebody had just put there, which is in {self._finished} "
                 f"now and can't be given its name back ({exc})"
             ) from exc
@@ -353,7 +353,7 @@ class Publication:
         hidden, finished, path = self.hidden, self._finished, self.path
         if undo == "nothing":
             self._remove_rest(hidden, None)
-            raise CommitUncertainError(f"{path} was replaced but can't be made durable ({cause})") from cause
+            raise NotDurableError(f"{path} was replaced but can't be made durable ({cause})") from cause
         try:
             if undo == "exchange":
                 rename_exchange(finished, path)
@@ -364,14 +364,14 @@ class Publication:
             else:
                 os.rename(path, finished)
         except OSError as worse:
-            raise CommitUncertainError(
+            raise NotDurableError(
                 f"{path} was published but can't be made durable ({cause}), nor be taken back ({worse}); "
                 f"{hidden} was left as it is"
             ) from cause
         try:
             sync_fd(parent)
         except OSError as worse:  # after a loss of power it may be there, so it has to stay whole
-            raise CommitUncertainError(
+            raise NotDurableError(
                 f"{path} could not be made durable ({cause}) and was taken back, which can't be made durable either "
                 f"({worse}); {hidden} was left as it is"
             ) from cause

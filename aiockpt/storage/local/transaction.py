@@ -16,7 +16,7 @@ from aiockpt.format.names import OPEN_MARK, SINGLE_NAME
 from aiockpt.storage.base import Document, FileSink, PartSink, SharedTransaction, Stamp, Status
 from aiockpt.storage.local.belonging import OtherThingsError, remove
 from aiockpt.storage.local.commit import (
-    CommitUncertainError,
+    NotDurableError,
     Publication,
     check_own,
     publish_repeatedly,
@@ -168,7 +168,7 @@ class LocalTransaction(SharedTransaction):
             publication.release = self._held.release
         try:
             await publish_repeatedly(publication, policy.repeater, self._workers)
-        except CommitUncertainError as exc:
+        except NotDurableError as exc:
             self._over = True  # the temporary directory may hold the only good checkpoint
             await self.release()
             raise CommitError(str(exc)) from exc.__cause__

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from aiockpt.core.threads import Workers
 
 _ATTEMPTS = 8
+_LONGEST_S = 60.0  # until the last of them begins
 _PAUSE_S = 0.05
 
 
@@ -100,6 +101,7 @@ class ObjectClient(ABC):
 
     def put_surely(self, key: str, data: Document, only_if: Stamp) -> Stamp:
         """Do as `put`, whatever happens to the answers; no other writer has the same ``data``."""
+        begun = time.monotonic()
         for attempt in range(_ATTEMPTS):
             try:
                 return self.put(key, data, only_if)
@@ -109,7 +111,8 @@ class ObjectClient(ABC):
                     return facts.stamp
                 # Otherwise nobody has won: some stores say so to all that try at once.
                 is_taken = (facts.stamp if facts else "") != only_if
-                if attempt + 1 == _ATTEMPTS or (isinstance(exc, ConditionError) and is_taken):
+                is_last = attempt + 1 == _ATTEMPTS or time.monotonic() - begun > _LONGEST_S
+                if is_last or (isinstance(exc, ConditionError) and is_taken):
                     raise
                 time.sleep(_PAUSE_S * 2**attempt)
         raise AssertionError("unreachable")

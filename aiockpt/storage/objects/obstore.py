@@ -74,7 +74,7 @@ class ObstoreClient(ObjectClient):
         self._secrets = [str(value) for name, value in options.items() if _SECRET.search(name) and value]
         try:
             self._store = from_url(url, **options)
-        except exceptions.BaseError as exc:
+        except (exceptions.BaseError, TypeError, ValueError) as exc:
             raise AiockptError(f"{url}: {self._wording(exc)}; see storage_options") from None
         self._clock: tuple[float, float] | None = None  # when it was looked at, and what it was ahead then
 
@@ -197,7 +197,7 @@ class ObstoreClient(ObjectClient):
 
     def _checked(self, key: str, run: tuple[int, int], stamp: Stamp) -> Any:
         is_version = self._kind == "gs" and not stamp.startswith("etag:")
-        condition = {"version": stamp} if is_version else {"if_match": stamp.removeprefix("etag:")}
+        condition: Any = {"version": stamp} if is_version else {"if_match": stamp.removeprefix("etag:")}
         return obstore.get(self.store, key, options={"range": (run[0], sum(run)), **condition}).bytes()
 
     def below(self, prefix: str) -> dict[str, ObjectFacts]:
@@ -239,7 +239,7 @@ class ObstoreClient(ObjectClient):
         return time.monotonic() + self._clock[1]
 
     def sink(self, key: str, nbytes: int | None, workers: Workers) -> ObjectSink:
-        return _Sink(self, key, nbytes)
+        return _Upload(self, key, nbytes)
 
 
 def _s3_options(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -288,7 +288,7 @@ class _Feed:
         return found.pop()  # type: ignore[return-value]
 
 
-class _Sink(ObjectSink):
+class _Upload(ObjectSink):
     """An object whose parts are sent at the same time; views of the size of a part are not copied."""
 
     def __init__(self, client: ObstoreClient, key: str, nbytes: int | None) -> None:

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from aiockpt.errors import AiockptError, CheckpointExistsError, CommitError, WriteError
+from aiockpt.errors import AiockptError, CheckpointExistsError, CommitError, CommitUncertainError, WriteError
 from aiockpt.format.names import SINGLE_NAME
 from aiockpt.storage.base import Document, FileSink, SharedTransaction, Stamp, Status
-from aiockpt.storage.local.temp_dir import new_ticket, read_ticket
+from aiockpt.storage.local.temp_dir import new_ticket, read_ticket, this_process
 from aiockpt.storage.objects.cleaning import token_name
 from aiockpt.storage.objects.client import ConditionError, ObjectSink
 from aiockpt.storage.objects.commit import COMMIT_NAME, FILES, Commit, encode_commit
@@ -91,6 +91,10 @@ class ObjectTransaction(SharedTransaction):
     def begin(self) -> SharedTransaction:
         """Take the token; blocks."""
         self._seen = self._storage.free_for(self._path, overwrite=self._overwrite)
+        ticket = read_ticket(self.ticket)
+        if ticket is not None and ticket.owner != this_process():  # the ticket says that another one takes part
+            self._is_held = True
+            self._objects.put(self._held, b"")
         self.stamp = self._objects.put_surely(self._state, f"open {secrets.token_hex(8)}".encode(), "")
         self._storage.check_conditions(self._state)
         return self
@@ -198,7 +202,8 @@ class ObjectTransaction(SharedTransaction):
             attempt += 1
         if self._is_sent:
             self._over = True  # it may be the only good checkpoint
-            raise CommitError(f"it is not known whether {self._path} was published, so {self._token} stays: {problem}")
+            text = f"it is not known whether {self._path} was published, so {self._token} stays: {problem}"
+            raise CommitUncertainError(text) from problem
         raise problem
 
     def _check_revoked(self) -> None:
@@ -228,7 +233,7 @@ class ObjectTransaction(SharedTransaction):
     def _discard(self) -> None:
         """Remove everything, unless another process is publishing it, or this one may have."""
         try:
-            self._objects.put(self._state, f"discard {secrets.token_hex(8)}".encode(), str(self.stamp))
+            self._objects.put_surely(self._state, f"discard {secrets.token_hex(8)}".encode(), str(self.stamp))
         except ConditionError as exc:
             _, state = self._objects.get(self._state) or (None, b"")
             if state.startswith(b"open"):  # another save has begun by this name
