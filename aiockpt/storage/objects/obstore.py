@@ -197,8 +197,9 @@ class ObstoreClient(ObjectClient):
 
     def _checked(self, key: str, run: tuple[int, int], stamp: Stamp) -> Any:
         is_version = self._kind == "gs" and not stamp.startswith("etag:")
-        condition: Any = {"version": stamp} if is_version else {"if_match": stamp.removeprefix("etag:")}
-        return obstore.get(self.store, key, options={"range": (run[0], sum(run)), **condition}).bytes()
+        condition = {"version": stamp} if is_version else {"if_match": stamp.removeprefix("etag:")}
+        options: Any = {"range": (run[0], sum(run)), **condition}
+        return obstore.get(self.store, key, options=options).bytes()
 
     def below(self, prefix: str) -> dict[str, ObjectFacts]:
         with self.errors(prefix):
