@@ -68,7 +68,10 @@ class ObstoreClient(ObjectClient):
     def __init__(self, url: str, options: Mapping[str, Any], *, conditions: bool = True) -> None:
         self._kind, self._conditions = url.partition("://")[0], conditions
         options = {"client_options": {}, **options}
-        options["client_options"] = {"timeout": _TIMEOUT, **options["client_options"]}
+        # Obstore looks at no client option of the environment if one is given.
+        is_plain = os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("true", "1") and self._kind == "s3"
+        plain = {"allow_http": True} if is_plain else {}
+        options["client_options"] = {"timeout": _TIMEOUT, **plain, **options["client_options"]}
         if self._kind == "s3":
             options = _s3_options(options)
         self._secrets = [str(value) for name, value in options.items() if _SECRET.search(name) and value]

@@ -1,0 +1,85 @@
+"""Object stores as they are used: single saves, the command line, what is refused, requests, and secrets."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import aiockpt
+from benchmarks.harness.object_server import ObjectServer
+from tests.objects.buckets import Bucket
+
+STATE = {"x": torch.arange(12_000_000.0), "y": torch.arange(7), "n": 3}
+
+
+def test_a_save_takes_its_parts_and_five_requests(bucket: Bucket, server: ObjectServer) -> None:
+    with bucket.checkpointer() as ckpt:
+        ckpt.save(STATE, bucket / "run/0")  # the first one finds out what the store can do
+        server.rules()
+        ckpt.save(STATE, bucket / "run/1")
+        files = [line for line in server.log if "/files/" in line and not line.startswith("GET")]
+        others = [line for line in server.log if line not in files]
+        assert [line.split(" ")[0] for line in others] == ["GET", "PUT", "GET", "PUT", "PUT"], others
+        server.rules()
+        with ckpt.open(bucket / "run/1") as reader:
+            assert list(reader) == ["x", "y", "n"]
+            assert len(server.log) <= 3
+            server.rules()
+            rows = reader.read("x", torch.s_[5_000_000:5_000_100])
+        assert torch.equal(rows, STATE["x"][5_000_000:5_000_100])
+        assert len(server.log) == 1
+
+
+def test_command_line(server: ObjectServer) -> None:
+    bucket = Bucket("s3://commands", server.options("s3"))
+    with bucket.checkpointer() as ckpt:
+        ckpt.save(STATE, bucket / "run/c")
+    given = {
+        "ENDPOINT": server.url,
+        "REGION": "r",
+        "ACCESS_KEY_ID": "a",
+        "SECRET_ACCESS_KEY": "s",
+        "ALLOW_HTTP": "true",
+    }
+    env = os.environ | {f"AWS_{name}": value for name, value in given.items()}
+    for command, expected in {"ls": "complete", "verify": "", "inspect": "x", "clean": "", "rm --yes": ""}.items():
+        argv = [sys.executable, "-m", "aiockpt", *command.split(), bucket / "run/c"]
+        done = subprocess.run(argv, env=env, text=True, capture_output=True, timeout=60, check=False)
+        assert done.returncode == 0, (command, done.stderr)
+        assert expected in done.stdout
+    assert bucket.listed() == []
+
+
+def test_what_cannot_be_is_refused_with_the_way_out(bucket: Bucket) -> None:
+    with bucket.checkpointer() as ckpt:
+        for name in ("m.pt", "m.safetensors"):
+            with pytest.raises(aiockpt.SaveError, match="no checkpoints of one file; save to a directory"):
+                ckpt.save(STATE, bucket / name)
+        ckpt.save(STATE, bucket / "c")
+        with pytest.raises(aiockpt.LoadError, match="can't be mapped; load it without mmap=True"):
+            ckpt.load(bucket / "c", mmap=True)
+        with pytest.raises(aiockpt.CheckpointNotFoundError, match=re.escape(bucket / "d")):
+            ckpt.load(bucket / "d")
+    wrong = pytest.raises(aiockpt.AiockptError, match=r"'nonsense' is not valid.*see storage_options")
+    with aiockpt.SyncCheckpointer(storage_options=bucket.options | {"nonsense": 1}) as ckpt, wrong:
+        ckpt.load(bucket / "c")
+
+
+def test_credentials_are_in_no_text(bucket: Bucket, server: ObjectServer, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(0)
+    secret = "not-so-secret"
+    options = bucket.options | {"secret_access_key": secret} if bucket.url.startswith("s3") else bucket.options
+    with aiockpt.SyncCheckpointer(storage_options=options) as ckpt:
+        ckpt.save(STATE, bucket / "c")
+        texts = [repr(ckpt), repr(aiockpt.storage.storage_for(bucket / "c", **options))]
+        with ckpt.open(bucket / "c") as reader:
+            texts.append(repr(reader))
+    objects = bucket.storage().objects
+    stored = b"".join(objects.get(key)[1] for key in bucket.listed())
+    assert secret not in "".join(texts) + caplog.text
+    assert secret.encode() not in stored
