@@ -30,7 +30,7 @@ def test_a_save_takes_its_parts_and_five_requests(bucket: Bucket, server: Object
             assert list(reader) == ["x", "y", "n"]
             assert len(server.log) <= 3
             server.rules()
-            rows = reader.read("x", torch.s_[5_000_000:5_000_100])
+            rows = reader.read("x", slice(5_000_000, 5_000_100))
         assert torch.equal(rows, STATE["x"][5_000_000:5_000_100])
         assert len(server.log) == 1
 
@@ -52,6 +52,9 @@ def test_command_line(server: ObjectServer) -> None:
         done = subprocess.run(argv, env=env, text=True, capture_output=True, timeout=60, check=False)
         assert done.returncode == 0, (command, done.stderr)
         assert expected in done.stdout
+    assert "run/c/.metadata" not in bucket.listed()
+    with bucket.checkpointer() as ckpt:
+        assert len(ckpt.clean(bucket / "run")) == 1, "those who read it had time until now"
     assert bucket.listed() == []
 
 
