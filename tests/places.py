@@ -55,6 +55,10 @@ class ServerPath(os.PathLike[str]):
     def exists(self) -> bool:
         return self._storage.stamp(self._url) is not None
 
+    def is_file(self) -> bool:
+        with self._storage.look(self._url) as listing:
+            return listing.is_file
+
     def iterdir(self) -> Iterator[ServerPath]:
         try:
             with self._storage.look(self._url) as listing:

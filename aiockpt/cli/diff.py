@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any, TypeVar
 
-import numpy as np
 from rich.text import Text
 
 import aiockpt
@@ -223,7 +222,7 @@ async def _changed_objects(
             for pair in pairs:
                 async for each in _changed_objects(a, b, [pair], tolerance):
                     yield each
-        elif not await asyncio.to_thread(_same_bytes, *zip((a.path, b.path), pairs[0], strict=True)):
+        elif not await asyncio.to_thread(_same_bytes, a, b, pairs[0][0].key):
             yield Changed(pairs[0][0].key, *pairs[0], "bytes")
         return
     for one, other in pairs:
@@ -232,16 +231,9 @@ async def _changed_objects(
             yield Changed(one.key, one, other, "values", texts=(value_text(values[0]), value_text(values[1])))
 
 
-def _same_bytes(*places: tuple[str, ObjectInfo]) -> bool:
-    """Return whether two objects are stored as the same bytes; a place that can't be looked at has other bytes."""
-    try:
-        one, other = (
-            np.memmap(os.path.join(path, info.file), np.uint8, "r", info.offset, (info.nbytes,))
-            for path, info in places
-        )
-    except (OSError, ValueError):
-        return False
-    return one.data == other.data
+def _same_bytes(a: CheckpointReader, b: CheckpointReader, key: str) -> bool:
+    """Return whether an object is stored as the same bytes."""
+    return all(one == other for one, other in zip_longest(a.stored_parts(key), b.stored_parts(key)))
 
 
 async def _texts(reader: CheckpointReader, infos: Sequence[Info]) -> dict[str, str]:

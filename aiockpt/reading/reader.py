@@ -14,6 +14,7 @@ import torch
 from aiockpt.core.parameters import parameters_of
 from aiockpt.core.threads import check_asyncio, has_loop
 from aiockpt.errors import AiockptError, LoadError
+from aiockpt.format.index import ObjectEntry
 from aiockpt.options import LoadOptions, check_options
 from aiockpt.reading.info import (
     ObjectInfo,
@@ -40,6 +41,7 @@ T = TypeVar("T")
 Order = Literal["file", "keys"]
 
 _GROUP_BYTES = 32 << 20  # read at once by a stream
+_PART_BYTES = 16 << 20  # read at once of the stored bytes of an object
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,6 +132,23 @@ class _Reader(Mapping[str, "TensorInfo | ObjectInfo"]):
     def beside(self) -> Sequence[str]:
         """Files in its directory with other parts of the state, such as ``optimizer.pt``, which are not read."""
         return self._opened.index.beside
+
+    @property
+    def files(self) -> Mapping[str, int]:
+        """The size in bytes of each file, by name relative to the checkpoint."""
+        return self._opened.source.files
+
+    def stored_parts(self, key: str) -> Iterator[bytes]:
+        """Yield the stored bytes of an object in parts of 16 MiB, without unpickling them; none if it has none. Blocks.
+
+        Raises:
+            LoadError: reading failed.
+        """
+        source, entry = self._opened.source, self._opened.index.entries[key]
+        if isinstance(entry, ObjectEntry):
+            place = source.exact_range(entry.place)
+            for at in range(0, place.length, _PART_BYTES):
+                yield source.read_bytes(place.file, place.offset + at, min(_PART_BYTES, place.length - at))
 
     @property
     def nbytes(self) -> int:

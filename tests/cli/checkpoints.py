@@ -1,12 +1,17 @@
 """The same tensors in a checkpoint of each readable format, for the tests of commands."""
 
+import tempfile
 import warnings
+from pathlib import Path
 
+import anyio
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 import aiockpt
+from aiockpt.core.threads import Workers
+from tests.places import ServerPath, storage_of
 
 FORMATS = ("aiockpt", "dcp", "ranks", "torch", "safetensors", "sharded")
 
@@ -21,7 +26,12 @@ def tensors():
 
 
 def make(form, path):
-    """Write a checkpoint of `tensors`; return its path."""
+    """Write a checkpoint of `tensors`, in a directory or in a server; return its path."""
+    if isinstance(path, ServerPath):  # other programs know files only
+        with tempfile.TemporaryDirectory() as folder:
+            made = make(form, Path(folder) / path.name)
+            anyio.run(_copy, made, path := path.parent / made.name)
+        return path
     state = tensors()
     with aiockpt.SyncCheckpointer() as ckpt, warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -42,3 +52,15 @@ def make(form, path):
             case "sharded":
                 ckpt.save(state, path, format="safetensors", shard_bytes=40)
     return path
+
+
+async def _copy(source, target):
+    """Copy the files of a checkpoint as they are."""
+    files = {"": source} if source.is_file() else {file.name: file for file in source.iterdir()}
+    workers = Workers(1, "aiockpt-copy")
+    try:
+        transaction = await storage_of(target).begin(str(target), overwrite=False, workers=workers)
+        await transaction.write_files({name: file.read_bytes() for name, file in files.items()})
+        await transaction.commit()
+    finally:
+        workers.close()

@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 import aiockpt
 from aiockpt.cli import diff as diffs
 from aiockpt.cli.main import app
+from aiockpt.reading import reader
 from tests.cli.checkpoints import FORMATS, make
 from tests.memory import peak_growth
 
@@ -33,8 +34,8 @@ def save(path, state, **kwargs):
 
 @pytest.mark.parametrize("a", FORMATS)
 @pytest.mark.parametrize("b", FORMATS)
-def test_no_difference_between_formats_of_one_state(a, b, tmp_path):
-    result = invoke(make(a, tmp_path / "a"), make(b, tmp_path / "b"))
+def test_no_difference_between_formats_of_one_state(a, b, tmp_path, anywhere):
+    result = invoke(make(a, tmp_path / "a"), make(b, anywhere / "b"))
     assert (result.exit_code, result.stdout.splitlines()[-1]) == (0, "no differences: 3 keys are the same")
 
 
@@ -64,8 +65,8 @@ def changed(tmp_path):
     return save(tmp_path / "a", STATE), save(tmp_path / "b", state)
 
 
-def test_all_kinds_of_changes_are_reported(tmp_path):
-    a, b = changed(tmp_path)
+def test_all_kinds_of_changes_are_reported(anywhere):
+    a, b = changed(anywhere)
     found = document(a, b)
     assert (found["a"], found["b"], found["unchanged"]) == (str(a), str(b), 2)
     assert [each["key"] for each in found["removed"]] == ["model.gone"]
@@ -80,8 +81,8 @@ def test_all_kinds_of_changes_are_reported(tmp_path):
     assert (keys["step"]["before"], keys["step"]["after"]) == ("3", "4")
 
 
-def test_table_has_a_line_for_each_change(tmp_path):
-    a, b = changed(tmp_path)
+def test_table_has_a_line_for_each_change(anywhere):
+    a, b = changed(anywhere)
     result = invoke(a, b)
     assert result.exit_code == 1
     lines = [" ".join(line.split()) for line in result.stdout.splitlines()]
@@ -101,8 +102,8 @@ def test_table_has_a_line_for_each_change(tmp_path):
     ]
 
 
-def test_keys_and_tolerances(tmp_path):
-    a, b = changed(tmp_path)
+def test_keys_and_tolerances(anywhere):
+    a, b = changed(anywhere)
     assert [each["key"] for each in document(a, b, "model.a", "s*")["changed"]] == ["model.a", "step"]
     assert document(a, b, "model.a", "--atol", "0.5")["changed"][0]["differing"] == 1
     assert document(a, b, "model.a", "--atol", "1")["same"]
@@ -119,15 +120,15 @@ def test_keys_with_pattern_characters_are_keys(tmp_path):
     assert [each["key"] for each in found["changed"]] == ["a*", "?"]
 
 
-def test_large_tensors_are_compared_in_parts(tmp_path):
+def test_large_tensors_are_compared_in_parts(anywhere):
     a = torch.zeros(48, 1 << 20, dtype=torch.float16)
-    save(tmp_path / "a", {"w": a, "b": torch.zeros(1 << 24, dtype=torch.int8)})
+    save(anywhere / "a", {"w": a, "b": torch.zeros(1 << 24, dtype=torch.int8)})
     a[0, 0], a[47, -1], a[20, 77] = 1, -3, 2
-    save(tmp_path / "b", {"w": a, "b": torch.zeros(1 << 24, dtype=torch.int8)})
+    save(anywhere / "b", {"w": a, "b": torch.zeros(1 << 24, dtype=torch.int8)})
     found = []
     del a
-    invoke(tmp_path / "a", tmp_path / "a", "b")  # for allocations that happen once in a process
-    assert peak_growth(lambda: found.append(document(tmp_path / "a", tmp_path / "b"))) < 150 << 20
+    invoke(anywhere / "a", anywhere / "a", "b")  # for allocations that happen once in a process
+    assert peak_growth(lambda: found.append(document(anywhere / "a", anywhere / "b"))) < 150 << 20
     (each,) = found[0]["changed"]
     assert [each[name] for name in ("elements", "differing", "max_abs")] == [48 << 20, 3, 3.0]
 
@@ -154,13 +155,17 @@ class Bomb:
         return exec, ("import os; os._exit(77)",)
 
 
-def test_objects_that_would_run_code_are_compared_by_bytes(tmp_path):
+@pytest.mark.parametrize("compress", [None, "zstd"])
+@pytest.mark.parametrize("part_bytes", [16 << 20, 7])
+def test_objects_that_would_run_code_are_compared_by_bytes(part_bytes, compress, anywhere, monkeypatch):
+    monkeypatch.setattr(reader, "_PART_BYTES", part_bytes)
+    state = {"bomb": Bomb(), "config": Config(1), "longer": Config("ab"), "same": Config("x" * 999), "step": 1}
     with pytest.warns(aiockpt.SafeGlobalsWarning):
-        a = save(tmp_path / "a", {"bomb": Bomb(), "config": Config(1), "same": Config(1), "step": 1})
+        a = save(anywhere / "a", state, compress=compress)
     with pytest.warns(aiockpt.SafeGlobalsWarning):
-        b = save(tmp_path / "b", {"bomb": Bomb(), "config": Config(2), "same": Config(1), "step": 1})
+        b = save(anywhere / "b", {**state, "config": Config(2), "longer": Config("ab" * 40)}, compress=compress)
     found = document(a, b)
-    assert [(each["key"], each["what"]) for each in found["changed"]] == [("config", "bytes")]
+    assert [(each["key"], each["what"]) for each in found["changed"]] == [("config", "bytes"), ("longer", "bytes")]
     assert found["unchanged"] == 3
     assert "other bytes, not unpickled" in invoke(a, b).stdout
 
