@@ -25,6 +25,7 @@ from aiockpt.cli.output import console, print_json, print_table, shown, size_tex
 from aiockpt.cli.progress import bar
 from aiockpt.core.machine import BLOCK_BYTES, available_memory_bytes
 from aiockpt.core.wording import plural
+from aiockpt.storage.local.directories import LocalDirectories
 from aiockpt.storage.local.temp_dir import make_hidden, new_ticket
 
 MIB = 1 << 20
@@ -108,7 +109,7 @@ def bench(directory: str, *, size_bytes: int, seconds: float, as_json: bool = Fa
     """
     if size_bytes < _LEAST_BYTES:
         raise typer.BadParameter(f"{size_text(_LEAST_BYTES)} are the least to measure with", param_hint="--size")
-    directory = os.path.abspath(os.path.expanduser(directory))
+    directory = LocalDirectories().resolve(directory)
     free, memory = shutil.disk_usage(directory).free, available_memory_bytes()
     nbytes = min(size_bytes, free // _SPARE, memory // _SPARE)
     if nbytes < _LEAST_BYTES:

@@ -27,6 +27,7 @@ from aiockpt.core.wording import plural
 from aiockpt.format.keys import hint, matching
 from aiockpt.reading.info import ObjectInfo, TensorInfo, stored_bytes, value_text
 from aiockpt.reading.reader import CheckpointReader
+from aiockpt.storage.local.directories import LocalDirectories
 
 _LINES = 100  # shown on a terminal before levels are left out
 _BATCH = 1000  # lines printed at once
@@ -93,15 +94,17 @@ async def inspect(path: str, view: View, *, as_json: bool = False, trust: bool =
         out.print(f"\nLevels below {depth} are not shown; --all shows everything.", style="dim")
 
 
-async def write_page(path: str, view: View, file: Path, *, trust: bool = False) -> None:
-    """Write the keys of a checkpoint into a page for browsers."""
+async def write_page(path: str, view: View, target: str, *, trust: bool = False) -> None:
+    """Write the keys of a checkpoint into a page for browsers, a file of the file system."""
+    file = Path(LocalDirectories().resolve(target))
     _check_file(file)
     async with aiockpt.open(path, trust=trust) as reader:
         chosen = _choose(reader, view.keys)
         stats = await _surveys(reader, chosen, histograms=True) if view.stats else {}
         values, _ = await small_values(reader, chosen.infos.values())
         with gc_pause():
-            page = html_page(reader.path, reader.format, reader.metadata, chosen.infos.values(), stats, values)
+            infos = chosen.infos.values()
+            page = html_page(reader.path, reader.format, reader.metadata, infos, stats, values, reader.files)
     part = file.with_name(f"{file.name}.part")
     part.write_text(page, encoding="utf-8")
     part.replace(file)
@@ -120,6 +123,8 @@ async def _surveys(reader: CheckpointReader, chosen: Chosen, *, histograms: bool
 
 def _check_file(file: Path) -> None:
     """Refuse to replace a checkpoint by a page."""
+    if file.is_dir():
+        raise CommandError(f"{file} is a directory; name the file to write")
     if file.exists() and find(str(file)):
         raise CommandError(f"{file} is a checkpoint; choose another name for the page")
 

@@ -119,8 +119,7 @@ def inspect(
     trust: Trust = False,
     as_json: Json = False,
     html: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", dir_okay=False, help="Write a page for browsers; with --stats, with histograms."),
+        str | None, typer.Option(metavar="FILE", help="Write a page for browsers; with --stats, with histograms.")
     ] = None,
 ) -> None:
     """Show the keys of a checkpoint as a tree, with dtypes, shapes and bytes.

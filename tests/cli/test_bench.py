@@ -26,7 +26,7 @@ def invoke(*arguments):
 
 def test_all_settings_are_measured_and_no_file_is_left(tmp_path):
     (tmp_path / "mine").touch()
-    result = invoke(tmp_path, *SMALL, "--json")
+    result = invoke(f"file://{tmp_path}", *SMALL, "--json")
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     assert os.listdir(tmp_path) == ["mine"]
@@ -52,6 +52,12 @@ def test_settings_are_printed_as_code(tmp_path, monkeypatch):
 @pytest.mark.parametrize("arguments", [["--size", "many"], ["--seconds", "0"], ["--seconds", "x"]])
 def test_wrong_usage(arguments, tmp_path):
     assert invoke(tmp_path, *arguments).exit_code == 2
+
+
+@pytest.mark.parametrize("path", ["", "aiockpt-test://server/run"])
+def test_what_is_no_directory_of_a_disk_is_refused(path):
+    result = invoke(path, *SMALL)
+    assert (result.exit_code, result.stdout) == (3, "")
 
 
 def test_missing_directory_is_exit_code_3(tmp_path):

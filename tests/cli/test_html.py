@@ -102,13 +102,13 @@ def test_common_prefixes_of_keys_are_written_once():
     assert len(page) - len(html_page("a", "aiockpt", {}, [])) < 40 * len(infos)
 
 
-def test_file_lengths_are_those_on_disk(tmp_path):
+def test_file_lengths_are_those_of_the_storage(anywhere):
     with aiockpt.SyncCheckpointer() as ckpt:
-        ckpt.save({"a": torch.ones(10_000), "n": 3}, tmp_path / "c")
-        ckpt.save({"a": torch.ones(10)}, tmp_path / "s.safetensors")
-        for path, file in [(tmp_path / "c", tmp_path / "c" / "__0_0.distcp"), (tmp_path / "s.safetensors",) * 2]:
+        ckpt.save({"a": torch.ones(10_000), "n": 3}, anywhere / "c")
+        ckpt.save({"a": torch.ones(10)}, anywhere / "s.safetensors")
+        for path, file in [(anywhere / "c", anywhere / "c" / "__0_0.distcp"), (anywhere / "s.safetensors",) * 2]:
             with ckpt.open(path) as reader:
-                page = html_page(reader.path, reader.format, reader.metadata, reader.values())
+                page = html_page(reader.path, reader.format, {}, reader.values(), sizes=reader.files)
             assert decode_data(page)["files"] == [[file.name, file.stat().st_size]]
 
 
@@ -265,9 +265,9 @@ def test_statistics_are_shown_with_a_histogram(page, tmp_path):
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_every_format_has_a_page(form, tmp_path):
-    path = make(form, tmp_path / "c")
-    result = inspect_html(path, tmp_path / "page.html", "model", "--stats")
+def test_every_format_has_a_page(form, anywhere, tmp_path):
+    path = make(form, anywhere / "c")
+    result = inspect_html(path, f"file://{tmp_path}/page.html", "model", "--stats")
     assert result.exit_code == 0, result.output
     page = (tmp_path / "page.html").read_text()
     assert result.stdout.startswith(f"{tmp_path}/page.html: ")
@@ -287,6 +287,16 @@ def test_page_never_replaces_a_checkpoint(tmp_path):
     assert (path.read_bytes(), other.read_bytes()) == before
     for _ in range(2):  # the second call replaces the page of the first
         assert inspect_html(path, tmp_path / "page.html").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("page", "message"),
+    [("", "is a directory"), ("aiockpt-test://server/page.html", "the file system was asked for it")],
+)
+def test_page_is_a_file_of_the_file_system(page, message, tmp_path):
+    result = inspect_html(make("dcp", tmp_path / "c"), page or tmp_path)
+    assert result.exit_code == 3
+    assert message in result.stderr
 
 
 def test_html_and_json_exclude_each_other(tmp_path):

@@ -26,8 +26,8 @@ def document(*arguments):
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_every_format_is_shown(form, tmp_path):
-    path = make(form, tmp_path / "c")
+def test_every_format_is_shown(form, anywhere):
+    path = make(form, anywhere / "c")
     result = invoke(path)
     assert result.exit_code == 0, result.output
     lines = [line.split() for line in result.stdout.splitlines()]
@@ -50,8 +50,8 @@ def test_files_beside_are_named(tmp_path):
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_every_format_has_statistics_as_json(form, tmp_path):
-    path = make(form, tmp_path / "c")
+def test_every_format_has_statistics_as_json(form, anywhere):
+    path = make(form, anywhere / "c")
     found = document(path, "--stats")
     assert (found["path"], found["tensors"], found["objects"], found["bytes"]) == (str(path), 3, 0, 94)
     assert found["dtypes"] == {"float32": 48, "int64": 40, "bfloat16": 6}
@@ -75,18 +75,18 @@ def test_statistics_in_the_table(tmp_path):
     assert ["bias", "bfloat16", "3", "6", "B", "-0.5", "1.5", "0.5", "1"] in lines
 
 
-def test_metadata_and_objects_are_shown(tmp_path):
+def test_metadata_and_objects_are_shown(anywhere):
     state = {"step": 7, "name": "größe\n模型", "odd": slice(1, 2), "long": list(range(50)), "w": torch.ones(2)}
     with aiockpt.SyncCheckpointer() as ckpt:
-        ckpt.save(state, tmp_path / "c", metadata={"loss": float("inf"), "note": "ü\x1b"})
-    result = invoke(tmp_path / "c")
+        ckpt.save(state, anywhere / "c", metadata={"loss": float("inf"), "note": "ü\x1b"})
+    result = invoke(anywhere / "c")
     assert "1 tensor, 8 B (float32 8 B); 4 objects" in result.stdout
     assert 'metadata: {"loss": Infinity, "note": "ü\\u001b"}' in result.stdout
     lines = [" ".join(line.split()) for line in result.stdout.splitlines()]
     assert "step int 7" in lines
     assert "name str 'größe\\n模型'" in lines
     assert "long list [0, 1, 2, 3, ...]" in lines
-    assert document(tmp_path / "c")["metadata"] == {"loss": "inf", "note": "ü\x1b"}
+    assert document(anywhere / "c")["metadata"] == {"loss": "inf", "note": "ü\x1b"}
 
 
 def test_equal_layers_are_folded_unless_all(tmp_path):

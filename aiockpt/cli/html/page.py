@@ -10,7 +10,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import os
 from importlib.resources import files
 from string import Template
 from typing import TYPE_CHECKING, Any
@@ -35,6 +34,7 @@ def html_page(
     infos: Collection[TensorInfo | ObjectInfo],
     stats: Mapping[str, Survey] | None = None,
     values: Mapping[str, Any] | None = None,
+    sizes: Mapping[str, int] | None = None,
 ) -> str:
     """Return the page of a checkpoint.
 
@@ -45,13 +45,14 @@ def html_page(
         infos: its keys, in their order.
         stats: of the values of some keys.
         values: of some scalars and objects.
+        sizes: of the files, in bytes; without, a file ends with its last item.
     """
     stored = (part for info in infos for part in (info.chunks if isinstance(info, TensorInfo) else (info,)))
     columns = _Columns(sorted({part.file for part in stored if part.file}))
     for info in infos:
         columns.add(info, (stats or {}).get(info.key), (values or {}).get(info.key, _NONE))
     shown = json.dumps(dict(metadata), indent=2, ensure_ascii=False, default=repr) if metadata else ""
-    facts = {"path": path, "format": kind, "metadata": shown, **columns.as_json(path)}
+    facts = {"path": path, "format": kind, "metadata": shown, **columns.as_json(sizes or {})}
     data = json.dumps(facts, separators=(",", ":")).replace("<", "\\u003c")
     style, script = (_asset(name) for name in ("page.css", "page.js"))
     return Template(_asset("page.html")).substitute(
@@ -115,25 +116,14 @@ class _Columns:
         self._file_bytes[file] = max(self._file_bytes[file], stop)
         return self._files[file]
 
-    def as_json(self, path: str) -> dict[str, Any]:
+    def as_json(self, sizes: Mapping[str, int]) -> dict[str, Any]:
         columns = {name: list(values) for name, values in vars(self).items() if not name.startswith("_")}
-        files = [(name, _size_of(path, name, least)) for name, least in self._file_bytes.items()]
+        files = [(name, max(sizes.get(name, 0), least)) for name, least in self._file_bytes.items()]
         return {**columns, "files": files}
 
 
 def _number(known: dict[Any, int], value: Any) -> int:
     return known.setdefault(value, len(known))
-
-
-def _size_of(path: str, name: str, least: int) -> int:
-    """Return the length of a file; ``least``, the end of its last item, if the file can't be read here."""
-    for file in (os.path.join(path, name), path):
-        try:
-            if os.path.isfile(file):
-                return max(os.path.getsize(file), least)
-        except (OSError, ValueError):
-            continue
-    return least
 
 
 def _asset(name: str) -> str:
