@@ -36,6 +36,7 @@ async def convert(
         trust: let pickled objects run their code.
     """
     to = to or format_for(None, target)
+    source, target = directories_for(source)[1], directories_for(target)[1]
     _check_target(source, target, overwrite=overwrite)
     with bar("writing") as shown_bar:
         await convert_checkpoint_async(
@@ -52,14 +53,9 @@ async def convert(
 
 
 def _check_target(source: str, target: str, *, overwrite: bool) -> None:
-    """Refuse a path that is taken, or is a part of what is read."""
-    (place, new), (_, old) = directories_for(target), directories_for(source)
-    if scheme_of(target):
-        is_taken = place.stamp(new) is not None
-    else:
-        is_taken, new = os.path.lexists(new), os.path.realpath(new)
-    if is_taken and not overwrite:
+    """Refuse a path that is taken, or is a part of what is read. Other storages refuse what is taken themselves."""
+    if not scheme_of(target) and os.path.lexists(target) and not overwrite:
         raise CommandError(f"{target} exists already: choose another name, or pass --overwrite")
-    old = old if scheme_of(source) else os.path.realpath(old)
+    old, new = (path if scheme_of(path) else os.path.realpath(path) for path in (source, target))
     if new == old or new.startswith(f"{old.rstrip('/')}/") or old.startswith(f"{new.rstrip('/')}/"):
         raise CommandError(f"{target} and {source} are the same, or one lies in the other: choose another name")

@@ -44,7 +44,7 @@ def ls(directory: str, *, as_json: bool = False) -> None:
         _print(place, found)
     elif not below:
         why = f": {contents.problem}" if contents.problem else ""
-        console().print(f"There are no checkpoints in {shown(directory)}{why}.")
+        console().print(f"There are no checkpoints in {shown(path)}{why}.")
     if below:
         text = ", ".join(f"{shown(name)} ({count})" for name, count in below.items())
         console().print(f"Directories with checkpoints: {text}")

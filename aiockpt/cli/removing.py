@@ -14,6 +14,7 @@ import aiockpt
 from aiockpt.cli.app import Code, CommandError, report
 from aiockpt.cli.found import find
 from aiockpt.cli.output import console, print_json, print_table, shown, size_text
+from aiockpt.errors import AiockptError
 from aiockpt.format.names import HIDDEN
 from aiockpt.manager.policies import KeepAny, KeepPolicy, select, to_delete
 from aiockpt.manager.scan import StepInfo, scan
@@ -24,27 +25,28 @@ def rm(paths: Sequence[str], *, yes: bool = False) -> Code:
     """Delete checkpoints, each at once as a whole; unless ``yes``, ask on the terminal before."""
     out = console()
     if not yes:
-        _ask(paths)
+        _ask([directories_for(path)[1] for path in paths])
     code = Code.FINE
-    for path, is_gone in zip(paths, _deleted(paths), strict=True):
-        if is_gone:
+    for path in _deleted(paths):
+        if path:
             out.print(f"removed {shown(path)}")
         else:
             code = Code.FAILED
     return code
 
 
-def _deleted(paths: Sequence[str]) -> Iterator[bool]:
-    """Delete checkpoints, and report those that can't be; yield whether each was deleted."""
+def _deleted(paths: Sequence[str]) -> Iterator[str]:
+    """Delete checkpoints, and report those that can't be; yield the canonical name of each that was, else nothing."""
     with aiockpt.SyncCheckpointer() as ckpt:
         for path in paths:
             try:
+                path = directories_for(path)[1]
                 ckpt.delete(path)
-            except (aiockpt.DeleteError, aiockpt.CheckpointNotFoundError) as exc:
+            except AiockptError as exc:
                 report(str(exc))
-                yield False
+                yield ""
             else:
-                yield True
+                yield path
 
 
 def _ask(paths: Sequence[str]) -> None:
@@ -54,7 +56,7 @@ def _ask(paths: Sequence[str]) -> None:
     for path in paths:
         try:
             found = find(path)
-        except OSError:  # what is not there, or can't be looked at, is said when it is deleted
+        except (OSError, AiockptError):  # what is not there, or can't be looked at, is said when it is deleted
             found = []
         nbytes = sum(each.info.nbytes for each in found)
         console(stderr=True).print(f"{shown(path)}  {size_text(nbytes) if found else 'no checkpoint'}")
@@ -72,11 +74,9 @@ def prune(directory: str, policies: Sequence[KeepPolicy], *, dry_run: bool = Fal
     The newest complete step always stays, and so does everything that is not a complete step of a manager.
 
     Raises:
-        CommandError: there are no steps, or none has the metric of a policy; or the path is empty.
+        CommandError: there are no steps, or none has the metric of a policy.
         aiockpt.RunLockedError: a manager writes to the run, and this is not dry.
     """
-    if not directory:  # as of a variable of a shell that is not set; abspath would take the current directory
-        raise CommandError("the path is empty; name a run's directory")
     place, directory = directories_for(directory)
     with place.look(directory):  # it is there
         infos = scan(directory)
@@ -93,7 +93,7 @@ def prune(directory: str, policies: Sequence[KeepPolicy], *, dry_run: bool = Fal
             lock.release()
     kept = select(policy, infos, now)
     doomed_steps = {info.step for info in doomed}
-    failed = {info.step for info, is_gone in zip(doomed, fates, strict=False) if not is_gone}
+    failed = {info.step for info, gone in zip(doomed, fates, strict=False) if not gone}
     records = [
         {
             "step": info.step,
@@ -148,10 +148,14 @@ def _print(records: Sequence[Mapping[str, Any]], word: str) -> None:
 
 def clean(directory: str, *, older_than_s: float | None, as_json: bool = False) -> None:
     """Remove what killed processes have left in a directory, and print what stays and why."""
-    place, directory = directories_for(directory)
-    with place.look(directory), aiockpt.SyncCheckpointer() as ckpt:
+    with aiockpt.SyncCheckpointer() as ckpt:
         removed = ckpt.clean(directory, older_than_s=older_than_s)
-    left = [found for found in find(directory) if found.name.startswith(HIDDEN)]
+    try:
+        left = [found for found in find(directory) if found.name.startswith(HIDDEN)]
+    except (FileNotFoundError, AiockptError):
+        if not removed:  # else nothing was beside it, in a storage that has no empty directories
+            raise
+        left = []
     if as_json:
         print_json({"removed": removed, "left": [{"path": each.info.path, "why": each.info.problem} for each in left]})
         return

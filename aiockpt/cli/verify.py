@@ -11,7 +11,7 @@ from aiockpt.cli.app import Code, report
 from aiockpt.cli.found import walk
 from aiockpt.cli.output import console, print_json, shown
 from aiockpt.cli.progress import bar
-from aiockpt.errors import LoadError
+from aiockpt.errors import AiockptError, LoadError
 from aiockpt.storage.registry import directories_for
 
 
@@ -42,7 +42,7 @@ async def _verified(
     """Yield the report of a checkpoint, and of each in a directory."""
     try:
         paths = _paths_in(path)
-    except OSError as exc:
+    except (OSError, AiockptError) as exc:
         yield path, LoadError(str(exc))
         return
     for each in paths:
@@ -58,9 +58,9 @@ def _paths_in(path: str) -> list[str]:
     try:
         with place.look(at) as listing:
             is_file = listing.is_file
-    except FileNotFoundError:  # which verifying says
-        return [path]
-    return ([] if is_file else [found.info.path for found in walk(at)]) or [path]
+    except (FileNotFoundError, AiockptError):  # verifying says so, or can do without a list
+        return [at]
+    return ([] if is_file else [found.info.path for found in walk(at)]) or [at]
 
 
 async def _verify(ckpt: aiockpt.AsyncCheckpointer, path: str) -> aiockpt.VerifyReport:

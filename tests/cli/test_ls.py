@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from aiockpt.storage.base import LookBudget
 from aiockpt.storage.local.directories import LocalDirectories
 from aiockpt.storage.local.temp_dir import new_ticket
 from tests.cli.checkpoints import FORMATS, make
+from tests.places import storage_of
 
 NAMES = {"torch": ".pt", "safetensors": ".safetensors"}
 SHOWN_AS = {"ranks": "dcp", "sharded": "safetensors"}
@@ -42,11 +44,12 @@ def save_step(run, step, keep=(), **metrics):
         ckpt.save({"w": torch.full((4,), float(step))}, run / f"step-{step:08d}", metadata={"run": facts, "mine": step})
 
 
-def test_every_format_is_found(tmp_path):
-    paths = {form: make(form, tmp_path / form) for form in FORMATS}
-    (tmp_path / "notes.txt").write_text("{no checkpoint}" * 20)
-    (tmp_path / "folder").mkdir()
-    found = rows(tmp_path)
+def test_every_format_is_found(anywhere):
+    paths = {form: make(form, anywhere / form) for form in FORMATS}
+    if isinstance(anywhere, Path):  # a server has nothing but checkpoints
+        (anywhere / "notes.txt").write_text("{no checkpoint}" * 20)
+        (anywhere / "folder").mkdir()
+    found = rows(anywhere)
     assert {name: (each["format"], each["state"], each["path"]) for name, each in found.items()} == {
         path.name: (SHOWN_AS.get(form, form), "complete", str(path)) for form, path in paths.items()
     }
@@ -55,7 +58,7 @@ def test_every_format_is_found(tmp_path):
         assert found[path.name]["bytes"] == sum(file.stat().st_size for file in files)
         assert rows(path) == {path.name: found[path.name]}, form
     assert found["aiockpt"]["metadata"] == {"loss": 0.25, "note": "größe"}
-    text = invoke(tmp_path)
+    text = invoke(anywhere)
     assert "notes" not in text
     assert text.splitlines()[-1].startswith("6 complete; ")
 
@@ -99,10 +102,10 @@ def test_numbered_checkpoints_are_not_taken_for_parts_of_one(tmp_path):
     assert list(rows(tmp_path / "run")) == ["0", "1"]
 
 
-def test_step_that_was_set_aside_is_damaged(tmp_path):
-    save_step(tmp_path, 36)
-    (tmp_path / "step-00000036").rename(tmp_path / "step-00000036.damaged")
-    assert rows(tmp_path)["step-00000036.damaged"]["state"] == "damaged"
+def test_step_that_was_set_aside_is_damaged(anywhere):
+    save_step(anywhere, 36)
+    storage_of(anywhere).set_aside(str(anywhere / "step-00000036"), ["step-00000036.damaged"])
+    assert rows(anywhere)["step-00000036.damaged"]["state"] == "damaged"
 
 
 def test_unreadable_entries_do_not_hide_the_others(tmp_path):
@@ -120,20 +123,20 @@ def test_unreadable_entries_do_not_hide_the_others(tmp_path):
     assert "2 not" in invoke(tmp_path)
 
 
-def test_names_are_sorted_by_number(tmp_path):
+def test_names_are_sorted_by_number(anywhere):
     for name in ("step-9", "step-100", "step-20", "final"):
-        make("dcp", tmp_path / name)
-    assert list(rows(tmp_path)) == ["final", "step-9", "step-20", "step-100"]
+        make("dcp", anywhere / name)
+    assert list(rows(anywhere)) == ["final", "step-9", "step-20", "step-100"]
 
 
 # --- runs -------------------------------------------------------------------------------------------------
 
 
-def test_steps_are_listed_with_metrics_and_policies(tmp_path):
+def test_steps_are_listed_with_metrics_and_policies(anywhere):
     keep = ["KeepLatest(2)", "KeepBest(1, 'loss')", "KeepIf(f)"]
     for step, loss in ((100, 0.5), (200, 0.125), (300, 0.75), (400, 0.25)):
-        save_step(tmp_path, step, keep, loss=loss)
-    found = rows(tmp_path)
+        save_step(anywhere, step, keep, loss=loss)
+    found = rows(anywhere)
     assert {each["step"]: (each["metrics"], each["kept_by"]) for each in found.values()} == {
         100: ({"loss": 0.5}, []),
         200: ({"loss": 0.125}, ["KeepBest(1, 'loss')"]),
@@ -142,7 +145,7 @@ def test_steps_are_listed_with_metrics_and_policies(tmp_path):
     }
     assert found["step-00000200"]["metadata"] == {"mine": 200}
     assert found["step-00000200"]["saved"] == "2023-11-14T22:16:40+00:00"
-    lines = [line.split() for line in invoke(tmp_path).splitlines()]
+    lines = [line.split() for line in invoke(anywhere).splitlines()]
     assert lines[0] == ["name", "state", "size", "saved", "metrics", "kept", "by"]
     assert lines[2][-4:] == ["loss", "0.125", "KeepBest(1,", "'loss')"]
 
@@ -187,25 +190,25 @@ def test_orphan_of_another_machine_needs_older_than(run):
     assert all("--older-than" in row["problem"] for row in rows(run).values())
 
 
-def test_owner_of_a_run_is_shown(tmp_path):
-    with aiockpt.SyncCheckpointManager(tmp_path / "run", keep=[aiockpt.KeepLatest(1)]) as run:
+def test_owner_of_a_run_is_shown(anywhere):
+    with aiockpt.SyncCheckpointManager(anywhere / "run", keep=[aiockpt.KeepLatest(1)]) as run:
         run.save(3, {"w": torch.ones(3)}, metrics={"loss": 0.5})
-        assert f": process {os.getpid()} on host " in invoke(tmp_path / "run").splitlines()[0]
-        document = json.loads(invoke(tmp_path / "run", "--json"))
+        assert f": process {os.getpid()} on host " in invoke(anywhere / "run").splitlines()[0]
+        document = json.loads(invoke(anywhere / "run", "--json"))
         assert document["owner"]["pid"] == os.getpid()
         (row,) = document["checkpoints"]
         assert (row["step"], row["metrics"], row["kept_by"]) == (3, {"loss": 0.5}, ["KeepLatest(1)"])
-    assert "process" not in invoke(tmp_path / "run")
+    assert "process" not in invoke(anywhere / "run")
 
 
-def test_subdirectories_with_checkpoints_are_counted(tmp_path):
+def test_subdirectories_with_checkpoints_are_counted(anywhere):
     for name in ("b/step-1", "b/step-2", "a10/c", "a9/c", "here"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        make("dcp", tmp_path / name)
-    (tmp_path / "empty").mkdir()
-    assert invoke(tmp_path).splitlines()[-1] == "Directories with checkpoints: a9 (1), a10 (1), b (2)"
-    assert json.loads(invoke(tmp_path, "--json"))["below"] == {"a9": 1, "a10": 1, "b": 2}
-    assert json.loads(invoke(tmp_path / "here", "--json"))["below"] == {}
+        make("aiockpt", anywhere / name)
+    if isinstance(anywhere, Path):
+        (anywhere / "empty").mkdir()
+    assert invoke(anywhere).splitlines()[-1] == "Directories with checkpoints: a9 (1), a10 (1), b (2)"
+    assert json.loads(invoke(anywhere, "--json"))["below"] == {"a9": 1, "a10": 1, "b": 2}
+    assert json.loads(invoke(anywhere / "here", "--json"))["below"] == {}
 
 
 def test_empty_directory(tmp_path):

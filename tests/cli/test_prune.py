@@ -8,19 +8,23 @@ import pytest
 from typer.testing import CliRunner
 
 from aiockpt.cli.main import app
-from aiockpt.storage.local.lease import take
+from tests.cli.checkpoints import make
 from tests.cli.test_ls import save_step
+from tests.places import storage_of
 
 LOSSES = {100: 0.5, 200: 0.125, 300: 0.75, 1000: 0.25, 1100: 0.625}
 
 
 @pytest.fixture
-def run(tmp_path):
+def run(anywhere):
     for step, loss in LOSSES.items():
-        save_step(tmp_path, step, loss=loss)
-    (tmp_path / "step-5").mkdir()
-    (tmp_path / "notes.txt").touch()
-    return tmp_path
+        save_step(anywhere, step, loss=loss)
+    make("dcp", anywhere / "step-5")
+    make("torch", anywhere / "notes")
+    return anywhere
+
+
+local = pytest.mark.parametrize("anywhere", ["local"], indirect=True)
 
 
 def invoke(*arguments):
@@ -28,7 +32,7 @@ def invoke(*arguments):
 
 
 def steps(run):
-    return {int(name.removeprefix("step-")) for name in os.listdir(run) if name.startswith("step-0")}
+    return {int(path.name.removeprefix("step-")) for path in run.glob("step-0*")}
 
 
 @pytest.mark.parametrize(
@@ -52,7 +56,7 @@ def test_steps_that_no_policy_keeps_are_removed(options, kept, run):
     result = invoke(run, *options)
     assert result.exit_code == 0, result.output
     assert steps(run) == kept
-    assert sorted(name for name in os.listdir(run) if not name.startswith("step-0")) == ["notes.txt", "step-5"]
+    assert sorted(path.name for path in run.iterdir() if path not in set(run.glob("step-0*"))) == ["notes.pt", "step-5"]
     assert f"{len(LOSSES) - len(kept)} of 5 steps removed" in result.stdout
     assert {each["step"] for each in json.loads(dry.stdout) if each["because"]} == kept
 
@@ -64,6 +68,7 @@ def test_reasons_are_shown(run):
     assert lines[5][-3:] == ["stays", "the", "newest"]
 
 
+@local
 def test_damaged_steps_stay_and_do_not_count(run):
     newest = run / "step-00001100"
     os.truncate(newest / "__0_0.distcp", 10)
@@ -72,6 +77,7 @@ def test_damaged_steps_stay_and_do_not_count(run):
     assert "damaged: __0_0.distcp has 10 bytes" in invoke(run, "--keep-latest", 1).stdout
 
 
+@local
 def test_failed_removals_are_not_reported_as_removed(run):
     (run / "step-00000200" / "mine.txt").touch()
     shutil.copytree(run, other := run.with_name("other"))
@@ -84,15 +90,16 @@ def test_failed_removals_are_not_reported_as_removed(run):
     assert removed == {100: True, 200: False, 300: False, 1000: False, 1100: False}
 
 
+@local
 def test_empty_path_is_refused(run, monkeypatch):
     monkeypatch.chdir(run)
     result = invoke("", "--keep-latest", 1)
-    assert (result.exit_code, result.stderr) == (3, "aiockpt: the path is empty; name a run's directory\n")
+    assert (result.exit_code, result.stderr) == (3, "aiockpt: the path is empty; name a directory or a file\n")
     assert steps(run) == set(LOSSES)
 
 
 def test_run_with_an_owner_allows_only_a_dry_run(run):
-    lock = take(str(run))
+    lock = storage_of(run).lease(str(run))
     try:
         result = invoke(run, "--keep-latest", 1)
         assert (result.exit_code, result.stdout) == (3, "")
@@ -142,6 +149,7 @@ def test_directory_without_steps_is_refused(tmp_path):
     assert not (tmp_path / "none").exists()
 
 
+@local
 def test_dry_run_does_not_import_torch(run):
     code = (
         "import sys\nfrom aiockpt.cli.main import app\n"

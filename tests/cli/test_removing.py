@@ -21,21 +21,21 @@ def invoke(*arguments):
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_every_format_is_removed(form, tmp_path):
-    path, other = make(form, tmp_path / "c"), make(form, tmp_path / "d")
+def test_every_format_is_removed(form, anywhere):
+    path, other = make(form, anywhere / "c"), make(form, anywhere / "d")
     result = invoke("rm", path, "--yes")
     assert (result.exit_code, result.stdout, result.stderr) == (0, f"removed {path}\n", "")
-    assert os.listdir(tmp_path) == [other.name]
+    assert list(anywhere.iterdir()) == [other]
 
 
 def test_rm_skips_other_directories_and_removes_the_rest(tmp_path):
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "a.txt").touch()
     path = make("dcp", tmp_path / "c")
-    result = invoke("rm", "-y", tmp_path / "notes", tmp_path / "none", path)
+    result = invoke("rm", "-y", tmp_path / "notes", "nowhere://bucket/c", tmp_path / "none", f"file://{path}")
     assert result.exit_code == 3
     assert result.stdout == f"removed {path}\n"
-    assert result.stderr.count("\n") == 2
+    assert result.stderr.count("\n") == 3
     assert os.listdir(tmp_path) == ["notes"]
 
 

@@ -24,8 +24,8 @@ def damage(path):
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_every_format_is_checked(form, tmp_path):
-    path = make(form, tmp_path / "c")
+def test_every_format_is_checked(form, anywhere):
+    path = make(form, anywhere / "c")
     result = invoke(path)
     assert result.exit_code == 0
     assert result.stdout.startswith(f"{path}: sound")
@@ -41,24 +41,24 @@ def test_every_format_is_checked(form, tmp_path):
     assert {problem["severity"] for problem in record["problems"]} == {"error"}
 
 
-def test_every_checkpoint_in_a_directory_is_checked(tmp_path):
+def test_every_checkpoint_in_a_directory_is_checked(anywhere):
     for name, form in (("step-9", "aiockpt"), ("step-10", "dcp"), ("old", "torch")):
-        make(form, tmp_path / name)
-    damage(tmp_path / "step-9")
-    result = invoke(tmp_path)
+        make(form, anywhere / name)
+    damage(anywhere / "step-9")
+    result = invoke(anywhere)
     assert result.exit_code == 1
     lines = [line for line in result.stdout.splitlines() if not line.startswith(" ")]
-    assert [line.partition(":")[0] for line in lines] == [str(tmp_path / n) for n in ("old.pt", "step-9", "step-10")]
-    assert [record["ok"] for record in json.loads(invoke(tmp_path, "--json").stdout)] == [True, False, True]
+    assert [line.partition(": ")[0] for line in lines] == [str(anywhere / n) for n in ("old.pt", "step-9", "step-10")]
+    assert [record["ok"] for record in json.loads(invoke(anywhere, "--json").stdout)] == [True, False, True]
 
 
 def test_unreadable_paths_do_not_hide_the_others(tmp_path):
     (tmp_path / "empty").mkdir()
     good, bad = make("aiockpt", tmp_path / "good"), make("dcp", tmp_path / "bad")
     damage(bad)
-    result = invoke(tmp_path / "none", bad, tmp_path / "empty", good)
+    result = invoke("nowhere://bucket/c", tmp_path / "none", bad, tmp_path / "empty", f"file://{good}")
     assert result.exit_code == 3
-    assert result.stderr.count("\n") == 2
+    assert result.stderr.count("\n") == 3
     assert f"{good}: sound" in result.stdout
     records = json.loads(invoke(tmp_path / "none", good, "--json").stdout)
     assert [record["ok"] for record in records] == [False, True]
