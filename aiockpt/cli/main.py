@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -66,6 +67,17 @@ def parse_size(text: str) -> int:
     return int(float(found[1]) * _UNITS_BYTES[found[2].lower()])
 
 
+def parse_option(text: str) -> tuple[str, Any]:
+    """Return the name and the value of a text such as region=eu or retries=3; raise typer.BadParameter for another."""
+    name, mark, value = text.partition("=")
+    if not name.isidentifier() or not mark:
+        raise typer.BadParameter(f"{text!r} is no NAME=VALUE, such as region=eu", param_hint="--storage-option")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
+
+
 def _show_version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"aiockpt {__version__}")
@@ -81,6 +93,10 @@ def main(
     debug: Annotated[
         bool, typer.Option("--debug", help="Show the trace of an error. May stand behind the command as well.")
     ] = False,
+    storage_option: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=VALUE", help="An option of the storages of URLs: text, or JSON. May be repeated."),
+    ] = None,
 ) -> None:
     """Checkpoints of PyTorch: look at them, check, compare, convert and remove them.
 
@@ -91,6 +107,10 @@ def main(
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
         raise typer.Exit(Code.USAGE)
+    if storage_option:
+        from aiockpt.storage.registry import default_options
+
+        context.with_resource(default_options(dict(map(parse_option, storage_option))))
 
 
 @app.command()

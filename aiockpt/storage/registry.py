@@ -9,9 +9,10 @@ and lead to a factory::
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import entry_points
 from typing import Any, TypeAlias
 
@@ -26,6 +27,7 @@ Factory: TypeAlias = Callable[..., Storage]
 
 _FILE = "file"
 _factories: dict[str, Factory] = {}
+_defaults: dict[str, Any] = {}
 
 
 def register(scheme: str, factory: Factory, *, replace: bool = False) -> None:
@@ -53,6 +55,16 @@ def register(scheme: str, factory: Factory, *, replace: bool = False) -> None:
     _factories[scheme] = factory
 
 
+@contextlib.contextmanager
+def default_options(options: Mapping[str, Any]) -> Iterator[None]:
+    """Use these options for URLs wherever none are given, in the whole process; for programs such as a command line."""
+    _defaults.update(options)
+    try:
+        yield
+    finally:
+        _defaults.clear()
+
+
 def scheme_of(path: str) -> str:
     """Return the scheme of a URL of a registered storage; empty for a path of the file system."""
     scheme, found, _ = path.partition("://")
@@ -74,7 +86,7 @@ class Storages:
     ) -> None:
         self._storage = storage
         self._local = local
-        self._options = dict(options or {})
+        self._options = dict(options or _defaults)
         self._refused = refused
         self._made: dict[tuple[str, str], Storage] = {}
         self._lock = threading.Lock()

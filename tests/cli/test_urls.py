@@ -1,9 +1,14 @@
-"""The commands on checkpoints in a storage that is no file system."""
+"""The commands on URLs: schemes, options, leftovers, and storages that can do little.
+
+The tests of each command also run on a storage that is no file system.
+"""
 
 from __future__ import annotations
 
 import json
-from typing import Any
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,93 +16,132 @@ from typer.testing import CliRunner, Result
 
 import aiockpt
 from aiockpt.cli.main import app
-from tests.cli.checkpoints import tensors
-from tests.states import assert_same
+from aiockpt.storage import registry, storage_for
+from tests.cli.checkpoints import make, tensors
+from tests.places import ServerPath, storage_of
+from tests.storage.memory_storage import MemoryStorage
+
+UNKNOWN = "nowhere://bucket/c"
 
 
-def _run(*arguments: str, code: int = 0) -> Result:
-    done = CliRunner().invoke(app, list(arguments))
+def invoke(*arguments: object, code: int = 0) -> Result:
+    done = CliRunner().invoke(app, list(map(str, arguments)))
     assert done.exit_code == code, done.output
+    assert done.exception is None or isinstance(done.exception, SystemExit)
     return done
 
 
-def _json(*arguments: str, code: int = 0) -> Any:
-    return json.loads(_run(*arguments, "--json", code=code).stdout)
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["ls", UNKNOWN],
+        ["inspect", UNKNOWN],
+        ["verify", UNKNOWN],
+        ["diff", UNKNOWN, UNKNOWN],
+        ["convert", UNKNOWN, "c"],
+        ["convert", "c", UNKNOWN],
+        ["extract", "c", "head", "-o", f"{UNKNOWN}.pt"],
+        ["prune", UNKNOWN, "--keep-latest", "1"],
+        ["rm", "-y", UNKNOWN],
+        ["clean", UNKNOWN],
+    ],
+    ids=" ".join,
+)
+def test_an_unknown_scheme_says_what_is_known(command: list[str]) -> None:
+    done = invoke(*command, code=3)
+    assert done.stdout == ""
+    assert "no storage is registered for nowhere://, but for" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_urls_of_the_file_system(tmp_path: Path) -> None:
+    one, other = make("aiockpt", tmp_path / "run 1" / "c"), tmp_path / "run 1" / "d"
+    run = f"file://{tmp_path}/run%201"
+    assert json.loads(invoke("ls", run, "--json").stdout)["directory"] == str(tmp_path / "run 1")
+    assert invoke("inspect", f"{run}/c").stdout.startswith(f"{one}\n")
+    assert invoke("convert", f"{run}/c", f"{run}/d").stdout.startswith(f"{other}: dcp, ")
+    assert invoke("diff", f"{run}/c", other).stdout.startswith(f"- {one}  aiockpt\n+ {other}  aiockpt\n")
+    assert invoke("rm", "-y", f"{run}/c/").stdout == f"removed {one}\n"
+    assert list(other.parent.iterdir()) == [other]
+
+
+# --- leftovers ------------------------------------------------------------------------------------------
+
+DIES = """
+import os, sys, torch, aiockpt
+from tests.places import storage_of
+from aiockpt.storage import WrapperStorage
+
+class Dying(WrapperStorage):
+    async def before(self, step, name):
+        if step == "commit":
+            os._exit(7)
+
+aiockpt.save({"w": torch.ones(3)}, sys.argv[1], storage=Dying(storage_of(sys.argv[1])))
+"""
+
+
+def test_what_a_killed_save_has_left_is_removed_where_nothing_else_is(python: list[str], server_url: str) -> None:
+    died = subprocess.run([*python, "-c", DIES, f"{server_url}/run/c"], timeout=120, check=False)
+    assert died.returncode == 7
+    (removed,) = json.loads(invoke("clean", f"{server_url}/run", "--json").stdout)["removed"]
+    assert removed.startswith(f"{server_url}/run/c/")
+    assert "nothing is at" in invoke("clean", f"{server_url}/run", code=3).stderr
+
+
+# --- options --------------------------------------------------------------------------------------------
+
+
+def test_options_go_to_the_storages_of_urls(server_url: str) -> None:
+    paths = [make("aiockpt", ServerPath(f"{server_url}/{name}")) for name in "ab"]
+    objects = storage_of(server_url).objects
+    invoke("rm", "-y", paths[0])
+    assert objects.below("a/")  # for those that read it
+    invoke("--storage-option", "grace_s=0", "--storage-option", "timeout_s=30", "rm", "-y", paths[1])
+    assert not objects.below("b/")
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("eu", "eu"), ("5", 5), ("true", True), ('"5"', "5"), ("a=b", "a=b"), ("", ""), ('{"a": [1]}', {"a": [1]})],
+)
+def test_values_of_options_are_json_or_text(text: str, value: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[dict[str, object]] = []
+    monkeypatch.setitem(registry._factories, "mem", lambda root, **options: seen.append(options) or MemoryStorage())
+    invoke("--storage-option", f"region={text}", "inspect", "mem://x", code=3)
+    storage_for("mem://x")
+    assert seen == [{"region": value}, {}]  # none are left to what comes after the command
+
+
+@pytest.mark.parametrize("option", ["region", "=eu", "no-name=1"])
+def test_options_need_names(option: str) -> None:
+    assert "region=eu" in invoke("--storage-option", option, "ls", code=2).stderr
+
+
+# --- storages that can do little ------------------------------------------------------------------------
 
 
 @pytest.fixture
-def run(server_url: str) -> str:
-    """Return the URL of a run of four steps, the second of which has the least loss."""
-    directory = f"{server_url}/runs/a"
-    with aiockpt.SyncCheckpointManager(directory, keep=aiockpt.KeepLatest(9)) as manager:
-        for step, loss in enumerate((3.0, 1.0, 2.0, 4.0)):
-            manager.save(step, {**tensors(), "step": step}, metrics={"loss": loss})
-    return directory
+def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[MemoryStorage]:
+    """Return a storage for mem://, which has no list of what it holds."""
+    storage = MemoryStorage()
+    monkeypatch.setitem(registry._factories, "mem", lambda root: storage)
+    return storage
 
 
-def test_ls_lists_a_run_and_what_is_above_it(run: str) -> None:
-    found = _json("ls", run)
-    assert found["directory"] == run
-    assert [each["step"] for each in found["checkpoints"]] == [0, 1, 2, 3]
-    assert {each["state"] for each in found["checkpoints"]} == {"complete"}
-    assert [each["metrics"]["loss"] for each in found["checkpoints"]] == [3.0, 1.0, 2.0, 4.0]
-    assert found["checkpoints"][0]["kept_by"]
-    assert "step-00000002" in _run("ls", run).stdout
-    assert [each["name"] for each in _json("ls", f"{run}/step-00000003")["checkpoints"]] == ["step-00000003"]
+def test_commands_that_need_no_list_do_without_one(memory: MemoryStorage, tmp_path: Path) -> None:
+    invoke("convert", make("torch", tmp_path / "c"), "mem://x/a")
+    assert "mem://x/a: sound" in invoke("verify", "mem://x/a").stdout
+    assert "no differences" in invoke("diff", "mem://x/a", tmp_path / "c.pt").stdout
+    invoke("extract", "mem://x/a", "head", "-o", "mem://x/h.pt")
+    assert "--overwrite" in invoke("convert", tmp_path / "c.pt", "mem://x/a", code=3).stderr
+    assert torch.equal(aiockpt.load("mem://x/h.pt")["head"], tensors()["head"])
+    assert invoke("rm", "-y", "mem://x/a").stdout == "removed mem://x/a\n"
+    assert list(memory.checkpoints) == ["mem://x/h.pt"]
 
 
-def test_ls_shows_who_writes_to_a_run(run: str) -> None:
-    assert _json("ls", run)["owner"] is None
-    with aiockpt.SyncCheckpointManager(run) as manager:
-        manager.restore({**tensors(), "step": 0})
-        assert _json("ls", run)["owner"]["pid"]
-        refused = _run("prune", run, "--keep-latest", "1", code=3)
-        assert "process" in refused.output
-
-
-def test_prune_keeps_the_best_and_the_newest(run: str) -> None:
-    records = _json("prune", run, "--keep-best", "1:loss")
-    assert [each["step"] for each in records if each["removed"]] == [0, 2]
-    assert [each["step"] for each in _json("ls", run)["checkpoints"]] == [1, 3]
-
-
-def test_rm_removes_one(run: str) -> None:
-    assert "removed" in _run("rm", "--yes", f"{run}/step-00000001").stdout
-    assert [each["step"] for each in _json("ls", run)["checkpoints"]] == [0, 2, 3]
-    assert "no checkpoint" in _run("rm", "--yes", f"{run}/step-00000001", code=3).output
-
-
-def test_verify_walks_a_run(run: str) -> None:
-    reports = _json("verify", run)
-    assert [each["path"] for each in reports] == [f"{run}/step-{step:08}" for step in range(4)]
-    assert all(each["ok"] for each in reports)
-
-
-def test_inspect_and_diff_read_one(run: str) -> None:
-    one, other = f"{run}/step-00000000", f"{run}/step-00000003"
-    shown = _json("inspect", one)
-    assert {each["key"] for each in shown["keys"]} == {*tensors(), "step"}
-    assert "model" in _run("inspect", one).stdout
-    different = _json("diff", one, other, code=1)
-    assert [each["key"] for each in different["changed"]] == ["step"]
-
-
-def test_convert_and_extract_read_and_write(run: str, tmp_path: Any) -> None:
-    one = f"{run}/step-00000002"
-    _run("convert", one, str(tmp_path / "local"))
-    assert_same({**tensors(), "step": 2}, aiockpt.load(tmp_path / "local"))
-    _run("extract", one, "head", "--output", f"{run}-head.pt")
-    assert torch.equal(aiockpt.load(f"{run}-head.pt")["head"], tensors()["head"])
-    assert "exists already" in _run("convert", one, f"{run}-head.pt", code=3).output
-    assert "lies in the other" in _run("convert", one, f"{one}/inner", code=3).output
-
-
-def test_clean_finds_nothing(run: str) -> None:
-    assert _json("clean", run) == {"removed": [], "left": []}
-
-
-@pytest.mark.parametrize("command", ["ls", "verify", "inspect", "clean"])
-def test_an_unknown_scheme_says_what_is_known(command: str) -> None:
-    done = _run(command, "nowhere://bucket/run", code=3)
-    assert "no storage is registered for nowhere://" in done.output
-    assert "Traceback" not in done.output
+@pytest.mark.parametrize(
+    "command", [["ls", "mem://x"], ["clean", "mem://x"], ["prune", "mem://x", "--keep-latest", "1"]], ids=" ".join
+)
+def test_commands_that_need_a_list_say_so(command: list[str], memory: MemoryStorage) -> None:
+    assert "can't list what is at mem://x" in invoke(*command, code=3).stderr
