@@ -16,6 +16,7 @@ from aiockpt.storage.base import Storage
 from aiockpt.storage.objects.cleaning import split_token
 from aiockpt.storage.objects.commit import COMMIT_NAME, encode_commit
 from aiockpt.storage.objects.lease import LEASE_NAME
+from aiockpt.storage.objects.reading import ObjectListing
 from aiockpt.testing.server import SCHEME
 from aiockpt.testing.server_storage import storage_for_server
 
@@ -72,8 +73,12 @@ class ServerPath(os.PathLike[str]):
         return (path for path in self.iterdir() if fnmatchcase(path.name, pattern))
 
     def read_bytes(self) -> bytes:
-        with self._storage.look(str(self.parent)) as listing:
+        with self._holder() as listing:
             return listing.fetch(self.name, 0, listing.files[self.name])
+
+    def _holder(self) -> ObjectListing:
+        """Return the listing that has this file: its own if it is a checkpoint, or that of its directory."""
+        return self._storage.look(self._url if self.is_file() else str(self.parent))
 
     def read_text(self) -> str:
         return self.read_bytes().decode()
@@ -89,7 +94,7 @@ class ServerPath(os.PathLike[str]):
 
     def _change(self, data: bytes | None) -> None:
         """Replace or remove a file of a checkpoint; as an object, or in its commit object."""
-        listing = self._storage.look(str(self.parent))
+        listing = self._holder()
         objects = self._storage.objects
         if self.name in listing.keys:
             key, _ = listing.keys[self.name]
