@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from aiockpt.storage.base import Storage
 from aiockpt.testing import StorageConformance
 from benchmarks.harness.object_server import ObjectServer
+from tests.objects import servers
 from tests.objects.buckets import Bucket
 
 
@@ -33,3 +35,25 @@ class TestGoogle(_InBucket):
     @pytest.fixture(autouse=True)
     def use(self, server: ObjectServer) -> None:
         type(self).bucket = Bucket(f"gs://{uuid.uuid4().hex}", server.options("gs"))
+
+
+@pytest.mark.full
+class TestMinistack(_InBucket):
+    @pytest.fixture(autouse=True, scope="class")
+    @classmethod
+    def use(cls) -> Iterator[None]:
+        with servers.ministack() as found:
+            cls.bucket = Bucket(*found)
+            cls.bucket.listed()  # the threads of obstore stay
+            yield
+
+
+@pytest.mark.full
+class TestAzurite(_InBucket):
+    @pytest.fixture(autouse=True, scope="class")
+    @classmethod
+    def use(cls) -> Iterator[None]:
+        with servers.azurite() as found:
+            cls.bucket = Bucket(*found)
+            cls.bucket.listed()  # the threads of obstore stay
+            yield
