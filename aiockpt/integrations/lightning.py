@@ -19,16 +19,13 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from aiockpt.errors import CheckpointExistsError, DeleteError, SafeGlobalsWarning
 from aiockpt.integrations.lifetime import missing
 from aiockpt.integrations.lightning_shards import InShards, is_urgent
 from aiockpt.integrations.named_saves import NamedSaves
 from aiockpt.integrations.whole_objects import with_whole_objects
-
-if TYPE_CHECKING:
-    import torch
 
 _IS_SEPARATE = find_spec("lightning") is None or ("pytorch_lightning" in sys.modules and "lightning" not in sys.modules)
 _PYTORCH = "pytorch_lightning" if _IS_SEPARATE else "lightning.pytorch"
@@ -45,10 +42,6 @@ _TENSORS = ("state_dict", "optimizer_states")
 
 
 # --- files ------------------------------------------------------------------------------------------------
-
-
-def _keep_device(storage: Any, location: str) -> Any:
-    return storage
 
 
 class AiockptCheckpointIO(_plugins.TorchCheckpointIO):
@@ -101,11 +94,10 @@ class AiockptCheckpointIO(_plugins.TorchCheckpointIO):
         if self._wait == "staged":
             saves.wait_for_copies()
 
-    def load_checkpoint(self, path: Any, map_location: Any = _keep_device, weights_only: bool | None = None) -> Any:
+    def load_checkpoint(self, path: Any, *args: Any, **options: Any) -> Any:
         """Load a checkpoint when no save is in flight; see Lightning's ``TorchCheckpointIO``."""
         self.saves.wait()
-        rules = {} if weights_only is None else {"weights_only": weights_only}  # since Lightning 2.6
-        return super().load_checkpoint(path, map_location=map_location, **rules)
+        return super().load_checkpoint(path, *args, **options)
 
     def remove_checkpoint(self, path: Any) -> None:
         """Remove a checkpoint: when the save that was begun last is durable, or at once if none is in flight."""
@@ -146,7 +138,7 @@ class AiockptCallback(_callbacks.Callback):
         super().__init__()
         self._saves = NamedSaves()  # of this fit
         self._replaced: list[tuple[Any, str]] = []
-        self._large_buffers: list[torch.Tensor] = []
+        self._large_buffers: list[Any] = []
         self._versions = 0
         self._forward_changes = False
 
@@ -205,8 +197,6 @@ class AiockptCallback(_callbacks.Callback):
 
     def _sum_of_versions(self) -> int:
         return sum(0 if each.is_inference() else each._version for each in self._large_buffers)
-
-    # What Lightning does with a file right after its save:
 
     def _replace(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
         if hasattr(owner, name) and name not in vars(owner):

@@ -51,6 +51,11 @@ def save_shards(path: Path) -> None:
     (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weights}))
 
 
+def save_as_lightning(path: Path) -> None:
+    save_stock(path)
+    torch.save({"epoch": 1}, path / "meta.pt")
+
+
 def save_one_rank(path: Path) -> None:
     save_stock(path)
     (path / ".metadata").rename(path / "__0.metadata")
@@ -89,6 +94,7 @@ CHECKPOINTS: dict[str, Callable[[Path], object]] = {
     "stock": save_stock,
     "stock with a file for each": lambda path: save_stock(path, single_file_per_rank=False),
     "stock of one rank alone": save_one_rank,
+    "stock of Lightning": save_as_lightning,
     "a set of safetensors": save_shards,
     "a directory of one": lambda path: (path.mkdir(), safetensors.torch.save_file(NEW, path / "my.safetensors")),
     "damaged manifest": with_truncated(".aiockpt.json", save_ours),
