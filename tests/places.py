@@ -77,8 +77,9 @@ class ServerPath(os.PathLike[str]):
             return listing.fetch(self.name, 0, listing.files[self.name])
 
     def _holder(self) -> ObjectListing:
-        """Return the listing that has this file: its own if it is a checkpoint, or that of its directory."""
-        return self._storage.look(self._url if self.is_file() else str(self.parent))
+        """Return the listing that has this file: that of its directory, or its own if it is a checkpoint."""
+        listing = self._storage.look(str(self.parent))
+        return listing if self.name in listing.files else self._storage.look(self._url)
 
     def read_text(self) -> str:
         return self.read_bytes().decode()

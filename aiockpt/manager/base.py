@@ -224,15 +224,19 @@ class ManagerBase:
         Raises:
             OSError: the directory can't be read.
         """
+        return self._seen(self._scanner.scan)
+
+    def _seen(self, look: Callable[[], T]) -> T:
+        """Return what rank 0 sees."""
         if self._access.world_size == 1:
-            return self._scanner.scan()
+            return look()
         value: object = None
         if self.leads:
             try:
-                value = self._scanner.scan()
+                value = look()
             except OSError as exc:
                 value = exc
-        found: tuple[StepInfo, ...] = self._access.agree(f"the steps of {self.directory}", value, of_rank_0).result()
+        found: T = self._access.agree(f"the steps of {self.directory}", value, of_rank_0).result()
         return found
 
     def steps(self) -> list[int]:
@@ -241,7 +245,7 @@ class ManagerBase:
 
     def latest(self) -> StepInfo | None:
         """Return the complete step with the highest number; None if there is none. See `infos`."""
-        return next(reversed(self._complete()), None)
+        return self._seen(self._scanner.latest)
 
     def best(self, metric: str | None = None, mode: Mode | None = None) -> StepInfo | None:
         """Return the complete step with the best value of a metric; None if no step has one. See `infos`.

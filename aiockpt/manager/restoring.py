@@ -117,7 +117,7 @@ class Restore:
 
     def _listed(self) -> list[tuple[StepInfo, Stamp | None]]:
         """Return the steps to try, each with its stamp, which changes if the step is replaced."""
-        return [(info, self.manager._storage.stamp(info.path)) for info in self._candidates()]
+        return [(info, self.manager._scanner.stamp(info.path)) for info in self._candidates()]
 
     def _candidates(self) -> Sequence[StepInfo]:
         """Return the steps to try, the preferred one first."""

@@ -20,9 +20,11 @@ import math
 import os
 import threading
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, Literal
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from aiockpt.format.manifest.manifest import read_user_metadata
 from aiockpt.format.names import MANIFEST_NAME, METADATA_NAME
@@ -42,6 +44,7 @@ RUN_KEY = "run"
 _FACTS = frozenset({"step", "metrics", "time", "keep"})  # a manager writes all of them
 _MOST_S = 250e9  # in the year 9892; `datetime` ends with 9999
 _MOST_DIGITS = 18
+_LOOKS = 32  # at once, at a storage that is asked by requests
 _MOST_LISTS = 20  # of a directory whose steps are deleted while they are looked at
 
 NO_STEP = -1
@@ -115,6 +118,14 @@ def is_set_aside(name: str) -> bool:
     return step_of(stem) is not None and rest.partition("-")[0] == "damaged"
 
 
+class _Known(NamedTuple):
+    """What was found at a path, and what says that it is still so: a stamp, and that of a list of all."""
+
+    stamp: Stamp
+    listed: Stamp | None
+    info: StepInfo
+
+
 class StepScanner:
     """Scans a run's directory again and again, in any thread; the documents of an unchanged step are read once."""
 
@@ -122,7 +133,7 @@ class StepScanner:
         self._storage = storage
         self._directory = directory
         self._step_of = names.step_of
-        self._cache: dict[str, tuple[Stamp, StepInfo]] = {}
+        self._cache: dict[str, _Known] = {}
         self._lock = threading.Lock()
 
     def scan(self, *, lenient: bool = False) -> tuple[StepInfo, ...]:
@@ -133,28 +144,67 @@ class StepScanner:
                 del self._cache[path]
         return infos
 
+    def latest(self) -> StepInfo | None:
+        """Return the complete step with the highest number; None if there is none. Looks at no more than it must."""
+        found: StepInfo | None = None
+        gone: set[int] = set()
+        with self._lock:
+            for _ in range(_MOST_LISTS):
+                found, last, gone = None, gone, set()
+                for step, path in reversed(self._steps().items()):
+                    info = self._look(path, step)
+                    if info is None:
+                        gone.add(step)
+                    elif info.state == "complete":
+                        found = info
+                        break
+                if gone <= last:  # else the list may lack what its owner has written before deleting that one
+                    break
+        return found
+
+    def stamp(self, path: str) -> Stamp | None:
+        """Return a text that changes if a step is replaced after it was scanned; None if that is not known."""
+        known = self._cache.get(path)
+        return self._storage.stamp(path) if known is None else known.stamp
+
+    def _steps(self) -> dict[int, str]:
+        """Return the paths of the steps by their numbers, in order."""
+        try:
+            with self._storage.look(self._directory) as listing:
+                if listing.is_file:
+                    raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), self._directory)
+                steps = {step: name for name in listing.folders if (step := self._step_of(name)) is not None}
+        except FileNotFoundError:
+            return {}
+        return {step: self._storage.below(self._directory, steps[step]) for step in sorted(steps)}
+
     def _scan(self, *, lenient: bool) -> tuple[StepInfo, ...]:
         infos: list[StepInfo | None] = []
         gone: set[int] = set()
         for _ in range(_MOST_LISTS):
-            try:
-                with self._storage.look(self._directory) as listing:
-                    if listing.is_file:
-                        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), self._directory)
-                    steps = {step: name for name in listing.folders if (step := self._step_of(name)) is not None}
-            except FileNotFoundError:
-                return ()
-            below = self._storage.below
-            infos = [self.look(below(self._directory, steps[step]), step, lenient=lenient) for step in sorted(steps)]
-            last, gone = gone, {step for step, info in zip(sorted(steps), infos, strict=True) if info is None}
+            steps = self._steps()
+            infos = self._look_at_all(steps, lenient=lenient)
+            last, gone = gone, {step for step, info in zip(steps, infos, strict=True) if info is None}
             if gone <= last:  # else the list may lack what its owner has written before deleting that one
                 break
         return tuple(info for info in infos if info is not None)
 
-    def look(self, path: str, step: int, *, lenient: bool = False) -> StepInfo | None:
-        """Return what is known of a step; None if it has been deleted meanwhile."""
+    def _look_at_all(self, steps: Mapping[int, str], *, lenient: bool) -> list[StepInfo | None]:
+        look = partial(self._look, lenient=lenient)
+        stamps = self._storage.stamps(self._directory, len(steps)) if steps else None
+        if stamps is None:
+            return [look(path, step) for step, path in steps.items()]
+        listed = [stamps.get(self._storage.split(path)[1]) for path in steps.values()]
+        with ThreadPoolExecutor(_LOOKS, "aiockpt-scan") as threads:
+            return list(threads.map(look, steps.values(), steps, listed))
+
+    def _look(self, path: str, step: int, listed: Stamp | None = None, *, lenient: bool = False) -> StepInfo | None:
+        """Return what is known of a step; None if it has been deleted meanwhile.
+
+        ``listed``: its stamp in the list of all, which was made before.
+        """
         try:
-            return self._look(path, step)
+            return self._examined(path, step, listed)
         except (FileNotFoundError, NotADirectoryError):
             if self._storage.stamp(path) is not None:  # a file of it was removed just now
                 return StepInfo(step, path, "unfinished", problem="its files are being removed")
@@ -164,12 +214,14 @@ class StepScanner:
                 raise
             return StepInfo(step, path, "damaged", problem=f"it can't be read: {exc}")
 
-    def _look(self, path: str, step: int) -> StepInfo:
-        with self._storage.look(path) as listing:
-            known = self._cache.get(path)
-            if known is None or known[0] != listing.stamp:
-                known = self._cache[path] = (listing.stamp, examine(listing, step)[1])
-        return replace(known[1], step=step)
+    def _examined(self, path: str, step: int, listed: Stamp | None) -> StepInfo:
+        known = self._cache.get(path)
+        if known is None or listed is None or known.listed != listed:
+            with self._storage.look(path) as listing:
+                is_same = known is not None and known.stamp == listing.stamp
+                info = known.info if known is not None and is_same else examine(listing, step)[1]
+                known = self._cache[path] = _Known(listing.stamp, listed, info)
+        return replace(known.info, step=step)
 
 
 def examine(listing: Listing, step: int = NO_STEP, *, counts: bool = False) -> tuple[Recognised, StepInfo]:

@@ -480,6 +480,21 @@ class Directories:
         except OSError:
             return None
 
+    def stamps(self, directory: str, count: int) -> Mapping[str, Stamp] | None:
+        """Return texts that change if checkpoints in a directory are replaced or removed, by their names there.
+
+        For storages where that costs less than to look at each, which then is done by several threads at once. Those
+        that are missing are looked at; the texts need not be those of `stamp`. None: each is looked at in its turn.
+
+        Args:
+            directory: what they are in.
+            count: how many there are, by an earlier look.
+
+        Raises:
+            OSError: it can't be read.
+        """
+        return None
+
     def set_aside(self, path: str, names: Sequence[str]) -> str:
         """Give a damaged checkpoint another name beside it, so that its own is free; return its path then.
 

@@ -91,6 +91,9 @@ class WrapperStorage(SharedStorage):
     def stamp(self, path: str) -> Stamp | None:
         return self.inner.stamp(path)
 
+    def stamps(self, directory: str, count: int) -> Mapping[str, Stamp] | None:
+        return self.inner.stamps(directory, count)
+
     def set_aside(self, path: str, names: Sequence[str]) -> str:
         return self.inner.set_aside(path, names)
 

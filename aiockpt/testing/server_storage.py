@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import os
 import secrets
 import socket
@@ -98,7 +99,7 @@ class ServerClient(ObjectClient):
     ) -> int:
         return len(self.ask("get", key, view=view, seen=seen, ranges=runs, only_if=stamp)[1])
 
-    def below(self, prefix: str) -> dict[str, ObjectFacts]:
+    def below(self, prefix: str, most: float = math.inf) -> dict[str, ObjectFacts]:
         return self._listed(prefix, None)[0]
 
     def tops(self, prefix: str) -> tuple[dict[str, ObjectFacts], list[str]]:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -174,20 +175,35 @@ def test_scan_does_not_import_torch(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "4 complete\n", "")
 
 
+def looked(scanner: StepScanner) -> list[StepInfo | None]:
+    return [scanner.latest()]
+
+
+@pytest.mark.parametrize("look", [StepScanner.scan, looked])
 def test_step_written_while_the_only_other_one_is_deleted_is_found(
-    anywhere: Path, monkeypatch: pytest.MonkeyPatch
+    look: Any, anywhere: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(anywhere, 1)
-    real = StepScanner._look
+    real = StepScanner._examined
 
-    def replace_first(scanner: StepScanner, path: str, step: int) -> StepInfo:
+    def replace_first(scanner: StepScanner, path: str, step: int, listed: str | None) -> StepInfo:
         if step == 1:
             write(anywhere, 2)
             remove(path_of(anywhere, 1))
-        return real(scanner, path, step)
+        return real(scanner, path, step, listed)
 
-    monkeypatch.setattr(StepScanner, "_look", replace_first)
-    assert [(found.step, found.state) for found in scan(anywhere)] == [(2, "complete")]
+    monkeypatch.setattr(StepScanner, "_examined", replace_first)
+    found = look(StepScanner(storage_of(anywhere), str(anywhere)))
+    assert [(info.step, info.state) for info in found] == [(2, "complete")]
+
+
+def test_latest_is_the_newest_complete_one(anywhere: Path) -> None:
+    scanner = StepScanner(storage_of(anywhere), str(anywhere))
+    assert scanner.latest() is None
+    for step in (1, 20, 300):
+        write(anywhere, step)
+    (path_of(anywhere, 300) / ".aiockpt.json").write_bytes(b"{}")
+    assert scanner.latest() == scanner.scan()[1]
 
 
 def test_broken_symlinks_are_ignored(tmp_path: Path) -> None:

@@ -86,3 +86,48 @@ def test_credentials_are_in_no_text(bucket: Bucket, server: ObjectServer, caplog
     stored = b"".join(objects.get(key)[1] for key in bucket.listed())
     assert secret not in "".join(texts) + caplog.text
     assert secret.encode() not in stored
+
+
+def test_a_long_run_is_listed_by_few_requests(server: ObjectServer) -> None:
+    """Each step is a commit object and its files; those of 1,000 steps are copies of one."""
+    bucket = Bucket("s3://long", server.options("s3"))
+    state = {"x": torch.arange(10)}
+    with bucket.checkpointer() as ckpt:
+        for step in (0, 1):
+            facts = {"step": step, "metrics": {"loss": 0.5}}
+            ckpt.save(state, bucket / f"run/step-{step:08d}", metadata={"run": facts})
+    objects = bucket.storage().objects
+    copied = {name: objects.get(f"run/step-00000000/{name}")[1] for name in objects.below("run/step-00000000/")}
+    for step in range(2, 1000):
+        for name, data in copied.items():
+            objects.put(f"run/step-{step:08d}/{name}", data)
+    with aiockpt.SyncCheckpointManager(bucket / "run", mode="read", storage_options=bucket.options) as run:
+        server.rules()
+        latest = run.latest()
+        assert latest is not None
+        assert (latest.step, latest.state, dict(latest.metrics)) == (999, "complete", {"loss": 0.5})
+        assert len(server.log) <= 3, server.log
+        assert [info.step for info in run.infos()] == list(range(1000))
+        server.rules()
+        assert {info.state for info in run.infos()} == {"complete"}
+        assert len(server.log) <= 6, server.log
+        with bucket.checkpointer() as ckpt:
+            facts = {"metrics": {"loss": 0.25}}
+            ckpt.save(state, bucket / "run/step-00000999", metadata={"run": facts}, overwrite=True)
+        server.rules()
+        assert dict(run.infos()[999].metrics) == {"loss": 0.25}
+        assert len(server.log) <= 7, server.log
+        objects.delete(["run/step-00000500/.metadata"])
+        assert sorted(set(range(1000)) - set(run.steps())) == [500]
+
+
+def test_a_large_checkpoint_is_opened_by_few_requests(bucket: Bucket, server: ObjectServer) -> None:
+    state = {f"layer.{at}.weight": torch.full((3,), float(at)) for at in range(10_000)}
+    with bucket.checkpointer() as ckpt:
+        ckpt.save(state, bucket / "c")
+    with bucket.checkpointer() as ckpt:
+        server.rules()
+        with ckpt.open(bucket / "c") as reader:
+            assert len(reader) == 10_000
+            assert len(server.log) <= 3, server.log
+            assert torch.equal(reader.read("layer.7001.weight"), state["layer.7001.weight"])

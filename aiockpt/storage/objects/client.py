@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
@@ -78,8 +79,8 @@ class ObjectClient(ABC):
         """
 
     @abstractmethod
-    def below(self, prefix: str) -> dict[str, ObjectFacts]:
-        """Return the facts of all objects below a prefix, by the rest of their keys."""
+    def below(self, prefix: str, most: float = math.inf) -> dict[str, ObjectFacts]:
+        """Return the facts of the objects below a prefix, by the rest of their keys; few more than ``most`` of them."""
 
     @abstractmethod
     def tops(self, prefix: str) -> tuple[dict[str, ObjectFacts], list[str]]:

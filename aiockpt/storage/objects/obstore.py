@@ -204,10 +204,14 @@ class ObstoreClient(ObjectClient):
         options: Any = {"range": (run[0], sum(run)), **condition}
         return obstore.get(self.store, key, options=options).bytes()
 
-    def below(self, prefix: str) -> dict[str, ObjectFacts]:
+    def below(self, prefix: str, most: float = math.inf) -> dict[str, ObjectFacts]:
+        found: dict[str, ObjectFacts] = {}
         with self.errors(prefix):
-            found = [meta for batch in obstore.list(self.store, prefix[:-1] or None) for meta in batch]
-        return {meta["path"][len(prefix) :]: self._facts(meta) for meta in found}
+            for batch in obstore.list(self.store, prefix[:-1] or None):
+                found |= {meta["path"][len(prefix) :]: self._facts(meta) for meta in batch}
+                if len(found) >= most:
+                    break
+        return found
 
     def tops(self, prefix: str) -> tuple[dict[str, ObjectFacts], list[str]]:
         with self.errors(prefix):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -286,6 +286,12 @@ class ObjectStorage(SharedStorage):
 
     def look(self, path: str, budget: LookBudget | None = None) -> Listing:
         return ObjectListing(self, path, budget or LookBudget())
+
+    def stamps(self, directory: str, count: int) -> Mapping[str, Stamp]:
+        # A list takes a request for 1,000 keys, a look one for a checkpoint: no more than a tenth of those.
+        found = self.objects.below(self.key(directory), 100 * count)
+        at = {name.removesuffix(f"/{COMMIT_NAME}"): facts.stamp for name, facts in found.items()}
+        return {name: stamp for name, stamp in at.items() if "/" not in name and f"{name}/{COMMIT_NAME}" in found}
 
     def set_aside(self, path: str, names: Sequence[str]) -> str:
         """Copy the commit object, which goes on naming the objects below the old path, and delete the old one."""
