@@ -43,6 +43,7 @@ MODULES = {
     "compress": "benchmarks.measured.compress",
     "writers": "benchmarks.measured.writers",
     "training": "benchmarks.measured.training",
+    "objects": "benchmarks.measured.objects",
     "integrations": "benchmarks.integrations.frameworks",
     "gpu": "benchmarks.gpu.parts",
     "crash": "benchmarks.crash.campaigns",

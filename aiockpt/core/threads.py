@@ -373,6 +373,16 @@ class Workers(DaemonThreads):
 
         return await outlast(asyncio.get_running_loop().run_in_executor(self, call))
 
+    @contextlib.contextmanager
+    def at_least(self, count: int) -> Iterator[int]:
+        """Allow at least so many threads within the context; return how many there may be."""
+        more = max(0, count - self.count)
+        self.spare(more)
+        try:
+            yield self.count + more
+        finally:
+            self.spare(-more)
+
     async def run_unless(self, is_short: bool, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run ``function`` on the loop itself if it ``is_short``, else as `run`.
 

@@ -113,7 +113,7 @@ class DecodedSource(Source):
 
     def __init__(self, inner: Source, path: str, transforms: Sequence[Transform] = ()) -> None:
         self._inner = inner
-        self.gap_bytes = inner.gap_bytes
+        self.gap_bytes, self.most_reads = inner.gap_bytes, inner.most_reads
         self._path = path
         self._transforms = {transform.descriptor: transform for transform in transforms}
         self.items: dict[str, VirtualFile] = {}  # the virtual files by name

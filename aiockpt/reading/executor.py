@@ -183,7 +183,9 @@ class ReadExecutor:
         self._tools.report.tensors += len(reads)
         self._tools.report.expect(sum(job.nbytes for _, job in found))
         await self._run_in_turns([job for device, job in found if device == _CPU])
-        await self._each(self._read_to_device, [each for each in found if each[0] != _CPU])
+        on_devices = [each for each in found if each[0] != _CPU]
+        with self._tools.workers.at_least(min(self._source.most_reads, len(on_devices))) as count:
+            await self._each(self._read_to_device, on_devices, count)
         self._known |= {read.chunk.place: read.item for read in reads if read.item and not read.chunk.item}
 
     async def _chunk_jobs(
@@ -229,14 +231,13 @@ class ReadExecutor:
     # --- running ----------------------------------------------------------------------------------
 
     async def _in_threads(self, function: Callable[[T], None], items: Sequence[T]) -> None:
-        await self._each(lambda item: self._tools.workers.run(function, item), items)
+        with self._tools.workers.at_least(min(self._source.most_reads, len(items))) as count:
+            await self._each(lambda item: self._tools.workers.run(function, item), items, count)
 
-    async def _each(
-        self, function: Callable[[T], Awaitable[object]], items: Sequence[T], tasks: int | None = None
-    ) -> None:
-        """Run `run_each`, by default with a task for each thread; every failure raises a LoadError."""
+    async def _each(self, function: Callable[[T], Awaitable[object]], items: Sequence[T], tasks: int) -> None:
+        """Run `run_each`; every failure raises a LoadError."""
         try:
-            await run_each(function, items, tasks or self._tools.workers.count)
+            await run_each(function, items, tasks)
         except LoadError as exc:
             sanitize_error(exc)
             raise
@@ -264,8 +265,9 @@ class ReadExecutor:
             finally:  # a thread can't be cancelled; without further jobs its turn ends with the one that runs
                 pending.clear()
 
-        tasks = [watch, *[work] * min(workers.count, len(jobs))]
-        await self._each(lambda task: task(), tasks, len(tasks))
+        with workers.at_least(min(self._source.most_reads, len(jobs))) as count:
+            tasks = [watch, *[work] * min(count, len(jobs))]
+            await self._each(lambda task: task(), tasks, len(tasks))
 
     def _take_turn(self, pending: deque[ReadJob], lock: threading.Lock) -> bool:
         """Run jobs for a while; return whether some may be left."""

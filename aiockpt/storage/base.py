@@ -292,9 +292,11 @@ class Source(ABC):
 
     Attributes:
         gap_bytes: so many bytes are read and thrown away, at most, where that spares another read.
+        most_reads: how many may be on their way at once; 0: one for each of the threads that load.
     """
 
     gap_bytes: int = 64 << 10
+    most_reads: int = 0
 
     @property
     @abstractmethod

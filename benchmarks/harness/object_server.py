@@ -5,8 +5,8 @@
     python -m benchmarks.harness.object_server [LATENCY_S]     # prints its URL; ends when its standard input is closed
 
 Objects are kept in memory; their ETags are made from their contents, as those of S3. What it has and what a client can
-rely on: puts, multipart uploads, conditions of puts (``If-Match``, ``If-None-Match``, ``x-goog-if-generation-match``),
-gets of ranges, lists of at most 1,000 keys, deletes. Signatures are not looked at.
+rely on: puts, copies, multipart uploads, conditions of puts (``If-Match``, ``If-None-Match``,
+``x-goog-if-generation-match``), gets of ranges, lists of at most 1,000 keys, deletes. Signatures are not looked at.
 
 Requests to ``/-/`` control it: ``rules`` takes the `Rule`s from now on, ``log`` returns what was asked since then,
 ``clear`` removes everything.
@@ -202,6 +202,12 @@ class _Talk(socketserver.BaseRequestHandler):
         self, method: str, key: str, asked: Mapping[str, str], headers: Mapping[str, str], body: bytearray
     ) -> tuple[int, dict[str, str], bytes | memoryview]:
         store = self.server.store
+        if source := headers.get("x-amz-copy-source"):
+            found = store.objects.get(urllib.parse.unquote(source).lstrip("/"))
+            if found is None:
+                return 404, {}, _xml("Error", Code="NoSuchKey")
+            status, facts = store.put(key, found.data, headers)
+            return status, facts, _xml("CopyObjectResult", ETag=facts.get("ETag", ""))
         if method == "PUT" and "uploadId" in asked:
             store.uploads.setdefault(asked["uploadId"], {})[int(asked["partNumber"])] = body
             return 200, {"ETag": f'"{len(body)}"'}, b""

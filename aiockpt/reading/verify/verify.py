@@ -414,8 +414,9 @@ class ItemVerifier:
                 self._check_small(stored, data)
 
     async def _run(self, jobs: Sequence[Callable[[], None]]) -> None:
-        """Run blocking jobs with all threads."""
-        await run_each(self._run_one, jobs, self._workers.count)
+        """Run blocking jobs in all threads."""
+        with self._workers.at_least(min(self._source.most_reads, len(jobs))) as count:
+            await run_each(self._run_one, jobs, count)
 
     async def _run_one(self, job: Callable[[], None]) -> None:
         with span("check"):

@@ -161,6 +161,7 @@ class ObjectSource(Source):
     """The files of a listing. What has replaced them meanwhile is never read."""
 
     gap_bytes = 1 << 20  # a request takes as long as so many bytes
+    most_reads = 32  # each waits for an answer most of the time
 
     def __init__(self, listing: ObjectListing) -> None:
         self._listing, self._is_closed = listing, False
