@@ -6,12 +6,15 @@ import os
 import re
 import subprocess
 import sys
+import uuid
+from datetime import UTC, datetime, timedelta
+from typing import Any
 
 import pytest
 import torch
 
 import aiockpt
-from benchmarks.harness.object_server import ObjectServer
+from benchmarks.harness.object_server import ObjectServer, Rule
 from tests.objects.buckets import Bucket
 
 STATE = {"x": torch.arange(12_000_000.0), "y": torch.arange(7), "n": 3}
@@ -131,3 +134,45 @@ def test_a_large_checkpoint_is_opened_by_few_requests(bucket: Bucket, server: Ob
             assert len(reader) == 10_000
             assert len(server.log) <= 3, server.log
             assert torch.equal(reader.read("layer.7001.weight"), state["layer.7001.weight"])
+
+
+def test_credentials_that_expire_within_a_save(server: ObjectServer) -> None:
+    """The provider is asked again; what it raises ends the save, and is shown."""
+    bucket = Bucket(f"s3://{uuid.uuid4().hex}", server.options("s3"))
+    given = {
+        name: value for name, value in bucket.options.items() if name not in ("access_key_id", "secret_access_key")
+    }
+    calls: list[int] = []
+
+    def provide() -> dict[str, Any]:
+        calls.append(1)
+        if len(calls) > most:
+            raise PermissionError("the role was revoked")
+        soon = datetime.now(UTC) + timedelta(milliseconds=1)
+        return {"access_key_id": "a", "secret_access_key": "not-so-secret", "token": "t", "expires_at": soon}
+
+    most = 10**6
+    with aiockpt.SyncCheckpointer(storage_options={**given, "credential_provider": provide}) as ckpt:
+        ckpt.save(STATE, bucket / "c")
+        assert len(calls) > 1
+        most = len(calls) + 2
+        with pytest.raises(aiockpt.SaveError, match="the role was revoked") as caught:
+            ckpt.save(STATE, bucket / "d")
+        assert "not-so-secret" not in repr(caught.value)
+    with bucket.checkpointer() as ckpt:
+        assert ckpt.verify(bucket / "c").ok
+        assert [name for name in bucket.listed() if name.endswith("/.metadata")] == ["c/.metadata"]
+    # Without credentials it could not remove the mark of its own save, which goes when this process has ended.
+    assert [name for name in bucket.dead() if not name.endswith("/state")] == []
+
+
+def test_upload_that_fails_before_it_takes_its_parts_gives_them_back(bucket: Bucket, server: ObjectServer) -> None:
+    options = bucket.options | {"retry_config": {"max_retries": 0}}
+    with aiockpt.SyncCheckpointer(storage_options=options, chunk_bytes=8 << 20, staging_bytes=32 << 20) as ckpt:
+        for at in range(10):
+            server.rules(Rule("POST .*uploads|PUT .*partNumber", count=10**6, status=400, hang_s=at / 500))
+            with pytest.raises(aiockpt.SaveError, match="400"):
+                ckpt.save(STATE, bucket / "c")
+        server.rules()
+        ckpt.save(STATE, bucket / "c")
+        assert ckpt.verify(bucket / "c").ok

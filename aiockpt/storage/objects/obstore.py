@@ -347,7 +347,12 @@ class _Upload(ObjectSink):
                 store, key, self._feed, chunk_size=self._part_bytes, max_concurrency=_IN_FLIGHT, use_multipart=True
             )
             self._sending = asyncio.ensure_future(upload)
+            self._sending.add_done_callback(self._drop_rest)
         self._feed.queue.put_nowait(part)
+
+    def _drop_rest(self, _: object) -> None:
+        """Free the parts that an upload which has failed has not taken: others may be waiting for that memory."""
+        self._feed = _Feed()
 
     def _let_go(self, free: Callable[[], object]) -> None:
         def freed() -> None:
@@ -365,11 +370,14 @@ class _Upload(ObjectSink):
         slot = asyncio.ensure_future(self._slots.acquire())
         try:
             await asyncio.wait({slot, self._sending}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            if not slot.done():
+            if self._sending.done():
+                await self._sent()
+        except BaseException:
+            if slot.done():  # it would be missing in `_all_free`
+                self._slots.release()
+            else:
                 slot.cancel()
-        if self._sending.done():
-            await self._sent()
+            raise
 
     async def _sent(self) -> None:
         if self._sending is not None:
