@@ -61,6 +61,7 @@ ARGUMENTS = {
     "compress": ("--gib=0.004", "--rounds=1"),
     "scale": ("--ranks=4,8", "--items=50", "--world=2", "--rounds=1", "--limit=60"),
     "writers": (*SMALL, "--count=300", "--alone=0.05", "--work=small", "--only=no save,aiockpt"),
+    "objects": (*SMALL, "--only=obstore,aiockpt"),
     "training": ("--gib=0.01", "--steps=2", "--every=1", "--rounds=1", "--only=no checkpoints,aiockpt,torch.save"),
     "gpu": ("--device=cpu", "--gib=0.004", "--rounds=1", "--alone=0.05", f"--only={ON_DEVICE}"),
     "crash": ("--part=kill", "--only=one safetensors file (overwrite)"),
@@ -151,7 +152,7 @@ def test_every_bar_was_measured(name: str, reports: dict[str, dict[str, Any]]) -
     assert judged
     missing = [bar["text"] for bar in judged if bar["measured"] is None]
     peers = ("dcp.async_save", "asynchronous peer", "safetensors", "best of")  # left out above; may not be installed
-    peers += ("aiockpt, process",) * (name == "gpu")
+    peers += ("aiockpt, process",) * (name == "gpu") + ("Fsspec", "s3torchconnector") * (name == "objects")
     assert not [text for text in missing if not any(peer in text for peer in peers)]
 
 

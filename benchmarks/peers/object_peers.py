@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
+from functools import cached_property
 from typing import Any
 
 import torch.distributed.checkpoint as dcp
@@ -53,11 +54,11 @@ class PlainObstore(ObjectPeer):
 
     name = "obstore, the bytes alone"
 
-    def __init__(self, server: ObjectServer) -> None:
-        super().__init__(server)
+    @cached_property
+    def _store(self) -> Any:
         from obstore.store import from_url
 
-        self._store = from_url(f"s3://{BUCKET}", **self.options)
+        return from_url(f"s3://{BUCKET}", **self.options)
 
     async def save(self, state: State, key: str) -> None:
         import obstore

@@ -23,8 +23,9 @@ def test_directory_and_restores_match_the_model() -> None:
     check(15)
 
 
-def test_server_and_restores_match_the_model(server_url: str) -> None:
-    check(10, lambda: Histories(ServerPath(f"{server_url}/{uuid.uuid4().hex}")))
+@pytest.mark.parametrize("count", [3, pytest.param(50, marks=pytest.mark.full)])
+def test_server_and_restores_match_the_model(count: int, server_url: str) -> None:
+    check(count, lambda: Histories(ServerPath(f"{server_url}/{uuid.uuid4().hex}")))
 
 
 @pytest.mark.full

@@ -82,7 +82,7 @@ def saved_by_all(
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"writer": "process"}, {"compress": "zstd"}], ids=lambda given: next(iter(given.values()), "plain")
+    "options", [{}, pytest.param({"writer": "process"}, marks=pytest.mark.full), {"compress": "zstd"}], ids=str
 )
 def test_ranks_save_one_checkpoint(options: dict[str, Any], bucket: Bucket, tmp_path: Path) -> None:
     for version in (1, 2):

@@ -56,6 +56,26 @@ class DirectoryTests(Suite):
     # --- looking ----------------------------------------------------------------------------------
 
     @on_a_loop("looks")
+    async def test_stamps_of_all_change_with_each(self, place: StoragePath) -> None:
+        """Those of one that is replaced or deleted do, and no others."""
+        storage = place.storage
+        for name in ("step-1", "step-2"):
+            await place.below(name).save(_FILES)
+        before = await place.call(storage.stamps, place.path, 2)
+        if before is None:
+            pytest.skip("each checkpoint is looked at")
+        assert before.keys() == {"step-1", "step-2"}
+        await place.below("step-1").save(_FILES, overwrite=True)
+        after = await place.call(storage.stamps, place.path, 2)
+        assert after is not None
+        assert after.keys() == before.keys()
+        assert after["step-1"] != before["step-1"]
+        assert after["step-2"] == before["step-2"]
+        if self.deletes:
+            await place.below("step-2").delete()
+            assert await place.call(storage.stamps, place.path, 2) in ({"step-1": after["step-1"]}, None)
+
+    @on_a_loop("looks")
     async def test_a_checkpoint_is_looked_at(self, place: StoragePath) -> None:
         """All files, with any of their bytes; fewer where a file ends."""
         await place.save(_FILES)
