@@ -212,22 +212,22 @@ LONG = [pytest.param(task, marks=pytest.mark.full) for task in ("overwrite", "ma
 @pytest.mark.parametrize("task", ["save", "delete", "clean", *LONG])
 def test_kill_at_each_request(task: str, bucket: Bucket, server: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("aiockpt.storage.objects.cleaning.IN_FLIGHT_S", 0.0)
-    number = 0
+    number = 1
     while True:
-        number += 1
+        number += 1  # each request, once it is done and once it is not
         if task in ("overwrite", "delete", "clean"):
             assert _in_a_process(bucket, server, "first", lambda _: Rule("nothing")) == (0, [1])
         if task == "clean":
             at_commit = lambda pid: Rule("PUT .*/.metadata$", kill=pid)  # noqa: E731
             assert _in_a_process(bucket, server, "overwrite", at_commit) == (-signal.SIGKILL, [])
-        at_number = lambda pid: Rule(".", first=number, does=bool(number % 2), kill=pid)  # noqa: B023, E731
+        at_number = lambda pid: Rule(".", first=number // 2, does=bool(number % 2), kill=pid)  # noqa: B023, E731
         code, heard = _in_a_process(bucket, server, task, at_number)
         assert code in (0, -signal.SIGKILL)
         check(task, bucket, heard, ended=code == 0)
         server.clear()
         if code == 0:
             break
-    assert number > 5
+    assert number > 10
 
 
 def check(task: str, bucket: Bucket, heard: list[int], *, ended: bool) -> None:

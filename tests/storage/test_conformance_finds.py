@@ -31,6 +31,14 @@ GATE = threading.Event()  # of threads that a broken storage leaves behind
 Sink, Source, Transaction = memory_storage._MemorySink, memory_storage._MemorySource, memory_storage._MemoryTransaction
 
 
+class StampingStorage(LocalStorage):
+    """Gives the stamps of a directory's checkpoints all at once."""
+
+    def stamps(self, directory: str, count: int) -> dict[str, str]:
+        found = {name: self.stamp(self.below(directory, name)) for name in os.listdir(directory) if name[0] != "."}
+        return {name: stamp for name, stamp in found.items() if stamp is not None}
+
+
 # --- files ----------------------------------------------------------------------------------------------
 
 
@@ -220,6 +228,7 @@ OWNER_DIES = "what_a_dead_owner_has_begun_is_removed"
 STAMP = "a_stamp_of_another_transaction_takes_nothing_over"
 RACE = "one_of_a_publisher_and_a_discarder_wins"
 LEASE = "a_lease_has_one_owner"
+STAMPS = "stamps_of_all_change_with_each"
 FINISHING = "a_live_manager_does_not_finish_for_a_dead_one"
 
 BROKEN: list[tuple[Any, str, Any, str, dict[str, Any]]] = [
@@ -275,6 +284,13 @@ BROKEN: list[tuple[Any, str, Any, str, dict[str, Any]]] = [
     (LocalStorage, "look", looks_above, "a_file_is_looked_at", {}),
     (LocalListing, "list_below", lists_everything, "a_run_is_looked_at", {}),
     (LocalStorage, "stamp", lambda self, path: "the same", "a_stamp_changes_with_the_contents", {}),
+    (
+        StampingStorage,
+        "stamps",
+        lambda self, directory, count: dict.fromkeys(os.listdir(directory), "the same"),
+        STAMPS,
+        {},
+    ),
     (LocalStorage, "set_aside", copies_aside, "a_damaged_checkpoint_is_set_aside", {}),
     (LocalStorage, "set_aside", replaces_aside, "a_damaged_checkpoint_is_set_aside", {}),
     (LocalStorage, "lease", leases_to_all, LEASE, {}),
@@ -328,7 +344,8 @@ def fails(suite: Conformance, test: str, parameters: dict[str, Any], path: Path)
 def test_a_broken_storage_is_found(
     owner: Any, name: str, broken: Any, test: str, parameters: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    suite = Conformance(MemoryStorage() if owner in (MemoryStorage, Sink, Source, Transaction) else LocalStorage())
+    in_memory = owner in (MemoryStorage, Sink, Source, Transaction)
+    suite = Conformance(MemoryStorage() if in_memory else StampingStorage())
     assert not fails(suite, test, parameters, tmp_path / "whole")
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, broken)

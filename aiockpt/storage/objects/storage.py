@@ -182,7 +182,8 @@ class ObjectStorage(SharedStorage):
         beside = [_path_key(token) for token in tokens]
         now_s: float | None = None
         for token, objects in tokens.items():
-            if beside.count(_path_key(token)) == 1 and f"{_path_key(token)}{COMMIT_NAME}"[len(above) :] in found:
+            commit = found.get(f"{_path_key(token)}{COMMIT_NAME}"[len(above) :])
+            if beside.count(_path_key(token)) == 1 and commit is not None and commit.size != _TOMB_BYTES:
                 continue  # the checkpoint that is there has no other
             now_s = self.objects.now(token) if now_s is None else now_s
             facts, state = self.objects.get(f"{token}state") or (ObjectFacts(0, "", now_s), b"")
