@@ -207,10 +207,17 @@ class JointSave(SaveStrategy):
         self._joint = joint
         self._coordinator = coordinator
         self._compute = compute
-        self._over = False
+        self._what = f"the save of {job.path}"
+        self._over = False  # the last round, or one that has failed
 
     async def plan(self) -> SavePlan:
         """Plan to write no file of its own."""
+        try:
+            await self._first_round()
+        except BaseException as exc:
+            with anyio.CancelScope(shield=True):
+                error = await self.fail(exc)
+            raise error from error.__cause__
         summary = StateSummary(self._job.snapshot.structure, [], frozenset(), {}, 0)
         return DcpPlan(DcpLayout(summary, [], {}), [], [])
 
@@ -235,16 +242,30 @@ class JointSave(SaveStrategy):
             written_s=job.handle._elapsed(),
         )
 
+    async def _first_round(self) -> None:
+        """Meet the other ranks in the order of the calls: they may plan the next save before this one is published."""
+        call = self._job.spec.call
+        if self._coordinator is None or call is None:
+            return
+        await self._job.turn.wait_for("planned")
+        if self._joint.failure is not None:
+            raise self._joint.failure
+        try:
+            await self._coordinator.round(call, self._what, self._joint.own_failure or True, _agree)
+        except BaseException:
+            self._over = call.step > 0  # then all ranks raise it
+            raise
+
     async def _last_round(self, error: BaseException | None) -> dict[str, int]:
         """Publish, or raise why not; with several ranks, all or none. Once at most."""
         joint = self._joint
         await self._job.turn.wait_for("over")  # every part is over
         self._over = True
-        what, failure = f"the save of {self._job.path}", joint.given_up or joint.failure
+        failure = joint.given_up or joint.failure
         if joint.failure is not None and failure is not None:
             if self._coordinator is not None and self._job.spec.call is not None:
                 # Usually it is one on all ranks: those that do not know it must not wait for this one.
-                await self._coordinator.give_up(self._job.spec.call, what, failure)
+                await self._coordinator.give_up(self._job.spec.call, self._what, failure)
             raise failure
         error = error or joint.own_failure
         if self._coordinator is None or self._job.spec.call is None:
@@ -261,7 +282,7 @@ class JointSave(SaveStrategy):
             except AiockptError as exc:
                 error = exc
         files: dict[str, int] = await self._coordinator.round(
-            self._job.spec.call, what, True if error is None else error, publish, joint.abort
+            self._job.spec.call, self._what, True if error is None else error, publish, joint.abort
         )
         await joint.release()
         return files
@@ -275,6 +296,7 @@ class JointSave(SaveStrategy):
                 await self._last_round(error)
         except BaseException as exc:
             error = exc
+        await self._job.turn.wait_for("over")
         try:
             if self._coordinator is not None and not self._coordinator.leader_lives:
                 await self._joint.discard()

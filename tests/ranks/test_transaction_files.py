@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -78,3 +79,30 @@ def is_torn(rank: int, world_size: int, path: Path) -> str:
 def test_what_fails_on_rank_0_fails_on_all(world2: World, tmp_path: Path) -> None:
     assert all("model.safetensors" in message for message in world2.results(is_torn, tmp_path))
     assert not list(tmp_path.iterdir())
+
+
+def overlaps(rank: int, world_size: int, path: Path) -> None:
+    """Rank 1 plans the next transaction before it comes to publish this one, for which rank 0 waits already."""
+    comes, planned = threading.Event(), threading.Event()
+
+    def hold(_: str) -> None:
+        comes.set()
+        assert rank == 0 or planned.wait(60)
+
+    with aiockpt.SyncCheckpointer() as ckpt:
+        with ckpt.transaction(path / "0", pre_commit=hold) as first:
+            first.save(STATE, "part")
+        assert comes.wait(60)
+        with ckpt.transaction(path / "1") as second:
+            second.save(STATE, "part")
+            if rank == 1:
+                handle = second._open().parts["part"].handle
+                next((event for event in handle.progress() if event.phase == "planned"), None)
+                planned.set()
+        first.written.result()
+        second.written.result()
+
+
+def test_the_next_one_is_planned_before_this_one_is_published(world2: World, tmp_path: Path) -> None:
+    world2.results(overlaps, tmp_path)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["0", "1"]
