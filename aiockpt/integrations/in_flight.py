@@ -170,6 +170,11 @@ class SavesInFlight:
 
     # --- directories --------------------------------------------------------------------------------------
 
+    def settled(self, checkpoints: Sequence[tuple[int, str]]) -> list[tuple[int, str]]:
+        """Return those that are no saves in flight: one may be there already; its turn comes when it is finished."""
+        flying = {save.path for save in self._saves}
+        return [each for each in checkpoints if each[1] not in flying]
+
     def clean(self, run: str) -> None:
         """Remove in the background what killed processes have left of directories that they removed; once."""
         if run not in self._seen:

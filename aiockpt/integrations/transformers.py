@@ -91,7 +91,8 @@ class _AfterSaves(TrainerCallback):  # type: ignore[misc]
                 finally:
                     trainer.state = current
             if args.should_save:
-                found, best = numbered(os.path.dirname(save.path), _PREFIX), state.best_model_checkpoint
+                best = state.best_model_checkpoint
+                found = self._saves.settled(numbered(os.path.dirname(save.path), _PREFIX))
                 for path in outdated(found, args.save_total_limit, save.path, best):
                     self._saves.retire(path)
             if is_announced:

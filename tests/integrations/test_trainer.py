@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from safetensors.torch import load_file
 from transformers import TrainerCallback, TrainingArguments
 
 import aiockpt
+from aiockpt.integrations.in_flight import PendingSave, SavesInFlight
 from aiockpt.integrations.transformers import AiockptTrainerMixin, Trainer
 from tests.states import assert_same
 
@@ -176,6 +178,22 @@ def test_the_best_one_is_kept_as_by_the_stock_trainer(limit: int, loads: bool, t
     assert_same(dict(trained[Judged].model.state_dict()), dict(trained[OursJudged].model.state_dict()))
     state = json.loads((tmp_path / "OursJudged/checkpoint-4/trainer_state.json").read_text())
     assert os.path.samefile(state["best_model_checkpoint"], tmp_path / "OursJudged/checkpoint-4")
+
+
+def test_an_older_one_whose_turn_comes_late_removes_no_newer_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finished = SavesInFlight.finished
+
+    def all_at_the_end(saves: SavesInFlight, *, wait: bool = False) -> Iterator[PendingSave]:
+        for save in saves._saves if wait else ():
+            save.transaction.written.result()
+        return finished(saves, wait=True) if wait else iter(())
+
+    monkeypatch.setattr(SavesInFlight, "finished", all_at_the_end)
+    options = {"eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "loss", "save_total_limit": 1}
+    make(tmp_path, 6, kind=OursJudged, load_best_model_at_end=True, **options).train()
+    assert _names(tmp_path) == ["checkpoint-4"]
 
 
 class Stops(TrainerCallback):
