@@ -59,7 +59,7 @@ ARGUMENTS = {
     "ranks": (*SMALL, "--ranks=2", "--count=20", "--only=raw,aiockpt,count=1"),
     "safetensors-ranks": SMALL,
     "compress": ("--gib=0.004", "--rounds=1"),
-    "scale": ("--ranks=4,8", "--items=50", "--world=2", "--rounds=1", "--limit=60"),
+    "scale": ("--ranks=4,8", "--items=50", "--world=2", "--rounds=1", "--limit=300"),
     "writers": (*SMALL, "--count=300", "--alone=0.05", "--work=small", "--only=no save,aiockpt"),
     "objects": (*SMALL, "--only=obstore,aiockpt"),
     "training": ("--gib=0.01", "--steps=2", "--every=1", "--rounds=1", "--only=no checkpoints,aiockpt,torch.save"),

@@ -206,10 +206,10 @@ def _in_a_process(
     return process.exitcode or 0, heard
 
 
-LONG = [pytest.param(task, marks=pytest.mark.full) for task in ("overwrite", "manage")]
+LONG = [pytest.param(task, marks=pytest.mark.full) for task in ("overwrite", "manage", "clean")]
 
 
-@pytest.mark.parametrize("task", ["save", "delete", "clean", *LONG])
+@pytest.mark.parametrize("task", ["save", "delete", *LONG])
 def test_kill_at_each_request(task: str, bucket: Bucket, server: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("aiockpt.storage.objects.cleaning.IN_FLIGHT_S", 0.0)
     number = 1

@@ -38,6 +38,7 @@ def test_a_save_takes_its_parts_and_five_requests(bucket: Bucket, server: Object
         assert len(server.log) == 1
 
 
+@pytest.mark.full
 def test_command_line(server: ObjectServer) -> None:
     bucket = Bucket("s3://commands", server.options("s3"))
     with bucket.checkpointer() as ckpt:

@@ -1,4 +1,4 @@
-"""Worlds of ranks, shared by the tests of a module."""
+"""Worlds of ranks, shared by the tests of a module; they save to the file system, with --full also to a server."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.cli.conftest import anywhere as anywhere
 from tests.ranks.world import World, start_server
 
 

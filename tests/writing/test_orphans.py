@@ -130,7 +130,7 @@ def test_a_save_whose_pre_commit_hook_did_not_return_is_removed(gate: Gate, anyw
 
 # --- several ranks ----------------------------------------------------------------------------------
 
-PLACES = ("local", "server")
+DEATHS: tuple[tuple[list[int], str], ...] = (([1], "staged"), ([0], "second"), ([0, 1, 2], "staged"))
 
 
 @pytest.fixture
@@ -192,7 +192,8 @@ def _run(own: Path, folder: Path, dead: list[int], moment: str) -> list[Any]:
 @pytest.mark.parametrize(
     ("anywhere", "dead", "moment"),
     [
-        *((place, *each) for place in PLACES for each in (([1], "staged"), ([0], "second"), ([0, 1, 2], "staged"))),
+        *(("local", *each) for each in DEATHS),
+        *(pytest.param("server", *each, marks=pytest.mark.full) for each in DEATHS),
         ("local", [0], "replacing"),
     ],
     indirect=["anywhere"],
