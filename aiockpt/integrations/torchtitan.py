@@ -11,6 +11,7 @@ The files are those that torchtitan's own manager writes and reads.
 
 from __future__ import annotations
 
+import concurrent.futures
 import logging
 import sys
 from collections.abc import Mapping
@@ -18,7 +19,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.state_dict_loader import load as stock_load
 
 from aiockpt.engine.facade import closing
 from aiockpt.errors import AiockptError, CheckpointNotFoundError
@@ -73,6 +75,9 @@ class AiockptCheckpointManager(_Base):
     @dataclass(kw_only=True, slots=True)
     class Config(_Base.Config):
         """Options of torchtitan's managers, where ``keep_latest_k=1`` is allowed, and those of the checkpointer."""
+
+        keep_latest_k: int = 10
+        """Number of recent checkpoints to keep, or zero to keep all. With 1, the newest that is durable stays."""
 
         checkpointer: dict[str, Any] = field(default_factory=dict)
         """Options of `aiockpt.SyncCheckpointManager`, such as ``{"staging_bytes": 1 << 30}``."""
@@ -180,6 +185,8 @@ class AiockptCheckpointManager(_Base):
     # --- loading ------------------------------------------------------------------------------------------
 
     def _load(self, step: int = -1) -> bool:
+        if self.save_future is not None:
+            concurrent.futures.wait([self.save_future])  # its failure is not the load's
         latest = self.run.latest()
         if step == -1 and latest is None:
             return self._load_initial()
@@ -204,10 +211,10 @@ class AiockptCheckpointManager(_Base):
         with torch.no_grad():
             target = adapter.to_hf(model.state_dict())
             reader = adapter.get_hf_storage_reader(path, config.initial_load_in_hf_quantized)
-            if type(reader) is dcp.HuggingFaceStorageReader:
+            if type(reader) is HuggingFaceStorageReader:
                 self.run.checkpointer.load(path, target)
             else:  # such as one that dequantizes
-                dcp.load(target, storage_reader=reader)
+                stock_load(target, storage_reader=reader)
             model.load_state_dict(adapter.from_hf(target))
         return True
 
