@@ -12,6 +12,7 @@ The files are those that torchtitan's own manager writes and reads.
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import logging
 import sys
 from collections.abc import Mapping
@@ -23,7 +24,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load as stock_load
 
 from aiockpt.engine.facade import closing
-from aiockpt.errors import AiockptError, CheckpointNotFoundError
+from aiockpt.errors import AiockptError, CheckpointNotFoundError, SaveError
 from aiockpt.integrations.lifetime import IDLE_S, missing
 from aiockpt.manager.manager import SyncCheckpointManager
 from aiockpt.manager.policies import KeepLatest
@@ -120,7 +121,7 @@ class AiockptCheckpointManager(_Base):
         }
         self.sd_adapter = sd_adapter
         self._config = config
-        self._staging: SaveHandle | None = None
+        self._flying: SaveHandle | None = None
         self.run = SyncCheckpointManager(
             self.folder,
             keep=KeepLatest(self.keep_latest_k) if self.keep_latest_k else None,
@@ -150,8 +151,8 @@ class AiockptCheckpointManager(_Base):
         if last_step:
             self._save_last(curr_step)
             return True
-        self._staging = self.run.submit(curr_step, self._state(self.states), overwrite=True)
-        self.save_future = self._staging.written
+        self._flying = self.run.submit(curr_step, self._state(self.states), overwrite=True)
+        self.save_future = self._flying.written
         return True
 
     def _save_last(self, step: int) -> None:
@@ -175,12 +176,13 @@ class AiockptCheckpointManager(_Base):
         return others | (states[_MODEL].state_dict() if _MODEL in states else {})
 
     def _maybe_wait_for_staging(self) -> None:
-        self.run.checkpointer.fence()
+        with contextlib.suppress(SaveError):  # on this rank alone; `_wait_for_saving` raises it, on all
+            self.run.checkpointer.fence()
 
     def _wait_for_saving(self) -> None:
-        future, self.save_future = self.save_future, None
-        if future is not None:
-            future.result()
+        flying, self._flying, self.save_future = self._flying, None, None
+        if flying is not None:
+            self.run.checkpointer._written(flying)
 
     # --- loading ------------------------------------------------------------------------------------------
 
