@@ -131,8 +131,10 @@ class AiockptCheckpointManager(_Base):
             **{"idle_timeout": IDLE_S, **config.checkpointer},
         )
         self._guards: list[StepGuard] = []
-        for optimizer in getattr(optimizers, "optimizers", ()):
-            self._guards.append(self.run.checkpointer.guard(optimizer))
+        # Of all: a step of the container announces what the inner steps change.
+        for optimizer in (optimizers, *getattr(optimizers, "optimizers", ())):
+            with contextlib.suppress(TypeError):  # its steps call no hooks: the trainer waits
+                self._guards.append(self.run.checkpointer.guard(optimizer))
         logger.info("checkpoints are loaded from and saved to %s", self.folder)
 
     # --- saving -------------------------------------------------------------------------------------------
@@ -165,8 +167,7 @@ class AiockptCheckpointManager(_Base):
                     self.run.pin(each)
         if config.last_save_in_hf:
             state = self.sd_adapter.to_hf(state)
-            files = self.sd_adapter.fqn_to_index_mapping or dict.fromkeys(state, 1)
-            options = {"format": "safetensors", "fqn_to_index_mapping": files}
+            options = {"format": "safetensors", "fqn_to_index_mapping": self.sd_adapter.fqn_to_index_mapping}
         self.run.save(step, state, overwrite=True, **options)
 
     @staticmethod
@@ -241,9 +242,12 @@ class AiockptCheckpointManager(_Base):
 
     def _close(self) -> None:
         with closing("checkpoint manager", sys.exception()):
-            for guard in self._guards:
-                guard.remove()
-            self.run.close()
+            try:
+                self._wait_for_saving()
+            finally:
+                for guard in self._guards:
+                    guard.remove()
+                self.run.close()
 
 
 def _as_dtype(state: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
