@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import importlib.util
 import json
 import logging
 import os
@@ -521,7 +522,30 @@ PAGE = (Path(aiockpt.__file__).parent / "docs" / "integrations" / "torchtitan.md
 PROGRAMS = re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
 
 
-@pytest.mark.parametrize("number", range(len(PROGRAMS)))
-def test_programs_of_the_page(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_configuration_of_the_page(tmp_path: Path) -> None:
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("torchtitan's models need triton, which is not installed")
+    (program,) = (each for each in PROGRAMS if each.startswith("# config_registry.py"))
+    (tmp_path / "config_registry.py").write_text(program)
+    code = (
+        "from config_registry import *\n"
+        "names = ('dataloader', 'optimizers', 'lr_schedulers', 'sd_adapter')\n"
+        "config = llama3_beside_training().checkpoint\n"
+        "manager = config.build(**dict.fromkeys(names), model_parts=[], states={}, base_folder='.')\n"
+        "assert isinstance(manager, AiockptCheckpointManager), manager\n"
+        "manager.close()\n"
+    )
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_loop_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    exec(compile(PROGRAMS[number], "example", "exec"), {})
+    (program,) = (each for each in PROGRAMS if not each.startswith("# config_registry.py"))
+    exec(compile(program, "example", "exec"), {})
+    assert names(tmp_path / "runs" / "a" / "checkpoint") == ["step-20"]
+    program = program.replace("progress.step < 20", "progress.step < 21").replace("step == 20", "step == 21")
+    exec(compile(program, "example", "exec"), {})
+    assert names(tmp_path / "runs" / "a" / "checkpoint") == ["step-21"]
