@@ -1,12 +1,10 @@
-"""torchtitan: its checkpoints, written beside training.
+"""torchtitan: its checkpoints, written beside training, in its own files.
 
 ::
 
     from aiockpt.integrations.torchtitan import AiockptCheckpointManager
 
     config = Trainer.Config(..., checkpoint=AiockptCheckpointManager.Config(enable=True, interval=500))
-
-The files are those that torchtitan's own manager writes and reads.
 """
 
 from __future__ import annotations
@@ -85,12 +83,9 @@ class AiockptCheckpointManager(_Base):
 
         def __post_init__(self) -> None:
             # Refused by the base, as its managers remove the older one before the newer is durable.
-            keeps_one = self.keep_latest_k == 1
-            if keeps_one:
-                self.keep_latest_k = 2
+            keep, self.keep_latest_k = self.keep_latest_k, 2 if self.keep_latest_k == 1 else self.keep_latest_k
             _Base.Config.__post_init__(self)
-            if keeps_one:
-                self.keep_latest_k = 1
+            self.keep_latest_k = keep
 
     def __init__(
         self,
@@ -152,16 +147,16 @@ class AiockptCheckpointManager(_Base):
             logger.exception("an earlier save has failed, and the last one is begun all the same")
         if last_step:
             self._save_last(curr_step)
-            return True
-        self._flying = self.run.submit(curr_step, self._state(self.states), overwrite=True)
-        self.save_future = self._flying.written
+        else:
+            self._flying = self.run.submit(curr_step, self._state(self.states), overwrite=True)
+            self.save_future = self._flying.written
         return True
 
     def _save_last(self, step: int) -> None:
-        config, options = self._config, dict[str, Any]()
-        state = self._state(self.states)
+        config, state, options = self._config, self._state(self.states), dict[str, Any]()
         if config.last_save_model_only:
-            state = _as_dtype(self.states[_MODEL].state_dict(), TORCH_DTYPE_MAP[config.export_dtype])
+            dtype, state = TORCH_DTYPE_MAP[config.export_dtype], self.states[_MODEL].state_dict()
+            state = {name: _as_dtype(each, dtype) for name, each in state.items()}
             if self.keep_latest_k:  # nobody can go on from an export: the others stay
                 for each in self.run.steps()[-self.keep_latest_k :]:
                     self.run.pin(each)
@@ -250,9 +245,5 @@ class AiockptCheckpointManager(_Base):
                 self.run.close()
 
 
-def _as_dtype(state: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    def cast(value: Any) -> Any:
-        is_floating = isinstance(value, torch.Tensor) and value.is_floating_point()
-        return value.to(dtype) if is_floating else value
-
-    return {name: cast(value) for name, value in state.items()}
+def _as_dtype(value: Any, dtype: torch.dtype) -> Any:
+    return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
