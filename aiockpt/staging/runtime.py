@@ -6,9 +6,9 @@ import contextlib
 import ctypes
 import threading
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
@@ -19,12 +19,15 @@ from aiockpt.planning.specs import lazy_bits
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
+    from aiockpt.staging.pool import Chunk
+
 # --- calls of the driver that torch does not expose -----------------------------------------------
 
 # These have the same values in CUDA and HIP.
 _NON_BLOCKING = 1  # a stream: copies must not wait for work in the legacy default stream, nor hold it up
 _THREAD_LOCAL = 1  # a mode of captures
 _PORTABLE = 1  # locked memory: for all devices
+_IN_STREAM_ORDER = 1  # of a copy: its source is read when the stream has come to it, not at the call
 ALREADY_LOCKED = 712  # an error
 
 _spare: defaultdict[int | torch.device, list[Any]] = defaultdict(list)  # of CUDA by index, of others by device
@@ -103,6 +106,7 @@ class _Cuda:
         self.exchange_mode = library.cuThreadExchangeStreamCaptureMode
         self.create_stream = library.cuStreamCreate
         self._register, self.unregister = library.cuMemHostRegister_v2, library.cuMemHostUnregister
+        self._copy_batch = getattr(library, "cuMemcpyBatchAsync", None)
 
     @contextlib.contextmanager
     def current(self, index: int) -> Iterator[bool]:
@@ -132,6 +136,37 @@ class _Cuda:
     def register(self, address: ctypes.c_void_p, nbytes: int) -> int:
         return int(self._register(address, ctypes.c_size_t(nbytes), _PORTABLE))
 
+    def copy(self, targets: list[int], sources: list[int], sizes: list[int], stream: int) -> bool:
+        """Enqueue copies in a stream, whatever order they are made in; return whether they are.
+
+        If not, some may be all the same. The driver of CUDA 12.8 and later can do it.
+        """
+        if self._copy_batch is None:
+            return False
+        count, places, where = len(sizes), ctypes.c_uint64 * len(sizes), ctypes.c_size_t(0)
+        lengths = (ctypes.c_size_t * count)(*sizes)
+        begin, failed = ctypes.byref(where), ctypes.byref(ctypes.c_size_t())
+        error = self._copy_batch(
+            places(*targets),
+            places(*sources),
+            *(lengths, ctypes.c_size_t(count), ctypes.byref(_InStreamOrder(_IN_STREAM_ORDER)), begin),
+            *(ctypes.c_size_t(1), failed, ctypes.c_void_p(stream)),
+        )
+        if error:  # not tried again: it may be a kind of memory that the driver copies one by one only
+            self._copy_batch = None
+        return not error
+
+
+class _InStreamOrder(ctypes.Structure):
+    """CUmemcpyAttributes: sources are read in the order of the stream; no hints where memory is."""
+
+    _fields_ = (
+        ("source_order", ctypes.c_int),
+        ("source_hint", ctypes.c_int * 2),
+        ("target_hint", ctypes.c_int * 2),
+        ("flags", ctypes.c_uint),
+    )
+
 
 class _Hip:
     """HIP's runtime API: the same calls, with a current device instead of a context."""
@@ -152,6 +187,9 @@ class _Hip:
         if error:
             self._library.hipGetLastError()  # clears it: torch would report it for the next kernel
         return error
+
+    def copy(self, targets: list[int], sources: list[int], sizes: list[int], stream: int) -> bool:
+        return False
 
 
 @cache
@@ -245,11 +283,37 @@ def reading_behind(device: torch.device, event: torch.Event) -> Iterator[None]:
         runtime.close()
 
 
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Copy a tensor to host memory behind this thread's current stream; sleep until that is done."""
+    if is_host(tensor.device):
+        return tensor
+    copy = tensor.to("cpu", non_blocking=True, copy=True)
+    _recorded(tensor.device, _current_stream(tensor.device), blocking=True).synchronize()
+    return copy
+
+
 def runtime_of(device: torch.device) -> Runtime:
     """Return the runtime of a device, with a new staging stream; raise AiockptError if it has no streams."""
     if not has_events(device):
         raise AiockptError(UNORDERED.format(device))
     return CudaRuntime(device) if device.type == "cuda" else Runtime(device)
+
+
+class Copy(NamedTuple):
+    """A copy of bytes ``start`` to ``start + nbytes`` of a dense tensor on a device to ``at`` of a chunk."""
+
+    chunk: Chunk
+    at: int
+    nbytes: int
+    source: torch.Tensor
+    start: int
+
+
+def bytes_of(tensor: torch.Tensor, start: int, nbytes: int) -> torch.Tensor:
+    """Return bytes of a dense tensor, in the order in which they are in memory."""
+    # Not reshape(-1), which would copy a dense tensor whose dimensions are in another order in memory.
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+    return flat if nbytes == flat.numel() else flat[start : start + nbytes]
 
 
 class Runtime:
@@ -304,6 +368,11 @@ class Runtime:
     def unlock(self, address: int) -> None:
         """Undo `lock`."""
 
+    def copy(self, copies: Sequence[Copy]) -> None:
+        """Enqueue copies to host memory in the staging stream, which is this thread's current one."""
+        for chunk, at, nbytes, source, start in copies:
+            chunk.tensor[at : at + nbytes].copy_(bytes_of(source, start, nbytes), non_blocking=True)
+
     def close(self) -> None:
         """Release the staging stream, whose work is done."""
         with _spare_lock:
@@ -339,6 +408,16 @@ class CudaRuntime(Runtime):
         if driver is not None:
             with driver.current(torch.cuda.current_device()):
                 driver.unregister(ctypes.c_void_p(address))
+
+    def copy(self, copies: Sequence[Copy]) -> None:
+        """Enqueue all copies by one call of the driver, if it can: each of torch's gives the GIL away several times."""
+        driver = _driver()
+        if len(copies) > 1 and driver is not None:
+            targets = [copy.chunk.address + copy.at for copy in copies]
+            sources = [copy.source.data_ptr() + copy.start for copy in copies]
+            if driver.copy(targets, sources, [copy.nbytes for copy in copies], self._stream.cuda_stream):
+                return
+        super().copy(copies)
 
     def close(self) -> None:
         give_stream_back(self._stream)

@@ -62,6 +62,7 @@ def test_the_copy_waits_for_the_callers_stream(ckpt, tmp_path: Path) -> None:
     """Long work is enqueued before the save; the copy must see its result."""
     a = torch.randn(4096, 4096, device="cuda")
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         result = torch.zeros_like(a)
         for _ in range(50):

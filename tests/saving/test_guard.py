@@ -331,8 +331,9 @@ class LaggingStager(Stager):
         self.error: Exception | None = None
         self._workers = Workers(1, "aiockpt-lagging")
 
-    async def issue(self, pieces, chunk, capture, layout):
-        copy_pieces(pieces, chunk, capture, layout)
+    async def issue(self, fills, capture, layout):
+        for chunk, pieces in fills:
+            copy_pieces(pieces, chunk, capture, layout)
         return self
 
     async def wait(self) -> None:

@@ -20,10 +20,10 @@ from aiockpt.planning.specs import TensorSpec
 from aiockpt.saving.staging_session import _JoinedCopies
 from aiockpt.snapshot.capture import capture_state
 from aiockpt.staging import runtime as device_runtime
-from aiockpt.staging.base import LayoutMismatchError
+from aiockpt.staging.base import Fill, LayoutMismatchError
 from aiockpt.staging.cuda import AcceleratorStager
 from aiockpt.staging.pool import ChunkPool, Lease, SharedMemory
-from aiockpt.staging.runtime import ALREADY_LOCKED, is_capturing, reading_behind, ready_event, runtime_of
+from aiockpt.staging.runtime import ALREADY_LOCKED, Runtime, is_capturing, reading_behind, ready_event, runtime_of
 from tests.states import random_tensor, raw_bytes
 
 CPU = torch.device("cpu")
@@ -81,6 +81,8 @@ class FakeRuntime:
     def use(self, tensor: torch.Tensor) -> None:
         self.used.append(tensor)
 
+    copy = Runtime.copy
+
     def lock(self, address: int, nbytes: int) -> int:
         self.log.append("lock")
         if not self.lock_error:
@@ -113,7 +115,7 @@ async def _check_all(state, capture, plan, stager: AcceleratorStager, chunk_byte
             lease = await pool.acquire()
             lease.chunk.tensor.fill_(0xAA)
             try:
-                pending = await stager.issue(image.pieces(start, stop), lease.chunk, capture, plan.layout)
+                pending = await stager.issue([Fill(lease.chunk, image.pieces(start, stop))], capture, plan.layout)
                 await pending.wait()
                 sealer.seal(lease.chunk.view, start, stop)
                 file += bytes(lease.chunk.view[: stop - start])
@@ -163,11 +165,11 @@ async def test_a_changed_tensor_is_not_copied() -> None:
     try:
         state["w"].resize_(25_000, 2)
         with pytest.raises(LayoutMismatchError, match="w"):
-            await stager.issue(image.pieces(0, image.nbytes), lease.chunk, capture, plan.layout)
+            await stager.issue([Fill(lease.chunk, image.pieces(0, image.nbytes))], capture, plan.layout)
         state["w"].resize_(50_000)
         capture.eager[1] = (0, 4)
         with pytest.raises(LayoutMismatchError, match="s"):
-            await stager.issue(image.pieces(0, image.nbytes), lease.chunk, capture, plan.layout)
+            await stager.issue([Fill(lease.chunk, image.pieces(0, image.nbytes))], capture, plan.layout)
     finally:
         lease.release()
         stager.close()
@@ -180,7 +182,7 @@ async def test_an_error_of_the_device_is_a_stage_error() -> None:
     stager = AcceleratorStager(CPU, runtime)
     lease = await ChunkPool(1 << 20, 1).acquire()
     try:
-        pending = await stager.issue(plan.layout.images[0].pieces(0, 4096), lease.chunk, capture, plan.layout)
+        pending = await stager.issue([Fill(lease.chunk, plan.layout.images[0].pieces(0, 4096))], capture, plan.layout)
         with pytest.raises(StageError, match="illegal memory access"):
             await pending.wait()
         stager.fence()
@@ -269,7 +271,7 @@ async def test_the_bytes_of_other_devices_pieces_are_left_alone() -> None:
     lease = await ChunkPool(1 << 20, 1).acquire()
     try:
         lease.chunk.tensor.fill_(0xAA)
-        pending = await stager.issue(image.pieces(0, image.nbytes), lease.chunk, capture, plan.layout)
+        pending = await stager.issue([Fill(lease.chunk, image.pieces(0, image.nbytes))], capture, plan.layout)
         await pending.wait()
         for slot in image.slots:
             found = bytes(lease.chunk.view[slot.payload_offset : slot.payload_end])
@@ -311,7 +313,7 @@ async def test_memory_that_another_stager_has_locked_is_locked(caplog: pytest.Lo
     pool, stager = ChunkPool(4096, 4), AcceleratorStager(CPU, runtime)
     leases = [await pool.acquire(), await pool.acquire()]
     for lease in leases:
-        await stager.issue(plan.layout.images[0].pieces(0, 4096), lease.chunk, capture, plan.layout)
+        await stager.issue([Fill(lease.chunk, plan.layout.images[0].pieces(0, 4096))], capture, plan.layout)
     assert runtime.log.count("lock") == 2
     assert not caplog.text
     for lease in leases:
@@ -327,7 +329,9 @@ async def test_a_chunk_that_was_replaced_is_used_again_and_locked_once(shared: b
     stager = AcceleratorStager(CPU, runtime)
 
     async def fill(lease: Lease) -> None:
-        await (await stager.issue(plan.layout.images[0].pieces(0, 4096), lease.chunk, capture, plan.layout)).wait()
+        await (
+            await stager.issue([Fill(lease.chunk, plan.layout.images[0].pieces(0, 4096))], capture, plan.layout)
+        ).wait()
 
     for _ in range(3):
         stuck, other = await pool.acquire(), await pool.acquire()
@@ -366,7 +370,7 @@ async def test_tensors_live_until_the_copies_are_done() -> None:
     stager = AcceleratorStager(CPU, runtime)
     lease = await ChunkPool(1 << 20, 1).acquire()
     try:
-        pending = await stager.issue(plan.layout.images[0].pieces(0, 4096), lease.chunk, capture, plan.layout)
+        pending = await stager.issue([Fill(lease.chunk, plan.layout.images[0].pieces(0, 4096))], capture, plan.layout)
         capture.release()
         assert len(pending._sources) == len(runtime.used) == 1
         await pending.wait()
@@ -429,7 +433,7 @@ async def test_host_tensors_between_those_of_a_device_do_not_part_them(monkeypat
     lease = await pool.acquire()
     try:
         monkeypatch.setattr(torch.Tensor, "copy_", counted)
-        await (await stager.issue(image.pieces(0, image.nbytes), lease.chunk, capture, plan.layout)).wait()
+        await (await stager.issue([Fill(lease.chunk, image.pieces(0, image.nbytes))], capture, plan.layout)).wait()
     finally:
         monkeypatch.undo()
         lease.release()
