@@ -56,9 +56,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("aiockpt")
 
-_FILLS_AT_ONCE = 16
-"""Chunks whose copies from a device are enqueued together: the GIL is taken once for all of them."""
-
 
 def _strategy_for(job: SaveJob, tools: EngineResources) -> SaveStrategy:
     """Choose how a save is planned and committed."""
@@ -81,6 +78,7 @@ class SavePipeline:
     """One save, from its snapshot to its result."""
 
     _strategy: SaveStrategy  # since it runs
+    _share_of_pool: int  # of one file that is being staged, in chunks
 
     def __init__(self, job: SaveJob, tools: EngineResources) -> None:
         self._job = job
@@ -305,6 +303,7 @@ class SavePipeline:
         turn = anyio.Semaphore(self._tools.io_workers.count)
         pool = self._tools.pool
         chunks = sum(max(1, -(-image.nbytes // pool.chunk_bytes)) for image in layout.images)
+        self._share_of_pool = max(1, pool.in_reach // max(1, min(len(layout.images), self._tools.io_workers.count)))
         self._keeps_chunks = job.spec.fallback is not None and pool.in_reach >= chunks
         async with anyio.create_task_group() as tasks:
             writer.start(tasks)
@@ -342,25 +341,22 @@ class SavePipeline:
                 async with anyio.create_task_group() as tasks:
                     tasks.start_soon(_put_all, copied, put)
                     with issued:
-                        await self._fill_chunks(image, router, pass_on, at_once=_FILLS_AT_ONCE)
+                        await self._fill_chunks(image, router, pass_on, at_once=self._share_of_pool)
         finally:
             writer.end(number)
 
-    async def _fill_chunks(
-        self,
-        image: FileImage,
-        router: StagerRouter,
-        pass_on: Put,
-        *,
-        at_once: int,
-    ) -> None:
-        """Issue the copies of one file; those of the first chunk alone, then of more at once, if there are chunks."""
+    async def _fill_chunks(self, image: FileImage, router: StagerRouter, pass_on: Put, *, at_once: int) -> None:
+        """Issue the copies of one file: those of the first chunk alone, so that writing begins, then of more at once.
+
+        One thread enqueues them, which takes the GIL once for each time, and meets less Python of other threads the
+        sooner it is done.
+        """
         step, throttle, leases = self._tools.pool.chunk_bytes, self._job.throttle, self._leases
         ranges = [(start, min(start + step, image.nbytes)) for start in range(0, max(image.nbytes, 1), step)]
-        done, most = 0, 1
+        done = 0
         while done < len(ranges):
             batch: list[tuple[Lease, int, int]] = []
-            for start, stop in ranges[done : done + most]:
+            for start, stop in ranges[done : done + (at_once if done else 1)]:
                 if not batch:
                     await throttle.acquire(stop - start)
                     batch.append((await leases.acquire(), start, stop))
@@ -373,9 +369,8 @@ class SavePipeline:
             with span("stage", batch[-1][2] - batch[0][1], image.name):
                 pending = await router.issue([Fill(lease.chunk, image.pieces(*ends)) for lease, *ends in batch])
             done += len(batch)
-            most = min(2 * most, at_once)
-            filled = [StagingChunk(lease, start, stop, pending) for lease, start, stop in batch]
-            leases.pending.update((each.lease, pending) for each in filled)  # in case this task fails or is cancelled
+            filled = [StagingChunk(*each, copies) for each, copies in zip(batch, pending, strict=True)]
+            leases.pending.update((each.lease, each.pending) for each in filled)  # in case this fails or is cancelled
             if done == len(ranges):
                 self._images_left -= 1
                 if self._images_left == 0:

@@ -86,7 +86,7 @@ class StagerRouter:
         """Whether copies may go on after they are issued."""
         return any(stager.is_async for stager in self._by_device.values())
 
-    async def issue(self, fills: Sequence[Fill]) -> Pending:
+    async def issue(self, fills: Sequence[Fill]) -> Sequence[Pending]:
         """Start to fill chunks; see `Stager.issue`."""
         try:
             if len(self._by_device) == 1:
@@ -100,19 +100,21 @@ class StagerRouter:
         except Exception as exc:
             raise StageError(f"copying tensors into staging memory failed: {type(exc).__name__}: {exc}") from exc
 
-    async def _issue_to_several(self, fills: Sequence[Fill]) -> Pending:
+    async def _issue_to_several(self, fills: Sequence[Fill]) -> Sequence[Pending]:
         specs = [self._layout.specs[piece.leaf] for fill in fills for piece in fill.pieces]
         devices = dict.fromkeys(spec.device for spec in specs if spec is not None)
-        issued = _JoinedCopies([])
+        issued = [_JoinedCopies([]) for _ in fills]
         try:
             for device in devices:
                 # Each stager gets all pieces: a packed copy covers the gaps between pieces, and has to know which gaps
                 # hold pieces of another device.
-                stager = self._by_device[device]
-                issued.pending.append(await stager.issue(fills, self._snapshot, self._layout))
+                pending = await self._by_device[device].issue(fills, self._snapshot, self._layout)
+                for joined, each in zip(issued, pending, strict=True):
+                    joined.pending.append(each)
         except BaseException:
             with anyio.CancelScope(shield=True):  # the chunks go back: nothing may be on its way into them
-                await issued.wait()
+                for joined in issued:
+                    await joined.wait()
             raise
         return issued
 
@@ -125,7 +127,7 @@ class _JoinedCopies:
 
     async def wait(self) -> None:
         errors = []
-        for each in self.pending:  # all of them: the chunks may be given back after this
+        for each in self.pending:  # all of them: the chunk may be given back after this
             try:
                 await each.wait()
             except Exception as exc:

@@ -51,11 +51,11 @@ class Stager(ABC):
     is_async: bool = True  # `issue` may return before its copies are complete
 
     @abstractmethod
-    async def issue(self, fills: Sequence[Fill], snapshot: Snapshot, layout: Layout) -> Pending:
+    async def issue(self, fills: Sequence[Fill], snapshot: Snapshot, layout: Layout) -> Sequence[Pending]:
         """Start to fill chunks. Pieces of other devices, and their bytes, are not touched.
 
-        Once this returns, `fence` orders the caller's stream behind the copies; once the result's `wait` returns, the
-        bytes are in the chunks. Raises `LayoutMismatchError` if a tensor differs from the layout.
+        Once this returns, `fence` orders the caller's stream behind the copies; once the `wait` of a chunk's result
+        returns, the bytes are in that chunk. Raises `LayoutMismatchError` if a tensor differs from the layout.
         """
 
     def fence(self) -> None:

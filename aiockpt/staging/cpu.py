@@ -36,11 +36,11 @@ class CpuStager(Stager):
     def __init__(self, workers: Workers) -> None:
         self._workers = workers
 
-    async def issue(self, fills: Sequence[Fill], snapshot: Snapshot, layout: Layout) -> Pending:
+    async def issue(self, fills: Sequence[Fill], snapshot: Snapshot, layout: Layout) -> Sequence[Pending]:
         for chunk, pieces in fills:
             is_short = len(pieces) <= SHORT_ITEMS and layout.nbytes <= SHORT_BYTES and not chunk.is_fresh
             await self._workers.run_unless(is_short, copy_pieces, pieces, chunk, snapshot, layout)
-        return Done()
+        return [Done()] * len(fills)
 
 
 def copy_pieces(pieces: Sequence[Piece], chunk: Chunk, snapshot: Snapshot, layout: Layout) -> None:

@@ -41,6 +41,8 @@ PACK_BYTES = 256 << 10
 """Pieces up to this size are packed on the device and copied together: a copy of any size costs some 10 us."""
 PACKED_BYTES = 4 << 20
 """Limit for small pieces that are packed together; packing takes as much device memory."""
+FILLS_PER_EVENT = 8
+"""Chunks that are copied and waited for together: a thread's wait costs some 50 us."""
 GAP_BYTES = 4096
 """The framing between two items is shorter; pieces further apart are copied separately."""
 LEAST_BYTES = 64 << 10
@@ -81,9 +83,11 @@ class AcceleratorStager(Stager):
         self._locked: dict[int, Chunk] = {}  # by address of their arena; mapped as long as the device has it registered
         self._locks = True  # until it fails: it is tried, and warned of, once
 
-    async def issue(self, fills: Sequence[Fill], snapshot: Snapshot, layout: Layout) -> Pending:
-        event, sources = await self._issuer.run(self._enqueue, fills, snapshot, layout)
-        return Copies(event, self._runtime, self._waiter, sources)
+    async def issue(self, fills: Sequence[Fill], snapshot: Snapshot, layout: Layout) -> Sequence[Pending]:
+        issued: list[Copies] = []
+        for event, sources, count in await self._issuer.run(self._enqueue, fills, snapshot, layout):
+            issued += [Copies(event, self._runtime, self._waiter, sources)] * count
+        return issued
 
     def fence(self) -> None:
         self._runtime.order_behind(self._runtime.record())
@@ -135,22 +139,27 @@ class AcceleratorStager(Stager):
 
     def _enqueue(
         self, fills: Sequence[Fill], snapshot: Snapshot, layout: Layout
-    ) -> tuple[torch.Event, list[torch.Tensor]]:
+    ) -> list[tuple[torch.Event, list[torch.Tensor], int]]:
+        """Enqueue copies; return events, each with the memory that the copies before it read, and how many fills."""
         self._pin([chunk for chunk, _ in fills])
-        filler = ChunkFiller(self.device, snapshot, layout, self._runtime)
+        issued = []
         with self._runtime.stream():
             ready = snapshot.events.get(self.device)
             if ready is not None:
                 self._runtime.wait_for(ready)
             try:
-                for chunk, pieces in fills:
-                    filler.fill(chunk, pieces)
-                filler.copy_all()
+                for begin in range(0, len(fills), FILLS_PER_EVENT):
+                    group = fills[begin : begin + FILLS_PER_EVENT]
+                    filler = ChunkFiller(self.device, snapshot, layout, self._runtime)
+                    for chunk, pieces in group:
+                        filler.fill(chunk, pieces)
+                    filler.copy_all()
+                    issued.append((self._runtime.record(), filler.sources, len(group)))
             except BaseException:
                 # The chunks return to the pool: no copy into them may be in flight.
                 self._runtime.sleep_until(self._runtime.record())
                 raise
-            return self._runtime.record(), filler.sources
+        return issued
 
 
 class ChunkFiller:

@@ -284,10 +284,10 @@ def reading_behind(device: torch.device, event: torch.Event) -> Iterator[None]:
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy a tensor to host memory behind this thread's current stream; sleep until that is done."""
-    if is_host(tensor.device):
-        return tensor
-    copy = tensor.to("cpu", non_blocking=True, copy=True)
+    """Copy a tensor to host memory behind this thread's current stream; on CUDA, sleep until that is done."""
+    if tensor.device.type != "cuda":  # others may have no allocator of pinned memory
+        return tensor.cpu()
+    copy = tensor.to("cpu", non_blocking=True)
     _recorded(tensor.device, _current_stream(tensor.device), blocking=True).synchronize()
     return copy
 

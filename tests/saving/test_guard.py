@@ -334,7 +334,7 @@ class LaggingStager(Stager):
     async def issue(self, fills, capture, layout):
         for chunk, pieces in fills:
             copy_pieces(pieces, chunk, capture, layout)
-        return self
+        return [self] * len(fills)
 
     async def wait(self) -> None:
         await self._workers.run(self.gate.wait, 60)

@@ -115,7 +115,7 @@ async def _check_all(state, capture, plan, stager: AcceleratorStager, chunk_byte
             lease = await pool.acquire()
             lease.chunk.tensor.fill_(0xAA)
             try:
-                pending = await stager.issue([Fill(lease.chunk, image.pieces(start, stop))], capture, plan.layout)
+                (pending,) = await stager.issue([Fill(lease.chunk, image.pieces(start, stop))], capture, plan.layout)
                 await pending.wait()
                 sealer.seal(lease.chunk.view, start, stop)
                 file += bytes(lease.chunk.view[: stop - start])
@@ -182,7 +182,9 @@ async def test_an_error_of_the_device_is_a_stage_error() -> None:
     stager = AcceleratorStager(CPU, runtime)
     lease = await ChunkPool(1 << 20, 1).acquire()
     try:
-        pending = await stager.issue([Fill(lease.chunk, plan.layout.images[0].pieces(0, 4096))], capture, plan.layout)
+        (pending,) = await stager.issue(
+            [Fill(lease.chunk, plan.layout.images[0].pieces(0, 4096))], capture, plan.layout
+        )
         with pytest.raises(StageError, match="illegal memory access"):
             await pending.wait()
         stager.fence()
@@ -271,7 +273,7 @@ async def test_the_bytes_of_other_devices_pieces_are_left_alone() -> None:
     lease = await ChunkPool(1 << 20, 1).acquire()
     try:
         lease.chunk.tensor.fill_(0xAA)
-        pending = await stager.issue([Fill(lease.chunk, image.pieces(0, image.nbytes))], capture, plan.layout)
+        (pending,) = await stager.issue([Fill(lease.chunk, image.pieces(0, image.nbytes))], capture, plan.layout)
         await pending.wait()
         for slot in image.slots:
             found = bytes(lease.chunk.view[slot.payload_offset : slot.payload_end])
@@ -329,9 +331,9 @@ async def test_a_chunk_that_was_replaced_is_used_again_and_locked_once(shared: b
     stager = AcceleratorStager(CPU, runtime)
 
     async def fill(lease: Lease) -> None:
-        await (
-            await stager.issue([Fill(lease.chunk, plan.layout.images[0].pieces(0, 4096))], capture, plan.layout)
-        ).wait()
+        fills = [Fill(lease.chunk, plan.layout.images[0].pieces(0, 4096))]
+        (pending,) = await stager.issue(fills, capture, plan.layout)
+        await pending.wait()
 
     for _ in range(3):
         stuck, other = await pool.acquire(), await pool.acquire()
@@ -370,7 +372,9 @@ async def test_tensors_live_until_the_copies_are_done() -> None:
     stager = AcceleratorStager(CPU, runtime)
     lease = await ChunkPool(1 << 20, 1).acquire()
     try:
-        pending = await stager.issue([Fill(lease.chunk, plan.layout.images[0].pieces(0, 4096))], capture, plan.layout)
+        (pending,) = await stager.issue(
+            [Fill(lease.chunk, plan.layout.images[0].pieces(0, 4096))], capture, plan.layout
+        )
         capture.release()
         assert len(pending._sources) == len(runtime.used) == 1
         await pending.wait()
@@ -433,7 +437,8 @@ async def test_host_tensors_between_those_of_a_device_do_not_part_them(monkeypat
     lease = await pool.acquire()
     try:
         monkeypatch.setattr(torch.Tensor, "copy_", counted)
-        await (await stager.issue([Fill(lease.chunk, image.pieces(0, image.nbytes))], capture, plan.layout)).wait()
+        (pending,) = await stager.issue([Fill(lease.chunk, image.pieces(0, image.nbytes))], capture, plan.layout)
+        await pending.wait()
     finally:
         monkeypatch.undo()
         lease.release()
