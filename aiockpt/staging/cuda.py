@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from aiockpt.core.extent import address_of
 from aiockpt.core.threads import Workers
 from aiockpt.errors import StageError
 from aiockpt.staging.base import (
@@ -179,7 +180,7 @@ class ChunkFiller:
         # Memory of the state that the copies read. Memory allocated here needs no reference once its copy is enqueued:
         # it returns to the stream's part of the allocator, in order with the copies.
         self.sources = [snapshot.arenas[device]] if device in snapshot.arenas else []
-        self._last: torch.Tensor | None = None  # of the state, the one that was added last
+        self._leaf = -1  # of the last source, if it is copied as it is
 
     def fill(self, chunk: Chunk, pieces: Sequence[Piece]) -> None:
         """Copy pieces into a chunk, at the next `copy_all`."""
@@ -199,6 +200,9 @@ class ChunkFiller:
         if spec is not None and spec.device != self._device:
             self._pack()  # a packed copy overwrites the gaps between its pieces, and this piece must not be in one
             return
+        if leaf == self._leaf and spec is not None and spec.is_raw:  # pieces of one tensor follow each other
+            self._add(at, stop - start, self.sources[-1], start)
+            return
         tensor, spec = matching(leaf, self._snapshot, self._layout)
         eager = self._snapshot.eager.get(leaf)
         if eager is not None:
@@ -210,11 +214,10 @@ class ChunkFiller:
                 self._add(at, stop - start, arena, offset + start)
                 return
             tensor = restore(arena.narrow(0, offset, nbytes), tensor)
+        self._runtime.use(tensor)  # first: so it can be read even if the program frees it under its tensors
         check_memory(self._snapshot.structure.names[leaf], tensor)
-        if tensor is not self._last:  # pieces of one tensor follow each other
-            self._last = tensor
-            self.sources.append(tensor)
-            self._runtime.use(tensor)  # though the program frees it under its tensors
+        self.sources.append(tensor)
+        self._leaf = leaf if spec.is_raw else -1
         if spec.is_raw:
             self._add(at, stop - start, tensor, start)
         else:
@@ -272,7 +275,7 @@ class ChunkFiller:
         self._end = end
 
     def _copy(self, at: int, nbytes: int, source: torch.Tensor, start: int = 0, *, made_bytes: int = 0) -> None:
-        self._copies.append(Copy(self._chunk, at, nbytes, source, start))
+        self._copies.append(Copy(self._chunk, at, nbytes, source, start, address_of(source) + start))
         self._made_bytes += made_bytes
         if self._made_bytes >= PACKED_BYTES:
             self.copy_all()

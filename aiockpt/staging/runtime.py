@@ -307,6 +307,7 @@ class Copy(NamedTuple):
     nbytes: int
     source: torch.Tensor
     start: int
+    address: int  # of the bytes on the device, as it was when the tensor was looked at
 
 
 def bytes_of(tensor: torch.Tensor, start: int, nbytes: int) -> torch.Tensor:
@@ -370,7 +371,7 @@ class Runtime:
 
     def copy(self, copies: Sequence[Copy]) -> None:
         """Enqueue copies to host memory in the staging stream, which is this thread's current one."""
-        for chunk, at, nbytes, source, start in copies:
+        for chunk, at, nbytes, source, start, _ in copies:
             chunk.tensor[at : at + nbytes].copy_(bytes_of(source, start, nbytes), non_blocking=True)
 
     def close(self) -> None:
@@ -413,9 +414,8 @@ class CudaRuntime(Runtime):
         """Enqueue all copies by one call of the driver, if it can: each of torch's gives the GIL away several times."""
         driver = _driver()
         if len(copies) > 1 and driver is not None:
-            targets = [copy.chunk.address + copy.at for copy in copies]
-            sources = [copy.source.data_ptr() + copy.start for copy in copies]
-            if driver.copy(targets, sources, [copy.nbytes for copy in copies], self._stream.cuda_stream):
+            targets, sources = [each.chunk.address + each.at for each in copies], [each.address for each in copies]
+            if driver.copy(targets, sources, [each.nbytes for each in copies], self._stream.cuda_stream):
                 return
         super().copy(copies)
 
