@@ -69,11 +69,12 @@ def test_an_error_of_an_earlier_kernel_fails_the_save(
         raise RuntimeError("device-side assert triggered")
 
     with aiockpt.SyncCheckpointer() as ckpt:
+        ckpt.save(_state(), tmp_path / "before")
         with monkeypatch.context() as patch:
             patch.setattr(PosingEvent, "record", record)
             with pytest.raises(aiockpt.StageError, match="device-side assert triggered"):
                 ckpt.submit(_state(), tmp_path / "c")
-        assert list(tmp_path.iterdir()) == []
+        assert [path.name for path in tmp_path.iterdir()] == ["before"]
 
 
 def test_steps_with_a_guard_and_samples(device: PosingDevice, tmp_path: Path) -> None:
