@@ -229,6 +229,10 @@ class _CudaChecker(OrderChecker):
             is_captured = torch.cuda.is_current_stream_capturing()
         return None if is_captured else torch.cuda.current_stream(tensor.device).cuda_stream
 
+    def allocate_in_current_stream(self, memory: int) -> None:
+        if not torch.cuda.is_current_stream_capturing():  # memory of a graph is used where that is replayed
+            self.allocate(memory, torch.cuda.current_stream().cuda_stream)
+
 
 @contextlib.contextmanager
 def watch_cuda() -> Iterator[OrderChecker]:
@@ -251,9 +255,7 @@ def watch_cuda() -> Iterator[OrderChecker]:
         _gpu_trace.StreamCreationCallbacks: trace._handle_stream_creation,
         _gpu_trace.DeviceSynchronizationCallbacks: trace._handle_device_synchronization,
         _gpu_trace.EventSynchronizationCallbacks: trace._handle_event_synchronization,
-        _gpu_trace.MemoryAllocationCallbacks: lambda memory: checker.allocate(
-            memory, torch.cuda.current_stream().cuda_stream
-        ),
+        _gpu_trace.MemoryAllocationCallbacks: checker.allocate_in_current_stream,
         _gpu_trace.MemoryDeallocationCallbacks: checker.free,
     }
     callbacks[_gpu_trace.StreamSynchronizationCallbacks] = lambda stream: (

@@ -275,7 +275,8 @@ class ChunkFiller:
         self._end = end
 
     def _copy(self, at: int, nbytes: int, source: torch.Tensor, start: int = 0, *, made_bytes: int = 0) -> None:
-        self._copies.append(Copy(self._chunk, at, nbytes, source, start, address_of(source) + start))
+        address = address_of(source) + source.storage_offset() * source.itemsize + start  # the first is the storage's
+        self._copies.append(Copy(self._chunk, at, nbytes, source, start, address))
         self._made_bytes += made_bytes
         if self._made_bytes >= PACKED_BYTES:
             self.copy_all()
