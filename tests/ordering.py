@@ -230,7 +230,9 @@ class _CudaChecker(OrderChecker):
         return None if is_captured else torch.cuda.current_stream(tensor.device).cuda_stream
 
     def allocate_in_current_stream(self, memory: int) -> None:
-        if not torch.cuda.is_current_stream_capturing():  # memory of a graph is used where that is replayed
+        if not (
+            torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        ):  # a graph uses it when replayed
             self.allocate(memory, torch.cuda.current_stream().cuda_stream)
 
 
