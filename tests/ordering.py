@@ -230,9 +230,8 @@ class _CudaChecker(OrderChecker):
         return None if is_captured else torch.cuda.current_stream(tensor.device).cuda_stream
 
     def allocate_in_current_stream(self, memory: int) -> None:
-        if not (
-            torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-        ):  # a graph uses it when replayed
+        is_captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        if not is_captured:  # else it is used in the streams that the graph is replayed in
             self.allocate(memory, torch.cuda.current_stream().cuda_stream)
 
 
