@@ -64,6 +64,9 @@ class Stager(ABC):
         Thread-safe.
         """
 
+    def settle(self, chunk: Chunk) -> None:
+        """Ask for memory near the device for a chunk's arena, before its pages are faulted in."""
+
     async def pin(self, chunk: Chunk) -> None:
         """Lock a chunk's memory ahead of its first use, if that makes copies faster."""
 

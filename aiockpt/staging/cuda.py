@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from aiockpt.core import pages
 from aiockpt.core.extent import address_of
 from aiockpt.core.threads import Workers
 from aiockpt.errors import StageError
@@ -83,6 +84,7 @@ class AcceleratorStager(Stager):
         self._waiter = Workers(2, f"aiockpt-wait-{device}")
         self._locked: dict[int, Chunk] = {}  # by address of their arena; mapped as long as the device has it registered
         self._locks = True  # until it fails: it is tried, and warned of, once
+        self._node = self._runtime.node()
 
     async def issue(self, fills: Sequence[Fill], snapshot: Snapshot, layout: Layout) -> Sequence[Pending]:
         issued: list[Copies] = []
@@ -92,6 +94,10 @@ class AcceleratorStager(Stager):
 
     def fence(self) -> None:
         self._runtime.order_behind(self._runtime.record())
+
+    def settle(self, chunk: Chunk) -> None:
+        if self._node is not None:
+            pages.prefer_node(*chunk.arena, self._node)
 
     async def pin(self, chunk: Chunk) -> None:
         if not self._locked:
@@ -106,6 +112,7 @@ class AcceleratorStager(Stager):
             address, nbytes = chunk.arena
             if address in self._locked or not self._locks:
                 continue
+            self.settle(chunk)
             error = self._runtime.lock(address, nbytes)
             self._locks = error in (0, ALREADY_LOCKED)  # already: by another device's stager, for all devices
             if self._locks:
@@ -275,7 +282,8 @@ class ChunkFiller:
         self._end = end
 
     def _copy(self, at: int, nbytes: int, source: torch.Tensor, start: int = 0, *, made_bytes: int = 0) -> None:
-        address = address_of(source) + source.storage_offset() * source.itemsize + start  # the first is the storage's
+        # The first of these is the address of the storage, which a view may begin further on.
+        address = address_of(source) + int(source.storage_offset()) * source.itemsize + start
         self._copies.append(Copy(self._chunk, at, nbytes, source, start, address))
         self._made_bytes += made_bytes
         if self._made_bytes >= PACKED_BYTES:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
+from aiockpt.core import pages
 from aiockpt.core.extent import plain_memory
 from aiockpt.errors import AiockptError
 from aiockpt.planning.specs import lazy_bits
@@ -362,6 +363,10 @@ class Runtime:
         self.enter()  # for a thread that only waits: without it, device 0 would get a context, and a capture would fail
         event.synchronize()
 
+    def node(self) -> int | None:
+        """Return the NUMA node that the device is at; None if it is unknown, or if there is only one."""
+        return None
+
     def lock(self, address: int, nbytes: int) -> int | None:
         """Lock host memory so that the device copies to it directly; return 0, an error, or None if none can."""
         return None
@@ -395,6 +400,12 @@ class CudaRuntime(Runtime):
     def record(self) -> torch.Event:
         """Record an event in the staging stream; a wait for it sleeps."""
         return _recorded(self._device, self._stream, blocking=True)
+
+    def node(self) -> int | None:
+        facts = torch.cuda.get_device_properties(self._device)
+        if not hasattr(facts, "pci_bus_id"):  # torch before 2.7
+            return None
+        return pages.node_of_pci(f"{facts.pci_domain_id:04x}:{facts.pci_bus_id:02x}:{facts.pci_device_id:02x}.0")
 
     def lock(self, address: int, nbytes: int) -> int | None:
         """Register the memory with the driver, for all devices."""

@@ -12,6 +12,9 @@ import pytest
 import torch
 
 import aiockpt
+from aiockpt.core import pages
+from aiockpt.core.threads import Workers
+from aiockpt.engine.resources import PoolSizer
 from aiockpt.errors import StageError
 from aiockpt.format.item.objects import decode_object
 from aiockpt.planning.dcp_plan import DcpFormat
@@ -86,6 +89,9 @@ class FakeRuntime:
         """Copy by address, as a driver does."""
         for chunk, at, nbytes, _, _, address in copies:
             ctypes.memmove(chunk.address + at, address, nbytes)
+
+    def node(self) -> int | None:
+        return None
 
     def lock(self, address: int, nbytes: int) -> int:
         self.log.append("lock")
@@ -449,3 +455,28 @@ async def test_host_tensors_between_those_of_a_device_do_not_part_them() -> None
         lease.release()
         stager.close()
     assert len(copied) == 1
+
+
+async def test_chunks_lie_near_their_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before their pages exist: when they are touched ahead of the first save, or else before they are locked."""
+    asked: list[tuple[int, int, int]] = []
+    monkeypatch.setattr(pages, "prefer_node", lambda *arguments: asked.append(arguments))
+    runtime, pool = FakeRuntime(), ChunkPool(4096, 2)
+    runtime.node = lambda: 1
+    stager = AcceleratorStager(CPU, runtime)
+    capture, plan = _captured({"large": random_tensor(torch.int32, (300, 500), 1)}, runtime)
+    workers = Workers(1, "aiockpt-touching")
+    try:
+        sizer = PoolSizer(pool, workers, files=0, bounded=True, is_unwanted=lambda: False)
+        await sizer.prewarm(4096, [stager])
+        (first,) = {address for address, _, _ in asked}
+        assert set(asked) == {(first, 4096, 1)}
+        leases = [await pool.acquire(), await pool.acquire()]
+        fills = [Fill(lease.chunk, plan.layout.images[0].pieces(0, 4096)) for lease in leases]
+        await stager.issue(fills, capture, plan.layout)
+        assert {address for address, _, _ in asked} == {lease.chunk.address for lease in leases}
+        for lease in leases:
+            lease.release()
+    finally:
+        stager.close()
+        workers.close()
