@@ -402,7 +402,7 @@ class CudaRuntime(Runtime):
         return _recorded(self._device, self._stream, blocking=True)
 
     def node(self) -> int | None:
-        facts = torch.cuda.get_device_properties(self._device)
+        facts: Any = torch.cuda.get_device_properties(self._device)  # its stub lacks some
         if not hasattr(facts, "pci_bus_id"):  # torch before 2.7
             return None
         return pages.node_of_pci(f"{facts.pci_domain_id:04x}:{facts.pci_bus_id:02x}:{facts.pci_device_id:02x}.0")
