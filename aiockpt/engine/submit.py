@@ -127,19 +127,22 @@ class Submitter:
         directory: Path,
         planner: Planner,
         transforms: Sequence[Transform],
+        storage: Storage | None = None,
+        ticket: str = "",
     ) -> SaveJob:
         """Queue a save that adds files to a directory; see `CheckpointerBase.submit_items`."""
         started = time.perf_counter()
         self._engine.origin.check(f"a save to {self._storages.printable(directory)}")
         if self._transforms:
             raise SaveError("items can't be added to another's checkpoint by a checkpointer that has transforms")
-        storage, where = self._storages.of(directory)
+        storage, where = self._storages.of(directory, storage)
         spec = SaveSpec(
             path=where,
             storage=storage,
             snapshot=capture_items(items, sampled=self._options.validate == "hash"),
             started=started,
             append_planner=planner,
+            append_ticket=ticket,
             transforms=transforms,
         )
         job = SaveJob(spec, self._engine)

@@ -105,6 +105,8 @@ class ObjectTransaction(SharedTransaction):
         found = self._objects.get(self._state)
         if found is None and self._joins:
             raise WriteError(f"{self._token}, which rank 0 has begun for {self._path}, is not there: it was removed")
+        if found is not None and self._joins and not found[1].startswith(b"open"):
+            raise WriteError(f"the save of {self._path} that has written {self._token} has ended")
         if found is not None:
             self.stamp = stamp or found[0].stamp
             if found[1].startswith(b"open") and found[0].stamp != self.stamp:
