@@ -191,6 +191,11 @@ class Submitter:
         place, fallback = (storage, None) if is_part else self._fallback_for(where, storage)
         if (format == "torch" or where.endswith(SUFFIX)) and not storage.traits.single_files:
             raise SaveError(f"{where}: {type(storage).__name__} keeps no checkpoints of one file; save to a directory")
+        if together and format == "safetensors" and not storage.traits.shared_files:
+            raise SaveError(
+                f"{where}: {type(storage).__name__} can't let several ranks write one file, as format='safetensors' "
+                "does: save with format='dcp', or with process_group=None on one rank"
+            )
         check = storage.check_repository if format == "safetensors" else storage.check
         self._check_path(check, where, fallback, overwrite=request.overwrite)
         self._check_transforms(request, format)

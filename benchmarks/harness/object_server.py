@@ -228,9 +228,10 @@ class _Talk(socketserver.BaseRequestHandler):
             for each in keys:
                 store.objects.pop(f"{key}/{each}", None)
             return 200, {}, _xml("DeleteResult", Deleted=[{"Key": each} for each in keys])
+        if method == "DELETE" and "uploadId" in asked:
+            return 204 if store.uploads.pop(asked["uploadId"], None) is not None else 404, {}, b""
         if method == "DELETE":
-            found = store.uploads.pop(asked.get("uploadId", ""), None) or store.objects.pop(key, None)
-            return 404 if found is None and "uploadId" not in asked else 204, {}, b""
+            return 204 if store.objects.pop(key, None) is not None else 404, {}, b""
         if "list-type" in asked or ("/" not in key and method == "GET"):
             return 200, {}, self._list(key + "/", asked)
         return self._get(key, headers)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from isal.isal_zlib import crc32
 
 from aiockpt.errors import CorruptCheckpointError
-from aiockpt.format.names import METADATA_NAME, SINGLE_NAME
+from aiockpt.format.names import METADATA_NAME
 
 if TYPE_CHECKING:
     from aiockpt.storage.base import Document, Stamp
@@ -52,11 +52,6 @@ class Commit:
     modified: float = 0.0
     size: int = 0
     tail: bytes = field(default=b"", repr=False)
-
-    @property
-    def is_file(self) -> bool:
-        """Whether the checkpoint is one file."""
-        return [*self.files, *self.documents] == [SINGLE_NAME]
 
     @property
     def sizes(self) -> dict[str, int]:
