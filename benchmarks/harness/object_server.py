@@ -209,7 +209,9 @@ class _Talk(socketserver.BaseRequestHandler):
             status, facts = store.put(key, found.data, headers)
             return status, facts, _xml("CopyObjectResult", ETag=facts.get("ETag", ""))
         if method == "PUT" and "uploadId" in asked:
-            store.uploads.setdefault(asked["uploadId"], {})[int(asked["partNumber"])] = body
+            if asked["uploadId"] not in store.uploads:
+                return 404, {}, _xml("Error", Code="NoSuchUpload")
+            store.uploads[asked["uploadId"]][int(asked["partNumber"])] = body
             return 200, {"ETag": f'"{len(body)}"'}, b""
         if method == "PUT":
             return *store.put(key, body, headers), b""
