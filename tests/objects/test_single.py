@@ -119,9 +119,9 @@ def test_objects_of_others(bucket: Bucket) -> None:
     objects.put("notes.pt", b"these are notes")
     with bucket.checkpointer() as ckpt:
         assert torch.equal(ckpt.load(bucket / "theirs.safetensors")["x"], torch.arange(5.0))
-        with pytest.raises(aiockpt.CheckpointExistsError, match="neither one of torch.save nor of safetensors"):
+        with pytest.raises(aiockpt.CheckpointExistsError, match=r"neither one of torch\.save nor of safetensors"):
             ckpt.save(state_of(1, 3), bucket / "notes.pt", overwrite=True)
-        with pytest.raises(aiockpt.DeleteError, match="neither one of torch.save nor of safetensors"):
+        with pytest.raises(aiockpt.DeleteError, match=r"neither one of torch\.save nor of safetensors"):
             ckpt.delete(bucket / "notes.pt")
         ckpt.save(state_of(1, 3), bucket / "theirs.safetensors", overwrite=True)
         assert version_at(bucket, "theirs.safetensors") == 1

@@ -181,10 +181,11 @@ class ObjectStorage(SharedStorage):
                 try:
                     tomb = _TOMB + secrets.token_hex(8).encode()
                     self.objects.put_surely(key, tomb, "" if now is None else now.stamp)
-                    return key
                 except ConditionError:
                     if now is None and attempt > _ATTEMPTS:  # an object that others have written
                         raise
+                else:
+                    return key
             time.sleep(_PAUSE_S)
         raise AssertionError("unreachable")
 
