@@ -62,7 +62,18 @@ class ObjectSink(FileSink):
 
 
 class ObjectClient(ABC):
-    """Requests to one bucket, by many threads at once. Prefixes end with "/", or are empty."""
+    """Requests to one bucket, by many threads at once. Prefixes end with "/", or are empty.
+
+    Attributes:
+        longest_s: how long `put_surely` begins new attempts.
+    """
+
+    longest_s = _LONGEST_S
+
+    @property
+    def hasty(self) -> ObjectClient:
+        """A client that soon gives up, for what may be left undone."""
+        return self
 
     @abstractmethod
     def put(self, key: str, data: Document, only_if: Stamp | None = None) -> Stamp:
@@ -140,7 +151,7 @@ class ObjectClient(ABC):
                     return facts.stamp
                 # Otherwise nobody has won: some stores say so to all that try at once.
                 is_taken = (facts.stamp if facts else "") != only_if
-                is_last = attempt + 1 == _ATTEMPTS or time.monotonic() - begun > _LONGEST_S
+                is_last = attempt + 1 == _ATTEMPTS or time.monotonic() - begun > self.longest_s
                 if is_last or (isinstance(exc, ConditionError) and is_taken):
                     raise
                 time.sleep(_PAUSE_S * 2**attempt)

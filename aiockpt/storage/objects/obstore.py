@@ -19,6 +19,7 @@ import secrets
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +49,8 @@ _IN_FLIGHT = 8  # parts of a file
 _STEP_BYTES = 1 << 20
 _TIMEOUT = "300s"  # of a request: a part of 16 MiB at 56 KiB/s
 _CLOCK_S = 600.0
+_STOP_S = 5.0  # for an upload to be aborted, by requests; after that it is left open
+_HASTY_S = 5
 _SECRET = re.compile(r"secret|token|key|password|credential|sas", re.IGNORECASE)
 _QUERY = re.compile(r"(https?://[^\s?]+)\?\S*")
 _CONDITIONS = (exceptions.AlreadyExistsError, exceptions.PreconditionError, exceptions.NotModifiedError)
@@ -67,6 +70,8 @@ class ObstoreClient(ObjectClient):
 
     def __init__(self, url: str, options: Mapping[str, Any], *, conditions: bool = True) -> None:
         self.kind, self._conditions = url.partition("://")[0], conditions
+        self._given = url, options
+        self._hasty: ObstoreClient | None = None
         options = {"client_options": {}, **options}
         # Obstore looks at no client option of the environment if one is given.
         is_plain = os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("true", "1") and self.kind == "s3"
@@ -80,6 +85,21 @@ class ObstoreClient(ObjectClient):
         except (exceptions.BaseError, TypeError, ValueError) as exc:
             raise AiockptError(f"{url}: {self._wording(exc)}; see storage_options") from None
         self._clock: tuple[float, float] | None = None  # when it was looked at, and what it was ahead then
+
+    @property
+    def hasty(self) -> ObstoreClient:
+        if self._hasty is None:
+            url, options = self._given
+            retries = {
+                "max_retries": 3,
+                **options.get("retry_config", {}),
+                "retry_timeout": timedelta(seconds=_HASTY_S),
+            }
+            client = {**options.get("client_options", {}), "timeout": f"{_HASTY_S}s", "connect_timeout": f"{_HASTY_S}s"}
+            given = {**options, "retry_config": retries, "client_options": client}
+            self._hasty = ObstoreClient(url, given, conditions=self._conditions)
+            self._hasty.longest_s = _HASTY_S
+        return self._hasty
 
     @property
     def store(self) -> Any:
@@ -434,7 +454,10 @@ class _Upload(ObjectSink):
     async def stop(self) -> None:
         self._feed.queue.put_nowait(_StopError)
         if self._sending is not None:
-            await outlast(asyncio.wait([self._sending]))
+            await outlast(asyncio.wait([self._sending], timeout=_STOP_S))
+            if not self._sending.done():  # the store does not answer
+                self._sending.cancel()
+                await outlast(asyncio.wait([self._sending]))
             self._sending.cancelled() or self._sending.exception()
             await outlast(self._all_free())
 

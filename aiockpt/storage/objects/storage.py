@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 _TOMB = b"aiockpt: deleted "
 _TOMB_BYTES = len(_TOMB) + 16
 _MOST_FREE = 10_000  # paths that are remembered
+_given_up: set[str] = set()  # tokens of this process, as URLs
 _ATTEMPTS = 8  # of a claim
 _PAUSE_S = 0.05
 
@@ -214,6 +215,10 @@ class ObjectStorage(SharedStorage):
         self.objects.delete([claim])
         return True
 
+    def give_up(self, token: str) -> None:
+        """Note that this process has stopped writing below a token: it is cleaned, though this process lives."""
+        _given_up.add(f"{self._root}/{token}")
+
     def retire(self, token: str) -> None:
         """Let the objects of a token go when ``grace_s`` is over; at once if it is 0."""
         if token:
@@ -245,7 +250,7 @@ class ObjectStorage(SharedStorage):
                 older_than_s is not None and now_s - max(each.modified for each in objects.values()) >= older_than_s
             )
             word = state.decode().partition(" ")[0]
-            owners = owners_of(token, objects)
+            owners = "dead" if f"{self._root}/{token}" in _given_up else owners_of(token, objects)
             action = decide(
                 word,
                 now_s - facts.modified,

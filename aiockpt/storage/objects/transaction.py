@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import secrets
@@ -296,8 +297,7 @@ class ObjectTransaction(SharedTransaction):
             logger.warning("what %s has replaced can't be removed: %s", self._path, exc)
 
     async def abort(self) -> None:
-        for sink in self._sinks:
-            await sink.stop()
+        await asyncio.gather(*(sink.stop() for sink in self._sinks))
         over, self._over = self._over, True
         if not over and self._joins:  # the owner, which can't publish without them, removes those of all
             await self._run(self._objects.delete, self._keys)
@@ -310,9 +310,13 @@ class ObjectTransaction(SharedTransaction):
         await self._run(self._discard)
 
     def _discard(self) -> None:
-        """Remove everything, unless another process is publishing it, or this one may have."""
+        """Remove everything, unless another process is publishing it, or this one may have.
+
+        Closing waits for this, so it soon gives up if the store is down; the next save, or `clean`, does the rest.
+        """
+        discard = f"discard {secrets.token_hex(8)}".encode()
         try:
-            self._objects.put_surely(self._state, f"discard {secrets.token_hex(8)}".encode(), str(self.stamp))
+            self._objects.hasty.put_surely(self._state, discard, str(self.stamp))
         except ConditionError as exc:
             _, state = self._objects.get(self._state) or (None, b"")
             if state.startswith(b"open"):  # another save has begun by this name
@@ -321,6 +325,9 @@ class ObjectTransaction(SharedTransaction):
                 if self._joins or self._is_published():
                     return
                 raise WriteError(f"{self._path} is just being published, so {self._token} stays") from exc
+        except OSError:
+            self._storage.give_up(self._token)
+            raise
         self._objects.remove(self._token)
 
     def _is_published(self) -> bool:
