@@ -27,7 +27,11 @@ OPTIONS = {"chunk_bytes": 5 << 20, "staging_bytes": 40 << 20, "drain_timeout": 1
 
 @pytest.fixture(autouse=True, scope="module")
 def warm(_server: ObjectServer) -> None:
-    """Start the threads of obstore, which stay."""
+    """Start what stays: the threads of obstore, and a pipe that the first cancelled save leaves."""
+    with Bucket("s3://warm", _server.options("s3")).checkpointer(**OPTIONS) as ckpt:
+        save = ckpt.submit(STATE, "s3://warm/c")
+        until(lambda: any("partNumber" in line for line in _server.log))
+        save.cancel().result()
 
 
 @pytest.fixture
