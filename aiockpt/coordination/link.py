@@ -93,6 +93,27 @@ class Link:
         with contextlib.suppress(OSError):
             await self._writer.drain()
 
+    async def detach(self, *, connected: bool) -> socket.socket:
+        """Return the connection as a blocking socket, for one that only sends to the side that has ``connected``.
+
+        Both sides call it before the first message. Raises LinkBrokenError.
+        """
+        if not connected:  # the other side must not send before this one has left the stream, which reads ahead
+            try:
+                await self._reader.readexactly(1)
+            except (EOFError, OSError) as exc:
+                raise LinkBrokenError(str(exc)) from exc
+        own = socket.socket(fileno=os.dup(self._writer.get_extra_info("socket").fileno()))
+        self.close()
+        own.setblocking(True)
+        if connected:
+            try:
+                own.sendall(b"\1")
+            except OSError as exc:
+                own.close()
+                raise LinkBrokenError(str(exc)) from exc
+        return own
+
     def close(self) -> None:
         """Close at once; idempotent."""
         self._writer.transport.abort()
