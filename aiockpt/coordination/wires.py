@@ -106,6 +106,7 @@ class Wires:
         self._server: asyncio.Server | None = None
         self._joined: dict[int, asyncio.Future[Wire]] = {}
         self._joining: set[asyncio.Task[None]] = set()
+        self._every: list[Wire] = []  # a descriptor is closed when no thread may use it any more
         self.inbound: dict[int, Wire] = {}  # by the rank that reads
         self.outbound: dict[int, Wire] = {}  # by the rank that is sent to
 
@@ -142,14 +143,13 @@ class Wires:
 
     def end(self) -> None:
         """Make all calls that wait for a wire fail; see `Wire.end`."""
-        for wire in (*self.inbound.values(), *self.outbound.values()):
+        for wire in self._every:
             wire.end()
 
     def close(self) -> None:
         """Close all, when no thread uses them any more. Idempotent."""
         self._stop_listening()
-        late = [joined.result() for joined in self._joined.values() if _has_succeeded(joined)]
-        for wire in (*self.inbound.values(), *self.outbound.values(), *late):
+        for wire in self._every:
             wire.close()
 
     def _stop_listening(self) -> None:
@@ -161,20 +161,24 @@ class Wires:
     def _join(self, hello: str, link: Link) -> None:
         async def take() -> None:
             try:
-                wire = Wire(await link.detach(connected=False), self._stall_s)
+                wire = await self._made(link, connected=False)
             except LinkBrokenError:
                 return
-            finally:
-                link.close()
             joined = self._joined.setdefault(int(hello), asyncio.get_running_loop().create_future())
-            if joined.done():
-                wire.close()
-            else:
+            if not joined.done():
                 joined.set_result(wire)
 
         task = asyncio.ensure_future(take())
         self._joining.add(task)
         task.add_done_callback(self._joining.discard)
+
+    async def _made(self, link: Link, *, connected: bool) -> Wire:
+        try:
+            wire = Wire(await link.detach(connected=connected), self._stall_s)
+        finally:
+            link.close()
+        self._every.append(wire)
+        return wire
 
     def _has_joined(self, rank: int) -> bool:
         return _has_succeeded(self._joined[rank])
@@ -185,12 +189,10 @@ class Wires:
             try:
                 async with asyncio.timeout(HELLO_S):
                     hello, link = await connect(host, port, endpoint.secret, str(self._rank))
-                try:
-                    if hello != str(reader):
-                        raise LinkBrokenError(f"rank {hello} listens there")
-                    return Wire(await link.detach(connected=True), self._stall_s)
-                finally:
+                if hello != str(reader):
                     link.close()
+                    raise LinkBrokenError(f"rank {hello} listens there")
+                return await self._made(link, connected=True)
             except (OSError, LinkBrokenError) as exc:
                 error = exc
         raise error

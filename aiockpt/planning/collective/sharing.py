@@ -43,6 +43,7 @@ class Need(NamedTuple):
 class Share(NamedTuple):
     """A shared cell."""
 
+    number: int  # in the plan
     cell: Cell
     begin: int  # of what is read, in the file
     end: int
@@ -93,7 +94,7 @@ def plan_shares(needs: Mapping[int, Sequence[Need]]) -> list[Share]:
         reader = min((part.rank for part in found), key=lambda rank: (loads[rank], rank))
         loads[reader] += end - begin
         takers = tuple((part.rank, part.begin, part.end) for part in found if part.rank != reader)
-        shares.append(Share(cell, begin, end, reader, takers))
+        shares.append(Share(len(shares), cell, begin, end, reader, takers))
     return shares
 
 
