@@ -15,7 +15,6 @@ import logging
 import secrets
 import socket
 import struct
-import threading
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
@@ -49,11 +48,13 @@ class Head(NamedTuple):
 
 
 class Wire:
-    """A connection that carries messages one way. Its methods block, and raise LinkBrokenError."""
+    """A connection that carries messages one way. Its methods block, and raise LinkBrokenError.
+
+    One thread at a time sends, or receives.
+    """
 
     def __init__(self, own: socket.socket, stall_s: float) -> None:
         self._socket = own
-        self._lock = threading.Lock()
         own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         # Limits of the kernel's: with one of Python's, each call would return after every packet.
         limit = _TIME.pack(int(stall_s), int(stall_s % 1 * 1e6))
@@ -61,14 +62,13 @@ class Wire:
         own.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
     def send(self, number: int, crc: int, view: memoryview) -> None:
-        """Send a message; one thread at a time does."""
-        with self._lock:
-            try:
-                self._socket.sendall(_HEAD.pack(number, len(view), crc), socket.MSG_MORE)
-                self._socket.sendall(view)
-            except OSError as exc:
-                self.end()  # a part of a message is no message
-                raise LinkBrokenError(str(exc)) from exc
+        """Send a message."""
+        try:
+            self._socket.sendall(_HEAD.pack(number, len(view), crc), socket.MSG_MORE)
+            self._socket.sendall(view)
+        except OSError as exc:
+            self.end()  # a part of a message is no message
+            raise LinkBrokenError(str(exc)) from exc
 
     def head(self) -> Head:
         """Wait for a message; return its head."""

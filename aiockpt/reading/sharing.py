@@ -127,6 +127,7 @@ class SharedReads:
     def __post_init__(self) -> None:
         # Apart: if sending could wait for what is received, two ranks could wait for each other.
         self._to_read, self._to_receive = _Buffers(self._most_read), _Buffers(_MOST_RECEIVED)
+        self._turns: defaultdict[int, anyio.Lock] = defaultdict(anyio.Lock)  # to send to each rank
 
     @property
     def _most_read(self) -> int:
@@ -219,13 +220,14 @@ class SharedReads:
         return [crcs[part] for part in parts]
 
     async def _send(self, taker: int, number: int, crc: int, part: memoryview) -> None:
-        wire = self.wires.outbound.get(taker)
-        if wire is None:  # it reads this itself
-            return
-        try:
-            await self.workers.run(wire.send, number, crc, part)
-        except LinkBrokenError as exc:
-            if self.wires.outbound.pop(taker, None) is not None:
+        async with self._turns[taker]:  # not in threads, of which there would not be enough to receive
+            wire = self.wires.outbound.get(taker)
+            if wire is None:  # it reads this itself
+                return
+            try:
+                await self.workers.run(wire.send, number, crc, part)
+            except LinkBrokenError as exc:
+                del self.wires.outbound[taker]
                 logger.warning("rank %d sends nothing more to rank %d: %s", self.rank, taker, exc)
 
 
