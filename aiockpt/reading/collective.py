@@ -122,7 +122,7 @@ class Gathering:
         except BaseException:
             wires.close()
             raise
-        shares = {share.cell: share for share in given.shares}
+        shares = {cell: share for share in given.shares for cell in share.cells}
         return SharedReads(rank, shares, wires, source, workers)
 
     async def meet(self, error: BaseException | None = None, reads: int = 0) -> bool:

@@ -35,7 +35,7 @@ from aiockpt.reading.jobs import (
     view_of,
 )
 from aiockpt.reading.read_plan import ObjectRead, ReadPlan, TensorRead, annotate_partial_load
-from aiockpt.reading.sharing import SharedReads, cell_of_item, needs_of_items, needs_of_payloads
+from aiockpt.reading.sharing import SharedJobs, SharedReads, cell_of_item, needs_of_items, needs_of_payloads
 from aiockpt.snapshot.optimizer_hooks import count_change
 from aiockpt.staging.pool import Chunk, ChunkPool, MappedMemory
 from aiockpt.staging.runtime import is_host
@@ -54,8 +54,6 @@ if TYPE_CHECKING:
     from aiockpt.storage.base import Source
 
 T = TypeVar("T")
-
-_Jobs = defaultdict[Cell, list[tuple[torch.device, ReadJob]]]  # of shared cells
 
 LARGE_BYTES = 1 << 20
 """Items of this size and more are read on their own, straight into place."""
@@ -135,14 +133,14 @@ class ReadExecutor:
 
         ``phase``: of the load, as in what is `shared`.
         """
-        jobs: _Jobs = defaultdict(list)
+        jobs: SharedJobs = {}
         await self.read_objects(self._without_shared(plan.objects, phase, jobs))
         if plan.mapped:
             plan.values |= await self._tools.workers.run(map_tensors, self._source, self._path, plan.mapped)
         await self.allocate(plan)
         await self.fill(plan.reads, plan.filled, phase, jobs)
 
-    def _without_shared(self, objects: Sequence[ObjectRead], phase: int, jobs: _Jobs) -> list[ObjectRead]:
+    def _without_shared(self, objects: Sequence[ObjectRead], phase: int, jobs: SharedJobs) -> list[ObjectRead]:
         """Return the objects that are not shared; add the jobs of the others."""
         rest: list[ObjectRead] = []
         shared: defaultdict[Cell, list[ObjectRead]] = defaultdict(list)
@@ -150,7 +148,7 @@ class ReadExecutor:
             cell = self._cell_of_item(phase, each.place)
             (rest if cell is None else shared[cell]).append(each)
         for cell, reads in shared.items():
-            jobs[cell] += [(_CPU, ObjectRun(run, self._decode_run)) for run in _runs(reads)]
+            jobs[cell] = [(_CPU, ObjectRun(run, self._decode_run)) for run in _runs(reads)]
             self._tools.report.objects += len(reads)
         return rest
 
@@ -179,7 +177,7 @@ class ReadExecutor:
         reads: Sequence[TensorRead],
         filled: Sequence[torch.Tensor],
         phase: int = 0,
-        shared_jobs: _Jobs | None = None,
+        shared_jobs: SharedJobs | None = None,
     ) -> None:
         """Read tensors into place, of which ``filled`` are the caller's; see `execute`."""
         # The writes bypass autograd: count them in the version counters, so that autograd notices them, and so does a
@@ -220,10 +218,10 @@ class ReadExecutor:
             await self._tools.workers.run(self._framing.locate, [read])
         return cast("TensorItem", read.item)
 
-    async def read(self, reads: Sequence[TensorRead], phase: int = 0, shared_jobs: _Jobs | None = None) -> None:
+    async def read(self, reads: Sequence[TensorRead], phase: int = 0, shared_jobs: SharedJobs | None = None) -> None:
         """Read tensors into place; targets may be on several devices."""
         await self.prepare(reads)
-        shared: _Jobs = defaultdict(list) if shared_jobs is None else shared_jobs
+        shared = {} if shared_jobs is None else shared_jobs
         alone: list[tuple[torch.device, ReadJob]] = []  # with the device, of those that go through staging memory
         for device, group in _by_device(reads).items():
             small, large, most = self._by_size(group, device)
@@ -231,7 +229,7 @@ class ReadExecutor:
             for read in small:
                 by_cell[self._cell_of_item(phase, read.chunk.place)].append(read)
             for cell, each in by_cell.items():
-                jobs = alone if cell is None else shared[cell]
+                jobs = alone if cell is None else shared.setdefault(cell, [])
                 jobs += [(device, job) for job in coalesce(each, most, self._framing)]
             for read in large:
                 await self._add_chunk_jobs(read, device, most, phase, alone, shared)
@@ -267,7 +265,7 @@ class ReadExecutor:
         most: int,
         phase: int,
         alone: list[tuple[torch.device, ReadJob]],
-        shared: _Jobs,
+        shared: SharedJobs,
     ) -> None:
         """Add the jobs that read one stored chunk in parts."""
         item = await self.locate(read)
@@ -295,7 +293,8 @@ class ReadExecutor:
         where = _CPU if chunk.is_direct else device
         for part in parts:
             cell = first._replace(number=chunk.block_of(part.number))
-            (shared[cell] if together is not None and together.has(cell) else alone).append((where, part))
+            is_shared = together is not None and together.has(cell)
+            (shared.setdefault(cell, []) if is_shared else alone).append((where, part))
 
     async def allocate(self, plan: ReadPlan) -> None:
         """Allocate the new tensors that are not read into memory as they are stored; once."""
@@ -379,8 +378,15 @@ class ReadExecutor:
             job.finish()
             self._tools.report.did_read(begin, job.nbytes, job.file)
 
-    async def _deliver(self, held: Held, jobs: Sequence[tuple[torch.device, ReadJob]]) -> None:
-        """Run the jobs that find their bytes in memory."""
+    async def _deliver(self, jobs: Sequence[tuple[torch.device, ReadJob]], held: Held | None) -> None:
+        """Run the jobs that find their bytes in memory; None: in their place."""
+        if held is None:
+            begin = time.perf_counter()
+            with self._lock:
+                for _, job in jobs:
+                    job.finish()
+                    self._tools.report.did_read(begin, job.nbytes, job.file)
+            return
         on_host = [job for device, job in jobs if device == _CPU]
         if on_host:
             await self._tools.workers.run(self._place_held, held, on_host)

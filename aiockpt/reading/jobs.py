@@ -440,11 +440,7 @@ class ChunkRead:
         """Read a part; return the copies out of the buffer that are left to do. Blocks."""
         start, stop = self._bounds[number : number + 2]
         if self._memory is not None:
-            self._begin()
-            part = self._memory[start:stop]
-            if self._is_fresh:
-                pages.fault_in(ctypes.addressof(ctypes.c_char.from_buffer(part)), len(part))
-            self._fill(number, start, stop, part)
+            self._fill(number, start, stop, self.memory_of_part(number))
             return []
         # Same offset in the page as in the file, as O_DIRECT requires; unless the buffer lacks the room, or values
         # would be at odd addresses, on which vector instructions fault.
@@ -457,6 +453,23 @@ class ChunkRead:
             self.check_crc()  # before the target is changed; with several parts `finish` can do so only afterwards
         self._begin()
         return self._placements(start // self._size, torch.frombuffer(view, dtype=torch.uint8))
+
+    def takes(self, number: int, begin: int, end: int) -> bool:
+        """Return whether a part is these bytes of the file, and is written to memory as they are stored."""
+        at = self._at(self._bounds[number])
+        return self._memory is not None and self._is_one_run and (at, at + self.nbytes_of(number)) == (begin, end)
+
+    def memory_of_part(self, number: int) -> memoryview:
+        """Return the memory of a part that `takes` its bytes, to write them there. Blocks for a moment."""
+        self._begin()
+        assert self._memory is not None
+        part = self._memory[self._bounds[number] : self._bounds[number + 1]]
+        if self._is_fresh:
+            pages.fault_in(ctypes.addressof(ctypes.c_char.from_buffer(part)), len(part))
+        return part
+
+    def set_crc(self, number: int, crc: int) -> None:
+        self._crcs[number] = crc
 
     def check_crc(self) -> None:
         """Raise if the bytes of all parts do not match the CRC of the payload."""
@@ -546,6 +559,18 @@ class ChunkPart:
     @property
     def file(self) -> str:
         return self.chunk.file
+
+    def takes(self, begin: int, end: int) -> bool:
+        """Return whether it is these bytes of the file, and writes them to memory as they are stored."""
+        return self.chunk.takes(self.number, begin, end)
+
+    def memory(self) -> memoryview:
+        """Return where it writes what it `takes`, for others to do so. Blocks for a moment."""
+        return self.chunk.memory_of_part(self.number)
+
+    def set_crc(self, crc: int) -> None:
+        """Note the CRC-32 of what others have written to `memory`."""
+        self.chunk.set_crc(self.number, crc)
 
     def read(self, buffer: Buffer) -> list[Placement]:
         return self.chunk.read_part(self.number, buffer)

@@ -9,9 +9,9 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 import anyio
 from isal.isal_zlib import crc32
@@ -23,21 +23,27 @@ from aiockpt.format.manifest.columnar_index import IndexedEntries
 from aiockpt.planning.collective.sharing import CELL_BYTES, SMALL_CELL_BYTES, SMALL_ITEMS, Cell, Need, Share
 from aiockpt.planning.ranges import as_stream
 from aiockpt.reading.decoded import Held
-from aiockpt.reading.jobs import select_item
+from aiockpt.reading.jobs import ChunkPart, select_item
 from aiockpt.staging.pool import MappedMemory
 
 if TYPE_CHECKING:
+    import torch
+
     from aiockpt.coordination.wires import Wire, Wires
     from aiockpt.core.threads import Workers
     from aiockpt.format.index import Index, ItemRange
     from aiockpt.reading.decoded import DecodedSource
+    from aiockpt.reading.jobs import ReadJob
     from aiockpt.reading.read_plan import TensorRead
 
-J = TypeVar("J")
+SharedJobs = dict[Cell, list[tuple["torch.device", "ReadJob"]]]
+"""The jobs of shared cells; each with its device, if it goes through staging memory."""
+
+Place = Callable[[Sequence[tuple["torch.device", "ReadJob"]], Held | None], Awaitable[None]]
 
 _MOST_READ = 16
 """Cells that are read or sent at once; each has a buffer."""
-_MOST_RECEIVED = 8
+_MOST_RECEIVED = 4
 
 logger = logging.getLogger("aiockpt")
 
@@ -105,6 +111,9 @@ class _Buffers:
     @contextlib.asynccontextmanager
     async def lend(self, begin: int, end: int) -> AsyncIterator[memoryview]:
         """Lend memory for these bytes of a file, at the same offset in its page, as O_DIRECT requires."""
+        if end <= begin:
+            yield memoryview(b"")
+            return
         async with self._limit:
             buffer = self._free.pop() if self._free else MappedMemory(CELL_BYTES + BLOCK_BYTES)
             try:
@@ -142,19 +151,22 @@ class SharedReads:
         """Close the wires. Idempotent."""
         self.wires.close()
 
-    async def run(
-        self, phase: int, jobs: dict[Cell, list[J]], deliver: Callable[[Held, list[J]], Coroutine[Any, Any, None]]
-    ) -> None:
-        """Read and receive all cells of a phase; await ``deliver`` with the bytes of each, and with its jobs.
+    async def run(self, phase: int, jobs: SharedJobs, place: Place) -> None:
+        """Read and receive all cells of a phase; await ``place`` for each job, with its bytes.
 
-        Removes these from ``jobs``; those that stay are of cells that did not come.
+        Jobs that are done are removed from ``jobs``; those that stay are of cells that did not come.
+
+        Args:
+            phase: of the load.
+            jobs: of the cells of that phase.
+            place: carries out jobs that find their bytes in memory; None: the bytes are in their place already.
         """
         mine: list[Share] = []
         theirs: defaultdict[int, dict[int, Share]] = defaultdict(dict)
-        for cell, share in self.shares.items():
-            if cell.phase == phase and share.reader == self.rank:
+        for share in dict.fromkeys(self.shares.values()):
+            if share.cells[0].phase == phase and share.reader == self.rank:
                 mine.append(share)
-            elif cell.phase == phase and share.reader in self.wires.inbound:
+            elif share.cells[0].phase == phase and share.reader in self.wires.inbound:
                 theirs[share.reader][share.number] = share
         pending, running = iter(mine), len(theirs) + min(self._most_read, len(mine))
         over = anyio.Event()
@@ -170,14 +182,15 @@ class SharedReads:
 
         async def read() -> None:
             for share in pending:
-                async with self._to_read.lend(share.begin, share.end) as view:
-                    crcs = await self.workers.run(self._read, share, view)
+                file, begin, end = share.cells[0].file, share.begin, share.end
+                whole = _whole(share, jobs, begin, end)
+                async with self._to_read.lend(begin, 0 if whole else end) as buffer:
+                    view, crcs = await self.workers.run(self._read, share, buffer, whole)
                     async with anyio.create_task_group() as tasks:
-                        for (taker, begin, end), crc in zip(share.takers, crcs, strict=True):
-                            part = view[begin - share.begin : end - share.begin]
-                            tasks.start_soon(self._send, taker, share.number, crc, part)
-                        held = Held(share.cell.file, share.begin, view)
-                        tasks.start_soon(deliver, held, jobs.pop(share.cell, []))
+                        for taker, low, high in share.takers:
+                            part = view[low - begin : high - begin]
+                            tasks.start_soon(self._send, taker, share.number, crcs[low, high], part)
+                        await _put(share, jobs, None if whole else Held(file, begin, view), place)
 
         async def receive(reader: int, expected: dict[int, Share]) -> None:
             wire = self.wires.inbound[reader]
@@ -185,12 +198,13 @@ class SharedReads:
                 while expected:
                     head = await self.workers.run(wire.head)
                     share = expected.pop(head.number, None)
-                    ((_, begin, end),) = share.takers if share is not None else ((0, 0, 0),)
-                    if share is None or head.nbytes != end - begin:
+                    if share is None or head.nbytes != share.takers[0][2] - share.takers[0][1]:
                         raise LinkBrokenError("it has sent something else")
-                    async with self._to_receive.lend(begin, end) as view:
-                        await self.workers.run(_fill, wire, view, head.crc)
-                        await deliver(Held(share.cell.file, begin, view), jobs.pop(share.cell, []))
+                    _, begin, end = share.takers[0]
+                    whole = _whole(share, jobs, begin, end)
+                    async with self._to_receive.lend(begin, 0 if whole else end) as buffer:
+                        await self.workers.run(_receive, wire, head.crc, buffer, whole)
+                        await _put(share, jobs, None if whole else Held(share.cells[0].file, begin, buffer), place)
             except LinkBrokenError as exc:
                 logger.warning("rank %d reads itself what rank %d does not send any more: %s", self.rank, reader, exc)
                 wire.end()
@@ -212,12 +226,17 @@ class SharedReads:
                 for _ in range(min(self._most_read, len(mine))):
                     tasks.start_soon(count_down, read)
 
-    def _read(self, share: Share, view: memoryview) -> list[int]:
-        """Read a cell; return the CRC of what each taker is sent."""
-        self.source.read(share.cell.file, share.begin, view)
-        parts = [(begin - share.begin, end - share.begin) for _, begin, end in share.takers]
-        crcs = {(begin, end): crc32(view[begin:end]) for begin, end in dict.fromkeys(parts)}
-        return [crcs[part] for part in parts]
+    def _read(
+        self, share: Share, buffer: memoryview, whole: ChunkPart | None
+    ) -> tuple[memoryview, dict[tuple[int, int], int]]:
+        """Read what is shared; return it, and the CRC of each part that is sent."""
+        view = whole.memory() if whole else buffer
+        self.source.read(share.cells[0].file, share.begin, view)
+        parts = {(low, high) for _, low, high in share.takers} | ({(share.begin, share.end)} if whole else set())
+        crcs = {(low, high): crc32(view[low - share.begin : high - share.begin]) for low, high in parts}
+        if whole:
+            whole.set_crc(crcs[share.begin, share.end])
+        return view, crcs
 
     async def _send(self, taker: int, number: int, crc: int, part: memoryview) -> None:
         async with self._turns[taker]:  # not in threads, of which there would not be enough to receive
@@ -231,8 +250,28 @@ class SharedReads:
                 logger.warning("rank %d sends nothing more to rank %d: %s", self.rank, taker, exc)
 
 
-def _fill(wire: Wire, view: memoryview, crc: int) -> None:
+def _whole(share: Share, jobs: SharedJobs, begin: int, end: int) -> ChunkPart | None:
+    """Return the only job of what is shared, if its bytes can be read and received into their place."""
+    found = [job for cell in share.cells for _, job in jobs.get(cell, ())]
+    if len(found) == 1 and isinstance(part := found[0], ChunkPart) and part.takes(begin, end):
+        return part
+    return None
+
+
+def _receive(wire: Wire, crc: int, buffer: memoryview, whole: ChunkPart | None) -> None:
     """Receive bytes and check them."""
+    view = whole.memory() if whole else buffer
     wire.fill(view)
     if crc32(view) != crc:
         raise LinkBrokenError("its bytes were changed on the way")
+    if whole:
+        whole.set_crc(crc)
+
+
+async def _put(
+    share: Share,
+    jobs: SharedJobs,
+    held: Held | None,
+    place: Place,
+) -> None:
+    await place([job for cell in share.cells for job in jobs.pop(cell, ())], held)

@@ -56,7 +56,7 @@ def test_rank_that_reads_much_alone_reads_less_for_others() -> None:
         {0: [large(0, MIB, phase=0)], 1: [large(0, MIB, phase=1)]},
         {0: [large(0, MIB, base=0)], 1: [large(0, MIB, base=4096)]},
         {0: [large(0, 11 * MIB // 10)], 1: [large(MIB, 2 * MIB)]},  # too little in common
-        {0: [small(0, 4 * MIB, 4096)], 1: [small(0, 4 * MIB, 4096)]},  # mostly gaps
+        {0: [small(0, MIB, 4096)], 1: [small(0, MIB, 4096)]},  # mostly gaps
         {0: [], 1: []},
     ],
     ids=["alone", "apart", "phases", "payloads", "little", "gaps", "nothing"],
@@ -73,6 +73,15 @@ def test_ranks_are_sent_what_they_need() -> None:
     assert shares_of(2, [share]) == [share._replace(takers=(share.takers[1],))]
     assert shares_of(0, [share]) == [share]
     assert shares_of(4, [share]) == []
+
+
+def test_neighbours_are_read_and_sent_at_once() -> None:
+    items = [small(n * MIB, (n + 1) * MIB) for n in range(12)]
+    shares = plan_shares({0: items, 1: items, 2: [items[1]]})
+    assert [[cell.number for cell in share.cells] for share in shares] == [[0], [1], [*range(2, 10)], [10, 11]]
+    assert [(share.begin // MIB, share.end // MIB) for share in shares] == [(0, 1), (1, 2), (2, 10), (10, 12)]
+    apart = [small(0, MIB // 4), small(MIB, 2 * MIB)]
+    assert len(plan_shares({0: apart, 1: apart})) == 2
 
 
 def test_columns_of_all_ranks_are_read_once() -> None:
@@ -109,15 +118,16 @@ def some_needs(draw: st.DrawFn) -> Need:
 def test_plans_are_sound(needs: dict[int, list[Need]]) -> None:
     shares = plan_shares(needs)
     assert shares == plan_shares(dict(reversed(needs.items())))  # the order in which ranks have come is no matter
-    by_cell: dict[Cell, Share] = {share.cell: share for share in shares}
-    assert len(by_cell) == len(shares)
+    assert [share.number for share in shares] == [*range(len(shares))]
+    by_cell: dict[Cell, Share] = {cell: share for share in shares for cell in share.cells}
+    assert len(by_cell) == sum(len(share.cells) for share in shares)
     wanted: dict[tuple[int, Cell], list[tuple[int, int]]] = {}
     for rank, found in needs.items():
         for need in found:
             for cell, begin, end in cells_of(need):
                 wanted.setdefault((rank, cell), []).append((begin, end))
     for share in shares:
-        members = {rank for rank, cell in wanted if cell == share.cell}
+        (members,) = {frozenset(rank for rank, cell in wanted if cell == each) for each in share.cells}
         assert {share.reader, *(rank for rank, _, _ in share.takers)} == members
         assert share.reader not in [rank for rank, _, _ in share.takers]
         assert len(members) > 1
@@ -126,5 +136,5 @@ def test_plans_are_sound(needs: dict[int, list[Need]]) -> None:
         given_to[share.reader] = share.begin, share.end
         for rank, (begin, end) in given_to.items():
             assert share.begin <= begin < end <= share.end
-            assert all(begin <= low and high <= end for low, high in wanted[rank, share.cell])
+            assert all(begin <= low and high <= end for cell in share.cells for low, high in wanted[rank, cell])
             assert share in shares_of(rank, shares) or rank != share.reader

@@ -2,21 +2,24 @@
 
 Files are divided into *cells*, the same way on all ranks: a cell holds the small items that begin in one block of a
 file, or one block of the payload of a large item. Each rank says of which bytes of which cells it needs how many. A
-cell that several ranks need is *shared* if that spares bytes; of any other each rank reads its part alone.
+cell that several ranks need is *shared* if that spares bytes; of any other each rank reads its part alone. Neighbours
+that the same ranks share are read and sent at once.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 CELL_BYTES = 8 << 20
-"""The size of a block of a large payload, and the most that is read for a cell."""
-SMALL_CELL_BYTES = 4 << 20
-"""The size of a block of small items. The last one in it may extend beyond it, by as much at most."""
+"""The size of a block of a large payload, and the most that is read at once."""
+SMALL_CELL_BYTES = 1 << 20
+"""The size of a block of small items, of which the last one may extend beyond it. No larger item lies between them."""
 SMALL_ITEMS = -1
 """In place of the beginning of a payload, for cells of small items."""
+_GAP_BYTES = 64 << 10
+"""Between neighbours: so many bytes are read and sent for nothing, at most."""
 _SPARED = 8  # of a cell: at least an eighth of it
 
 
@@ -41,10 +44,10 @@ class Need(NamedTuple):
 
 
 class Share(NamedTuple):
-    """A shared cell."""
+    """Bytes that one rank reads for others."""
 
     number: int  # in the plan
-    cell: Cell
+    cells: tuple[Cell, ...]
     begin: int  # of what is read, in the file
     end: int
     reader: int  # the rank that reads it
@@ -80,22 +83,47 @@ def plan_shares(needs: Mapping[int, Sequence[Need]]) -> list[Share]:
         for cell, part in _parts(rank, needs[rank]).items():
             parts[cell].append(part)
     loads = dict.fromkeys(needs, 0)
-    shared: list[tuple[Cell, int, int, list[_Part]]] = []
+    shared: list[tuple[Cell, list[_Part]]] = []
     for cell, found in parts.items():
-        begin, end = min(part.begin for part in found), max(part.end for part in found)
+        begin, end = _extent(found)
         nbytes = sum(part.nbytes for part in found)
         if len(found) > 1 and end - begin <= CELL_BYTES and nbytes - (end - begin) > (end - begin) // _SPARED:
-            shared.append((cell, begin, end, found))
+            shared.append((cell, found))
             continue
         for part in found:
             loads[part.rank] += part.nbytes
     shares: list[Share] = []
-    for cell, begin, end, found in sorted(shared, key=lambda each: (each[0].phase, each[0].file, *each[1:3], each[0])):
+    for cells, found in _joined(sorted(shared, key=lambda each: (*each[0][:2], _extent(each[1]), each[0]))):
+        begin, end = _extent(found)
         reader = min((part.rank for part in found), key=lambda rank: (loads[rank], rank))
         loads[reader] += end - begin
         takers = tuple((part.rank, part.begin, part.end) for part in found if part.rank != reader)
-        shares.append(Share(len(shares), cell, begin, end, reader, takers))
+        shares.append(Share(len(shares), tuple(cells), begin, end, reader, takers))
     return shares
+
+
+def _extent(parts: Sequence[_Part]) -> tuple[int, int]:
+    return min(part.begin for part in parts), max(part.end for part in parts)
+
+
+def _joined(shared: Iterable[tuple[Cell, list[_Part]]]) -> list[tuple[list[Cell], list[_Part]]]:
+    """Join neighbours of small items that are shared by the same ranks."""
+    found: list[tuple[list[Cell], list[_Part]]] = []
+    for cell, parts in shared:
+        if found:
+            cells, before = found[-1]
+            if (
+                (*cells[-1][:3],) == (cell.phase, cell.file, SMALL_ITEMS)
+                and cell.base == SMALL_ITEMS
+                and [part.rank for part in before] == [part.rank for part in parts]
+                and all(0 <= part.begin - last.end <= _GAP_BYTES for last, part in zip(before, parts, strict=True))
+                and _extent(parts)[1] - _extent(before)[0] <= CELL_BYTES
+            ):
+                cells.append(cell)
+                before[:] = [last._replace(end=part.end) for last, part in zip(before, parts, strict=True)]
+                continue
+        found.append(([cell], list(parts)))
+    return found
 
 
 def _parts(rank: int, needs: Sequence[Need]) -> dict[Cell, _Part]:
