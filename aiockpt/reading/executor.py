@@ -221,18 +221,8 @@ class ReadExecutor:
     async def read(self, reads: Sequence[TensorRead], phase: int = 0, shared_jobs: SharedJobs | None = None) -> None:
         """Read tensors into place; targets may be on several devices."""
         await self.prepare(reads)
-        shared = {} if shared_jobs is None else shared_jobs
-        alone: list[tuple[torch.device, ReadJob]] = []  # with the device, of those that go through staging memory
-        for device, group in _by_device(reads).items():
-            small, large, most = self._by_size(group, device)
-            by_cell: defaultdict[Cell | None, list[TensorRead]] = defaultdict(list)
-            for read in small:
-                by_cell[self._cell_of_item(phase, read.chunk.place)].append(read)
-            for cell, each in by_cell.items():
-                jobs = alone if cell is None else shared.setdefault(cell, [])
-                jobs += [(device, job) for job in coalesce(each, most, self._framing)]
-            for read in large:
-                await self._add_chunk_jobs(read, device, most, phase, alone, shared)
+        shared: SharedJobs = {} if shared_jobs is None else shared_jobs
+        alone = await self._jobs_of(reads, phase, shared)
         self._tools.report.tensors += len(reads)
         self._tools.report.expect(sum(job.nbytes for _, job in itertools.chain(alone, *shared.values())))
         if self.shared is not None:
@@ -243,6 +233,23 @@ class ReadExecutor:
         with self._tools.workers.at_least(min(self._source.most_reads, len(on_devices))) as count:
             await self._each(self._read_to_device, on_devices, count)
         self._known |= {read.chunk.place: read.item for read in reads if read.item and not read.chunk.item}
+
+    async def _jobs_of(
+        self, reads: Sequence[TensorRead], phase: int, shared: SharedJobs
+    ) -> list[tuple[torch.device, ReadJob]]:
+        """Return the jobs of reads, with the devices of those that go through staging memory; add the shared ones."""
+        alone: list[tuple[torch.device, ReadJob]] = []
+        for device, group in _by_device(reads).items():
+            small, large, most = self._by_size(group, device)
+            by_cell: defaultdict[Cell | None, list[TensorRead]] = defaultdict(list)
+            for read in small:
+                by_cell[self._cell_of_item(phase, read.chunk.place)].append(read)
+            for cell, each in by_cell.items():
+                jobs = alone if cell is None else shared.setdefault(cell, [])
+                jobs += [(device, job) for job in coalesce(each, most, self._framing)]
+            for read in large:
+                await self._add_chunk_jobs(read, device, most, phase, alone, shared)
+        return alone
 
     def _by_size(
         self, reads: Sequence[TensorRead], device: torch.device

@@ -189,19 +189,21 @@ class _OpenLoad:
         if gathering is None or not gathering.shares(source):
             yield
             return
-        needs: list[Need] = await self._executor.needs((), fills, _FILLS)
-        for phase, (loader, plan) in enumerate(planned):
-            await loader._executor.allocate(plan)
-            needs += await loader._executor.needs(plan.objects, plan.reads, phase)
         workers = self._tools.workers
-        checkpoint = await workers.run(hash_of, self._opened.index)
-        shared = await gathering.share(checkpoint, needs, source, workers)
-        for loader in (self, *(loader for loader, _ in planned)):
-            loader._executor.shared = shared
-        try:
-            yield
-        finally:
-            shared.close()
+        with gc_pause():  # all ranks would wait for a collection of one
+            with span("share"):
+                needs: list[Need] = await self._executor.needs((), fills, _FILLS)
+                for phase, (loader, plan) in enumerate(planned):
+                    await loader._executor.allocate(plan)
+                    needs += await loader._executor.needs(plan.objects, plan.reads, phase)
+                checkpoint = await workers.run(hash_of, self._opened.index)
+                shared = await gathering.share(checkpoint, needs, source, workers)
+            for loader in (self, *(loader for loader, _ in planned)):
+                loader._executor.shared = shared
+            try:
+                yield
+            finally:
+                shared.close()
 
     async def _compare(self, twins: Sequence[tuple[Region, Region]]) -> None:
         """Raise ShapeMismatchError if tied tensors, which DCP stores one by one, have different values."""
