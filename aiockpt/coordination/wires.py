@@ -2,6 +2,8 @@
 
 For one load, each rank that reads for others listens, and they connect to it; both prove that they know a secret, as
 for a `aiockpt.coordination.link`. Then the socket carries messages one way: a head with the CRC-32, and the bytes.
+Within a host the bytes are not sent, but stand in memory that both ranks have, until the other side says that it no
+longer needs them.
 
 Nothing depends on a wire: a rank reads itself what it is not sent. So a side that is dead, silent or can't be reached
 is left out, and what has happened to it is for the rounds of all ranks to say.
@@ -12,6 +14,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import mmap
+import os
 import secrets
 import socket
 import struct
@@ -32,7 +36,8 @@ from aiockpt.core.wording import some_of
 
 logger = logging.getLogger("aiockpt")
 
-_HEAD = struct.Struct("!QQI")
+_HEAD = struct.Struct("!QQQ")
+_DONE = b"\1"
 _TIME = struct.Struct("ll")  # timeval
 _JOIN_S = 5.0
 """Limit for all wires of a load to be made; a rank reads alone what it would be sent over those that are not."""
@@ -44,7 +49,24 @@ class Head(NamedTuple):
 
     number: int
     nbytes: int
-    crc: int
+    check: int  # the CRC-32, or where the bytes begin in the memory that both sides have
+
+
+class Arena:
+    """Memory for what is sent. If it ``is_shared``, other processes of this host may map it; it ends with the last."""
+
+    def __init__(self, nbytes: int, *, is_shared: bool) -> None:
+        self.fd = os.memfd_create("aiockpt-wires", os.MFD_CLOEXEC) if is_shared else -1
+        if is_shared:
+            os.ftruncate(self.fd, nbytes)
+        self.view = memoryview(mmap.mmap(self.fd, nbytes))
+
+    def close(self) -> None:
+        """Close the file; the memory is freed when nothing refers to it. Idempotent."""
+        self.view = memoryview(b"")
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
 
 
 class Wire:
@@ -55,14 +77,15 @@ class Wire:
 
     def __init__(self, own: socket.socket, stall_s: float) -> None:
         self._socket = own
-        own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if own.family != socket.AF_UNIX:
+            own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         # Limits of the kernel's: with one of Python's, each call would return after every packet.
         limit = _TIME.pack(int(stall_s), int(stall_s % 1 * 1e6))
         own.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
         own.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
-    def send(self, number: int, crc: int, view: memoryview) -> None:
-        """Send a message."""
+    def send(self, number: int, crc: int, view: memoryview, arena: Arena, at: int) -> None:
+        """Send a message: bytes of an arena, which begin there at ``at``, or of other memory."""
         try:
             self._socket.sendall(_HEAD.pack(number, len(view), crc), socket.MSG_MORE)
             self._socket.sendall(view)
@@ -97,13 +120,65 @@ class Wire:
         self._socket.close()
 
 
+class MemoryWire(Wire):
+    """A connection within a host, whose messages stand in memory that both sides have."""
+
+    _arena: memoryview | None = None  # of the other side
+    _has_arena = False  # the other side, of this side
+
+    def send(self, number: int, crc: int, view: memoryview, arena: Arena, at: int) -> None:
+        """Announce a message, and wait until the other side needs the memory no more."""
+        try:
+            if not self._has_arena:
+                socket.send_fds(self._socket, [_DONE], [arena.fd])
+                self._has_arena = True
+            self._socket.sendall(_HEAD.pack(number, len(view), at))
+            if self._socket.recv(1) != _DONE:
+                raise LinkBrokenError("the other side has closed the connection")
+        except OSError as exc:
+            raise LinkBrokenError(str(exc)) from exc
+
+    def head(self) -> Head:
+        """Wait for a message; return its head."""
+        if self._arena is None:
+            try:
+                _, fds, _, _ = socket.recv_fds(self._socket, 1, 1)
+            except OSError as exc:
+                raise LinkBrokenError(str(exc)) from exc
+            if not fds:
+                raise LinkBrokenError("the other side has closed the connection")
+            try:
+                self._arena = memoryview(mmap.mmap(fds[0], 0))
+            finally:
+                os.close(fds[0])
+        return super().head()
+
+    def view(self, head: Head) -> memoryview:
+        """Return the bytes of a message, valid until it is `done`."""
+        if self._arena is None or head.check + head.nbytes > len(self._arena):
+            raise LinkBrokenError("the message is outside of the memory that both sides have")
+        return self._arena[head.check : head.check + head.nbytes]
+
+    def done(self) -> None:
+        """Allow the other side to use the memory of the message again. Does not block."""
+        try:
+            self._socket.sendall(_DONE)
+        except OSError as exc:
+            raise LinkBrokenError(str(exc)) from exc
+
+    def close(self) -> None:
+        """Close the connection; see `Wire.close`."""
+        self._arena = None
+        super().close()
+
+
 class Wires:
     """A rank's wires of one load."""
 
     def __init__(self, rank: int, timeout_s: float) -> None:
         self._rank = rank
         self._stall_s = min(timeout_s, _MOST_STALL_S)
-        self._server: asyncio.Server | None = None
+        self._servers: list[asyncio.Server] = []
         self._joined: dict[int, asyncio.Future[Wire]] = {}
         self._joining: set[asyncio.Task[None]] = set()
         self._every: list[Wire] = []  # a descriptor is closed when no thread may use it any more
@@ -113,8 +188,13 @@ class Wires:
     async def listen(self, hosts: Sequence[str]) -> Endpoint:
         """Listen on these hosts; return what it takes to connect. Raises OSError."""
         secret = secrets.token_bytes(32)
-        self._server = await listen(hosts, secret, str(self._rank), self._join)
-        addresses = [each.getsockname()[:2] for each in self._server.sockets]
+        addresses: list[tuple[str, int]] = []
+        if hasattr(os, "memfd_create"):
+            addresses.append((f"\0aiockpt-{secrets.token_hex(16)}", 0))
+            self._servers.append(await listen(addresses[0][0], secret, str(self._rank), self._join))
+        server = await listen(hosts, secret, str(self._rank), self._join)
+        self._servers.append(server)
+        addresses += [each.getsockname()[:2] for each in server.sockets]
         return Endpoint(addresses, secret, network_namespace(), socket.gethostname(), 0)
 
     async def connect(self, readers: Mapping[int, Endpoint], takers: Collection[int]) -> None:
@@ -153,8 +233,8 @@ class Wires:
             wire.close()
 
     def _stop_listening(self) -> None:
-        if self._server is not None:
-            self._server.close()
+        for server in self._servers:
+            server.close()
         for task in self._joining:
             task.cancel()
 
@@ -174,7 +254,8 @@ class Wires:
 
     async def _made(self, link: Link, *, connected: bool) -> Wire:
         try:
-            wire = Wire(await link.detach(connected=connected), self._stall_s)
+            own = await link.detach(connected=connected)
+            wire = (MemoryWire if own.family == socket.AF_UNIX else Wire)(own, self._stall_s)
         finally:
             link.close()
         self._every.append(wire)

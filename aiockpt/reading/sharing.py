@@ -17,6 +17,7 @@ import anyio
 from isal.isal_zlib import crc32
 
 from aiockpt.coordination.link import LinkBrokenError
+from aiockpt.coordination.wires import Arena, MemoryWire, Wire
 from aiockpt.core.machine import BLOCK_BYTES
 from aiockpt.format.index import TensorEntry
 from aiockpt.format.manifest.columnar_index import IndexedEntries
@@ -24,12 +25,11 @@ from aiockpt.planning.collective.sharing import CELL_BYTES, SMALL_CELL_BYTES, SM
 from aiockpt.planning.ranges import as_stream
 from aiockpt.reading.decoded import Held
 from aiockpt.reading.jobs import ChunkPart, select_item
-from aiockpt.staging.pool import MappedMemory
 
 if TYPE_CHECKING:
     import torch
 
-    from aiockpt.coordination.wires import Wire, Wires
+    from aiockpt.coordination.wires import Wires
     from aiockpt.core.threads import Workers
     from aiockpt.format.index import Index, ItemRange
     from aiockpt.reading.decoded import DecodedSource
@@ -41,6 +41,7 @@ SharedJobs = dict[Cell, list[tuple["torch.device", "ReadJob"]]]
 
 Place = Callable[[Sequence[tuple["torch.device", "ReadJob"]], Held | None], Awaitable[None]]
 
+_BUFFER_BYTES = CELL_BYTES + BLOCK_BYTES
 _MOST_READ = 16
 """Cells that are read or sent at once; each has a buffer."""
 _MOST_RECEIVED = 4
@@ -101,26 +102,42 @@ def hash_of(index: Index) -> int:
 # --- moving bytes -------------------------------------------------------------------------------------------
 
 
-class _Buffers:
-    """A number of buffers for cells, made when they are first needed."""
+@dataclass(eq=False)
+class _Lent:
+    """Memory for a cell."""
 
-    def __init__(self, count: int) -> None:
-        self._free: list[MappedMemory] = []
+    arena: Arena
+    at: int  # where it begins there
+    view: memoryview
+    is_lost: bool = False  # another process may still read it
+
+
+class _Buffers:
+    """A number of buffers for cells; those that are lost have ``spare`` ones."""
+
+    def __init__(self, count: int, spare: int = 0, *, is_shared: bool = False) -> None:
+        self._arena = Arena((count + spare) * _BUFFER_BYTES, is_shared=is_shared)
+        self._free = [number * _BUFFER_BYTES for number in reversed(range(count + spare))]
         self._limit = anyio.Semaphore(count)
 
     @contextlib.asynccontextmanager
-    async def lend(self, begin: int, end: int) -> AsyncIterator[memoryview]:
+    async def lend(self, begin: int, end: int) -> AsyncIterator[_Lent]:
         """Lend memory for these bytes of a file, at the same offset in its page, as O_DIRECT requires."""
         if end <= begin:
-            yield memoryview(b"")
+            yield _Lent(self._arena, 0, memoryview(b""))
             return
         async with self._limit:
-            buffer = self._free.pop() if self._free else MappedMemory(CELL_BYTES + BLOCK_BYTES)
+            free = self._free.pop()  # the last one that was used: it is in the processor's cache
+            at = free + begin % BLOCK_BYTES
+            lent = _Lent(self._arena, at, self._arena.view[at : at + end - begin])
             try:
-                skip = begin % BLOCK_BYTES
-                yield buffer.view[skip : skip + end - begin]
+                yield lent
             finally:
-                self._free.append(buffer)
+                if not lent.is_lost:
+                    self._free.append(free)
+
+    def close(self) -> None:
+        self._arena.close()
 
 
 @dataclass(eq=False)
@@ -135,7 +152,10 @@ class SharedReads:
 
     def __post_init__(self) -> None:
         # Apart: if sending could wait for what is received, two ranks could wait for each other.
-        self._to_read, self._to_receive = _Buffers(self._most_read), _Buffers(_MOST_RECEIVED)
+        near = [wire for wire in self.wires.outbound.values() if isinstance(wire, MemoryWire)]
+        self._is_shared = bool(near)  # with processes of this host
+        self._to_read = _Buffers(self._most_read, len(near), is_shared=self._is_shared)
+        self._to_receive = _Buffers(_MOST_RECEIVED)
         self._turns: defaultdict[int, anyio.Lock] = defaultdict(anyio.Lock)  # to send to each rank
 
     @property
@@ -148,8 +168,10 @@ class SharedReads:
         return share is not None and (share.reader == self.rank or share.reader in self.wires.inbound)
 
     def close(self) -> None:
-        """Close the wires. Idempotent."""
+        """Close the wires, and free the memory. Idempotent."""
         self.wires.close()
+        self._to_read.close()
+        self._to_receive.close()
 
     async def run(self, phase: int, jobs: SharedJobs, place: Place) -> None:
         """Read and receive all cells of a phase; await ``place`` for each job, with its bytes.
@@ -183,13 +205,13 @@ class SharedReads:
         async def read() -> None:
             for share in pending:
                 file, begin, end = share.cells[0].file, share.begin, share.end
-                whole = _whole(share, jobs, begin, end)
-                async with self._to_read.lend(begin, 0 if whole else end) as buffer:
-                    view, crcs = await self.workers.run(self._read, share, buffer, whole)
+                whole = None if self._is_shared else _whole(share, jobs, begin, end)
+                async with self._to_read.lend(begin, 0 if whole else end) as lent:
+                    view, crcs = await self.workers.run(self._read, share, lent.view, whole)
                     async with anyio.create_task_group() as tasks:
                         for taker, low, high in share.takers:
-                            part = view[low - begin : high - begin]
-                            tasks.start_soon(self._send, taker, share.number, crcs[low, high], part)
+                            message = share.number, crcs.get((low, high), 0), view[low - begin : high - begin]
+                            tasks.start_soon(self._send, taker, message, lent, low - begin)
                         await _put(share, jobs, None if whole else Held(file, begin, view), place)
 
         async def receive(reader: int, expected: dict[int, Share]) -> None:
@@ -201,10 +223,15 @@ class SharedReads:
                     if share is None or head.nbytes != share.takers[0][2] - share.takers[0][1]:
                         raise LinkBrokenError("it has sent something else")
                     _, begin, end = share.takers[0]
+                    file = share.cells[0].file
+                    if isinstance(wire, MemoryWire):
+                        await _put(share, jobs, Held(file, begin, wire.view(head)), place)
+                        wire.done()
+                        continue
                     whole = _whole(share, jobs, begin, end)
-                    async with self._to_receive.lend(begin, 0 if whole else end) as buffer:
-                        await self.workers.run(_receive, wire, head.crc, buffer, whole)
-                        await _put(share, jobs, None if whole else Held(share.cells[0].file, begin, buffer), place)
+                    async with self._to_receive.lend(begin, 0 if whole else end) as lent:
+                        await self.workers.run(_receive, wire, head.check, lent.view, whole)
+                        await _put(share, jobs, None if whole else Held(file, begin, lent.view), place)
             except LinkBrokenError as exc:
                 logger.warning("rank %d reads itself what rank %d does not send any more: %s", self.rank, reader, exc)
                 wire.end()
@@ -229,23 +256,27 @@ class SharedReads:
     def _read(
         self, share: Share, buffer: memoryview, whole: ChunkPart | None
     ) -> tuple[memoryview, dict[tuple[int, int], int]]:
-        """Read what is shared; return it, and the CRC of each part that is sent."""
+        """Read what is shared; return it, and the CRC of each part that is sent to another host."""
         view = whole.memory() if whole else buffer
         self.source.read(share.cells[0].file, share.begin, view)
-        parts = {(low, high) for _, low, high in share.takers} | ({(share.begin, share.end)} if whole else set())
+        outbound = self.wires.outbound
+        parts = {(low, high) for taker, low, high in share.takers if type(outbound.get(taker)) is Wire}
+        if whole:
+            parts.add((share.begin, share.end))
         crcs = {(low, high): crc32(view[low - share.begin : high - share.begin]) for low, high in parts}
         if whole:
             whole.set_crc(crcs[share.begin, share.end])
         return view, crcs
 
-    async def _send(self, taker: int, number: int, crc: int, part: memoryview) -> None:
+    async def _send(self, taker: int, message: tuple[int, int, memoryview], lent: _Lent, skip: int) -> None:
         async with self._turns[taker]:  # not in threads, of which there would not be enough to receive
             wire = self.wires.outbound.get(taker)
             if wire is None:  # it reads this itself
                 return
             try:
-                await self.workers.run(wire.send, number, crc, part)
+                await self.workers.run(wire.send, *message, lent.arena, lent.at + skip)
             except LinkBrokenError as exc:
+                lent.is_lost |= isinstance(wire, MemoryWire)  # a process that hangs may read it when it goes on
                 del self.wires.outbound[taker]
                 logger.warning("rank %d sends nothing more to rank %d: %s", self.rank, taker, exc)
 
