@@ -43,7 +43,9 @@ Place = Callable[[Sequence[tuple["torch.device", "ReadJob"]], Held | None], Awai
 
 _BUFFER_BYTES = CELL_BYTES + BLOCK_BYTES
 _MOST_READ = 16
-"""Cells that are read or sent at once; each has a buffer."""
+"""Cells that are read or sent at once; each may have a buffer."""
+_MOST_READ_NEAR = 8
+"""The same, if other ranks of this host copy from the buffers: to fault them in takes as long as to copy them often."""
 _MOST_RECEIVED = 4
 
 logger = logging.getLogger("aiockpt")
