@@ -19,6 +19,7 @@ import os
 import secrets
 import socket
 import struct
+import threading
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
@@ -72,10 +73,12 @@ class Arena:
 class Wire:
     """A connection that carries messages one way. Its methods block, and raise LinkBrokenError.
 
-    One thread at a time sends, or receives.
+    Attributes:
+        turn: to be held by a thread that sends.
     """
 
     def __init__(self, own: socket.socket, stall_s: float) -> None:
+        self.turn = threading.Lock()
         self._socket = own
         if own.family != socket.AF_UNIX:
             own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -84,8 +87,8 @@ class Wire:
         own.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
         own.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
-    def send(self, number: int, crc: int, view: memoryview, arena: Arena, at: int) -> None:
-        """Send a message: bytes of an arena, which begin there at ``at``, or of other memory."""
+    def send(self, number: int, crc: int, view: memoryview) -> None:
+        """Send a message."""
         try:
             self._socket.sendall(_HEAD.pack(number, len(view), crc), socket.MSG_MORE)
             self._socket.sendall(view)
@@ -126,17 +129,20 @@ class MemoryWire(Wire):
     _arena: memoryview | None = None  # of the other side
     _has_arena = False  # the other side, of this side
 
-    def send(self, number: int, crc: int, view: memoryview, arena: Arena, at: int) -> None:
-        """Announce a message, and wait until the other side needs the memory no more."""
+    def announce(self, number: int, nbytes: int, arena: Arena, at: int) -> None:
+        """Send a message that stands in an arena, always the same one."""
         try:
             if not self._has_arena:
                 socket.send_fds(self._socket, [_DONE], [arena.fd])
                 self._has_arena = True
-            self._socket.sendall(_HEAD.pack(number, len(view), at))
-            if self._socket.recv(1) != _DONE:
-                raise LinkBrokenError("the other side has closed the connection")
+            self._socket.sendall(_HEAD.pack(number, nbytes, at))
         except OSError as exc:
             raise LinkBrokenError(str(exc)) from exc
+
+    def wait(self) -> None:
+        """Wait until the other side no longer needs the message that was announced."""
+        done = bytearray(1)
+        self.fill(memoryview(done))
 
     def head(self) -> Head:
         """Wait for a message; return its head."""

@@ -35,7 +35,7 @@ from aiockpt.reading.jobs import (
     view_of,
 )
 from aiockpt.reading.read_plan import ObjectRead, ReadPlan, TensorRead, annotate_partial_load
-from aiockpt.reading.sharing import SharedJobs, SharedReads, cell_of_item, needs_of_items, needs_of_payloads
+from aiockpt.reading.sharing import DeviceJob, SharedJobs, SharedReads, cell_of_item, needs_of_items, needs_of_payloads
 from aiockpt.snapshot.optimizer_hooks import count_change
 from aiockpt.staging.pool import Chunk, ChunkPool, MappedMemory
 from aiockpt.staging.runtime import is_host
@@ -226,7 +226,7 @@ class ReadExecutor:
         self._tools.report.tensors += len(reads)
         self._tools.report.expect(sum(job.nbytes for _, job in itertools.chain(alone, *shared.values())))
         if self.shared is not None:
-            await self._each(lambda together: together.run(phase, shared, self._deliver), [self.shared], 1)
+            await self._each(lambda together: together.run(phase, shared, self), [self.shared], 1)
             alone += itertools.chain(*shared.values())
         await self._run_in_turns([job for device, job in alone if device == _CPU])
         on_devices = [each for each in alone if each[0] != _CPU]
@@ -234,11 +234,9 @@ class ReadExecutor:
             await self._each(self._read_to_device, on_devices, count)
         self._known |= {read.chunk.place: read.item for read in reads if read.item and not read.chunk.item}
 
-    async def _jobs_of(
-        self, reads: Sequence[TensorRead], phase: int, shared: SharedJobs
-    ) -> list[tuple[torch.device, ReadJob]]:
+    async def _jobs_of(self, reads: Sequence[TensorRead], phase: int, shared: SharedJobs) -> list[DeviceJob]:
         """Return the jobs of reads, with the devices of those that go through staging memory; add the shared ones."""
-        alone: list[tuple[torch.device, ReadJob]] = []
+        alone: list[DeviceJob] = []
         for device, group in _by_device(reads).items():
             small, large, most = self._by_size(group, device)
             by_cell: defaultdict[Cell | None, list[TensorRead]] = defaultdict(list)
@@ -271,7 +269,7 @@ class ReadExecutor:
         device: torch.device,
         most: int,
         phase: int,
-        alone: list[tuple[torch.device, ReadJob]],
+        alone: list[DeviceJob],
         shared: SharedJobs,
     ) -> None:
         """Add the jobs that read one stored chunk in parts."""
@@ -380,37 +378,32 @@ class ReadExecutor:
             buffer = self._local.buffer = MappedMemory(BUFFER_BYTES + 2 * BLOCK_BYTES)
         for placement in job.read(buffer):
             place(placement)
+        self.finish(job, begin)
+
+    # --- as the placer of shared reads ----------------------------------------------------------------------
+
+    def place(self, held: Held, jobs: Sequence[DeviceJob]) -> list[DeviceJob]:
+        with self._source.holding(held):
+            for device, job in jobs:
+                if device == _CPU:
+                    self._read_and_place(job)
+        return [each for each in jobs if each[0] != _CPU]
+
+    async def place_on_devices(self, held: Held, jobs: Sequence[DeviceJob]) -> None:
+        for job_on in jobs:
+            await self._read_to_device(job_on, held)
+
+    def finish(self, job: ReadJob, begin: float | None = None) -> None:
         # The parts of one tensor count down the same counter, and the last one checks the CRC.
         with self._lock:
             job.finish()
-            self._tools.report.did_read(begin, job.nbytes, job.file)
-
-    async def _deliver(self, jobs: Sequence[tuple[torch.device, ReadJob]], held: Held | None) -> None:
-        """Run the jobs that find their bytes in memory; None: in their place."""
-        if held is None:
-            begin = time.perf_counter()
-            with self._lock:
-                for _, job in jobs:
-                    job.finish()
-                    self._tools.report.did_read(begin, job.nbytes, job.file)
-            return
-        on_host = [job for device, job in jobs if device == _CPU]
-        if on_host:
-            await self._tools.workers.run(self._place_held, held, on_host)
-        for job_on in jobs:
-            if job_on[0] != _CPU:
-                await self._read_to_device(job_on, held)
-
-    def _place_held(self, held: Held, jobs: Sequence[ReadJob]) -> None:
-        with self._source.holding(held):
-            for job in jobs:
-                self._read_and_place(job)
+            self._tools.report.did_read(begin or time.perf_counter(), job.nbytes, job.file)
 
     def _read_job(self, job: ReadJob, chunk: Chunk, held: Held | None) -> list[Placement]:
         with self._source.holding(held):
             return job.read(chunk)
 
-    async def _read_to_device(self, job_on: tuple[torch.device, ReadJob], held: Held | None = None) -> None:
+    async def _read_to_device(self, job_on: DeviceJob, held: Held | None = None) -> None:
         """Run a job through a chunk of staging memory, from which the device copies."""
         device, job = job_on
         placer = self._tools.placer_for(device)

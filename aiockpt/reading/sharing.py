@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import queue
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import anyio
 from isal.isal_zlib import crc32
 
 from aiockpt.coordination.link import LinkBrokenError
-from aiockpt.coordination.wires import Arena, MemoryWire, Wire
+from aiockpt.coordination.wires import Arena, MemoryWire
 from aiockpt.core.machine import BLOCK_BYTES
 from aiockpt.format.index import TensorEntry
 from aiockpt.format.manifest.columnar_index import IndexedEntries
@@ -29,17 +30,17 @@ from aiockpt.reading.jobs import ChunkPart, select_item
 if TYPE_CHECKING:
     import torch
 
-    from aiockpt.coordination.wires import Wires
+    from aiockpt.coordination.wires import Head, Wire, Wires
     from aiockpt.core.threads import Workers
     from aiockpt.format.index import Index, ItemRange
     from aiockpt.reading.decoded import DecodedSource
     from aiockpt.reading.jobs import ReadJob
     from aiockpt.reading.read_plan import TensorRead
 
-SharedJobs = dict[Cell, list[tuple["torch.device", "ReadJob"]]]
-"""The jobs of shared cells; each with its device, if it goes through staging memory."""
-
-Place = Callable[[Sequence[tuple["torch.device", "ReadJob"]], Held | None], Awaitable[None]]
+DeviceJob = tuple["torch.device", "ReadJob"]
+"""A job, and the device to which it goes through staging memory; the CPU: it does not."""
+SharedJobs = dict[Cell, list[DeviceJob]]
+"""The jobs of shared cells."""
 
 _BUFFER_BYTES = CELL_BYTES + BLOCK_BYTES
 _MOST_READ = 16
@@ -104,42 +105,56 @@ def hash_of(index: Index) -> int:
 # --- moving bytes -------------------------------------------------------------------------------------------
 
 
+class Placer(Protocol):
+    """Carries out jobs whose bytes are in memory."""
+
+    def place(self, held: Held, jobs: Sequence[DeviceJob]) -> list[DeviceJob]:
+        """Put bytes into host memory; return the jobs of devices. Blocks."""
+
+    async def place_on_devices(self, held: Held, jobs: Sequence[DeviceJob]) -> None:
+        """Put bytes into the memory of devices."""
+
+    def finish(self, job: ReadJob) -> None:
+        """Count a job as done, whose bytes are in their place. Blocks for a moment."""
+
+
 @dataclass(eq=False)
 class _Lent:
     """Memory for a cell."""
 
-    arena: Arena
-    at: int  # where it begins there
+    number: int
+    at: int  # where it begins in the arena
     view: memoryview
     is_lost: bool = False  # another process may still read it
 
 
 class _Buffers:
-    """A number of buffers for cells; those that are lost have ``spare`` ones."""
+    """Buffers for cells. From any thread."""
 
-    def __init__(self, count: int, spare: int = 0, *, is_shared: bool = False) -> None:
-        self._arena = Arena((count + spare) * _BUFFER_BYTES, is_shared=is_shared)
-        self._free = [number * _BUFFER_BYTES for number in reversed(range(count + spare))]
-        self._limit = anyio.Semaphore(count)
+    def __init__(self, count: int, *, is_shared: bool = False) -> None:
+        self.arena = Arena(count * _BUFFER_BYTES, is_shared=is_shared)
+        self._free: queue.LifoQueue[int] = queue.LifoQueue()  # the last one is in the processor's cache
+        for number in reversed(range(count)):
+            self._free.put(number)
 
-    @contextlib.asynccontextmanager
-    async def lend(self, begin: int, end: int) -> AsyncIterator[_Lent]:
-        """Lend memory for these bytes of a file, at the same offset in its page, as O_DIRECT requires."""
-        if end <= begin:
-            yield _Lent(self._arena, 0, memoryview(b""))
-            return
-        async with self._limit:
-            free = self._free.pop()  # the last one that was used: it is in the processor's cache
-            at = free + begin % BLOCK_BYTES
-            lent = _Lent(self._arena, at, self._arena.view[at : at + end - begin])
-            try:
-                yield lent
-            finally:
-                if not lent.is_lost:
-                    self._free.append(free)
+    def take(self, begin: int, end: int) -> _Lent:
+        """Return memory for these bytes of a file, at the same offset in its page, as O_DIRECT requires. Blocks."""
+        number = self._free.get()
+        at = number * _BUFFER_BYTES + begin % BLOCK_BYTES
+        return _Lent(number, at, self.arena.view[at : at + end - begin])
 
-    def close(self) -> None:
-        self._arena.close()
+    def give_back(self, lent: _Lent | None) -> None:
+        if lent is not None and not lent.is_lost:
+            self._free.put(lent.number)
+
+
+@dataclass(eq=False)
+class _Left:
+    """A cell whose bytes are in memory, but not yet on the devices that need them."""
+
+    held: Held
+    jobs: list[DeviceJob]
+    lent: _Lent | None
 
 
 @dataclass(eq=False)
@@ -153,16 +168,13 @@ class SharedReads:
     workers: Workers
 
     def __post_init__(self) -> None:
-        # Apart: if sending could wait for what is received, two ranks could wait for each other.
-        near = [wire for wire in self.wires.outbound.values() if isinstance(wire, MemoryWire)]
-        self._is_shared = bool(near)  # with processes of this host
-        self._to_read = _Buffers(self._most_read, len(near), is_shared=self._is_shared)
+        near = sum(isinstance(wire, MemoryWire) for wire in self.wires.outbound.values())
+        self._is_shared = near > 0  # with processes of this host
+        self._most_read = min(self.source.most_reads or self.workers.count, _MOST_READ_NEAR if near else _MOST_READ)
+        # Apart: if sending could wait for what is received, two ranks could wait for each other. A process that hangs
+        # takes one buffer with it.
+        self._to_read = _Buffers(self._most_read + near, is_shared=self._is_shared)
         self._to_receive = _Buffers(_MOST_RECEIVED)
-        self._turns: defaultdict[int, anyio.Lock] = defaultdict(anyio.Lock)  # to send to each rank
-
-    @property
-    def _most_read(self) -> int:
-        return min(self.source.most_reads or self.workers.count, _MOST_READ)
 
     def has(self, cell: Cell) -> bool:
         """Return whether this rank may get a cell by `run`."""
@@ -172,18 +184,13 @@ class SharedReads:
     def close(self) -> None:
         """Close the wires, and free the memory. Idempotent."""
         self.wires.close()
-        self._to_read.close()
-        self._to_receive.close()
+        self._to_read.arena.close()
+        self._to_receive.arena.close()
 
-    async def run(self, phase: int, jobs: SharedJobs, place: Place) -> None:
-        """Read and receive all cells of a phase; await ``place`` for each job, with its bytes.
+    async def run(self, phase: int, jobs: SharedJobs, placer: Placer) -> None:
+        """Read, send and receive all cells of a phase, and carry out their jobs.
 
-        Jobs that are done are removed from ``jobs``; those that stay are of cells that did not come.
-
-        Args:
-            phase: of the load.
-            jobs: of the cells of that phase.
-            place: carries out jobs that find their bytes in memory; None: the bytes are in their place already.
+        Removes these from ``jobs``; those that stay are of cells that did not come.
         """
         mine: list[Share] = []
         theirs: defaultdict[int, dict[int, Share]] = defaultdict(dict)
@@ -206,38 +213,20 @@ class SharedReads:
 
         async def read() -> None:
             for share in pending:
-                file, begin, end = share.cells[0].file, share.begin, share.end
-                whole = None if self._is_shared else _whole(share, jobs, begin, end)
-                async with self._to_read.lend(begin, 0 if whole else end) as lent:
-                    view, crcs = await self.workers.run(self._read, share, lent.view, whole)
-                    async with anyio.create_task_group() as tasks:
-                        for taker, low, high in share.takers:
-                            message = share.number, crcs.get((low, high), 0), view[low - begin : high - begin]
-                            tasks.start_soon(self._send, taker, message, lent, low - begin)
-                        await _put(share, jobs, None if whole else Held(file, begin, view), place)
+                left = await self.workers.run(self._read, share, jobs, placer)
+                try:
+                    if left.jobs:
+                        await placer.place_on_devices(left.held, left.jobs)
+                finally:
+                    self._to_read.give_back(left.lent)
 
         async def receive(reader: int, expected: dict[int, Share]) -> None:
-            wire = self.wires.inbound[reader]
-            try:
-                while expected:
-                    head = await self.workers.run(wire.head)
-                    share = expected.pop(head.number, None)
-                    if share is None or head.nbytes != share.takers[0][2] - share.takers[0][1]:
-                        raise LinkBrokenError("it has sent something else")
-                    _, begin, end = share.takers[0]
-                    file = share.cells[0].file
-                    if isinstance(wire, MemoryWire):
-                        await _put(share, jobs, Held(file, begin, wire.view(head)), place)
-                        wire.done()
-                        continue
-                    whole = _whole(share, jobs, begin, end)
-                    async with self._to_receive.lend(begin, 0 if whole else end) as lent:
-                        await self.workers.run(_receive, wire, head.check, lent.view, whole)
-                        await _put(share, jobs, None if whole else Held(file, begin, lent.view), place)
-            except LinkBrokenError as exc:
-                logger.warning("rank %d reads itself what rank %d does not send any more: %s", self.rank, reader, exc)
-                wire.end()
-                del self.wires.inbound[reader]
+            while (left := await self.workers.run(self._receive, reader, expected, jobs, placer)) is not None:
+                try:
+                    await placer.place_on_devices(left.held, left.jobs)
+                finally:
+                    self._to_receive.give_back(left.lent)
+                self._release(reader)
 
         async def watch() -> None:
             try:
@@ -246,8 +235,8 @@ class SharedReads:
                 self.wires.end()
                 raise
 
-        # Each link has a thread that waits; those that read, check and copy come on top.
-        with self.workers.at_least(len(theirs) + len(self.wires.outbound) + self._most_read + self.workers.count):
+        # Each rank that reads has a thread that waits for it.
+        with self.workers.at_least(running + self.workers.count):
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(watch)
                 for reader, expected in theirs.items():
@@ -255,56 +244,134 @@ class SharedReads:
                 for _ in range(min(self._most_read, len(mine))):
                     tasks.start_soon(count_down, read)
 
-    def _read(
-        self, share: Share, buffer: memoryview, whole: ChunkPart | None
-    ) -> tuple[memoryview, dict[tuple[int, int], int]]:
-        """Read what is shared; return it, and the CRC of each part that is sent to another host."""
-        view = whole.memory() if whole else buffer
-        self.source.read(share.cells[0].file, share.begin, view)
-        outbound = self.wires.outbound
-        parts = {(low, high) for taker, low, high in share.takers if type(outbound.get(taker)) is Wire}
-        if whole:
-            parts.add((share.begin, share.end))
-        crcs = {(low, high): crc32(view[low - share.begin : high - share.begin]) for low, high in parts}
-        if whole:
-            whole.set_crc(crcs[share.begin, share.end])
-        return view, crcs
+    # --- in threads -----------------------------------------------------------------------------------------
 
-    async def _send(self, taker: int, message: tuple[int, int, memoryview], lent: _Lent, skip: int) -> None:
-        async with self._turns[taker]:  # not in threads, of which there would not be enough to receive
-            wire = self.wires.outbound.get(taker)
-            if wire is None:  # it reads this itself
-                return
-            try:
-                await self.workers.run(wire.send, *message, lent.arena, lent.at + skip)
-            except LinkBrokenError as exc:
-                lent.is_lost |= isinstance(wire, MemoryWire)  # a process that hangs may read it when it goes on
-                del self.wires.outbound[taker]
-                logger.warning("rank %d sends nothing more to rank %d: %s", self.rank, taker, exc)
+    def _read(self, share: Share, jobs: SharedJobs, placer: Placer) -> _Left:
+        """Read what is shared, send it, and put it into place."""
+        file, begin, end = share.cells[0].file, share.begin, share.end
+        whole = None if self._is_shared else _whole(share, jobs, begin, end)
+        lent = None if whole else self._to_read.take(begin, end)
+        try:
+            view = whole.memory() if whole else lent.view if lent else memoryview(b"")
+            self.source.read(file, begin, view)
+            near: list[tuple[int, MemoryWire, int, int]] = []
+            for taker, low, high in share.takers:
+                wire = self.wires.outbound.get(taker)  # without one, it reads this itself
+                if isinstance(wire, MemoryWire):
+                    near.append((taker, wire, low - begin, high - begin))
+                elif wire is not None:
+                    self._send(taker, wire, share.number, view[low - begin : high - begin])
+            if whole:
+                whole.set_crc(crc32(view))
+                jobs.pop(share.cells[-1])
+                placer.finish(whole)
+                return _Left(Held(file, begin, view), [], None)
+            held = Held(file, begin, view)
+            with contextlib.ExitStack() as locks:
+                for _, wire, _, _ in near:  # in the order of their ranks, so that no two threads wait for each other
+                    locks.enter_context(wire.turn)
+                asked = [each for each in near if self._announce(lent, *each, share.number)]
+                left = placer.place(held, _jobs_of(share, jobs))
+                for taker, wire, _, _ in asked:
+                    self._await(lent, taker, wire)
+            return _Left(held, left, lent)
+        except BaseException:
+            self._to_read.give_back(lent)
+            raise
+
+    def _send(self, taker: int, wire: Wire, number: int, view: memoryview) -> None:
+        try:
+            with wire.turn:
+                wire.send(number, crc32(view), view)
+        except LinkBrokenError as exc:
+            self._leave_out(taker, exc)
+
+    def _announce(self, lent: _Lent | None, taker: int, wire: MemoryWire, low: int, high: int, number: int) -> bool:
+        try:
+            if lent is not None and taker in self.wires.outbound:
+                wire.announce(number, high - low, self._to_read.arena, lent.at + low)
+                return True
+        except LinkBrokenError as exc:
+            self._leave_out(taker, exc)
+        return False
+
+    def _await(self, lent: _Lent | None, taker: int, wire: MemoryWire) -> None:
+        try:
+            wire.wait()
+        except LinkBrokenError as exc:
+            if lent is not None:
+                lent.is_lost = True  # a process that hangs may read it when it goes on
+            self._leave_out(taker, exc)
+
+    def _leave_out(self, taker: int, error: LinkBrokenError) -> None:
+        if self.wires.outbound.pop(taker, None) is not None:
+            logger.warning("rank %d sends nothing more to rank %d: %s", self.rank, taker, error)
+
+    def _receive(self, reader: int, expected: dict[int, Share], jobs: SharedJobs, placer: Placer) -> _Left | None:
+        """Receive what a rank reads, and put it into place; return what is for devices, None at the end."""
+        wire = self.wires.inbound.get(reader)
+        if wire is None:
+            return None
+        try:
+            while expected:
+                head = wire.head()
+                share = expected.pop(head.number, None)
+                if share is None or head.nbytes != share.takers[0][2] - share.takers[0][1]:
+                    raise LinkBrokenError("it has sent something else")
+                left = self._take(wire, head, share, jobs, placer)
+                if left is not None:
+                    return left
+                self._release(reader)
+        except LinkBrokenError as exc:
+            logger.warning("rank %d reads itself what rank %d does not send any more: %s", self.rank, reader, exc)
+            wire.end()
+            del self.wires.inbound[reader]
+        return None
+
+    def _take(self, wire: Wire, head: Head, share: Share, jobs: SharedJobs, placer: Placer) -> _Left | None:
+        file, (_, begin, end) = share.cells[0].file, share.takers[0]
+        if isinstance(wire, MemoryWire):
+            held = Held(file, begin, wire.view(head))
+            on_devices = placer.place(held, _jobs_of(share, jobs))
+            return _Left(held, on_devices, None) if on_devices else None
+        if (whole := _whole(share, jobs, begin, end)) is not None:
+            _fill(wire, head, whole.memory())
+            whole.set_crc(head.check)
+            jobs.pop(share.cells[-1])
+            placer.finish(whole)
+            return None
+        lent = self._to_receive.take(begin, end)
+        on_devices = []
+        try:
+            _fill(wire, head, lent.view)
+            held = Held(file, begin, lent.view)
+            on_devices = placer.place(held, _jobs_of(share, jobs))
+            return _Left(held, on_devices, lent) if on_devices else None
+        finally:
+            if not on_devices:
+                self._to_receive.give_back(lent)
+
+    def _release(self, reader: int) -> None:
+        """Allow a rank of this host to use the memory again."""
+        wire = self.wires.inbound.get(reader)
+        if isinstance(wire, MemoryWire):
+            wire.done()
+
+
+def _jobs_of(share: Share, jobs: SharedJobs) -> list[DeviceJob]:
+    return [job for cell in share.cells for job in jobs.pop(cell, ())]
 
 
 def _whole(share: Share, jobs: SharedJobs, begin: int, end: int) -> ChunkPart | None:
     """Return the only job of what is shared, if its bytes can be read and received into their place."""
-    found = [job for cell in share.cells for _, job in jobs.get(cell, ())]
-    if len(found) == 1 and isinstance(part := found[0], ChunkPart) and part.takes(begin, end):
+    found = [job for _, job in jobs.get(share.cells[0], ())]
+    if len(share.cells) == len(found) == 1 and isinstance(part := found[0], ChunkPart) and part.takes(begin, end):
         return part
     return None
 
 
-def _receive(wire: Wire, crc: int, buffer: memoryview, whole: ChunkPart | None) -> None:
+def _fill(wire: Wire, head: Head, view: memoryview) -> None:
     """Receive bytes and check them."""
-    view = whole.memory() if whole else buffer
     wire.fill(view)
-    if crc32(view) != crc:
+    if crc32(view) != head.check:
         raise LinkBrokenError("its bytes were changed on the way")
-    if whole:
-        whole.set_crc(crc)
-
-
-async def _put(
-    share: Share,
-    jobs: SharedJobs,
-    held: Held | None,
-    place: Place,
-) -> None:
-    await place([job for cell in share.cells for job in jobs.pop(cell, ())], held)
