@@ -83,7 +83,7 @@ def backlog(
     kept = select(keep if drops else None, whole.values(), now).keys()
     stays = {
         *protected,
-        max(missing, default=-1),
+        max(whole, default=-1),
         *(kept & select(mirror_keep, (there | missing).values(), now).keys()),
     }
     return [missing[step] for step in sorted(missing) if step in stays]
