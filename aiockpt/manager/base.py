@@ -49,7 +49,7 @@ from aiockpt.telemetry.card import size_text
 
 if TYPE_CHECKING:
     from aiockpt.saving.handle import SaveHandle
-    from aiockpt.storage.base import RunLease
+    from aiockpt.storage.base import RunLease, Storage
     from aiockpt.telemetry.mirrors import MirrorBacklog
 
 T = TypeVar("T")
@@ -142,9 +142,16 @@ class ManagerBase:
         result = getattr(self._checkpointer, method)(*args, **options)
         return await result if self._suspends else result
 
-    async def _inspect(self, path: str) -> Mapping[str, Any]:
+    def _storage_at(self, *, is_mirror: bool) -> Storage:
+        """Return the storage of the run's directory, or of its mirror."""
+        tier = self._mirror_tier if is_mirror else self._tier
+        if tier is None:
+            raise RuntimeError("there is no mirror")
+        return tier.storage
+
+    async def _inspect(self, path: str, storage: Storage) -> Mapping[str, Any]:
         """Open a checkpoint, which checks its structure and the sizes of its files; return the info of each key."""
-        reader: Any = self._checkpointer.open(path)  # type: ignore[attr-defined] # both checkpointers have it
+        reader: Any = self._checkpointer.open(path, storage=storage)  # type: ignore[attr-defined] # both checkpointers have it
         if self._suspends:
             async with reader:
                 return dict(reader)

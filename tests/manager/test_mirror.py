@@ -12,51 +12,12 @@ import torch
 import aiockpt
 from aiockpt.manager import mirror as mirroring
 from aiockpt.manager.scan import scan
-from aiockpt.storage.base import Storage
-from aiockpt.storage.wrapper import WrapperStorage
 from aiockpt.telemetry.observer import CallEvent
+from tests.manager.gates import Gate
 from tests.manager.runs import flip, state_of
 from tests.places import ServerPath, storage_of
 
 STATE = {"x": torch.arange(10.0)}
-SCHEME = "gate"
-
-
-class Gate(WrapperStorage):
-    """A store that can be away, or wait, and counts; its URLs are those of directories, or of another storage."""
-
-    def __init__(self, inner: Storage, root: str) -> None:
-        super().__init__(inner)
-        self.root, self.is_away, self.holds = root, False, ""
-        self.waits: aiockpt.Completion[None] = aiockpt.Completion("waits")
-        self.let_go: aiockpt.Completion[None] = aiockpt.Completion("let go")
-        self.steps: list[tuple[str, str]] = []
-
-    def resolve(self, path: str) -> str:
-        return self.inner.resolve(path.replace("gate://here", self.root, 1))
-
-    async def before(self, step: str, name: str) -> None:
-        self.steps.append((step, name))
-        self._check()
-        if step == self.holds:
-            self.waits._settle(None)
-            await self.let_go
-
-    def _check(self) -> None:
-        if self.is_away:
-            raise ConnectionRefusedError(111, "Connection refused")
-
-    def look(self, path: str, budget: Any = None) -> Any:
-        self._check()
-        return self.inner.look(path, budget)
-
-    def stamps(self, directory: str, count: int) -> Any:
-        self._check()
-        return self.inner.stamps(directory, count)
-
-    def lease(self, directory: str) -> Any:
-        self._check()
-        return self.inner.lease(directory)
 
 
 @pytest.fixture(autouse=True)
@@ -80,7 +41,6 @@ def there(anywhere: Path | ServerPath) -> Path | ServerPath:
 def gate(there: Path | ServerPath) -> Iterator[Gate]:
     """A gate before the mirror, whose URL is gate://here."""
     made = Gate(storage_of(there), str(there))
-    aiockpt.storage.register(SCHEME, lambda root, **_: made, replace=True)
     yield made
     made.is_away, made.holds = False, ""
 
