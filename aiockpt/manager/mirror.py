@@ -241,7 +241,7 @@ class Mirror:
             shown = some_of(list(map(str, left)), _MOST_SHOWN)
             why = f": {self.backlog.error}" if self.backlog.error is not None else ""
             logger.warning(
-                "%s lacks the steps %s of %s, until a manager opens the run again, or `aiockpt mirror` is run%s",
+                "%s lacks step %s of %s, until a manager opens the run again, or `aiockpt mirror` is run%s",
                 self.there.directory,
                 shown,
                 self.here.directory,
@@ -260,10 +260,15 @@ class Mirror:
 
     async def advance(self, workers: Workers) -> bool:
         """Copy one step; return whether there may be more to do."""
-        await self._own(workers)
         written = self.promises.written  # before the directory is read, which shows all of them
         local = await workers.run(partial(self.here.scanner.scan, lenient=True))
-        mirror = await self._pruned(await workers.run(self.there.scanner.scan), workers)
+        try:
+            await self._own(workers)
+            self._state.mirror = await workers.run(self.there.scanner.scan)
+        except Exception:
+            self._look(local, self._state.mirror, ())  # as it was seen last, so that the backlog grows
+            raise
+        mirror = await self._pruned(self._state.mirror, workers)
         missing = self._look(local, mirror, written)
         if not missing:
             return False
@@ -280,6 +285,7 @@ class Mirror:
     def note_failure(self, error: BaseException) -> None:
         """Note why a copy, or looking for one, has failed."""
         before, self._state.backlog = self._state.backlog, replace(self._state.backlog, error=error)
+        self._reports.mirrored(self.there.directory, 0.0, None, error, self.backlog)
         if isinstance(error, RunLockedError):  # another one writes there: that does not pass by itself
             self.promises.fail(self.promises.written, error, written=True)
         is_news = repr(before.error) != repr(error)  # not at each attempt
@@ -344,8 +350,6 @@ class Mirror:
     async def _copy(self, info: StepInfo, workers: Workers) -> None:
         """Copy a step, and report it."""
         path, begun = self.there.path_of(info.step), time.perf_counter()
-        error: BaseException | None = None
-        result: MirrorResult | None = None
         try:
             facts = await copy_checkpoint(
                 self.here.storage,
@@ -357,21 +361,16 @@ class Mirror:
                 limit=self._limit,
                 check=self._check_lease,
             )
-            result = MirrorResult(path, facts.nbytes, facts.sent_bytes, time.perf_counter() - begun)
-            self._state.over.add(info.save_id)
-            self._state.note_copied(info)
-            self.promises.keep(info.step, result)
         except CorruptCheckpointError as exc:
-            error = exc
             self._state.damaged.add(info.save_id)
             self.promises.fail([info.step], exc, written=True)
             logger.exception("step %d is not mirrored, as it is damaged; the mirror keeps what it has", info.step)
-        except Exception as exc:
-            error = exc
-            raise
-        finally:
-            if result is not None or error is not None:  # else it was stopped
-                self._reports.mirrored(path, time.perf_counter() - begun, result, error, self.backlog)
+            self._reports.mirrored(path, time.perf_counter() - begun, None, exc, self.backlog)
+            return
+        result = MirrorResult(path, facts.nbytes, facts.sent_bytes, time.perf_counter() - begun)
+        self._state.note_copied(info, path)
+        self._reports.mirrored(path, result.mirrored_s, result, None, self.backlog)
+        self.promises.keep(info.step, result)
 
     async def _pruned(self, mirror: Sequence[StepInfo], workers: Workers) -> Sequence[StepInfo]:
         """Delete from the mirror what its policy does not keep, after a copy; return what is left there."""
@@ -404,12 +403,15 @@ class _MirrorState:
         self.backlog = MirrorBacklog()
         self.copied: int | None = None  # the step that is being copied
         self.committed: StepInfo | None = None  # what was copied, until the mirror is looked at again
+        self.mirror: Sequence[StepInfo] = ()  # the steps there, as they were seen last
         self.times: dict[int, float] = {}  # when each step was saved
         self.over: set[str] = set()  # the ids of steps that were mirrored
         self.damaged: set[str] = set()  # of those whose bytes are damaged
 
-    def note_copied(self, info: StepInfo) -> None:
+    def note_copied(self, info: StepInfo, path: str) -> None:
         """Take a step off the backlog; the mirror is looked at again only after that."""
+        self.over.add(info.save_id)
+        self.mirror = [*(each for each in self.mirror if each.step != info.step), replace(info, path=path)]
         self.committed, before = info, self.backlog
         steps = tuple(step for step in before.steps if step != info.step)
         is_newest = before.newest is None or info.step >= before.newest
@@ -479,7 +481,8 @@ class _CopyingTask:
                 except Exception as exc:
                     self._mirror.note_failure(exc)
                     failing_since = failing_since or time.monotonic()
-                    if self._is_closing and time.monotonic() - failing_since > _PATIENCE_S:
+                    is_hopeless = isinstance(exc, RunLockedError) or time.monotonic() - failing_since > _PATIENCE_S
+                    if self._is_closing and is_hopeless:
                         self._has_ended(anyway=True)
                         return
                     with anyio.move_on_after(delay_s):

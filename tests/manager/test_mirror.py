@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from prometheus_client import CollectorRegistry
 
 import aiockpt
+import aiockpt.observers
 from aiockpt.manager import mirror as mirroring
 from aiockpt.manager.scan import scan
 from aiockpt.telemetry.observer import CallEvent
@@ -174,7 +177,8 @@ def test_store_that_is_away_holds_nothing_and_is_caught_up_with(here: Path, ther
             saves[-1].mirrored.result(0.1)
         backlog = run.mirror_backlog
         assert backlog is not None
-        assert isinstance(backlog.error, OSError)
+        assert (backlog.steps, backlog.newest, type(backlog.error)) == ((7, 8), 1, ConnectionRefusedError)
+        assert backlog.nbytes == sum(info.nbytes for info in scan(here))
         gate.is_away = False
         assert saves[-1].mirrored.result(60).nbytes
         assert run.mirror_backlog.steps == ()  # type: ignore[union-attr]
@@ -183,6 +187,24 @@ def test_store_that_is_away_holds_nothing_and_is_caught_up_with(here: Path, ther
             saves[0].mirrored.result(60)
     assert steps(there) == [7, 8]
     assert [result.path[-1] for _, result, _ in heard.events if result] == ["1", "7", "8"]
+
+
+def test_metrics_show_the_backlog(here: Path, there: Any, gate: Gate, caplog: pytest.LogCaptureFixture) -> None:
+    registry = CollectorRegistry()
+    observers = [aiockpt.observers.PrometheusObserver(registry), aiockpt.observers.LoggingObserver()]
+    caplog.set_level(logging.INFO)
+    with run_of(here, "gate://here", observers=observers, drain_timeout=0.1) as run:
+        result = run.submit(1, STATE).mirrored.result(60)
+        gate.is_away = True
+        run.save(2, STATE)
+    found = {name: registry.get_sample_value(f"aiockpt_mirror_{name}") for name in ("backlog_steps", "backlog_bytes")}
+    assert found == {"backlog_steps": 1.0, "backlog_bytes": float(scan(here)[1].nbytes)}
+    assert registry.get_sample_value("aiockpt_mirrors_total", {"outcome": "done"}) == 1.0
+    assert (registry.get_sample_value("aiockpt_mirrors_total", {"outcome": "failed"}) or 0.0) >= 1.0
+    assert registry.get_sample_value("aiockpt_mirrored_bytes_total") == result.nbytes
+    assert (registry.get_sample_value("aiockpt_mirror_newest_timestamp_seconds") or 0.0) > 1e9
+    assert f"mirrored {there / 'step-00000001'}: " in caplog.text
+    assert "was not mirrored: [Errno 111]" in caplog.text
 
 
 def test_closing_says_what_is_not_mirrored(
@@ -194,7 +216,7 @@ def test_closing_says_what_is_not_mirrored(
         save.written.result()
     with pytest.raises(aiockpt.SaveError, match="step 1 is not mirrored: the manager was closed"):
         save.mirrored.result(60)
-    assert "lacks the steps 1 of" in caplog.text
+    assert "lacks step 1 of" in caplog.text
     gate.is_away = False
     with run_of(here, "gate://here"):
         pass
