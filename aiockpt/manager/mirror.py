@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import anyio
 
 from aiockpt.core.futures import Completion
-from aiockpt.core.threads import DaemonThreads
+from aiockpt.core.threads import Workers
 from aiockpt.core.wording import some_of
 from aiockpt.engine.facade import EngineAccess
 from aiockpt.errors import (
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from aiockpt.core.futures import Call
-    from aiockpt.core.threads import Workers
     from aiockpt.engine.reports import Reports
     from aiockpt.manager.policies import KeepPolicy, SavePolicy
     from aiockpt.manager.retention import Retention
@@ -54,6 +53,8 @@ _LONGEST_RETRY_S = 60.0
 _PATIENCE_S = 60.0  # closing waits no longer for a mirror that fails all the time
 _LEFT_S = 86400.0  # the age of copies that nobody goes on with
 _END_S = 5.0
+_THREADS = 6
+_NICE = 10
 _MOST_SHOWN = 10
 
 logger = logging.getLogger("aiockpt")
@@ -172,7 +173,9 @@ class Mirror:
         self.here, self.there, self.promises = here, there, Promises()
         self._settings, self._reports, self._retention = settings, reports, retention
         self._checkpointer = SyncCheckpointer(process_group=None, drain_timeout=_END_S)
+        self._checkpointer._warns_as("manager with a mirror")
         self._access = EngineAccess(self._checkpointer)
+        self.workers = Workers(_THREADS, "aiockpt-mirror", nice=_NICE)
         self._task = _CopyingTask(self)
         self._limit = RateLimit(settings.bytes_per_s)
         self._lease: RunLease | None = None
@@ -250,16 +253,16 @@ class Mirror:
         self.promises.fail_all("the manager was closed before")
         lease, self._lease = self._lease, None
         if lease is not None:
-            thread = DaemonThreads(1, "aiockpt-mirror")  # a store that can't be reached may take minutes to say so
-            with contextlib.suppress(TimeoutError):
-                thread.submit(lease.release).result(_END_S)
-            thread.end(0.0)
+            with contextlib.suppress(TimeoutError):  # a store that can't be reached may take minutes to say so
+                self.workers.submit(lease.release).result(_END_S)
         self._checkpointer.close()
+        self.workers.end(0.0)
 
     # --- on the engine's loop -----------------------------------------------------------------------------
 
-    async def advance(self, workers: Workers) -> bool:
+    async def advance(self) -> bool:
         """Copy one step; return whether there may be more to do."""
+        workers = self.workers
         written = self.promises.written  # before the directory is read, which shows all of them
         local = await workers.run(partial(self.here.scanner.scan, lenient=True))
         try:
@@ -388,12 +391,12 @@ class Mirror:
                 logger.warning("%s is no longer kept, but stays until the next step is mirrored: %s", info.path, exc)
         return left
 
-    async def _discard(self, after: int, tools: LoadTools) -> None:
-        await self._own(tools.workers)
-        for info in reversed(await tools.workers.run(self.there.scanner.scan)):
+    async def _discard(self, after: int, _: LoadTools) -> None:
+        await self._own(self.workers)
+        for info in reversed(await self.workers.run(self.there.scanner.scan)):
             if info.step > after and info.state != "unfinished":
-                await tools.workers.run(self._check_lease)
-                await self.there.storage.delete(info.path, workers=tools.workers)
+                await self.workers.run(self._check_lease)
+                await self.there.storage.delete(info.path, workers=self.workers)
 
 
 class _MirrorState:
@@ -465,7 +468,7 @@ class _CopyingTask:
             with contextlib.suppress(TimeoutError):  # a thread hangs, and is left behind
                 call.completion.ended(_END_S)
 
-    async def _run(self, tools: LoadTools) -> None:
+    async def _run(self, _: LoadTools) -> None:
         loop, woken = asyncio.get_running_loop(), asyncio.Event()
         with self._lock:
             self._wake = partial(_call_in, loop, woken.set)
@@ -476,7 +479,7 @@ class _CopyingTask:
                     self._is_poked = False
                 woken.clear()
                 try:
-                    is_more = await self._mirror.advance(tools.workers)
+                    is_more = await self._mirror.advance()
                     delay_s, failing_since = _FIRST_RETRY_S, 0.0
                 except Exception as exc:
                     self._mirror.note_failure(exc)
@@ -501,7 +504,8 @@ class _CopyingTask:
             if self._is_poked and not anyway:
                 return False
             self._call, self._wake = None, lambda: None
-            return True
+        self._mirror.workers.rest()
+        return True
 
 
 def _call_in(loop: asyncio.AbstractEventLoop, function: Callable[[], object]) -> None:
