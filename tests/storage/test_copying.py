@@ -25,7 +25,7 @@ from aiockpt.storage.base import Storage
 from aiockpt.storage.copying import CopyFacts, RateLimit, copy_checkpoint
 from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.storage.wrapper import WrapperStorage
-from aiockpt.testing import FaultyStorage
+from aiockpt.testing import FaultyStorage, ServerStorage
 from tests.places import ServerPath, storage_of
 
 STATE = {f"t{number}": torch.arange(300_000.0) + number for number in range(4)}
@@ -107,6 +107,21 @@ async def test_copy_replaces_another_checkpoint(source: str, anywhere: Path | Se
         await ckpt.save({"x": torch.ones(3)}, anywhere / "copy")
     await copy(source, str(anywhere / "copy"), workers)
     assert is_whole(anywhere / "copy")
+
+
+@pytest.mark.asyncio
+async def test_copy_over_a_copy_of_the_same_checkpoint(
+    source: str, anywhere: Path | ServerPath, workers: Workers
+) -> None:
+    """As of one that was damaged: what is there is neither gone on with nor retired in place of what replaces it."""
+    target = str(anywhere / "copy")
+    storage = LocalStorage() if isinstance(anywhere, Path) else ServerStorage(anywhere._storage._root, grace_s=0.0)
+    for _ in range(3):
+        facts = await copy(source, target, workers, storage)
+        assert facts.sent_bytes == facts.nbytes
+        assert is_whole(target)
+        await storage.clean(str(anywhere), older_than_s=0.0, workers=workers)
+        assert is_whole(target)
 
 
 @pytest.mark.parametrize("cause", ["error", "cancellation"])

@@ -261,11 +261,14 @@ class ObjectStorage(SharedStorage):
 
         def find() -> tuple[str, bool]:
             """Return the ticket of a copy that is being written, or a new one, and whether it is there already."""
+            now = self.record(path)
             for number in itertools.count():
                 ticket = copy_ticket(save_id, number)
-                found = self.objects.get(f"{self.key(path)}{token_name(ticket)}/state")
-                # One that was published, or given up, may be removed at any time from now on.
-                if found is None or found[1].startswith((b"open", b"publish")):
+                token = f"{self.key(path)}{token_name(ticket)}/"
+                found = self.objects.get(f"{token}state")
+                # One that was replaced, or given up, may be removed at any time from now on.
+                is_open = found is None or found[1].startswith((b"open", b"publish"))
+                if is_open and (now is None or now.token != token):
                     return ticket, found is not None
             raise AssertionError("unreachable")
 
