@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from aiockpt.core.extent import address_of, freed_message, is_freed, plain_memory
-from aiockpt.errors import AiockptError, LoadError, SaveError
+from aiockpt.errors import AiockptError, LoadError, SaveError, StageError
 from aiockpt.format.checks import overlapping
 from aiockpt.format.item.arrays import ARRAY_RECORD, ARRAY_TYPES, tensor_of
 from aiockpt.format.item.objects import encode_object, foreign_names, is_frozen
@@ -185,7 +185,10 @@ def capture_state(
     except StructureError as exc:
         raise SaveError(str(exc)) from None
     filter_leaves(flat, include, exclude, may_be_empty=ranks is not None)
-    _check_captures(flat.leaves, SaveError)
+    try:
+        _check_captures(flat.leaves, SaveError)
+    except RuntimeError as exc:
+        raise StageError(f"the device can't be used: {exc}") from exc
     if ranks is not None:
         saved = [each for each in resolved.objects if any(path[: len(each.path)] == each.path for path in flat.paths)]
         check_optimizers(saved, SaveError, flat.leaves, ranks)
@@ -198,6 +201,8 @@ def capture_state(
         snapshot = _capture_leaves(flat, shards, sampled=sampled, arenas=arenas)
     except (RecursionError, ValueError, NotImplementedError) as exc:
         raise SaveError(f"{_culprit(flat)} can't be saved: {type(exc).__name__}: {exc}") from exc
+    except RuntimeError as exc:  # an earlier kernel of the program has failed, and its error comes at the next call
+        raise StageError(f"capturing the state failed: {exc}") from exc
     snapshot.wholes = {
         leaf: (whole, whole._version) for leaf, whole in wholes.items() if snapshot.versions[leaf] is not None
     }

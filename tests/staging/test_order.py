@@ -16,7 +16,7 @@ import aiockpt
 from aiockpt.core.extent import plain_memory
 from aiockpt.reading import executor
 from aiockpt.staging.runtime import Runtime, current_streams, reading_behind, running_in
-from tests.ordering import PosingDevice, watch_cuda
+from tests.ordering import PosingDevice, PosingEvent, PosingStream, watch_cuda
 from tests.states import assert_same
 
 
@@ -58,6 +58,23 @@ def test_steps_behind_a_fence(validate, device: PosingDevice, tmp_path: Path) ->
         save.written.result(60)
         assert_same(expected, ckpt.load(tmp_path / "c"))
     device.check()
+
+
+def test_an_error_of_an_earlier_kernel_fails_the_save(
+    device: PosingDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Devices report it at whatever call comes next, here while the state is captured."""
+
+    def record(event: PosingEvent, stream: PosingStream) -> None:
+        raise RuntimeError("device-side assert triggered")
+
+    with aiockpt.SyncCheckpointer() as ckpt:
+        ckpt.save(_state(), tmp_path / "before")
+        with monkeypatch.context() as patch:
+            patch.setattr(PosingEvent, "record", record)
+            with pytest.raises(aiockpt.StageError, match="device-side assert triggered"):
+                ckpt.submit(_state(), tmp_path / "c")
+        assert [path.name for path in tmp_path.iterdir()] == ["before"]
 
 
 def test_steps_with_a_guard_and_samples(device: PosingDevice, tmp_path: Path) -> None:
