@@ -332,10 +332,13 @@ class Mirror:
             protected=set() if self._retention is None else self._retention.essential,
             drops=not settings.is_required,
         )
-        whole = {info.step: info for info in local if info.state == "complete"}
+        here = {info.step: info for info in local}
         waiting = {info.step for info in missing}
         for step in written:
-            if step in whole and is_mirrored(whole[step], there):
+            if step in here and here[step].state == "damaged":
+                damage = CorruptCheckpointError(f"step {step} is not mirrored, as it is damaged: {here[step].problem}")
+                self.promises.fail([step], damage, written=True)
+            elif step in here and is_mirrored(here[step], there):
                 self.promises.keep(step, MirrorResult(there[step].path, there[step].nbytes, 0, 0.0))
             elif step not in waiting:
                 why = "the policies keep later ones" if step in due else "mirror_every says so"
