@@ -273,6 +273,7 @@ class Mirror:
             raise
         mirror = await self._pruned(self._state.mirror, workers)
         missing = self._look(local, mirror, written)
+        await self._give_up({info.save_id for info in missing}, workers)
         if not missing:
             return False
         info = missing[0]
@@ -356,6 +357,7 @@ class Mirror:
     async def _copy(self, info: StepInfo, workers: Workers) -> None:
         """Copy a step, and report it."""
         path, begun = self.there.path_of(info.step), time.perf_counter()
+        self._state.begun[info.save_id] = path
         try:
             facts = await copy_checkpoint(
                 self.here.storage,
@@ -369,6 +371,7 @@ class Mirror:
             )
         except CorruptCheckpointError as exc:
             self._state.damaged.add(info.save_id)
+            del self._state.begun[info.save_id]  # it is removed already
             self.promises.fail([info.step], exc, written=True)
             logger.exception("step %d is not mirrored, as it is damaged; the mirror keeps what it has", info.step)
             self._reports.mirrored(path, time.perf_counter() - begun, None, exc, self.backlog)
@@ -377,6 +380,15 @@ class Mirror:
         self._state.note_copied(info, path)
         self._reports.mirrored(path, result.mirrored_s, result, None, self.backlog)
         self.promises.keep(info.step, result)
+
+    async def _give_up(self, waiting: set[str], workers: Workers) -> None:
+        """Remove what was copied of steps that have failed, and are left out by now."""
+        for save_id in self._state.begun.keys() - waiting:
+            path = self._state.begun[save_id]
+            if save_id not in self._state.over:
+                left = await self.there.storage.resume(path, save_id, workers=workers)
+                await left.abort()
+            del self._state.begun[save_id]
 
     async def _pruned(self, mirror: Sequence[StepInfo], workers: Workers) -> Sequence[StepInfo]:
         """Delete from the mirror what its policy does not keep, after a copy; return what is left there."""
@@ -411,6 +423,7 @@ class _MirrorState:
         self.committed: StepInfo | None = None  # what was copied, until the mirror is looked at again
         self.mirror: Sequence[StepInfo] = ()  # the steps there, as they were seen last
         self.times: dict[int, float] = {}  # when each step was saved
+        self.begun: dict[str, str] = {}  # the paths of copies that were begun, by the ids of their steps
         self.over: set[str] = set()  # the ids of steps that were mirrored
         self.damaged: set[str] = set()  # of those whose bytes are damaged
 

@@ -17,8 +17,8 @@ from aiockpt.manager import mirror as mirroring
 from aiockpt.manager.scan import scan
 from aiockpt.telemetry.observer import CallEvent
 from tests.manager.gates import Gate
-from tests.manager.runs import flip, state_of
-from tests.places import ServerPath, storage_of
+from tests.manager.runs import flip, names, state_of
+from tests.places import ServerPath, left_in, storage_of
 
 STATE = {"x": torch.arange(10.0)}
 
@@ -121,6 +121,22 @@ def test_mirror_behind_leaves_out_what_is_not_kept(here: Path, there: Any, gate:
             saves[0].mirrored.result(60)
         saves[-1].mirrored.result(60)
     assert steps(here) == steps(there) == [4]
+
+
+def test_what_was_copied_of_a_step_that_is_left_out_is_removed(here: Path, there: Any, gate: Gate) -> None:
+    gate.holds = "commit"
+    with run_of(here, "gate://here", aiockpt.KeepLatest(1)) as run:
+        run.submit(1, STATE)
+        gate.waits.result(60)
+        gate.is_away = True
+        gate.let_go._settle(None)
+        run.save(2, STATE)
+        run._retention.finished().result()
+        gate.is_away, gate.holds = False, ""
+        run.submit(3, STATE).mirrored.result(60)
+    left = left_in(str(there)) if isinstance(there, ServerPath) else names(there)
+    assert [name for name in left if name.startswith(".aiockpt-") or "/files/" in name] == []
+    assert steps(there) == [3]
 
 
 def test_required_steps_stay_until_they_are_mirrored(here: Path, there: Any, gate: Gate) -> None:
