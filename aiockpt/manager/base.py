@@ -561,7 +561,10 @@ class ManagerBase:
     def _repr_html_(self) -> str:
         """Return a table of the steps for notebooks, as this rank sees the directory. Blocks to read it."""
         infos = self._scanner.scan()
-        return _html_table(repr(self)[1:-1], infos, select(self._keep, infos, time.time()), self._retention.pinned)
+        mirror = self._mirror
+        there = None if mirror is None else {info.step: mirror.state_of(info) for info in infos}
+        kept = select(self._keep, infos, time.time())
+        return _html_table(repr(self)[1:-1], infos, kept, self._retention.pinned, there)
 
 
 def of_rank_0(values: Sequence[Any]) -> Any:
@@ -585,15 +588,20 @@ def _checkpointer_of(options: ManagerOptions, kind: type[CheckpointerBase]) -> C
 
 
 def _html_table(
-    title: str, infos: Sequence[StepInfo], kept: Mapping[int, Sequence[str]], pinned: Collection[int]
+    title: str,
+    infos: Sequence[StepInfo],
+    kept: Mapping[int, Sequence[str]],
+    pinned: Collection[int],
+    there: Mapping[int, str] | None,
 ) -> str:
-    """Return a table of the last steps: state, size, time, metrics, and the policies that keep each."""
+    """Return a table of the last steps: state, size, time, metrics, the policies that keep each, and the mirror."""
     metrics = sorted({name for info in infos for name in info.metrics})
     rows = [_row(info, metrics, kept, pinned) for info in infos[-_SHOWN:]]
-    head = "".join(
-        f"<th>{html.escape(printable_key(name))}</th>"
-        for name in ("step", "state", "size", "saved", *metrics, "kept by")
-    )
+    titles = ["step", "state", "size", "saved", *metrics, "kept by"]
+    if there is not None:
+        titles.append("mirror")
+        rows = [[*row, there[info.step]] for row, info in zip(rows, infos[-_SHOWN:], strict=True)]
+    head = "".join(f"<th>{html.escape(printable_key(name))}</th>" for name in titles)
     body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     earlier = f"<p>and {len(infos) - len(rows)} earlier ones</p>" if len(infos) > len(rows) else ""
     return f"<p><b>{html.escape(printable_key(title))}</b></p><table><tr>{head}</tr>{body}</table>{earlier}"

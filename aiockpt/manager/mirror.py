@@ -189,6 +189,12 @@ class Mirror:
         """What is left to do, when it was looked at last."""
         return self._state.backlog
 
+    def state_of(self, info: StepInfo) -> str:
+        """Return whether the mirror has a step of the run, as it was seen last, or will get it; as text."""
+        if is_mirrored(info, {each.step: each for each in self._state.mirror}):
+            return "complete"
+        return "waits" if info.step in self.backlog.steps else ""
+
     def held(self) -> set[int]:
         """Return the steps of the run that must not be deleted now."""
         held = set() if self._state.copied is None else {self._state.copied}

@@ -66,6 +66,7 @@ def test_steps_are_mirrored(here: Path, there: Any) -> None:
         backlog = run.mirror_backlog
         assert backlog is not None
         assert (backlog.steps, backlog.newest, backlog.error) == ((), 3, None)
+        assert run._repr_html_().count("<td>complete</td>") == 6  # in both
     assert steps(here) == steps(there) == [1, 2, 3]
     assert [each.save_id for each in scan(here)] == [each.save_id for each in scan(there)]
     with aiockpt.SyncCheckpointer() as ckpt:
@@ -191,6 +192,7 @@ def test_store_that_is_away_holds_nothing_and_is_caught_up_with(here: Path, ther
         assert steps(here) == [7, 8]
         with pytest.raises(TimeoutError):
             saves[-1].mirrored.result(0.1)
+        assert run._repr_html_().count("<td>waits</td>") == 2
         backlog = run.mirror_backlog
         assert backlog is not None
         assert (backlog.steps, backlog.newest, type(backlog.error)) == ((7, 8), 1, ConnectionRefusedError)
@@ -335,3 +337,42 @@ def test_options_are_checked(tmp_path: Path) -> None:
         handle = ckpt.submit(STATE, tmp_path / "c")
         with pytest.raises(aiockpt.AiockptError, match="has no `mirrored`"):
             handle.mirrored  # noqa: B018
+
+
+@pytest.mark.parametrize("options", [{"format": "safetensors"}, {"compress": "zstd"}, {"files": {"notes.txt": b"a"}}])
+def test_every_format_is_mirrored(here: Path, there: Any, options: dict[str, Any]) -> None:
+    state = {f"t{number}": torch.randn(1000) for number in range(3)}
+    with run_of(here, there) as run:
+        run.submit(1, state, **options).mirrored.result(60)
+        run.checkpointer.delete(here / "step-00000001")
+        target = {key: torch.zeros(1000) for key in state}
+        found = run.restore(target)
+        assert found is not None
+        assert found.path == str(there / "step-00000001")
+        assert all(torch.equal(target[key], state[key]) for key in state)
+        assert run.checkpointer.verify(there / "step-00000001").ok
+
+
+def test_run_in_a_store_with_a_mirror_in_a_directory(tmp_path: Path, server_url: str) -> None:
+    here, there = ServerPath(f"{server_url}/run"), tmp_path / "there"
+    with run_of(here, there, aiockpt.KeepLatest(1)) as run:  # type: ignore[arg-type]
+        for step in (1, 2):
+            run.submit(step, STATE).mirrored.result(60)
+    assert steps(here) == steps(there) == [2]
+
+
+def test_bandwidth(here: Path, there: Any) -> None:
+    with run_of(here, there, mirror_bandwidth=4e6) as run:
+        result = run.submit(1, {"x": torch.zeros(1_000_000)}).mirrored.result(60)
+    assert result.mirrored_s > 0.5  # what is sent within a second goes at once
+
+
+def test_steps_without_a_manifest_stay_where_they_are(here: Path, there: Any) -> None:
+    """Nothing says which bytes are theirs."""
+    with aiockpt.SyncCheckpointManager(here) as run:
+        run.save(1, STATE)
+    (here / "step-00000001" / ".aiockpt.json").unlink()
+    with run_of(here, there) as run:
+        run.submit(2, STATE).mirrored.result(60)
+    assert steps(here) == [1, 2]
+    assert steps(there) == [2]
