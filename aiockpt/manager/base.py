@@ -91,7 +91,7 @@ class ManagerBase:
         self._scanner = self._tier.scanner
         self._mirror_tier = self._mirror_of(options)  # on all ranks
         self._mirror: Mirror | None = None  # of the rank that copies
-        self._mirror_timeout_s = options.mirror_timeout
+        self._mirror_timeout_s, self._is_ephemeral = options.mirror_timeout, options.mirror_ephemeral
         self._mirror_settings = MirrorSettings(
             self._keep,
             self._keep if options.mirror_keep is None else as_policy(options.mirror_keep),
@@ -496,7 +496,7 @@ class ManagerBase:
                     "the last save of %s, at step %d, is not begun: it would take about %.1f s, longer than the notice",
                     self.directory,
                     step,
-                    self._retention.expected_s(),
+                    self._expected_s(),
                 )
             return answer.is_due
         return is_due or answer.is_due
@@ -506,7 +506,7 @@ class ManagerBase:
         is_alone = self._access.world_size == 1
         began = time.monotonic()
         calls = 1 if is_alone or not self.leads else self._pace.begin(began)
-        by_facts, expected_s = self._by_facts.is_due(facts), self._retention.expected_s()
+        by_facts, expected_s = self._by_facts.is_due(facts), self._expected_s()
         answer = partial(decide, is_due=by_facts, expected_s=expected_s, calls=calls)
         if is_alone:
             return answer([mine])
@@ -514,6 +514,11 @@ class ManagerBase:
         if self.leads:
             self._pace.end(time.monotonic() - began)
         return agreed
+
+    def _expected_s(self) -> float:
+        """Return the expected seconds until a save that begins now would survive what is announced."""
+        mirror = self._mirror if self._is_ephemeral else None
+        return self._retention.expected_s() + (0.0 if mirror is None else mirror.expected_s())
 
     @property
     def stopping(self) -> bool:

@@ -12,6 +12,8 @@ import logging
 import os
 import threading
 import time
+import weakref
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -56,6 +58,7 @@ _END_S = 5.0
 _THREADS = 6
 _NICE = 10
 _MOST_SHOWN = 10
+_REMEMBERED = 8
 
 logger = logging.getLogger("aiockpt")
 
@@ -176,6 +179,8 @@ class Mirror:
         self._checkpointer._warns_as("manager with a mirror")
         self._access = EngineAccess(self._checkpointer)
         self.workers = Workers(_THREADS, "aiockpt-mirror", nice=_NICE)
+        self._unclosed = weakref.finalize(self, self.workers.end, 0.0)
+        self._unclosed.atexit = False
         self._task = _CopyingTask(self)
         self._limit = RateLimit(settings.bytes_per_s)
         self._lease: RunLease | None = None
@@ -199,6 +204,13 @@ class Mirror:
         """Return the steps of the run that must not be deleted now."""
         held = set() if self._state.copied is None else {self._state.copied}
         return held | {*self._state.backlog.steps, *self.promises.written} if self._settings.is_required else held
+
+    def expected_s(self) -> float:
+        """Return the expected seconds until a step would be mirrored that is written when this run is closed.
+
+        This is the longest of the last copies, twice if one is being made. 0 if there was none.
+        """
+        return max(self._state.took_s, default=0.0) * (1 if self._state.copied is None else 2)
 
     def poke(self) -> None:
         """Look for something to copy. From any thread; never raises."""
@@ -262,7 +274,8 @@ class Mirror:
             with contextlib.suppress(TimeoutError):  # a store that can't be reached may take minutes to say so
                 self.workers.submit(lease.release).result(_END_S)
         self._checkpointer.close()
-        self.workers.end(0.0)
+        if not self.workers.end(_END_S):
+            logger.warning("a request to the mirror %s is left behind as it does not end", self.there.directory)
 
     # --- on the engine's loop -----------------------------------------------------------------------------
 
@@ -282,7 +295,7 @@ class Mirror:
         await self._give_up({info.save_id for info in missing}, workers)
         if not missing:
             return False
-        info = missing[0]
+        info = missing[-1 if self._task.is_closing else 0]  # the newest, if there may be no time for all
         self._state.copied = info.step
         try:
             await self._copy(info, workers)
@@ -383,6 +396,7 @@ class Mirror:
             self._reports.mirrored(path, time.perf_counter() - begun, None, exc, self.backlog)
             return
         result = MirrorResult(path, facts.nbytes, facts.sent_bytes, time.perf_counter() - begun)
+        self._state.took_s.append(result.mirrored_s)
         self._state.note_copied(info, path)
         self._reports.mirrored(path, result.mirrored_s, result, None, self.backlog)
         self.promises.keep(info.step, result)
@@ -428,6 +442,7 @@ class _MirrorState:
         self.copied: int | None = None  # the step that is being copied
         self.committed: StepInfo | None = None  # what was copied, until the mirror is looked at again
         self.mirror: Sequence[StepInfo] = ()  # the steps there, as they were seen last
+        self.took_s: deque[float] = deque(maxlen=_REMEMBERED)  # how long copies have taken
         self.times: dict[int, float] = {}  # when each step was saved
         self.begun: dict[str, str] = {}  # the paths of copies that were begun, by the ids of their steps
         self.over: set[str] = set()  # the ids of steps that were mirrored
@@ -452,7 +467,7 @@ class _CopyingTask:
         self._lock = threading.Lock()
         self._call: Call[None] | None = None
         self._wake: Callable[[], object] = lambda: None
-        self._is_poked = self._is_paused = self._is_closing = self._is_over = False
+        self._is_poked = self._is_paused = self.is_closing = self._is_over = False
 
     def poke(self) -> None:
         with self._lock:
@@ -477,7 +492,7 @@ class _CopyingTask:
 
     def finish(self) -> Completion[None] | None:
         with self._lock:
-            self._is_closing = True
+            self.is_closing = True
             self._wake()
             return None if self._call is None else self._call.completion
 
@@ -507,7 +522,7 @@ class _CopyingTask:
                     self._mirror.note_failure(exc)
                     failing_since = failing_since or time.monotonic()
                     is_hopeless = isinstance(exc, RunLockedError) or time.monotonic() - failing_since > _PATIENCE_S
-                    if self._is_closing and is_hopeless:
+                    if self.is_closing and is_hopeless:
                         self._has_ended(anyway=True)
                         return
                     with anyio.move_on_after(delay_s):
@@ -526,8 +541,7 @@ class _CopyingTask:
             if self._is_poked and not anyway:
                 return False
             self._call, self._wake = None, lambda: None
-        self._mirror.workers.rest()
-        return True
+            return True
 
 
 def _call_in(loop: asyncio.AbstractEventLoop, function: Callable[[], object]) -> None:

@@ -50,6 +50,8 @@ class ManagerOptions(CheckpointerOptions):
         mirror_timeout: seconds that `restore` waits for the list of the mirror's steps.
         mirror_required: whether steps that ``mirror_keep`` keeps stay until they are copied, even if the disk gets
             full meanwhile.
+        mirror_ephemeral: whether the run's directory is lost with the node, so that the notice of `on_signal` has to
+            last until the last save is mirrored, not only written.
         checkpointer: a checkpointer to save and load with, which is not closed with the manager. None: the manager
             makes one with the options that are given, and closes it.
     """
@@ -67,6 +69,7 @@ class ManagerOptions(CheckpointerOptions):
     mirror_bandwidth: float | None = field(default=None, kw_only=True)
     mirror_timeout: float = field(default=10.0, kw_only=True)
     mirror_required: bool = field(default=False, kw_only=True)
+    mirror_ephemeral: bool = field(default=False, kw_only=True)
     checkpointer: CheckpointerBase | None = field(default=None, kw_only=True)
 
 

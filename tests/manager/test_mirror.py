@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -359,6 +360,36 @@ def test_run_in_a_store_with_a_mirror_in_a_directory(tmp_path: Path, server_url:
         for step in (1, 2):
             run.submit(step, STATE).mirrored.result(60)
     assert steps(here) == steps(there) == [2]
+
+
+def test_notice_of_an_ephemeral_directory_includes_the_mirror(here: Path, there: Any) -> None:
+    for is_ephemeral in (False, True):
+        with run_of(here, there, mirror_ephemeral=is_ephemeral) as run:
+            assert run._mirror is not None
+            assert run._mirror.expected_s() == 0.0
+            step = 2 + is_ephemeral
+            result = run.submit(step, STATE).mirrored.result(60)
+            assert run._mirror.expected_s() in (result.mirrored_s, 2 * result.mirrored_s)
+            run._mirror._state.took_s.append(1000.0)
+            run.request_last_save(grace_s=500)
+            assert run.due(step + 10) is not is_ephemeral
+            assert run.stopping
+
+
+def test_closing_mirrors_the_newest_first(here: Path, there: Any, gate: Gate) -> None:
+    gate.holds = "resume"
+    run = run_of(here, "gate://here")
+    for step in range(1, 5):
+        run.save(step, STATE)
+    gate.waits.result(60)
+    closing = threading.Thread(target=run.close)
+    closing.start()
+    while not run._mirror._task.is_closing:  # type: ignore[union-attr]
+        closing.join(0.01)
+    gate.let_go._settle(None)
+    closing.join(60)
+    begun = [Path(name).name for step, name in gate.steps if step == "resume"]
+    assert begun == [f"step-0000000{step}" for step in (1, 4, 3, 2)]
 
 
 def test_bandwidth(here: Path, there: Any) -> None:
