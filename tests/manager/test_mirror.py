@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -390,6 +392,26 @@ def test_closing_mirrors_the_newest_first(here: Path, there: Any, gate: Gate) ->
     closing.join(60)
     begun = [Path(name).name for step, name in gate.steps if step == "resume"]
     assert begun == [f"step-0000000{step}" for step in (1, 4, 3, 2)]
+
+
+def test_garbage_collected_manager_leaves_no_thread_and_no_lock(here: Path, there: Any) -> None:
+    ckpt = aiockpt.SyncCheckpointer()
+    run = run_of(here, there, checkpointer=ckpt)
+    run.submit(1, STATE).mirrored.result(60)
+    run._retention.finished().result()
+    threads = [each for each in threading.enumerate() if each.name.startswith(("aiockpt-mirror", "aiockpt-retention"))]
+    assert len(threads) > 1
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        del run
+        for thread in threads:
+            while thread.is_alive():  # the engine may hold the last copy for a moment
+                gc.collect()
+                thread.join(0.01)
+    assert [str(each.message)[:30] for each in heard] == ["unclosed manager with a mirror"]
+    ckpt.close()
+    with run_of(here, there) as again:
+        assert again.submit(2, STATE).mirrored.result(60)
 
 
 def test_bandwidth(here: Path, there: Any) -> None:
