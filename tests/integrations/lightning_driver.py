@@ -6,6 +6,8 @@ FSDP runs on the CPU here, as the model wraps itself.
 from __future__ import annotations
 
 import errno
+import os
+import signal
 import sys
 import threading
 from pathlib import Path
@@ -14,6 +16,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
@@ -77,10 +80,12 @@ def strategy_of(kind: str, ours: bool, **options: Any) -> Any:
     return DDPStrategy(process_group_backend="gloo")
 
 
-def fit(kind: str, run: Path, steps: int, path: Path | None = None, *, ours: bool = True, **options: Any) -> Any:
-    """Train, and return the trainer with this rank's part of the weights."""
+def fit(
+    kind: str, run: Path, steps: int, path: Path | None = None, *, ours: bool = True, more: Any = (), **options: Any
+) -> Any:
+    """Train, and return the trainer with this rank's part of the weights. ``more``: a plugin, and a callback."""
     pl.seed_everything(1, verbose=False)
-    plugins = [AiockptCheckpointIO(**options)] if ours and kind == "ddp" else []
+    plugins = [*([AiockptCheckpointIO(**options)] if ours and kind == "ddp" else []), *more[:1]]
     saving = ModelCheckpoint(run, save_last=True, save_top_k=1, monitor="step", mode="max", every_n_train_steps=2)
     trainer = pl.Trainer(
         max_steps=steps,
@@ -88,7 +93,7 @@ def fit(kind: str, run: Path, steps: int, path: Path | None = None, *, ours: boo
         devices=2,
         strategy=strategy_of(kind, ours, **options),
         plugins=plugins,
-        callbacks=[*([AiockptCallback()] if ours else []), saving],
+        callbacks=[*([AiockptCallback()] if ours else []), saving, *more[1:]],
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -112,6 +117,44 @@ def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
+class Interrupts(pl.Callback):
+    """Sends this process the signal by which SLURM announces the end of a job, after a step."""
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        if trainer.global_step == 3:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+
+def check_requeue(kind: str, run: Path, rank: int, whole: list[torch.Tensor]) -> None:
+    """Requeue the job in the middle: its checkpoint is durable by then, and the next job goes on from it."""
+    if rank == 0:
+        command = run / "bin" / "scontrol"
+        command.parent.mkdir(parents=True)
+        command.write_text(f"#!/bin/sh\ncp -r {run}/hpc_ckpt_1.ckpt {run}/at-requeue && echo $@ > {run}/asked\n")
+        command.chmod(0o755)
+    os.environ["PATH"] = f"{run}/bin{os.pathsep}{os.environ['PATH']}"
+    facts = {
+        "JOB_ID": 7,
+        "NTASKS": 2,
+        "NTASKS_PER_NODE": 2,
+        "LOCALID": rank,
+        "NODEID": 0,
+        "PROCID": rank,
+        "JOB_NAME": "train",
+    }
+    os.environ.update({f"SLURM_{name}": str(value) for name, value in facts.items()})
+    slurm = SLURMEnvironment(requeue_signal=signal.SIGUSR1)
+    trainer, _ = fit(kind, run, 4, more=(slurm, Interrupts()))
+    trainer.strategy.barrier()
+    assert (run / "asked").read_text() == "requeue 7\n"
+    assert torch.load(run / "at-requeue" / "meta.pt", weights_only=False)["global_step"] == 3
+    assert aiockpt.verify(run / "at-requeue").ok
+    _, found = fit(kind, run, 8, more=(slurm,))  # takes hpc_ckpt_1.ckpt by itself
+    assert same(found, whole), "weights differ after a requeue"
+    for name in facts:
+        del os.environ[f"SLURM_{name}"]
+
+
 def main(kind: str, directory: Path) -> None:
     """Compare runs with and without ours; then let a save fail on one rank."""
     _, whole = fit(kind, directory / "stock", 8, ours=False)
@@ -129,6 +172,9 @@ def main(kind: str, directory: Path) -> None:
     trainer.save_checkpoint(at_end)
     assert at_end.exists()
     assert not threads(), threads()
+
+    if kind == "model parallel":
+        check_requeue(kind, directory / "requeue", trainer.global_rank, whole)
 
     fails = trainer.global_rank == (0 if kind == "ddp" else 1)
     broken = FaultyStorage(LocalStorage(), "write", OSError(errno.EIO, "broken"), nth=3, times=None if fails else 0)
