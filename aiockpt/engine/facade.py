@@ -262,6 +262,10 @@ class EngineAccess:
         """Return the storage of a path, the checkpointer's own if None, and the path in it."""
         return self._checkpointer._storages.of(path, storage, options)
 
+    def locate_by_path(self, path: Path) -> tuple[Storage, str]:
+        """Return the storage of a path by the path alone, and the path in it."""
+        return self._checkpointer._storages.by_path(path)
+
     @property
     def world_size(self) -> int:
         """The number of ranks that save together; 1 for a process that saves alone."""

@@ -80,6 +80,7 @@ class _Store:
     uploads: dict[str, dict[int, bytearray]] = field(default_factory=dict)
     rules: list[tuple[Rule, Iterator[int]]] = field(default_factory=list)
     log: list[str] = field(default_factory=list)
+    sent: int = 0  # bytes of answers
     numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -188,15 +189,18 @@ class _Talk(socketserver.BaseRequestHandler):
             with store.lock:
                 store.rules = [(Rule(**each), itertools.count(1)) for each in json.loads(body)]
                 store.log.clear()
+                store.sent = 0
         if name == "clear":
             store.objects, store.uploads = {}, {}
-        return json.dumps({"log": store.log, "uploads": len(store.uploads)}).encode()
+        return json.dumps({"log": store.log, "uploads": len(store.uploads), "sent": store.sent}).encode()
 
     def _answer(self, method: str, status: int, headers: Mapping[str, str], body: bytes | memoryview) -> None:
         given = {"Content-Length": str(len(body)), **headers}
         text = "".join(f"{name}: {value}\r\n" for name, value in given.items())
         self.request.sendall(f"HTTP/1.1 {status} -\r\n{text}\r\n".encode())
         if method != "HEAD":
+            with self.server.store.lock:
+                self.server.store.sent += len(body)
             self.request.sendall(body)
 
     def _do(
@@ -325,6 +329,11 @@ class ObjectServer:
     def log(self) -> list[str]:
         """What was asked since the rules were set: ``METHOD /bucket/key?query``."""
         return list(self._ask("log")["log"])
+
+    @property
+    def sent(self) -> int:
+        """The bytes of all answers since the rules were set."""
+        return int(self._ask("log")["sent"])
 
     @property
     def uploads(self) -> int:

@@ -160,6 +160,7 @@ class ObjectSource(Source):
 
     gap_bytes = 1 << 20  # a request takes as long as so many bytes
     most_reads = 32  # each waits for an answer most of the time
+    is_remote = True
 
     def __init__(self, listing: ObjectListing) -> None:
         self._listing, self._is_closed = listing, False

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from aiockpt.errors import AiockptError, CheckpointNotFoundError, DeleteError, LoadError, SaveError
+from aiockpt.errors import AiockptError, CheckpointNotFoundError, DeleteError, LoadError, SaveError, WriteError
 from aiockpt.format.recognise import recognise
 from aiockpt.storage.base import (
     LeaseFacts,
@@ -24,9 +24,18 @@ from aiockpt.storage.base import (
     Stamp,
     Traits,
 )
-from aiockpt.storage.local.temp_dir import new_ticket
+from aiockpt.storage.local.temp_dir import copy_ticket, new_ticket
 from aiockpt.storage.objects import cleaning
-from aiockpt.storage.objects.cleaning import Action, decide, holders, liveness_of, owners_of, split_token, ticket_of
+from aiockpt.storage.objects.cleaning import (
+    Action,
+    decide,
+    holders,
+    liveness_of,
+    owners_of,
+    split_token,
+    ticket_of,
+    token_name,
+)
 from aiockpt.storage.objects.client import ConditionError, ObjectClient, ObjectFacts
 from aiockpt.storage.objects.commit import (
     COMMIT_NAME,
@@ -317,6 +326,28 @@ class ObjectStorage(SharedStorage):
     ) -> SharedTransaction:
         taken = ObjectTransaction(self, self.resolve(path), ticket, _workers=workers, _overwrite=overwrite)
         return await entered(f"take over the save of {path}", workers.run(taken.enter, stamp), taken.release)
+
+    async def resume(self, path: str, save_id: str, *, workers: Workers) -> SharedTransaction:
+        path = self.resolve(path)
+
+        def find() -> tuple[str, bool]:
+            """Return the ticket of a copy that is being written, or a new one, and whether it is there already."""
+            now = self.record(path)
+            for number in itertools.count():
+                ticket = copy_ticket(save_id, number)
+                token = f"{self.key(path)}{token_name(ticket)}/"
+                found = self.objects.get(f"{token}state")
+                # One that was replaced, or given up, may be removed at any time from now on.
+                is_open = found is None or found[1].startswith((b"open", b"publish"))
+                if is_open and (now is None or now.token != token):
+                    return ticket, found is not None
+            raise AssertionError("unreachable")
+
+        with errors(WriteError, f"look for what was written of {path}"):
+            ticket, is_there = await workers.run(find)
+        if not is_there:
+            return await self.begin(path, overwrite=True, workers=workers, ticket=ticket)
+        return await self.take_over(path, ticket, overwrite=True, workers=workers, stamp=None)
 
     async def open(self, path: str, *, workers: Workers) -> Source:
         path = self.resolve(path)

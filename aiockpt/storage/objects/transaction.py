@@ -327,6 +327,14 @@ class ObjectTransaction(SharedTransaction):
             await self._run(self._discard)
         await self.release()
 
+    async def whole_files(self) -> Mapping[str, int]:
+        return await self.sizes()  # an object appears when it is whole
+
+    async def suspend(self) -> None:
+        for sink in self._sinks:
+            await sink.stop()
+        await self.release()
+
     async def discard_all(self) -> None:
         await self.abort()
         await self._run(self._discard)
