@@ -235,8 +235,7 @@ class ObjectTransaction(SharedTransaction):
         key, run = self._key[:-1], self._workers.run
         await run(self._to_publish)
         claim = await run(self._storage.claim, self._path, self._check_revoked)
-        problem: OSError | None = None
-        is_claimed = True
+        gone = [claim]
         try:
             before = await run(self._objects.facts, key)
             if before is not None and not self._overwrite:
@@ -248,26 +247,29 @@ class ObjectTransaction(SharedTransaction):
             except NotSentError as exc:
                 raise CommitError(f"can't write {self._path}: {exc}") from exc
             except OSError as exc:
-                problem = exc
-                after = await run(self._objects.facts, key)
-                if (after.stamp if after else "") == only_if and not isinstance(exc, ConditionError):
-                    raise
-                if after is None or after.size != sink.nbytes or after.stamp == only_if:
-                    raise is_taken(self._path) from exc
-        except AiockptError:
+                await self._settle(key, sink, only_if, exc)
+            gone.append(self._state)
+        except CommitUncertainError:
+            gone, self._over = [], True  # nobody else may publish while it may still appear
             raise
-        except OSError as exc:  # it may still appear: until then nobody else may publish
-            is_claimed, self._over = False, True
-            text = f"it is not known whether {self._path} was published: {problem or exc}"
-            raise CommitUncertainError(text) from exc
         finally:
-            if is_claimed:
-                with contextlib.suppress(OSError):  # it is void after a while
-                    await run(self._objects.delete, [claim])
+            with contextlib.suppress(OSError):  # a claim is void after a while, and a state is cleaned
+                await run(self._objects.delete, gone)
+
+    async def _settle(self, key: str, sink: ObjectSink, before: Stamp, problem: OSError) -> None:
+        """Find out whether an object has appeared in spite of an error: return if it has."""
         try:
-            await run(self._objects.remove, self._token)
-        except OSError as exc:
-            logger.warning("%s is published, but %s can't be removed: %s", self._path, self._token, exc)
+            after = await self._workers.run(self._objects.facts, key)
+        except OSError:
+            after = None
+        stamp = after.stamp if after else ""
+        if isinstance(problem, ConditionError) and (after is None or stamp == before or after.size != sink.nbytes):
+            raise is_taken(self._path) from problem
+        if after is None or stamp == before:
+            text = f"it is not known whether {self._path} was published: {problem}"
+            raise CommitUncertainError(text) from problem
+        if after.size != sink.nbytes:
+            raise is_taken(self._path) from problem
 
     def _publish(self, files: Mapping[str, int], documents: Mapping[str, Document]) -> None:
         problem: OSError = ConditionError(f"{self._path} was replaced again and again by other processes")
