@@ -128,7 +128,7 @@ class _Lent:
     is_lost: bool = False  # another process may still read it
 
 
-class _Buffers:
+class _CellBuffers:
     """Buffers for cells. From any thread."""
 
     def __init__(self, count: int, *, is_shared: bool = False) -> None:
@@ -149,7 +149,7 @@ class _Buffers:
 
 
 @dataclass(eq=False)
-class _Left:
+class _ForDevices:
     """A cell whose bytes are in memory, but not yet on the devices that need them."""
 
     held: Held
@@ -173,8 +173,8 @@ class SharedReads:
         self._most_read = min(self.source.most_reads or self.workers.count, _MOST_READ_NEAR if near else _MOST_READ)
         # Apart: if sending could wait for what is received, two ranks could wait for each other. A process that hangs
         # takes one buffer with it.
-        self._to_read = _Buffers(self._most_read + near, is_shared=self._is_shared)
-        self._to_receive = _Buffers(_MOST_RECEIVED)
+        self._to_read = _CellBuffers(self._most_read + near, is_shared=self._is_shared)
+        self._to_receive = _CellBuffers(_MOST_RECEIVED)
 
     def has(self, cell: Cell) -> bool:
         """Return whether this rank may get a cell by `run`."""
@@ -246,7 +246,7 @@ class SharedReads:
 
     # --- in threads -----------------------------------------------------------------------------------------
 
-    def _read(self, share: Share, jobs: SharedJobs, placer: Placer) -> _Left:
+    def _read(self, share: Share, jobs: SharedJobs, placer: Placer) -> _ForDevices:
         """Read what is shared, send it, and put it into place."""
         file, begin, end = share.cells[0].file, share.begin, share.end
         whole = None if self._is_shared else _whole(share, jobs, begin, end)
@@ -265,7 +265,7 @@ class SharedReads:
                 whole.set_crc(crc32(view))
                 jobs.pop(share.cells[-1])
                 placer.finish(whole)
-                return _Left(Held(file, begin, view), [], None)
+                return _ForDevices(Held(file, begin, view), [], None)
             held = Held(file, begin, view)
             with contextlib.ExitStack() as locks:
                 for _, wire, _, _ in near:  # in the order of their ranks, so that no two threads wait for each other
@@ -274,7 +274,7 @@ class SharedReads:
                 left = placer.place(held, _jobs_of(share, jobs))
                 for taker, wire, _, _ in asked:
                     self._await(lent, taker, wire)
-            return _Left(held, left, lent)
+            return _ForDevices(held, left, lent)
         except BaseException:
             self._to_read.give_back(lent)
             raise
@@ -307,7 +307,7 @@ class SharedReads:
         if self.wires.outbound.pop(taker, None) is not None:
             logger.warning("rank %d sends nothing more to rank %d: %s", self.rank, taker, error)
 
-    def _receive(self, reader: int, expected: dict[int, Share], jobs: SharedJobs, placer: Placer) -> _Left | None:
+    def _receive(self, reader: int, expected: dict[int, Share], jobs: SharedJobs, placer: Placer) -> _ForDevices | None:
         """Receive what a rank reads, and put it into place; return what is for devices, None at the end."""
         wire = self.wires.inbound.get(reader)
         if wire is None:
@@ -328,12 +328,12 @@ class SharedReads:
             del self.wires.inbound[reader]
         return None
 
-    def _take(self, wire: Wire, head: Head, share: Share, jobs: SharedJobs, placer: Placer) -> _Left | None:
+    def _take(self, wire: Wire, head: Head, share: Share, jobs: SharedJobs, placer: Placer) -> _ForDevices | None:
         file, (_, begin, end) = share.cells[0].file, share.takers[0]
         if isinstance(wire, MemoryWire):
             held = Held(file, begin, wire.view(head))
             on_devices = placer.place(held, _jobs_of(share, jobs))
-            return _Left(held, on_devices, None) if on_devices else None
+            return _ForDevices(held, on_devices, None) if on_devices else None
         if (whole := _whole(share, jobs, begin, end)) is not None:
             _fill(wire, head, whole.memory())
             whole.set_crc(head.check)
@@ -346,7 +346,7 @@ class SharedReads:
             _fill(wire, head, lent.view)
             held = Held(file, begin, lent.view)
             on_devices = placer.place(held, _jobs_of(share, jobs))
-            return _Left(held, on_devices, lent) if on_devices else None
+            return _ForDevices(held, on_devices, lent) if on_devices else None
         finally:
             if not on_devices:
                 self._to_receive.give_back(lent)

@@ -54,7 +54,7 @@ class Share(NamedTuple):
     takers: tuple[tuple[int, int, int], ...]  # the other ranks, with the beginning and end of what they are sent
 
 
-class _Part(NamedTuple):
+class _RankPart(NamedTuple):
     """A rank's part of a cell."""
 
     rank: int
@@ -78,12 +78,12 @@ def plan_shares(needs: Mapping[int, Sequence[Need]]) -> list[Share]:
 
     ``needs`` are those of each rank; of a rank several may be in one cell. Shares are in the order of files and bytes.
     """
-    parts: defaultdict[Cell, list[_Part]] = defaultdict(list)
+    parts: defaultdict[Cell, list[_RankPart]] = defaultdict(list)
     for rank in sorted(needs):
         for cell, part in _parts(rank, needs[rank]).items():
             parts[cell].append(part)
     loads = dict.fromkeys(needs, 0)
-    shared: list[tuple[Cell, list[_Part]]] = []
+    shared: list[tuple[Cell, list[_RankPart]]] = []
     for cell, found in parts.items():
         begin, end = _extent(found)
         nbytes = sum(part.nbytes for part in found)
@@ -102,13 +102,13 @@ def plan_shares(needs: Mapping[int, Sequence[Need]]) -> list[Share]:
     return shares
 
 
-def _extent(parts: Sequence[_Part]) -> tuple[int, int]:
+def _extent(parts: Sequence[_RankPart]) -> tuple[int, int]:
     return min(part.begin for part in parts), max(part.end for part in parts)
 
 
-def _joined(shared: Iterable[tuple[Cell, list[_Part]]]) -> list[tuple[list[Cell], list[_Part]]]:
+def _joined(shared: Iterable[tuple[Cell, list[_RankPart]]]) -> list[tuple[list[Cell], list[_RankPart]]]:
     """Join neighbours of small items that are shared by the same ranks."""
-    found: list[tuple[list[Cell], list[_Part]]] = []
+    found: list[tuple[list[Cell], list[_RankPart]]] = []
     for cell, parts in shared:
         if found:
             cells, before = found[-1]
@@ -126,9 +126,9 @@ def _joined(shared: Iterable[tuple[Cell, list[_Part]]]) -> list[tuple[list[Cell]
     return found
 
 
-def _parts(rank: int, needs: Sequence[Need]) -> dict[Cell, _Part]:
+def _parts(rank: int, needs: Sequence[Need]) -> dict[Cell, _RankPart]:
     """Return a rank's part of each cell."""
-    found: dict[Cell, _Part] = {}
+    found: dict[Cell, _RankPart] = {}
     for need in needs:
         for cell, begin, end in cells_of(need):
             nbytes = -(-need.nbytes * (end - begin) // (need.end - need.begin))
@@ -136,7 +136,7 @@ def _parts(rank: int, needs: Sequence[Need]) -> dict[Cell, _Part]:
                 # Tied tensors need the same bytes twice, and parts of a payload may overlap.
                 begin, end = min(begin, part.begin), max(end, part.end)
                 nbytes = min(nbytes + part.nbytes, end - begin)
-            found[cell] = _Part(rank, begin, end, nbytes)
+            found[cell] = _RankPart(rank, begin, end, nbytes)
     return found
 
 
