@@ -72,6 +72,7 @@ _HOMES = {
     "storage.local.retries": ("Retries",),
     "sync_checkpointer": ("SyncCheckpointer", "load", "save", "verify"),
     "telemetry.loads": ("LoadResult",),
+    "telemetry.mirrors": ("MirrorBacklog", "MirrorResult"),
     "telemetry.observer": ("CallEvent", "Observer", "SaveEvent"),
     "telemetry.progress": ("ProgressEvent",),
     "telemetry.saves": ("SaveResult",),

@@ -68,6 +68,8 @@ from aiockpt.sync_checkpointer import load as load
 from aiockpt.sync_checkpointer import save as save
 from aiockpt.sync_checkpointer import verify as verify
 from aiockpt.telemetry.loads import LoadResult as LoadResult
+from aiockpt.telemetry.mirrors import MirrorBacklog as MirrorBacklog
+from aiockpt.telemetry.mirrors import MirrorResult as MirrorResult
 from aiockpt.telemetry.observer import CallEvent as CallEvent
 from aiockpt.telemetry.observer import Observer as Observer
 from aiockpt.telemetry.observer import SaveEvent as SaveEvent

@@ -45,6 +45,7 @@ MODULES = {
     "writers": "benchmarks.measured.writers",
     "training": "benchmarks.measured.training",
     "objects": "benchmarks.measured.objects",
+    "tiers": "benchmarks.measured.tiers",
     "integrations": "benchmarks.integrations.frameworks",
     "gpu": "benchmarks.gpu.parts",
     "crash": "benchmarks.crash.campaigns",

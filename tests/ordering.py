@@ -23,7 +23,13 @@ from typing import Any
 import pytest
 import torch
 from torch.cuda import _gpu_trace
-from torch.cuda._sanitizer import Access, ArgumentHandler, EventHandler, SynchronizationError
+from torch.cuda._sanitizer import (
+    FACTORY_FUNCTION_REGEX,
+    Access,
+    ArgumentHandler,
+    EventHandler,
+    SynchronizationError,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from aiockpt.planning.specs import lazy_bits
@@ -43,6 +49,7 @@ class OrderChecker:
         self.trace = EventHandler()
         self._owners: dict[int, int] = {}  # memory -> the stream that allocated it
         self._users: defaultdict[int, set[int]] = defaultdict(set)  # memory -> the streams of `record_stream`
+        self._of_thread = threading.local()
 
     # --- what a source of the trace provides --------------------------------------------------------
 
@@ -69,16 +76,27 @@ class OrderChecker:
             self.record_stream(*args)
             return kernel(*args, **options)
         found = _Accesses(self)
-        found.parse_inputs(kernel._schema, args, options, is_factory=False)
+        is_factory = FACTORY_FUNCTION_REGEX.match(kernel._schema.name) is not None  # it reads no value of its arguments
+        found.parse_inputs(kernel._schema, args, options, is_factory=is_factory)
+        self.waited = set()
         result = kernel(*args, **options)
-        found.parse_outputs(kernel._schema, result, is_factory=False)
+        found.parse_outputs(kernel._schema, result, is_factory=is_factory)
         read, written = found.dataptrs_read - found.dataptrs_written, found.dataptrs_written
         if found.stream is not None and (read or written):  # else it only makes a view
             self.launch(found.stream, read, written, str(kernel))
-            if self.is_synchronising(kernel):
+            if self.is_synchronising(kernel) or found.stream in self.waited:
                 with self.lock:
                     self.trace._handle_stream_synchronization(found.stream)
         return result
+
+    @property
+    def waited(self) -> set[int]:
+        """The streams that this thread has waited for within the kernel that it runs, as a copy to the host does."""
+        return getattr(self._of_thread, "waited", set())
+
+    @waited.setter
+    def waited(self, streams: set[int]) -> None:
+        self._of_thread.waited = streams
 
     def launch(self, stream: int, read: set[int], written: set[int], what: str) -> None:
         name = f"{what} in {threading.current_thread().name}"
@@ -189,7 +207,13 @@ def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
 
 
 def number_of(stream: Any) -> int:
-    return stream.number if isinstance(stream, PosingStream) else stream.cuda_stream
+    if isinstance(stream, PosingStream):
+        return stream.number
+    if not isinstance(stream, torch.cuda.Stream):  # as torch.accelerator returns them
+        stream = torch.cuda.Stream(
+            stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
+        )
+    return stream.cuda_stream
 
 
 # --- a real device --------------------------------------------------------------------------------
@@ -204,6 +228,11 @@ class _CudaChecker(OrderChecker):
         with torch.cuda.device(tensor.device):  # a kernel that is captured does not run
             is_captured = torch.cuda.is_current_stream_capturing()
         return None if is_captured else torch.cuda.current_stream(tensor.device).cuda_stream
+
+    def allocate_in_current_stream(self, memory: int) -> None:
+        is_captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        if not is_captured:  # else it is used in the streams that the graph is replayed in
+            self.allocate(memory, torch.cuda.current_stream().cuda_stream)
 
 
 @contextlib.contextmanager
@@ -226,19 +255,28 @@ def watch_cuda() -> Iterator[OrderChecker]:
         _gpu_trace.EventWaitCallbacks: trace._handle_event_wait,
         _gpu_trace.StreamCreationCallbacks: trace._handle_stream_creation,
         _gpu_trace.DeviceSynchronizationCallbacks: trace._handle_device_synchronization,
-        _gpu_trace.StreamSynchronizationCallbacks: trace._handle_stream_synchronization,
         _gpu_trace.EventSynchronizationCallbacks: trace._handle_event_synchronization,
-        _gpu_trace.MemoryAllocationCallbacks: lambda memory: checker.allocate(
-            memory, torch.cuda.current_stream().cuda_stream
-        ),
+        _gpu_trace.MemoryAllocationCallbacks: checker.allocate_in_current_stream,
         _gpu_trace.MemoryDeallocationCallbacks: checker.free,
     }
+    callbacks[_gpu_trace.StreamSynchronizationCallbacks] = lambda stream: (
+        trace._handle_stream_synchronization(stream),
+        checker.waited.add(stream),
+    )
     calls = {registry: locked(function) for registry, function in callbacks.items()}
+
+    def copy(staging: runtime.CudaRuntime, copies: list[runtime.Copy]) -> None:  # the driver's copies: torch sees none
+        read = {checker.memory_of(each.source) for each in copies} - {None}
+        checker.launch(staging._stream.cuda_stream, read, set(), "the copies to a chunk")
+        copy_batch(staging, copies)
+
+    copy_batch = runtime.CudaRuntime.copy
     torch._C._activate_gpu_trace()
     for registry, call in calls.items():
         registry.add_callback(call)
     try:
-        with checker.watching():
+        with pytest.MonkeyPatch.context() as patch, checker.watching():
+            patch.setattr(runtime.CudaRuntime, "copy", copy)
             yield checker
     finally:
         for registry, call in calls.items():
@@ -251,7 +289,7 @@ def watch_cuda() -> Iterator[OrderChecker]:
 class PosingStream:
     def __init__(self, device: torch.device | int | None = None, number: int | None = None) -> None:
         self.device = torch.device("cpu")
-        self.number = next(_numbers) if number is None else number
+        self.number = self.stream_id = next(_numbers) if number is None else number
 
     def wait_event(self, event: PosingEvent) -> None:
         with _posing[-1].lock:

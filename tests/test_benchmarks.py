@@ -63,6 +63,7 @@ ARGUMENTS = {
     "scale": ("--ranks=4,8", "--items=50", "--world=2", "--rounds=1", "--limit=300"),
     "writers": (*SMALL, "--count=300", "--alone=0.05", "--work=small", "--only=no save,aiockpt"),
     "objects": (*SMALL, "--only=obstore,aiockpt"),
+    "tiers": ("--gib=0.004", "--rounds=1", "--alone=0.05"),
     "training": ("--gib=0.01", "--steps=2", "--every=1", "--rounds=1", "--only=no checkpoints,aiockpt,torch.save"),
     "gpu": ("--device=cpu", "--gib=0.004", "--rounds=1", "--alone=0.05", f"--only={ON_DEVICE}"),
     "crash": ("--part=kill", "--only=one safetensors file (overwrite)"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
@@ -16,35 +16,41 @@ from aiockpt.cli.output import console, print_json, print_table, shown, size_tex
 from aiockpt.core.wording import time_text
 from aiockpt.format.names import HIDDEN
 from aiockpt.manager.policies import select
-from aiockpt.manager.scan import NO_STEP
+from aiockpt.manager.scan import NO_STEP, StepInfo, scan
+from aiockpt.manager.tiers import is_mirrored
 from aiockpt.storage.base import Directories
 from aiockpt.storage.registry import directories_for
 
 _STYLES = {"complete": "green", "unfinished": "magenta", "damaged": "bold red"}
 
 
-def ls(directory: str, *, as_json: bool = False) -> None:
-    """Print the checkpoints in a directory.
+def ls(directory: str, *, mirror: str | None = None, as_json: bool = False) -> None:
+    """Print the checkpoints in a directory; with ``mirror``, whether that one has each step, and what only it has.
 
     Raises:
-        OSError: the directory can't be read.
+        OSError: the directory, or the mirror, can't be read.
     """
     place, path = directories_for(directory)
     contents = look_into(path)
     found, below = with_reasons(place, contents.found), contents.below
+    there = None if mirror is None else {info.step: info for info in scan(mirror)}
+    only_there = [step for step in there or () if step not in {each.info.step for each in found}]
     owner = place.owner_of(path)
     if as_json:
         facts = None if owner is None else {"host": owner.host, "pid": owner.pid, "since": _iso(owner.since)}
-        records = [_record(each) for each in found]
-        print_json({"directory": path, "owner": facts, "checkpoints": records, "below": below, "cut": contents.is_cut})
+        records = [_record(each) | ({} if there is None else {"mirror": _state_there(each, there)}) for each in found]
+        record = {"directory": path, "owner": facts, "checkpoints": records, "below": below, "cut": contents.is_cut}
+        print_json(record | ({} if there is None else {"only_in_mirror": only_there}))
         return
     if owner is not None:
         console().print(f"A manager writes to this run: {shown(str(owner))}.", style="bold")
     if found:
-        _print(place, found)
+        _print(place, found, there)
     elif not below:
         why = f": {contents.problem}" if contents.problem else ""
         console().print(f"There are no checkpoints in {shown(path)}{why}.")
+    if only_there:
+        console().print(f"Only the mirror has step {', '.join(map(str, only_there))}.")
     if below:
         text = ", ".join(f"{shown(name)} ({count})" for name, count in below.items())
         console().print(f"Directories with checkpoints: {text}")
@@ -62,10 +68,24 @@ def with_reasons(place: Directories, found: Sequence[Found]) -> list[Found]:
     return [replace(each, kept_by=tuple(kept.get(each.info.step, ()))) for each in found]
 
 
-def _print(place: Directories, found: Sequence[Found]) -> None:
+def _state_there(found: Found, there: Mapping[int, StepInfo]) -> str:
+    """Return the state of a step in the mirror; empty for what is no step."""
+    info = found.info
+    if info.step == NO_STEP:
+        return ""
+    if info.step not in there:
+        return "missing"
+    state = there[info.step].state
+    return "another save" if state == "complete" and info.save_id and not is_mirrored(info, there) else state
+
+
+def _print(place: Directories, found: Sequence[Found], there: Mapping[int, StepInfo] | None) -> None:
     has_others = any(each.format not in ("aiockpt", "") for each in found)
-    rows = [_row(place, each, each.format if has_others else "") for each in found]
-    print_table(("name", "state", "format", ">size", "saved", "metrics", "kept by"), rows)
+    states = ["" if there is None else _state_there(each, there) for each in found]
+    rows = [
+        _row(place, each, each.format if has_others else "", state) for each, state in zip(found, states, strict=True)
+    ]
+    print_table(("name", "state", "mirror", "format", ">size", "saved", "metrics", "kept by"), rows)
     out = console()
     for each in found:
         if each.info.problem:
@@ -77,7 +97,7 @@ def _print(place: Directories, found: Sequence[Found]) -> None:
     out.print(f"{len(complete)} complete{others}; {total}", style="dim")
 
 
-def _row(place: Directories, found: Found, form: str) -> list[str | Text]:
+def _row(place: Directories, found: Found, form: str, mirror: str) -> list[str | Text]:
     metrics = ", ".join(f"{shown(name)} {value:.5g}" for name, value in found.info.metrics.items())
     name = _short(found.name)
     if (target := place.link(found.info.path)) is not None:
@@ -85,6 +105,7 @@ def _row(place: Directories, found: Found, form: str) -> list[str | Text]:
     return [
         name,
         Text(found.info.state, style=_STYLES[found.info.state]),
+        Text(mirror, style=_STYLES.get(mirror, "")),
         form,
         size_text(found.info.nbytes),
         time_text(found.info.time),

@@ -116,6 +116,9 @@ def main(
 @app.command()
 def ls(
     directory: Annotated[str, typer.Argument(metavar="DIR", help="A run's directory, or any other.")] = ".",
+    mirror: Annotated[
+        str | None, typer.Option(metavar="URL", help="The mirror of the run: whether it has each step, too.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """List the checkpoints in a directory: state, size, time, metrics, and which policy keeps them.
@@ -124,7 +127,7 @@ def ls(
     """
     from aiockpt.cli.ls import ls
 
-    ls(directory, as_json=as_json)
+    ls(directory, mirror=mirror, as_json=as_json)
 
 
 @app.command()
@@ -311,6 +314,25 @@ def clean(
     from aiockpt.cli.removing import clean
 
     clean(directory, older_than_s=older_than, as_json=as_json)
+
+
+@app.command()
+def mirror(
+    directory: Annotated[str, typer.Argument(metavar="DIR", help="The directory of a manager's run.")],
+    url: Annotated[str, typer.Argument(metavar="URL", help="Its mirror: a URL, or another directory.")],
+    bandwidth: Annotated[
+        int | None, typer.Option(parser=parse_size, metavar="BYTES", help="Copy at most so much per second: 200M.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Copy the steps of a run that its mirror lacks, such as after the job has ended before its uploads.
+
+    Copies that were interrupted go on with what is whole. Nothing is deleted. While a manager writes to the mirror,
+    this is refused.
+    """
+    from aiockpt.cli.mirror import mirror
+
+    raise typer.Exit(mirror(directory, url, bytes_per_s=bandwidth, as_json=as_json))
 
 
 @app.command()

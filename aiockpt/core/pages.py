@@ -11,6 +11,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
+import platform
+import sys
 import time
 from functools import cache
 from pathlib import Path
@@ -24,6 +26,8 @@ _HUGE = getattr(mmap, "MADV_HUGEPAGE", None)
 _SMALL = getattr(mmap, "MADV_NOHUGEPAGE", None)
 _POPULATE_WRITE = 23  # since Linux 5.14; Python does not name it
 _WIPE_ON_FORK = 18  # since Linux 4.14
+_MBIND = {"x86_64": 237, "aarch64": 235}  # numbers of system calls: the C library does not have this one
+_PREFERRED = 1  # of mbind: other nodes, if that one has no memory
 
 _FIRST_PAUSE_BYTES = 8 << 20  # of small pages after a huge one that cost too much; doubles each time
 _LONGEST_PAUSE_BYTES = 512 << 20
@@ -130,6 +134,25 @@ def fault_in(address: int, nbytes: int, choice: PageChoice = _choice, *, advised
             return
         choice.record(step, time.thread_time_ns() - began, huge=huge)
         at += step
+
+
+def node_of_pci(address: str) -> int | None:
+    """Return the NUMA node of a PCI device, as ``0000:17:00.0``; None if it is unknown, or if there is only one."""
+    nodes = list(Path("/sys/devices/system/node").glob("node[0-9]*"))
+    with contextlib.suppress(OSError, ValueError):
+        node = int(Path(f"/sys/bus/pci/devices/{address}/numa_node").read_text())
+        return node if node >= 0 and len(nodes) > 1 else None
+    return None
+
+
+def prefer_node(address: int, nbytes: int, node: int) -> None:
+    """Ask for pages of a NUMA node, where a range has none yet; see mbind(2). Does nothing where the kernel can't."""
+    number = _MBIND.get(platform.machine())
+    if number is not None and sys.platform == "linux":
+        mask = (ctypes.c_ulong * 16)()
+        mask[node // 64] = 1 << node % 64
+        arguments = (address, nbytes, _PREFERRED, ctypes.addressof(mask), 8 * ctypes.sizeof(mask), 0)
+        libc().syscall(ctypes.c_long(number), *map(ctypes.c_ulong, arguments))
 
 
 def _huge_pages(address: int, nbytes: int) -> tuple[int, int]:

@@ -16,6 +16,7 @@ from aiockpt.telemetry.observer import CallEvent, Observer, SaveEvent
 
 if TYPE_CHECKING:
     from aiockpt.saving.job import SaveJob
+    from aiockpt.telemetry.mirrors import MirrorBacklog, MirrorResult
     from aiockpt.telemetry.progress import OnProgress, Outcome, ProgressEvent, Reading
     from aiockpt.telemetry.saves import SaveResult
 
@@ -79,6 +80,17 @@ class Reports:
 
     def deleted(self, path: str, elapsed_s: float, error: BaseException | None) -> None:
         self._tell(lambda observer, event: observer.deleted(event), CallEvent(path, time.time(), elapsed_s, error))
+
+    def mirrored(
+        self,
+        path: str,
+        elapsed_s: float,
+        result: MirrorResult | None,
+        error: BaseException | None,
+        backlog: MirrorBacklog,
+    ) -> None:
+        event = CallEvent(path, time.time(), elapsed_s, error)
+        self._tell(lambda observer, event: observer.mirrored(event, result, backlog), event)
 
     # --- calling --------------------------------------------------------------------------------------
 

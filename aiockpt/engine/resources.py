@@ -194,6 +194,8 @@ class PoolSizer:
         """Fault in the memory of new chunks with all copy threads, and return the chunks to the pool."""
 
         async def touch(arena: list[Lease]) -> None:
+            for stager in stagers:
+                stager.settle(arena[0].chunk)
             async with anyio.create_task_group() as tasks:
                 for lease in arena:
                     if only_if_idle and self._is_unwanted():  # a save needs the copy threads now

@@ -30,7 +30,7 @@ from typing import Any, Literal, NamedTuple
 from aiockpt.core.wording import some_of
 from aiockpt.errors import LoadError, printable_key
 from aiockpt.format.item.ziparchive import LEGACY_MAGIC, ZIP_MAGIC, FramingError, read_directory
-from aiockpt.format.manifest.manifest import FileFacts, decode_head, is_of_another_save, parts_in
+from aiockpt.format.manifest.manifest import FileFacts, decode_head, is_of_another_save, parts_in, save_id_of
 from aiockpt.format.names import COMMON_NAME, CONFIG_NAME, MANIFEST_NAME, METADATA_NAME, SUFFIX
 
 Format = Literal["aiockpt", "dcp", "safetensors", "torch", ""]
@@ -461,20 +461,22 @@ class Assessment(NamedTuple):
     state: State
     problem: str  # what is wrong
     head: Mapping[str, Any] | None = None  # of its manifest; see `decode_head`
+    save_id: str = ""  # of its manifest; see `save_id_of`
 
 
 def assess(found: Recognised, files: Mapping[str, int], fetch: Fetch) -> Assessment:
     """Read the documents of a checkpoint, and look for the files that they name. A complete one can be opened."""
     problem = found.problem
     if MANIFEST_NAME in files and found.layout:
-        head = decode_head(document(MANIFEST_NAME, files, fetch))
+        manifest = document(MANIFEST_NAME, files, fetch)
+        head = decode_head(manifest)
         listed = None if head is None else facts_in(head)
         if listed is None:
             return Assessment("damaged", f"{MANIFEST_NAME} is damaged")
         problem = problem or wrong_file(listed, files)
         replaced = METADATA_NAME in files and is_of_another_save(listed, document(METADATA_NAME, files, fetch))
         if not problem or not replaced:
-            return Assessment("damaged" if problem else "complete", problem, head)
+            return Assessment("damaged" if problem else "complete", problem, head, save_id_of(manifest))
         problem = ""
     if problem or not found.layout:
         return Assessment(found.state, problem)

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from aiockpt.core.parameters import outer_stacklevel, parameters_of
 from aiockpt.core.wording import time_text
 from aiockpt.engine.facade import CheckpointerBase, EngineAccess
-from aiockpt.errors import AiockptError, CheckpointerClosedError, SaveError, printable_key
+from aiockpt.errors import AiockptError, CheckpointerClosedError, DeleteError, SaveError, printable_key
+from aiockpt.manager.mirror import Mirror, MirrorSettings, Tier
 from aiockpt.manager.policies import (
     Mode,
     SavePolicy,
@@ -42,13 +43,14 @@ from aiockpt.manager.requests import (
 )
 from aiockpt.manager.restoring import Restore
 from aiockpt.manager.retention import Retention
-from aiockpt.manager.scan import RUN_KEY, StepInfo, StepNames, StepScanner
+from aiockpt.manager.scan import RUN_KEY, StepInfo, StepNames
 from aiockpt.options import CheckpointerOptions, SaveOptions
 from aiockpt.telemetry.card import size_text
 
 if TYPE_CHECKING:
     from aiockpt.saving.handle import SaveHandle
-    from aiockpt.storage.base import RunLease
+    from aiockpt.storage.base import RunLease, Storage
+    from aiockpt.telemetry.mirrors import MirrorBacklog
 
 T = TypeVar("T")
 
@@ -85,10 +87,21 @@ class ManagerBase:
         self.writes = options.mode == "write"
         self._names = StepNames(options.names)
         self._locks = self.writes and options.lock
-        self._scanner = StepScanner(self._storage, self.directory, self._names)
+        self._tier = Tier(self._storage, self.directory, self._names)
+        self._scanner = self._tier.scanner
+        self._mirror_tier = self._mirror_of(options)  # on all ranks
+        self._mirror: Mirror | None = None  # of the rank that copies
+        self._mirror_timeout_s, self._is_ephemeral = options.mirror_timeout, options.mirror_ephemeral
+        self._mirror_settings = MirrorSettings(
+            self._keep,
+            self._keep if options.mirror_keep is None else as_policy(options.mirror_keep),
+            options.mirror_every,
+            options.mirror_bandwidth,
+            options.mirror_required,
+            options.lock,
+        )
         self._drain_s = min(in_force.drain_timeout, threading.TIMEOUT_MAX)  # locks refuse infinity
-        scanner = StepScanner(self._storage, self.directory, self._names)  # of its own: it may hang
-        self._retention = Retention(scanner, self._keep, options.on_written, self._storage)
+        self._retention = Retention(self._tier.new_scanner(), self._keep, options.on_written, self._storage)
         self._requests = LastSaveRequests()
         self._lock: RunLease | None = None
         self._is_open = False
@@ -102,6 +115,26 @@ class ManagerBase:
         self._pace = Pace()
         self._calls_left = 1  # until the next exchange with the other ranks
 
+    def _mirror_of(self, options: ManagerOptions) -> Tier | None:
+        """Return the mirror; check its options."""
+        if options.mirror is None:
+            given = [each for each in fields(options) if each.name.startswith("mirror_")]
+            if wrong := [each.name for each in given if getattr(options, each.name) != each.default]:
+                raise ValueError(f"{', '.join(wrong)}: these are for a mirror: pass mirror= as well")
+            return None
+        if options.mirror_every is not None and not isinstance(options.mirror_every, SavePolicy):
+            raise TypeError(f"mirror_every must be a policy such as EverySteps(100), not {options.mirror_every!r}")
+        if options.mirror_bandwidth is not None and not options.mirror_bandwidth > 0:
+            raise ValueError(
+                f"mirror_bandwidth must be positive, in bytes per second, not {options.mirror_bandwidth!r}"
+            )
+        if not options.mirror_timeout > 0:
+            raise ValueError(f"mirror_timeout must be positive, not {options.mirror_timeout!r}")
+        storage, directory = self._access.locate_by_path(options.mirror)
+        if f"{directory}/".startswith(f"{self.directory}/") or f"{self.directory}/".startswith(f"{directory}/"):
+            raise ValueError(f"mirror is {directory}, and the run {self.directory}: one must not be in the other")
+        return Tier(storage, directory, self._names)
+
     # --- waiting, and what rank 0 does for all ranks ----------------------------------------------------------
 
     async def _call(self, method: str, *args: object, **options: object) -> Any:
@@ -109,9 +142,16 @@ class ManagerBase:
         result = getattr(self._checkpointer, method)(*args, **options)
         return await result if self._suspends else result
 
-    async def _inspect(self, path: str) -> Mapping[str, Any]:
+    def _storage_at(self, *, is_mirror: bool) -> Storage:
+        """Return the storage of the run's directory, or of its mirror."""
+        tier = self._mirror_tier if is_mirror else self._tier
+        if tier is None:
+            raise RuntimeError("there is no mirror")
+        return tier.storage
+
+    async def _inspect(self, path: str, storage: Storage) -> Mapping[str, Any]:
         """Open a checkpoint, which checks its structure and the sizes of its files; return the info of each key."""
-        reader: Any = self._checkpointer.open(path)  # type: ignore[attr-defined] # both checkpointers have it
+        reader: Any = self._checkpointer.open(path, storage=storage)  # type: ignore[attr-defined] # both checkpointers have it
         if self._suspends:
             async with reader:
                 return dict(reader)
@@ -163,6 +203,12 @@ class ManagerBase:
             return
         if self.writes:
             await self._led(f"the lock of {self.directory}", self._take_lock)
+        if self.writes and self.leads and self._mirror_tier is not None:
+            self._mirror = Mirror(
+                self._tier, self._mirror_tier, self._mirror_settings, self._access.reports, self._retention
+            )
+            self._retention.attach(self._mirror)
+            self._mirror.poke()  # what an earlier manager has left
         self._is_open = True
 
     async def _take_lock(self) -> None:
@@ -192,19 +238,39 @@ class ManagerBase:
         """Close the checkpointer by a method of it, wait for deletions, and let others write to the run."""
         self._is_closed = True
         try:
-            if self._owns_checkpointer:
-                await self._call(close_checkpointer)
+            await self._finish_mirror()
         finally:
             try:
-                if not self._retention.has_ended:
-                    finished = self._retention.finished()
-                    if self._suspends:  # not in a thread, which would outlive the loop if a deletion hangs
-                        await asyncio.wait([asyncio.wrap_future(finished)], timeout=self._drain_s)
-                    else:
-                        concurrent.futures.wait([finished], self._drain_s)
+                if self._owns_checkpointer:
+                    await self._call(close_checkpointer)
             finally:
-                self._requests.close()
-                await self._run(self._end)
+                try:
+                    if not self._retention.has_ended:
+                        await self._ended(self._retention.finished(), self._drain_s)
+                finally:
+                    self._requests.close()
+                    await self._run(self._end)
+
+    async def _ended(self, future: concurrent.futures.Future[Any], timeout_s: float) -> None:
+        """Wait for the end of a future, whatever it is, for so long at most."""
+        if self._suspends:  # not in a thread, which would outlive the loop if a deletion hangs
+            await asyncio.wait([asyncio.wrap_future(future)], timeout=timeout_s)
+        else:
+            concurrent.futures.wait([future], timeout_s)
+
+    async def _finish_mirror(self) -> None:
+        """Wait for the saves in flight, and until they are mirrored, for `drain_timeout` at most; then stop it."""
+        mirror = self._mirror
+        if mirror is None or self._retention.has_ended:
+            return
+        deadline = time.monotonic() + self._drain_s
+        try:
+            await self._ended(self._retention.finished(), self._drain_s)
+            left = mirror.finish()
+            if left is not None:
+                await self._ended(left, max(0.0, deadline - time.monotonic()))
+        finally:
+            await self._run(mirror.close)
 
     def _end(self) -> None:
         """End the deletions, and let others write to the run. Blocks; idempotent."""
@@ -299,10 +365,11 @@ class ManagerBase:
             self._final = self._begun = None
             self._retention.restored(restored.step)
             if discard_later:
-                await self._led("the later steps", partial(self._run, self._retention.discard, restored.step))
+                await self._led("the later steps", partial(self._run, self._discard, restored.step))
             elif discard_later is None and step != "latest" and self.writes and self.leads:
                 infos = await self._run(partial(self._scanner.scan, lenient=True))
                 latest = max((info.step for info in infos if info.state == "complete"), default=0)
+                latest = max(latest, (self._mirror and self._mirror.backlog.newest) or 0)
                 if latest > restored.step:
                     warnings.warn(
                         f"step {restored.step} of {self.directory} was restored, but a restart takes its latest step, "
@@ -310,6 +377,28 @@ class ManagerBase:
                         stacklevel=outer_stacklevel(),
                     )
         return restored
+
+    def _discard(self, after: int) -> None:
+        """Delete the steps after one, first from the mirror: else a restart would take them from there."""
+        if self._mirror is None:
+            self._retention.discard(after)
+            return
+        try:
+            self._mirror.discard(after)
+        except AiockptError as exc:
+            raise DeleteError(f"step {after} was restored, but the mirror has later ones: {exc}") from exc
+        else:
+            self._retention.discard(after)
+        finally:
+            self._mirror.resume()
+
+    @property
+    def mirror_backlog(self) -> MirrorBacklog | None:
+        """The steps that are not mirrored yet, when they were looked at last; None without a mirror, or not on rank 0.
+
+        Does not block.
+        """
+        return None if self._mirror is None else self._mirror.backlog
 
     # --- saving -------------------------------------------------------------------------------------------------
 
@@ -341,6 +430,8 @@ class ManagerBase:
         handle = start(request.state_dict, self.path_of(step), **options)
         if not handle.skipped:
             self._last_began = time.monotonic()
+        if self._mirror is not None:
+            handle._follow_mirror(self._mirror.promises.make(step, handle))
         self._retention.follow(handle, step, prunes=self.leads)
         self._begun = step, handle
         return handle
@@ -405,7 +496,7 @@ class ManagerBase:
                     "the last save of %s, at step %d, is not begun: it would take about %.1f s, longer than the notice",
                     self.directory,
                     step,
-                    self._retention.expected_s(),
+                    self._expected_s(),
                 )
             return answer.is_due
         return is_due or answer.is_due
@@ -415,7 +506,7 @@ class ManagerBase:
         is_alone = self._access.world_size == 1
         began = time.monotonic()
         calls = 1 if is_alone or not self.leads else self._pace.begin(began)
-        by_facts, expected_s = self._by_facts.is_due(facts), self._retention.expected_s()
+        by_facts, expected_s = self._by_facts.is_due(facts), self._expected_s()
         answer = partial(decide, is_due=by_facts, expected_s=expected_s, calls=calls)
         if is_alone:
             return answer([mine])
@@ -423,6 +514,11 @@ class ManagerBase:
         if self.leads:
             self._pace.end(time.monotonic() - began)
         return agreed
+
+    def _expected_s(self) -> float:
+        """Return the expected seconds until a save that begins now would survive what is announced."""
+        mirror = self._mirror if self._is_ephemeral else None
+        return self._retention.expected_s() + (0.0 if mirror is None else mirror.expected_s())
 
     @property
     def stopping(self) -> bool:
@@ -470,7 +566,10 @@ class ManagerBase:
     def _repr_html_(self) -> str:
         """Return a table of the steps for notebooks, as this rank sees the directory. Blocks to read it."""
         infos = self._scanner.scan()
-        return _html_table(repr(self)[1:-1], infos, select(self._keep, infos, time.time()), self._retention.pinned)
+        mirror = self._mirror
+        there = None if mirror is None else {info.step: mirror.state_of(info) for info in infos}
+        kept = select(self._keep, infos, time.time())
+        return _html_table(repr(self)[1:-1], infos, kept, self._retention.pinned, there)
 
 
 def of_rank_0(values: Sequence[Any]) -> Any:
@@ -494,15 +593,20 @@ def _checkpointer_of(options: ManagerOptions, kind: type[CheckpointerBase]) -> C
 
 
 def _html_table(
-    title: str, infos: Sequence[StepInfo], kept: Mapping[int, Sequence[str]], pinned: Collection[int]
+    title: str,
+    infos: Sequence[StepInfo],
+    kept: Mapping[int, Sequence[str]],
+    pinned: Collection[int],
+    there: Mapping[int, str] | None,
 ) -> str:
-    """Return a table of the last steps: state, size, time, metrics, and the policies that keep each."""
+    """Return a table of the last steps: state, size, time, metrics, the policies that keep each, and the mirror."""
     metrics = sorted({name for info in infos for name in info.metrics})
     rows = [_row(info, metrics, kept, pinned) for info in infos[-_SHOWN:]]
-    head = "".join(
-        f"<th>{html.escape(printable_key(name))}</th>"
-        for name in ("step", "state", "size", "saved", *metrics, "kept by")
-    )
+    titles = ["step", "state", "size", "saved", *metrics, "kept by"]
+    if there is not None:
+        titles.append("mirror")
+        rows = [[*row, there[info.step]] for row, info in zip(rows, infos[-_SHOWN:], strict=True)]
+    head = "".join(f"<th>{html.escape(printable_key(name))}</th>" for name in titles)
     body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     earlier = f"<p>and {len(infos) - len(rows)} earlier ones</p>" if len(infos) > len(rows) else ""
     return f"<p><b>{html.escape(printable_key(title))}</b></p><table><tr>{head}</tr>{body}</table>{earlier}"

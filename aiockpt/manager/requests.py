@@ -41,6 +41,17 @@ class ManagerOptions(CheckpointerOptions):
         lock: whether the run has one manager that writes. False: something else sees to it that only one does.
         on_written: a function that is called with each step that is written, and its SaveResult; in a thread of the
             manager, before steps are deleted. Closing waits for it. An error of it is logged.
+        mirror: a second directory, or a URL, to which the steps are copied when they are written, behind; see
+            `SaveHandle.mirrored`. `restore` takes the newest step of both. None: there is none.
+        mirror_keep: the steps to keep there. None: as ``keep``.
+        mirror_every: the steps to copy, by a policy such as ``EverySteps(1000)``. None: all that both ``keep`` and
+            ``mirror_keep`` keep; when copying is behind, steps that they no longer keep are left out.
+        mirror_bandwidth: the most bytes per second that are copied; None: no limit.
+        mirror_timeout: seconds that `restore` waits for the list of the mirror's steps.
+        mirror_required: whether steps that ``mirror_keep`` keeps stay until they are copied, even if the disk gets
+            full meanwhile.
+        mirror_ephemeral: whether the run's directory is lost with the node, so that the notice of `on_signal` has to
+            last until the last save is mirrored, not only written.
         checkpointer: a checkpointer to save and load with, which is not closed with the manager. None: the manager
             makes one with the options that are given, and closes it.
     """
@@ -52,6 +63,13 @@ class ManagerOptions(CheckpointerOptions):
     names: str = field(default="step-{:08d}", kw_only=True)
     lock: bool = field(default=True, kw_only=True)
     on_written: Callable[[int, SaveResult], object] | None = field(default=None, kw_only=True)
+    mirror: Path | None = field(default=None, kw_only=True)
+    mirror_keep: KeepPolicy | Iterable[KeepPolicy] | None = field(default=None, kw_only=True)
+    mirror_every: SavePolicy | None = field(default=None, kw_only=True)
+    mirror_bandwidth: float | None = field(default=None, kw_only=True)
+    mirror_timeout: float = field(default=10.0, kw_only=True)
+    mirror_required: bool = field(default=False, kw_only=True)
+    mirror_ephemeral: bool = field(default=False, kw_only=True)
     checkpointer: CheckpointerBase | None = field(default=None, kw_only=True)
 
 
@@ -143,7 +161,8 @@ class Restored:
         path: its directory.
         metrics: the metrics that were saved with it.
         metadata: the other metadata that was saved with it.
-        skipped: the damaged steps that were passed over, newest first.
+        skipped: the damaged steps that were passed over, newest first; also a damaged copy of this one.
+        repaired: the files of this step that were read from the mirror, as those of the run's directory are damaged.
     """
 
     step: int
@@ -151,6 +170,7 @@ class Restored:
     metrics: Mapping[str, float]
     metadata: Mapping[str, Any] = field(default_factory=dict, repr=False)
     skipped: tuple[SkippedStep, ...] = ()
+    repaired: tuple[str, ...] = ()
 
 
 def check_step(step: object) -> int:

@@ -20,9 +20,12 @@ from aiockpt.errors import (
 )
 from aiockpt.manager.policies import Mode, ranked
 from aiockpt.manager.requests import Restored, RestoreRequest, SkippedStep, StepChoice
+from aiockpt.manager.tiers import copies_in_order
 from aiockpt.reading.info import TensorInfo
+from aiockpt.storage.patched import PatchedStorage
 
 if TYPE_CHECKING:
+    from aiockpt.core.futures import Call
     from aiockpt.manager.base import ManagerBase
     from aiockpt.manager.scan import StepInfo
     from aiockpt.storage.base import Stamp, Storage
@@ -40,6 +43,30 @@ class _Gone:
 
     path: str
     touched_by: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Listed:
+    """A copy of a step, and its stamp, which changes if it is replaced."""
+
+    info: StepInfo
+    stamp: Stamp | None
+    is_mirror: bool
+
+    def is_copy_of(self, other: _Listed) -> bool:
+        """Return whether another one, of the mirror, has the same bytes as this one of the run's directory."""
+        ids = {self.info.save_id, other.info.save_id}
+        is_one = self.info.step == other.info.step and len(ids) == 1 and "" not in ids
+        return is_one and other.is_mirror and not self.is_mirror
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a step is read; ``repaired`` are the files that the mirror has to give."""
+
+    storage: Storage
+    path: str
+    repaired: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +93,8 @@ class Restore:
         for _ in range(_MOST_LISTS):
             listed = await run._led(f"the steps of {run.directory}", partial(run._run, self._listed))
             with contextlib.ExitStack() as reading:
-                for info, _ in listed:  # an older one may be needed to undo the load of a newer one
-                    reading.enter_context(run._retention.reading(info.step))
+                for each in listed:  # an older one may be needed to undo the load of a newer one
+                    reading.enter_context(run._retention.reading(each.info.step))
                 found = await self._try(listed, touched_by)
             if not isinstance(found, _Gone):
                 return found
@@ -77,55 +104,104 @@ class Restore:
             f"the run keep more of them{_touched(touched_by)}"
         )
 
-    async def _try(self, listed: Sequence[tuple[StepInfo, Stamp | None]], touched_by: str) -> Restored | _Gone | None:
+    async def _try(self, listed: Sequence[_Listed], touched_by: str) -> Restored | _Gone | None:
         run = self.manager
-        infos = [info for info, _ in listed]
-        skipped: list[tuple[StepInfo, LoadError]] = []
-        for at, (info, own) in enumerate(listed):
+        skipped: list[tuple[_Listed, LoadError]] = []
+        for at, each in enumerate(listed):
+            has_copy = at + 1 < len(listed) and each.is_copy_of(listed[at + 1])
+            place = _Place(run._storage_at(is_mirror=each.is_mirror), each.info.path)
             try:
-                judge = partial(self._judge, infos[at:], bool(touched_by))
-                await run._led(f"the load of {info.path}", judge)
-                await run._call("load", info.path, self.request.state_dict, **self.request.load_options())
-            except (CorruptCheckpointError, CheckpointNotFoundError) as exc:
-                if isinstance(exc, CorruptCheckpointError):
+                if skipped and at and listed[at - 1].is_copy_of(each) and skipped[-1][0] is listed[at - 1]:
+                    place = await self._patched(listed[at - 1], each)
+                judge = partial(self._judge, place, listed[at + 1 :], bool(touched_by))
+                await run._led(f"the load of {each.info.path}", judge)
+                options = self.request.load_options()
+                await run._call("load", place.path, self.request.state_dict, storage=place.storage, **options)
+            except LoadError as exc:
+                is_damaged = isinstance(exc, CorruptCheckpointError | CheckpointNotFoundError)
+                if not is_damaged and not (has_copy and type(exc) is LoadError):  # unreadable, but there is a copy
+                    _note(exc, touched_by)
+                    raise
+                if not isinstance(exc, CheckpointNotFoundError):
                     filled = bool(exc.placed or exc.partly_placed)
                     if await run._agree("the end of a failed restore", filled, any):
-                        touched_by = info.path
-                is_gone = partial(run._run, _is_gone, run._storage, info.path, own)
-                if await run._led(f"the place of {info.path}", is_gone):
-                    return _Gone(info.path, touched_by)
-                if isinstance(self.choice, int):
+                        touched_by = each.info.path
+                is_gone = partial(run._run, _is_gone, run._storage_at(is_mirror=each.is_mirror), each)
+                if await run._led(f"the place of {each.info.path}", is_gone):
+                    return _Gone(each.info.path, touched_by)
+                if isinstance(self.choice, int) and at + 1 == len(listed):
                     raise
-                skipped.append((info, exc))
+                skipped.append((each, exc))
                 continue
             except BaseException as exc:
-                if touched_by:
-                    exc.add_note(f"tensors were filled by the load of {touched_by}, which failed")
+                _note(exc, touched_by)
                 raise
             moved = await run._led("the damaged steps", partial(self._set_aside, skipped))
             if moved and run.leads:
-                self._warn(info, moved)
-            return Restored(info.step, info.path, info.metrics, info.metadata, moved)
-        damaged = [(info, error) for info, error in skipped if isinstance(error, CorruptCheckpointError)]
+                self._warn(each, moved)
+            info = each.info
+            return Restored(info.step, info.path, info.metrics, info.metadata, moved, place.repaired)
+        damaged = [(each.info, error) for each, error in skipped if isinstance(error, CorruptCheckpointError)]
         if damaged:
             raise _nothing_left(run.directory, damaged, touched_by)
         if touched_by:
             raise CheckpointNotFoundError(f"{run.directory} has no step any more{_touched(touched_by)}")
         return None
 
+    async def _patched(self, damaged: _Listed, copy: _Listed) -> _Place:
+        """Return the damaged copy of a step, with those files of the mirror that it has damaged: all ranks the same."""
+        run = self.manager
+        names = await run._led(f"the damage of {damaged.info.path}", partial(self._damaged_files, damaged))
+        mirror = run._storage_at(is_mirror=True)
+        if not names:
+            return _Place(mirror, copy.info.path)
+        patched = PatchedStorage(run._storage_at(is_mirror=False), mirror, copy.info.path, names)
+        return _Place(patched, damaged.info.path, names)
+
     # --- on rank 0 --------------------------------------------------------------------------------------
 
-    def _listed(self) -> list[tuple[StepInfo, Stamp | None]]:
-        """Return the steps to try, each with its stamp, which changes if the step is replaced."""
-        return [(info, self.manager._scanner.stamp(info.path)) for info in self._candidates()]
+    def _listed(self) -> list[_Listed]:
+        """Return the copies of steps to try, the preferred one first."""
+        run, choice = self.manager, self.choice
+        tier = run._mirror_tier
+        scanner = None if tier is None else tier.new_scanner()  # of its own: it may hang
+        looking = None
+        if scanner is not None and tier is not None:
+            scan = scanner.scan
+            looking = run._access.call(lambda tools: tools.workers.run(scan), f"list {tier.directory}")
+        try:
+            infos = run._scanner.scan(lenient=choice != "best")  # the load raises why a step can't be read
+        except OSError as exc:
+            raise AiockptError(f"the run {run.directory} can't be read: {exc}") from exc
+        mirror = () if looking is None else self._mirrored(looking, infos)
+        found = []
+        for copy in copies_in_order(infos, mirror, self._chosen):
+            at = scanner if copy.is_mirror and scanner is not None else run._scanner
+            found.append(_Listed(copy.info, at.stamp(copy.info.path), copy.is_mirror))
+        return found
 
-    def _candidates(self) -> Sequence[StepInfo]:
+    def _mirrored(self, looking: Call[tuple[StepInfo, ...]], infos: Sequence[StepInfo]) -> Sequence[StepInfo]:
+        """Return the steps of the mirror; none, with a warning, if it can't be reached but the run has steps itself."""
+        run = self.manager
+        try:
+            return looking.completion.result(run._mirror_timeout_s)
+        except (OSError, AiockptError) as exc:  # a TimeoutError is an OSError
+            looking.cancel()
+            has_it = [
+                info for info in infos if info.state == "complete" and self.choice in (info.step, "latest", "best")
+            ]
+            where = "" if run._mirror_tier is None else run._mirror_tier.directory
+            if not has_it:
+                raise LoadError(
+                    f"the mirror {where} can't be read, and {run.directory} has no such step: {exc}. Nothing was "
+                    "restored: try again, or pass mirror=None to begin without it"
+                ) from exc
+            logger.warning("the mirror %s can't be read, so its steps are left out: %s", where, exc)
+            return ()
+
+    def _chosen(self, infos: Sequence[StepInfo]) -> Sequence[StepInfo]:
         """Return the steps to try, the preferred one first."""
         directory, choice = self.manager.directory, self.choice
-        try:
-            infos = self.manager._scanner.scan(lenient=choice != "best")  # the load raises why a step can't be read
-        except OSError as exc:
-            raise AiockptError(f"the run {directory} can't be read: {exc}") from exc
         if choice == "latest":
             return infos[::-1]
         if choice == "best":
@@ -138,25 +214,35 @@ class Restore:
             raise CheckpointNotFoundError(f"there is no step {choice} in {directory}")
         return found
 
-    async def _judge(self, infos: Sequence[StepInfo], is_touched: bool) -> None:
-        """Check the first step as far as it must be before the load; raise CorruptCheckpointError if it is damaged."""
-        first, *older = infos
-        found = await self.manager._inspect(first.path)
+    async def _damaged_files(self, damaged: _Listed) -> tuple[str, ...]:
+        """Return the files of a copy that are damaged or can't be read; none if that can't be said of single files."""
+        try:
+            storage = self.manager._storage_at(is_mirror=False)
+            report: VerifyReport = await self.manager._call("verify", damaged.info.path, storage=storage)
+        except LoadError:
+            return ()
+        names = {problem.file for problem in report.errors}
+        return () if "" in names else tuple(sorted(names))
+
+    async def _judge(self, place: _Place, older: Sequence[_Listed], is_touched: bool) -> None:
+        """Check a step as far as it must be before the load; raise CorruptCheckpointError if it is damaged."""
+        found = await self.manager._inspect(place.path, place.storage)
         if self.request.verify == "while":
             return
         if self.request.verify == "auto" and not is_touched and await self._can_be_undone(found, older):
             return
-        report: VerifyReport = await self.manager._call("verify", first.path)
+        report: VerifyReport = await self.manager._call("verify", place.path, storage=place.storage)
         unreadable = [problem for problem in report.errors if problem.kind == "unreadable"]
         if unreadable:  # the disk or a server failed, which does not prove that the checkpoint is damaged
-            raise LoadError(f"{first.path} can't be read: {unreadable[0]}; nothing was changed")
+            raise LoadError(f"{place.path} can't be read: {unreadable[0]}; nothing was changed")
         report.raise_if_bad()
 
-    async def _can_be_undone(self, found: Mapping[str, Any], older: Sequence[StepInfo]) -> bool:
+    async def _can_be_undone(self, found: Mapping[str, Any], older: Sequence[_Listed]) -> bool:
         """Return whether the next older step that opens would overwrite every tensor that this one fills."""
-        for info in older:
+        for each in older:
             try:
-                below = await self.manager._inspect(info.path)
+                storage = self.manager._storage_at(is_mirror=each.is_mirror)
+                below = await self.manager._inspect(each.info.path, storage)
             except (CorruptCheckpointError, CheckpointNotFoundError):
                 continue
             except LoadError:  # it may be sound, but can't be read now
@@ -164,20 +250,21 @@ class Restore:
             return _covers(below, found)
         return False
 
-    async def _set_aside(self, skipped: Sequence[tuple[StepInfo, LoadError]]) -> tuple[SkippedStep, ...]:
-        """Rename the damaged steps, as an older one was restored in their place."""
+    async def _set_aside(self, skipped: Sequence[tuple[_Listed, LoadError]]) -> tuple[SkippedStep, ...]:
+        """Rename the damaged steps of the run's directory, as an older one, or a copy, was restored in their place."""
         found = []
-        for info, error in skipped:
-            path = info.path
-            if self.manager.writes and isinstance(error, CorruptCheckpointError):
+        for each, error in skipped:
+            path = each.info.path
+            if self.manager.writes and isinstance(error, CorruptCheckpointError) and not each.is_mirror:
                 path = await self.manager._run(set_aside, self.manager._storage, path)
-            found.append(SkippedStep(info.step, path, str(error)))
+            found.append(SkippedStep(each.info.step, path, str(error)))
         return tuple(found)
 
-    def _warn(self, info: StepInfo, skipped: tuple[SkippedStep, ...]) -> None:
+    def _warn(self, restored: _Listed, skipped: tuple[SkippedStep, ...]) -> None:
         what = "; ".join(f"step {each.step}, which is now {each.path} ({each.reason})" for each in skipped)
         what = what.replace(self.manager._storage.below(self.manager.directory, ""), "")
-        message = f"the run goes on from step {info.step} of {self.manager.directory}: {what}"
+        by = f", of which {restored.info.path} is a copy" if restored.is_mirror else ""
+        message = f"the run goes on from step {restored.info.step} of {self.manager.directory}{by}: {what}"
         warnings.warn(DamagedCheckpointWarning(message, skipped), stacklevel=outer_stacklevel())
 
 
@@ -196,10 +283,10 @@ def set_aside(storage: Storage, path: str) -> str:
         return path
 
 
-def _is_gone(storage: Storage, path: str, own: Stamp | None) -> bool:
+def _is_gone(storage: Storage, listed: _Listed) -> bool:
     """Return whether a step was deleted or replaced since it was listed."""
-    now = storage.stamp(path)  # if none, though it is there, listing it again finds that out
-    return now is None or now != own
+    now = storage.stamp(listed.info.path)  # if none, though it is there, listing it again finds that out
+    return now is None or now != listed.stamp
 
 
 def _covers(below: Mapping[str, Any], above: Mapping[str, Any]) -> bool:
@@ -211,6 +298,11 @@ def _covers(below: Mapping[str, Any], above: Mapping[str, Any]) -> bool:
         elif type(other) is not type(info):  # also if it is not there: its load raises, and leaves what was filled
             return False
     return True
+
+
+def _note(error: BaseException, touched_by: str) -> None:
+    if touched_by:
+        error.add_note(f"tensors were filled by the load of {touched_by}, which failed")
 
 
 def _touched(by: str) -> str:

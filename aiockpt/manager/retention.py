@@ -20,6 +20,7 @@ from aiockpt.sync_checkpointer import SyncCheckpointer
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
+    from aiockpt.manager.mirror import Mirror
     from aiockpt.manager.scan import StepScanner
     from aiockpt.saving.handle import SaveHandle
     from aiockpt.storage.base import Storage
@@ -64,6 +65,7 @@ class Retention:
         self._last: int | None = None  # the step that was written last, or restored
         self._written_s: deque[float] = deque(maxlen=_REMEMBERED)
         self._in_flight: dict[int, tuple[int, float]] = {}  # step and beginning of saves, by the id of the handle
+        self._mirror: Mirror | None = None
 
     # --- from the caller's thread -----------------------------------------------------------------------
 
@@ -75,6 +77,17 @@ class Retention:
             self._thread.submit(self._follow, handle, step, prunes)
         except RuntimeError as exc:  # the save goes on all the same
             logger.warning("no thread could be started to follow the save of %s: %s", handle.path, exc)
+
+    def attach(self, mirror: Mirror) -> None:
+        """Report to a mirror which steps are written, and keep those that it copies."""
+        self._mirror = mirror
+
+    def again(self) -> None:
+        """Delete what is no longer kept, as a step is free again; does not block."""
+        last = self._last
+        if last is not None and self._keep is not None:
+            with contextlib.suppress(RuntimeError):  # the thread has ended: the next run does it
+                self._thread.submit(self._prune_safely, last)
 
     def restored(self, step: int) -> None:
         with self._lock:
@@ -114,6 +127,12 @@ class Retention:
         finally:
             with self._lock:
                 self._held[step] -= 1
+
+    @property
+    def essential(self) -> set[int]:
+        """The steps that are pinned, and the one that was written last, or restored."""
+        with self._lock:
+            return self._pinned | (set() if self._last is None else {self._last})
 
     @property
     def pinned(self) -> frozenset[int]:
@@ -160,12 +179,23 @@ class Retention:
                 if result is not None and is_here:
                     self._written_s.append(result.written_s)
                     self._last = step
+            if self._mirror is not None:  # before anything is deleted
+                self._mirror.note_end(step, handle.written._exception, "" if is_here or result is None else result.path)
             if result is not None and self._on_written is not None:
                 self._call_on_written(step, result)
-            if is_here and prunes:
-                self._prune(step)
         except Exception:
-            logger.exception("what is no longer kept beside %s was not deleted; the next save tries again", handle.path)
+            logger.exception("the end of the save of %s was not followed", handle.path)
+        else:
+            if is_here and prunes:
+                self._prune_safely(step)
+
+    def _prune_safely(self, written: int) -> None:
+        try:
+            self._prune(written)
+        except Exception:
+            logger.exception(
+                "what is no longer kept beside step %d was not deleted; the next save tries again", written
+            )
 
     def _call_on_written(self, step: int, result: SaveResult) -> None:
         try:
@@ -180,8 +210,8 @@ class Retention:
         infos = self._scanner.scan(lenient=True)  # what can't be read stays
         if not any(info.step == written and info.state == "complete" for info in infos):
             return  # it was moved away, or the file system does not show it yet
-        for info in to_delete(self._keep, infos, time.time(), self._protected()):
-            if info.step in self._protected():  # pinned, opened or saved again meanwhile
+        for info in to_delete(self._keep, infos, time.time(), self.protected()):
+            if info.step in self.protected():  # pinned, opened or saved again meanwhile
                 continue
             try:
                 self._deleter.delete(info.path)
@@ -190,8 +220,10 @@ class Retention:
             except AiockptError as exc:
                 logger.warning("step %d is no longer kept, but stays until the next save: %s", info.step, exc)
 
-    def _protected(self) -> set[int]:
+    def protected(self) -> set[int]:
+        """Return the steps that must not be deleted now."""
+        copied = set() if self._mirror is None else self._mirror.held()
         with self._lock:
             held = {step for step, count in self._held.items() if count > 0}
             written = {step for step, _ in self._in_flight.values()}  # they replace what is there
-            return held | written | self._pinned | (set() if self._last is None else {self._last})
+            return copied | held | written | self._pinned | (set() if self._last is None else {self._last})

@@ -65,6 +65,7 @@ class StepInfo:
         metrics: the metrics that were saved with it.
         metadata: the other metadata that was saved with it.
         problem: why it is not complete; empty if it is.
+        save_id: the same for all copies of it, and for nothing else; empty if it has no manifest, or a damaged one.
     """
 
     step: int
@@ -75,6 +76,7 @@ class StepInfo:
     metrics: Mapping[str, float] = field(default_factory=dict)
     metadata: Mapping[str, Any] = field(default_factory=dict, repr=False)
     problem: str = ""
+    save_id: str = field(default="", repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,10 +236,10 @@ def examine(listing: Listing, step: int = NO_STEP, *, counts: bool = False) -> t
     if listing.folders and ((counts and not found.layout) or depends_on_below(found, files, listing.folders)):
         listing.list_below()
         found = recognise(files, fetch)
-    state, problem, head = assess(found, files, fetch)
+    state, problem, head, save_id = assess(found, files, fetch)
     if not found.layout:
         state, problem = "unfinished", problem or f"it has neither {MANIFEST_NAME} nor {METADATA_NAME}"
-    info = StepInfo(step, listing.path, state, sum(files.values()), listing.changed_s, problem=problem)
+    info = StepInfo(step, listing.path, state, sum(files.values()), listing.changed_s, problem=problem, save_id=save_id)
     return found, info if head is None else _with_facts(info, head)
 
 

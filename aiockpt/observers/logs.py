@@ -11,6 +11,7 @@ from aiockpt.telemetry.observer import CallEvent, Observer, SaveEvent
 
 if TYPE_CHECKING:
     from aiockpt.telemetry.loads import LoadResult
+    from aiockpt.telemetry.mirrors import MirrorBacklog, MirrorResult
     from aiockpt.telemetry.saves import SaveResult
 
 
@@ -74,6 +75,18 @@ class LoggingObserver(Observer):
             return
         took = time_text(event.elapsed_s)
         self._log(self._level, "deleted", "deleted %s in %s", event.path, took, seconds=event.elapsed_s)
+
+    def mirrored(self, event: CallEvent, result: MirrorResult | None, backlog: MirrorBacklog) -> None:
+        """Log size, time and what is left, or the error."""
+        left = {"backlog_steps": len(backlog.steps), "backlog_bytes": backlog.nbytes}
+        if result is None:
+            text = "%s was not mirrored: %s"
+            self._log(logging.WARNING, "mirrored", text, event.path, event.error, seconds=event.elapsed_s, **left)
+            return
+        size, took = size_text(result.nbytes), time_text(result.mirrored_s)
+        figures = {"bytes": result.nbytes, "sent_bytes": result.sent_bytes, "seconds": result.mirrored_s, **left}
+        text = "mirrored %s: %s in %s; %d steps are left"
+        self._log(self._level, "mirrored", text, event.path, size, took, len(backlog.steps), **figures)
 
     def _log(self, level: int, name: str, text: str, path: str, *args: object, **figures: float) -> None:
         shown = [printable(str(value)) if isinstance(value, BaseException) else value for value in args]

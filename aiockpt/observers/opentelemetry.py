@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Span, TracerProvider
 
     from aiockpt.telemetry.loads import LoadResult
+    from aiockpt.telemetry.mirrors import MirrorBacklog, MirrorResult
     from aiockpt.telemetry.saves import SaveResult
     from aiockpt.telemetry.timeline import Timed
 
@@ -54,6 +55,8 @@ class OpenTelemetryObserver(Observer):
         self._read = meter.create_counter("aiockpt.load.io", "By", "Bytes that loads have read")
         self._loaded = meter.create_histogram("aiockpt.load.duration", "s", "Until everything was loaded")
         self._deletions = meter.create_counter("aiockpt.deletions", "{deletion}", "Deletions that have ended")
+        self._mirrors = meter.create_counter("aiockpt.mirrors", "{step}", "Attempts to mirror a step that have ended")
+        self._mirrored = meter.create_counter("aiockpt.mirror.io", "By", "Bytes that were sent to mirrors")
         self._spans: dict[int, tuple[Span, float]] = {}  # with the times at which they began, as of time.time
 
     # --- saves --------------------------------------------------------------------------------------
@@ -124,6 +127,17 @@ class OpenTelemetryObserver(Observer):
         outcome = "done" if event.error is None else "failed"
         self._deletions.add(1, {"aiockpt.outcome": outcome})
         span = self._begin("aiockpt.delete", event, event.time - event.elapsed_s)
+        self._close(span, event.time, outcome, event.error)
+
+    def mirrored(self, event: CallEvent, result: MirrorResult | None, backlog: MirrorBacklog) -> None:
+        """Make a span."""
+        outcome = "failed" if result is None else "done"
+        self._mirrors.add(1, {"aiockpt.outcome": outcome})
+        span = self._begin("aiockpt.mirror", event, event.time - event.elapsed_s)
+        if result is not None:
+            self._mirrored.add(result.sent_bytes)
+            span.set_attribute("aiockpt.bytes", result.nbytes)
+        span.set_attribute("aiockpt.backlog", len(backlog.steps))
         self._close(span, event.time, outcome, event.error)
 
     # --- spans --------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
     from aiockpt.telemetry.loads import LoadResult
+    from aiockpt.telemetry.mirrors import MirrorBacklog, MirrorResult
     from aiockpt.telemetry.saves import SaveResult
 
 _SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
@@ -63,11 +64,19 @@ class PrometheusObserver(Observer):
         self._loaded = histogram("load_seconds", "From the call of load until everything was loaded")
         self._read_bytes = counter("loaded_bytes_total", "Bytes that loads have read")
         self._deletions = counter("deletions_total", "Deletions that have ended, by outcome", "outcome")
+        self._mirrors = counter("mirrors_total", "Attempts to mirror a step that have ended, by outcome", "outcome")
+        self._mirrored_bytes = counter("mirrored_bytes_total", "Bytes that were sent to mirrors")
+        self._backlog = gauge("mirror_backlog_steps", "Steps that the mirror lacks and will get")
+        self._backlog_bytes = gauge("mirror_backlog_bytes", "Bytes of the files of these steps")
+        self._mirror_time = gauge(
+            "mirror_newest_timestamp_seconds", "When the mirror's newest step was saved, Unix time"
+        )
         for outcome in _OUTCOMES:  # present from the beginning, so that a rate sees the first failure
             self._saves.labels(outcome)
         for outcome in ("done", "failed"):
             self._loads.labels(outcome)
             self._deletions.labels(outcome)
+            self._mirrors.labels(outcome)
         # By number, which is unique in the process: the observer may belong to several checkpointers.
         self._running: set[int] = set()
 
@@ -117,3 +126,11 @@ class PrometheusObserver(Observer):
     def deleted(self, event: CallEvent) -> None:
         """Count it."""
         self._deletions.labels("done" if event.error is None else "failed").inc()
+
+    def mirrored(self, event: CallEvent, result: MirrorResult | None, backlog: MirrorBacklog) -> None:
+        """Count it, and measure what is left."""
+        self._mirrors.labels("failed" if result is None else "done").inc()
+        self._mirrored_bytes.inc(0 if result is None else result.sent_bytes)
+        self._backlog.set(len(backlog.steps))
+        self._backlog_bytes.set(backlog.nbytes)
+        self._mirror_time.set(backlog.newest_time)

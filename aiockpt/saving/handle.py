@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from aiockpt.core.futures import Completion
 from aiockpt.core.threads import Origin, check_asyncio
+from aiockpt.errors import AiockptError
 from aiockpt.telemetry.progress import ProgressEvent, SavePhase, outcome_of
 from aiockpt.telemetry.saves import SaveResult
 
 if TYPE_CHECKING:
     from aiockpt.saving.job import SaveJob
+    from aiockpt.telemetry.mirrors import MirrorResult
 
 SaveState = Literal["waiting", SavePhase, "skipped", "cancelled", "failed"]
 
@@ -37,6 +39,7 @@ class SaveHandle(Awaitable[SaveResult]):
         self.path = path
         self.staged: Completion[None] = Completion(f"`staged` of {path}", origin, listener=job)
         self.written: Completion[SaveResult] = Completion(f"`written` of {path}", origin, listener=job)
+        self._mirrored: Completion[MirrorResult] | None = None
         self._origin = origin
         self._job = job
         self._started = started
@@ -61,6 +64,24 @@ class SaveHandle(Awaitable[SaveResult]):
 
     def __iter__(self) -> Iterator[Completion[Any]]:
         return iter((self.staged, self.written))
+
+    @property
+    def mirrored(self) -> Completion[MirrorResult]:
+        """Completes when the step is durable in the run's mirror too; on rank 0, of a save of a manager with a mirror.
+
+        An error of the mirror is raised here alone. While the mirror can't be reached, this waits for it, until the
+        manager is closed.
+
+        Raises:
+            AiockptError: there is no mirror, or this is not rank 0.
+        """
+        if self._mirrored is None:
+            raise AiockptError(f"{self.path} has no `mirrored`: only rank 0 of a manager with mirror= knows that")
+        return self._mirrored
+
+    def _follow_mirror(self, mirrored: Completion[MirrorResult]) -> None:
+        """Set what `mirrored` returns; for a manager, before the caller has the handle."""
+        self._mirrored = mirrored
 
     @property
     def state(self) -> SaveState:

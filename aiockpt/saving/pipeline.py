@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import inspect
 import logging
+import math
 import pickle
 import time
 from collections.abc import Awaitable, Callable
@@ -31,23 +32,27 @@ from aiockpt.planning.dcp_plan import DcpFormat, DcpPlan
 from aiockpt.planning.encoding import codings_of
 from aiockpt.saving.staging_session import Leases, StagerRouter, StagingChunk
 from aiockpt.saving.strategy import AppendSave, LocalSave, SaveStrategy
-from aiockpt.staging.base import Done, LayoutMismatchError
+from aiockpt.staging.base import Fill, LayoutMismatchError
 from aiockpt.telemetry.progress import ProgressEvent, SavePhase
 from aiockpt.telemetry.timeline import Recording
 from aiockpt.writing.file_writer import CommitInputs, FileWriter, FilledChunk, WriterThreads
 from aiockpt.writing.process.error_transport import as_save_error
 
 if TYPE_CHECKING:
+    from anyio.streams.memory import MemoryObjectReceiveStream
+
     from aiockpt.engine.resources import EngineResources
     from aiockpt.options import CommitHook
     from aiockpt.planning.layout import FileImage
     from aiockpt.planning.planner import SavePlan
     from aiockpt.saving.job import SaveJob
+    from aiockpt.staging.pool import Lease
     from aiockpt.telemetry.saves import SaveResult
     from aiockpt.writing.process.client import RemoteWriter
 
     Writer = FileWriter | RemoteWriter
-    Fill = Callable[[SavePlan, Writer], Awaitable[None]]
+    FillWriter = Callable[[SavePlan, Writer], Awaitable[None]]
+    Put = Callable[[StagingChunk], Awaitable[None]]
 
 logger = logging.getLogger("aiockpt")
 
@@ -73,6 +78,7 @@ class SavePipeline:
     """One save, from its snapshot to its result."""
 
     _strategy: SaveStrategy  # since it runs
+    _share_of_pool: int  # of one file that is being staged, in chunks
 
     def __init__(self, job: SaveJob, tools: EngineResources) -> None:
         self._job = job
@@ -158,7 +164,7 @@ class SavePipeline:
         self._report("planned")
         return await self._write_and_commit(plan, self._stage)
 
-    async def _write_and_commit(self, plan: SavePlan, fill: Fill) -> SaveResult:
+    async def _write_and_commit(self, plan: SavePlan, fill: FillWriter) -> SaveResult:
         """Write all files and publish them, or remove them. Every save takes this course.
 
         ``fill`` puts every chunk to the writer: from the tensors, or from staging memory that was kept.
@@ -297,6 +303,7 @@ class SavePipeline:
         turn = anyio.Semaphore(self._tools.io_workers.count)
         pool = self._tools.pool
         chunks = sum(max(1, -(-image.nbytes // pool.chunk_bytes)) for image in layout.images)
+        self._share_of_pool = max(1, pool.in_reach // max(1, min(len(layout.images), self._tools.io_workers.count)))
         self._keeps_chunks = job.spec.fallback is not None and pool.in_reach >= chunks
         async with anyio.create_task_group() as tasks:
             writer.start(tasks)
@@ -320,38 +327,56 @@ class SavePipeline:
         put = partial(self._put, writer, number)
         try:
             async with turn:
-                await self._fill_chunks(image, router, put)
+                if not router.is_async:
+                    await self._fill_chunks(image, router, put, at_once=1)
+                    return
+                # In a task of its own, copies are awaited while further ones are enqueued: as far as there are chunks,
+                # a fence has to wait for no copy.
+                issued, copied = anyio.create_memory_object_stream[StagingChunk](math.inf)
+
+                async def pass_on(chunk: StagingChunk) -> None:
+                    with contextlib.suppress(anyio.BrokenResourceError):  # the other task has failed, which ends this
+                        issued.send_nowait(chunk)
+
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(_put_all, copied, put)
+                    with issued:
+                        await self._fill_chunks(image, router, pass_on, at_once=self._share_of_pool)
         finally:
             writer.end(number)
 
-    async def _fill_chunks(
-        self, image: FileImage, router: StagerRouter, put: Callable[[StagingChunk], Awaitable[None]]
-    ) -> None:
+    async def _fill_chunks(self, image: FileImage, router: StagerRouter, pass_on: Put, *, at_once: int) -> None:
+        """Issue the copies of one file: those of the first chunk alone, so that writing begins, then of more at once.
+
+        One thread enqueues them, which takes the GIL once for each time, and meets less Python of other threads the
+        sooner it is done.
+        """
         step, throttle, leases = self._tools.pool.chunk_bytes, self._job.throttle, self._leases
-        # A chunk's copies are awaited after those of the next one are issued, so that the device has work meanwhile.
-        before: StagingChunk | None = None
-        for start in range(0, max(image.nbytes, 1), step):
-            stop = min(start + step, image.nbytes)
-            is_done = before is not None and isinstance(before.pending, Done)
-            if before is not None and (is_done or throttle.is_held or not leases.available):
-                # Never wait for a chunk while holding one that could be written and given back.
-                await put(before)
-                before = None
-            await throttle.acquire(stop - start)
-            lease = await leases.acquire()
-            with span("stage", stop - start, image.name):
-                pending = await router.issue(image.pieces(start, stop), lease.chunk)
-            filled = StagingChunk(lease, start, stop, pending)
-            leases.pending[lease] = filled.pending  # `give_back` waits for it if this task fails or is cancelled
-            if stop == image.nbytes:
+        ranges = [(start, min(start + step, image.nbytes)) for start in range(0, max(image.nbytes, 1), step)]
+        done = 0
+        while done < len(ranges):
+            batch: list[tuple[Lease, int, int]] = []
+            for start, stop in ranges[done : done + (at_once if done else 1)]:
+                if not batch:
+                    await throttle.acquire(stop - start)
+                    batch.append((await leases.acquire(), start, stop))
+                    continue
+                # No wait for a chunk while this task has some that nothing fills: all tasks might do so.
+                if throttle.is_held or (lease := leases.acquire_nowait()) is None:
+                    break
+                await throttle.acquire(stop - start)
+                batch.append((lease, start, stop))
+            with span("stage", batch[-1][2] - batch[0][1], image.name):
+                pending = await router.issue([Fill(lease.chunk, image.pieces(*ends)) for lease, *ends in batch])
+            done += len(batch)
+            filled = [StagingChunk(*each, copies) for each, copies in zip(batch, pending, strict=True)]
+            leases.pending.update((each.lease, each.pending) for each in filled)  # in case this fails or is cancelled
+            if done == len(ranges):
                 self._images_left -= 1
                 if self._images_left == 0:
                     self._job.consistency.issued.set()
-            if before is not None:
-                await put(before)
-            before = filled
-        if before is not None:
-            await put(before)
+            for each in filled:
+                await pass_on(each)
 
     async def _put(self, writer: Writer, number: int, staged: StagingChunk) -> None:
         """Wait for the copy, and put the chunk to the writer."""
@@ -427,6 +452,12 @@ class SavePipeline:
             logger.exception("%s is published all the same", self._job.path)
             return replace(result, post_commit_error=exc)
         return result
+
+
+async def _put_all(copied: MemoryObjectReceiveStream[StagingChunk], put: Put) -> None:
+    with copied:
+        async for chunk in copied:
+            await put(chunk)
 
 
 def _keep() -> None:

@@ -11,13 +11,12 @@ import anyio
 import torch
 
 from aiockpt.errors import AiockptError, StageError
-from aiockpt.staging.base import LayoutMismatchError, Pending, Stager
+from aiockpt.staging.base import Fill, LayoutMismatchError, Pending, Stager
 
 if TYPE_CHECKING:
-    from aiockpt.planning.layout import Piece
     from aiockpt.planning.planner import Layout
     from aiockpt.planning.snapshot import Snapshot
-    from aiockpt.staging.pool import Chunk, ChunkPool, Lease
+    from aiockpt.staging.pool import ChunkPool, Lease
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,15 +37,17 @@ class Leases:
         self._out: list[Lease] = []
         self.pending: dict[Lease, Pending] = {}
 
-    @property
-    def available(self) -> bool:
-        """Whether `acquire` would return at once."""
-        return self._pool.available
-
     async def acquire(self) -> Lease:
         """Wait for a chunk."""
         lease = await self._pool.acquire()
         self._out.append(lease)
+        return lease
+
+    def acquire_nowait(self) -> Lease | None:
+        """Return a chunk; None if `acquire` would wait."""
+        lease = self._pool.acquire_nowait()
+        if lease is not None:
+            self._out.append(lease)
         return lease
 
     def quarantine(self) -> None:
@@ -80,13 +81,18 @@ class StagerRouter:
         """The stagers of all devices."""
         return list(self._by_device.values())
 
-    async def issue(self, pieces: Sequence[Piece], chunk: Chunk) -> Pending:
-        """Start to copy ``pieces`` into ``chunk``; see `Stager.issue`."""
+    @property
+    def is_async(self) -> bool:
+        """Whether copies may go on after they are issued."""
+        return any(stager.is_async for stager in self._by_device.values())
+
+    async def issue(self, fills: Sequence[Fill]) -> Sequence[Pending]:
+        """Start to fill chunks; see `Stager.issue`."""
         try:
             if len(self._by_device) == 1:
                 (stager,) = self._by_device.values()
-                return await stager.issue(pieces, chunk, self._snapshot, self._layout)
-            return await self._issue_to_several(pieces, chunk)
+                return await stager.issue(fills, self._snapshot, self._layout)
+            return await self._issue_to_several(fills)
         except (LayoutMismatchError, AiockptError):
             raise
         except Warning:  # an error only because the program makes errors of warnings
@@ -94,19 +100,21 @@ class StagerRouter:
         except Exception as exc:
             raise StageError(f"copying tensors into staging memory failed: {type(exc).__name__}: {exc}") from exc
 
-    async def _issue_to_several(self, pieces: Sequence[Piece], chunk: Chunk) -> Pending:
-        specs = [self._layout.specs[piece.leaf] for piece in pieces]
+    async def _issue_to_several(self, fills: Sequence[Fill]) -> Sequence[Pending]:
+        specs = [self._layout.specs[piece.leaf] for fill in fills for piece in fill.pieces]
         devices = dict.fromkeys(spec.device for spec in specs if spec is not None)
-        issued = _JoinedCopies([])
+        issued = [_JoinedCopies([]) for _ in fills]
         try:
             for device in devices:
                 # Each stager gets all pieces: a packed copy covers the gaps between pieces, and has to know which gaps
                 # hold pieces of another device.
-                stager = self._by_device[device]
-                issued.pending.append(await stager.issue(pieces, chunk, self._snapshot, self._layout))
+                pending = await self._by_device[device].issue(fills, self._snapshot, self._layout)
+                for joined, each in zip(issued, pending, strict=True):
+                    joined.pending.append(each)
         except BaseException:
-            with anyio.CancelScope(shield=True):  # the chunk goes back: nothing may be on its way into it
-                await issued.wait()
+            with anyio.CancelScope(shield=True):  # the chunks go back: nothing may be on its way into them
+                for joined in issued:
+                    await joined.wait()
             raise
         return issued
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from aiockpt.core.extent import address_of, freed_message, is_freed, plain_memory
-from aiockpt.errors import AiockptError, LoadError, SaveError
+from aiockpt.errors import AiockptError, LoadError, SaveError, StageError
 from aiockpt.format.checks import overlapping
 from aiockpt.format.item.arrays import ARRAY_RECORD, ARRAY_TYPES, tensor_of
 from aiockpt.format.item.objects import encode_object, foreign_names, is_frozen
@@ -39,7 +39,17 @@ from aiockpt.snapshot.live import check_optimizers, resolve
 from aiockpt.snapshot.optimizer_hooks import follow_steps, watch_optimizers
 from aiockpt.snapshot.sampling import Samples
 from aiockpt.staging.pool import ArenaCache, copy_small
-from aiockpt.staging.runtime import CAPTURING, UNORDERED, has_events, is_capturing, is_host, reading_behind, ready_event
+from aiockpt.staging.runtime import (
+    CAPTURING,
+    UNORDERED,
+    has_events,
+    in_default_stream,
+    is_capturing,
+    is_host,
+    reading_behind,
+    ready_event,
+    use_in,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -185,7 +195,10 @@ def capture_state(
     except StructureError as exc:
         raise SaveError(str(exc)) from None
     filter_leaves(flat, include, exclude, may_be_empty=ranks is not None)
-    _check_captures(flat.leaves, SaveError)
+    try:
+        _check_captures(flat.leaves, SaveError)
+    except RuntimeError as exc:
+        raise StageError(f"the device can't be used: {exc}") from exc
     if ranks is not None:
         saved = [each for each in resolved.objects if any(path[: len(each.path)] == each.path for path in flat.paths)]
         check_optimizers(saved, SaveError, flat.leaves, ranks)
@@ -198,6 +211,8 @@ def capture_state(
         snapshot = _capture_leaves(flat, shards, sampled=sampled, arenas=arenas)
     except (RecursionError, ValueError, NotImplementedError) as exc:
         raise SaveError(f"{_culprit(flat)} can't be saved: {type(exc).__name__}: {exc}") from exc
+    except RuntimeError as exc:  # an earlier kernel of the program has failed, and its error comes at the next call
+        raise StageError(f"capturing the state failed: {exc}") from exc
     snapshot.wholes = {
         leaf: (whole, whole._version) for leaf, whole in wholes.items() if snapshot.versions[leaf] is not None
     }
@@ -412,6 +427,8 @@ def _copy_small_tensors(snapshot: Snapshot, devices: set[torch.device], arenas: 
     (only,) = devices if len(devices) == 1 else (None,)
     tensors, versions, strided = snapshot.tensors, snapshot.versions, torch.strided
     clones: dict[object, torch.Tensor] = {}
+    # Where memory that is freed may go to kernels of another stream: most tensors belong to the default one.
+    apart = {device for device in devices if not (is_host(device) or in_default_stream(device))}
     total = 0
     for leaf, tensor in enumerate(tensors):
         if total > EAGER_BYTES and leaf >= CHECKED_AHEAD:
@@ -443,6 +460,8 @@ def _copy_small_tensors(snapshot: Snapshot, devices: set[torch.device], arenas: 
                 continue  # copied with the large ones
         versions[leaf] = None
         total += nbytes
+        if apart and tensor.device in apart:
+            use_in(None, tensor)
     for device, sizes in chosen.items():
         if sizes:
             try:

@@ -22,7 +22,7 @@ from aiockpt.core.gc_pause import gc_pause
 from aiockpt.errors import SaveError, StageError
 from aiockpt.staging.base import RAW_DTYPES
 from aiockpt.staging.pool import copy_small
-from aiockpt.staging.runtime import is_host, reading_behind, ready_event, use_in
+from aiockpt.staging.runtime import is_host, reading_behind, ready_event, to_host, use_in
 
 if TYPE_CHECKING:
     from aiockpt.planning.snapshot import Snapshot
@@ -50,7 +50,7 @@ class _Finding:
         """Return the leaves that differ. Blocks until the device has the result."""
         device = self.differ.device
         with nullcontext() if self.ready is None else reading_behind(device, self.ready):
-            differ = self.differ.cpu()
+            differ = to_host(self.differ)
         if differ.any():
             parts = torch.split(differ, [point.number for point in self.points])
             for point, rows in zip(self.points, parts, strict=True):
@@ -136,7 +136,7 @@ class Samples:
         device = differ.device
         ready = None if wait or is_host(device) else ready_event(device)
         if ready is None:
-            differ = differ.cpu()
+            differ = to_host(differ)
         self._findings.append(_Finding([point for _, point in stayed], differ, ready))
 
     def changed(self) -> list[str]:

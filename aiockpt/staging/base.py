@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
@@ -22,6 +22,13 @@ if TYPE_CHECKING:
 
 class LayoutMismatchError(Exception):
     """A tensor differs from a reused layout: the save must be planned again. Never raised to a caller."""
+
+
+class Fill(NamedTuple):
+    """A chunk, and the pieces of tensors to copy into it."""
+
+    chunk: Chunk
+    pieces: Sequence[Piece]
 
 
 class Pending(Protocol):
@@ -44,11 +51,11 @@ class Stager(ABC):
     is_async: bool = True  # `issue` may return before its copies are complete
 
     @abstractmethod
-    async def issue(self, pieces: Sequence[Piece], chunk: Chunk, snapshot: Snapshot, layout: Layout) -> Pending:
-        """Start to copy ``pieces`` into ``chunk``. Pieces of other devices, and their bytes, are not touched.
+    async def issue(self, fills: Sequence[Fill], snapshot: Snapshot, layout: Layout) -> Sequence[Pending]:
+        """Start to fill chunks. Pieces of other devices, and their bytes, are not touched.
 
-        Once this returns, `fence` orders the caller's stream behind the copies; once the result's `wait` returns, the
-        bytes are in the chunk. Raises `LayoutMismatchError` if a tensor differs from the layout.
+        Once this returns, `fence` orders the caller's stream behind the copies; once the `wait` of a chunk's result
+        returns, the bytes are in that chunk. Raises `LayoutMismatchError` if a tensor differs from the layout.
         """
 
     def fence(self) -> None:
@@ -56,6 +63,9 @@ class Stager(ABC):
 
         Thread-safe.
         """
+
+    def settle(self, chunk: Chunk) -> None:
+        """Ask for memory near the device for a chunk's arena, before its pages are faulted in."""
 
     async def pin(self, chunk: Chunk) -> None:
         """Lock a chunk's memory ahead of its first use, if that makes copies faster."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from aiockpt.core.threads import SHORT_BYTES, SHORT_ITEMS
-from aiockpt.staging.base import Done, LayoutMismatchError, Pending, Stager, check_memory, copy_strided, restore
+from aiockpt.staging.base import Done, Fill, LayoutMismatchError, Pending, Stager, check_memory, copy_strided, restore
 from aiockpt.staging.pool import Chunk, copy_small
 
 if TYPE_CHECKING:
@@ -36,10 +36,11 @@ class CpuStager(Stager):
     def __init__(self, workers: Workers) -> None:
         self._workers = workers
 
-    async def issue(self, pieces: Sequence[Piece], chunk: Chunk, snapshot: Snapshot, layout: Layout) -> Pending:
-        is_short = len(pieces) <= SHORT_ITEMS and layout.nbytes <= SHORT_BYTES and not chunk.is_fresh
-        await self._workers.run_unless(is_short, copy_pieces, pieces, chunk, snapshot, layout)
-        return Done()
+    async def issue(self, fills: Sequence[Fill], snapshot: Snapshot, layout: Layout) -> Sequence[Pending]:
+        for chunk, pieces in fills:
+            is_short = len(pieces) <= SHORT_ITEMS and layout.nbytes <= SHORT_BYTES and not chunk.is_fresh
+            await self._workers.run_unless(is_short, copy_pieces, pieces, chunk, snapshot, layout)
+        return [Done()] * len(fills)
 
 
 def copy_pieces(pieces: Sequence[Piece], chunk: Chunk, snapshot: Snapshot, layout: Layout) -> None:

@@ -163,6 +163,16 @@ class ChunkPool:
     async def acquire(self) -> Lease:
         """Wait for a chunk. First come, first served; safe to cancel."""
         await self._permits.acquire()
+        return self._take()
+
+    def acquire_nowait(self) -> Lease | None:
+        """Return a chunk; None if `acquire` would wait."""
+        if not self.available:
+            return None
+        self._permits.acquire_nowait()
+        return self._take()
+
+    def _take(self) -> Lease:
         try:
             chunk = self._free.pop() if self._free else self._make()[0]
         except BaseException:

@@ -6,12 +6,13 @@ import contextlib
 import ctypes
 import threading
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
+from aiockpt.core import pages
 from aiockpt.core.extent import plain_memory
 from aiockpt.errors import AiockptError
 from aiockpt.planning.specs import lazy_bits
@@ -19,12 +20,15 @@ from aiockpt.planning.specs import lazy_bits
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
+    from aiockpt.staging.pool import Chunk
+
 # --- calls of the driver that torch does not expose -----------------------------------------------
 
 # These have the same values in CUDA and HIP.
 _NON_BLOCKING = 1  # a stream: copies must not wait for work in the legacy default stream, nor hold it up
 _THREAD_LOCAL = 1  # a mode of captures
 _PORTABLE = 1  # locked memory: for all devices
+_IN_STREAM_ORDER = 1  # of a copy: its source is read when the stream has come to it, not at the call
 ALREADY_LOCKED = 712  # an error
 
 _spare: defaultdict[int | torch.device, list[Any]] = defaultdict(list)  # of CUDA by index, of others by device
@@ -103,6 +107,7 @@ class _Cuda:
         self.exchange_mode = library.cuThreadExchangeStreamCaptureMode
         self.create_stream = library.cuStreamCreate
         self._register, self.unregister = library.cuMemHostRegister_v2, library.cuMemHostUnregister
+        self._copy_batch = getattr(library, "cuMemcpyBatchAsync", None)
 
     @contextlib.contextmanager
     def current(self, index: int) -> Iterator[bool]:
@@ -132,6 +137,37 @@ class _Cuda:
     def register(self, address: ctypes.c_void_p, nbytes: int) -> int:
         return int(self._register(address, ctypes.c_size_t(nbytes), _PORTABLE))
 
+    def copy(self, targets: list[int], sources: list[int], sizes: list[int], stream: int) -> bool:
+        """Enqueue copies in a stream, whatever order they are made in; return whether they are.
+
+        If not, some may be all the same. The driver of CUDA 12.8 and later can do it.
+        """
+        if self._copy_batch is None:
+            return False
+        count, places, where = len(sizes), ctypes.c_uint64 * len(sizes), ctypes.c_size_t(0)
+        lengths = (ctypes.c_size_t * count)(*sizes)
+        begin, failed = ctypes.byref(where), ctypes.byref(ctypes.c_size_t())
+        error = self._copy_batch(
+            places(*targets),
+            places(*sources),
+            *(lengths, ctypes.c_size_t(count), ctypes.byref(_InStreamOrder(_IN_STREAM_ORDER)), begin),
+            *(ctypes.c_size_t(1), failed, ctypes.c_void_p(stream)),
+        )
+        if error:  # not tried again: it may be a kind of memory that the driver copies one by one only
+            self._copy_batch = None
+        return not error
+
+
+class _InStreamOrder(ctypes.Structure):
+    """CUmemcpyAttributes: sources are read in the order of the stream; no hints where memory is."""
+
+    _fields_ = (
+        ("source_order", ctypes.c_int),
+        ("source_hint", ctypes.c_int * 2),
+        ("target_hint", ctypes.c_int * 2),
+        ("flags", ctypes.c_uint),
+    )
+
 
 class _Hip:
     """HIP's runtime API: the same calls, with a current device instead of a context."""
@@ -152,6 +188,9 @@ class _Hip:
         if error:
             self._library.hipGetLastError()  # clears it: torch would report it for the next kernel
         return error
+
+    def copy(self, targets: list[int], sources: list[int], sizes: list[int], stream: int) -> bool:
+        return False
 
 
 @cache
@@ -196,6 +235,11 @@ def is_capturing(device: torch.device) -> bool:
             return torch.cuda.is_current_stream_capturing()
     asked = getattr(_current_stream(device), "is_capturing", None) if has_events(device) else None
     return asked is not None and bool(asked())
+
+
+def in_default_stream(device: torch.device) -> bool:
+    """Return whether this thread's current stream of a device is the device's default stream."""
+    return bool(_current_stream(device).stream_id == 0)
 
 
 def current_streams() -> dict[torch.device, Any]:
@@ -245,11 +289,38 @@ def reading_behind(device: torch.device, event: torch.Event) -> Iterator[None]:
         runtime.close()
 
 
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Copy a tensor to host memory behind this thread's current stream; on CUDA, sleep until that is done."""
+    if tensor.device.type != "cuda":  # others may have no allocator of pinned memory
+        return tensor.cpu()
+    copy = tensor.to("cpu", non_blocking=True)
+    _recorded(tensor.device, _current_stream(tensor.device), blocking=True).synchronize()
+    return copy
+
+
 def runtime_of(device: torch.device) -> Runtime:
     """Return the runtime of a device, with a new staging stream; raise AiockptError if it has no streams."""
     if not has_events(device):
         raise AiockptError(UNORDERED.format(device))
     return CudaRuntime(device) if device.type == "cuda" else Runtime(device)
+
+
+class Copy(NamedTuple):
+    """A copy of bytes ``start`` to ``start + nbytes`` of a dense tensor on a device to ``at`` of a chunk."""
+
+    chunk: Chunk
+    at: int
+    nbytes: int
+    source: torch.Tensor
+    start: int
+    address: int  # of the bytes on the device, as it was when the tensor was looked at
+
+
+def bytes_of(tensor: torch.Tensor, start: int, nbytes: int) -> torch.Tensor:
+    """Return bytes of a dense tensor, in the order in which they are in memory."""
+    # Not reshape(-1), which would copy a dense tensor whose dimensions are in another order in memory.
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+    return flat if nbytes == flat.numel() else flat[start : start + nbytes]
 
 
 class Runtime:
@@ -297,12 +368,21 @@ class Runtime:
         self.enter()  # for a thread that only waits: without it, device 0 would get a context, and a capture would fail
         event.synchronize()
 
+    def node(self) -> int | None:
+        """Return the NUMA node that the device is at; None if it is unknown, or if there is only one."""
+        return None
+
     def lock(self, address: int, nbytes: int) -> int | None:
         """Lock host memory so that the device copies to it directly; return 0, an error, or None if none can."""
         return None
 
     def unlock(self, address: int) -> None:
         """Undo `lock`."""
+
+    def copy(self, copies: Sequence[Copy]) -> None:
+        """Enqueue copies to host memory in the staging stream, which is this thread's current one."""
+        for chunk, at, nbytes, source, start, _ in copies:
+            chunk.tensor[at : at + nbytes].copy_(bytes_of(source, start, nbytes), non_blocking=True)
 
     def close(self) -> None:
         """Release the staging stream, whose work is done."""
@@ -326,6 +406,12 @@ class CudaRuntime(Runtime):
         """Record an event in the staging stream; a wait for it sleeps."""
         return _recorded(self._device, self._stream, blocking=True)
 
+    def node(self) -> int | None:
+        facts: Any = torch.cuda.get_device_properties(self._device)  # its stub lacks some
+        if not hasattr(facts, "pci_bus_id"):  # torch before 2.7
+            return None
+        return pages.node_of_pci(f"{facts.pci_domain_id:04x}:{facts.pci_bus_id:02x}:{facts.pci_device_id:02x}.0")
+
     def lock(self, address: int, nbytes: int) -> int | None:
         """Register the memory with the driver, for all devices."""
         driver = _driver()
@@ -339,6 +425,15 @@ class CudaRuntime(Runtime):
         if driver is not None:
             with driver.current(torch.cuda.current_device()):
                 driver.unregister(ctypes.c_void_p(address))
+
+    def copy(self, copies: Sequence[Copy]) -> None:
+        """Enqueue all copies by one call of the driver, if it can: each of torch's gives the GIL away several times."""
+        driver = _driver()
+        if len(copies) > 1 and driver is not None:
+            targets, sources = [each.chunk.address + each.at for each in copies], [each.address for each in copies]
+            if driver.copy(targets, sources, [each.nbytes for each in copies], self._stream.cuda_stream):
+                return
+        super().copy(copies)
 
     def close(self) -> None:
         give_stream_back(self._stream)

@@ -211,6 +211,17 @@ class Transaction(ABC):
             WriteError: something could not be removed.
         """
 
+    async def whole_files(self) -> Mapping[str, int]:
+        """Return the size of each file that an earlier attempt has written to its end; see `Storage.resume`.
+
+        What it has written of other files is removed: they are created anew.
+        """
+        return {}
+
+    async def suspend(self) -> None:
+        """Stop writing, and leave what is whole to `Storage.resume`; no view is in use afterwards. Idempotent."""
+        await self.abort()
+
 
 class SharedTransaction(Transaction):
     """A transaction of several processes: one has begun it, others join it or take it over.
@@ -578,6 +589,22 @@ class Storage(Directories, ABC):
             WriteError: with the cause chained.
             CheckpointExistsError: see `check`.
         """
+
+    async def resume(self, path: str, save_id: str, *, workers: Workers) -> Transaction:
+        """Start to write a copy of a checkpoint, or go on with one that was suspended, or whose process was killed.
+
+        A storage that can't go on starts anew. The copy replaces what is at the path. The caller sees to it that only
+        one process at a time does this.
+
+        Args:
+            path: its final path.
+            save_id: 16 hexadecimal digits, the same for each attempt and for no other checkpoint.
+            workers: threads for blocking work.
+
+        Raises:
+            WriteError: with the cause chained.
+        """
+        return await self.begin(path, overwrite=True, workers=workers)
 
     def append_to(self, path: str, *, workers: Workers) -> Transaction:
         """Add files to an existing directory, for adapters that publish them by other means; does not block."""

@@ -124,6 +124,11 @@ class Storages:
             storage = self._found(text, self._options if options is None else options)
         return storage, storage.resolve(text)
 
+    def by_path(self, path: str | os.PathLike[str]) -> tuple[Storage, str]:
+        """Do as `of` for a path that is not in the storage of all paths, if there is one."""
+        storage = self._found(text_of(path), self._options)
+        return storage, storage.resolve(text_of(path))
+
     def _found(self, path: str, options: Mapping[str, Any]) -> Storage:
         scheme = scheme_of(path)
         if not scheme:

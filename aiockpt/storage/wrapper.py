@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 Step = Literal[
     "begin",
+    "resume",
     "join",
     "take_over",
     "create",
@@ -139,6 +140,10 @@ class WrapperStorage(SharedStorage):
         inner = await shared.take_over(path, ticket, overwrite=overwrite, workers=workers, stamp=stamp)
         return _WrapperTransaction(self, inner, path)
 
+    async def resume(self, path: str, save_id: str, *, workers: Workers) -> SharedTransaction:
+        await self.before("resume", path)
+        return _WrapperTransaction(self, await self.inner.resume(path, save_id, workers=workers), path)
+
     async def delete(self, path: str, *, workers: Workers) -> None:
         await self.before("delete", path)
         await self.inner.delete(path, workers=workers)
@@ -182,6 +187,12 @@ class _WrapperTransaction(SharedTransaction):
         await self.write_files(documents)  # so that each step of a document is met
         await self._storage.before("commit", self._path)
         await self._inner.commit()
+
+    async def whole_files(self) -> Mapping[str, int]:
+        return await self._inner.whole_files()
+
+    async def suspend(self) -> None:
+        await self._inner.suspend()
 
     def revoke(self) -> None:
         self._inner.revoke()

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from aiockpt.telemetry.loads import LoadResult
+    from aiockpt.telemetry.mirrors import MirrorBacklog, MirrorResult
     from aiockpt.telemetry.saves import SaveResult
 
 
@@ -31,7 +32,7 @@ class SaveEvent:
 
 @dataclass(frozen=True, slots=True)
 class CallEvent:
-    """The end of a load or a deletion.
+    """The end of a load, a deletion, or a copy to a mirror.
 
     Attributes:
         path: the checkpoint.
@@ -82,3 +83,6 @@ class Observer:
 
     def deleted(self, event: CallEvent) -> None:
         """A deletion has ended."""
+
+    def mirrored(self, event: CallEvent, result: MirrorResult | None, backlog: MirrorBacklog) -> None:
+        """An attempt to mirror a step has ended; ``result`` is None if it has failed. ``backlog`` is what is left."""

@@ -9,6 +9,7 @@ from typing import Any, Self
 
 import torch
 
+from aiockpt.staging.runtime import CudaRuntime
 from benchmarks.limits import raw
 
 
@@ -85,7 +86,7 @@ class PinnedArena:
 
 
 class Pinned:
-    """Counts the memory that this process pins: with cudaHostRegister, and with torch's allocator of pinned memory.
+    """Counts the memory that this process pins: by the driver, with cudaHostRegister, and by torch's allocator.
 
     Other processes are not counted; no contender pins memory in one.
     """
@@ -100,6 +101,8 @@ class Pinned:
             runtime = torch.cuda.cudart()
             self._register, self._unregister = runtime.cudaHostRegister, runtime.cudaHostUnregister
             runtime.cudaHostRegister, runtime.cudaHostUnregister = self._add, self._remove
+            self._lock_ours, self._unlock_ours = CudaRuntime.lock, CudaRuntime.unlock
+            CudaRuntime.lock, CudaRuntime.unlock = self._add_ours(), self._remove_ours()  # type: ignore[method-assign]
         return self
 
     def __exit__(
@@ -108,19 +111,41 @@ class Pinned:
         if self._device.is_gpu:
             runtime = torch.cuda.cudart()
             runtime.cudaHostRegister, runtime.cudaHostUnregister = self._register, self._unregister
+            CudaRuntime.lock, CudaRuntime.unlock = self._lock_ours, self._unlock_ours  # type: ignore[method-assign]
 
     def _add(self, address: int, nbytes: int, flags: int) -> Any:
         result = self._register(address, nbytes, flags)
-        if int(result) == 0:
-            with self._lock:
-                self._sizes[address] = nbytes
-                self._most = max(self._most, sum(self._sizes.values()))
+        self._count(address, nbytes, int(result))
         return result
 
     def _remove(self, address: int) -> Any:
+        self._forget(address)
+        return self._unregister(address)
+
+    def _add_ours(self) -> Callable[[CudaRuntime, int, int], int | None]:
+        def lock(runtime: CudaRuntime, address: int, nbytes: int) -> int | None:
+            error = self._lock_ours(runtime, address, nbytes)
+            self._count(address, nbytes, error)
+            return error
+
+        return lock
+
+    def _remove_ours(self) -> Callable[[CudaRuntime, int], None]:
+        def unlock(runtime: CudaRuntime, address: int) -> None:
+            self._forget(address)
+            self._unlock_ours(runtime, address)
+
+        return unlock
+
+    def _count(self, address: int, nbytes: int, error: int | None) -> None:
+        if error == 0:
+            with self._lock:
+                self._sizes[address] = nbytes
+                self._most = max(self._most, sum(self._sizes.values()))
+
+    def _forget(self, address: int) -> None:
         with self._lock:
             self._sizes.pop(address, None)
-        return self._unregister(address)
 
     def held_bytes(self) -> int:
         """Return the bytes that are pinned now."""

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.staging import StagingOptions
 
 import aiockpt
 from benchmarks.gpu.device import Device, PinnedArena
@@ -18,6 +18,7 @@ from benchmarks.harness.measure import Runs, Sample
 from benchmarks.harness.states import State, size_of
 from benchmarks.limits import machine
 from benchmarks.peers.beside import LIMIT_S, AiockptBeside
+from benchmarks.peers.contenders import kept_stager
 from benchmarks.report.bars import Bar, by_name, by_prefix, compare
 from benchmarks.report.report import Table, duration, number, spread
 
@@ -117,7 +118,7 @@ class DcpStage(Stage):
         )
 
     async def open(self, state: State) -> None:
-        self._stager = DefaultStager(self._options)
+        self._stager = kept_stager(self._options)
 
     async def stage(self, state: State, path: Path) -> Sample:
         started = time.perf_counter()

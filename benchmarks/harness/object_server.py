@@ -213,7 +213,9 @@ class _Talk(socketserver.BaseRequestHandler):
             status, facts = store.put(key, found.data, headers)
             return status, facts, _xml("CopyObjectResult", ETag=facts.get("ETag", ""))
         if method == "PUT" and "uploadId" in asked:
-            store.uploads.setdefault(asked["uploadId"], {})[int(asked["partNumber"])] = body
+            if asked["uploadId"] not in store.uploads:
+                return 404, {}, _xml("Error", Code="NoSuchUpload")
+            store.uploads[asked["uploadId"]][int(asked["partNumber"])] = body
             return 200, {"ETag": f'"{len(body)}"'}, b""
         if method == "PUT":
             return *store.put(key, body, headers), b""
@@ -232,9 +234,10 @@ class _Talk(socketserver.BaseRequestHandler):
             for each in keys:
                 store.objects.pop(f"{key}/{each}", None)
             return 200, {}, _xml("DeleteResult", Deleted=[{"Key": each} for each in keys])
+        if method == "DELETE" and "uploadId" in asked:
+            return 204 if store.uploads.pop(asked["uploadId"], None) is not None else 404, {}, b""
         if method == "DELETE":
-            found = store.uploads.pop(asked.get("uploadId", ""), None) or store.objects.pop(key, None)
-            return 404 if found is None and "uploadId" not in asked else 204, {}, b""
+            return 204 if store.objects.pop(key, None) is not None else 404, {}, b""
         if "list-type" in asked or ("/" not in key and method == "GET"):
             return 200, {}, self._list(key + "/", asked)
         return self._get(key, headers)

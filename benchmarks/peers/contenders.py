@@ -154,6 +154,13 @@ def dcp_save(threads: int) -> Blocking:
     return Blocking(f"dcp.save, thread_count={threads}", save, "dcp", "sync_files")
 
 
+def kept_stager(options: StagingOptions) -> DefaultStager:
+    """Return a stager that keeps its memory: that of torch 2.11 drops it after each use, and fails at the next."""
+    stager = DefaultStager(options)
+    stager._state_dict_stager.close = lambda: None
+    return stager
+
+
 class DcpAsyncSave(Saver):
     """``dcp.async_save`` with one stager, and its memory, for all saves; pinned for a state on a GPU.
 
@@ -191,7 +198,7 @@ class DcpAsyncSave(Saver):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the hostname may not resolve
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
             self._group = dist.group.WORLD
-        self._stager = DefaultStager(self._options)
+        self._stager = kept_stager(self._options)
 
     def begin(self, state: State, path: Path) -> tuple[Future[Any] | None, Future[Any]]:
         """Start a save; return the future of staging, None if it is done already, and the future of the write."""

@@ -106,3 +106,26 @@ def test_the_choice_decides_on_the_pages(memory: tuple[int, memoryview]) -> None
         pytest.skip("this machine has no huge pages")
     pages.fault_in(address + 8 * MIB, 2 * MIB, choice)  # tried again after 8 MiB
     assert resident(address, len(view)) == (10 * MIB, 2 * MIB)
+
+
+def _policy_at(address: int) -> str:
+    """Return the memory policy of the mapping at an address."""
+    for line in Path("/proc/self/numa_maps").read_text().splitlines():
+        start, policy, *_ = line.split()
+        if int(start, 16) == address:
+            return policy
+    return "none"
+
+
+@pytest.mark.skipif(not Path("/proc/self/numa_maps").exists(), reason="this kernel knows no NUMA nodes")
+def test_pages_of_a_node_are_preferred() -> None:
+    whole, skip = pages.map_aligned(8 * MIB)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(whole, skip))
+    pages.prefer_node(address, 4 * MIB, 0)
+    ctypes.memset(address, 1, 8 * MIB)
+    assert re.fullmatch(r"prefer(=relative|=static)?:0", _policy_at(address))
+    assert _policy_at(address + 4 * MIB) == "default"
+
+
+def test_a_device_that_is_unknown_has_no_node() -> None:
+    assert pages.node_of_pci("ffff:ff:1f.0") is None

@@ -9,6 +9,7 @@ import torch
 
 import aiockpt
 from tests.ordering import watch_cuda
+from tests.ranks.world import start_server
 
 
 @pytest.fixture(autouse=True)
@@ -20,6 +21,12 @@ def order(request: pytest.FixtureRequest) -> Iterator[None]:
     with watch_cuda() as checker:
         yield
     checker.check()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def server_of_worlds() -> None:
+    """Start the server that ranks are forked from, which has no context of CUDA, before children are counted."""
+    start_server()
 
 
 @pytest.fixture(scope="session", autouse=True)

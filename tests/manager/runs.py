@@ -59,8 +59,14 @@ def flip(folder: Path, step: int, *, where: float = 0.9) -> None:
     """Flip one bit of a tensor; only the CRC detects it."""
     file = max(path_of(folder, step).glob("*.distcp"), key=lambda each: each.stat().st_size)
     data = bytearray(file.read_bytes())
-    data[int(len(data) * where)] ^= 0x10
-    file.write_bytes(data)
+    at = int(len(data) * where)
+    data[at] ^= 0x10
+    if isinstance(file, Path):  # in place: it never is shorter
+        with file.open("r+b") as opened:
+            opened.seek(at)
+            opened.write(data[at : at + 1])
+    else:
+        file.write_bytes(data)
 
 
 def truncate(folder: Path, step: int) -> None:

@@ -372,9 +372,9 @@ def test_reader_gets_the_newest_step_while_a_writer_deletes(
             delete_before(method)
             return await call(method, *args, **options)
 
-        async def delete_and_inspect(path: str) -> Any:
+        async def delete_and_inspect(*args: Any) -> Any:
             delete_before("inspect")
-            return await inspect(path)
+            return await inspect(*args)
 
         monkeypatch.setattr(run, "_call", delete_and_call)
         monkeypatch.setattr(run, "_inspect", delete_and_inspect)

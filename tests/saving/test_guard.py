@@ -331,9 +331,10 @@ class LaggingStager(Stager):
         self.error: Exception | None = None
         self._workers = Workers(1, "aiockpt-lagging")
 
-    async def issue(self, pieces, chunk, capture, layout):
-        copy_pieces(pieces, chunk, capture, layout)
-        return self
+    async def issue(self, fills, capture, layout):
+        for chunk, pieces in fills:
+            copy_pieces(pieces, chunk, capture, layout)
+        return [self] * len(fills)
 
     async def wait(self) -> None:
         await self._workers.run(self.gate.wait, 60)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from aiockpt.staging import runtime
+from aiockpt.staging.pool import Chunk
+from aiockpt.staging.runtime import Copy
 
 
 class FakeDriver:
@@ -140,3 +143,44 @@ def test_hip_has_calls_of_its_own_and_its_last_error_is_cleared(monkeypatch: pyt
     mode = "hipThreadExchangeStreamCaptureMode"
     loaded = ["libamdhip64.so", "libamdhip64.so.7"]
     assert calls == [*loaded, mode, "hipStreamCreateWithFlags", mode, mode, "hipHostRegister", "hipGetLastError"]
+
+
+def test_copies_are_passed_in_one_call_until_the_driver_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it can't copy is copied one by one, now and from then on."""
+    calls: list[tuple[list[int], ...]] = []
+    refuses = False
+
+    def batch(targets, sources, sizes, count, attributes, starts, kinds, failed, stream) -> int:
+        assert (count.value, kinds.value, stream.value) == (2, 1, 0x5000)
+        assert attributes._obj.source_order == 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+        assert starts._obj.value == 0
+        calls.append((list(targets), list(sources), list(sizes)))
+        return 1 if refuses else 0
+
+    fake = FakeDriver()
+    fake.cuMemcpyBatchAsync = batch
+    driver = runtime._Cuda(fake)
+    monkeypatch.setattr(runtime, "_driver", lambda: driver)
+    staging = runtime.CudaRuntime.__new__(runtime.CudaRuntime)
+    staging._stream = SimpleNamespace(cuda_stream=0x5000)
+    chunk, source = Chunk(4096), torch.arange(1000, dtype=torch.int32)[10:]
+    copies = [Copy(chunk, at, 8, source, at, source.data_ptr() + at) for at in (0, 16)]
+    staging.copy(copies)
+    wanted = [chunk.address, chunk.address + 16], [source.data_ptr(), source.data_ptr() + 16], [8, 8]
+    assert calls == [wanted]
+    refuses = True
+    for _ in range(2):
+        chunk.tensor.zero_()
+        staging.copy(copies)
+        assert chunk.tensor[:24].view(torch.int32).tolist() == [10, 11, 0, 0, 14, 15]
+    assert calls == [wanted, wanted]
+
+
+def test_a_driver_without_batches_copies_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    for driver in (None, runtime._Hip(FakeDriver())):
+        monkeypatch.setattr(runtime, "_driver", lambda driver=driver: driver)
+        staging = runtime.CudaRuntime.__new__(runtime.CudaRuntime)
+        staging._stream = SimpleNamespace(cuda_stream=0x5000)
+        chunk, source = Chunk(4096), torch.arange(1000, dtype=torch.int32)
+        staging.copy([Copy(chunk, at, 8, source, at, source.data_ptr() + at) for at in (0, 16)])
+        assert chunk.tensor[:24].view(torch.int32).tolist() == [0, 1, 0, 0, 4, 5]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import re
 import threading
 from pathlib import Path
@@ -11,6 +12,9 @@ import pytest
 import torch
 
 import aiockpt
+from aiockpt.core import pages
+from aiockpt.core.threads import Workers
+from aiockpt.engine.resources import PoolSizer
 from aiockpt.errors import StageError
 from aiockpt.format.item.objects import decode_object
 from aiockpt.planning.dcp_plan import DcpFormat
@@ -20,10 +24,10 @@ from aiockpt.planning.specs import TensorSpec
 from aiockpt.saving.staging_session import _JoinedCopies
 from aiockpt.snapshot.capture import capture_state
 from aiockpt.staging import runtime as device_runtime
-from aiockpt.staging.base import LayoutMismatchError
+from aiockpt.staging.base import Fill, LayoutMismatchError
 from aiockpt.staging.cuda import AcceleratorStager
 from aiockpt.staging.pool import ChunkPool, Lease, SharedMemory
-from aiockpt.staging.runtime import ALREADY_LOCKED, is_capturing, reading_behind, ready_event, runtime_of
+from aiockpt.staging.runtime import ALREADY_LOCKED, Copy, is_capturing, reading_behind, ready_event, runtime_of
 from tests.states import random_tensor, raw_bytes
 
 CPU = torch.device("cpu")
@@ -81,6 +85,14 @@ class FakeRuntime:
     def use(self, tensor: torch.Tensor) -> None:
         self.used.append(tensor)
 
+    def copy(self, copies: list[Copy]) -> None:
+        """Copy by address, as a driver does."""
+        for chunk, at, nbytes, _, _, address in copies:
+            ctypes.memmove(chunk.address + at, address, nbytes)
+
+    def node(self) -> int | None:
+        return None
+
     def lock(self, address: int, nbytes: int) -> int:
         self.log.append("lock")
         if not self.lock_error:
@@ -113,7 +125,7 @@ async def _check_all(state, capture, plan, stager: AcceleratorStager, chunk_byte
             lease = await pool.acquire()
             lease.chunk.tensor.fill_(0xAA)
             try:
-                pending = await stager.issue(image.pieces(start, stop), lease.chunk, capture, plan.layout)
+                (pending,) = await stager.issue([Fill(lease.chunk, image.pieces(start, stop))], capture, plan.layout)
                 await pending.wait()
                 sealer.seal(lease.chunk.view, start, stop)
                 file += bytes(lease.chunk.view[: stop - start])
@@ -139,6 +151,7 @@ async def test_every_kind_of_piece_arrives(chunk_bytes: int) -> None:
         "middle": random_tensor(torch.uint8, (100_000,), 3),
         "strided": random_tensor(torch.float64, (200, 300), 4)[::2, 5:77],
         "transposed": random_tensor(torch.int64, (120, 130), 5).t(),
+        "view": random_tensor(torch.int32, (300, 500), 7)[17:290],
         "conj": random_tensor(torch.complex64, (100, 130), 6).conj(),
         "o": "object",
     }
@@ -163,11 +176,11 @@ async def test_a_changed_tensor_is_not_copied() -> None:
     try:
         state["w"].resize_(25_000, 2)
         with pytest.raises(LayoutMismatchError, match="w"):
-            await stager.issue(image.pieces(0, image.nbytes), lease.chunk, capture, plan.layout)
+            await stager.issue([Fill(lease.chunk, image.pieces(0, image.nbytes))], capture, plan.layout)
         state["w"].resize_(50_000)
         capture.eager[1] = (0, 4)
         with pytest.raises(LayoutMismatchError, match="s"):
-            await stager.issue(image.pieces(0, image.nbytes), lease.chunk, capture, plan.layout)
+            await stager.issue([Fill(lease.chunk, image.pieces(0, image.nbytes))], capture, plan.layout)
     finally:
         lease.release()
         stager.close()
@@ -180,7 +193,9 @@ async def test_an_error_of_the_device_is_a_stage_error() -> None:
     stager = AcceleratorStager(CPU, runtime)
     lease = await ChunkPool(1 << 20, 1).acquire()
     try:
-        pending = await stager.issue(plan.layout.images[0].pieces(0, 4096), lease.chunk, capture, plan.layout)
+        (pending,) = await stager.issue(
+            [Fill(lease.chunk, plan.layout.images[0].pieces(0, 4096))], capture, plan.layout
+        )
         with pytest.raises(StageError, match="illegal memory access"):
             await pending.wait()
         stager.fence()
@@ -269,7 +284,7 @@ async def test_the_bytes_of_other_devices_pieces_are_left_alone() -> None:
     lease = await ChunkPool(1 << 20, 1).acquire()
     try:
         lease.chunk.tensor.fill_(0xAA)
-        pending = await stager.issue(image.pieces(0, image.nbytes), lease.chunk, capture, plan.layout)
+        (pending,) = await stager.issue([Fill(lease.chunk, image.pieces(0, image.nbytes))], capture, plan.layout)
         await pending.wait()
         for slot in image.slots:
             found = bytes(lease.chunk.view[slot.payload_offset : slot.payload_end])
@@ -311,7 +326,7 @@ async def test_memory_that_another_stager_has_locked_is_locked(caplog: pytest.Lo
     pool, stager = ChunkPool(4096, 4), AcceleratorStager(CPU, runtime)
     leases = [await pool.acquire(), await pool.acquire()]
     for lease in leases:
-        await stager.issue(plan.layout.images[0].pieces(0, 4096), lease.chunk, capture, plan.layout)
+        await stager.issue([Fill(lease.chunk, plan.layout.images[0].pieces(0, 4096))], capture, plan.layout)
     assert runtime.log.count("lock") == 2
     assert not caplog.text
     for lease in leases:
@@ -327,7 +342,9 @@ async def test_a_chunk_that_was_replaced_is_used_again_and_locked_once(shared: b
     stager = AcceleratorStager(CPU, runtime)
 
     async def fill(lease: Lease) -> None:
-        await (await stager.issue(plan.layout.images[0].pieces(0, 4096), lease.chunk, capture, plan.layout)).wait()
+        fills = [Fill(lease.chunk, plan.layout.images[0].pieces(0, 4096))]
+        (pending,) = await stager.issue(fills, capture, plan.layout)
+        await pending.wait()
 
     for _ in range(3):
         stuck, other = await pool.acquire(), await pool.acquire()
@@ -366,7 +383,9 @@ async def test_tensors_live_until_the_copies_are_done() -> None:
     stager = AcceleratorStager(CPU, runtime)
     lease = await ChunkPool(1 << 20, 1).acquire()
     try:
-        pending = await stager.issue(plan.layout.images[0].pieces(0, 4096), lease.chunk, capture, plan.layout)
+        (pending,) = await stager.issue(
+            [Fill(lease.chunk, plan.layout.images[0].pieces(0, 4096))], capture, plan.layout
+        )
         capture.release()
         assert len(pending._sources) == len(runtime.used) == 1
         await pending.wait()
@@ -400,7 +419,7 @@ async def test_no_device_is_ever_synchronised() -> None:
     assert not [str(file) for file in package.rglob("*.py") if calls.search(file.read_text())]
 
 
-async def test_host_tensors_between_those_of_a_device_do_not_part_them(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_host_tensors_between_those_of_a_device_do_not_part_them() -> None:
     """As Adam's `step` between the averages: small tensors of a device are packed, and copied together."""
     state = {}
     for number in range(50):
@@ -418,20 +437,46 @@ async def test_host_tensors_between_those_of_a_device_do_not_part_them(monkeypat
     plan = Planner(Format(1)).plan(capture)
     (image,) = plan.layout.images
     assert [slot.leaf for slot in image.slots] == sorted(range(150), key=lambda leaf: (leaf % 3 == 1, leaf))
-    copied: list[int] = []
-    copy = torch.Tensor.copy_
+    copied: list[Copy] = []
+    copy = runtime.copy
 
-    def counted(target: torch.Tensor, source: torch.Tensor, **options) -> torch.Tensor:
-        copied.append(target.nbytes)
-        return copy(target, source, **options)
+    def counted(copies: list[Copy]) -> None:
+        copied.extend(copies)
+        copy(copies)
 
+    runtime.copy = counted
     stager, pool = AcceleratorStager(CPU, runtime), ChunkPool(1 << 20, 1)
     lease = await pool.acquire()
     try:
-        monkeypatch.setattr(torch.Tensor, "copy_", counted)
-        await (await stager.issue(image.pieces(0, image.nbytes), lease.chunk, capture, plan.layout)).wait()
+        fills = [Fill(lease.chunk, image.pieces(0, image.nbytes))]
+        (pending,) = await stager.issue(fills, capture, plan.layout)
+        await pending.wait()
     finally:
-        monkeypatch.undo()
         lease.release()
         stager.close()
     assert len(copied) == 1
+
+
+async def test_chunks_lie_near_their_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before their pages exist: when they are touched ahead of the first save, or else before they are locked."""
+    asked: list[tuple[int, int, int]] = []
+    monkeypatch.setattr(pages, "prefer_node", lambda *arguments: asked.append(arguments))
+    runtime, pool = FakeRuntime(), ChunkPool(4096, 2)
+    runtime.node = lambda: 1
+    stager = AcceleratorStager(CPU, runtime)
+    capture, plan = _captured({"large": random_tensor(torch.int32, (300, 500), 1)}, runtime)
+    workers = Workers(1, "aiockpt-touching")
+    try:
+        sizer = PoolSizer(pool, workers, files=0, bounded=True, is_unwanted=lambda: False)
+        await sizer.prewarm(4096, [stager])
+        (first,) = {address for address, _, _ in asked}
+        assert set(asked) == {(first, 4096, 1)}
+        leases = [await pool.acquire(), await pool.acquire()]
+        fills = [Fill(lease.chunk, plan.layout.images[0].pieces(0, 4096)) for lease in leases]
+        await stager.issue(fills, capture, plan.layout)
+        assert {address for address, _, _ in asked} == {lease.chunk.address for lease in leases}
+        for lease in leases:
+            lease.release()
+    finally:
+        stager.close()
+        workers.close()

@@ -16,7 +16,7 @@ import aiockpt
 from aiockpt.core.extent import plain_memory
 from aiockpt.reading import executor
 from aiockpt.staging.runtime import Runtime, current_streams, reading_behind, running_in
-from tests.ordering import PosingDevice, watch_cuda
+from tests.ordering import PosingDevice, PosingEvent, PosingStream, watch_cuda
 from tests.states import assert_same
 
 
@@ -60,6 +60,23 @@ def test_steps_behind_a_fence(validate, device: PosingDevice, tmp_path: Path) ->
     device.check()
 
 
+def test_an_error_of_an_earlier_kernel_fails_the_save(
+    device: PosingDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Devices report it at whatever call comes next, here while the state is captured."""
+
+    def record(event: PosingEvent, stream: PosingStream) -> None:
+        raise RuntimeError("device-side assert triggered")
+
+    with aiockpt.SyncCheckpointer() as ckpt:
+        ckpt.save(_state(), tmp_path / "before")
+        with monkeypatch.context() as patch:
+            patch.setattr(PosingEvent, "record", record)
+            with pytest.raises(aiockpt.StageError, match="device-side assert triggered"):
+                ckpt.submit(_state(), tmp_path / "c")
+        assert [path.name for path in tmp_path.iterdir()] == ["before"]
+
+
 def test_steps_with_a_guard_and_samples(device: PosingDevice, tmp_path: Path) -> None:
     """Tensors beside the optimizer's are compared with samples that the device has made before."""
     weight = torch.nn.Parameter(torch.ones(300, 300))
@@ -94,6 +111,22 @@ def test_memory_freed_before_it_is_copied(regrown: bool, device: PosingDevice, t
     device.check()
     assert isinstance(error, aiockpt.TornSnapshotError)
     assert str(error).startswith("freed changed")
+
+
+@pytest.mark.parametrize("strided", [False, True])
+def test_small_tensors_freed_after_a_call_in_another_stream(
+    strided: bool, device: PosingDevice, tmp_path: Path
+) -> None:
+    """They are copied at the call, in its stream; their memory goes to kernels of the stream that they belong to."""
+    memory = torch.ones(100)
+    small = memory[::2] if strided else memory
+    with aiockpt.SyncCheckpointer() as ckpt:
+        with device.stream():
+            save = ckpt.submit({"small": small}, tmp_path / "c")
+            memory.untyped_storage().resize_(0)
+        save.written.result(60)
+        assert torch.equal(ckpt.load(tmp_path / "c")["small"], torch.ones(50 if strided else 100))
+    device.check()
 
 
 class _EndOfAnOperator(threading.Event):

@@ -7,6 +7,7 @@ a plain DCP checkpoint and loads all the same.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import sys
@@ -38,6 +39,8 @@ _LONG_PARTS = (
     b',\n  "divided_index": ',
     b',\n  "transformed": ',
 )  # a line break can't be within a text of JSON
+
+SAVE_ID_DIGITS = 16
 
 JsonValue = None | bool | int | float | str | list["JsonValue"] | dict[str, "JsonValue"]
 
@@ -147,6 +150,11 @@ def decode_head(data: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return head if type(head) is dict else None
+
+
+def save_id_of(manifest: bytes) -> str:
+    """Return what only copies of one checkpoint have in common, for its manifest has the CRC of each file."""
+    return hashlib.sha256(manifest).hexdigest()[:SAVE_ID_DIGITS]
 
 
 def is_pickled(metadata: bytes) -> bool:

@@ -38,11 +38,13 @@ from aiockpt.storage.local.commit import check_free, look_at, make_parents, remo
 from aiockpt.storage.local.directories import LocalDirectories
 from aiockpt.storage.local.orphans import OrphanCleaner, clean
 from aiockpt.storage.local.replacing import ask_file_system, complete, explained, remove_record, stand_in
+from aiockpt.storage.local.resuming import ResumableTransaction
 from aiockpt.storage.local.retries import DEFAULT_RETRIES, Repeater, Retries, check_retries, write_errors
 from aiockpt.storage.local.source import open_source
 from aiockpt.storage.local.temp_dir import (
     REPLACED,
     Hold,
+    copy_ticket,
     hold,
     liveness,
     lock,
@@ -175,6 +177,19 @@ class LocalStorage(LocalDirectories, SharedStorage):
         taken = LocalTransaction(self._policy, path, hidden, workers, held, own, overwrite, _is_taken=True)
         await taken.look_for_single_file()
         return taken
+
+    async def resume(self, path: str, save_id: str, *, workers: Workers) -> SharedTransaction:
+        path, ticket = self.resolve(path), copy_ticket(save_id)
+        hidden = _beside(path, ticket)
+        found = await workers.run(_hold, hidden, path)
+        if found is None:
+            making = partial(workers.run, self._make_hidden, path, ticket, overwrite=True)
+            hidden, held = await self._policy.repeater.run(f"make the directory for {path}", making)
+        else:
+            held = found
+        return ResumableTransaction(
+            self._policy, path, hidden, workers, held, held.identity, _overwrite=True, _is_taken=found is not None
+        )
 
     def append_to(self, path: str, *, workers: Workers) -> SharedTransaction:
         """Add files to an existing directory, which the caller publishes by other means."""

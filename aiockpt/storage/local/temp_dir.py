@@ -99,6 +99,11 @@ def new_ticket() -> str:
     return f"{HIDDEN}{this_process() or f'x.{os.getpid()}'}.{secrets.token_hex(8)}"
 
 
+def copy_ticket(save_id: str, number: int = 0) -> str:
+    """Return the temporary name of the copy of a checkpoint, the same in every process: so it has no owner."""
+    return f"{HIDDEN}x.{number}.{save_id}"
+
+
 def shared_ticket(name: str) -> str:
     """Return the temporary name that all ranks of an adapter for DCP use for a checkpoint of this name."""
     return f"{HIDDEN}dcp-{_hash(name, 2 * _HASH_LETTERS)}"

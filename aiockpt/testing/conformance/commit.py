@@ -87,6 +87,32 @@ class CommitTests(Suite):
 
     @_OVER
     @on_a_loop()
+    async def test_a_suspended_copy_is_gone_on_with(self, overwrite: bool, place: StoragePath) -> None:
+        """What is whole may be kept, never more than was finished; the path has the old checkpoint until the commit."""
+        old = await place.save_old(overwrite)
+        save_id, resume = "0123456789abcdef", place.storage.resume
+        for number in range(3):  # the third time it is there already, and is replaced
+            copy = await resume(place.path, save_id, workers=place.workers)
+            whole = await copy.whole_files()
+            assert set(whole.items()) <= ({(DATA, len(_FILES[DATA]))} if number == 1 else set())
+            if DATA not in whole:
+                await write(copy, DATA, _FILES[DATA])
+            if number == 0:
+                sink = await copy.create(MORE, len(_FILES[MORE]))
+                await sink.write(aligned(_FILES[MORE])[:300])
+                await copy.suspend()
+                await copy.suspend()
+                assert await place.found() == old
+                continue
+            await write(copy, MORE, _FILES[MORE])
+            await copy.commit({METADATA: _FILES[METADATA]})
+            assert await place.contents() == _FILES
+        copy = await resume(place.path, save_id, workers=place.workers)
+        await copy.abort()
+        assert await place.contents() == _FILES
+
+    @_OVER
+    @on_a_loop()
     async def test_an_abort_leaves_nothing(self, overwrite: bool, place: StoragePath) -> None:
         """With one file finished and one not; again it does nothing. The path is free, or as it was before."""
         old = await place.save_old(overwrite)

@@ -1,0 +1,549 @@
+"""The mirror of a run: its steps are copied to a second directory or a bucket, behind, one at a time.
+
+Nothing is noted down: what is missing follows from what both directories show, and a copy that was interrupted goes on
+with what is whole. Copies run on an engine of their own, so a store that hangs holds neither saves nor loads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import anyio
+
+from aiockpt.core.futures import Completion
+from aiockpt.core.threads import Workers
+from aiockpt.core.wording import some_of
+from aiockpt.engine.facade import EngineAccess
+from aiockpt.errors import (
+    AiockptError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    RunLockedError,
+    SaveError,
+    SaveSkippedError,
+)
+from aiockpt.manager.scan import StepInfo, StepNames, StepScanner
+from aiockpt.manager.tiers import backlog, due_steps, is_mirrored, mirror_to_delete
+from aiockpt.storage.copying import RateLimit, copy_checkpoint
+from aiockpt.sync_checkpointer import SyncCheckpointer
+from aiockpt.telemetry.mirrors import MirrorBacklog, MirrorResult
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from aiockpt.core.futures import Call
+    from aiockpt.engine.reports import Reports
+    from aiockpt.manager.policies import KeepPolicy, SavePolicy
+    from aiockpt.manager.retention import Retention
+    from aiockpt.reading.executor import LoadTools
+    from aiockpt.saving.handle import SaveHandle
+    from aiockpt.storage.base import RunLease, Storage
+
+_FIRST_RETRY_S = 1.0
+_LONGEST_RETRY_S = 60.0
+_PATIENCE_S = 60.0  # closing waits no longer for a mirror that fails all the time
+_LEFT_S = 86400.0  # the age of copies that nobody goes on with
+_END_S = 5.0
+_THREADS = 6
+_NICE = 10
+_MOST_SHOWN = 10
+_REMEMBERED = 8
+
+logger = logging.getLogger("aiockpt")
+
+
+@dataclass(frozen=True, slots=True)
+class MirrorSettings:
+    """What is mirrored, and how.
+
+    Attributes:
+        keep: the policy of the run's directory.
+        mirror_keep: that of the mirror.
+        every: which steps are mirrored; None: all.
+        bytes_per_s: the limit; None: no limit.
+        is_required: no step is deleted before it is mirrored.
+        locks: whether the mirror has one writer.
+    """
+
+    keep: KeepPolicy | None = None
+    mirror_keep: KeepPolicy | None = None
+    every: SavePolicy | None = None
+    bytes_per_s: float | None = None
+    is_required: bool = False
+    locks: bool = True
+
+
+class Tier:
+    """A directory with steps."""
+
+    def __init__(self, storage: Storage, directory: str, names: StepNames) -> None:
+        self.storage, self.directory, self._names = storage, directory, names
+        self.scanner = self.new_scanner()
+
+    def new_scanner(self) -> StepScanner:
+        """Return a scanner of its own, for another thread than one that may hang."""
+        return StepScanner(self.storage, self.directory, self._names)
+
+    def path_of(self, step: int) -> str:
+        """Return the path of a step, whether it exists or not."""
+        return self.storage.below(self.directory, self._names.name_of(step))
+
+
+class Promises:
+    """The futures `SaveHandle.mirrored` of steps that are not mirrored yet. From any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._made: dict[int, Completion[MirrorResult]] = {}
+        self._written: set[int] = set()
+
+    def make(self, step: int, handle: SaveHandle) -> Completion[MirrorResult]:
+        """Return the future of a save that has begun."""
+        made: Completion[MirrorResult] = Completion(f"`mirrored` of {handle.path}", handle._origin)
+        self.fail([step], SaveSkippedError(f"step {step} was saved again before it was mirrored"))
+        with self._lock:
+            self._made[step] = made
+            self._written.discard(step)
+        return made
+
+    def note_written(self, step: int) -> None:
+        """Note that a step can be mirrored from now on."""
+        with self._lock:
+            self._written.add(step)
+
+    @property
+    def written(self) -> list[int]:
+        """The steps that are written, and neither mirrored nor given up."""
+        with self._lock:
+            return sorted(self._written & self._made.keys())
+
+    def keep(self, step: int, result: MirrorResult) -> None:
+        """Complete the future of a step that is mirrored, if it is written."""
+        if (made := self._take(step, written=True)) is not None:
+            made._settle(result)
+
+    def fail(self, steps: Iterable[int], error: BaseException, *, written: bool = False) -> None:
+        """Fail the futures of steps; ``written``: of those that are written, not those that are saved again."""
+        for step in steps:
+            if (made := self._take(step, written=written)) is not None:
+                made._settle(None, error)
+
+    def fail_all(self, reason: str) -> None:
+        """Fail what is left."""
+        with self._lock:
+            left = list(self._made)
+        for step in left:
+            self.fail([step], SaveError(f"step {step} is not mirrored: {reason}"))
+
+    def _take(self, step: int, *, written: bool) -> Completion[MirrorResult] | None:
+        with self._lock:
+            if written and step not in self._written:
+                return None
+            self._written.discard(step)
+            return self._made.pop(step, None)
+
+
+class Mirror:
+    """Copies the steps of a run to another directory whenever there is something to copy.
+
+    Args:
+        here: the directory of the run.
+        there: the mirror.
+        settings: what is mirrored.
+        reports: gets the events.
+        retention: deletes the steps of the run; None if nothing does.
+    """
+
+    def __init__(
+        self,
+        here: Tier,
+        there: Tier,
+        settings: MirrorSettings,
+        reports: Reports,
+        retention: Retention | None = None,
+    ) -> None:
+        self.here, self.there, self.promises = here, there, Promises()
+        self._settings, self._reports, self._retention = settings, reports, retention
+        self._checkpointer = SyncCheckpointer(process_group=None, drain_timeout=_END_S)
+        self._checkpointer._warns_as("manager with a mirror")
+        self._access = EngineAccess(self._checkpointer)
+        self.workers = Workers(_THREADS, "aiockpt-mirror", nice=_NICE)
+        self._unclosed = weakref.finalize(self, self.workers.end, 0.0)
+        self._unclosed.atexit = False
+        self._task = _CopyingTask(self)
+        self._limit = RateLimit(settings.bytes_per_s)
+        self._lease: RunLease | None = None
+        self._state = _MirrorState()
+        self._origin = os.getpid()
+
+    # --- from the caller's threads ----------------------------------------------------------------------
+
+    @property
+    def backlog(self) -> MirrorBacklog:
+        """What is left to do, when it was looked at last."""
+        return self._state.backlog
+
+    def state_of(self, info: StepInfo) -> str:
+        """Return whether the mirror has a step of the run, as it was seen last, or will get it; as text."""
+        if is_mirrored(info, {each.step: each for each in self._state.mirror}):
+            return "complete"
+        return "waits" if info.step in self.backlog.steps else ""
+
+    def held(self) -> set[int]:
+        """Return the steps of the run that must not be deleted now."""
+        held = set() if self._state.copied is None else {self._state.copied}
+        return held | {*self._state.backlog.steps, *self.promises.written} if self._settings.is_required else held
+
+    def expected_s(self) -> float:
+        """Return the expected seconds until a step would be mirrored that is written when this run is closed.
+
+        This is the longest of the last copies, twice if one is being made. 0 if there was none.
+        """
+        return max(self._state.took_s, default=0.0) * (1 if self._state.copied is None else 2)
+
+    def poke(self) -> None:
+        """Look for something to copy. From any thread; never raises."""
+        try:
+            self._task.poke()
+        except (AiockptError, RuntimeError) as exc:  # closed, or no thread can be had: the next step tries again
+            logger.warning("%s can't be mirrored now: %s", self.here.directory, exc)
+
+    def note_end(self, step: int, error: BaseException | None, path: str = "") -> None:
+        """Note that the save of a step has ended; ``path``: where it was written to instead."""
+        if error is not None:
+            self.promises.fail([step], error)
+        elif path:
+            self.promises.fail([step], SaveSkippedError(f"step {step} is not mirrored: it was written to {path}"))
+        else:
+            self.promises.note_written(step)
+            self._state.times.setdefault(step, time.time())
+            self.poke()
+
+    def discard(self, after: int) -> None:
+        """Delete the steps of the mirror after one, the newest first; nothing is copied meanwhile. Blocks.
+
+        `resume` ends that.
+
+        Raises:
+            AiockptError: something can't be deleted, or the mirror can't be reached.
+        """
+        self._task.pause()
+        try:
+            self._access.call(partial(self._discard, after), f"discard steps of {self.there.directory}").result()
+        except OSError as exc:
+            raise AiockptError(f"{self.there.directory} can't be read: {exc}") from exc
+
+    def resume(self) -> None:
+        """Copy again, after `discard`."""
+        self._task.resume()
+
+    def finish(self) -> Completion[None] | None:
+        """Finish what is left; return a future of the end, or None if nothing is being copied."""
+        return self._task.finish()
+
+    def close(self) -> None:
+        """Stop copying, and say what is not mirrored. Blocks for seconds at most; idempotent."""
+        if self._origin != os.getpid():
+            return
+        self._task.stop()
+        left = self.promises.written or self.backlog.steps
+        if left:
+            shown = some_of(list(map(str, left)), _MOST_SHOWN)
+            why = f": {self.backlog.error}" if self.backlog.error is not None else ""
+            logger.warning(
+                "%s lacks step %s of %s, until a manager opens the run again, or `aiockpt mirror` is run%s",
+                self.there.directory,
+                shown,
+                self.here.directory,
+                why,
+            )
+        self.promises.fail_all("the manager was closed before")
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            with contextlib.suppress(TimeoutError):  # a store that can't be reached may take minutes to say so
+                self.workers.submit(lease.release).result(_END_S)
+        self._checkpointer.close()
+        if not self.workers.end(_END_S):
+            logger.warning("a request to the mirror %s is left behind as it does not end", self.there.directory)
+
+    # --- on the engine's loop -----------------------------------------------------------------------------
+
+    async def advance(self) -> bool:
+        """Copy one step; return whether there may be more to do."""
+        workers = self.workers
+        written = self.promises.written  # before the directory is read, which shows all of them
+        local = await workers.run(partial(self.here.scanner.scan, lenient=True))
+        try:
+            await self._own(workers)
+            self._state.mirror = await workers.run(self.there.scanner.scan)
+        except Exception:
+            self._look(local, self._state.mirror, ())  # as it was seen last, so that the backlog grows
+            raise
+        mirror = await self._pruned(self._state.mirror, workers)
+        missing = self._look(local, mirror, written)
+        await self._give_up({info.save_id for info in missing}, workers)
+        if not missing:
+            return False
+        info = missing[-1 if self._task.is_closing else 0]  # the newest, if there may be no time for all
+        self._state.copied = info.step
+        try:
+            await self._copy(info, workers)
+        finally:
+            self._state.copied = None
+            if self._retention is not None:
+                self._retention.again()  # its step may be deleted from now on
+        return True
+
+    def note_failure(self, error: BaseException) -> None:
+        """Note why a copy, or looking for one, has failed."""
+        before, self._state.backlog = self._state.backlog, replace(self._state.backlog, error=error)
+        self._reports.mirrored(self.there.directory, 0.0, None, error, self.backlog)
+        if isinstance(error, RunLockedError):  # another one writes there: that does not pass by itself
+            self.promises.fail(self.promises.written, error, written=True)
+        is_news = repr(before.error) != repr(error)  # not at each attempt
+        if is_news and not isinstance(error, CheckpointNotFoundError):  # deleted or replaced just now
+            logger.warning("%s can't be mirrored to %s now: %s", self.here.directory, self.there.directory, error)
+
+    async def _own(self, workers: Workers) -> None:
+        """Take the lease of the mirror, and remove what nobody goes on with."""
+        if self._lease is not None or not self._settings.locks:
+            return
+        self._lease = await workers.run(self.there.storage.lease, self.there.directory)
+        with contextlib.suppress(AiockptError):  # it costs space, no more
+            await self.there.storage.clean(self.there.directory, older_than_s=_LEFT_S, workers=workers)
+
+    def _check_lease(self) -> None:
+        lease = self._lease
+        if lease is not None:
+            try:
+                lease.check()
+            except RunLockedError:
+                self._lease = None
+                lease.release()
+                raise
+
+    def _look(self, local: Sequence[StepInfo], mirror: Sequence[StepInfo], written: Sequence[int]) -> list[StepInfo]:
+        """Return what is missing; settle the futures of steps that were written if they are there, or are dropped."""
+        state, settings = self._state, self._settings
+        there = {info.step: info for info in mirror}
+        state.times |= {info.step: info.time for info in (*mirror, *local) if info.state == "complete"}
+        due = due_steps(settings.every, dict(state.times))
+        # What was deleted there, as its policy says, does not come back.
+        over = {info.step for info in local if info.save_id in state.over and info.step not in there}
+        over |= {info.step for info in local if info.save_id in state.damaged}
+        missing = backlog(
+            local,
+            mirror,
+            due=due - over,
+            keep=settings.keep,
+            mirror_keep=settings.mirror_keep,
+            now=time.time(),
+            protected=set() if self._retention is None else self._retention.essential,
+            drops=not settings.is_required,
+        )
+        here = {info.step: info for info in local}
+        waiting = {info.step for info in missing}
+        for step in written:
+            if step in here and here[step].state == "damaged":
+                damage = CorruptCheckpointError(f"step {step} is not mirrored, as it is damaged: {here[step].problem}")
+                self.promises.fail([step], damage, written=True)
+            elif step in here and is_mirrored(here[step], there):
+                self.promises.keep(step, MirrorResult(there[step].path, there[step].nbytes, 0, 0.0))
+            elif step not in waiting:
+                why = "the policies keep later ones" if step in due else "mirror_every says so"
+                self.promises.fail([step], SaveSkippedError(f"step {step} is not mirrored: {why}"), written=True)
+        newest = max((info for info in mirror if info.state == "complete"), key=lambda info: info.step, default=None)
+        state.backlog = MirrorBacklog(
+            tuple(info.step for info in missing),
+            sum(info.nbytes for info in missing),
+            None if newest is None else newest.step,
+            0.0 if newest is None else newest.time,
+            state.backlog.error if missing else None,
+        )
+        return missing
+
+    async def _copy(self, info: StepInfo, workers: Workers) -> None:
+        """Copy a step, and report it."""
+        path, begun = self.there.path_of(info.step), time.perf_counter()
+        self._state.begun[info.save_id] = path
+        try:
+            facts = await copy_checkpoint(
+                self.here.storage,
+                info.path,
+                self.there.storage,
+                path,
+                info.save_id,
+                workers=workers,
+                limit=self._limit,
+                check=self._check_lease,
+            )
+        except CorruptCheckpointError as exc:
+            self._state.damaged.add(info.save_id)
+            del self._state.begun[info.save_id]  # it is removed already
+            self.promises.fail([info.step], exc, written=True)
+            logger.exception("step %d is not mirrored, as it is damaged; the mirror keeps what it has", info.step)
+            self._reports.mirrored(path, time.perf_counter() - begun, None, exc, self.backlog)
+            return
+        result = MirrorResult(path, facts.nbytes, facts.sent_bytes, time.perf_counter() - begun)
+        self._state.took_s.append(result.mirrored_s)
+        self._state.note_copied(info, path)
+        self._reports.mirrored(path, result.mirrored_s, result, None, self.backlog)
+        self.promises.keep(info.step, result)
+
+    async def _give_up(self, waiting: set[str], workers: Workers) -> None:
+        """Remove what was copied of steps that have failed, and are left out by now."""
+        for save_id in self._state.begun.keys() - waiting:
+            path = self._state.begun[save_id]
+            if save_id not in self._state.over:
+                left = await self.there.storage.resume(path, save_id, workers=workers)
+                await left.abort()
+            del self._state.begun[save_id]
+
+    async def _pruned(self, mirror: Sequence[StepInfo], workers: Workers) -> Sequence[StepInfo]:
+        """Delete from the mirror what its policy does not keep, after a copy; return what is left there."""
+        committed, self._state.committed = self._state.committed, None
+        if committed is None:
+            return mirror
+        protected = set() if self._retention is None else self._retention.protected()
+        left = list(mirror)
+        for info in mirror_to_delete(self._settings.mirror_keep, mirror, committed, time.time(), protected):
+            await workers.run(self._check_lease)
+            try:
+                await self.there.storage.delete(info.path, workers=workers)
+                left.remove(info)
+            except AiockptError as exc:
+                logger.warning("%s is no longer kept, but stays until the next step is mirrored: %s", info.path, exc)
+        return left
+
+    async def _discard(self, after: int, _: LoadTools) -> None:
+        await self._own(self.workers)
+        for info in reversed(await self.workers.run(self.there.scanner.scan)):
+            if info.step > after and info.state != "unfinished":
+                await self.workers.run(self._check_lease)
+                await self.there.storage.delete(info.path, workers=self.workers)
+
+
+class _MirrorState:
+    """What a mirror knows in this process."""
+
+    def __init__(self) -> None:
+        self.backlog = MirrorBacklog()
+        self.copied: int | None = None  # the step that is being copied
+        self.committed: StepInfo | None = None  # what was copied, until the mirror is looked at again
+        self.mirror: Sequence[StepInfo] = ()  # the steps there, as they were seen last
+        self.took_s: deque[float] = deque(maxlen=_REMEMBERED)  # how long copies have taken
+        self.times: dict[int, float] = {}  # when each step was saved
+        self.begun: dict[str, str] = {}  # the paths of copies that were begun, by the ids of their steps
+        self.over: set[str] = set()  # the ids of steps that were mirrored
+        self.damaged: set[str] = set()  # of those whose bytes are damaged
+
+    def note_copied(self, info: StepInfo, path: str) -> None:
+        """Take a step off the backlog; the mirror is looked at again only after that."""
+        self.over.add(info.save_id)
+        self.mirror = [*(each for each in self.mirror if each.step != info.step), replace(info, path=path)]
+        self.committed, before = info, self.backlog
+        steps = tuple(step for step in before.steps if step != info.step)
+        is_newest = before.newest is None or info.step >= before.newest
+        newest = (info.step, info.time) if is_newest else (before.newest, before.newest_time)
+        self.backlog = MirrorBacklog(steps, before.nbytes - info.nbytes, *newest)
+
+
+class _CopyingTask:
+    """The coroutine that copies as long as there is something to copy; started when there may be."""
+
+    def __init__(self, mirror: Mirror) -> None:
+        self._mirror = mirror
+        self._lock = threading.Lock()
+        self._call: Call[None] | None = None
+        self._wake: Callable[[], object] = lambda: None
+        self._is_poked = self._is_paused = self.is_closing = self._is_over = False
+
+    def poke(self) -> None:
+        with self._lock:
+            self._is_poked = True
+            if self._call is not None:
+                self._wake()
+            elif not (self._is_paused or self._is_over):
+                self._call = self._mirror._access.call(self._run, f"mirror {self._mirror.here.directory}")
+
+    def pause(self) -> None:
+        """Stop, and start nothing until `resume`. Blocks until the copy has stopped."""
+        with self._lock:
+            self._is_paused, call = True, self._call
+        if call is not None:
+            call.cancel()
+            call.completion.ended(None)
+
+    def resume(self) -> None:
+        with self._lock:
+            self._is_paused = False
+        self._mirror.poke()
+
+    def finish(self) -> Completion[None] | None:
+        with self._lock:
+            self.is_closing = True
+            self._wake()
+            return None if self._call is None else self._call.completion
+
+    def stop(self) -> None:
+        """Stop for good. Blocks for seconds at most."""
+        with self._lock:
+            self._is_over, call = True, self._call
+        if call is not None:
+            call.cancel()
+            with contextlib.suppress(TimeoutError):  # a thread hangs, and is left behind
+                call.completion.ended(_END_S)
+
+    async def _run(self, _: LoadTools) -> None:
+        loop, woken = asyncio.get_running_loop(), asyncio.Event()
+        with self._lock:
+            self._wake = partial(_call_in, loop, woken.set)
+        delay_s, failing_since = _FIRST_RETRY_S, 0.0
+        try:
+            while True:
+                with self._lock:
+                    self._is_poked = False
+                woken.clear()
+                try:
+                    is_more = await self._mirror.advance()
+                    delay_s, failing_since = _FIRST_RETRY_S, 0.0
+                except Exception as exc:
+                    self._mirror.note_failure(exc)
+                    failing_since = failing_since or time.monotonic()
+                    is_hopeless = isinstance(exc, RunLockedError) or time.monotonic() - failing_since > _PATIENCE_S
+                    if self.is_closing and is_hopeless:
+                        self._has_ended(anyway=True)
+                        return
+                    with anyio.move_on_after(delay_s):
+                        await woken.wait()
+                    delay_s = min(2 * delay_s, _LONGEST_RETRY_S)
+                    continue
+                if not is_more and self._has_ended():
+                    return
+        except BaseException:  # it is stopped
+            self._has_ended(anyway=True)
+            raise
+
+    def _has_ended(self, *, anyway: bool = False) -> bool:
+        """Return whether there is nothing to do; then the next `poke` starts anew."""
+        with self._lock:
+            if self._is_poked and not anyway:
+                return False
+            self._call, self._wake = None, lambda: None
+            return True
+
+
+def _call_in(loop: asyncio.AbstractEventLoop, function: Callable[[], object]) -> None:
+    with contextlib.suppress(RuntimeError):  # it is closed
+        loop.call_soon_threadsafe(function)

@@ -1,0 +1,131 @@
+"""Decisions about the two tiers of a run, its directory and its mirror. Pure, and without torch.
+
+A step of a tier is known by its number and its `StepInfo.save_id`: copies with the same one are interchangeable. A
+number may be used again, as after going back to an older step; then what was saved later counts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from aiockpt.manager.policies import KeepPolicy, SavePolicy, StepFacts, select, to_delete
+
+if TYPE_CHECKING:
+    from aiockpt.manager.scan import StepInfo
+
+
+@dataclass(frozen=True, slots=True)
+class StepCopy:
+    """A step as one tier has it."""
+
+    info: StepInfo
+    is_mirror: bool
+
+
+def due_steps(policy: SavePolicy | None, times: Mapping[int, float]) -> set[int]:
+    """Return the steps that a policy mirrors, of all that were saved, by when; None: all."""
+    found: set[int] = set()
+    previous: int | None = None
+    last_s = -math.inf
+    for step, time_s in sorted(times.items()):
+        if policy is None or policy.is_due(StepFacts(step, previous, time_s - last_s, is_idle=True)):
+            found.add(step)
+            last_s = time_s
+        previous = step
+    return found
+
+
+def is_mirrored(info: StepInfo, mirrored: Mapping[int, StepInfo]) -> bool:
+    """Return whether the mirror has this very step, whole."""
+    there = mirrored.get(info.step)
+    return there is not None and there.state == "complete" and there.save_id == info.save_id
+
+
+def backlog(
+    local: Iterable[StepInfo],
+    mirror: Iterable[StepInfo],
+    *,
+    due: Collection[int],
+    keep: KeepPolicy | None,
+    mirror_keep: KeepPolicy | None,
+    now: float,
+    protected: Collection[int] = (),
+    drops: bool = True,
+) -> list[StepInfo]:
+    """Return the steps that are to be mirrored, in their order: the oldest first, so that an end leaves no gaps.
+
+    Steps that either policy would delete are dropped, unless they are the newest, or protected: when the mirror is
+    behind, it catches up with what will stay.
+
+    Args:
+        local: the steps of the run's directory.
+        mirror: the steps of the mirror.
+        due: the steps that a policy mirrors.
+        keep: the policy of the run's directory.
+        mirror_keep: the policy of the mirror.
+        now: the time in seconds, as in `time.time`.
+        protected: steps that are never dropped: pinned, or the last one of this run.
+        drops: whether steps are dropped that the run's directory would delete.
+    """
+    whole = {info.step: info for info in local if info.state == "complete"}
+    there = {info.step: info for info in mirror if info.state == "complete"}
+    missing = {
+        step: info
+        for step, info in whole.items()
+        if step in due
+        and info.save_id
+        and not is_mirrored(info, there)
+        and (step not in there or there[step].time <= info.time)
+    }
+    kept = select(keep if drops else None, whole.values(), now).keys()
+    stays = {
+        *protected,
+        max(whole, default=-1),
+        *(kept & select(mirror_keep, (there | missing).values(), now).keys()),
+    }
+    return [missing[step] for step in sorted(missing) if step in stays]
+
+
+def mirror_to_delete(
+    mirror_keep: KeepPolicy | None,
+    mirror: Sequence[StepInfo],
+    committed: StepInfo,
+    now: float,
+    protected: Collection[int] = (),
+) -> list[StepInfo]:
+    """Return the steps to delete from the mirror, after one was committed there; see `to_delete`.
+
+    None, unless the mirror shows that one as complete. The newest always stays.
+    """
+    if not is_mirrored(committed, {info.step: info for info in mirror}):
+        return []
+    return to_delete(mirror_keep, mirror, now, {*protected, committed.step})
+
+
+def copies_in_order(
+    local: Sequence[StepInfo],
+    mirror: Sequence[StepInfo],
+    order: Callable[[Sequence[StepInfo]], Sequence[StepInfo]] = lambda infos: infos[::-1],
+) -> list[StepCopy]:
+    """Return the copies of all steps, in the order in which a restore tries them.
+
+    Of one step those of the run's directory come first, as they are nearer, unless the mirror has one that was saved
+    later.
+
+    Args:
+        local: the steps of the run's directory.
+        mirror: the steps of the mirror.
+        order: takes one copy of each step, by number; returns those to try, the preferred one first.
+    """
+    copies: dict[int, list[StepCopy]] = {}
+    for is_mirror, infos in ((False, local), (True, mirror)):
+        for info in infos:
+            copies.setdefault(info.step, []).append(StepCopy(info, is_mirror))
+    for each in copies.values():
+        if len({copy.info.save_id for copy in each} - {""}) > 1:
+            each.sort(key=lambda copy: -copy.info.time)  # stable
+    whole = {step: next((c for c in each if c.info.state == "complete"), each[0]) for step, each in copies.items()}
+    return [copy for info in order([whole[step].info for step in sorted(whole)]) for copy in copies[info.step]]

@@ -1,0 +1,76 @@
+"""``aiockpt mirror`` and the column of ``aiockpt ls --mirror``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import aiockpt
+from aiockpt.cli.main import app
+from aiockpt.manager.scan import scan
+from tests.manager.runs import flip, state_of
+
+
+def invoke(*arguments: Any, code: int = 0) -> str:
+    result = CliRunner().invoke(app, [*map(str, arguments)])
+    assert result.exit_code == code, result.output
+    return result.output
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Path:
+    with aiockpt.SyncCheckpointManager(tmp_path / "here") as run:
+        for step in (1, 2):
+            run.save(step, state_of(step))
+    return tmp_path / "here"
+
+
+def test_missing_steps_are_copied(here: Path, anywhere: Any) -> None:
+    there = anywhere / "there"
+    assert invoke("mirror", here, there).count("step-0000000") == 2
+    assert [info.save_id for info in scan(there)] == [info.save_id for info in scan(here)]
+    assert "The mirror has everything" in invoke("mirror", here, there)
+    with aiockpt.SyncCheckpointManager(here) as run:
+        run.save(3, {"x": torch.ones(3)})
+        (record,) = json.loads(invoke("mirror", here, there, "--bandwidth", "1G", "--json"))
+    assert record["sent_bytes"] == record["bytes"] > 0
+    assert record["error"] is None
+
+
+def test_damaged_step_is_said(here: Path, anywhere: Any) -> None:
+    flip(here, 2)
+    assert "does not match its CRC" in invoke("mirror", here, anywhere / "there", code=3)
+    assert [info.step for info in scan(anywhere / "there")] == [1]
+
+
+def test_mirror_that_another_one_writes_is_refused(here: Path, tmp_path: Path, anywhere: Any) -> None:
+    with aiockpt.SyncCheckpointManager(tmp_path / "other", mirror=anywhere / "there") as run:
+        run.submit(7, {"x": torch.ones(3)}).mirrored.result(60)
+        assert "is being written by" in invoke("mirror", here, anywhere / "there", code=3)
+
+
+def test_directory_that_is_not_there(tmp_path: Path) -> None:
+    assert "No such file" in invoke("mirror", tmp_path / "none", tmp_path / "there", code=3)
+    assert not (tmp_path / "there").exists()
+
+
+def test_ls_has_a_column_for_the_mirror(here: Path, anywhere: Any) -> None:
+    there = anywhere / "there"
+    invoke("mirror", here, there)
+    with aiockpt.SyncCheckpointManager(here) as run:
+        run.save(2, {"x": torch.ones(3)}, overwrite=True)
+        run.save(3, {"x": torch.ones(3)})
+        run.checkpointer.delete(here / "step-00000001")
+        (here / "notes").mkdir()
+    found = json.loads(invoke("ls", here, "--mirror", there, "--json"))
+    assert [each["mirror"] for each in found["checkpoints"]] == ["another save", "missing"]
+    assert found["only_in_mirror"] == [1]
+    text = invoke("ls", here, "--mirror", there)
+    assert "another save" in text
+    assert "Only the mirror has step 1." in text
+    assert "mirror" not in invoke("ls", here)

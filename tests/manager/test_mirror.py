@@ -1,0 +1,431 @@
+"""A run and its mirror: copied behind, caught up with, never in the way of training."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from prometheus_client import CollectorRegistry
+
+import aiockpt
+import aiockpt.observers
+from aiockpt.manager import mirror as mirroring
+from aiockpt.manager.scan import scan
+from aiockpt.telemetry.observer import CallEvent
+from tests.manager.gates import Gate
+from tests.manager.runs import flip, names, state_of
+from tests.places import ServerPath, left_in, storage_of
+
+STATE = {"x": torch.arange(10.0)}
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mirroring, "_FIRST_RETRY_S", 0.01)
+    monkeypatch.setattr(mirroring, "_LONGEST_RETRY_S", 0.02)
+    monkeypatch.setattr(mirroring, "_PATIENCE_S", 0.1)
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Path:
+    return tmp_path / "here"
+
+
+@pytest.fixture
+def there(anywhere: Path | ServerPath) -> Path | ServerPath:
+    return anywhere / "there"
+
+
+@pytest.fixture
+def gate(there: Path | ServerPath) -> Iterator[Gate]:
+    """A gate before the mirror, whose URL is gate://here."""
+    made = Gate(storage_of(there), str(there))
+    yield made
+    made.is_away, made.holds = False, ""
+
+
+def run_of(here: Path, there: Any, *keep: aiockpt.KeepPolicy, **options: Any) -> aiockpt.SyncCheckpointManager:
+    return aiockpt.SyncCheckpointManager(here, keep=list(keep) or None, mirror=there, **options)
+
+
+def steps(directory: Any) -> list[int]:
+    return [info.step for info in scan(directory) if info.state == "complete"]
+
+
+def test_steps_are_mirrored(here: Path, there: Any) -> None:
+    with run_of(here, there) as run:
+        for step in (1, 2, 3):
+            save = run.submit(step, state_of(step), metrics={"loss": float(step)})
+            result = save.mirrored.result(60)
+            assert result.path.endswith(f"step-0000000{step}")
+            assert result.nbytes == result.sent_bytes > 0
+        backlog = run.mirror_backlog
+        assert backlog is not None
+        assert (backlog.steps, backlog.newest, backlog.error) == ((), 3, None)
+        assert run._repr_html_().count("<td>complete</td>") == 6  # in both
+    assert steps(here) == steps(there) == [1, 2, 3]
+    assert [each.save_id for each in scan(here)] == [each.save_id for each in scan(there)]
+    with aiockpt.SyncCheckpointer() as ckpt:
+        assert ckpt.verify(there / "step-00000003").ok
+
+
+@pytest.mark.asyncio
+async def test_await_in_asyncio(here: Path, there: Any) -> None:
+    async with aiockpt.CheckpointManager(here, mirror=there) as run:
+        save = await run.save(1, STATE)
+        await save.staged
+        await save.written
+        assert (await save.mirrored).path == str(there / "step-00000001")
+
+
+def test_closing_finishes_the_mirror(here: Path, there: Any) -> None:
+    with run_of(here, there) as run:
+        for step in (1, 2, 3):
+            run.submit(step, STATE)
+    assert steps(there) == [1, 2, 3]
+
+
+def test_mirror_has_a_policy_of_its_own(here: Path, there: Any) -> None:
+    keep = [aiockpt.KeepLatest(2)]
+    with run_of(here, there, *keep, mirror_keep=aiockpt.KeepEvery(3), mirror_every=aiockpt.EverySteps(1)) as run:
+        for step in range(1, 9):
+            run.submit(step, STATE).mirrored.result(60)
+    assert steps(here) == [7, 8]
+    assert steps(there) == [3, 6, 8]
+
+
+def test_mirror_every(here: Path, there: Any) -> None:
+    with run_of(here, there, mirror_every=aiockpt.EverySteps(3)) as run:
+        saves = {step: run.submit(step, STATE) for step in range(1, 8)}
+        with pytest.raises(aiockpt.SaveSkippedError, match="step 2 is not mirrored: mirror_every says so"):
+            saves[2].mirrored.result(60)
+    assert steps(there) == [3, 6]
+
+
+def test_mirror_behind_leaves_out_what_is_not_kept(here: Path, there: Any, gate: Gate) -> None:
+    """The step that is being copied stays until it is; of those that wait, what is deleted is left out."""
+    gate.holds = "commit"
+    with run_of(here, "gate://here", aiockpt.KeepLatest(1)) as run:
+        first = run.submit(1, STATE)
+        gate.waits.result(60)
+        saves = [run.submit(step, STATE) for step in (2, 3, 4)]
+        saves[-1].written.result()
+        run._retention.finished().result()
+        assert steps(here) == [1, 4]
+        gate.let_go._settle(None)
+        first.mirrored.result(60)
+        with pytest.raises(aiockpt.SaveSkippedError, match="step 2 is not mirrored: the policies keep later ones"):
+            saves[0].mirrored.result(60)
+        saves[-1].mirrored.result(60)
+    assert steps(here) == steps(there) == [4]
+
+
+def test_what_was_copied_of_a_step_that_is_left_out_is_removed(here: Path, there: Any, gate: Gate) -> None:
+    gate.holds = "commit"
+    with run_of(here, "gate://here", aiockpt.KeepLatest(1)) as run:
+        run.submit(1, STATE)
+        gate.waits.result(60)
+        gate.is_away = True
+        gate.let_go._settle(None)
+        run.save(2, STATE)
+        run._retention.finished().result()
+        gate.is_away, gate.holds = False, ""
+        run.submit(3, STATE).mirrored.result(60)
+    left = left_in(str(there)) if isinstance(there, ServerPath) else names(there)
+    assert [name for name in left if name.startswith(".aiockpt-") or "/files/" in name] == []
+    assert steps(there) == [3]
+
+
+def test_required_steps_stay_until_they_are_mirrored(here: Path, there: Any, gate: Gate) -> None:
+    gate.holds = "commit"
+    keep = {"mirror_keep": aiockpt.KeepEvery(1), "mirror_required": True}
+    with run_of(here, "gate://here", aiockpt.KeepLatest(1), **keep) as run:
+        saves = [run.submit(step, STATE) for step in (1, 2, 3)]
+        saves[-1].written.result()
+        run._retention.finished().result()
+        assert steps(here) == [1, 2, 3]
+        gate.let_go._settle(None)
+        for save in saves:
+            save.mirrored.result(60)
+    assert steps(there) == [1, 2, 3]
+    assert steps(here) == [3]
+
+
+def test_pinned_step_is_mirrored(here: Path, there: Any, gate: Gate) -> None:
+    gate.holds = "commit"
+    with run_of(here, "gate://here", aiockpt.KeepLatest(1)) as run:
+        run.submit(1, STATE)
+        gate.waits.result(60)
+        run.pin(2)
+        saves = [run.submit(step, STATE) for step in (2, 3, 4)]
+        saves[-1].written.result()
+        run._retention.finished().result()
+        gate.let_go._settle(None)
+        saves[0].mirrored.result(60)
+    assert steps(there) == [2, 4]
+
+
+# --- when it fails --------------------------------------------------------------------------------------
+
+
+class Heard(aiockpt.Observer):
+    def __init__(self) -> None:
+        self.events: list[tuple[CallEvent, Any, Any]] = []
+
+    def mirrored(self, event: CallEvent, result: Any, backlog: Any) -> None:
+        self.events.append((event, result, backlog))
+
+
+def test_store_that_is_away_holds_nothing_and_is_caught_up_with(here: Path, there: Any, gate: Gate) -> None:
+    heard = Heard()
+    with run_of(here, "gate://here", aiockpt.KeepLatest(2), observers=[heard]) as run:
+        run.submit(1, STATE).mirrored.result(60)
+        gate.is_away = True
+        saves = [run.submit(step, STATE) for step in range(2, 9)]
+        for save in saves:
+            save.written.result()
+        run._retention.finished().result()
+        assert steps(here) == [7, 8]
+        with pytest.raises(TimeoutError):
+            saves[-1].mirrored.result(0.1)
+        assert run._repr_html_().count("<td>waits</td>") == 2
+        backlog = run.mirror_backlog
+        assert backlog is not None
+        assert (backlog.steps, backlog.newest, type(backlog.error)) == ((7, 8), 1, ConnectionRefusedError)
+        assert backlog.nbytes == sum(info.nbytes for info in scan(here))
+        gate.is_away = False
+        assert saves[-1].mirrored.result(60).nbytes
+        assert run.mirror_backlog.steps == ()  # type: ignore[union-attr]
+        assert run.mirror_backlog.error is None  # type: ignore[union-attr]
+        with pytest.raises(aiockpt.SaveSkippedError):
+            saves[0].mirrored.result(60)
+    assert steps(there) == [7, 8]
+    assert [result.path[-1] for _, result, _ in heard.events if result] == ["1", "7", "8"]
+
+
+def test_metrics_show_the_backlog(here: Path, there: Any, gate: Gate, caplog: pytest.LogCaptureFixture) -> None:
+    registry = CollectorRegistry()
+    observers = [aiockpt.observers.PrometheusObserver(registry), aiockpt.observers.LoggingObserver()]
+    caplog.set_level(logging.INFO)
+    with run_of(here, "gate://here", observers=observers, drain_timeout=0.1) as run:
+        result = run.submit(1, STATE).mirrored.result(60)
+        gate.is_away = True
+        run.save(2, STATE)
+    found = {name: registry.get_sample_value(f"aiockpt_mirror_{name}") for name in ("backlog_steps", "backlog_bytes")}
+    assert found == {"backlog_steps": 1.0, "backlog_bytes": float(scan(here)[1].nbytes)}
+    assert registry.get_sample_value("aiockpt_mirrors_total", {"outcome": "done"}) == 1.0
+    assert (registry.get_sample_value("aiockpt_mirrors_total", {"outcome": "failed"}) or 0.0) >= 1.0
+    assert registry.get_sample_value("aiockpt_mirrored_bytes_total") == result.nbytes
+    assert (registry.get_sample_value("aiockpt_mirror_newest_timestamp_seconds") or 0.0) > 1e9
+    assert f"mirrored {there / 'step-00000001'}: " in caplog.text
+    assert "was not mirrored: [Errno 111]" in caplog.text
+
+
+def test_closing_says_what_is_not_mirrored(
+    here: Path, there: Any, gate: Gate, caplog: pytest.LogCaptureFixture
+) -> None:
+    gate.is_away = True
+    with run_of(here, "gate://here") as run:
+        save = run.submit(1, STATE)
+        save.written.result()
+    with pytest.raises(aiockpt.SaveError, match="step 1 is not mirrored: the manager was closed"):
+        save.mirrored.result(60)
+    assert "lacks step 1 of" in caplog.text
+    gate.is_away = False
+    with run_of(here, "gate://here"):
+        pass
+    assert steps(there) == [1]
+
+
+def test_closing_waits_no_longer_than_the_drain_timeout(here: Path, there: Any, gate: Gate) -> None:
+    gate.holds = "commit"
+    with run_of(here, "gate://here", drain_timeout=0.3) as run:
+        save = run.submit(1, STATE)
+        gate.waits.result(60)
+    assert isinstance(save.mirrored.exception(0), aiockpt.SaveError)
+    gate.holds = ""
+    gate.steps.clear()
+    with run_of(here, "gate://here"):
+        pass
+    assert steps(there) == [1]
+    assert ("create", "__0_0.distcp") not in gate.steps  # it was whole
+
+
+def test_damaged_step_is_not_mirrored(here: Path, there: Any, gate: Gate, caplog: pytest.LogCaptureFixture) -> None:
+    with run_of(here, "gate://here") as run:
+        run.submit(1, state_of(1)).mirrored.result(60)
+        gate.is_away = True
+        save = run.submit(2, state_of(2))
+        save.written.result()
+        flip(here, 2)
+        gate.is_away = False
+        with pytest.raises(aiockpt.CorruptCheckpointError, match="does not match its CRC"):
+            save.mirrored.result(60)
+        assert run.submit(3, state_of(3)).mirrored.result(60)
+    assert steps(there) == [1, 3]
+    assert "step 2 is not mirrored, as it is damaged" in caplog.text
+
+
+def test_failed_save_fails_mirrored_too(here: Path, there: Any) -> None:
+    def refuse(_: str) -> None:
+        raise RuntimeError("refused")
+
+    with run_of(here, there, on_failure="warn") as run:
+        save = run.submit(1, STATE, pre_commit=refuse)
+        with pytest.raises(aiockpt.SaveError, match="refused"):
+            save.mirrored.result(60)
+        assert run.submit(2, STATE).mirrored.result(60)
+
+
+def test_two_trainers_on_one_mirror(tmp_path: Path, there: Any) -> None:
+    with run_of(tmp_path / "a", there) as one:
+        one.submit(1, STATE).mirrored.result(60)
+        with run_of(tmp_path / "b", there) as other:
+            save = other.submit(2, STATE)
+            save.written.result()
+            with pytest.raises(aiockpt.RunLockedError):
+                save.mirrored.result(60)
+            assert one.submit(3, STATE).mirrored.result(60)
+    assert steps(there) == [1, 3]
+    with run_of(tmp_path / "b", there):
+        pass
+    assert steps(there) == [1, 2, 3]
+
+
+def test_number_that_is_saved_again(here: Path, there: Any) -> None:
+    with run_of(here, there) as run:
+        run.submit(1, STATE).mirrored.result(60)
+        first = scan(there)[0].save_id
+        run.submit(1, {"x": torch.ones(5)}, overwrite=True).mirrored.result(60)
+    assert scan(there)[0].save_id == scan(here)[0].save_id != first
+
+
+def test_older_copy_of_a_number_does_not_replace_a_later_one(tmp_path: Path, there: Any) -> None:
+    """A node comes back whose disk has a step of before the run went on elsewhere."""
+    with aiockpt.SyncCheckpointManager(tmp_path / "old") as run:
+        run.save(5, STATE)
+    with run_of(tmp_path / "new", there) as run:
+        run.submit(5, {"x": torch.ones(5)}).mirrored.result(60)
+    later = scan(there)[0].save_id
+    with run_of(tmp_path / "old", there) as run:
+        run.submit(6, STATE).mirrored.result(60)
+    assert scan(there)[0].save_id == later
+    assert steps(there) == [5, 6]
+
+
+def test_what_is_whole_is_left_alone_at_the_next_start(here: Path, there: Any, gate: Gate) -> None:
+    with run_of(here, "gate://here") as run:
+        run.submit(1, STATE).mirrored.result(60)
+    gate.steps.clear()
+    with run_of(here, "gate://here"):
+        pass
+    assert [step for step, _ in gate.steps if step not in ("clean", "open", "read")] == []
+
+
+def test_options_are_checked(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="one must not be in the other"):
+        aiockpt.SyncCheckpointManager(tmp_path / "a", mirror=tmp_path / "a" / "b")
+    with pytest.raises(ValueError, match="mirror_keep: these are for a mirror"):
+        aiockpt.SyncCheckpointManager(tmp_path / "a", mirror_keep=aiockpt.KeepLatest(1))
+    with pytest.raises(ValueError, match="mirror_bandwidth must be positive"):
+        aiockpt.SyncCheckpointManager(tmp_path / "a", mirror=tmp_path / "b", mirror_bandwidth=0)
+    with aiockpt.SyncCheckpointer() as ckpt:
+        handle = ckpt.submit(STATE, tmp_path / "c")
+        with pytest.raises(aiockpt.AiockptError, match="has no `mirrored`"):
+            handle.mirrored  # noqa: B018
+
+
+@pytest.mark.parametrize("options", [{"format": "safetensors"}, {"compress": "zstd"}, {"files": {"notes.txt": b"a"}}])
+def test_every_format_is_mirrored(here: Path, there: Any, options: dict[str, Any]) -> None:
+    state = {f"t{number}": torch.randn(1000) for number in range(3)}
+    with run_of(here, there) as run:
+        run.submit(1, state, **options).mirrored.result(60)
+        run.checkpointer.delete(here / "step-00000001")
+        target = {key: torch.zeros(1000) for key in state}
+        found = run.restore(target)
+        assert found is not None
+        assert found.path == str(there / "step-00000001")
+        assert all(torch.equal(target[key], state[key]) for key in state)
+        assert run.checkpointer.verify(there / "step-00000001").ok
+
+
+def test_run_in_a_store_with_a_mirror_in_a_directory(tmp_path: Path, server_url: str) -> None:
+    here, there = ServerPath(f"{server_url}/run"), tmp_path / "there"
+    with run_of(here, there, aiockpt.KeepLatest(1)) as run:  # type: ignore[arg-type]
+        for step in (1, 2):
+            run.submit(step, STATE).mirrored.result(60)
+    assert steps(here) == steps(there) == [2]
+
+
+def test_notice_of_an_ephemeral_directory_includes_the_mirror(here: Path, there: Any) -> None:
+    for is_ephemeral in (False, True):
+        with run_of(here, there, mirror_ephemeral=is_ephemeral) as run:
+            assert run._mirror is not None
+            assert run._mirror.expected_s() == 0.0
+            step = 2 + is_ephemeral
+            result = run.submit(step, STATE).mirrored.result(60)
+            assert run._mirror.expected_s() in (result.mirrored_s, 2 * result.mirrored_s)
+            run._mirror._state.took_s.append(1000.0)
+            run.request_last_save(grace_s=500)
+            assert run.due(step + 10) is not is_ephemeral
+            assert run.stopping
+
+
+def test_closing_mirrors_the_newest_first(here: Path, there: Any, gate: Gate) -> None:
+    gate.holds = "resume"
+    run = run_of(here, "gate://here")
+    for step in range(1, 5):
+        run.save(step, STATE)
+    gate.waits.result(60)
+    closing = threading.Thread(target=run.close)
+    closing.start()
+    while not run._mirror._task.is_closing:  # type: ignore[union-attr]
+        closing.join(0.01)
+    gate.let_go._settle(None)
+    closing.join(60)
+    begun = [Path(name).name for step, name in gate.steps if step == "resume"]
+    assert begun == [f"step-0000000{step}" for step in (1, 4, 3, 2)]
+
+
+def test_garbage_collected_manager_leaves_no_thread_and_no_lock(here: Path, there: Any) -> None:
+    ckpt = aiockpt.SyncCheckpointer()
+    run = run_of(here, there, checkpointer=ckpt)
+    run.submit(1, STATE).mirrored.result(60)
+    run._retention.finished().result()
+    threads = [each for each in threading.enumerate() if each.name.startswith(("aiockpt-mirror", "aiockpt-retention"))]
+    assert len(threads) > 1
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        del run
+        for thread in threads:
+            while thread.is_alive():  # the engine may hold the last copy for a moment
+                gc.collect()
+                thread.join(0.01)
+    assert [str(each.message)[:30] for each in heard] == ["unclosed manager with a mirror"]
+    ckpt.close()
+    with run_of(here, there) as again:
+        assert again.submit(2, STATE).mirrored.result(60)
+
+
+def test_bandwidth(here: Path, there: Any) -> None:
+    with run_of(here, there, mirror_bandwidth=4e6) as run:
+        result = run.submit(1, {"x": torch.zeros(1_000_000)}).mirrored.result(60)
+    assert result.mirrored_s > 0.5  # what is sent within a second goes at once
+
+
+def test_steps_without_a_manifest_stay_where_they_are(here: Path, there: Any) -> None:
+    """Nothing says which bytes are theirs."""
+    with aiockpt.SyncCheckpointManager(here) as run:
+        run.save(1, STATE)
+    (here / "step-00000001" / ".aiockpt.json").unlink()
+    with run_of(here, there) as run:
+        run.submit(2, STATE).mirrored.result(60)
+    assert steps(here) == [1, 2]
+    assert steps(there) == [2]
