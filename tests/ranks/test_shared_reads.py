@@ -111,6 +111,11 @@ def test_replicated_state_is_read_once(kind: str, saved: Path, world4: World) ->
     assert max(read) <= 0.25 * nbytes + (8 << 20)
 
 
+def test_local_file_system_is_not_shared_unless_asked(saved: Path, world2: World) -> None:
+    nbytes = nbytes_of(state_of(3.0))
+    assert all(read >= nbytes for read in world2.results(load_replicated, saved, "filled", {}))
+
+
 def load_over_tcp(rank: int, world_size: int, path: Path, kind: str) -> int:
     with pytest.MonkeyPatch.context() as patch:
         patch.delattr(os, "memfd_create", raising=False)
