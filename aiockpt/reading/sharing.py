@@ -276,7 +276,8 @@ class SharedReads:
                     self._await(lent, taker, wire)
             return _ForDevices(held, left, lent)
         except BaseException:
-            self._to_read.give_back(lent)
+            if not self._is_shared:  # else another process may be copying from it
+                self._to_read.give_back(lent)
             raise
 
     def _send(self, taker: int, wire: Wire, number: int, view: memoryview) -> None:
