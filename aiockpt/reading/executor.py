@@ -165,12 +165,12 @@ class ReadExecutor:
         return await self._tools.workers.run(self._needs, objects, reads, phase)
 
     def _needs(self, objects: Sequence[ObjectRead], reads: Sequence[TensorRead], phase: int) -> list[Need]:
-        reads = [read for read in reads if not self._source.is_virtual(read.chunk.place.file)]
         groups = [self._by_size(group, device)[:2] for device, group in _by_device(reads).items()]
-        small = [read.chunk.place for few, _ in groups for read in few]
-        small += [each.place for each in objects if not self._source.is_virtual(each.place.file)]
-        small = [place for place in small if place.length <= SMALL_CELL_BYTES]
-        return needs_of_items(phase, small) + needs_of_payloads(phase, [read for _, large in groups for read in large])
+        places = [*(read.chunk.place for few, _ in groups for read in few), *(each.place for each in objects)]
+        is_virtual = self._source.is_virtual
+        small = [each for each in places if each.length <= SMALL_CELL_BYTES and not is_virtual(each.file)]
+        large = [read for _, many in groups for read in many]
+        return needs_of_items(phase, small) + needs_of_payloads(phase, large, self._source)
 
     async def fill(
         self,

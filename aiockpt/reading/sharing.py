@@ -7,6 +7,7 @@ itself. Each rank checks the CRCs of the items that it gets whole, wherever the 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import queue
 from collections import defaultdict
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from aiockpt.coordination.wires import Head, Wire, Wires
     from aiockpt.core.threads import Workers
     from aiockpt.format.index import Index, ItemRange
-    from aiockpt.reading.decoded import DecodedSource
+    from aiockpt.reading.decoded import DecodedSource, DecodedStream
     from aiockpt.reading.jobs import ReadJob
     from aiockpt.reading.read_plan import TensorRead
 
@@ -67,7 +68,7 @@ def needs_of_items(phase: int, places: Sequence[ItemRange]) -> list[Need]:
     return list(found.values())
 
 
-def needs_of_payloads(phase: int, reads: Sequence[TensorRead]) -> list[Need]:
+def needs_of_payloads(phase: int, reads: Sequence[TensorRead], source: DecodedSource) -> list[Need]:
     """Return the need of each read of a large item whose framing is known."""
     found: list[Need] = []
     for read in reads:
@@ -78,10 +79,12 @@ def needs_of_payloads(phase: int, reads: Sequence[TensorRead]) -> list[Need]:
         if read.target is not None:
             part = select_item(item, read.selections)
             stream, size = as_stream(part.shape, part.stride, part.storage_offset), item.dtype.itemsize
-        if stream.is_increasing:
+        file = read.chunk.place.file
+        # To find out how long an item is, each rank has to decode it.
+        if stream.is_increasing and (not source.is_virtual(file) or source.items[file].is_exact):
             base = read.chunk.place.offset + item.payload_offset
             begin, end = (base + stream.at(number) * size for number in (0, stream.count - 1))
-            found.append(Need(phase, read.chunk.place.file, base, begin, end + size, stream.count * size))
+            found.append(Need(phase, file, base, begin, end + size, stream.count * size, source.is_virtual(file)))
     return found
 
 
@@ -199,7 +202,9 @@ class SharedReads:
                 mine.append(share)
             elif share.cells[0].phase == phase and share.reader in self.wires.inbound:
                 theirs[share.reader][share.number] = share
-        pending, running = iter(mine), len(theirs) + min(self._most_read, len(mine))
+        grouped = itertools.groupby(mine, lambda share: self._ordered(share) or share)
+        groups = [list(group) for _, group in grouped]
+        pending, running = iter(groups), len(theirs) + min(self._most_read, len(groups))
         over = anyio.Event()
         if not running:
             return
@@ -212,13 +217,16 @@ class SharedReads:
                 over.set()
 
         async def read() -> None:
-            for share in pending:
-                left = await self.workers.run(self._read, share, jobs, placer)
-                try:
-                    if left.jobs:
-                        await placer.place_on_devices(left.held, left.jobs)
-                finally:
-                    self._to_read.give_back(left.lent)
+            for group in pending:
+                stream = self.source.in_order(name) if (name := self._ordered(group[0])) else None
+                for share in group:
+                    is_last = share is group[-1]
+                    left = await self.workers.run(self._read, share, stream, jobs, placer, is_last=is_last)
+                    try:
+                        if left.jobs:
+                            await placer.place_on_devices(left.held, left.jobs)
+                    finally:
+                        self._to_read.give_back(left.lent)
 
         async def receive(reader: int, expected: dict[int, Share]) -> None:
             while (left := await self.workers.run(self._receive, reader, expected, jobs, placer)) is not None:
@@ -241,19 +249,31 @@ class SharedReads:
                 tasks.start_soon(watch)
                 for reader, expected in theirs.items():
                     tasks.start_soon(count_down, receive, reader, expected)
-                for _ in range(min(self._most_read, len(mine))):
+                for _ in range(min(self._most_read, len(groups))):
                     tasks.start_soon(count_down, read)
 
     # --- in threads -----------------------------------------------------------------------------------------
 
-    def _read(self, share: Share, jobs: SharedJobs, placer: Placer) -> _ForDevices:
+    def _ordered(self, share: Share) -> str:
+        """Return the name of the file if it can only be read in order, else an empty one."""
+        file = share.cells[0].file
+        return file if self.source.is_virtual(file) else ""
+
+    def _read(
+        self, share: Share, stream: DecodedStream | None, jobs: SharedJobs, placer: Placer, *, is_last: bool
+    ) -> _ForDevices:
         """Read what is shared, send it, and put it into place."""
         file, begin, end = share.cells[0].file, share.begin, share.end
         whole = None if self._is_shared else _whole(share, jobs, begin, end)
         lent = None if whole else self._to_read.take(begin, end)
         try:
             view = whole.memory() if whole else lent.view if lent else memoryview(b"")
-            self.source.read(file, begin, view)
+            if stream is None:
+                self.source.read(file, begin, view)
+            else:
+                stream.fill(begin, view)
+                if is_last:
+                    stream.finish()
             near: list[tuple[int, MemoryWire, int, int]] = []
             for taker, low, high in share.takers:
                 wire = self.wires.outbound.get(taker)  # without one, it reads this itself

@@ -41,6 +41,7 @@ class Need(NamedTuple):
     begin: int  # in the file
     end: int
     nbytes: int  # of these, in evenly distributed pieces if it is less
+    is_ordered: bool = False  # the file can only be read from its beginning to its end: by one rank, or by each
 
 
 class Share(NamedTuple):
@@ -65,7 +66,7 @@ class _RankPart(NamedTuple):
 
 def cells_of(need: Need) -> list[tuple[Cell, int, int]]:
     """Return the cells of a need, with the beginning and end of its bytes in each."""
-    phase, file, base, begin, end, _ = need
+    phase, file, base, begin, end, *_ = need
     if base == SMALL_ITEMS:
         return [(Cell(phase, file, base, begin // SMALL_CELL_BYTES), begin, end)]
     numbers = range((begin - base) // CELL_BYTES, -(-(end - base) // CELL_BYTES))
@@ -82,24 +83,38 @@ def plan_shares(needs: Mapping[int, Sequence[Need]]) -> list[Share]:
     for rank in sorted(needs):
         for cell, part in _parts(rank, needs[rank]).items():
             parts[cell].append(part)
+    together = {cell: tuple(part.rank for part in found) if _spares(found) else () for cell, found in parts.items()}
+    # By file: the ranks that share it all, if that is what they do.
+    ordered = {need[:2]: set[tuple[int, ...]]() for each in needs.values() for need in each if need.is_ordered}
+    for cell, ranks in together.items():
+        if cell[:2] in ordered:
+            ordered[cell[:2]].add(ranks)
     loads = dict.fromkeys(needs, 0)
     shared: list[tuple[Cell, list[_RankPart]]] = []
     for cell, found in parts.items():
-        begin, end = _extent(found)
-        nbytes = sum(part.nbytes for part in found)
-        if len(found) > 1 and end - begin <= CELL_BYTES and nbytes - (end - begin) > (end - begin) // _SPARED:
+        if together[cell] and len(ordered.get(cell[:2], "1")) == 1:
             shared.append((cell, found))
             continue
         for part in found:
             loads[part.rank] += part.nbytes
     shares: list[Share] = []
+    readers: dict[tuple[int, str], int] = {}
     for cells, found in _joined(sorted(shared, key=lambda each: (*each[0][:2], _extent(each[1]), each[0]))):
         begin, end = _extent(found)
         reader = min((part.rank for part in found), key=lambda rank: (loads[rank], rank))
+        if cells[0][:2] in ordered:
+            reader = readers.setdefault((cells[0].phase, cells[0].file), reader)
         loads[reader] += end - begin
         takers = tuple((part.rank, part.begin, part.end) for part in found if part.rank != reader)
         shares.append(Share(len(shares), tuple(cells), begin, end, reader, takers))
     return shares
+
+
+def _spares(parts: Sequence[_RankPart]) -> bool:
+    """Return whether ranks read less of a cell if one reads it for all."""
+    begin, end = _extent(parts)
+    spared = sum(part.nbytes for part in parts) - (end - begin)
+    return len(parts) > 1 and end - begin <= CELL_BYTES and spared > (end - begin) // _SPARED
 
 
 def _extent(parts: Sequence[_RankPart]) -> tuple[int, int]:
