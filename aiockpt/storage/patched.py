@@ -43,7 +43,7 @@ class PatchedStorage(WrapperStorage):
 class _PatchedSource(Source):
     def __init__(self, inner: Source, other: Source, names: frozenset[str]) -> None:
         self._inner, self._other, self._names = inner, other, names
-        self.gap_bytes, self.most_reads = inner.gap_bytes, inner.most_reads
+        self.gap_bytes, self.most_reads, self.is_remote = inner.gap_bytes, inner.most_reads, inner.is_remote
 
     def _source_of(self, name: str) -> Source:
         return self._other if name in self._names else self._inner
