@@ -22,14 +22,14 @@ from aiockpt.manager.policies import Mode, ranked
 from aiockpt.manager.requests import Restored, RestoreRequest, SkippedStep, StepChoice
 from aiockpt.manager.tiers import copies_in_order
 from aiockpt.reading.info import TensorInfo
-from aiockpt.storage.patched import PatchedStorage
+from aiockpt.storage.patched import PatchedStorage, Patches
 
 if TYPE_CHECKING:
     from aiockpt.core.futures import Call
     from aiockpt.manager.base import ManagerBase
     from aiockpt.manager.scan import StepInfo
     from aiockpt.storage.base import Stamp, Storage
-    from aiockpt.telemetry.verification import VerifyReport
+    from aiockpt.telemetry.verification import Problem, VerifyReport
 
 logger = logging.getLogger("aiockpt")
 
@@ -62,7 +62,7 @@ class _Listed:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a step is read; ``repaired`` are the files that the mirror has to give."""
+    """Where a step is read; ``repaired`` are the keys, or files, that the mirror has to give."""
 
     storage: Storage
     path: str
@@ -149,14 +149,15 @@ class Restore:
         return None
 
     async def _patched(self, damaged: _Listed, copy: _Listed) -> _Place:
-        """Return the damaged copy of a step, with those files of the mirror that it has damaged: all ranks the same."""
+        """Return the damaged copy of a step, with what it has damaged from the mirror: all ranks the same."""
         run = self.manager
-        names = await run._led(f"the damage of {damaged.info.path}", partial(self._damaged_files, damaged))
+        find = partial(self._damage, damaged)
+        patches, repaired = await run._led(f"the damage of {damaged.info.path}", find)
         mirror = run._storage_at(is_mirror=True)
-        if not names:
+        if not patches:
             return _Place(mirror, copy.info.path)
-        patched = PatchedStorage(run._storage_at(is_mirror=False), mirror, copy.info.path, names)
-        return _Place(patched, damaged.info.path, names)
+        patched = PatchedStorage(run._storage_at(is_mirror=False), mirror, copy.info.path, patches)
+        return _Place(patched, damaged.info.path, repaired)
 
     # --- on rank 0 --------------------------------------------------------------------------------------
 
@@ -214,15 +215,20 @@ class Restore:
             raise CheckpointNotFoundError(f"there is no step {choice} in {directory}")
         return found
 
-    async def _damaged_files(self, damaged: _Listed) -> tuple[str, ...]:
-        """Return the files of a copy that are damaged or can't be read; none if that can't be said of single files."""
+    async def _damage(self, damaged: _Listed) -> tuple[Patches, tuple[str, ...]]:
+        """Return which bytes of a copy are damaged or can't be read, and the keys or files that they belong to.
+
+        Nothing, if that can't be said.
+        """
+        storage, path = self.manager._storage_at(is_mirror=False), damaged.info.path
+        infos: Mapping[str, Any] = {}
         try:
-            storage = self.manager._storage_at(is_mirror=False)
-            report: VerifyReport = await self.manager._call("verify", damaged.info.path, storage=storage)
+            report: VerifyReport = await self.manager._call("verify", path, storage=storage)
         except LoadError:
-            return ()
-        names = {problem.file for problem in report.errors}
-        return () if "" in names else tuple(sorted(names))
+            return {}, ()
+        with contextlib.suppress(LoadError):  # it can't be opened: whole files
+            infos = await self.manager._inspect(path, storage)
+        return _patches_of(report.errors, infos)
 
     async def _judge(self, place: _Place, older: Sequence[_Listed], is_touched: bool) -> None:
         """Check a step as far as it must be before the load; raise CorruptCheckpointError if it is damaged."""
@@ -266,6 +272,35 @@ class Restore:
         by = f", of which {restored.info.path} is a copy" if restored.is_mirror else ""
         message = f"the run goes on from step {restored.info.step} of {self.manager.directory}{by}: {what}"
         warnings.warn(DamagedCheckpointWarning(message, skipped), stacklevel=outer_stacklevel())
+
+
+def _patches_of(problems: Sequence[Problem], infos: Mapping[str, Any]) -> tuple[Patches, tuple[str, ...]]:
+    """Return the damaged runs of bytes, and the keys or files that they belong to; nothing for damage of no file."""
+    patches: dict[str, list[tuple[int, int]] | None] = {}
+    names: dict[str, None] = {}
+    # The CRC of a file says less than those of its items.
+    for problem in sorted(problems, key=lambda problem: problem.kind == "file crc"):
+        if not problem.file:
+            return {}, ()
+        info, at = infos.get(problem.key or ""), problem.offset
+        places = info.chunks if isinstance(info, TensorInfo) else ()
+        place = next(
+            (
+                each
+                for each in places
+                if at is not None and each.file == problem.file and 0 <= at - each.offset < each.nbytes
+            ),
+            None,
+        )
+        if place is not None:
+            names[problem.key or ""] = None
+            known = patches.setdefault(problem.file, [])
+            if known is not None:
+                known.append((place.offset, place.offset + place.nbytes))
+        elif problem.kind != "file crc" or problem.file not in patches:
+            names[problem.file] = None
+            patches[problem.file] = None
+    return patches, tuple(names)
 
 
 def set_aside(storage: Storage, path: str) -> str:

@@ -21,6 +21,7 @@ class Gate(WrapperStorage):
         self.let_go: aiockpt.Completion[None] = aiockpt.Completion("let go")
         self.steps: list[tuple[str, str]] = []
         self.reads: list[str] = []
+        self.read_bytes = 0
         aiockpt.storage.register("gate", lambda root, **_: self, replace=True)
 
     def resolve(self, path: str) -> str:
@@ -35,6 +36,7 @@ class Gate(WrapperStorage):
 
     def before_read(self, name: str, offset: int, nbytes: int) -> None:
         self.reads.append(name)
+        self.read_bytes += nbytes * name.endswith(".distcp")
         self._check()
 
     def _check(self) -> None:
