@@ -39,6 +39,7 @@ MODULES = {
     "lag": "benchmarks.measured.lag",
     "ranks": "benchmarks.ranks.sharded",
     "safetensors-ranks": "benchmarks.ranks.safetensors_files",
+    "share": "benchmarks.ranks.share",
     "scale": "benchmarks.ranks.scale",
     "compress": "benchmarks.measured.compress",
     "writers": "benchmarks.measured.writers",

@@ -289,7 +289,7 @@ def watch_cuda() -> Iterator[OrderChecker]:
 class PosingStream:
     def __init__(self, device: torch.device | int | None = None, number: int | None = None) -> None:
         self.device = torch.device("cpu")
-        self.number = next(_numbers) if number is None else number
+        self.number = self.stream_id = next(_numbers) if number is None else number
 
     def wait_event(self, event: PosingEvent) -> None:
         with _posing[-1].lock:

@@ -24,6 +24,16 @@ if not entry_points(group="aiockpt.storages", name=SCHEME):  # the package was i
     aiockpt.storage.register(SCHEME, storage_for_server)
 
 
+def _placed(url: str, **_: Any) -> Storage:
+    from tests.objects.buckets import PlacedStorage
+
+    return PlacedStorage(url)
+
+
+for _scheme in ("at-s3", "at-gs"):
+    aiockpt.storage.register(_scheme, _placed)
+
+
 class ServerPath(os.PathLike[str]):
     """A path with the methods of `pathlib.Path` that tests use. Changes are made to the objects themselves."""
 

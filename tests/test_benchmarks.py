@@ -58,6 +58,7 @@ ARGUMENTS = {
     "lag": SMALL,
     "ranks": (*SMALL, "--ranks=2", "--count=20", "--only=raw,aiockpt,count=1"),
     "safetensors-ranks": SMALL,
+    "share": (*SMALL, "--ranks=2"),
     "compress": ("--gib=0.004", "--rounds=1"),
     "scale": ("--ranks=4,8", "--items=50", "--world=2", "--rounds=1", "--limit=300"),
     "writers": (*SMALL, "--count=300", "--alone=0.05", "--work=small", "--only=no save,aiockpt"),

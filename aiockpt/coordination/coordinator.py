@@ -63,7 +63,8 @@ class Coordinator:
     """
 
     def __init__(self, group: ProcessGroup | Ranks, *, timeout_s: float) -> None:
-        address = RankAddress(group)
+        self._address = address = RankAddress(group)
+        self.timeout_s = timeout_s
         self.rank = address.rank  # in the group, from 0
         self.world_size = address.world_size
         self._leader = Leader(address, timeout_s=timeout_s) if self.rank == 0 else None
@@ -82,6 +83,17 @@ class Coordinator:
     def leader_lives(self) -> bool:
         """Whether rank 0 can still be reached, as far as this rank has noticed."""
         return self._follower is None or self._follower.leader_lives
+
+    async def addresses(self, operation: str) -> list[str]:
+        """Return the addresses at which other ranks reach this host; see `addresses_of_this_host`.
+
+        Raises OSError, or CoordinationError if they are not found out in time.
+        """
+        if self._address.host:
+            return [self._address.host]
+        side = self._leader or self._follower
+        assert side is not None
+        return await side.addresses(operation)
 
     def call(self, kind: Kind) -> RankCall:
         """Count a call that all ranks make. To be called for each, first of all, also for one that fails then."""

@@ -38,7 +38,7 @@ class LinkBrokenError(Exception):
 class Endpoint(NamedTuple):
     """The addresses at which rank 0 listens, and the secret that it takes to connect."""
 
-    addresses: Sequence[tuple[str, int]]  # hosts as numbers, and ports
+    addresses: Sequence[tuple[str, int]]  # hosts as numbers, and ports; see `listen` for those without a port
     secret: bytes
     namespace: str  # of the network that the process sees: within it, addresses of loopback are enough
     host: str
@@ -93,13 +93,39 @@ class Link:
         with contextlib.suppress(OSError):
             await self._writer.drain()
 
+    async def detach(self, *, connected: bool) -> socket.socket:
+        """Return the connection as a blocking socket, for one that only sends to the side that has ``connected``.
+
+        Both sides call it before the first message. Raises LinkBrokenError.
+        """
+        if not connected:  # the other side must not send before this one has left the stream, which reads ahead
+            try:
+                await self._reader.readexactly(1)
+            except (EOFError, OSError) as exc:
+                raise LinkBrokenError(str(exc)) from exc
+        own = socket.socket(fileno=os.dup(self._writer.get_extra_info("socket").fileno()))
+        self.close()
+        own.setblocking(True)
+        if connected:
+            try:
+                own.sendall(b"\1")
+            except OSError as exc:
+                own.close()
+                raise LinkBrokenError(str(exc)) from exc
+        return own
+
     def close(self) -> None:
         """Close at once; idempotent."""
         self._writer.transport.abort()
 
 
-async def listen(hosts: Sequence[str], secret: bytes, name: str, joined: Callable[[str, Link], None]) -> asyncio.Server:
-    """Listen on these hosts, at ports that the system chooses; call ``joined`` with what each other side says it is."""
+async def listen(
+    hosts: Sequence[str] | str, secret: bytes, name: str, joined: Callable[[str, Link], None]
+) -> asyncio.Server:
+    """Listen on these hosts, at ports that the system chooses; call ``joined`` with what each other side says it is.
+
+    A text is the name of a socket within this host; see unix(7).
+    """
 
     async def welcome(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -118,15 +144,31 @@ async def listen(hosts: Sequence[str], secret: bytes, name: str, joined: Callabl
     def protocol() -> asyncio.StreamReaderProtocol:
         return asyncio.StreamReaderProtocol(_LinkReader(_BUFFER_BYTES, loop), welcome, loop)
 
+    if isinstance(hosts, str):
+        return await loop.create_unix_server(protocol, hosts, backlog=1024)
     return await loop.create_server(protocol, list(hosts), 0, backlog=1024)  # all ranks come at once
 
 
 async def connect(host: str, port: int, secret: bytes, name: str) -> tuple[str, Link]:
-    """Connect, and return what the other side says it is; raise OSError, or LinkBrokenError if it proves nothing."""
+    """Connect, and return what the other side says it is; raise OSError, or LinkBrokenError if it proves nothing.
+
+    Without a port, the host is the name of a socket within this host.
+    """
     loop = asyncio.get_running_loop()
     reader = _LinkReader(_BUFFER_BYTES, loop)
     protocol = asyncio.StreamReaderProtocol(reader, loop=loop)
-    transport, _ = await loop.create_connection(lambda: protocol, host, port)
+    if port:
+        transport, _ = await loop.create_connection(lambda: protocol, host, port)
+    else:
+        own = socket.socket(socket.AF_UNIX)
+        try:
+            own.setblocking(False)  # it connects at once, or not at all
+            own.connect(host)
+            # Not by its name, which libuv would end at the first zero, if it is one without a file.
+            transport, _ = await loop.create_unix_connection(lambda: protocol, sock=own)
+        except BaseException:
+            own.close()
+            raise
     writer = asyncio.StreamWriter(transport, protocol, reader, loop)
     try:
         hello = await _prove(reader, writer, secret, name)
@@ -195,7 +237,7 @@ def _is_own(address: str) -> bool:
 
 def is_loopback(address: str) -> bool:
     """Return whether an address is reached from its own host alone."""
-    return address.startswith("127.") or address == "::1"
+    return address.startswith(("127.", "\0")) or address == "::1"
 
 
 def reachable(endpoint: Endpoint, namespace: str) -> list[tuple[str, int]]:

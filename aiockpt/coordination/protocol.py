@@ -172,6 +172,10 @@ class _Side:
         if not task.cancelled() and not isinstance(task.exception(), CoordinationError | None):
             logger.error("a task that serves other ranks has failed", exc_info=task.exception())
 
+    async def addresses(self, operation: str) -> list[str]:
+        """Return the addresses of this host; see `Rendezvous.addresses`."""
+        return await self._rendezvous.addresses(operation, time.monotonic() + self._timeout_s)
+
     async def _beat(self, link: Link) -> None:
         while True:
             await asyncio.sleep(self._beat_s)

@@ -127,6 +127,7 @@ class FileSystemWriterAsync(FileSystemWriter):
     """
 
     can_run_decentralized_global_plan = True
+    _takes_urls = False
     # Unused blocks by their size; the keys are the sizes of all. NVRx's tests clear its caches by these three names.
     _shm_tensor_cache: ClassVar[dict[int, list[torch.Tensor]]] = {}
     _cached_identifiers = _cached_tensor_data_ptrs = _shm_tensor_cache

@@ -55,7 +55,7 @@ class FileSystemReader(filesystem.FileSystemReader):
     Every method blocks. Threads run only during `read_metadata` and `read_data`, so there is nothing to close.
 
     Args:
-        path: the checkpoint's directory.
+        path: the checkpoint's directory, or a URL.
         _extension_registry: torch's registry of stream transforms that items are stored with, besides ZStandard.
             None: the transforms of the checkpointer.
         verify: check the CRC of every stored item that is read as a whole.
@@ -64,7 +64,8 @@ class FileSystemReader(filesystem.FileSystemReader):
         io_threads: half the number of reading threads; see `aiockpt.SyncCheckpointer`. None: 4.
         direct_io: read past the page cache, except what is in it already.
         checkpointer: use this checkpointer's threads, instead of a new one for each call.
-        storage: the storage of the checkpoint; None: the checkpointer's own, which is the file system.
+        storage: the storage of the checkpoint; None: by the path, or that of the checkpointer.
+        storage_options: options of the storage of a URL; see `aiockpt.SyncCheckpointer`.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class FileSystemReader(filesystem.FileSystemReader):
         direct_io: bool = True,
         checkpointer: AnyCheckpointer | None = None,
         storage: Storage | None = None,
+        storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(text_of(path))
         self.path = _fs_path(path)
@@ -89,7 +91,7 @@ class FileSystemReader(filesystem.FileSystemReader):
         check_options(self._options, into=True)
         self._settings: dict[str, Any] = {"io_threads": io_threads, "direct_io": direct_io}
         self._checkpointer = checkpointer
-        self._storage = storage
+        self._storage, self._storage_options = storage, storage_options
         self._metadata: Metadata | None = None
         self._described: DescribedCheckpoint | None = None
         self._transformed: Mapping[str, VirtualFile] = {}
@@ -189,7 +191,7 @@ class FileSystemReader(filesystem.FileSystemReader):
         if self._registry is not None:
             used = {name for item in self._transformed.values() for name in item.place.transforms}
             transforms += registered(self._registry, used)
-        storage, path = engine.locate(self.path, self._storage)
+        storage, path = engine.locate(self.path, self._storage, self._storage_options)
         call = engine.call(lambda tools: storage.open(path, workers=tools.workers), f"open {path}")
         source = DecodedSource(call.result(drop=lambda opened: opened.close()), path, transforms)
         try:

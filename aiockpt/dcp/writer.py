@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from aiockpt.dcp.adapter import AnyCheckpointer, ExtensionTransform, borrowed, finished
 from aiockpt.dcp.index import storage_info
+from aiockpt.dcp.shared_save import SharedPrefix, SharedSave, shared_save_at
 from aiockpt.errors import CheckpointExistsError, SaveError, WriteError
 from aiockpt.format.index import ItemRange
 from aiockpt.format.names import DCP_VERSION, SUFFIX
@@ -39,13 +40,14 @@ from aiockpt.storage.local import beside
 from aiockpt.storage.local.directories import absolute
 from aiockpt.storage.local.retries import write_errors
 from aiockpt.storage.local.temp_dir import hold
-from aiockpt.storage.registry import text_of
+from aiockpt.storage.registry import scheme_of, text_of
 
 if TYPE_CHECKING:
     from torch.futures import Future
 
     from aiockpt.format.transforms.base import Transform
     from aiockpt.options import Path
+    from aiockpt.storage.base import Storage
 
     Resolve = Callable[[WriteItem], torch.Tensor | bytes]
     _Numbered = tuple[int, WriteItem]
@@ -62,8 +64,12 @@ class FileSystemWriter(filesystem.FileSystemWriter):
 
     All ranks must write to the same file system. Threads run only during `write_data`, so there is nothing to close.
 
+    A URL such as ``s3://bucket/step-100`` is written to by the storage of its scheme, as one transaction of all ranks.
+    Such a path is for this checkpoint alone, and for all ranks together (``use_collectives=True``), whose planners make
+    each plan anew (``enable_plan_caching=False``).
+
     Args:
-        path: the checkpoint's directory. It may exist already and hold other files.
+        path: the checkpoint's directory. It may exist already and hold other files. Or a URL.
         single_file_per_rank: write at most ``thread_count`` files, instead of one for each tensor and object.
         sync_files: fsync every file and directory.
         thread_count: number of writing threads, and maximum number of files. None: 4.
@@ -79,7 +85,11 @@ class FileSystemWriter(filesystem.FileSystemWriter):
             further files.
         direct_io: write past the page cache where the file system allows it.
         checkpointer: use this checkpointer's threads and memory, instead of a new one for each call.
+        storage: the storage of the checkpoint; None: by the path.
+        storage_options: options of the storage of a URL; see `aiockpt.SyncCheckpointer`.
     """
+
+    _takes_urls = True
 
     def __init__(
         self,
@@ -96,6 +106,8 @@ class FileSystemWriter(filesystem.FileSystemWriter):
         staging_bytes: int | None = 256 << 20,
         direct_io: bool = True,
         checkpointer: AnyCheckpointer | None = None,
+        storage: Storage | None = None,
+        storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         self._as_safetensors = getattr(serialization_format, "value", None) == "safetensors"
         if self._as_safetensors and _extensions:
@@ -105,7 +117,7 @@ class FileSystemWriter(filesystem.FileSystemWriter):
         if thread_count is not None and thread_count < 1:
             raise ValueError(f"thread_count must be at least 1, not {thread_count!r}")
         super().__init__(
-            path=_local(path),
+            path=os.curdir,
             single_file_per_rank=single_file_per_rank,
             sync_files=sync_files,
             thread_count=thread_count or 4,
@@ -123,6 +135,9 @@ class FileSystemWriter(filesystem.FileSystemWriter):
         self._checkpointer = checkpointer
         self._planners: dict[str, Planner] = {}
         self._unpublished: weakref.finalize[Any, Any] | None = None
+        self._shared: SharedSave | None = None  # None: to a directory
+        self._storage, self._storage_options = storage, storage_options
+        self._go_to(path)
 
     def __repr__(self) -> str:
         return f"FileSystemWriter({os.fspath(self.path)!r})"
@@ -131,15 +146,38 @@ class FileSystemWriter(filesystem.FileSystemWriter):
         # dcp.async_save may send it to its own process, which has threads and memory of its own.
         return vars(self) | {"_checkpointer": None, "_planners": {}, "_unpublished": None, "state_dict_cache": None}
 
+    def _go_to(self, path: Path) -> None:
+        """Write to another path from now on."""
+        text = text_of(path)
+        if text.endswith(SUFFIX):
+            raise ValueError(f"{text} ends in {SUFFIX}, and this writer writes to directories; rename it")
+        if not scheme_of(text) and self._storage is None:
+            if "://" in text:
+                raise ValueError(f"{text} is a URL of the file system: give its path")
+            self.path, self._shared = pathlib.Path(text), None
+            return
+        if not self._takes_urls:
+            raise ValueError(f"{text} is a URL; this writer writes to directories, so give a path")
+        if self._as_safetensors:
+            raise ValueError(f"{text}: serialization_format=SAFETENSORS is for directories; use TORCH_SAVE")
+        self._shared = shared_save_at(text, self._storage, self._storage_options, self._checkpointer)
+        self.path = self._shared.path  # as text: a pathlib.Path can't hold a URL
+
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Prepare for another save, to ``checkpoint_id`` if given; remove the files of a failed one."""
         self.discard()
         if checkpoint_id:
-            self.path = _local(checkpoint_id)
+            self._go_to(checkpoint_id)
         self.save_id = str(uuid.uuid4())
 
     def discard(self) -> None:
-        """Remove the files of a save that failed on another rank. Blocks. Done too when the writer is collected."""
+        """Remove the files of a save that failed on another rank. Blocks.
+
+        Those in a directory are removed too when the writer is collected.
+        """
+        if self._shared is not None and self._shared.ticket:
+            with self._borrowed() as checkpointer:
+                self._shared.discard(checkpointer)
         if self._unpublished is not None:
             self._unpublished()
             self._unpublished = None
@@ -161,7 +199,15 @@ class FileSystemWriter(filesystem.FileSystemWriter):
 
         Raises:
             CheckpointExistsError: the path is a file, or holds a checkpoint and ``overwrite`` is False.
+            SaveError: the path is a URL, and each rank saves alone.
         """
+        if self._shared is not None:
+            if self._alone is not None:
+                raise SaveError(
+                    f"{self.path}: with use_collectives=False each rank would publish alone. Save with "
+                    "use_collectives=True, or each rank with no_dist=True to a path of its own"
+                )
+            return plan
         path = self._path()
         if os.path.lexists(path) and not os.path.isdir(path):
             raise CheckpointExistsError(f"{path} is not a directory; save under another name")
@@ -185,8 +231,13 @@ class FileSystemWriter(filesystem.FileSystemWriter):
 
         Raises:
             WriteError: it can't be created.
+            CheckpointExistsError: the path of a URL is taken.
         """
         self.discard()
+        if self._shared is not None:
+            with self._borrowed() as checkpointer:
+                ticket = self._shared.begin(checkpointer, overwrite=self.overwrite)
+            return [replace(plan, storage_data=SharedPrefix(f"__{at}_", ticket)) for at, plan in enumerate(plans)]
         hidden = beside.begin(self._path(), self._alone, fsync=self.sync_files)
         self._unpublished = weakref.finalize(self, beside.discard, hidden, hold(hidden))
         return [
@@ -207,31 +258,40 @@ class FileSystemWriter(filesystem.FileSystemWriter):
         """
         items, prefix = list(plan.items), plan.storage_data.prefix
         try:
+            if self._shared is not None:
+                self._shared.follow(plan.storage_data)
             places = self._write(prefix, items, planner) if items else []
         except BaseException:
-            beside.remove_files(self._path(), self._alone, prefix)
+            if self._shared is None:
+                beside.remove_files(self._path(), self._alone, prefix)
+            else:
+                self.discard()
             raise
+        if self._shared is not None:
+            self._shared.leave()
         return finished(results_of(items, places))
 
+    @contextlib.contextmanager
+    def _borrowed(self) -> Iterator[AnyCheckpointer]:
+        settings: dict[str, Any] = {"io_threads": self.thread_count, "staging_bytes": self._staging_bytes}
+        if self._shared is None:
+            settings |= {"fsync": self.sync_files, "direct_io": self._direct_io}
+        with borrowed(self._checkpointer, **settings) as checkpointer:
+            yield checkpointer
+
     def _write(self, prefix: str, items: Sequence[WriteItem], planner: SavePlanner) -> Sequence[ItemRange]:
-        hidden = beside.find(self._path(), self._alone)
+        hidden = beside.find(self._path(), self._alone) if self._shared is None else ""
         one_file = self.single_file_per_rank
         if self._as_safetensors:
             resolve = partial(resolved, planner=planner)
             return write_safetensors(items, resolve, hidden, prefix, one_file=one_file, fsync=self.sync_files)
         file_format = DcpFormat(self.thread_count if one_file else None)
-        settings = {
-            "fsync": self.sync_files,
-            "io_threads": self.thread_count,
-            "staging_bytes": self._staging_bytes,
-            "direct_io": self._direct_io,
-        }
         places: list[ItemRange] = []
-        with borrowed(self._checkpointer, **settings) as checkpointer:
+        with self._borrowed() as checkpointer:
             for number, values in enumerate(resolved_batches(items, planner, self._staging_bytes)):
                 name = f"{prefix}{number}_" if number else prefix
                 planner_of_files = self._planners.setdefault(name, Planner(file_format, name))
-                places += write_items(checkpointer, values, hidden, planner_of_files, self._transforms)
+                places += write_items(checkpointer, values, self._shared or hidden, planner_of_files, self._transforms)
         return places
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -245,14 +305,14 @@ class FileSystemWriter(filesystem.FileSystemWriter):
             SaveError: an item was not written, or the checkpoint can't be published. Its files are removed.
             CheckpointExistsError: another checkpoint has appeared at the path meanwhile.
         """
+        if self._shared is not None:
+            self._finish_shared(self._shared, metadata, results)
+            return
         path, rank = self._path(), self._alone
         hidden = beside.find(path, rank)
         try:
             names = beside.names_for(files_of(results), hidden, path)
-            metadata.storage_data = locations_of(metadata, results, names)
-            metadata.storage_meta = self.storage_meta()
-            if hasattr(metadata, "version"):  # since torch 2.8
-                metadata.version = DCP_VERSION
+            self._complete(metadata, results, names)
             name = beside.metadata_name(rank)
             beside.write_metadata(hidden, name, pickle.dumps(metadata), fsync=self.sync_files)
             beside.publish(hidden, path, names, name, overwrite=self.overwrite, fsync=self.sync_files)
@@ -262,6 +322,25 @@ class FileSystemWriter(filesystem.FileSystemWriter):
         finally:
             self.discard()  # nothing is left to remove: it only closes the directory
 
+    def _complete(
+        self, metadata: Metadata, results: list[list[WriteResult]], names: Mapping[str, str] | None = None
+    ) -> None:
+        """Add to the metadata what is known only now."""
+        metadata.storage_data = locations_of(metadata, results, names or {name: name for name in files_of(results)})
+        metadata.storage_meta = self.storage_meta()
+        if hasattr(metadata, "version"):  # since torch 2.8
+            metadata.version = DCP_VERSION
+
+    def _finish_shared(self, shared: SharedSave, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        try:
+            self._complete(metadata, results)
+            # Without frames, whose lengths would be wrong once the names of the files are those of the objects.
+            data = pickle.dumps(metadata, protocol=2)
+            with self._borrowed() as checkpointer:
+                shared.publish(checkpointer, data, files_of(results), overwrite=self.overwrite)
+        finally:
+            self.discard()  # nothing is left if it was published
+
     @property
     def _alone(self) -> int | None:
         """This rank, if it saves without the others."""
@@ -269,15 +348,6 @@ class FileSystemWriter(filesystem.FileSystemWriter):
 
     def _path(self) -> str:
         return absolute(self.path)
-
-
-def _local(path: Path) -> pathlib.Path:
-    text = text_of(path)
-    if "://" in text:
-        raise ValueError(f"{text} is a URL; this writer writes to directories, so give a path")
-    if text.endswith(SUFFIX):
-        raise ValueError(f"{text} ends in {SUFFIX}, and this writer writes to directories; rename it")
-    return pathlib.Path(text)
 
 
 # --- items: between torch's planners and the files ------------------------------------------------
@@ -327,12 +397,19 @@ def resolved_batches(items: Sequence[WriteItem], planner: SavePlanner, most_byte
 def write_items(
     checkpointer: AnyCheckpointer,
     values: ItemValues,
-    directory: str,
+    place: str | SharedSave,
     planner: Planner,
     transforms: Sequence[Transform] = (),
 ) -> Sequence[ItemRange]:
-    """Write items to files; return the location of each. Blocks; if it is interrupted, the files are removed."""
-    job = checkpointer.submit_items(values, directory, planner, transforms)
+    """Write items to files in a directory, or in a save of all ranks; return the location of each.
+
+    Blocks; if it is interrupted, the files are removed.
+    """
+    if isinstance(place, SharedSave):
+        storage, ticket = place.storage, place.ticket
+        job = checkpointer.submit_items(values, place.path, planner, transforms, storage=storage, ticket=ticket)
+    else:
+        job = checkpointer.submit_items(values, place, planner, transforms)
     try:
         job.handle.written.result()
     except BaseException:

@@ -8,7 +8,7 @@ import logging
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from aiockpt.core.futures import Completion
@@ -107,14 +107,17 @@ class CheckpointerBase:
         directory: Path,
         planner: Planner,
         transforms: Sequence[Transform] = (),
+        *,
+        storage: Storage | None = None,
+        ticket: str = "",
     ) -> SaveJob:
         """Start to write tensors, and bytes of objects, to files in an existing directory. For adapters.
 
         The caller makes a checkpoint of the directory. If the save fails, its files are removed. ``planner`` has the
         format and the names of the files, and keeps their layout for the next call. ``transforms`` are applied to each
-        item, in order.
+        item, in order. With a ``ticket``, ``directory`` is the path of the checkpoint that was begun in the storage.
         """
-        return self._submitter.submit_items(items, directory, planner, transforms)
+        return self._submitter.submit_items(items, directory, planner, transforms, storage, ticket)
 
     def _delete(self, path: Path, storage: Storage | None, after: SaveHandle | None) -> Call[None]:
         storage, where = self._storages.of(path, storage)
@@ -253,9 +256,11 @@ class EngineAccess:
         """The observers, and the progress callables."""
         return self._checkpointer._engine.reports
 
-    def locate(self, path: Path, storage: Storage | None = None) -> tuple[Storage, str]:
+    def locate(
+        self, path: Path, storage: Storage | None = None, options: Mapping[str, Any] | None = None
+    ) -> tuple[Storage, str]:
         """Return the storage of a path, the checkpointer's own if None, and the path in it."""
-        return self._checkpointer._storages.of(path, storage)
+        return self._checkpointer._storages.of(path, storage, options)
 
     def locate_by_path(self, path: Path) -> tuple[Storage, str]:
         """Return the storage of a path by the path alone, and the path in it."""

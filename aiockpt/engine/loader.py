@@ -97,12 +97,11 @@ class Loader:
 
     def _gathering(self, request: LoadRequest) -> Gathering | None:
         """Return this rank's part in a load of all ranks; None if this process loads alone."""
-        coordinator = None if request.state_dict is None else self._engine.coordinator()
-        return (
-            None
-            if coordinator is None
-            else Gathering(coordinator, self._storages.printable(request.path, request.storage))
-        )
+        is_alone = request.state_dict is None and request.share is not True
+        coordinator = None if is_alone else self._engine.coordinator()
+        if coordinator is None:
+            return None
+        return Gathering(coordinator, self._storages.printable(request.path, request.storage), request.share)
 
     def _refuse(self, gathering: Gathering, error: BaseException) -> None:
         """Fail a load on the other ranks, which have called it too."""

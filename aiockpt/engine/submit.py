@@ -127,19 +127,22 @@ class Submitter:
         directory: Path,
         planner: Planner,
         transforms: Sequence[Transform],
+        storage: Storage | None = None,
+        ticket: str = "",
     ) -> SaveJob:
         """Queue a save that adds files to a directory; see `CheckpointerBase.submit_items`."""
         started = time.perf_counter()
         self._engine.origin.check(f"a save to {self._storages.printable(directory)}")
         if self._transforms:
             raise SaveError("items can't be added to another's checkpoint by a checkpointer that has transforms")
-        storage, where = self._storages.of(directory)
+        storage, where = self._storages.of(directory, storage)
         spec = SaveSpec(
             path=where,
             storage=storage,
             snapshot=capture_items(items, sampled=self._options.validate == "hash"),
             started=started,
             append_planner=planner,
+            append_ticket=ticket,
             transforms=transforms,
         )
         job = SaveJob(spec, self._engine)
@@ -188,6 +191,11 @@ class Submitter:
         place, fallback = (storage, None) if is_part else self._fallback_for(where, storage)
         if (format == "torch" or where.endswith(SUFFIX)) and not storage.traits.single_files:
             raise SaveError(f"{where}: {type(storage).__name__} keeps no checkpoints of one file; save to a directory")
+        if together and format == "safetensors" and not storage.traits.shared_files:
+            raise SaveError(
+                f"{where}: {type(storage).__name__} can't let several ranks write one file, as format='safetensors' "
+                "does: save with format='dcp', or with process_group=None on one rank"
+            )
         check = storage.check_repository if format == "safetensors" else storage.check
         self._check_path(check, where, fallback, overwrite=request.overwrite)
         self._check_transforms(request, format)

@@ -144,7 +144,7 @@ class AiockptCallback(_callbacks.Callback):
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Refuse a trainer that saves in another way."""
-        if _saves_of(trainer) is None and not hasattr(trainer.strategy.checkpoint_io, "checkpoint_io"):
+        if saves_of(trainer) is None and not hasattr(trainer.strategy.checkpoint_io, "checkpoint_io"):
             raise ValueError(
                 "AiockptCallback has nothing to do: give the Trainer plugins=[AiockptCheckpointIO()], or for shards "
                 "strategy=AiockptModelParallelStrategy() or AiockptFSDPStrategy()"
@@ -152,7 +152,7 @@ class AiockptCallback(_callbacks.Callback):
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Let saves run beside training."""
-        saves = _saves_of(trainer)
+        saves = saves_of(trainer)
         if saves is None:  # within another plug-in, whose threads call it
             return
         self._restore()
@@ -212,7 +212,8 @@ def _report(saves: NamedSaves, stock: Callable[..., Any], callback: Any) -> None
     saves.then(lambda: stock(callback))
 
 
-def _saves_of(trainer: Any) -> NamedSaves | None:
+def saves_of(trainer: Any) -> NamedSaves | None:
+    """Return the saves of a trainer; None if they are not ours."""
     strategy = trainer.strategy
     owner = strategy if isinstance(strategy, InShards) and strategy.in_shards else strategy.checkpoint_io
     return owner.saves if isinstance(owner, AiockptCheckpointIO | InShards) else None

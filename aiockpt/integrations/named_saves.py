@@ -128,6 +128,11 @@ class NamedSaves:
         if self._last is not None:
             self._last[1].staged.result()
 
+    def in_flight(self, path: str) -> SaveHandle | None:
+        """Return the save of a path that was begun last, if it may still be in flight; else it is durable."""
+        path = os.path.abspath(path)
+        return next((handle for flying, handle in reversed(self._flying) if flying == path), None)
+
     # --- removing -----------------------------------------------------------------------------------------
 
     def will_be(self, path: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 import operator
 from collections.abc import Iterator, Sequence
@@ -86,6 +87,26 @@ class StoredStream:
     run: int  # number of neighbouring elements
     offset: int  # of the first element
     count: int  # of elements
+
+    @property
+    def is_increasing(self) -> bool:
+        """Whether each element is stored behind the one before, as no elements share memory."""
+        reach = self.run
+        for size, stride in reversed(self.outer):
+            if stride < reach:
+                return False
+            reach += (size - 1) * stride
+        return True
+
+    def at(self, number: int) -> int:
+        """Return the offset of an element."""
+        row, skip = divmod(number, self.run)
+        digits = _digits(row, [size for size, _ in self.outer])
+        return self.offset + skip + sum(digit * stride for digit, (_, stride) in zip(digits, self.outer, strict=True))
+
+    def before(self, offset: int) -> int:
+        """Return the number of elements that are stored before an offset, of a stream that `is_increasing`."""
+        return bisect.bisect_left(range(self.count), offset, key=self.at)
 
     def runs(self, start: int, stop: int) -> list[tuple[int, int]]:
         """Return offset and count of each stored run of the elements ``start`` to ``stop``; adjacent runs merge."""

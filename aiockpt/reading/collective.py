@@ -1,12 +1,15 @@
 """Collective loads: every rank loads into its part of a state, and all succeed or all fail with the same error.
 
-Each rank reads the bytes that it needs. The ranks agree at up to three points:
+The ranks meet in up to four rounds:
 
 | round | when | so that |
 | --- | --- | --- |
-| 1 | the load is planned, before the first byte reaches a target | a refusal changes nothing on any rank |
-| 2 | all tensors are filled | no live object is given a state if a rank failed |
-| 3 | live objects were given their states; skipped if no rank has any | all ranks report the same outcome |
+| share | it is planned what to read; skipped if no rank shares | one rank reads what several need |
+| check | everything is checked, before the first byte reaches a target | a refusal changes nothing on any rank |
+| fill | all tensors are filled | no live object is given a state if a rank failed |
+| end | live objects were given their states; skipped if no rank has any | all ranks report the same outcome |
+
+Whether it shares each rank decides itself. One that does not comes to the first round for the check, and once more.
 """
 
 from __future__ import annotations
@@ -14,34 +17,113 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import logging
 import socket
-from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from aiockpt.errors import AiockptError, LoadError
+from aiockpt.coordination.wires import Wires
+from aiockpt.errors import AiockptError, CoordinationError, LoadError
+from aiockpt.planning.collective.sharing import plan_shares, shares_of
 from aiockpt.reading.read_plan import annotate
+from aiockpt.reading.sharing import SharedReads
 
 if TYPE_CHECKING:
     from aiockpt.coordination.coordinator import Coordinator
+    from aiockpt.coordination.link import Endpoint
+    from aiockpt.core.threads import Workers
+    from aiockpt.options import ShareReads
+    from aiockpt.planning.collective.sharing import Need, Share
     from aiockpt.reading.apply_live import Filled
+    from aiockpt.reading.decoded import DecodedSource
+    from aiockpt.storage.base import Source
+
+logger = logging.getLogger("aiockpt")
 
 _leavers: set[asyncio.Future[None]] = set()
 """Tasks that notify the other ranks of a cancellation; asyncio itself holds tasks only weakly."""
 
 
+_MOST_RANKS = 64
+"""Ranks that share: each has a connection to all others, and sends to them."""
+
+
+class _Offer(NamedTuple):
+    """A rank comes to share its reads."""
+
+    checkpoint: int  # a hash of its contents: bytes of another one are of no use
+    endpoint: Endpoint | None  # None: others can't connect to it, or it needs nothing
+    needs: Sequence[Need]
+
+
+class _Checked(NamedTuple):
+    """A rank comes to agree that it can load."""
+
+    host: str
+    reads: int  # a hash
+
+
+class _Again(NamedTuple):
+    """Of the same round, the ranks that share will come for the check in the next one."""
+
+
+class _Sharing(NamedTuple):
+    """A rank's part of the plan."""
+
+    shares: Sequence[Share]
+    endpoints: Mapping[int, Endpoint]  # of the ranks that read for it
+
+
 class Gathering:
     """This rank's part in one load of all ranks."""
 
-    def __init__(self, coordinator: Coordinator, path: str) -> None:
+    def __init__(self, coordinator: Coordinator, path: str, share: ShareReads) -> None:
         self._coordinator = coordinator
         self._call = coordinator.call("load")
+        self._share = share
         self.what = f"the load of {path}"
         self.failed = False  # the ranks have agreed on it
         self.filled: tuple[str, ...] = ()  # the keys that this rank has filled
-        self.is_handing_over = False  # a rank has live objects, so that there is a third round
-        self._agreed = 0  # rounds
+        self.is_handing_over = False  # a rank has live objects, so that there is a round at the end
+        self._agreed = 0  # rounds after the first one, if that is to share
         self._round: asyncio.Future[Any] | None = None
+
+    def shares(self, source: Source) -> bool:
+        """Return whether this rank shares what it reads from a source."""
+        return source.is_remote if self._share == "auto" else self._share
+
+    async def share(
+        self, checkpoint: int, needs: Sequence[Need], source: DecodedSource, workers: Workers
+    ) -> SharedReads:
+        """Agree on which rank reads what for which others, and connect to these; see `meet`.
+
+        Args:
+            checkpoint: a hash of its contents.
+            needs: of this rank.
+            source: what it reads from.
+            workers: threads to read, to send and to receive.
+        """
+        rank = self._coordinator.rank
+        wires = Wires(rank, self._coordinator.timeout_s)
+        try:
+            endpoint = None
+            try:
+                endpoint = await wires.listen(await self._coordinator.addresses(self.what)) if needs else None
+            except (OSError, CoordinationError) as exc:
+                logger.warning("%s: this rank reads alone, for others can't connect to it: %s", self.what, exc)
+            offer = _Offer(checkpoint, endpoint, () if endpoint is None else needs)
+            given: _Sharing = await self._meet(offer, partial(_agree_on_reads, workers))
+            takers = {
+                rank for share in given.shares if share.reader == self._coordinator.rank for rank, *_ in share.takers
+            }
+            await wires.connect(given.endpoints, takers)
+        except BaseException:
+            wires.close()
+            raise
+        shares = {cell: share for share in given.shares for cell in share.cells}
+        return SharedReads(rank, shares, wires, source, workers)
 
     async def meet(self, error: BaseException | None = None, reads: int = 0) -> bool:
         """Report success or ``error`` to the other ranks, and wait for theirs; ``reads`` is `TargetPlan.read_hash`.
@@ -49,9 +131,11 @@ class Gathering:
         Cancelling returns at once; `leave` then notifies the other ranks. Returns whether another rank of this host is
         about to read the same bytes.
         """
-        mine = (socket.gethostname(), reads) if error is None else error
-        same: bool = await self._meet(mine, _read_the_same, error)
-        return same
+        mine = _Checked(socket.gethostname(), reads) if error is None else error
+        while True:
+            reply = await self._meet(mine, partial(_agree_on_reads, None), error)
+            if not isinstance(reply, _Again):
+                return bool(reply)
 
     async def meet_filled(self, *, has_objects: bool) -> None:
         """Report that this rank has filled its tensors, and whether it has live objects; see `meet`."""
@@ -85,7 +169,7 @@ class Gathering:
         except BaseException:
             self.failed = True
             raise
-        self._agreed += 1
+        self._agreed += not isinstance(reply, _Again | _Sharing)
         if self._agreed == 2:
             self.is_handing_over = reply
         return reply
@@ -158,9 +242,31 @@ async def _leave(gathering: Gathering, mine: asyncio.Future[Any] | None, turn: a
         turn.release()
 
 
-async def _read_the_same(readers: Sequence[tuple[str, int]]) -> list[bool]:
-    counts = Counter(readers)
-    return [reads != 0 and counts[host, reads] > 1 for host, reads in readers]
+async def _agree_on_reads(workers: Workers | None, ranks: Sequence[_Offer | _Checked]) -> Sequence[object]:
+    """Plan what is shared; if no rank shares, return for each whether another one of its host reads the same."""
+    offers = {rank: each for rank, each in enumerate(ranks) if isinstance(each, _Offer)}
+    if not offers:
+        counts = Counter(ranks)
+        return [isinstance(each, _Checked) and each.reads != 0 and counts[each] > 1 for each in ranks]
+    plan = _plan(offers) if workers is None else await workers.run(_plan, offers)
+    again = _Again()
+    return [plan.get(rank, again) for rank in range(len(ranks))]
+
+
+def _plan(offers: Mapping[int, _Offer]) -> dict[int, _Sharing]:
+    found: dict[int, _Sharing] = {}
+    together: defaultdict[int, list[int]] = defaultdict(list)
+    for rank, offer in offers.items():
+        together[offer.checkpoint].append(rank)
+    groups = [ranks[at : at + _MOST_RANKS] for ranks in together.values() for at in range(0, len(ranks), _MOST_RANKS)]
+    for group in groups:
+        shares = plan_shares({rank: offers[rank].needs for rank in group})
+        for rank in group:
+            mine = shares_of(rank, shares)
+            readers = {share.reader: offers[share.reader].endpoint for share in mine if share.reader != rank}
+            endpoints = {reader: endpoint for reader, endpoint in readers.items() if endpoint is not None}
+            found[rank] = _Sharing(mine, endpoints)
+    return found
 
 
 async def _any_hands_over(ranks: Sequence[bool]) -> list[bool]:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+import numpy as np
 from isal.isal_zlib import crc32
 
 from aiockpt.core.machine import BLOCK_BYTES
@@ -104,8 +105,34 @@ def _translated(descriptor: str) -> Iterator[None]:
 CACHE_BYTES = 256 << 20
 """Decoded items kept in memory; the last two are kept whatever their size."""
 _STEP_BYTES = 4 << 20
+_COPY_BYTES = 1 << 20
 _NEAR_BYTES = 4096
 _AHEAD_BYTES = 64 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Bytes of a file that are in memory."""
+
+    file: str
+    begin: int
+    view: memoryview
+
+    def copy(self, file: str, runs: Sequence[tuple[int, int]], view: memoryview, seen: Seen | None = None) -> bool:
+        """Copy runs of bytes into ``view``, as `Source.read_runs` does; return False if some are not there."""
+        begin, end = self.begin, self.begin + len(self.view)
+        if file != self.file or any(offset < begin or offset + length > end for offset, length in runs):
+            return False
+        source, target, at = np.frombuffer(self.view, np.uint8), np.frombuffer(view, np.uint8), 0
+        for offset, length in runs:
+            for low in range(0, length, _COPY_BYTES):  # the CRC of a piece finds it in the processor's cache
+                count = min(_COPY_BYTES, length - low)
+                start = offset - begin + low
+                target[at : at + count] = source[start : start + count]  # without the GIL
+                if seen is not None:
+                    seen(view[at : at + count])
+                at += count
+        return True
 
 
 class DecodedSource(Source):
@@ -113,7 +140,7 @@ class DecodedSource(Source):
 
     def __init__(self, inner: Source, path: str, transforms: Sequence[Transform] = ()) -> None:
         self._inner = inner
-        self.gap_bytes, self.most_reads = inner.gap_bytes, inner.most_reads
+        self.gap_bytes, self.most_reads, self.is_remote = inner.gap_bytes, inner.most_reads, inner.is_remote
         self._path = path
         self._transforms = {transform.descriptor: transform for transform in transforms}
         self.items: dict[str, VirtualFile] = {}  # the virtual files by name
@@ -123,6 +150,15 @@ class DecodedSource(Source):
         self._drawn: dict[str, int] = {}  # by object
         self._lock = threading.Lock()
         self._local = threading.local()
+
+    @contextlib.contextmanager
+    def holding(self, held: Held | None) -> Iterator[None]:
+        """Take what this thread reads from these bytes within the context, where they have all of it."""
+        self._local.held = held
+        try:
+            yield
+        finally:
+            self._local.held = None
 
     @property
     def files(self) -> Mapping[str, int]:
@@ -162,7 +198,9 @@ class DecodedSource(Source):
     def read(self, name: str, offset: int, view: memoryview, seen: Seen | None = None) -> None:
         item = self.items.get(name)
         if item is None:
-            self._inner.read(name, offset, view, seen)
+            held: Held | None = getattr(self._local, "held", None)
+            if held is None or not held.copy(name, [(offset, len(view))], view, seen):
+                self._inner.read(name, offset, view, seen)
         # A read of less than half is likely to be followed by others, and each would decode from the beginning: cache.
         elif item.is_exact and 2 * len(view) >= item.most and not self._cache.has(name):
             self._stream(item, offset, view, seen)
@@ -173,7 +211,9 @@ class DecodedSource(Source):
 
     def read_runs(self, name: str, runs: Sequence[tuple[int, int]], view: memoryview) -> None:
         if name not in self.items:
-            self._inner.read_runs(name, runs, view)
+            held: Held | None = getattr(self._local, "held", None)
+            if held is None or not held.copy(name, runs, view):
+                self._inner.read_runs(name, runs, view)
             return
         at, whole = 0, self.whole(name)
         for offset, length in runs:

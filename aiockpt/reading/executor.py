@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import anyio
@@ -22,9 +22,20 @@ from aiockpt.core.spans import span
 from aiockpt.errors import AiockptError, LoadError, printable, sanitize_error, unwrapped
 from aiockpt.format.item.objects import ScalarDecoder, decode_object
 from aiockpt.format.item.tensor_item import parse_tensor_item
+from aiockpt.planning.collective.sharing import CELL_BYTES, SMALL_CELL_BYTES, Cell
 from aiockpt.planning.layout import align_up
-from aiockpt.reading.jobs import ChunkRead, FramingReader, ReadJob, coalesce, memory_of, parse_checked, view_of
+from aiockpt.reading.jobs import (
+    ChunkRead,
+    FramingReader,
+    ObjectRun,
+    ReadJob,
+    coalesce,
+    memory_of,
+    parse_checked,
+    view_of,
+)
 from aiockpt.reading.read_plan import ObjectRead, ReadPlan, TensorRead, annotate_partial_load
+from aiockpt.reading.sharing import DeviceJob, SharedJobs, SharedReads, cell_of_item, needs_of_items, needs_of_payloads
 from aiockpt.snapshot.optimizer_hooks import count_change
 from aiockpt.staging.pool import Chunk, ChunkPool, MappedMemory
 from aiockpt.staging.runtime import is_host
@@ -36,8 +47,10 @@ if TYPE_CHECKING:
     from aiockpt.format.index import ItemRange, StoredChunk, TensorEntry, TensorItem
     from aiockpt.format.transforms.base import Transform
     from aiockpt.options import LoadOptions
-    from aiockpt.reading.decoded import DecodedSource
+    from aiockpt.planning.collective.sharing import Need
+    from aiockpt.reading.decoded import DecodedSource, Held
     from aiockpt.staging.host_cache import HostCache
+    from aiockpt.staging.scatter import Placement
     from aiockpt.storage.base import Source
 
 T = TypeVar("T")
@@ -107,27 +120,71 @@ class ReadExecutor:
     _options: LoadOptions
     _tools: LoadTools
     _known: dict[ItemRange, TensorItem] = field(default_factory=dict)  # cache of parsed items
+    shared: SharedReads | None = None  # with other ranks
 
     def __post_init__(self) -> None:
         self._framing = FramingReader(self._source, self._path, verify=self._options.verify)
         self._scalars = ScalarDecoder()
         self._local = threading.local()
+        self._lock = threading.Lock()  # of the reads' counters, and the report
 
-    async def execute(self, plan: ReadPlan) -> None:
-        """Read the objects of a plan, allocate its new tensors, and read all tensors into place."""
-        await self.read_objects(plan.objects)
+    async def execute(self, plan: ReadPlan, phase: int = 0) -> None:
+        """Read the objects of a plan, allocate its new tensors, and read all tensors into place.
+
+        ``phase``: of the load, as in what is `shared`.
+        """
+        jobs: SharedJobs = {}
+        await self.read_objects(self._without_shared(plan.objects, phase, jobs))
         if plan.mapped:
             plan.values |= await self._tools.workers.run(map_tensors, self._source, self._path, plan.mapped)
-        await self._allocate(plan)
-        await self.fill([*(read for each in plan.new for read in each.reads), *plan.fills], plan.filled)
+        await self.allocate(plan)
+        await self.fill(plan.reads, plan.filled, phase, jobs)
 
-    async def fill(self, reads: Sequence[TensorRead], filled: Sequence[torch.Tensor]) -> None:
+    def _without_shared(self, objects: Sequence[ObjectRead], phase: int, jobs: SharedJobs) -> list[ObjectRead]:
+        """Return the objects that are not shared; add the jobs of the others."""
+        rest: list[ObjectRead] = []
+        shared: defaultdict[Cell, list[ObjectRead]] = defaultdict(list)
+        for each in objects:
+            cell = self._cell_of_item(phase, each.place)
+            (rest if cell is None else shared[cell]).append(each)
+        for cell, reads in shared.items():
+            jobs[cell] = [(_CPU, ObjectRun(run, self._decode_run)) for run in _runs(reads)]
+            self._tools.report.objects += len(reads)
+        return rest
+
+    def _cell_of_item(self, phase: int, place: ItemRange) -> Cell | None:
+        """Return the cell of an item that is read whole, if that is shared."""
+        if self.shared is None or place.length > SMALL_CELL_BYTES:
+            return None
+        cell = cell_of_item(phase, place)
+        return cell if self.shared.has(cell) else None
+
+    async def needs(self, objects: Sequence[ObjectRead], reads: Sequence[TensorRead], phase: int) -> list[Need]:
+        """Return what other ranks may read for this one; the framing of the reads is known then."""
+        await self.prepare(reads)
+        return await self._tools.workers.run(self._needs, objects, reads, phase)
+
+    def _needs(self, objects: Sequence[ObjectRead], reads: Sequence[TensorRead], phase: int) -> list[Need]:
+        reads = [read for read in reads if not self._source.is_virtual(read.chunk.place.file)]
+        groups = [self._by_size(group, device)[:2] for device, group in _by_device(reads).items()]
+        small = [read.chunk.place for few, _ in groups for read in few]
+        small += [each.place for each in objects if not self._source.is_virtual(each.place.file)]
+        small = [place for place in small if place.length <= SMALL_CELL_BYTES]
+        return needs_of_items(phase, small) + needs_of_payloads(phase, [read for _, large in groups for read in large])
+
+    async def fill(
+        self,
+        reads: Sequence[TensorRead],
+        filled: Sequence[torch.Tensor],
+        phase: int = 0,
+        shared_jobs: SharedJobs | None = None,
+    ) -> None:
         """Read tensors into place, of which ``filled`` are the caller's; see `execute`."""
         # The writes bypass autograd: count them in the version counters, so that autograd notices them, and so does a
         # save that is copying these tensors now. Before and after: such a save may begin or end during the load.
         count_change(filled)
         try:
-            await self.read(reads)
+            await self.read(reads, phase, shared_jobs)
         except LoadError as exc:
             if any(read.fills for read in reads):
                 annotate_partial_load(exc, reads)
@@ -161,60 +218,92 @@ class ReadExecutor:
             await self._tools.workers.run(self._framing.locate, [read])
         return cast("TensorItem", read.item)
 
-    async def read(self, reads: Sequence[TensorRead]) -> None:
+    async def read(self, reads: Sequence[TensorRead], phase: int = 0, shared_jobs: SharedJobs | None = None) -> None:
         """Read tensors into place; targets may be on several devices."""
         await self.prepare(reads)
-        by_device: dict[torch.device, list[TensorRead]] = defaultdict(list)
-        for read in reads:
-            by_device[_CPU if read.target is None else read.target.device].append(read)
-        found: list[tuple[torch.device, ReadJob]] = []  # with the device, of those that go through staging memory
-        for device, group in by_device.items():
-            most = BUFFER_BYTES
-            if device != _CPU:  # a job has to fit into one chunk of the pool, with room to align both ends
-                most = min(most, max(BLOCK_BYTES, self._tools.pool.chunk_bytes - 2 * BLOCK_BYTES))
-            small: list[TensorRead] = []
-            large: list[TensorRead] = []
-            for read in group:
-                is_small = not _is_large(read) and read.chunk.place.length <= most // 2
-                (small if is_small else large).append(read)
-            found += [(device, job) for job in coalesce(small, most, self._framing)]
-            for read in large:
-                found += await self._chunk_jobs(read, device, most)
+        shared: SharedJobs = {} if shared_jobs is None else shared_jobs
+        alone = await self._jobs_of(reads, phase, shared)
         self._tools.report.tensors += len(reads)
-        self._tools.report.expect(sum(job.nbytes for _, job in found))
-        await self._run_in_turns([job for device, job in found if device == _CPU])
-        on_devices = [each for each in found if each[0] != _CPU]
+        self._tools.report.expect(sum(job.nbytes for _, job in itertools.chain(alone, *shared.values())))
+        if self.shared is not None:
+            await self._each(lambda together: together.run(phase, shared, self), [self.shared], 1)
+            alone += itertools.chain(*shared.values())
+        await self._run_in_turns([job for device, job in alone if device == _CPU])
+        on_devices = [each for each in alone if each[0] != _CPU]
         with self._tools.workers.at_least(min(self._source.most_reads, len(on_devices))) as count:
             await self._each(self._read_to_device, on_devices, count)
         self._known |= {read.chunk.place: read.item for read in reads if read.item and not read.chunk.item}
 
-    async def _chunk_jobs(
-        self, read: TensorRead, device: torch.device, most: int
-    ) -> list[tuple[torch.device, ReadJob]]:
-        """Return the jobs that read one stored chunk in parts."""
+    async def _jobs_of(self, reads: Sequence[TensorRead], phase: int, shared: SharedJobs) -> list[DeviceJob]:
+        """Return the jobs of reads, with the devices of those that go through staging memory; add the shared ones."""
+        alone: list[DeviceJob] = []
+        for device, group in _by_device(reads).items():
+            small, large, most = self._by_size(group, device)
+            by_cell: defaultdict[Cell | None, list[TensorRead]] = defaultdict(list)
+            for read in small:
+                by_cell[self._cell_of_item(phase, read.chunk.place)].append(read)
+            for cell, each in by_cell.items():
+                jobs = alone if cell is None else shared.setdefault(cell, [])
+                jobs += [(device, job) for job in coalesce(each, most, self._framing)]
+            for read in large:
+                await self._add_chunk_jobs(read, device, most, phase, alone, shared)
+        return alone
+
+    def _by_size(
+        self, reads: Sequence[TensorRead], device: torch.device
+    ) -> tuple[list[TensorRead], list[TensorRead], int]:
+        """Return the small reads for a device, the large ones, and the most bytes of a job there."""
+        most = BUFFER_BYTES
+        if device != _CPU:  # a job has to fit into one chunk of the pool, with room to align both ends
+            most = min(most, max(BLOCK_BYTES, self._tools.pool.chunk_bytes - 2 * BLOCK_BYTES))
+        small: list[TensorRead] = []
+        large: list[TensorRead] = []
+        for read in reads:
+            is_small = not _is_large(read) and read.chunk.place.length <= most // 2
+            (small if is_small else large).append(read)
+        return small, large, most
+
+    async def _add_chunk_jobs(
+        self,
+        read: TensorRead,
+        device: torch.device,
+        most: int,
+        phase: int,
+        alone: list[DeviceJob],
+        shared: SharedJobs,
+    ) -> None:
+        """Add the jobs that read one stored chunk in parts."""
         item = await self.locate(read)
         if not item.nbytes:
             read.pending = 0
             if read.target is None:
                 read.memory = torch.empty(0, dtype=torch.uint8, device="cpu")
-            return []
+            return
         memory, is_fresh = None, False
         if read.target is None:
             read.memory, is_fresh = self._tools.memory.take(item.nbytes)
             memory = memory_of(read.memory)
+        place, together = read.chunk.place, self.shared
         # A virtual file is read in one part: decoding always starts at its beginning.
-        is_virtual = self._source.is_virtual(read.chunk.place.file)
+        is_virtual = self._source.is_virtual(place.file)
         part_bytes = align_up(item.nbytes, BLOCK_BYTES) if is_virtual else PART_BYTES
-        chunk = ChunkRead(read, item, memory, part_bytes, self._framing, is_fresh=is_fresh)
+        first = Cell(phase, place.file, place.offset + item.payload_offset, 0)
+        cells = [first._replace(number=number) for number in range(-(-item.nbytes // CELL_BYTES))]
+        grid_bytes = CELL_BYTES if together is not None and any(map(together.has, cells)) else 0
+        chunk = ChunkRead(read, item, memory, part_bytes, self._framing, is_fresh=is_fresh, grid_bytes=grid_bytes)
         if not chunk.is_direct:
-            chunk = ChunkRead(read, item, memory, most, self._framing)
+            chunk = ChunkRead(read, item, memory, most, self._framing, grid_bytes=grid_bytes)
         parts = chunk.parts
         read.pending = len(parts)
-        return [(_CPU if chunk.is_direct else device, part) for part in parts]
+        where = _CPU if chunk.is_direct else device
+        for part in parts:
+            cell = first._replace(number=chunk.block_of(part.number))
+            is_shared = together is not None and together.has(cell)
+            (shared.setdefault(cell, []) if is_shared else alone).append((where, part))
 
-    async def _allocate(self, plan: ReadPlan) -> None:
-        """Allocate the new tensors that are not read into memory as they are stored."""
-        wanted = [each for each in plan.new if not each.reads]
+    async def allocate(self, plan: ReadPlan) -> None:
+        """Allocate the new tensors that are not read into memory as they are stored; once."""
+        wanted = [each for each in plan.new if not each.reads and each.tensor is None]
         forms = [(each.shape, each.dtype) for each in wanted]
         if not wanted:
             return
@@ -251,11 +340,11 @@ class ReadExecutor:
         """Run jobs for host memory; each thread takes one after the other, and regularly lets other loads have it."""
         if not jobs:
             return
-        pending, lock, ended = deque(jobs), threading.Lock(), anyio.Event()
+        pending, ended = deque(jobs), anyio.Event()
         workers = self._tools.workers
 
         async def work() -> None:
-            while await workers.run(self._take_turn, pending, lock):
+            while await workers.run(self._take_turn, pending):
                 await anyio.lowlevel.checkpoint_if_cancelled()
             ended.set()
 
@@ -269,7 +358,7 @@ class ReadExecutor:
             tasks = [watch, *[work] * min(count, len(jobs))]
             await self._each(lambda task: task(), tasks, len(tasks))
 
-    def _take_turn(self, pending: deque[ReadJob], lock: threading.Lock) -> bool:
+    def _take_turn(self, pending: deque[ReadJob]) -> bool:
         """Run jobs for a while; return whether some may be left."""
         until = time.monotonic() + _TURN_S
         while True:
@@ -277,24 +366,44 @@ class ReadExecutor:
                 job = pending.popleft()
             except IndexError:
                 return False
-            begin = time.perf_counter()
             self._read_and_place(job)
-            # The parts of one tensor count down the same counter, and the last one checks the CRC.
-            with lock:
-                job.finish()
-                self._tools.report.did_read(begin, job.nbytes, job.file)
             if time.monotonic() > until:
                 return True
 
     def _read_and_place(self, job: ReadJob) -> None:
         """Run a job in one thread, with the thread's own buffer."""
+        begin = time.perf_counter()
         buffer: MappedMemory | None = getattr(self._local, "buffer", None)
         if buffer is None:
             buffer = self._local.buffer = MappedMemory(BUFFER_BYTES + 2 * BLOCK_BYTES)
         for placement in job.read(buffer):
             place(placement)
+        self.finish(job, begin)
 
-    async def _read_to_device(self, job_on: tuple[torch.device, ReadJob]) -> None:
+    # --- as the placer of shared reads ----------------------------------------------------------------------
+
+    def place(self, held: Held, jobs: Sequence[DeviceJob]) -> list[DeviceJob]:
+        with self._source.holding(held):
+            for device, job in jobs:
+                if device == _CPU:
+                    self._read_and_place(job)
+        return [each for each in jobs if each[0] != _CPU]
+
+    async def place_on_devices(self, held: Held, jobs: Sequence[DeviceJob]) -> None:
+        for job_on in jobs:
+            await self._read_to_device(job_on, held)
+
+    def finish(self, job: ReadJob, begin: float | None = None) -> None:
+        # The parts of one tensor count down the same counter, and the last one checks the CRC.
+        with self._lock:
+            job.finish()
+            self._tools.report.did_read(begin or time.perf_counter(), job.nbytes, job.file)
+
+    def _read_job(self, job: ReadJob, chunk: Chunk, held: Held | None) -> list[Placement]:
+        with self._source.holding(held):
+            return job.read(chunk)
+
+    async def _read_to_device(self, job_on: DeviceJob, held: Held | None = None) -> None:
         """Run a job through a chunk of staging memory, from which the device copies."""
         device, job = job_on
         placer = self._tools.placer_for(device)
@@ -302,7 +411,7 @@ class ReadExecutor:
         lease = await self._tools.pool.acquire()
         try:
             chunk: Chunk = lease.chunk
-            placements = await self._tools.workers.run(job.read, chunk)
+            placements = await self._tools.workers.run(self._read_job, job, chunk, held)
             with anyio.CancelScope(shield=True):  # the chunk is reused: no copy may still be reading it
                 copies = await placer.issue(placements, chunk)
                 await copies.wait()
@@ -348,6 +457,13 @@ class ReadExecutor:
             read.chunk = read.chunk._replace(place=self._source.exact_range(read.chunk.place))
 
 
+def _by_device(reads: Sequence[TensorRead]) -> dict[torch.device, list[TensorRead]]:
+    found: dict[torch.device, list[TensorRead]] = {}
+    for read in reads:
+        found.setdefault(_CPU if read.target is None else read.target.device, []).append(read)
+    return found
+
+
 def _is_large(read: TensorRead) -> bool:
     """Return whether an item is read on its own instead of whole and together with its neighbours."""
     if read.selections is None:
@@ -359,7 +475,9 @@ def _neighbours(reads: Sequence[TensorRead], threads: int) -> list[list[TensorRe
     """Group items of the same file for some threads."""
     most = min(_FRAMINGS_AT_ONCE, -(-len(reads) // threads))
     groups: list[list[TensorRead]] = []
-    for _, found in groupby(sorted(reads, key=lambda read: read.chunk.place[:2]), lambda read: read.chunk.place.file):
+    for _, found in itertools.groupby(
+        sorted(reads, key=lambda read: read.chunk.place[:2]), lambda read: read.chunk.place.file
+    ):
         of_file = list(found)
         groups += [of_file[at : at + most] for at in range(0, len(of_file), most)]
     return groups

@@ -5,6 +5,7 @@
 | `CoalescedRead` | small items; neighbours in a file with one system call | into place, or leaves placements |
 | `ChunkPart` of a direct `ChunkRead` | a part of one stored chunk | straight into the target's memory |
 | `ChunkPart` of another `ChunkRead` | a part of one stored chunk | into the buffer, and leaves placements |
+| `ObjectRun` | objects | nowhere: it decodes them |
 
 A placement is a copy out of the buffer: it converts dtypes and strides, or goes to an accelerator. CRCs are computed
 in the same pass that reads the bytes.
@@ -17,6 +18,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,7 +41,7 @@ from aiockpt.staging.scatter import Placement
 
 if TYPE_CHECKING:
     from aiockpt.format.index import ItemRange, TensorItem
-    from aiockpt.reading.read_plan import TensorRead
+    from aiockpt.reading.read_plan import ObjectRead, TensorRead
     from aiockpt.storage.base import Source
 
     Buffer = Chunk | MappedMemory  # a chunk of staging memory, or a thread's own
@@ -313,7 +315,7 @@ def _place(read: TensorRead, item: TensorItem, buffer: memoryview, start: int, a
     if not item.nbytes or 0 in item.shape:
         return None
     if read.selections is not None:
-        item = _select(item, read.selections)
+        item = select_item(item, read.selections)
         size, skipped = item.dtype.itemsize, item.storage_offset * item.dtype.itemsize
         start, address = start + skipped, address + skipped
         item = item._replace(storage_offset=0, nbytes=reach(item.shape, item.stride) * size)
@@ -326,7 +328,7 @@ def _place(read: TensorRead, item: TensorItem, buffer: memoryview, start: int, a
     return Placement(target, _strided_view(data, item), item.conj, item.neg)
 
 
-def _select(item: TensorItem, selections: Sequence[Selection] | None) -> TensorItem:
+def select_item(item: TensorItem, selections: Sequence[Selection] | None) -> TensorItem:
     """Return a part of a tensor, per dimension, as another view of the same payload."""
     if selections is None:
         return item
@@ -362,7 +364,8 @@ class ChunkRead:
     """The requested elements of one stored chunk in stored order, read in parts of up to ``part_bytes``, whole pages.
 
     Without a target they go to ``memory``, which has room for the whole payload; if it ``is_fresh``, its pages are not
-    faulted in yet.
+    faulted in yet. With ``grid_bytes``, the payload is divided into blocks of that size, and no part has bytes of two;
+    unless elements share memory.
     """
 
     def __init__(
@@ -374,6 +377,7 @@ class ChunkRead:
         framing: FramingReader,
         *,
         is_fresh: bool = False,
+        grid_bytes: int = 0,
     ) -> None:
         self.read = read
         self.item = item
@@ -385,7 +389,7 @@ class ChunkRead:
             self._stream: StoredStream = as_stream((item.nbytes,), (1,), 0)
         else:
             self._size = item.dtype.itemsize
-            part = _select(item, read.selections)
+            part = select_item(item, read.selections)
             self._stream = as_stream(part.shape, part.stride, part.storage_offset)
         self.nbytes = self._stream.count * self._size
         self._memory = memory if memory is not None else self._target_memory()
@@ -394,7 +398,11 @@ class ChunkRead:
         self.part_bytes -= self.part_bytes % BLOCK_BYTES
         # The CRC covers the whole payload in stored order: a part of the payload, or one in runs, can't be checked.
         self._is_verified = framing.verify and item.crc is not None and self._is_one_run and self.nbytes == item.nbytes
-        self._crcs = [0] * -(-self.nbytes // self.part_bytes)
+        self._grid_bytes = grid_bytes if self._stream.is_increasing else 0
+        edges = [*self._edges(self._grid_bytes), self.nbytes]
+        self._bounds = [at for low, high in pairwise(edges) for at in range(low, high, self.part_bytes)]
+        self._crcs = [0] * len(self._bounds)
+        self._bounds.append(self.nbytes)
 
     @property
     def is_direct(self) -> bool:
@@ -405,20 +413,34 @@ class ChunkRead:
     def parts(self) -> list[ChunkPart]:
         return [ChunkPart(self, number) for number in range(len(self._crcs))]
 
+    def nbytes_of(self, number: int) -> int:
+        """Return the length of a part."""
+        return self._bounds[number + 1] - self._bounds[number]
+
+    def block_of(self, number: int) -> int:
+        """Return the number of the block of the payload that has all of a part; -1 if it may be in several."""
+        if not self._grid_bytes:
+            return -1
+        return self._stream.at(self._bounds[number] // self._size) * self._size // self._grid_bytes
+
+    def _edges(self, grid_bytes: int) -> list[int]:
+        """Return where the stream, if it is not empty, enters a block of the payload."""
+        if not grid_bytes or not self.nbytes:
+            return [0] if self.nbytes else []
+        size, stream = self._size, self._stream
+        first, last = (stream.at(number) * size // grid_bytes for number in (0, stream.count - 1))
+        inner = (stream.before(block * grid_bytes // size) * size for block in range(first + 1, last + 1))
+        return list(dict.fromkeys([0, *inner]))
+
     @property
     def _is_one_run(self) -> bool:
         return self._stream.run == self._stream.count
 
     def read_part(self, number: int, buffer: Buffer) -> list[Placement]:
         """Read a part; return the copies out of the buffer that are left to do. Blocks."""
-        start = number * self.part_bytes
-        stop = min(start + self.part_bytes, self.nbytes)
+        start, stop = self._bounds[number : number + 2]
         if self._memory is not None:
-            self._begin()
-            part = self._memory[start:stop]
-            if self._is_fresh:
-                pages.fault_in(ctypes.addressof(ctypes.c_char.from_buffer(part)), len(part))
-            self._fill(number, start, stop, part)
+            self._fill(number, start, stop, self.memory_of_part(number))
             return []
         # Same offset in the page as in the file, as O_DIRECT requires; unless the buffer lacks the room, or values
         # would be at odd addresses, on which vector instructions fault.
@@ -432,14 +454,30 @@ class ChunkRead:
         self._begin()
         return self._placements(start // self._size, torch.frombuffer(view, dtype=torch.uint8))
 
+    def takes(self, number: int, begin: int, end: int) -> bool:
+        """Return whether a part is these bytes of the file, and is written to memory as they are stored."""
+        at = self._at(self._bounds[number])
+        return self._memory is not None and self._is_one_run and (at, at + self.nbytes_of(number)) == (begin, end)
+
+    def memory_of_part(self, number: int) -> memoryview:
+        """Return the memory of a part that `takes` its bytes, to write them there. Blocks for a moment."""
+        self._begin()
+        assert self._memory is not None
+        part = self._memory[self._bounds[number] : self._bounds[number + 1]]
+        if self._is_fresh:
+            pages.fault_in(ctypes.addressof(ctypes.c_char.from_buffer(part)), len(part))
+        return part
+
+    def set_crc(self, number: int, crc: int) -> None:
+        self._crcs[number] = crc
+
     def check_crc(self) -> None:
         """Raise if the bytes of all parts do not match the CRC of the payload."""
         if not self._is_verified:
             return
         crc = 0
         for number, part in enumerate(self._crcs):
-            start = number * self.part_bytes
-            crc = crc32_combine(crc, part, min(self.part_bytes, self.nbytes - start))
+            crc = crc32_combine(crc, part, self.nbytes_of(number))
         if crc != self.item.crc:
             raise self._framing.wrong_crc(self.read, self.item)
 
@@ -516,11 +554,23 @@ class ChunkPart:
 
     @property
     def nbytes(self) -> int:
-        return min(self.chunk.part_bytes, self.chunk.nbytes - self.number * self.chunk.part_bytes)
+        return self.chunk.nbytes_of(self.number)
 
     @property
     def file(self) -> str:
         return self.chunk.file
+
+    def takes(self, begin: int, end: int) -> bool:
+        """Return whether it is these bytes of the file, and writes them to memory as they are stored."""
+        return self.chunk.takes(self.number, begin, end)
+
+    def memory(self) -> memoryview:
+        """Return where it writes what it `takes`, for others to do so. Blocks for a moment."""
+        return self.chunk.memory_of_part(self.number)
+
+    def set_crc(self, crc: int) -> None:
+        """Note the CRC-32 of what others have written to `memory`."""
+        self.chunk.set_crc(self.number, crc)
 
     def read(self, buffer: Buffer) -> list[Placement]:
         return self.chunk.read_part(self.number, buffer)
@@ -533,4 +583,27 @@ class ChunkPart:
         read.pending -= 1
 
 
-ReadJob = CoalescedRead | ChunkPart
+@dataclass(eq=False, slots=True)
+class ObjectRun:
+    """Objects that are neighbours in a file, and are decoded where they are read."""
+
+    objects: Sequence[ObjectRead]
+    decode: Callable[[Sequence[ObjectRead]], None]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(each.place.length for each in self.objects)
+
+    @property
+    def file(self) -> str:
+        return self.objects[0].place.file
+
+    def read(self, buffer: Buffer) -> list[Placement]:
+        self.decode(self.objects)
+        return []
+
+    def finish(self) -> None:
+        pass
+
+
+ReadJob = CoalescedRead | ChunkPart | ObjectRun

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio
 import numpy as np
@@ -22,7 +23,8 @@ from aiockpt.reading.apply_live import Filled
 from aiockpt.reading.executor import LoadTools, ReadExecutor
 from aiockpt.reading.jobs import view_of
 from aiockpt.reading.open import OpenCheckpoint, open_checkpoint
-from aiockpt.reading.read_plan import NewTensor, ReadPlan, ReadRequest, plan_reads
+from aiockpt.reading.read_plan import NewTensor, ReadPlan, ReadRequest, TensorRead, plan_reads
+from aiockpt.reading.sharing import hash_of
 from aiockpt.reading.target_plan import TargetPlan, distinct_trees, plan_target
 from aiockpt.reading.targets import Region, find_twins, relocated
 from aiockpt.telemetry.loads import ReadReport
@@ -33,12 +35,17 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from aiockpt.format.index import Entry, Index, ObjPath
+    from aiockpt.planning.collective.sharing import Need
     from aiockpt.reading.collective import Gathering
     from aiockpt.snapshot.live import LiveObject, ResolvedState
     from aiockpt.storage.base import Storage
 
 
+T = TypeVar("T")
+
 _DAMAGED = (StructureError, KeyError, TypeError, ValueError)
+_FILLS = 2
+"""The phase in which tensors of a target are filled, after those in which new values are read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +69,7 @@ class CheckpointLoad:
             await tools.begin(self.ready)
             loader = _OpenLoad(opened, self.options, replace(tools, report=self.report))
             if self.target is None:
-                return await loader.load_new()
+                return await loader.load_new(gathering)
             return await loader.load_into(self.target, self.state_dict, gathering)
         finally:
             with anyio.CancelScope(shield=True):
@@ -94,11 +101,15 @@ class _OpenLoad:
         self._tools = tools
         self._executor = ReadExecutor(opened.source, opened.path, options, tools, opened.known)
 
-    async def load_new(self) -> Filled:
+    async def load_new(self, gathering: Gathering | None) -> Filled:
         """Load into a new state dict."""
         index = self._opened.index
         entries, unmatched = chosen_entries(self._path, index, self._options)
-        values = await self._read_with_arrays(entries)
+        planned = await self._plan_with_arrays(entries)
+        async with self._sharing(gathering, planned, ()):
+            values = await self._read_planned(planned)
+        if gathering is not None:
+            await gathering.meet()
         with span("assemble"):
             state = await self._tools.workers.run(build_state, self._path, index, values)
         return Filled(self._path, state, missing=unmatched, strict=False)
@@ -110,50 +121,89 @@ class _OpenLoad:
         with span("plan"):
             plan = await run(plan_target, self._path, self._opened.index, options, target, state_dict)
         await self._compare(await run(find_twins, plan.regions))
-        fresh = await self._read_with_arrays(plan.fresh, plan.enums)
-        new_values = await run(build_target_values, self._path, plan, target, fresh)
-        await self._executor.prepare(plan.reads)
-        if gathering is not None and await gathering.meet(reads=await run(plan.read_hash)):
-            # Another rank of this host reads the same bytes: O_DIRECT would read the disk once for each of them.
-            self._opened.source.share()
-        await self._executor.fill(plan.reads, plan.filled)
+        planned = await self._plan_with_arrays(plan.fresh, plan.enums)
+        async with self._sharing(gathering, planned, plan.reads):
+            fresh = await self._read_planned(planned)
+            new_values = await run(build_target_values, self._path, plan, target, fresh)
+            await self._executor.prepare(plan.reads)
+            if gathering is not None and await gathering.meet(reads=await run(plan.read_hash)):
+                # Another rank of this host reads the same bytes: O_DIRECT would read the disk once for each of them.
+                self._opened.source.share()
+            await self._executor.fill(plan.reads, plan.filled, _FILLS)
         # Last, and checked to succeed: a failed read leaves only tensors changed, and its error names them.
         new_values.put(target.tree, state_dict)
         if gathering is not None:
             gathering.filled = plan.names
         return Filled(self._path, state_dict, new_values.gifts, plan.missing, strict=options.strict)
 
-    async def read(
+    async def read(self, whole: Mapping[str, Entry], parts: Sequence[ReadRequest] = ()) -> dict[str, Any]:
+        """Read whole entries, and parts of tensors; return the values by key."""
+        return await self._execute(await self._plan(whole, parts))
+
+    async def _plan(
         self,
         whole: Mapping[str, Entry],
         parts: Sequence[ReadRequest] = (),
         enums: Mapping[str, type[Enum]] | None = None,
-    ) -> dict[str, Any]:
-        """Read whole entries, and parts of tensors; return the values by key."""
-        run, options = self._tools.workers.run, self._options
+    ) -> ReadPlan:
         with span("plan"):
-            plan = await run(plan_reads, self._path, whole, parts, options, enums or {})
-        await self._executor.execute(plan)
+            return await self._tools.workers.run(plan_reads, self._path, whole, parts, self._options, enums or {})
+
+    async def _execute(self, plan: ReadPlan, phase: int = 0) -> dict[str, Any]:
+        await self._executor.execute(plan, phase)
         with span("assemble"):
-            error = await run(build_values, plan, options.map_location)
+            error = await self._tools.workers.run(build_values, plan, self._options.map_location)
         if error is not None:
             raise error
         return plan.values
 
-    async def _read_with_arrays(
+    async def _plan_with_arrays(
         self, entries: Mapping[str, Entry], enums: Mapping[str, type[Enum]] | None = None
-    ) -> dict[str, Any]:
-        """Read entries; saved NumPy arrays become arrays again, so they are always read to host memory."""
-        arrays = {name: entries[name] for name in array_names(self._opened.index.containers) if name in entries}
-        where = self._options.map_location
-        if not arrays or target_device(where).type == "meta":
-            return await self.read(entries, (), enums)
-        if where is None:
-            values = await self.read(entries, (), enums)
-        else:
-            values = await self.read({n: entry for n, entry in entries.items() if n not in arrays}, (), enums)
-            values |= await self._on_host().read(arrays)
-        return values | {name: array_of(values[name]) for name in arrays}
+    ) -> list[tuple[_OpenLoad, ReadPlan]]:
+        """Plan to read entries; saved NumPy arrays become arrays again, so they are always read to host memory."""
+        arrays = self._arrays(entries)
+        if not arrays or self._options.map_location is None:
+            return [(self, await self._plan(entries, (), enums))]
+        rest, host = {name: entry for name, entry in entries.items() if name not in arrays}, self._on_host()
+        return [(self, await self._plan(rest, (), enums)), (host, await host._plan(arrays))]
+
+    async def _read_planned(self, planned: Sequence[tuple[_OpenLoad, ReadPlan]]) -> dict[str, Any]:
+        """Read what `_plan_with_arrays` has planned; return the values by key."""
+        values: dict[str, Any] = {}
+        for phase, (loader, plan) in enumerate(planned):
+            values |= await loader._execute(plan, phase)
+        return values | {name: array_of(values[name]) for name in self._arrays(values)}
+
+    def _arrays(self, values: Mapping[str, T]) -> dict[str, T]:
+        """Return those that are NumPy arrays when they are loaded."""
+        if target_device(self._options.map_location).type == "meta":
+            return {}
+        return {name: values[name] for name in array_names(self._opened.index.containers) if name in values}
+
+    @contextlib.asynccontextmanager
+    async def _sharing(
+        self, gathering: Gathering | None, planned: Sequence[tuple[_OpenLoad, ReadPlan]], fills: Sequence[TensorRead]
+    ) -> AsyncIterator[None]:
+        """Share what is planned with the other ranks, if this rank does."""
+        source = self._opened.source
+        if gathering is None or not gathering.shares(source):
+            yield
+            return
+        workers = self._tools.workers
+        with gc_pause():  # all ranks would wait for a collection of one
+            with span("share"):
+                needs: list[Need] = await self._executor.needs((), fills, _FILLS)
+                for phase, (loader, plan) in enumerate(planned):
+                    await loader._executor.allocate(plan)
+                    needs += await loader._executor.needs(plan.objects, plan.reads, phase)
+                checkpoint = await workers.run(hash_of, self._opened.index)
+                shared = await gathering.share(checkpoint, needs, source, workers)
+            for loader in (self, *(loader for loader, _ in planned)):
+                loader._executor.shared = shared
+            try:
+                yield
+            finally:
+                shared.close()
 
     async def _compare(self, twins: Sequence[tuple[Region, Region]]) -> None:
         """Raise ShapeMismatchError if tied tensors, which DCP stores one by one, have different values."""

@@ -120,6 +120,11 @@ class ReadPlan:
     fills: list[TensorRead] = field(default_factory=list)
     filled: list[torch.Tensor] = field(default_factory=list)  # the caller's, whose version counters change
 
+    @property
+    def reads(self) -> list[TensorRead]:
+        """The reads of all tensors; those of new ones when they are allocated."""
+        return [*(read for each in self.new for read in each.reads), *self.fills]
+
 
 @gc_pause()
 def plan_reads(

@@ -48,6 +48,7 @@ class SaveSpec:
     pre_commit: Hook | None = None
     post_commit: CommitHook | None = None
     append_planner: Planner | None = None  # only adds files to a directory, planned by this
+    append_ticket: str = ""  # or to this transaction of others
     is_part: bool = False  # of a transaction, which reports its outcome
     joint: Joint | None = None  # the transaction that this save ends
     compression: Sequence[Zstd | None] | None = None  # for each leaf

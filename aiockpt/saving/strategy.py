@@ -11,6 +11,7 @@ from aiockpt.errors import AiockptError, CommitError, SaveError
 from aiockpt.planning.dcp_plan import DcpPlan
 from aiockpt.planning.encoding import item_ranges
 from aiockpt.planning.planner import SavePlan, Summary
+from aiockpt.storage.base import shared_storage, shared_transaction
 from aiockpt.telemetry.saves import SaveResult
 from aiockpt.writing.commit import CommitDocuments, commit_documents
 
@@ -126,11 +127,15 @@ class LocalSave(SaveStrategy):
 
 
 class AppendSave(LocalSave):
-    """A save that adds files to an existing directory; its caller makes a checkpoint of them."""
+    """A save that adds files to an existing directory, or to a transaction; its caller makes a checkpoint of them."""
 
     async def begin(self) -> Transaction:
-        """Check that files can be added to the directory."""
-        self._transaction = self._job.spec.storage.append_to(self._job.path, workers=self._io)
+        """Check that files can be added."""
+        path, spec = self._job.path, self._job.spec
+        if spec.append_ticket:
+            self._transaction = await shared_storage(spec.storage).join(path, spec.append_ticket, workers=self._io)
+        else:
+            self._transaction = spec.storage.append_to(path, workers=self._io)
         return self._transaction
 
     async def documents(self, plan: SavePlan) -> None:
@@ -141,6 +146,8 @@ class AppendSave(LocalSave):
         if self._transaction is None or not isinstance(plan, DcpPlan):
             raise RuntimeError("a save can't be committed before it has begun")
         await self._transaction.commit()
+        if self._job.spec.append_ticket:
+            await shared_transaction(self._transaction).release()
         self._job.item_ranges = item_ranges(plan, writer.encoded)
         sizes = {name: facts.nbytes for name, facts in writer.files.items()}
         return result_of(self._job, plan, summary_of(self._job, plan, sizes), times_s)

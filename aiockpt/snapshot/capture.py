@@ -39,7 +39,17 @@ from aiockpt.snapshot.live import check_optimizers, resolve
 from aiockpt.snapshot.optimizer_hooks import follow_steps, watch_optimizers
 from aiockpt.snapshot.sampling import Samples
 from aiockpt.staging.pool import ArenaCache, copy_small
-from aiockpt.staging.runtime import CAPTURING, UNORDERED, has_events, is_capturing, is_host, reading_behind, ready_event
+from aiockpt.staging.runtime import (
+    CAPTURING,
+    UNORDERED,
+    has_events,
+    in_default_stream,
+    is_capturing,
+    is_host,
+    reading_behind,
+    ready_event,
+    use_in,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -417,6 +427,8 @@ def _copy_small_tensors(snapshot: Snapshot, devices: set[torch.device], arenas: 
     (only,) = devices if len(devices) == 1 else (None,)
     tensors, versions, strided = snapshot.tensors, snapshot.versions, torch.strided
     clones: dict[object, torch.Tensor] = {}
+    # Where memory that is freed may go to kernels of another stream: most tensors belong to the default one.
+    apart = {device for device in devices if not (is_host(device) or in_default_stream(device))}
     total = 0
     for leaf, tensor in enumerate(tensors):
         if total > EAGER_BYTES and leaf >= CHECKED_AHEAD:
@@ -448,6 +460,8 @@ def _copy_small_tensors(snapshot: Snapshot, devices: set[torch.device], arenas: 
                 continue  # copied with the large ones
         versions[leaf] = None
         total += nbytes
+        if apart and tensor.device in apart:
+            use_in(None, tensor)
     for device, sizes in chosen.items():
         if sizes:
             try:

@@ -237,6 +237,11 @@ def is_capturing(device: torch.device) -> bool:
     return asked is not None and bool(asked())
 
 
+def in_default_stream(device: torch.device) -> bool:
+    """Return whether this thread's current stream of a device is the device's default stream."""
+    return bool(_current_stream(device).stream_id == 0)
+
+
 def current_streams() -> dict[torch.device, Any]:
     """Return this thread's current stream of each device whose allocator assigns new tensors to a stream."""
     kind = torch.accelerator.current_accelerator()

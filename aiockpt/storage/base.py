@@ -304,10 +304,13 @@ class Source(ABC):
     Attributes:
         gap_bytes: so many bytes are read and thrown away, at most, where that spares another read.
         most_reads: how many may be on their way at once; 0: one for each of the threads that load.
+        is_remote: each read has to come over a network, even if another process of this host has just read the same:
+            ranks that load together then read it once, and send it to each other.
     """
 
     gap_bytes: int = 64 << 10
     most_reads: int = 0
+    is_remote: bool = False
 
     @property
     @abstractmethod

@@ -38,7 +38,7 @@ class FolderSource(Source):
     """The files in a directory of another source, or one of its files."""
 
     def __init__(self, whole: Source, name: str) -> None:
-        self.gap_bytes, self.most_reads = whole.gap_bytes, whole.most_reads
+        self.gap_bytes, self.most_reads, self.is_remote = whole.gap_bytes, whole.most_reads, whole.is_remote
         self._whole = whole
         self._places = {each.removeprefix(f"{name}/"): each for each in whole.files if each.startswith(f"{name}/")}
         if name in whole.files:

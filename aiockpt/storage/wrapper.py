@@ -249,6 +249,7 @@ class _WrapperSink(FileSink, PartSink):
 
 class _WrapperSource(Source):
     def __init__(self, storage: WrapperStorage, inner: Source) -> None:
+        self.gap_bytes, self.most_reads, self.is_remote = inner.gap_bytes, inner.most_reads, inner.is_remote
         self._storage = storage
         self._inner = inner
 

@@ -121,8 +121,8 @@ class ServerClient(ObjectClient):
     def now(self, near: str) -> float:
         return time.time()  # the server is on this host
 
-    def sink(self, key: str, nbytes: int | None, workers: Workers) -> ObjectSink:
-        return _Sink(self, key, workers)
+    def sink(self, key: str, nbytes: int | None, workers: Workers, *, held: bool = False) -> ObjectSink:
+        return _Sink(self, key, workers, held=held)
 
 
 def _facts(given: dict[str, Any]) -> ObjectFacts:
@@ -144,8 +144,8 @@ def _fill(connection: socket.socket, view: memoryview, seen: Seen | None = None)
 class _Sink(ObjectSink):
     """A file whose parts are sent by several threads."""
 
-    def __init__(self, objects: ServerClient, key: str, workers: Workers) -> None:
-        self._objects, self._key, self._workers = objects, key, workers
+    def __init__(self, objects: ServerClient, key: str, workers: Workers, *, held: bool) -> None:
+        self._objects, self._key, self._workers, self._held = objects, key, workers, held
         self._upload, self._count = secrets.token_hex(8), 0
         self._slots = asyncio.Semaphore(_PARTS)
         self._sending: set[asyncio.Future[None]] = set()
@@ -156,6 +156,7 @@ class _Sink(ObjectSink):
         self._raise()
         sending = asyncio.ensure_future(self._send(self._count, view, free))
         self._count += 1
+        self.nbytes += len(view)
         self._sending.add(sending)
         sending.add_done_callback(self._sending.discard)
 
@@ -180,8 +181,12 @@ class _Sink(ObjectSink):
     async def finish(self) -> None:
         await self.stop()
         self._raise()
-        with errors(WriteError, f"write {self._key}"):
-            await self._ask("put", b"", only_if=None, parts=self._count)
+        if not self._held:
+            with errors(WriteError, f"write {self._key}"):
+                await self._ask("put", b"", only_if=None, parts=self._count)
+
+    async def appear(self, only_if: Stamp) -> None:
+        await self._ask("put", b"", only_if=only_if, parts=self._count)
 
     async def stop(self) -> None:
         if self._sending:

@@ -80,6 +80,7 @@ class _Store:
     uploads: dict[str, dict[int, bytearray]] = field(default_factory=dict)
     rules: list[tuple[Rule, Iterator[int]]] = field(default_factory=list)
     log: list[str] = field(default_factory=list)
+    sent: int = 0  # bytes of answers
     numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -187,15 +188,18 @@ class _Talk(socketserver.BaseRequestHandler):
             with store.lock:
                 store.rules = [(Rule(**each), itertools.count(1)) for each in json.loads(body)]
                 store.log.clear()
+                store.sent = 0
         if name == "clear":
             store.objects, store.uploads = {}, {}
-        return json.dumps({"log": store.log, "uploads": len(store.uploads)}).encode()
+        return json.dumps({"log": store.log, "uploads": len(store.uploads), "sent": store.sent}).encode()
 
     def _answer(self, method: str, status: int, headers: Mapping[str, str], body: bytes | memoryview) -> None:
         given = {"Content-Length": str(len(body)), **headers}
         text = "".join(f"{name}: {value}\r\n" for name, value in given.items())
         self.request.sendall(f"HTTP/1.1 {status} -\r\n{text}\r\n".encode())
         if method != "HEAD":
+            with self.server.store.lock:
+                self.server.store.sent += len(body)
             self.request.sendall(body)
 
     def _do(
@@ -209,7 +213,9 @@ class _Talk(socketserver.BaseRequestHandler):
             status, facts = store.put(key, found.data, headers)
             return status, facts, _xml("CopyObjectResult", ETag=facts.get("ETag", ""))
         if method == "PUT" and "uploadId" in asked:
-            store.uploads.setdefault(asked["uploadId"], {})[int(asked["partNumber"])] = body
+            if asked["uploadId"] not in store.uploads:
+                return 404, {}, _xml("Error", Code="NoSuchUpload")
+            store.uploads[asked["uploadId"]][int(asked["partNumber"])] = body
             return 200, {"ETag": f'"{len(body)}"'}, b""
         if method == "PUT":
             return *store.put(key, body, headers), b""
@@ -228,9 +234,10 @@ class _Talk(socketserver.BaseRequestHandler):
             for each in keys:
                 store.objects.pop(f"{key}/{each}", None)
             return 200, {}, _xml("DeleteResult", Deleted=[{"Key": each} for each in keys])
+        if method == "DELETE" and "uploadId" in asked:
+            return 204 if store.uploads.pop(asked["uploadId"], None) is not None else 404, {}, b""
         if method == "DELETE":
-            found = store.uploads.pop(asked.get("uploadId", ""), None) or store.objects.pop(key, None)
-            return 404 if found is None and "uploadId" not in asked else 204, {}, b""
+            return 204 if store.objects.pop(key, None) is not None else 404, {}, b""
         if "list-type" in asked or ("/" not in key and method == "GET"):
             return 200, {}, self._list(key + "/", asked)
         return self._get(key, headers)
@@ -321,6 +328,11 @@ class ObjectServer:
     def log(self) -> list[str]:
         """What was asked since the rules were set: ``METHOD /bucket/key?query``."""
         return list(self._ask("log")["log"])
+
+    @property
+    def sent(self) -> int:
+        """The bytes of all answers since the rules were set."""
+        return int(self._ask("log")["sent"])
 
     @property
     def uploads(self) -> int:

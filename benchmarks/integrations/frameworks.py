@@ -22,7 +22,7 @@ OPTIONS = ("rounds", "only")
 ROUNDS = 6
 OURS, STOCK = "aiockpt", "stock"
 # Of our blocked time, to that of the fastest stock way.
-BOUNDS = {"ray": 1 / 3, "lightning": 1 / 4, "transformers": 1 / 10, "accelerate": None}
+BOUNDS = {"ray": 1 / 3, "lightning": 1 / 4, "transformers": 1 / 10, "accelerate": None, "torchtitan": 1 / 4}
 LIMIT_S = 1200.0
 
 _PROGRAM = """

@@ -14,7 +14,12 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any, Self
 
-_PRELOADED = ["benchmarks.ranks.savers", "benchmarks.ranks.imagined_ours", "benchmarks.ranks.imagined_torch"]
+_PRELOADED = [
+    "benchmarks.ranks.savers",
+    "benchmarks.ranks.share",
+    "benchmarks.ranks.imagined_ours",
+    "benchmarks.ranks.imagined_torch",
+]
 _END_S = 30.0
 
 

@@ -80,10 +80,10 @@ def train(config: dict[str, Any]) -> None:
         (marks / "end").write_text(json.dumps([loss.item(), total.item()]))
 
 
-def fit(folder: Path, *, die_at: int | None = None) -> Any:
+def fit(folder: Path, *, die_at: int | None = None, function: Any = train) -> Any:
     (folder / "marks").mkdir(parents=True)
     return TorchTrainer(
-        train,
+        function,
         train_loop_config={"marks": str(folder / "marks"), "die_at": die_at},
         scaling_config=ScalingConfig(num_workers=2),
         run_config=RunConfig(
@@ -120,6 +120,84 @@ def test_options_that_are_rays_are_refused() -> None:
     for name in ("keep", "directory", "lock"):
         with pytest.raises(ValueError, match=f"leave out {name}="):
             plugin.manager(**{name: 1})
+
+
+# --- Lightning in its workers ----------------------------------------------------------------------------
+
+
+def train_lightning(config: dict[str, Any]) -> None:
+    """Train two workers of Lightning with DDP, and kill one of them once, if that is wanted."""
+    import lightning.pytorch as pl
+    from ray.train.lightning import RayDDPStrategy, RayLightningEnvironment
+
+    from aiockpt.integrations.lightning import AiockptCheckpointIO
+    from aiockpt.integrations.ray_lightning import AiockptReportCallback
+
+    marks, restored = Path(config["marks"]), ray.train.get_checkpoint()
+
+    class Model(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layers = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.Linear(256, 256))
+
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            loss = self.layers(batch).square().mean()
+            self.log("loss", loss)
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.Adam(self.parameters(), lr=1e-3)
+
+    class Dies(pl.Callback):
+        """After the report of the epoch, which has returned while its checkpoint was written."""
+
+        def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+            if trainer.global_rank == 1:
+                with open(marks / "epochs", "a") as file:
+                    file.write(f"{trainer.current_epoch}\n")
+            if trainer.current_epoch == config["die_at"] and trainer.global_rank == 1 and not (marks / "died").exists():
+                (marks / "died").touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    model = Model()
+    trainer = pl.Trainer(
+        max_epochs=4,
+        accelerator="cpu",
+        devices="auto",
+        strategy=RayDDPStrategy(),
+        plugins=[RayLightningEnvironment(), AiockptCheckpointIO()],
+        callbacks=[AiockptReportCallback(), Dies()],
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        logger=False,
+        default_root_dir=str(marks),
+    )
+    data = torch.randn(16, 256, generator=torch.Generator().manual_seed(1))
+    path = None if restored is None else os.path.join(restored.path, AiockptReportCallback.CHECKPOINT_NAME)
+    trainer.fit(model, torch.utils.data.DataLoader(data, batch_size=4), ckpt_path=path)
+    if trainer.is_global_zero:
+        sums = [parameter.detach().double().abs().sum().item() for parameter in model.parameters()]
+        (marks / "end").write_text(json.dumps(sums))
+
+
+def test_lightning_reports_what_is_durable_and_goes_on(tmp_path: Path) -> None:
+    pytest.importorskip("lightning")
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    result = fit(whole, function=train_lightning)
+    assert result.metrics["epoch"] == 3
+    fit(broken, die_at=2, function=train_lightning)
+    assert json.loads((whole / "marks/end").read_text()) == json.loads((broken / "marks/end").read_text())
+    epochs = [int(line) for line in (broken / "marks/epochs").read_text().split()]
+    assert epochs[:3] == [0, 1, 2]
+    assert epochs[3] in (0, 1, 2)  # the checkpoints of epochs that were reported may have been registered
+    for folder in (whole, broken):
+        there = [path for path in (folder / "storage/run").iterdir() if path.name.startswith("checkpoint_0")]
+        assert sorted(path.name for path in there) == ["checkpoint_000006", "checkpoint_000008"]
+        for path in there:
+            assert [each.name for each in path.iterdir()] == ["checkpoint.ckpt"]
+            assert torch.load(path / "checkpoint.ckpt", weights_only=True)["global_step"] in (6, 8)
 
 
 # --- actors -------------------------------------------------------------------------------------------

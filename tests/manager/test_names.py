@@ -69,6 +69,13 @@ def test_two_managers_may_write_where_something_else_decides(tmp_path: Path) -> 
             owner.save(3, STATE)
 
 
+def test_without_a_lock_a_run_begins_where_no_directory_is(tmp_path: Path) -> None:
+    with aiockpt.SyncCheckpointManager(tmp_path / "a" / "run", lock=False) as run:
+        assert run.restore(STATE) is None
+        run.save(1, STATE)
+        assert run.steps() == [1]
+
+
 def test_what_is_written_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     told: list[Any] = []
 

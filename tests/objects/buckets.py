@@ -8,6 +8,9 @@ from typing import Any
 import aiockpt
 from aiockpt.storage.objects.cleaning import split_token
 from aiockpt.storage.objects.obstore import ObstoreStorage
+from aiockpt.storage.objects.storage import ObjectStorage
+from benchmarks.harness.object_server import ObjectServer
+from tests.places import ServerPath
 
 
 @dataclass(frozen=True)
@@ -45,3 +48,22 @@ class Bucket:
         paths = [key.rpartition("/")[0] for key in keys if key.endswith("/.metadata") and not split_token(key)[0]]
         live = {commit.token for path in paths if (commit := storage.record(self / path)) is not None}
         return [key for key in keys if not key.endswith("/.metadata") and not key.startswith(tuple(live))]
+
+
+class PlacedStorage(ObjectStorage):
+    """The storage of a bucket whose URL names the port of its server, for processes that get nothing but a path."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        scheme, _, place = url.removeprefix("at-").partition("://")
+        port, _, bucket = place.partition(".")
+        found = Bucket(f"{scheme}://{bucket}", ObjectServer(f"http://127.0.0.1:{port}").options(scheme))
+        super().__init__(url, found.storage().objects)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PlacedStorage, (self._url,)
+
+
+def path_in(server: ObjectServer, scheme: str, bucket: str) -> ServerPath:
+    """Return a path in a bucket of a server."""
+    return ServerPath(f"at-{scheme}://{server.url.rpartition(':')[2]}.{bucket}/run")

@@ -138,6 +138,15 @@ KNOWN = {
         ["large", "larger", "middle"],
         [Action("save"), Action("written"), *[Action("busy", 0, 3), Action("use")] * 4],
     ),
+    "small tensors are freed in another stream": Program(
+        1,
+        {"kernel": 4000},
+        0,
+        True,
+        _QUICK,
+        ["small", "matrix"],
+        [Action("stream", 1), Action("busy", 0, 9), Action("save"), Action("free", 0)],
+    ),
     "a capture before the first save": Program(
         1, {}, 0, True, _QUICK, ["large"], [Action("replay"), Action("save"), Action("fence"), Action("replay")]
     ),

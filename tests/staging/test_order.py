@@ -113,6 +113,22 @@ def test_memory_freed_before_it_is_copied(regrown: bool, device: PosingDevice, t
     assert str(error).startswith("freed changed")
 
 
+@pytest.mark.parametrize("strided", [False, True])
+def test_small_tensors_freed_after_a_call_in_another_stream(
+    strided: bool, device: PosingDevice, tmp_path: Path
+) -> None:
+    """They are copied at the call, in its stream; their memory goes to kernels of the stream that they belong to."""
+    memory = torch.ones(100)
+    small = memory[::2] if strided else memory
+    with aiockpt.SyncCheckpointer() as ckpt:
+        with device.stream():
+            save = ckpt.submit({"small": small}, tmp_path / "c")
+            memory.untyped_storage().resize_(0)
+        save.written.result(60)
+        assert torch.equal(ckpt.load(tmp_path / "c")["small"], torch.ones(50 if strided else 100))
+    device.check()
+
+
 class _EndOfAnOperator(threading.Event):
     """An operator ends when it is waited for."""
 

@@ -170,7 +170,8 @@ def owner_of(directory: str) -> LockFacts | None:
 def is_finishing(directory: str) -> bool:
     """Return whether the writer process of a dead trainer still writes a checkpoint here, to be published soon."""
     here = this_process()
-    for name in os.listdir(directory):
+    names = os.listdir(directory) if os.path.isdir(directory) else ()  # without a lock, the first save makes it
+    for name in names:
         ticket = read_ticket(name)
         if ticket is None or ticket.suffix or liveness(ticket.owner, here) != "dead":
             continue

@@ -5,7 +5,7 @@ object                               contents
 ===================================  =============================================================================
 ``{path}/.metadata``                 makes the checkpoint: DCP's metadata, then the other documents and the facts of
                                      `commit.Commit`; stock's reader stops before these
-``{path}/{token}/files/{name}``      a file; "single" if the checkpoint is one file
+``{path}/{token}/files/{name}``      a file
 ``{path}/{token}/state``             "open" at first; see `cleaning.decide`
 ``{path}/{token}/held/{ticket}``     a process that takes part, besides the one of the token
 ``{path}/{token}/sidecars/{name}``   messages between the processes

@@ -22,6 +22,10 @@ class ConditionError(OSError):
     """An object has another stamp than a request asks for."""
 
 
+class NotSentError(OSError):
+    """Not all of an object was sent, so it does not appear."""
+
+
 class ObjectFacts(NamedTuple):
     """What a store says of an object."""
 
@@ -31,15 +35,45 @@ class ObjectFacts(NamedTuple):
 
 
 class ObjectSink(FileSink):
-    """An object that is being written; it appears when it is finished."""
+    """An object that is being written; it appears when it is finished.
+
+    Attributes:
+        nbytes: how much was written.
+    """
+
+    nbytes: int = 0
 
     @abstractmethod
     async def stop(self) -> None:
         """Give it up unless it is finished; no view is in use afterwards. Idempotent."""
 
+    @abstractmethod
+    async def appear(self, only_if: Stamp) -> None:
+        """Make an object appear whose sink was made with ``held``; after `finish`, which then only sends everything.
+
+        Args:
+            only_if: as of `ObjectClient.put`. Not every store has this condition for an upload in parts: the caller
+                sees to it that nobody else writes the object meanwhile.
+
+        Raises:
+            NotSentError: it does not appear.
+            OSError: it may have appeared all the same, or may appear yet.
+        """
+
 
 class ObjectClient(ABC):
-    """Requests to one bucket, by many threads at once. Prefixes end with "/", or are empty."""
+    """Requests to one bucket, by many threads at once. Prefixes end with "/", or are empty.
+
+    Attributes:
+        longest_s: how long `put_surely` begins new attempts.
+    """
+
+    longest_s = _LONGEST_S
+
+    @property
+    def hasty(self) -> ObjectClient:
+        """A client that soon gives up, for what may be left undone."""
+        return self
 
     @abstractmethod
     def put(self, key: str, data: Document, only_if: Stamp | None = None) -> Stamp:
@@ -95,10 +129,15 @@ class ObjectClient(ABC):
         """Return the time of the store's clock, in seconds; an object below ``near`` may be written to find it."""
 
     @abstractmethod
-    def sink(self, key: str, nbytes: int | None, workers: Workers) -> ObjectSink:
-        """Return a sink for an object of this size, None if it is not known."""
+    def sink(self, key: str, nbytes: int | None, workers: Workers, *, held: bool = False) -> ObjectSink:
+        """Return a sink for an object of this size, None if it is not known; ``held``: see `ObjectSink.appear`."""
 
     # --- made of these ----------------------------------------------------------------------------------
+
+    def facts(self, key: str) -> ObjectFacts | None:
+        """Return the facts of an object; None if there is none."""
+        found = self.tail(key, 0)
+        return None if found is None else found[0]
 
     def put_surely(self, key: str, data: Document, only_if: Stamp) -> Stamp:
         """Do as `put`, whatever happens to the answers; no other writer has the same ``data``."""
@@ -112,7 +151,7 @@ class ObjectClient(ABC):
                     return facts.stamp
                 # Otherwise nobody has won: some stores say so to all that try at once.
                 is_taken = (facts.stamp if facts else "") != only_if
-                is_last = attempt + 1 == _ATTEMPTS or time.monotonic() - begun > _LONGEST_S
+                is_last = attempt + 1 == _ATTEMPTS or time.monotonic() - begun > self.longest_s
                 if is_last or (isinstance(exc, ConditionError) and is_taken):
                     raise
                 time.sleep(_PAUSE_S * 2**attempt)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from isal.isal_zlib import crc32
 
 from aiockpt.errors import CorruptCheckpointError
-from aiockpt.format.names import METADATA_NAME, SINGLE_NAME
+from aiockpt.format.names import METADATA_NAME
 
 if TYPE_CHECKING:
     from aiockpt.storage.base import Document, Stamp
@@ -22,8 +22,10 @@ FILES = "files/"
 _FOOTER = struct.Struct("<QI8s")  # the length of the facts, their CRC-32, and:
 _MAGIC = b"AIOCKPTC"
 TAIL_BYTES = 256 << 10  # usually all but the metadata
-# A short string of a pickle and the opcode that puts it into the memo; see `aiockpt.format.dcp.metadata_opcodes`.
-_FILE = re.compile(rb"\x8c.(?P<name>__[0-9]+_[0-9]+\.distcp)(?=r)", re.DOTALL)
+# A string of a pickle without frames and the opcode that puts it into the memo: ours, see
+# `aiockpt.format.dcp.metadata_opcodes`, or of protocol 2.
+_TEXT = rb"(?P<kind>\x8c.|X.{4})%b(?P<name>__[0-9]+(?:_[0-9]+)+\.distcp)(?=[qr])"
+_FILE = re.compile(_TEXT % b"", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +52,6 @@ class Commit:
     modified: float = 0.0
     size: int = 0
     tail: bytes = field(default=b"", repr=False)
-
-    @property
-    def is_file(self) -> bool:
-        """Whether the checkpoint is one file."""
-        return [*self.files, *self.documents] == [SINGLE_NAME]
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -140,11 +137,15 @@ def _facts(tail: bytes, size: int) -> tuple[bytes, int]:
 def relocated(metadata: Document, folder: str) -> bytes:
     """Put the folder of the objects before the names of the files that DCP's metadata refers to."""
     prefix = f"{folder}{FILES}".encode()
-    return _FILE.sub(lambda found: b"\x8c%c" % len(prefix + found["name"]) + prefix + found["name"], bytes(metadata))
+    return _FILE.sub(lambda found: _text(found["kind"], prefix + found["name"]), bytes(metadata))
 
 
 def original(metadata: bytes, folder: str) -> bytes:
     """Return what `relocated` was given. The folder has so many random letters that it is nothing else."""
-    prefix = f"{folder}{FILES}".encode()
-    named = re.compile(rb"\x8c." + re.escape(prefix) + rb"(__[0-9]+_[0-9]+\.distcp)(?=r)", re.DOTALL)
-    return named.sub(lambda found: b"\x8c%c" % len(found[1]) + found[1], metadata)
+    named = re.compile(_TEXT % re.escape(f"{folder}{FILES}".encode()), re.DOTALL)
+    return named.sub(lambda found: _text(found["kind"], found["name"]), metadata)
+
+
+def _text(kind: bytes, text: bytes) -> bytes:
+    """Return the opcodes of a string that was written by opcodes of this kind."""
+    return b"\x8c%c" % len(text) + text if kind[:1] == b"\x8c" else b"X" + struct.pack("<I", len(text)) + text

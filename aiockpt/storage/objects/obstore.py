@@ -19,12 +19,13 @@ import secrets
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aiockpt.core.threads import outlast
 from aiockpt.errors import AiockptError, WriteError
-from aiockpt.storage.objects.client import ConditionError, ObjectClient, ObjectFacts, ObjectSink
+from aiockpt.storage.objects.client import ConditionError, NotSentError, ObjectClient, ObjectFacts, ObjectSink
 from aiockpt.storage.objects.storage import ObjectStorage
 from aiockpt.storage.objects.transaction import errors
 
@@ -48,6 +49,8 @@ _IN_FLIGHT = 8  # parts of a file
 _STEP_BYTES = 1 << 20
 _TIMEOUT = "300s"  # of a request: a part of 16 MiB at 56 KiB/s
 _CLOCK_S = 600.0
+_STOP_S = 5.0  # for an upload to be aborted, by requests; after that it is left open
+_HASTY_S = 5
 _SECRET = re.compile(r"secret|token|key|password|credential|sas", re.IGNORECASE)
 _QUERY = re.compile(r"(https?://[^\s?]+)\?\S*")
 _CONDITIONS = (exceptions.AlreadyExistsError, exceptions.PreconditionError, exceptions.NotModifiedError)
@@ -66,13 +69,15 @@ class ObstoreClient(ObjectClient):
     """
 
     def __init__(self, url: str, options: Mapping[str, Any], *, conditions: bool = True) -> None:
-        self._kind, self._conditions = url.partition("://")[0], conditions
+        self.kind, self._conditions = url.partition("://")[0], conditions
+        self._given = url, options
+        self._hasty: ObstoreClient | None = None
         options = {"client_options": {}, **options}
         # Obstore looks at no client option of the environment if one is given.
-        is_plain = os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("true", "1") and self._kind == "s3"
+        is_plain = os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("true", "1") and self.kind == "s3"
         plain = {"allow_http": True} if is_plain else {}
         options["client_options"] = {"timeout": _TIMEOUT, **plain, **options["client_options"]}
-        if self._kind == "s3":
+        if self.kind == "s3":
             options = _s3_options(options)
         self._secrets = [str(value) for name, value in options.items() if _SECRET.search(name) and value]
         try:
@@ -80,6 +85,21 @@ class ObstoreClient(ObjectClient):
         except (exceptions.BaseError, TypeError, ValueError) as exc:
             raise AiockptError(f"{url}: {self._wording(exc)}; see storage_options") from None
         self._clock: tuple[float, float] | None = None  # when it was looked at, and what it was ahead then
+
+    @property
+    def hasty(self) -> ObstoreClient:
+        if self._hasty is None:
+            url, options = self._given
+            retries = {
+                "max_retries": 3,
+                **options.get("retry_config", {}),
+                "retry_timeout": timedelta(seconds=_HASTY_S),
+            }
+            client = {**options.get("client_options", {}), "timeout": f"{_HASTY_S}s", "connect_timeout": f"{_HASTY_S}s"}
+            given = {**options, "retry_config": retries, "client_options": client}
+            self._hasty = ObstoreClient(url, given, conditions=self._conditions)
+            self._hasty.longest_s = _HASTY_S
+        return self._hasty
 
     @property
     def store(self) -> Any:
@@ -119,7 +139,7 @@ class ObstoreClient(ObjectClient):
             raise OSError(f"{key}: {self._wording(exc)}") from None
 
     def _stamp(self, meta: Mapping[str, Any]) -> Stamp:
-        if self._kind == "gs":  # which compares generations, but does not list them
+        if self.kind == "gs":  # which compares generations, but does not list them
             return meta.get("version") or f"etag:{meta.get('e_tag')}"
         return meta.get("e_tag") or ""
 
@@ -131,7 +151,7 @@ class ObstoreClient(ObjectClient):
     def put(self, key: str, data: Document, only_if: Stamp | None = None) -> Stamp:
         mode: Any = "overwrite"
         if only_if is not None and self._conditions:
-            condition = {"version": only_if} if self._kind == "gs" else {"e_tag": only_if}
+            condition = {"version": only_if} if self.kind == "gs" else {"e_tag": only_if}
             mode = condition if only_if else "create"
         elif only_if is not None:
             found = self._head(key)
@@ -152,7 +172,7 @@ class ObstoreClient(ObjectClient):
         return None
 
     def tail(self, key: str, nbytes: int) -> tuple[ObjectFacts, bytes] | None:
-        if nbytes and self._kind != "az":  # which has no ranges from the end
+        if nbytes and self.kind != "az":  # which has no ranges from the end
             try:
                 result = obstore.get(self.store, key, options={"range": {"suffix": nbytes}})
                 return self._facts(result.meta), bytes(result.bytes())[-nbytes:]
@@ -199,7 +219,7 @@ class ObstoreClient(ObjectClient):
         return (obstore.get_range(self.store, key, start=start, length=length) for start, length in runs)
 
     def _checked(self, key: str, run: tuple[int, int], stamp: Stamp) -> Any:
-        is_version = self._kind == "gs" and not stamp.startswith("etag:")
+        is_version = self.kind == "gs" and not stamp.startswith("etag:")
         condition = {"version": stamp} if is_version else {"if_match": stamp.removeprefix("etag:")}
         options: Any = {"range": (run[0], sum(run)), **condition}
         return obstore.get(self.store, key, options=options).bytes()
@@ -246,8 +266,8 @@ class ObstoreClient(ObjectClient):
             self._clock = time.monotonic(), ahead + time.time() - time.monotonic()
         return time.monotonic() + self._clock[1]
 
-    def sink(self, key: str, nbytes: int | None, workers: Workers) -> ObjectSink:
-        return _Upload(self, key, nbytes)
+    def sink(self, key: str, nbytes: int | None, workers: Workers, *, held: bool = False) -> ObjectSink:
+        return _Upload(self, key, nbytes, workers, held=held)
 
 
 def _s3_options(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -299,13 +319,16 @@ class _Feed:
 class _Upload(ObjectSink):
     """An object whose parts are sent at the same time; views of the size of a part are not copied."""
 
-    def __init__(self, client: ObstoreClient, key: str, nbytes: int | None) -> None:
+    def __init__(
+        self, client: ObstoreClient, key: str, nbytes: int | None, workers: Workers, *, held: bool = False
+    ) -> None:
         self._client, self._key, self._nbytes = client, key, nbytes
+        self._workers, self._held = workers, held
         self._loop = asyncio.get_running_loop()
         self._slots = asyncio.Semaphore(_IN_FLIGHT)
         self._feed = _Feed()
         self._sending: asyncio.Future[Any] | None = None
-        self._part_bytes, self._taken = 0, 0
+        self._part_bytes = 0
         self._rest = bytearray()  # copied: less than a part
 
     async def write(self, view: memoryview, free: Callable[[], object] = lambda: None) -> None:
@@ -313,16 +336,20 @@ class _Upload(ObjectSink):
         if not self._part_bytes:
             least = math.ceil((self._nbytes or 0) / _MOST_PARTS)
             self._part_bytes = max(_LEAST_PART_BYTES, len(view), least)
-        self._taken += len(view)
-        is_last = self._taken == self._nbytes
-        if not self._rest and not view.readonly and (len(view) == self._part_bytes or is_last):
-            await self._send(view, free, is_whole=self._taken == len(view) and is_last)
+        self.nbytes += len(view)
+        is_last = self.nbytes == self._nbytes
+        # Of an object that is held, a last part that is short rests in obstore, and a single one rests here.
+        is_ready = len(view) == self._part_bytes if self._held else len(view) == self._part_bytes or is_last
+        is_ready = is_ready and not (self._held and is_last and self._sending is None)
+        if not self._rest and not view.readonly and is_ready:
+            await self._send(view, free, is_whole=self.nbytes == len(view) and is_last)
             return
         while view:
             taken = view[: self._part_bytes - len(self._rest)]
             self._rest += taken
             view = view[len(taken) :]
-            if len(self._rest) == self._part_bytes:
+            rests = self._held and is_last and not view and self._sending is None
+            if len(self._rest) == self._part_bytes and not rests:
                 await self._send_rest()
         free()
 
@@ -385,6 +412,33 @@ class _Upload(ObjectSink):
                 await asyncio.shield(self._sending)
 
     async def finish(self) -> None:
+        if not self._held:
+            await self._complete()
+        elif self._sending is not None:
+            resting = bool(self._rest)
+            if resting:
+                await self._send_rest()
+            free = 0
+            try:
+                while free < _IN_FLIGHT - resting:
+                    await self._slot()
+                    free += 1
+            finally:
+                for _ in range(free):
+                    self._slots.release()
+
+    async def appear(self, only_if: Stamp) -> None:
+        if self._sending is None:  # small enough for one request
+            await self._workers.run(self._client.put_surely, self._key, bytes(self._rest), only_if)
+        else:
+            try:
+                await self._complete()
+            except WriteError as exc:
+                # The request that ends an upload is a POST, except in Azure.
+                is_part = self._client.kind != "az" and "performing PUT" in str(exc)
+                raise (NotSentError if is_part else OSError)(str(exc)) from exc
+
+    async def _complete(self) -> None:
         if self._rest or self._sending is None:
             is_whole = self._sending is None
             if self._rest:
@@ -400,7 +454,10 @@ class _Upload(ObjectSink):
     async def stop(self) -> None:
         self._feed.queue.put_nowait(_StopError)
         if self._sending is not None:
-            await outlast(asyncio.wait([self._sending]))
+            await outlast(asyncio.wait([self._sending], timeout=_STOP_S))
+            if not self._sending.done():  # the store does not answer
+                self._sending.cancel()
+                await outlast(asyncio.wait([self._sending]))
             self._sending.cancelled() or self._sending.exception()
             await outlast(self._all_free())
 

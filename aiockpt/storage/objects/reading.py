@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from aiockpt.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError
-from aiockpt.format.names import METADATA_NAME, SINGLE_NAME
+from aiockpt.format.names import METADATA_NAME
 from aiockpt.storage.base import Listing, LookBudget, Seen, Source, Stamp
 from aiockpt.storage.objects.cleaning import ticket_of
 from aiockpt.storage.objects.client import ConditionError, ObjectFacts
@@ -31,13 +31,12 @@ class ObjectListing(Listing):
         self.documents: dict[str, tuple[Commit, str]] = {}  # the other files, and their names there
         self.is_file = False
         self.changed_s, self.stamp = 0.0, ""
-        commit = storage.record(path)
-        if commit is None and not self._list_objects(storage.key(path)):
+        commit, inside = storage.record(path), ""
+        is_found = commit is not None or ("." in storage.split(path)[1] and self._find_object())
+        if not is_found and not self._list_objects(storage.key(path)):
             commit, inside = storage.above(path) or (None, "")
             if commit is None and not self._find_object():
                 raise FileNotFoundError(f"nothing is at {path}")
-        else:
-            inside = ""
         if commit is not None:
             self._add(commit, inside)
             if not self.files:
@@ -74,9 +73,8 @@ class ObjectListing(Listing):
 
     def _add(self, commit: Commit, inside: str = "", above: str = "") -> None:
         """Add the files below a name in a checkpoint, or the file of that name."""
-        alone = SINGLE_NAME if commit.is_file and not inside else inside
         for name, size in commit.sizes.items():
-            if name == alone:
+            if name == inside:
                 self.is_file = True
                 shown = self.storage.split(self.path)[1]
             elif not inside or name.startswith(f"{inside}/"):
@@ -162,6 +160,7 @@ class ObjectSource(Source):
 
     gap_bytes = 1 << 20  # a request takes as long as so many bytes
     most_reads = 32  # each waits for an answer most of the time
+    is_remote = True
 
     def __init__(self, listing: ObjectListing) -> None:
         self._listing, self._is_closed = listing, False

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import itertools
 import secrets
+import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from aiockpt.errors import AiockptError, CheckpointNotFoundError, DeleteError, LoadError, SaveError, WriteError
+from aiockpt.format.recognise import recognise
 from aiockpt.storage.base import (
     LeaseFacts,
     Listing,
@@ -53,6 +55,9 @@ if TYPE_CHECKING:
 _TOMB = b"aiockpt: deleted "
 _TOMB_BYTES = len(_TOMB) + 16
 _MOST_FREE = 10_000  # paths that are remembered
+_given_up: set[str] = set()  # tokens of this process, as URLs
+_ATTEMPTS = 8  # of a claim
+_PAUSE_S = 0.05
 
 
 class ObjectStorage(SharedStorage):
@@ -67,7 +72,7 @@ class ObjectStorage(SharedStorage):
             process at a time may write to a path, or delete.
     """
 
-    traits = Traits(single_files=False)
+    traits = Traits()
 
     def __init__(self, root: str, objects: ObjectClient, *, grace_s: float = 600.0, conditions: str = "on") -> None:
         if conditions not in ("on", "off"):
@@ -143,7 +148,7 @@ class ObjectStorage(SharedStorage):
         found = self.objects.below(key)
         self._clean(key, found)
         now = self.record(path, deleted=True) if COMMIT_NAME in found else None
-        if now is None and COMMIT_NAME in found:
+        if now is None and COMMIT_NAME in found and self.objects.facts(key + COMMIT_NAME) is not None:
             raise SaveError(f"{path} holds a checkpoint that aiockpt has not written; save under another name")
         others = [name for name in found if name not in (COMMIT_NAME, LEASE_NAME) and not split_token(name)[0]]
         if others or (now is not None and now.token and not overwrite):
@@ -169,6 +174,59 @@ class ObjectStorage(SharedStorage):
                     "that only one process at a time writes there"
                 )
         self._is_checked = True
+
+    def claim(self, path: str, check: Callable[[], None]) -> str:
+        """Take the right to write the object of a path, as its deletion would; return the key of the claim.
+
+        Until that is deleted, or so old that this process must be dead, nobody else publishes there. ``check`` is
+        called while another process has it, and raises to give up.
+        """
+        key = self.key(path) + COMMIT_NAME
+        for attempt in itertools.count():
+            check()
+            now = self.record(path, deleted=True)
+            if now is not None and now.token:
+                raise is_taken(path)
+            if not self.is_going(now):
+                try:
+                    tomb = _TOMB + secrets.token_hex(8).encode()
+                    self.objects.put_surely(key, tomb, "" if now is None else now.stamp)
+                except ConditionError:
+                    if now is None and attempt > _ATTEMPTS:  # an object that others have written
+                        raise
+                else:
+                    return key
+            time.sleep(_PAUSE_S)
+        raise AssertionError("unreachable")
+
+    def object_of(self, path: str) -> Stamp:
+        """Return the stamp of the object of this very name, "" if there is none; raise if it is no checkpoint."""
+        key = self.key(path)[:-1]
+        facts = self.objects.facts(key)
+        if facts is None:
+            return ""
+
+        def fetch(_: str, offset: int, length: int) -> bytes:
+            data = bytearray(length)
+            count = self.objects.read(key, [(offset, length)], memoryview(data), None, facts.stamp)
+            return bytes(data[:count])
+
+        if facts.size and not recognise({path: facts.size}, fetch, alone=True).layout:
+            raise DeleteError(f"{path} is an object, but neither one of torch.save nor of safetensors")
+        return facts.stamp
+
+    def _delete_object(self, path: str) -> bool:
+        """Delete the object of this very name; return whether there was one."""
+        if not self.object_of(path):
+            return False
+        claim = self.claim(path, lambda: None)
+        self.objects.delete([self.key(path)[:-1]])
+        self.objects.delete([claim])
+        return True
+
+    def give_up(self, token: str) -> None:
+        """Note that this process has stopped writing below a token: it is cleaned, though this process lives."""
+        _given_up.add(f"{self._root}/{token}")
 
     def retire(self, token: str) -> None:
         """Let the objects of a token go when ``grace_s`` is over; at once if it is 0."""
@@ -201,7 +259,7 @@ class ObjectStorage(SharedStorage):
                 older_than_s is not None and now_s - max(each.modified for each in objects.values()) >= older_than_s
             )
             word = state.decode().partition(" ")[0]
-            owners = owners_of(token, objects)
+            owners = "dead" if f"{self._root}/{token}" in _given_up else owners_of(token, objects)
             action = decide(
                 word,
                 now_s - facts.modified,
@@ -211,6 +269,10 @@ class ObjectStorage(SharedStorage):
                 in_flight_s=cleaning.IN_FLIGHT_S,
             )
             left.append((token, facts.stamp, word, action))
+        for name, facts in found.items():  # of deletions, or claims, whose processes have died
+            is_tomb = self.split("/" + name)[1] == COMMIT_NAME and facts.size == _TOMB_BYTES
+            if is_tomb and not split_token(above + name)[0]:
+                self._clean_tomb(f"{self._root}/{(above + name).removesuffix(COMMIT_NAME)[:-1]}")
         removed = []
         for token, stamp, word, action in left:
             # Only now: it can't be published any more.
@@ -224,6 +286,12 @@ class ObjectStorage(SharedStorage):
                     self.objects.remove(token)
                     removed.append(f"{self._root}/{token[:-1]}")
         return removed
+
+    def _clean_tomb(self, path: str) -> None:
+        now = self.record(path, deleted=True)
+        if now is not None and not now.token and not self.is_going(now):
+            with contextlib.suppress(ConditionError):
+                self._unpublish(now)
 
     def _unpublish(self, commit: Commit) -> None:
         """Remove a commit object, if it still has this stamp; raise ConditionError.
@@ -301,6 +369,8 @@ class ObjectStorage(SharedStorage):
                     self._unpublish(now)
                     self.retire(now.token)
                     return
+            if self._delete_object(path):
+                return
             with self.look(path) as listing:
                 names = ", ".join([*listing.folders, *listing.files])
             raise DeleteError(f"{path} is no checkpoint of aiockpt, but has {names} below it; nothing was deleted")

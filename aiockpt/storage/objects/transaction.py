@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import secrets
@@ -11,12 +12,19 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from aiockpt.errors import AiockptError, CheckpointExistsError, CommitError, CommitUncertainError, WriteError
-from aiockpt.format.names import SINGLE_NAME
+from aiockpt.core.threads import outlast
+from aiockpt.errors import (
+    AiockptError,
+    CheckpointExistsError,
+    CommitError,
+    CommitUncertainError,
+    DeleteError,
+    WriteError,
+)
 from aiockpt.storage.base import Document, FileSink, SharedTransaction, Stamp, Status
 from aiockpt.storage.local.temp_dir import new_ticket, read_ticket, this_process
 from aiockpt.storage.objects.cleaning import token_name
-from aiockpt.storage.objects.client import ConditionError, ObjectSink
+from aiockpt.storage.objects.client import ConditionError, NotSentError, ObjectSink
 from aiockpt.storage.objects.commit import COMMIT_NAME, FILES, Commit, encode_commit
 
 if TYPE_CHECKING:
@@ -73,6 +81,7 @@ class ObjectTransaction(SharedTransaction):
     _seen: Commit | None = None  # of the path, when it was begun
     _sinks: list[ObjectSink] = field(default_factory=list)
     _keys: set[str] = field(default_factory=set)  # of the files of this process
+    _single: ObjectSink | None = None  # of a checkpoint that is one object
     _is_held: bool = False
     _over: bool = False
     _revoked: bool = False
@@ -105,6 +114,8 @@ class ObjectTransaction(SharedTransaction):
         found = self._objects.get(self._state)
         if found is None and self._joins:
             raise WriteError(f"{self._token}, which rank 0 has begun for {self._path}, is not there: it was removed")
+        if found is not None and self._joins and not found[1].startswith(b"open"):
+            raise WriteError(f"the save of {self._path} that has written {self._token} has ended")
         if found is not None:
             self.stamp = stamp or found[0].stamp
             if found[1].startswith(b"open") and found[0].stamp != self.stamp:
@@ -120,15 +131,35 @@ class ObjectTransaction(SharedTransaction):
             return await self._workers.run(function, *args)
 
     def _file(self, name: str) -> str:
-        self._keys.add(key := f"{self._token}{FILES}{name or SINGLE_NAME}")
+        self._keys.add(key := f"{self._token}{FILES}{name}")
         return key
 
     async def create(self, name: str, nbytes: int | None) -> FileSink:
+        if not name:
+            return await self._create_single(nbytes)
         self._sinks.append(self._objects.sink(self._file(name), nbytes, self._workers))
         return self._sinks[-1]
 
+    async def _create_single(self, nbytes: int | None) -> FileSink:
+        """Begin the object of this very name; it appears in `commit`."""
+        if self._joins:
+            raise WriteError(f"{self._path} is one object, which one process writes; save to a directory")
+        if self._seen is not None and self._seen.token:
+            raise CheckpointExistsError(f"{self._path} has a checkpoint of several files; delete it before")
+        try:
+            if await self._run(self._storage.object_of, self._path) and not self._overwrite:
+                raise is_taken(self._path)
+        except DeleteError as exc:
+            raise CheckpointExistsError(f"{exc}; save under another name") from None
+        self._single = self._objects.sink(self._key[:-1], nbytes, self._workers, held=True)
+        self._sinks.append(self._single)
+        return self._single
+
     async def write_files(self, files: Mapping[str, Document]) -> None:
         for name, data in files.items():
+            if not name:
+                await super().write_files({name: data})
+                continue
             await self._run(self._objects.put, self._file(name), data)
 
     async def sizes(self) -> Mapping[str, int]:
@@ -148,8 +179,14 @@ class ObjectTransaction(SharedTransaction):
     # --- the end ------------------------------------------------------------------------------------------
 
     async def commit(self, documents: Mapping[str, Document] = MappingProxyType({})) -> None:
-        if not self._joins:
+        if self._single is not None:
+            with errors(CommitError, f"publish {self._path}"):
+                await outlast(self._publish_single(self._single))
+            await self.release()
+        elif not self._joins:
             sizes = {name: size for name, size in (await self.sizes()).items() if name not in documents}
+            if not sizes and not documents:  # one object, whose parts have gone with the process that sent them
+                raise CommitError(f"nothing was written for {self._path}; save again")
             with errors(CommitError, f"publish {self._path}"):
                 await self._workers.run(self._publish, sizes, documents)
             await self.release()
@@ -162,13 +199,56 @@ class ObjectTransaction(SharedTransaction):
     def revoke(self) -> None:
         self._revoked = True
 
-    def _publish(self, files: Mapping[str, int], documents: Mapping[str, Document]) -> None:
-        problem: OSError = ConditionError(f"{self._path} was replaced again and again by other processes")
+    def _to_publish(self) -> None:
+        """Replace the state; from then on nobody discards the files."""
         try:
             self._check_revoked()
             self._objects.put_surely(self._state, self._publish_state, str(self.stamp))
         except ConditionError as exc:
             raise CommitError(f"{self._path} was given up by another process; nothing was published") from exc
+
+    async def _publish_single(self, sink: ObjectSink) -> None:
+        """Make the object appear while nobody else may publish at the path."""
+        key, run = self._key[:-1], self._workers.run
+        await run(self._to_publish)
+        claim = await run(self._storage.claim, self._path, self._check_revoked)
+        problem: OSError | None = None
+        is_claimed = True
+        try:
+            before = await run(self._objects.facts, key)
+            if before is not None and not self._overwrite:
+                raise is_taken(self._path)
+            only_if = before.stamp if before else ""
+            try:
+                self._check_revoked()
+                await sink.appear(only_if)
+            except NotSentError as exc:
+                raise CommitError(f"can't write {self._path}: {exc}") from exc
+            except OSError as exc:
+                problem = exc
+                after = await run(self._objects.facts, key)
+                if (after.stamp if after else "") == only_if and not isinstance(exc, ConditionError):
+                    raise
+                if after is None or after.size != sink.nbytes or after.stamp == only_if:
+                    raise is_taken(self._path) from exc
+        except AiockptError:
+            raise
+        except OSError as exc:  # it may still appear: until then nobody else may publish
+            is_claimed, self._over = False, True
+            text = f"it is not known whether {self._path} was published: {problem or exc}"
+            raise CommitUncertainError(text) from exc
+        finally:
+            if is_claimed:
+                with contextlib.suppress(OSError):  # it is void after a while
+                    await run(self._objects.delete, [claim])
+        try:
+            await run(self._objects.remove, self._token)
+        except OSError as exc:
+            logger.warning("%s is published, but %s can't be removed: %s", self._path, self._token, exc)
+
+    def _publish(self, files: Mapping[str, int], documents: Mapping[str, Document]) -> None:
+        problem: OSError = ConditionError(f"{self._path} was replaced again and again by other processes")
+        self._to_publish()
         before, attempt = self._seen, 0
         while attempt < _ATTEMPTS:
             if attempt:
@@ -217,8 +297,7 @@ class ObjectTransaction(SharedTransaction):
             logger.warning("what %s has replaced can't be removed: %s", self._path, exc)
 
     async def abort(self) -> None:
-        for sink in self._sinks:
-            await sink.stop()
+        await asyncio.gather(*(sink.stop() for sink in self._sinks))
         over, self._over = self._over, True
         if not over and self._joins:  # the owner, which can't publish without them, removes those of all
             await self._run(self._objects.delete, self._keys)
@@ -239,9 +318,13 @@ class ObjectTransaction(SharedTransaction):
         await self._run(self._discard)
 
     def _discard(self) -> None:
-        """Remove everything, unless another process is publishing it, or this one may have."""
+        """Remove everything, unless another process is publishing it, or this one may have.
+
+        Closing waits for this, so it soon gives up if the store is down; the next save, or `clean`, does the rest.
+        """
+        discard = f"discard {secrets.token_hex(8)}".encode()
         try:
-            self._objects.put_surely(self._state, f"discard {secrets.token_hex(8)}".encode(), str(self.stamp))
+            self._objects.hasty.put_surely(self._state, discard, str(self.stamp))
         except ConditionError as exc:
             _, state = self._objects.get(self._state) or (None, b"")
             if state.startswith(b"open"):  # another save has begun by this name
@@ -250,6 +333,9 @@ class ObjectTransaction(SharedTransaction):
                 if self._joins or self._is_published():
                     return
                 raise WriteError(f"{self._path} is just being published, so {self._token} stays") from exc
+        except OSError:
+            self._storage.give_up(self._token)
+            raise
         self._objects.remove(self._token)
 
     def _is_published(self) -> bool:

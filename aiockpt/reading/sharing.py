@@ -1,0 +1,377 @@
+"""What several ranks read alike: one of them reads it, and sends it to the others while all put it into place.
+
+A rank counts on nothing from another one: what it is not sent, because that one has failed or is silent, it reads
+itself. Each rank checks the CRCs of the items that it gets whole, wherever the bytes come from.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import anyio
+from isal.isal_zlib import crc32
+
+from aiockpt.coordination.link import LinkBrokenError
+from aiockpt.coordination.wires import Arena, MemoryWire
+from aiockpt.core.machine import BLOCK_BYTES
+from aiockpt.format.index import TensorEntry
+from aiockpt.format.manifest.columnar_index import IndexedEntries
+from aiockpt.planning.collective.sharing import CELL_BYTES, SMALL_CELL_BYTES, SMALL_ITEMS, Cell, Need, Share
+from aiockpt.planning.ranges import as_stream
+from aiockpt.reading.decoded import Held
+from aiockpt.reading.jobs import ChunkPart, select_item
+
+if TYPE_CHECKING:
+    import torch
+
+    from aiockpt.coordination.wires import Head, Wire, Wires
+    from aiockpt.core.threads import Workers
+    from aiockpt.format.index import Index, ItemRange
+    from aiockpt.reading.decoded import DecodedSource
+    from aiockpt.reading.jobs import ReadJob
+    from aiockpt.reading.read_plan import TensorRead
+
+DeviceJob = tuple["torch.device", "ReadJob"]
+"""A job, and the device to which it goes through staging memory; the CPU: it does not."""
+SharedJobs = dict[Cell, list[DeviceJob]]
+"""The jobs of shared cells."""
+
+_BUFFER_BYTES = CELL_BYTES + BLOCK_BYTES
+_MOST_READ = 16
+"""Cells that are read or sent at once; each may have a buffer."""
+_MOST_READ_NEAR = 8
+"""The same, if other ranks of this host copy from the buffers: to fault them in takes as long as to copy them often."""
+_MOST_RECEIVED = 4
+
+logger = logging.getLogger("aiockpt")
+
+
+# --- needs --------------------------------------------------------------------------------------------------
+
+
+def needs_of_items(phase: int, places: Sequence[ItemRange]) -> list[Need]:
+    """Return the needs of small items that are read whole, one for each cell."""
+    found: dict[tuple[str, int], Need] = {}
+    for file, begin, length in dict.fromkeys(place[:3] for place in places):  # tied ones are read once
+        key, end = (file, begin // SMALL_CELL_BYTES), begin + length
+        need = found.get(key)
+        if need is not None:
+            begin, end, length = min(begin, need.begin), max(end, need.end), length + need.nbytes
+        found[key] = Need(phase, file, SMALL_ITEMS, begin, end, min(length, end - begin))
+    return list(found.values())
+
+
+def needs_of_payloads(phase: int, reads: Sequence[TensorRead]) -> list[Need]:
+    """Return the need of each read of a large item whose framing is known."""
+    found: list[Need] = []
+    for read in reads:
+        item = read.item
+        if item is None or not item.nbytes or 0 in read.chunk.sizes:
+            continue
+        stream, size = as_stream((item.nbytes,), (1,), 0), 1
+        if read.target is not None:
+            part = select_item(item, read.selections)
+            stream, size = as_stream(part.shape, part.stride, part.storage_offset), item.dtype.itemsize
+        if stream.is_increasing:
+            base = read.chunk.place.offset + item.payload_offset
+            begin, end = (base + stream.at(number) * size for number in (0, stream.count - 1))
+            found.append(Need(phase, read.chunk.place.file, base, begin, end + size, stream.count * size))
+    return found
+
+
+def cell_of_item(phase: int, place: ItemRange) -> Cell:
+    """Return the cell of a small item."""
+    return Cell(phase, place.file, SMALL_ITEMS, place.offset // SMALL_CELL_BYTES)
+
+
+def hash_of(index: Index) -> int:
+    """Return a hash of the places of all items and of their CRCs."""
+    entries = index.entries
+    if isinstance(entries, IndexedEntries):
+        found = crc32("\n".join(entries.files).encode())
+        for column in (entries.file_of, entries.offset_of, entries.length_of, entries.crc_of):
+            found = crc32(column.tobytes(), found)
+        return found
+    places = [each.chunks if isinstance(each, TensorEntry) else each for each in entries.values()]
+    return crc32(repr(places).encode("utf-8", "surrogatepass"))
+
+
+# --- moving bytes -------------------------------------------------------------------------------------------
+
+
+class Placer(Protocol):
+    """Carries out jobs whose bytes are in memory."""
+
+    def place(self, held: Held, jobs: Sequence[DeviceJob]) -> list[DeviceJob]:
+        """Put bytes into host memory; return the jobs of devices. Blocks."""
+
+    async def place_on_devices(self, held: Held, jobs: Sequence[DeviceJob]) -> None:
+        """Put bytes into the memory of devices."""
+
+    def finish(self, job: ReadJob) -> None:
+        """Count a job as done, whose bytes are in their place. Blocks for a moment."""
+
+
+@dataclass(eq=False)
+class _Lent:
+    """Memory for a cell."""
+
+    number: int
+    at: int  # where it begins in the arena
+    view: memoryview
+    is_lost: bool = False  # another process may still read it
+
+
+class _Buffers:
+    """Buffers for cells. From any thread."""
+
+    def __init__(self, count: int, *, is_shared: bool = False) -> None:
+        self.arena = Arena(count * _BUFFER_BYTES, is_shared=is_shared)
+        self._free: queue.LifoQueue[int] = queue.LifoQueue()  # the last one is in the processor's cache
+        for number in reversed(range(count)):
+            self._free.put(number)
+
+    def take(self, begin: int, end: int) -> _Lent:
+        """Return memory for these bytes of a file, at the same offset in its page, as O_DIRECT requires. Blocks."""
+        number = self._free.get()
+        at = number * _BUFFER_BYTES + begin % BLOCK_BYTES
+        return _Lent(number, at, self.arena.view[at : at + end - begin])
+
+    def give_back(self, lent: _Lent | None) -> None:
+        if lent is not None and not lent.is_lost:
+            self._free.put(lent.number)
+
+
+@dataclass(eq=False)
+class _Left:
+    """A cell whose bytes are in memory, but not yet on the devices that need them."""
+
+    held: Held
+    jobs: list[DeviceJob]
+    lent: _Lent | None
+
+
+@dataclass(eq=False)
+class SharedReads:
+    """A rank's part in the shared reads of one load."""
+
+    rank: int
+    shares: Mapping[Cell, Share]  # that it takes part in, by cell
+    wires: Wires
+    source: DecodedSource
+    workers: Workers
+
+    def __post_init__(self) -> None:
+        near = sum(isinstance(wire, MemoryWire) for wire in self.wires.outbound.values())
+        self._is_shared = near > 0  # with processes of this host
+        self._most_read = min(self.source.most_reads or self.workers.count, _MOST_READ_NEAR if near else _MOST_READ)
+        # Apart: if sending could wait for what is received, two ranks could wait for each other. A process that hangs
+        # takes one buffer with it.
+        self._to_read = _Buffers(self._most_read + near, is_shared=self._is_shared)
+        self._to_receive = _Buffers(_MOST_RECEIVED)
+
+    def has(self, cell: Cell) -> bool:
+        """Return whether this rank may get a cell by `run`."""
+        share = self.shares.get(cell)
+        return share is not None and (share.reader == self.rank or share.reader in self.wires.inbound)
+
+    def close(self) -> None:
+        """Close the wires, and free the memory. Idempotent."""
+        self.wires.close()
+        self._to_read.arena.close()
+        self._to_receive.arena.close()
+
+    async def run(self, phase: int, jobs: SharedJobs, placer: Placer) -> None:
+        """Read, send and receive all cells of a phase, and carry out their jobs.
+
+        Removes these from ``jobs``; those that stay are of cells that did not come.
+        """
+        mine: list[Share] = []
+        theirs: defaultdict[int, dict[int, Share]] = defaultdict(dict)
+        for share in dict.fromkeys(self.shares.values()):
+            if share.cells[0].phase == phase and share.reader == self.rank:
+                mine.append(share)
+            elif share.cells[0].phase == phase and share.reader in self.wires.inbound:
+                theirs[share.reader][share.number] = share
+        pending, running = iter(mine), len(theirs) + min(self._most_read, len(mine))
+        over = anyio.Event()
+        if not running:
+            return
+
+        async def count_down(work: Callable[..., Awaitable[None]], *args: object) -> None:
+            nonlocal running
+            await work(*args)
+            running -= 1
+            if not running:
+                over.set()
+
+        async def read() -> None:
+            for share in pending:
+                left = await self.workers.run(self._read, share, jobs, placer)
+                try:
+                    if left.jobs:
+                        await placer.place_on_devices(left.held, left.jobs)
+                finally:
+                    self._to_read.give_back(left.lent)
+
+        async def receive(reader: int, expected: dict[int, Share]) -> None:
+            while (left := await self.workers.run(self._receive, reader, expected, jobs, placer)) is not None:
+                try:
+                    await placer.place_on_devices(left.held, left.jobs)
+                finally:
+                    self._to_receive.give_back(left.lent)
+                self._release(reader)
+
+        async def watch() -> None:
+            try:
+                await over.wait()
+            except BaseException:  # threads that wait for a wire can't be cancelled
+                self.wires.end()
+                raise
+
+        # Each rank that reads has a thread that waits for it.
+        with self.workers.at_least(running + self.workers.count):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(watch)
+                for reader, expected in theirs.items():
+                    tasks.start_soon(count_down, receive, reader, expected)
+                for _ in range(min(self._most_read, len(mine))):
+                    tasks.start_soon(count_down, read)
+
+    # --- in threads -----------------------------------------------------------------------------------------
+
+    def _read(self, share: Share, jobs: SharedJobs, placer: Placer) -> _Left:
+        """Read what is shared, send it, and put it into place."""
+        file, begin, end = share.cells[0].file, share.begin, share.end
+        whole = None if self._is_shared else _whole(share, jobs, begin, end)
+        lent = None if whole else self._to_read.take(begin, end)
+        try:
+            view = whole.memory() if whole else lent.view if lent else memoryview(b"")
+            self.source.read(file, begin, view)
+            near: list[tuple[int, MemoryWire, int, int]] = []
+            for taker, low, high in share.takers:
+                wire = self.wires.outbound.get(taker)  # without one, it reads this itself
+                if isinstance(wire, MemoryWire):
+                    near.append((taker, wire, low - begin, high - begin))
+                elif wire is not None:
+                    self._send(taker, wire, share.number, view[low - begin : high - begin])
+            if whole:
+                whole.set_crc(crc32(view))
+                jobs.pop(share.cells[-1])
+                placer.finish(whole)
+                return _Left(Held(file, begin, view), [], None)
+            held = Held(file, begin, view)
+            with contextlib.ExitStack() as locks:
+                for _, wire, _, _ in near:  # in the order of their ranks, so that no two threads wait for each other
+                    locks.enter_context(wire.turn)
+                asked = [each for each in near if self._announce(lent, *each, share.number)]
+                left = placer.place(held, _jobs_of(share, jobs))
+                for taker, wire, _, _ in asked:
+                    self._await(lent, taker, wire)
+            return _Left(held, left, lent)
+        except BaseException:
+            self._to_read.give_back(lent)
+            raise
+
+    def _send(self, taker: int, wire: Wire, number: int, view: memoryview) -> None:
+        try:
+            with wire.turn:
+                wire.send(number, crc32(view), view)
+        except LinkBrokenError as exc:
+            self._leave_out(taker, exc)
+
+    def _announce(self, lent: _Lent | None, taker: int, wire: MemoryWire, low: int, high: int, number: int) -> bool:
+        try:
+            if lent is not None and taker in self.wires.outbound:
+                wire.announce(number, high - low, self._to_read.arena, lent.at + low)
+                return True
+        except LinkBrokenError as exc:
+            self._leave_out(taker, exc)
+        return False
+
+    def _await(self, lent: _Lent | None, taker: int, wire: MemoryWire) -> None:
+        try:
+            wire.wait()
+        except LinkBrokenError as exc:
+            if lent is not None:
+                lent.is_lost = True  # a process that hangs may read it when it goes on
+            self._leave_out(taker, exc)
+
+    def _leave_out(self, taker: int, error: LinkBrokenError) -> None:
+        if self.wires.outbound.pop(taker, None) is not None:
+            logger.warning("rank %d sends nothing more to rank %d: %s", self.rank, taker, error)
+
+    def _receive(self, reader: int, expected: dict[int, Share], jobs: SharedJobs, placer: Placer) -> _Left | None:
+        """Receive what a rank reads, and put it into place; return what is for devices, None at the end."""
+        wire = self.wires.inbound.get(reader)
+        if wire is None:
+            return None
+        try:
+            while expected:
+                head = wire.head()
+                share = expected.pop(head.number, None)
+                if share is None or head.nbytes != share.takers[0][2] - share.takers[0][1]:
+                    raise LinkBrokenError("it has sent something else")
+                left = self._take(wire, head, share, jobs, placer)
+                if left is not None:
+                    return left
+                self._release(reader)
+        except LinkBrokenError as exc:
+            logger.warning("rank %d reads itself what rank %d does not send any more: %s", self.rank, reader, exc)
+            wire.end()
+            del self.wires.inbound[reader]
+        return None
+
+    def _take(self, wire: Wire, head: Head, share: Share, jobs: SharedJobs, placer: Placer) -> _Left | None:
+        file, (_, begin, end) = share.cells[0].file, share.takers[0]
+        if isinstance(wire, MemoryWire):
+            held = Held(file, begin, wire.view(head))
+            on_devices = placer.place(held, _jobs_of(share, jobs))
+            return _Left(held, on_devices, None) if on_devices else None
+        if (whole := _whole(share, jobs, begin, end)) is not None:
+            _fill(wire, head, whole.memory())
+            whole.set_crc(head.check)
+            jobs.pop(share.cells[-1])
+            placer.finish(whole)
+            return None
+        lent = self._to_receive.take(begin, end)
+        on_devices = []
+        try:
+            _fill(wire, head, lent.view)
+            held = Held(file, begin, lent.view)
+            on_devices = placer.place(held, _jobs_of(share, jobs))
+            return _Left(held, on_devices, lent) if on_devices else None
+        finally:
+            if not on_devices:
+                self._to_receive.give_back(lent)
+
+    def _release(self, reader: int) -> None:
+        """Allow a rank of this host to use the memory again."""
+        wire = self.wires.inbound.get(reader)
+        if isinstance(wire, MemoryWire):
+            wire.done()
+
+
+def _jobs_of(share: Share, jobs: SharedJobs) -> list[DeviceJob]:
+    return [job for cell in share.cells for job in jobs.pop(cell, ())]
+
+
+def _whole(share: Share, jobs: SharedJobs, begin: int, end: int) -> ChunkPart | None:
+    """Return the only job of what is shared, if its bytes can be read and received into their place."""
+    found = [job for _, job in jobs.get(share.cells[0], ())]
+    if len(share.cells) == len(found) == 1 and isinstance(part := found[0], ChunkPart) and part.takes(begin, end):
+        return part
+    return None
+
+
+def _fill(wire: Wire, head: Head, view: memoryview) -> None:
+    """Receive bytes and check them."""
+    wire.fill(view)
+    if crc32(view) != head.check:
+        raise LinkBrokenError("its bytes were changed on the way")

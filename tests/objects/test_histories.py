@@ -1,0 +1,34 @@
+"""Random histories of runs, as in `tests.manager.test_histories`, in an object store by the client that users have."""
+
+from __future__ import annotations
+
+import uuid
+
+import pytest
+
+from benchmarks.harness.object_server import ObjectServer
+from tests.manager.histories import Histories
+from tests.manager.test_histories import check
+from tests.manager.test_rank_histories import match
+from tests.objects.buckets import path_in
+from tests.ranks.conftest import world2
+from tests.ranks.world import World, start_server
+
+__all__ = ["world2"]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def forks() -> None:
+    """Start the server that processes are forked from, before children are counted."""
+    start_server()
+
+
+@pytest.mark.parametrize("scheme", ["s3", pytest.param("gs", marks=pytest.mark.full)])
+@pytest.mark.parametrize("count", [3, pytest.param(50, marks=pytest.mark.full)])
+def test_runs_and_restores_match_the_model(count: int, scheme: str, server: ObjectServer) -> None:
+    check(count, lambda: Histories(path_in(server, scheme, uuid.uuid4().hex)))
+
+
+@pytest.mark.parametrize("count", [3, pytest.param(30, marks=pytest.mark.full)])
+def test_two_ranks_match_the_model(count: int, world2: World, server: ObjectServer) -> None:
+    match(world2, count, {"flip", "delete"}, lambda: path_in(server, "s3", uuid.uuid4().hex))

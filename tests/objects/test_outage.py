@@ -1,0 +1,116 @@
+"""A store that goes down within a save, and refuses connections or answers nothing: nobody waits for it for ever."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+import aiockpt
+from benchmarks.harness import object_server
+from benchmarks.harness.object_server import ObjectServer, Rule
+from tests.objects.buckets import Bucket
+
+_LIMIT_S = 30.0  # of a wait that must end
+STATE = {"x": torch.arange(30_000_000.0)}  # more than fits in the pool
+
+
+OPTIONS = {"chunk_bytes": 5 << 20, "staging_bytes": 40 << 20, "drain_timeout": 1.0}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def warm(_server: ObjectServer) -> None:
+    """Start what stays: the threads of obstore, and a pipe that the first cancelled save leaves."""
+    with Bucket("s3://warm", _server.options("s3")).checkpointer(**OPTIONS) as ckpt:
+        save = ckpt.submit(STATE, "s3://warm/c")
+        until(lambda: any("partNumber" in line for line in _server.log))
+        save.cancel().result()
+
+
+@pytest.fixture
+def server() -> Iterator[ObjectServer]:
+    """Return a server of its own for each test, which may be killed."""
+    with object_server.start() as server:
+        yield server
+
+
+@pytest.fixture
+def bucket(server: ObjectServer) -> Bucket:
+    return Bucket("s3://b", server.options("s3"))
+
+
+@pytest.fixture
+def process(server: ObjectServer) -> Iterator[psutil.Process]:
+    """Return the process of the server. One that was stopped goes on at the end of the test."""
+    port = int(server.url.rpartition(":")[2])
+    (found,) = (
+        each for each in psutil.Process().children() if port in [at.laddr.port for at in each.net_connections()]
+    )
+    own = psutil.Process()
+    before = own.num_fds()
+    yield found
+    found.send_signal(signal.SIGCONT)
+    until(lambda: own.num_fds() <= before)  # threads of obstore close its connections
+    until(lambda: not [thread for thread in threading.enumerate() if thread.name.startswith("aiockpt")])
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + _LIMIT_S
+    while not condition():
+        assert time.monotonic() < deadline, "it has not come in time"
+        time.sleep(0.01)
+
+
+def outcome(call: Callable[[], Any]) -> Any:
+    """Return the result of a call, or its error; fail if it takes too long."""
+    found: list[Any] = []
+
+    def run() -> None:
+        try:
+            found.append(call())
+        except BaseException as exc:
+            found.append(exc)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(_LIMIT_S)
+    assert found, "it hangs"
+    return found[0]
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["refuses", "hangs"])
+@pytest.mark.parametrize("what", ["cancel", "close", "timeout"])
+def test_nobody_waits_for_ever(
+    what: str, how: signal.Signals, bucket: Bucket, server: ObjectServer, process: psutil.Process
+) -> None:
+    ckpt = bucket.checkpointer(**OPTIONS, save_timeout=3.0 if what == "timeout" else None)
+    save = ckpt.submit(STATE, bucket / "c")
+    until(lambda: any("partNumber=2" in line for line in server.log))
+    process.send_signal(how)
+    if what == "cancel":
+        assert outcome(save.cancel().result) is True
+    if what == "close":
+        assert isinstance(outcome(ckpt.close), aiockpt.SaveCancelledError)
+    expected = (aiockpt.SaveTimeoutError, aiockpt.WriteError) if what == "timeout" else aiockpt.SaveCancelledError
+    assert isinstance(outcome(save.written.result), expected)
+    outcome(ckpt.close)
+
+
+def test_what_a_failed_discard_has_left_is_removed_by_the_next_save(bucket: Bucket, server: ObjectServer) -> None:
+    refusing = {"retry_config": {"max_retries": 0, "retry_timeout": timedelta(seconds=1)}}
+    impatient = Bucket(bucket.url, bucket.given | refusing)
+    with impatient.checkpointer(**OPTIONS) as ckpt:
+        server.rules(Rule("POST .*uploadId", count=100, status=500), Rule("PUT .*/state$", 2, 1000, 500))
+        with pytest.raises(aiockpt.SaveError, match="500"):
+            ckpt.save(STATE, bucket / "run/c")
+        server.rules()
+        assert [key for key in bucket.dead() if key.endswith("/state")]
+        ckpt.save({"y": torch.arange(3)}, bucket / "run/c")
+        assert bucket.dead() == []

@@ -1,0 +1,286 @@
+"""Checkpoints that are one object, under the very name that was given: other programs read them as they are."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import signal
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load as safetensors_load
+from safetensors.torch import save as safetensors_save
+
+import aiockpt
+from benchmarks.harness.object_server import ObjectServer, Rule
+from tests.objects.buckets import Bucket
+from tests.objects.test_faults import ANSWERS, NEVER
+from tests.ranks import world
+from tests.ranks.conftest import world2
+from tests.ranks.world import RankFailure, World, _context
+
+__all__ = ["world2"]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def forks() -> None:
+    """Start the server that processes are forked from, before children are counted."""
+    world.start_server()
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("client._PAUSE_S", "transaction._PAUSE_S", "storage._PAUSE_S"):
+        monkeypatch.setattr(f"aiockpt.storage.objects.{name}", 0.001)
+
+
+def state_of(version: int, count: int = 3_000_000) -> dict[str, Any]:
+    """Return a state of 12 MB by default, which is sent in parts if chunks are of 5 MiB."""
+    return {"x": torch.arange(float(count)) + version, "version": torch.tensor(version)}
+
+
+def bytes_at(bucket: Bucket, name: str) -> bytes:
+    return bucket.storage().objects.get(name)[1]
+
+
+def version_at(bucket: Bucket, name: str) -> int:
+    """Return which version is at a name, which is whole; 0 if none is."""
+    with bucket.checkpointer() as ckpt:
+        try:
+            state = ckpt.load(bucket / name)
+        except aiockpt.CheckpointNotFoundError:
+            return 0
+        assert ckpt.verify(bucket / name).ok
+    assert torch.equal(state["x"], state_of(int(state["version"]), len(state["x"]))["x"])
+    return int(state["version"])
+
+
+@pytest.mark.parametrize("count", [3, 3_000_000, 12_000_000], ids=["small", "a part", "parts"])
+@pytest.mark.parametrize("name", ["m.safetensors", "run/m.pt"])
+def test_the_object_is_what_other_programs_expect(name: str, count: int, bucket: Bucket) -> None:
+    state = state_of(7, count)
+    with bucket.checkpointer() as ckpt:
+        result = ckpt.save(state, bucket / name)
+        assert bucket.listed() == [name]
+        data = bytes_at(bucket, name)
+        assert dict(result.files) == {name.rpartition("/")[2]: len(data)}
+        theirs = safetensors_load(data) if name.endswith(".safetensors") else torch.load(io.BytesIO(data))
+        for loaded in (theirs, ckpt.load(bucket / name)):
+            assert torch.equal(loaded["x"], state["x"])
+            assert torch.equal(loaded["version"], state["version"])
+        assert ckpt.verify(bucket / name).ok
+        with ckpt.open(bucket / name) as reader:
+            assert torch.equal(reader.read("x", slice(1, 3)), state["x"][1:3])
+        with pytest.raises(aiockpt.CheckpointExistsError, match="overwrite=True"):
+            ckpt.save(state, bucket / name)
+        assert bytes_at(bucket, name) == data
+        ckpt.save(state_of(8, count), bucket / name, overwrite=True)
+        assert version_at(bucket, name) == 8
+        assert bucket.listed() == [name]
+        ckpt.delete(bucket / name)
+        assert bucket.listed() == []
+        with pytest.raises(aiockpt.CheckpointNotFoundError):
+            ckpt.delete(bucket / name)
+
+
+@pytest.mark.parametrize("chunk_bytes", [1 << 20, 3 << 20, 5 << 20, 16 << 20])
+@pytest.mark.parametrize("count", [5 << 18, (5 << 18) - 100, 10 << 18, 3_000_000])
+def test_parts_of_any_size(chunk_bytes: int, count: int, bucket: Bucket) -> None:
+    with bucket.checkpointer(chunk_bytes=chunk_bytes, staging_bytes=8 * chunk_bytes) as ckpt:
+        ckpt.save(state_of(1, count), bucket / "m.safetensors")
+        ckpt.save(state_of(2, count), bucket / "m.pt")
+    assert [version_at(bucket, name) for name in ("m.safetensors", "m.pt")] == [1, 2]
+
+
+def test_a_file_of_a_slice_is_read_by_its_bytes(bucket: Bucket, server: ObjectServer) -> None:
+    with bucket.checkpointer() as ckpt:
+        ckpt.save(state_of(1), bucket / "m.safetensors")
+        with ckpt.open(bucket / "m.safetensors") as reader:
+            server.rules()
+            reader.read("x", slice(1000, 2000))
+            assert len(server.log) == 1
+
+
+def test_writer_process(bucket: Bucket) -> None:
+    with bucket.checkpointer(writer="process") as ckpt:
+        for version in (1, 2):
+            ckpt.save(state_of(version, 12_000_000), bucket / "m.safetensors", overwrite=True)
+            assert version_at(bucket, "m.safetensors") == version
+    assert bucket.listed() == ["m.safetensors"]
+
+
+def test_objects_of_others(bucket: Bucket) -> None:
+    """They are read, replaced and deleted if they are checkpoints, and left alone otherwise."""
+    objects = bucket.storage().objects
+    objects.put("theirs.safetensors", safetensors_save({"x": torch.arange(5.0), "version": torch.tensor(0)}))
+    objects.put("notes.pt", b"these are notes")
+    with bucket.checkpointer() as ckpt:
+        assert torch.equal(ckpt.load(bucket / "theirs.safetensors")["x"], torch.arange(5.0))
+        with pytest.raises(aiockpt.CheckpointExistsError, match=r"neither one of torch\.save nor of safetensors"):
+            ckpt.save(state_of(1, 3), bucket / "notes.pt", overwrite=True)
+        with pytest.raises(aiockpt.DeleteError, match=r"neither one of torch\.save nor of safetensors"):
+            ckpt.delete(bucket / "notes.pt")
+        ckpt.save(state_of(1, 3), bucket / "theirs.safetensors", overwrite=True)
+        assert version_at(bucket, "theirs.safetensors") == 1
+        ckpt.save(state_of(1, 3), bucket / "d", format="dcp")
+        ckpt.delete(bucket / "theirs.safetensors")
+    assert bytes_at(bucket, "notes.pt") == b"these are notes"
+
+
+def test_sharded_export(bucket: Bucket) -> None:
+    state = {f"layer.{at}": torch.arange(100_000.0) + at for at in range(8)}
+    with bucket.checkpointer() as ckpt:
+        ckpt.save(state, bucket / "export", format="safetensors", shard_bytes=1 << 20)
+        assert ckpt.verify(bucket / "export").ok
+        loaded = ckpt.load(bucket / "export")
+        assert all(torch.equal(loaded[name], value) for name, value in state.items())
+        with ckpt.open(bucket / "export") as reader:
+            assert sorted(reader) == sorted(state)
+        with pytest.raises(aiockpt.CheckpointExistsError):
+            ckpt.save(state, bucket / "export", format="safetensors")
+    assert len([key for key in bucket.listed() if key.endswith(".safetensors")]) == 4
+
+
+def _save(rank: int, world_size: int, bucket: Bucket, name: str, format: str | None) -> None:
+    with bucket.checkpointer() as ckpt:
+        ckpt.save({"x": torch.arange(5)}, bucket / name, **({} if format is None else {"format": format}))
+
+
+@pytest.mark.parametrize(
+    ("name", "format", "match"),
+    [
+        ("m.safetensors", None, "process_group=None on one rank"),
+        ("export", "safetensors", "process_group=None on one rank"),
+        ("m.pt", None, "written by one process"),
+    ],
+)
+def test_several_ranks_are_refused_at_the_call(
+    name: str, format: str | None, match: str, bucket: Bucket, world2: World
+) -> None:
+    for outcome in world2.run(_save, bucket, name, format):
+        assert isinstance(outcome, RankFailure)
+        assert match in outcome.text
+    assert bucket.listed() == []
+
+
+# --- faults -----------------------------------------------------------------------------------------------
+
+REQUESTS = {
+    "begin": "PUT .*/state$",
+    "upload": "POST .*uploads",
+    "part": "PUT .*partNumber=2",
+    "claim": "PUT .*/.metadata$",
+    "look": "HEAD .*/m.safetensors$",
+    "complete": "POST .*uploadId|PUT .*/m.safetensors$",
+    "release": "(DELETE|POST) .*(/.metadata|delete)$",
+}
+
+
+@pytest.mark.parametrize("count", [1000, 3_000_000], ids=["whole", "parts"])
+@pytest.mark.parametrize("answer", ANSWERS)
+@pytest.mark.parametrize("request_", REQUESTS)
+def test_each_answer_of_each_request_ends_in_the_truth(
+    request_: str,
+    answer: str,
+    count: int,
+    bucket: Bucket,
+    server: ObjectServer,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path = bucket / "m.safetensors"
+    with bucket.checkpointer() as ckpt:
+        ckpt.save(state_of(1, count), path)
+    server.rules(Rule(REQUESTS[request_], first=2 if request_ == "look" else 1, **ANSWERS[answer]))
+    impatient = Bucket(bucket.url, bucket.given | NEVER)
+    try:
+        with impatient.checkpointer(chunk_bytes=5 << 20, staging_bytes=40 << 20) as ckpt:
+            ckpt.save(state_of(2, count), path, overwrite=True)
+        expected = {2}
+    except aiockpt.CommitUncertainError:
+        assert request_ in ("look", "complete", "claim")
+        expected = {1, 2}
+    except aiockpt.SaveError as exc:
+        assert "not-so-secret" not in str(exc)
+        expected = {1}
+    server.rules()
+    assert version_at(bucket, "m.safetensors") in expected
+    monkeypatch.setattr("aiockpt.storage.objects.cleaning.IN_FLIGHT_S", 0.0)
+    with bucket.checkpointer() as ckpt:
+        ckpt.save(state_of(3, count), path, overwrite=True)
+        assert version_at(bucket, "m.safetensors") == 3
+        ckpt.delete(path)
+        ckpt.clean(bucket.url, older_than_s=0.0)
+    # Of an uncertain save everything is kept while its process lives.
+    assert [key for key in bucket.listed() if not key.endswith("/state")] == []
+    if request_ == "upload":  # an upload of which the client did not hear
+        server.clear()
+
+
+def test_of_two_writers_exactly_one_wins(bucket: Bucket) -> None:
+    def save(ckpt: aiockpt.SyncCheckpointer, path: str, version: int) -> int:
+        with contextlib.suppress(aiockpt.CheckpointExistsError):
+            ckpt.save(state_of(version, 1_500_000), path)
+            return version
+        return 0
+
+    small = {"chunk_bytes": 5 << 20, "staging_bytes": 40 << 20}
+    with bucket.checkpointer(**small) as one, bucket.checkpointer(**small) as other, ThreadPoolExecutor(2) as threads:
+        for number in range(30):
+            path = bucket / f"run/{number}.safetensors"
+            begun = [threads.submit(save, ckpt, path, version) for version, ckpt in ((1, one), (2, other))]
+            winners = [each.result() for each in begun if each.result()]
+            assert winners == [int(one.load(path)["version"])]
+    assert sorted(bucket.listed()) == sorted(f"run/{number}.safetensors" for number in range(30))
+
+
+def _work(bucket: Bucket, task: str, ready: Any) -> None:
+    ready.recv()
+    with bucket.checkpointer(chunk_bytes=5 << 20, staging_bytes=40 << 20) as ckpt:
+        if task == "delete":
+            ckpt.delete(bucket / "m.safetensors")
+        else:
+            ckpt.save(state_of(2), bucket / "m.safetensors", overwrite=True)
+    ready.send(2)
+
+
+def _killed(bucket: Bucket, server: ObjectServer, task: str, rule: Callable[[int], Rule]) -> tuple[int, bool]:
+    """Do a task in a process that may be killed; return its exit code, and whether it has announced its end."""
+    ours, theirs = _context.Pipe()
+    process = _context.Process(target=_work, args=(bucket, task, theirs))
+    process.start()
+    theirs.close()
+    server.rules(rule(process.pid or 0))
+    ours.send("go")
+    announced = False
+    with contextlib.suppress(EOFError, ConnectionResetError):
+        announced = ours.recv() == 2
+    ours.close()
+    process.join()
+    server.rules()
+    return process.exitcode or 0, announced
+
+
+@pytest.mark.parametrize("task", ["save", "delete"])
+def test_kill_at_each_request(task: str, bucket: Bucket, server: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("aiockpt.storage.objects.cleaning.IN_FLIGHT_S", 0.0)
+    number = 1
+    while True:
+        number += 1  # each request, once it is done and once it is not
+        with bucket.checkpointer() as ckpt:
+            ckpt.save(state_of(1), bucket / "m.safetensors")
+        at_number = lambda pid: Rule(".", first=number // 2, does=bool(number % 2), kill=pid)  # noqa: B023, E731
+        code, announced = _killed(bucket, server, task, at_number)
+        assert code in (0, -signal.SIGKILL)
+        version = version_at(bucket, "m.safetensors")
+        assert version in ({1, 2} if task == "save" else {0, 1})
+        assert version == (2 if task == "save" else 0) or not announced
+        with bucket.checkpointer() as ckpt:
+            ckpt.clean(bucket.url, older_than_s=0.0)
+        assert bucket.listed() == (["m.safetensors"] if version else [])
+        server.clear()
+        if code == 0:
+            break
+    assert number > 8
