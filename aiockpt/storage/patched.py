@@ -47,7 +47,7 @@ class PatchedStorage(WrapperStorage):
 class _PatchedSource(Source):
     def __init__(self, inner: Source, other: Source, patches: Patches) -> None:
         self._inner, self._other, self._patches = inner, other, patches
-        self.gap_bytes, self.most_reads = inner.gap_bytes, inner.most_reads
+        self.gap_bytes, self.most_reads, self.is_remote = inner.gap_bytes, inner.most_reads, inner.is_remote
 
     def _source_of(self, name: str, runs: Sequence[tuple[int, int]]) -> Source:
         """Return the other source for what has a damaged byte, or more."""
