@@ -11,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from aiockpt.core.parameters import outer_stacklevel
+from aiockpt.core.threads import DaemonThreads
 from aiockpt.errors import (
     AiockptError,
     CheckpointNotFoundError,
@@ -25,7 +26,8 @@ from aiockpt.reading.info import TensorInfo
 from aiockpt.storage.patched import PatchedStorage, Patches
 
 if TYPE_CHECKING:
-    from aiockpt.core.futures import Call
+    from concurrent.futures import Future
+
     from aiockpt.manager.base import ManagerBase
     from aiockpt.manager.scan import StepInfo
     from aiockpt.storage.base import Stamp, Storage
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("aiockpt")
 
 _MOST_NAMES = 1000
+_END_S = 5.0
 _MOST_LISTS = 20  # of a run whose steps are deleted or replaced while they are read
 
 
@@ -165,39 +168,39 @@ class Restore:
         """Return the copies of steps to try, the preferred one first."""
         run, choice = self.manager, self.choice
         tier = run._mirror_tier
-        scanner = None if tier is None else tier.new_scanner()  # of its own: it may hang
-        looking = None
-        if scanner is not None and tier is not None:
-            scan = scanner.scan
-            looking = run._access.call(lambda tools: tools.workers.run(scan), f"list {tier.directory}")
+        scanner = None if tier is None else tier.new_scanner()  # of its own, as the thread: it may hang
+        threads = DaemonThreads(1, "aiockpt-mirror")
+        looking = None if scanner is None else threads.submit(scanner.scan)
         try:
             infos = run._scanner.scan(lenient=choice != "best")  # the load raises why a step can't be read
+            mirror = () if looking is None else self._mirrored(looking, infos)
         except OSError as exc:
             raise AiockptError(f"the run {run.directory} can't be read: {exc}") from exc
-        mirror = () if looking is None else self._mirrored(looking, infos)
+        finally:
+            threads.end(_END_S if looking is None or looking.done() else 0.0)
         found = []
         for copy in copies_in_order(infos, mirror, self._chosen):
             at = scanner if copy.is_mirror and scanner is not None else run._scanner
             found.append(_Listed(copy.info, at.stamp(copy.info.path), copy.is_mirror))
         return found
 
-    def _mirrored(self, looking: Call[tuple[StepInfo, ...]], infos: Sequence[StepInfo]) -> Sequence[StepInfo]:
+    def _mirrored(self, looking: Future[tuple[StepInfo, ...]], infos: Sequence[StepInfo]) -> Sequence[StepInfo]:
         """Return the steps of the mirror; none, with a warning, if it can't be reached but the run has steps itself."""
         run = self.manager
         try:
-            return looking.completion.result(run._mirror_timeout_s)
-        except (OSError, AiockptError) as exc:  # a TimeoutError is an OSError
-            looking.cancel()
+            return looking.result(run._mirror_timeout_s)
+        except (OSError, AiockptError) as exc:
+            why = str(exc) or f"it did not answer within {run._mirror_timeout_s:g} s"
             has_it = [
                 info for info in infos if info.state == "complete" and self.choice in (info.step, "latest", "best")
             ]
             where = "" if run._mirror_tier is None else run._mirror_tier.directory
             if not has_it:
                 raise LoadError(
-                    f"the mirror {where} can't be read, and {run.directory} has no such step: {exc}. Nothing was "
+                    f"the mirror {where} can't be read, and {run.directory} has no such step: {why}. Nothing was "
                     "restored: try again, or pass mirror=None to begin without it"
                 ) from exc
-            logger.warning("the mirror %s can't be read, so its steps are left out: %s", where, exc)
+            logger.warning("the mirror %s can't be read, so its steps are left out: %s", where, why)
             return ()
 
     def _chosen(self, infos: Sequence[StepInfo]) -> Sequence[StepInfo]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import aiockpt
@@ -22,6 +23,7 @@ class Gate(WrapperStorage):
         self.steps: list[tuple[str, str]] = []
         self.reads: list[str] = []
         self.read_bytes = 0
+        self.hangs: threading.Event | None = None  # until it is set
         aiockpt.storage.register("gate", lambda root, **_: self, replace=True)
 
     def resolve(self, path: str) -> str:
@@ -40,6 +42,8 @@ class Gate(WrapperStorage):
         self._check()
 
     def _check(self) -> None:
+        if self.hangs is not None:
+            self.hangs.wait()
         if self.is_away:
             raise ConnectionRefusedError(111, "Connection refused")
 
