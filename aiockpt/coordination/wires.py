@@ -39,6 +39,7 @@ logger = logging.getLogger("aiockpt")
 
 _HEAD = struct.Struct("!QQQ")
 _DONE = b"\1"
+_MORE = getattr(socket, "MSG_MORE", 0)
 _TIME = struct.Struct("ll")  # timeval
 _JOIN_S = 5.0
 """Limit for all wires of a load to be made; a rank reads alone what it would be sent over those that are not."""
@@ -57,9 +58,12 @@ class Arena:
     """Memory for what is sent. If it ``is_shared``, other processes of this host may map it; it ends with the last."""
 
     def __init__(self, nbytes: int, *, is_shared: bool) -> None:
-        self.fd = os.memfd_create("aiockpt-wires", os.MFD_CLOEXEC) if is_shared else -1
-        if is_shared:
-            os.ftruncate(self.fd, nbytes)
+        self.fd = -1
+        if not is_shared:
+            self.view = memoryview(mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+            return
+        self.fd = os.memfd_create("aiockpt-wires", os.MFD_CLOEXEC)
+        os.ftruncate(self.fd, nbytes)
         self.view = memoryview(mmap.mmap(self.fd, nbytes))
 
     def close(self) -> None:
@@ -90,7 +94,7 @@ class Wire:
     def send(self, number: int, crc: int, view: memoryview) -> None:
         """Send a message."""
         try:
-            self._socket.sendall(_HEAD.pack(number, len(view), crc), socket.MSG_MORE)
+            self._socket.sendall(_HEAD.pack(number, len(view), crc), _MORE)
             self._socket.sendall(view)
         except OSError as exc:
             self.end()  # a part of a message is no message

@@ -8,7 +8,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from aiockpt.manager.scan import RUN_KEY
-from aiockpt.options import CheckpointerOptions, MapLocation, Path, SaveOptions
+from aiockpt.options import CheckpointerOptions, MapLocation, Path, SaveOptions, ShareReads
 
 if TYPE_CHECKING:
     import torch
@@ -112,6 +112,7 @@ class RestoreRequest:
         missing: a list for the keys that it lacks.
         safe_globals: classes and functions that pickled objects may use.
         trust: unpickle objects without restriction.
+        share: whether ranks read once what several of them need.
         progress: a function that is called while the load runs.
     """
 
@@ -129,11 +130,12 @@ class RestoreRequest:
     missing: list[str] | None = None
     safe_globals: Sequence[Any] = ()
     trust: bool = False
+    share: ShareReads = "auto"
     progress: OnProgress | None = None
 
     def load_options(self) -> dict[str, Any]:
         """Return the arguments of the load."""
-        names = ("map_location", "keys", "dtype", "strict", "missing", "safe_globals", "trust", "progress")
+        names = ("map_location", "keys", "dtype", "strict", "missing", "safe_globals", "trust", "share", "progress")
         return {name: getattr(self, name) for name in names}
 
 
@@ -162,7 +164,8 @@ class Restored:
         metrics: the metrics that were saved with it.
         metadata: the other metadata that was saved with it.
         skipped: the damaged steps that were passed over, newest first; also a damaged copy of this one.
-        repaired: the files of this step that were read from the mirror, as those of the run's directory are damaged.
+        repaired: the keys of this step that were read from the mirror, as the run's directory has damaged them; or the
+            names of files, where the damage is not that of a tensor.
     """
 
     step: int

@@ -119,11 +119,11 @@ class Gathering:
                 rank for share in given.shares if share.reader == self._coordinator.rank for rank, *_ in share.takers
             }
             await wires.connect(given.endpoints, takers)
+            shares = {cell: share for share in given.shares for cell in share.cells}
+            return SharedReads(rank, shares, wires, source, workers)
         except BaseException:
             wires.close()
             raise
-        shares = {cell: share for share in given.shares for cell in share.cells}
-        return SharedReads(rank, shares, wires, source, workers)
 
     async def meet(self, error: BaseException | None = None, reads: int = 0) -> bool:
         """Report success or ``error`` to the other ranks, and wait for theirs; ``reads`` is `TargetPlan.read_hash`.

@@ -196,11 +196,12 @@ class DecodedSource(Source):
         return name in self.items
 
     def read(self, name: str, offset: int, view: memoryview, seen: Seen | None = None) -> None:
+        held: Held | None = getattr(self._local, "held", None)
+        if held is not None and held.copy(name, [(offset, len(view))], view, seen):
+            return
         item = self.items.get(name)
         if item is None:
-            held: Held | None = getattr(self._local, "held", None)
-            if held is None or not held.copy(name, [(offset, len(view))], view, seen):
-                self._inner.read(name, offset, view, seen)
+            self._inner.read(name, offset, view, seen)
         # A read of less than half is likely to be followed by others, and each would decode from the beginning: cache.
         elif item.is_exact and 2 * len(view) >= item.most and not self._cache.has(name):
             self._stream(item, offset, view, seen)
@@ -210,10 +211,11 @@ class DecodedSource(Source):
                 seen(view)
 
     def read_runs(self, name: str, runs: Sequence[tuple[int, int]], view: memoryview) -> None:
+        held: Held | None = getattr(self._local, "held", None)
+        if held is not None and held.copy(name, runs, view):
+            return
         if name not in self.items:
-            held: Held | None = getattr(self._local, "held", None)
-            if held is None or not held.copy(name, runs, view):
-                self._inner.read_runs(name, runs, view)
+            self._inner.read_runs(name, runs, view)
             return
         at, whole = 0, self.whole(name)
         for offset, length in runs:
@@ -241,6 +243,10 @@ class DecodedSource(Source):
         """Return all of an item and cache it. Blocks; raises as `read` does."""
         return self._cache.get(name, lambda: self.decode(name))
 
+    def in_order(self, name: str) -> DecodedStream:
+        """Return a virtual file of known size, to be read from its beginning to its end, in bounded memory."""
+        return DecodedStream(self._pieces(self.items[name], _Window(self._inner)))
+
     def decode(self, name: str) -> memoryview:
         """Return all of an item without caching it. Blocks; raises as `read` does."""
         data = bytearray()
@@ -267,9 +273,9 @@ class DecodedSource(Source):
                     seen(view[low:high])
             at += len(piece)
 
-    def _pieces(self, item: VirtualFile) -> Iterator[memoryview]:
+    def _pieces(self, item: VirtualFile, window: _Window | None = None) -> Iterator[memoryview]:
         """Yield the decoded item piece by piece; damage raises at the latest after the last piece."""
-        window, place = self._window, item.place
+        window, place = window or self._window, item.place
         total = crc = 0
 
         def read_stored() -> Iterator[memoryview]:
@@ -363,6 +369,32 @@ class DecodedSource(Source):
         if window is None:
             window = self._local.window = _Window(self._inner)
         return window
+
+
+class DecodedStream:
+    """Decoded bytes of an item, in order. For one thread at a time, of any number."""
+
+    def __init__(self, pieces: Iterator[memoryview]) -> None:
+        self._pieces = pieces
+        self._piece = memoryview(b"")
+        self._end = 0  # of the piece, in the item
+
+    def fill(self, begin: int, view: memoryview) -> None:
+        """Fill ``view`` with the bytes from ``begin`` on, which is behind what was read before. Blocks."""
+        while view:
+            skip = max(0, begin - (self._end - len(self._piece)))
+            if skip >= len(self._piece):
+                self._piece = next(self._pieces)
+                self._end += len(self._piece)
+                continue
+            count = min(len(self._piece) - skip, len(view))
+            view[:count] = self._piece[skip : skip + count]
+            begin, view = begin + count, view[count:]
+
+    def finish(self) -> None:
+        """Read to the end; raise if the item is damaged. Blocks."""
+        for _ in self._pieces:
+            pass
 
 
 class _Window:

@@ -165,12 +165,12 @@ class ReadExecutor:
         return await self._tools.workers.run(self._needs, objects, reads, phase)
 
     def _needs(self, objects: Sequence[ObjectRead], reads: Sequence[TensorRead], phase: int) -> list[Need]:
-        reads = [read for read in reads if not self._source.is_virtual(read.chunk.place.file)]
         groups = [self._by_size(group, device)[:2] for device, group in _by_device(reads).items()]
-        small = [read.chunk.place for few, _ in groups for read in few]
-        small += [each.place for each in objects if not self._source.is_virtual(each.place.file)]
-        small = [place for place in small if place.length <= SMALL_CELL_BYTES]
-        return needs_of_items(phase, small) + needs_of_payloads(phase, [read for _, large in groups for read in large])
+        places = [*(read.chunk.place for few, _ in groups for read in few), *(each.place for each in objects)]
+        is_virtual = self._source.is_virtual
+        small = [each for each in places if each.length <= SMALL_CELL_BYTES and not is_virtual(each.file)]
+        large = [read for _, many in groups for read in many]
+        return needs_of_items(phase, small) + needs_of_payloads(phase, large, self._source)
 
     async def fill(
         self,
@@ -240,8 +240,11 @@ class ReadExecutor:
         for device, group in _by_device(reads).items():
             small, large, most = self._by_size(group, device)
             by_cell: defaultdict[Cell | None, list[TensorRead]] = defaultdict(list)
-            for read in small:
-                by_cell[self._cell_of_item(phase, read.chunk.place)].append(read)
+            if self.shared is None:
+                by_cell[None] = small
+            else:
+                for read in small:
+                    by_cell[self._cell_of_item(phase, read.chunk.place)].append(read)
             for cell, each in by_cell.items():
                 jobs = alone if cell is None else shared.setdefault(cell, [])
                 jobs += [(device, job) for job in coalesce(each, most, self._framing)]
@@ -288,7 +291,7 @@ class ReadExecutor:
         is_virtual = self._source.is_virtual(place.file)
         part_bytes = align_up(item.nbytes, BLOCK_BYTES) if is_virtual else PART_BYTES
         first = Cell(phase, place.file, place.offset + item.payload_offset, 0)
-        cells = [first._replace(number=number) for number in range(-(-item.nbytes // CELL_BYTES))]
+        cells = (first._replace(number=number) for number in range(-(-item.nbytes // CELL_BYTES)))
         grid_bytes = CELL_BYTES if together is not None and any(map(together.has, cells)) else 0
         chunk = ChunkRead(read, item, memory, part_bytes, self._framing, is_fresh=is_fresh, grid_bytes=grid_bytes)
         if not chunk.is_direct:
@@ -296,10 +299,12 @@ class ReadExecutor:
         parts = chunk.parts
         read.pending = len(parts)
         where = _CPU if chunk.is_direct else device
+        if together is None:
+            alone += [(where, part) for part in parts]
+            return
         for part in parts:
             cell = first._replace(number=chunk.block_of(part.number))
-            is_shared = together is not None and together.has(cell)
-            (shared.setdefault(cell, []) if is_shared else alone).append((where, part))
+            (shared.setdefault(cell, []) if together.has(cell) else alone).append((where, part))
 
     async def allocate(self, plan: ReadPlan) -> None:
         """Allocate the new tensors that are not read into memory as they are stored; once."""

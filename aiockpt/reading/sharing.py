@@ -7,6 +7,7 @@ itself. Each rank checks the CRCs of the items that it gets whole, wherever the 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import queue
 from collections import defaultdict
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from aiockpt.coordination.wires import Head, Wire, Wires
     from aiockpt.core.threads import Workers
     from aiockpt.format.index import Index, ItemRange
-    from aiockpt.reading.decoded import DecodedSource
+    from aiockpt.reading.decoded import DecodedSource, DecodedStream
     from aiockpt.reading.jobs import ReadJob
     from aiockpt.reading.read_plan import TensorRead
 
@@ -67,7 +68,7 @@ def needs_of_items(phase: int, places: Sequence[ItemRange]) -> list[Need]:
     return list(found.values())
 
 
-def needs_of_payloads(phase: int, reads: Sequence[TensorRead]) -> list[Need]:
+def needs_of_payloads(phase: int, reads: Sequence[TensorRead], source: DecodedSource) -> list[Need]:
     """Return the need of each read of a large item whose framing is known."""
     found: list[Need] = []
     for read in reads:
@@ -78,10 +79,12 @@ def needs_of_payloads(phase: int, reads: Sequence[TensorRead]) -> list[Need]:
         if read.target is not None:
             part = select_item(item, read.selections)
             stream, size = as_stream(part.shape, part.stride, part.storage_offset), item.dtype.itemsize
-        if stream.is_increasing:
+        file = read.chunk.place.file
+        # To find out how long an item is, each rank has to decode it.
+        if stream.is_increasing and (not source.is_virtual(file) or source.items[file].is_exact):
             base = read.chunk.place.offset + item.payload_offset
             begin, end = (base + stream.at(number) * size for number in (0, stream.count - 1))
-            found.append(Need(phase, read.chunk.place.file, base, begin, end + size, stream.count * size))
+            found.append(Need(phase, file, base, begin, end + size, stream.count * size, source.is_virtual(file)))
     return found
 
 
@@ -128,7 +131,7 @@ class _Lent:
     is_lost: bool = False  # another process may still read it
 
 
-class _Buffers:
+class _CellBuffers:
     """Buffers for cells. From any thread."""
 
     def __init__(self, count: int, *, is_shared: bool = False) -> None:
@@ -149,7 +152,7 @@ class _Buffers:
 
 
 @dataclass(eq=False)
-class _Left:
+class _ForDevices:
     """A cell whose bytes are in memory, but not yet on the devices that need them."""
 
     held: Held
@@ -173,8 +176,8 @@ class SharedReads:
         self._most_read = min(self.source.most_reads or self.workers.count, _MOST_READ_NEAR if near else _MOST_READ)
         # Apart: if sending could wait for what is received, two ranks could wait for each other. A process that hangs
         # takes one buffer with it.
-        self._to_read = _Buffers(self._most_read + near, is_shared=self._is_shared)
-        self._to_receive = _Buffers(_MOST_RECEIVED)
+        self._to_read = _CellBuffers(self._most_read + near, is_shared=self._is_shared)
+        self._to_receive = _CellBuffers(_MOST_RECEIVED)
 
     def has(self, cell: Cell) -> bool:
         """Return whether this rank may get a cell by `run`."""
@@ -199,7 +202,9 @@ class SharedReads:
                 mine.append(share)
             elif share.cells[0].phase == phase and share.reader in self.wires.inbound:
                 theirs[share.reader][share.number] = share
-        pending, running = iter(mine), len(theirs) + min(self._most_read, len(mine))
+        grouped = itertools.groupby(mine, lambda share: self._ordered(share) or share)
+        groups = [list(group) for _, group in grouped]
+        pending, running = iter(groups), len(theirs) + min(self._most_read, len(groups))
         over = anyio.Event()
         if not running:
             return
@@ -212,13 +217,16 @@ class SharedReads:
                 over.set()
 
         async def read() -> None:
-            for share in pending:
-                left = await self.workers.run(self._read, share, jobs, placer)
-                try:
-                    if left.jobs:
-                        await placer.place_on_devices(left.held, left.jobs)
-                finally:
-                    self._to_read.give_back(left.lent)
+            for group in pending:
+                stream = self.source.in_order(name) if (name := self._ordered(group[0])) else None
+                for share in group:
+                    is_last = share is group[-1]
+                    left = await self.workers.run(self._read, share, stream, jobs, placer, is_last=is_last)
+                    try:
+                        if left.jobs:
+                            await placer.place_on_devices(left.held, left.jobs)
+                    finally:
+                        self._to_read.give_back(left.lent)
 
         async def receive(reader: int, expected: dict[int, Share]) -> None:
             while (left := await self.workers.run(self._receive, reader, expected, jobs, placer)) is not None:
@@ -241,19 +249,31 @@ class SharedReads:
                 tasks.start_soon(watch)
                 for reader, expected in theirs.items():
                     tasks.start_soon(count_down, receive, reader, expected)
-                for _ in range(min(self._most_read, len(mine))):
+                for _ in range(min(self._most_read, len(groups))):
                     tasks.start_soon(count_down, read)
 
     # --- in threads -----------------------------------------------------------------------------------------
 
-    def _read(self, share: Share, jobs: SharedJobs, placer: Placer) -> _Left:
+    def _ordered(self, share: Share) -> str:
+        """Return the name of the file if it can only be read in order, else an empty one."""
+        file = share.cells[0].file
+        return file if self.source.is_virtual(file) else ""
+
+    def _read(
+        self, share: Share, stream: DecodedStream | None, jobs: SharedJobs, placer: Placer, *, is_last: bool
+    ) -> _ForDevices:
         """Read what is shared, send it, and put it into place."""
         file, begin, end = share.cells[0].file, share.begin, share.end
         whole = None if self._is_shared else _whole(share, jobs, begin, end)
         lent = None if whole else self._to_read.take(begin, end)
         try:
             view = whole.memory() if whole else lent.view if lent else memoryview(b"")
-            self.source.read(file, begin, view)
+            if stream is None:
+                self.source.read(file, begin, view)
+            else:
+                stream.fill(begin, view)
+                if is_last:
+                    stream.finish()
             near: list[tuple[int, MemoryWire, int, int]] = []
             for taker, low, high in share.takers:
                 wire = self.wires.outbound.get(taker)  # without one, it reads this itself
@@ -265,7 +285,7 @@ class SharedReads:
                 whole.set_crc(crc32(view))
                 jobs.pop(share.cells[-1])
                 placer.finish(whole)
-                return _Left(Held(file, begin, view), [], None)
+                return _ForDevices(Held(file, begin, view), [], None)
             held = Held(file, begin, view)
             with contextlib.ExitStack() as locks:
                 for _, wire, _, _ in near:  # in the order of their ranks, so that no two threads wait for each other
@@ -274,9 +294,10 @@ class SharedReads:
                 left = placer.place(held, _jobs_of(share, jobs))
                 for taker, wire, _, _ in asked:
                     self._await(lent, taker, wire)
-            return _Left(held, left, lent)
+            return _ForDevices(held, left, lent)
         except BaseException:
-            self._to_read.give_back(lent)
+            if not self._is_shared:  # else another process may be copying from it
+                self._to_read.give_back(lent)
             raise
 
     def _send(self, taker: int, wire: Wire, number: int, view: memoryview) -> None:
@@ -307,7 +328,7 @@ class SharedReads:
         if self.wires.outbound.pop(taker, None) is not None:
             logger.warning("rank %d sends nothing more to rank %d: %s", self.rank, taker, error)
 
-    def _receive(self, reader: int, expected: dict[int, Share], jobs: SharedJobs, placer: Placer) -> _Left | None:
+    def _receive(self, reader: int, expected: dict[int, Share], jobs: SharedJobs, placer: Placer) -> _ForDevices | None:
         """Receive what a rank reads, and put it into place; return what is for devices, None at the end."""
         wire = self.wires.inbound.get(reader)
         if wire is None:
@@ -328,12 +349,12 @@ class SharedReads:
             del self.wires.inbound[reader]
         return None
 
-    def _take(self, wire: Wire, head: Head, share: Share, jobs: SharedJobs, placer: Placer) -> _Left | None:
+    def _take(self, wire: Wire, head: Head, share: Share, jobs: SharedJobs, placer: Placer) -> _ForDevices | None:
         file, (_, begin, end) = share.cells[0].file, share.takers[0]
         if isinstance(wire, MemoryWire):
             held = Held(file, begin, wire.view(head))
             on_devices = placer.place(held, _jobs_of(share, jobs))
-            return _Left(held, on_devices, None) if on_devices else None
+            return _ForDevices(held, on_devices, None) if on_devices else None
         if (whole := _whole(share, jobs, begin, end)) is not None:
             _fill(wire, head, whole.memory())
             whole.set_crc(head.check)
@@ -346,7 +367,7 @@ class SharedReads:
             _fill(wire, head, lent.view)
             held = Held(file, begin, lent.view)
             on_devices = placer.place(held, _jobs_of(share, jobs))
-            return _Left(held, on_devices, lent) if on_devices else None
+            return _ForDevices(held, on_devices, lent) if on_devices else None
         finally:
             if not on_devices:
                 self._to_receive.give_back(lent)

@@ -191,6 +191,7 @@ class FsspecSource(Source):
 
     gap_bytes = 1 << 20  # a request takes as long as so many bytes
     most_reads = 32
+    is_remote = True
 
     def __init__(self, listing: FsspecListing) -> None:
         self._listing, self._is_closed = listing, False

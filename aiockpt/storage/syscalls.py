@@ -38,6 +38,32 @@ def open_directory(path: str, *, dir_fd: int | None = None, follow: bool = False
         os.close(fd)
 
 
+# See statfs(2) and linux/magic.h. Of those in user space (FUSE), most are clients of object stores or of other hosts.
+_NETWORK_FILE_SYSTEMS = {
+    0x00C36400: "Ceph",
+    0x01021997: "9P",
+    0x0BD00BD0: "Lustre",
+    0x19830326: "BeeGFS",
+    0x47504653: "GPFS",
+    0x5346414F: "AFS",
+    0x65735546: "FUSE",
+    0x6969: "NFS",
+    0xAAD7AAEA: "PanFS",
+    0xFE534D42: "SMB",
+    0xFF534D42: "CIFS",
+}
+
+
+def is_on_network(fd: int) -> bool:
+    """Return whether an open file or directory is on a file system of other hosts, as far as the kernel says."""
+    buffer = ctypes.create_string_buffer(256)  # a struct statfs, which begins with the kind
+    try:
+        _call("fstatfs", fd, buffer)
+    except OSError:
+        return False
+    return ctypes.c_long.from_buffer(buffer).value & 0xFFFFFFFF in _NETWORK_FILE_SYSTEMS
+
+
 def _call(name: str, *args: Any) -> None:
     function = getattr(libc(), name, None) if sys.platform == "linux" else None
     if function is None:

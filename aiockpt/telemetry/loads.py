@@ -22,7 +22,7 @@ class LoadResult(Timed):
 
     Attributes:
         path: the checkpoint.
-        nbytes: the bytes that were read from its files.
+        nbytes: the bytes that were read from its files, by this rank or by another one for it.
         tensors: how many tensors were read; each stored piece of one counts.
         objects: how many objects were read.
         opened_s: how long it took until its metadata was read, in seconds.

@@ -118,6 +118,38 @@ def test_rank_that_is_killed_leaves_all_or_nothing(
     assert number > 10
 
 
+def _load(rank: int, store: str, bucket: Bucket, pipe: Any) -> None:
+    ranks = aiockpt.Ranks(rank, SIZE, dist.FileStore(store, SIZE), address="127.0.0.1")
+    target = {"large": torch.zeros(4_000_000), "small": [torch.zeros(1000) for _ in range(50)], "state": None}
+    with bucket.checkpointer(process_group=ranks, coordination_timeout=30) as ckpt:
+        ckpt.load(bucket / "c", target)
+    pipe.send([target["large"].sum().item(), target["small"][49][0].item(), target["state"]["b"].sum().item()])
+
+
+def test_ranks_read_once_what_all_need(bucket: Bucket, server: ObjectServer, tmp_path: Path) -> None:
+    state = {
+        "large": torch.ones(4_000_000),
+        "small": [torch.full((1000,), float(n)) for n in range(50)],
+        "state": {"a": {1, 2}, "b": torch.ones(3_000_000)},
+    }
+    with bucket.checkpointer() as ckpt:
+        nbytes = ckpt.save(state, bucket / "c").nbytes
+    server.rules()
+    processes, pipes = [], []
+    for rank in range(SIZE):
+        ours, theirs = _context.Pipe()
+        processes.append(_context.Process(target=_load, args=(rank, str(tmp_path / "store"), bucket, theirs)))
+        processes[-1].start()
+        theirs.close()
+        pipes.append(ours)
+    for pipe in pipes:
+        with pipe:
+            assert pipe.recv() == [4_000_000.0, 49.0, 3_000_000.0]
+    for process in processes:
+        process.join(60)
+    assert nbytes <= server.sent <= 1.1 * nbytes
+
+
 @pytest.mark.parametrize("options", [{"writer": "process"}, {"compress": "zstd"}, {"chunk_bytes": 1 << 20}], ids=str)
 def test_options_of_one_process(options: dict[str, Any], bucket: Bucket) -> None:
     options = dict(options)

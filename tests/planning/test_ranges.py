@@ -144,3 +144,21 @@ def test_boxes_cover_every_range_in_order() -> None:
         for stop in range(start, 25):
             parts = [tensor[box.index].reshape(-1) for box in boxes((2, 3, 4), start, stop)]
             assert [int(v) for part in parts for v in part] == list(range(start, stop))
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=4).map(tuple), st.randoms(use_true_random=False))
+def test_positions_in_a_stream_are_those_of_its_runs(shape, random) -> None:
+    whole = torch.empty([size + random.randint(0, 2) for size in shape])
+    view = whole[tuple(slice(0, size) for size in shape)].permute(random.sample(range(len(shape)), len(shape)))
+    stream = as_stream(tuple(view.shape), view.stride(), 7)
+    places = [at + n for at, count in stream.runs(0, stream.count) for n in range(count)]
+    assert stream.is_increasing
+    assert [stream.at(number) for number in range(stream.count)] == places
+    for offset in range(places[-1] + 3):
+        assert stream.before(offset) == sum(place < offset for place in places)
+
+
+def test_stream_of_shared_elements_is_not_increasing() -> None:
+    assert not as_stream((4, 3), (2, 1), 0).is_increasing
+    assert not as_stream((2, 2, 2), (3, 2, 1), 0).is_increasing
+    assert as_stream((4, 3), (0, 1), 0).is_increasing

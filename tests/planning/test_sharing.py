@@ -90,6 +90,15 @@ def test_columns_of_all_ranks_are_read_once() -> None:
     assert (share.begin, share.end) == (4096, 4096 + 7 * MIB)
 
 
+def test_file_that_is_read_in_order_is_read_by_one_rank_or_by_each() -> None:
+    item = large(0, 60 * MIB, base=64)._replace(is_ordered=True)
+    other = large(0, 60 * MIB)._replace(file="g")
+    shares = plan_shares({rank: [item, other] for rank in range(3)})
+    assert [len({share.reader for share in shares if share.cells[0].file == file}) for file in "fg"] == [1, 2]
+    part = large(0, 20 * MIB, base=64)._replace(is_ordered=True)
+    assert plan_shares({0: [item], 1: [item], 2: [part]}) == []
+
+
 def test_cells_of_a_large_payload() -> None:
     found = cells_of(large(CELL_BYTES - 1, 2 * CELL_BYTES + 1))
     assert [(cell.number, begin - 4096, end - 4096) for cell, begin, end in found] == [

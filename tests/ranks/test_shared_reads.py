@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import io
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import aiockpt
+from aiockpt.coordination.wires import Wire
+from aiockpt.errors import LoadError
 from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.storage.wrapper import WrapperStorage
-from tests.ranks.world import World
+from tests.ranks.world import RankFailure, World, mesh_of
 
 WIDTH = 1500
 
@@ -97,3 +108,240 @@ def test_replicated_state_is_read_once(kind: str, saved: Path, world4: World) ->
         nbytes = 3 * WIDTH * WIDTH * 4
     assert nbytes * 0.99 <= sum(read) <= 1.1 * nbytes
     assert max(read) <= 0.25 * nbytes + (8 << 20)
+
+
+@pytest.mark.parametrize("near", [True, False])
+def test_compressed_items_are_read_and_decoded_by_one_rank(near: bool, tmp_path: Path, world3: World) -> None:
+    path = tmp_path / "c"
+    with aiockpt.SyncCheckpointer(process_group=None) as ckpt:
+        ckpt.save({"large": state_of(3.0)["large"]}, path, compress="zstd")
+    stored = sum(file.stat().st_size for file in path.glob("*.distcp"))
+    read = world3.results(load_compressed, path, near)
+    assert 0.99 * stored <= sum(read) <= 1.1 * stored
+    assert max(read) < 0.5 * stored
+
+
+def load_compressed(rank: int, world_size: int, path: Path, near: bool) -> int:
+    storage, expected = Counting(), state_of(3.0)["large"]
+    state = {"large": {key: torch.zeros_like(value) for key, value in expected.items()}}
+    with aiockpt.SyncCheckpointer(storage=storage) as ckpt, pytest.MonkeyPatch.context() as patch:
+        if not near:
+            patch.delattr(os, "memfd_create")
+        ckpt.load(path, state, share=True)
+    assert equal(state["large"], expected)
+    return storage.nbytes
+
+
+def test_local_file_system_is_not_shared_unless_asked(saved: Path, world2: World) -> None:
+    nbytes = nbytes_of(state_of(3.0))
+    assert all(read >= nbytes for read in world2.results(load_replicated, saved, "filled", {}))
+
+
+def load_over_tcp(rank: int, world_size: int, path: Path, kind: str) -> int:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(os, "memfd_create", raising=False)
+        return load_replicated(rank, world_size, path, kind, {"share": True})
+
+
+@pytest.mark.parametrize("kind", ["filled", "converted"])
+def test_ranks_of_different_hosts_share(kind: str, saved: Path, world4: World) -> None:
+    nbytes = 3 * WIDTH * WIDTH * 4 if kind == "converted" else nbytes_of(state_of(3.0))
+    assert sum(world4.results(load_over_tcp, saved, kind)) <= 1.1 * nbytes
+
+
+def load_with_wrong_crcs(rank: int, world_size: int, path: Path) -> tuple[int, str]:
+    """Load where rank 1 sends CRCs that its bytes do not have."""
+    with pytest.MonkeyPatch.context() as patch, logged() as text:
+        patch.delattr(os, "memfd_create", raising=False)
+        if rank == 1:
+            send = Wire.send
+            patch.setattr(Wire, "send", lambda wire, number, crc, view: send(wire, number, crc ^ 1, view))
+        return load_replicated(rank, world_size, path, "filled", {"share": True}), text.getvalue()
+
+
+@contextlib.contextmanager
+def logged() -> Iterator[io.StringIO]:
+    """Collect what is logged."""
+    text, logger = io.StringIO(), logging.getLogger("aiockpt")
+    handler = logging.StreamHandler(text)
+    logger.addHandler(handler)
+    try:
+        yield text
+    finally:
+        logger.removeHandler(handler)
+
+
+def test_what_was_changed_on_the_way_is_read_alone(saved: Path, world2: World) -> None:
+    (_, first), (read, second) = world2.results(load_with_wrong_crcs, saved)
+    assert "rank 0 reads itself what rank 1 does not send any more: its bytes were changed on the way" in first
+    assert read < 0.6 * nbytes_of(state_of(3.0))
+    assert "reads itself" not in second
+
+
+def load_mixed(rank: int, world_size: int, path: Path) -> int:
+    """Load where one rank does not share."""
+    return load_replicated(rank, world_size, path, "fresh", {"share": rank != 1})
+
+
+def test_ranks_that_do_not_share_load_with_those_that_do(saved: Path, world4: World) -> None:
+    nbytes = nbytes_of(state_of(3.0))
+    read = world4.results(load_mixed, saved)
+    assert read[1] >= nbytes
+    assert sum(read) <= 2.1 * nbytes
+
+
+def load_sharded(rank: int, world_size: int, path: Path, kind: str, share: bool) -> int:
+    """Load matrices as DTensors; return how many bytes this rank has read."""
+    storage, expected = Counting(), state_of(3.0)
+    meshes = {"hsdp": (2, world_size // 2), "columns": (world_size,), "rows": (world_size,)}
+    mesh = mesh_of(*meshes[kind])
+    placements = {
+        "hsdp": [Replicate(), Shard(0)],
+        "columns": [Shard(1)],
+        "rows": [Shard(0)],
+    }[kind]
+    state: dict[str, Any] = {"large": {}, "step": 0}
+    for key, value in expected["large"].items():
+        state["large"][key] = distribute_tensor(torch.zeros_like(value), mesh, placements)
+    with aiockpt.SyncCheckpointer(storage=storage) as ckpt:
+        ckpt.load(path, state, share=share)
+    for key, value in state["large"].items():
+        assert torch.equal(value.full_tensor(), expected["large"][key])
+    return storage.nbytes
+
+
+@pytest.mark.parametrize("kind", ["hsdp", "columns", "rows"])
+def test_parts_of_tensors_are_read_once(kind: str, saved: Path, world4: World) -> None:
+    nbytes = 3 * WIDTH * WIDTH * 4
+    shared, alone = (sum(world4.results(load_sharded, saved, kind, share)) for share in (True, False))
+    assert 0.99 * nbytes <= shared <= 1.1 * nbytes
+    assert alone >= {"hsdp": 2, "columns": 0.99, "rows": 0.99}[kind] * nbytes
+
+
+# --- failures -------------------------------------------------------------------------------------------
+
+
+class Failing(Counting):
+    """Does something before the first read of data on one rank."""
+
+    def __init__(self, happens: Callable[[], None] | None) -> None:
+        super().__init__()
+        self._happens = happens
+
+    def before_read(self, name: str, offset: int, nbytes: int) -> None:
+        super().before_read(name, offset, nbytes)
+        if name.endswith(".distcp") and self._happens is not None:
+            happens, self._happens = self._happens, None
+            happens()
+
+
+def raise_error() -> None:
+    raise LoadError("the disk is gone")
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def load_failing(rank: int, world_size: int, path: Path, victim: int, what: str) -> None:
+    happens = {"raise": raise_error, "kill": kill}[what]
+    storage = Failing(happens if rank == victim else None)
+    state = state_of(0.0)
+    with aiockpt.SyncCheckpointer(storage=storage, coordination_timeout=20) as ckpt:
+        try:
+            ckpt.load(path, state, share=True)
+        except aiockpt.AiockptError:
+            if what == "raise":  # the next one works
+                ckpt.load(path, state, share=True)
+                assert equal(state, state_of(3.0))
+            raise
+
+
+def load_stopped(rank: int, world_size: int, path: Path, note: Path) -> None:
+    """Stop rank 2 while it reads, until the load has failed on rank 0."""
+
+    def stop() -> None:
+        note.write_text(str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    storage = Failing(stop if rank == 2 else None)
+    with aiockpt.SyncCheckpointer(storage=storage, coordination_timeout=3) as ckpt:
+        try:
+            ckpt.load(path, state_of(0.0), share=True)
+        finally:
+            if rank == 0:
+                os.kill(int(note.read_text()), signal.SIGCONT)
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_error_of_one_rank_is_that_of_all(victim: int, saved: Path, world3: World) -> None:
+    outcomes = world3.run(load_failing, saved, victim, "raise")
+    for outcome in outcomes:
+        assert isinstance(outcome, RankFailure)
+        assert outcome.kind == "LoadError"
+        assert "the disk is gone" in outcome.text
+        assert outcome.rank == victim or f"rank {victim}: " in outcome.text
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_death_of_one_rank_is_the_error_of_all(victim: int, saved: Path) -> None:
+    with World(3) as world:
+        outcomes = world.run(load_failing, saved, victim, "kill")
+    assert outcomes.pop(victim).killed
+    for outcome in outcomes:
+        assert outcome.kind == "CoordinationError"
+        assert f"rank {victim} on host" in outcome.text
+
+
+def test_rank_that_stops_fails_all_in_time(saved: Path, tmp_path: Path) -> None:
+    with World(3) as world:
+        outcomes = world.run(load_stopped, saved, tmp_path / "pid")
+    for outcome in outcomes:
+        assert isinstance(outcome, RankFailure)
+        assert outcome.rank == 2 or (outcome.kind == "CoordinationError" and "rank 2" in outcome.text)
+
+
+@pytest.mark.parametrize("compress", [None, "zstd"])
+def test_damage_is_found_by_all_ranks(compress: str | None, world3: World, tmp_path: Path) -> None:
+    path = tmp_path / "damaged"
+    with aiockpt.SyncCheckpointer(process_group=None) as ckpt:
+        ckpt.save(state_of(3.0), path, compress=compress)
+    for file in path.glob("*.distcp"):
+        data = bytearray(file.read_bytes())
+        for at in range(len(data) // 8, len(data), len(data) // 8):
+            data[at] ^= 1
+        file.write_bytes(data)
+    for outcome in world3.run(load_failing, path, -1, "raise"):
+        assert isinstance(outcome, RankFailure)
+        assert outcome.kind == "CorruptCheckpointError"
+        assert "not match their CRC" in outcome.text
+
+
+async def load_cancelled(rank: int, world_size: int, path: Path) -> str:
+    """Cancel the load of rank 1 while it reads."""
+    reached, go = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        reached.set()
+        go.wait(30)
+
+    async with aiockpt.AsyncCheckpointer(storage=Failing(wait if rank == 1 else None), coordination_timeout=30) as ckpt:
+        state = state_of(0.0)
+        loading = asyncio.ensure_future(ckpt.load(path, state, share=True))
+        if rank == 1:
+            await asyncio.to_thread(reached.wait, 30)
+            loading.cancel()
+            go.set()
+        try:
+            await loading
+        except (asyncio.CancelledError, aiockpt.AiockptError) as exc:
+            text = f"{type(exc).__name__} {exc}"
+        await ckpt.load(path, state, share=True)
+        assert equal(state, state_of(3.0))
+        return text
+
+
+def test_cancelled_rank_fails_all(saved: Path, world3: World) -> None:
+    texts = world3.results(load_cancelled, saved)
+    assert texts[1].startswith("CancelledError")
+    assert all("LoadError rank 1: the load of" in text and "was cancelled" in text for text in (texts[0], texts[2]))

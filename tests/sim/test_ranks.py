@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -61,10 +62,12 @@ def _save(rank: int, world_size: int, path: Path, seed: int) -> list[str]:
     return ends
 
 
-def _load(rank: int, world_size: int, path: Path) -> list[bool]:
+def _load(rank: int, world_size: int, path: Path, share: bool = False, near: bool = True) -> list[bool]:
     expected, target = _parts(rank, world_size), _parts(rank, world_size, empty=True)
-    with _checkpointer() as ckpt:
-        ckpt.load(path, {"model": target})
+    with _checkpointer() as ckpt, pytest.MonkeyPatch.context() as patch:
+        if not near:  # by TCP, as between hosts
+            patch.delattr(os, "memfd_create")
+        ckpt.load(path, {"model": target}, share=share)
     return [torch.equal(target[name].to_local(), expected[name].to_local()) for name in expected]
 
 
@@ -73,7 +76,8 @@ def test_two_ranks_save_and_load_their_parts(seed: int, tmp_path: Path) -> None:
     """A change by one rank before its copies fails the save on all of them."""
     with World(2) as world:
         assert world.results(_save, tmp_path, seed) == [["NoneType", "TornSnapshotError"]] * 2
-        assert world.results(_load, tmp_path / "fenced") == [[True] * 3] * 2
+        for share, near in ((False, True), (True, True), (True, False)):
+            assert world.results(_load, tmp_path / "fenced", share, near) == [[True] * 3] * 2
     assert not (tmp_path / "torn").exists()
     found = aiockpt.load(tmp_path / "fenced")["model"]
     assert torch.equal(found["rows"], _whole())

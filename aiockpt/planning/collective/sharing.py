@@ -41,6 +41,7 @@ class Need(NamedTuple):
     begin: int  # in the file
     end: int
     nbytes: int  # of these, in evenly distributed pieces if it is less
+    is_ordered: bool = False  # the file can only be read from its beginning to its end: by one rank, or by each
 
 
 class Share(NamedTuple):
@@ -54,7 +55,7 @@ class Share(NamedTuple):
     takers: tuple[tuple[int, int, int], ...]  # the other ranks, with the beginning and end of what they are sent
 
 
-class _Part(NamedTuple):
+class _RankPart(NamedTuple):
     """A rank's part of a cell."""
 
     rank: int
@@ -65,7 +66,7 @@ class _Part(NamedTuple):
 
 def cells_of(need: Need) -> list[tuple[Cell, int, int]]:
     """Return the cells of a need, with the beginning and end of its bytes in each."""
-    phase, file, base, begin, end, _ = need
+    phase, file, base, begin, end, *_ = need
     if base == SMALL_ITEMS:
         return [(Cell(phase, file, base, begin // SMALL_CELL_BYTES), begin, end)]
     numbers = range((begin - base) // CELL_BYTES, -(-(end - base) // CELL_BYTES))
@@ -78,37 +79,51 @@ def plan_shares(needs: Mapping[int, Sequence[Need]]) -> list[Share]:
 
     ``needs`` are those of each rank; of a rank several may be in one cell. Shares are in the order of files and bytes.
     """
-    parts: defaultdict[Cell, list[_Part]] = defaultdict(list)
+    parts: defaultdict[Cell, list[_RankPart]] = defaultdict(list)
     for rank in sorted(needs):
         for cell, part in _parts(rank, needs[rank]).items():
             parts[cell].append(part)
+    together = {cell: tuple(part.rank for part in found) if _spares(found) else () for cell, found in parts.items()}
+    # By file: the ranks that share it all, if that is what they do.
+    ordered = {need[:2]: set[tuple[int, ...]]() for each in needs.values() for need in each if need.is_ordered}
+    for cell, ranks in together.items():
+        if cell[:2] in ordered:
+            ordered[cell[:2]].add(ranks)
     loads = dict.fromkeys(needs, 0)
-    shared: list[tuple[Cell, list[_Part]]] = []
+    shared: list[tuple[Cell, list[_RankPart]]] = []
     for cell, found in parts.items():
-        begin, end = _extent(found)
-        nbytes = sum(part.nbytes for part in found)
-        if len(found) > 1 and end - begin <= CELL_BYTES and nbytes - (end - begin) > (end - begin) // _SPARED:
+        if together[cell] and len(ordered.get(cell[:2], "1")) == 1:
             shared.append((cell, found))
             continue
         for part in found:
             loads[part.rank] += part.nbytes
     shares: list[Share] = []
+    readers: dict[tuple[int, str], int] = {}
     for cells, found in _joined(sorted(shared, key=lambda each: (*each[0][:2], _extent(each[1]), each[0]))):
         begin, end = _extent(found)
         reader = min((part.rank for part in found), key=lambda rank: (loads[rank], rank))
+        if cells[0][:2] in ordered:
+            reader = readers.setdefault((cells[0].phase, cells[0].file), reader)
         loads[reader] += end - begin
         takers = tuple((part.rank, part.begin, part.end) for part in found if part.rank != reader)
         shares.append(Share(len(shares), tuple(cells), begin, end, reader, takers))
     return shares
 
 
-def _extent(parts: Sequence[_Part]) -> tuple[int, int]:
+def _spares(parts: Sequence[_RankPart]) -> bool:
+    """Return whether ranks read less of a cell if one reads it for all."""
+    begin, end = _extent(parts)
+    spared = sum(part.nbytes for part in parts) - (end - begin)
+    return len(parts) > 1 and end - begin <= CELL_BYTES and spared > (end - begin) // _SPARED
+
+
+def _extent(parts: Sequence[_RankPart]) -> tuple[int, int]:
     return min(part.begin for part in parts), max(part.end for part in parts)
 
 
-def _joined(shared: Iterable[tuple[Cell, list[_Part]]]) -> list[tuple[list[Cell], list[_Part]]]:
+def _joined(shared: Iterable[tuple[Cell, list[_RankPart]]]) -> list[tuple[list[Cell], list[_RankPart]]]:
     """Join neighbours of small items that are shared by the same ranks."""
-    found: list[tuple[list[Cell], list[_Part]]] = []
+    found: list[tuple[list[Cell], list[_RankPart]]] = []
     for cell, parts in shared:
         if found:
             cells, before = found[-1]
@@ -126,9 +141,9 @@ def _joined(shared: Iterable[tuple[Cell, list[_Part]]]) -> list[tuple[list[Cell]
     return found
 
 
-def _parts(rank: int, needs: Sequence[Need]) -> dict[Cell, _Part]:
+def _parts(rank: int, needs: Sequence[Need]) -> dict[Cell, _RankPart]:
     """Return a rank's part of each cell."""
-    found: dict[Cell, _Part] = {}
+    found: dict[Cell, _RankPart] = {}
     for need in needs:
         for cell, begin, end in cells_of(need):
             nbytes = -(-need.nbytes * (end - begin) // (need.end - need.begin))
@@ -136,7 +151,7 @@ def _parts(rank: int, needs: Sequence[Need]) -> dict[Cell, _Part]:
                 # Tied tensors need the same bytes twice, and parts of a payload may overlap.
                 begin, end = min(begin, part.begin), max(end, part.end)
                 nbytes = min(nbytes + part.nbytes, end - begin)
-            found[cell] = _Part(rank, begin, end, nbytes)
+            found[cell] = _RankPart(rank, begin, end, nbytes)
     return found
 
 

@@ -28,7 +28,7 @@ from aiockpt.errors import CheckpointNotFoundError, CorruptCheckpointError, Load
 from aiockpt.storage.base import Seen, Source
 from aiockpt.storage.local.entries import NotRegularError, homes_of, is_inside, open_regular, path_of_fd
 from aiockpt.storage.local.replacing import readable, stand_in
-from aiockpt.storage.syscalls import UnsupportedError, cached_pages
+from aiockpt.storage.syscalls import UnsupportedError, cached_pages, is_on_network
 
 # --- files ----------------------------------------------------------------------------------------
 
@@ -339,6 +339,7 @@ class LocalSource(Source):
         flags = os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_DIRECTORY", 0)
         self._opened = _Opened(os.open(self._root, flags))
         weakref.finalize(self, self._opened.close)  # if the caller forgets to
+        self.is_remote = is_on_network(self._opened.directory)
         try:
             if self._is_file:
                 self._sizes = {os.path.basename(path): os.stat(path).st_size}
