@@ -87,13 +87,15 @@ def pytest_collection() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect tests marked ``full`` unless ``--full`` is given; refuse names that differ between processes."""
+    """Deselect tests marked ``full`` or ``slow`` unless asked for; refuse names that differ between processes."""
     items.sort(key=lambda item: not item.path.as_posix().endswith(LONG))
     if differ := [item.nodeid for item in items if " at 0x" in item.nodeid]:
         raise pytest.UsageError(f"{differ[0]} has an address in its name: give the parameters ids")
     if not config.getoption("full"):
-        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("full")])
-        items[:] = [item for item in items if not item.get_closest_marker("full")]
+        left_out = {"full"} if config.getoption("markexpr") == "slow" else {"full", "slow"}
+        kept = [item for item in items if left_out.isdisjoint(mark.name for mark in item.iter_markers())]
+        config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+        items[:] = kept
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -38,7 +38,10 @@ from benchmarks.ranks.imagined_ours import Coordinator
 from benchmarks.ranks.imagined_torch import TorchCoordinator
 from tests.stock import ALONE
 
-pytestmark = pytest.mark.skipif(not ALONE, reason="benchmarks use options of stock DCP that this torch lacks")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not ALONE, reason="benchmarks use options of stock DCP that this torch lacks"),
+]
 
 ROOT = Path(command.__file__).parents[1]
 SMALL = ("--gib=0.004", "--tensors=8", "--rounds=1")

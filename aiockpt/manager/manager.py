@@ -93,6 +93,9 @@ class CheckpointManager(ManagerBase):
         all of it; else everything in it is verified first, which reads it twice. If the step that was loaded at once is
         damaged, and then every older one as well, this raises, and the target may have bytes of the first.
 
+        With a mirror, its steps count as well. Of a step that both have, the copy in the run's directory is read, and
+        what is damaged there from the mirror.
+
         Returns:
             The step; None if the run has none.
 
@@ -102,7 +105,8 @@ class CheckpointManager(ManagerBase):
             CorruptCheckpointError: the step is damaged, or all are. Nothing was renamed.
             MissingKeysError: the newest valid step lacks keys of the state.
             ShapeMismatchError: a shape or dtype differs.
-            LoadError: a step can't be read, or a ``load_state_dict`` failed.
+            LoadError: a step can't be read, or a ``load_state_dict`` failed; or the run's directory has no step, and
+                the mirror can't be read.
             DeleteError: a later step could not be discarded; the state is that of the restored one.
             RunLockedError: another manager writes to the run.
         """

@@ -355,7 +355,7 @@ class Mirror:
         here = {info.step: info for info in local}
         waiting = {info.step for info in missing}
         for step in written:
-            if step in here and here[step].state == "damaged":
+            if step in here and here[step].state == "damaged" and here[step].nbytes:  # else it can't be read now
                 damage = CorruptCheckpointError(f"step {step} is not mirrored, as it is damaged: {here[step].problem}")
                 self.promises.fail([step], damage, written=True)
             elif step in here and is_mirrored(here[step], there):

@@ -164,7 +164,8 @@ class Restored:
         metrics: the metrics that were saved with it.
         metadata: the other metadata that was saved with it.
         skipped: the damaged steps that were passed over, newest first; also a damaged copy of this one.
-        repaired: the files of this step that were read from the mirror, as those of the run's directory are damaged.
+        repaired: the keys of this step that were read from the mirror, as the run's directory has damaged them; or the
+            names of files, where the damage is not that of a tensor.
     """
 
     step: int

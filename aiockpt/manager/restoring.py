@@ -11,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from aiockpt.core.parameters import outer_stacklevel
+from aiockpt.core.threads import DaemonThreads
 from aiockpt.errors import (
     AiockptError,
     CheckpointNotFoundError,
@@ -22,18 +23,20 @@ from aiockpt.manager.policies import Mode, ranked
 from aiockpt.manager.requests import Restored, RestoreRequest, SkippedStep, StepChoice
 from aiockpt.manager.tiers import copies_in_order
 from aiockpt.reading.info import TensorInfo
-from aiockpt.storage.patched import PatchedStorage
+from aiockpt.storage.patched import PatchedStorage, Patches
 
 if TYPE_CHECKING:
-    from aiockpt.core.futures import Call
+    from concurrent.futures import Future
+
     from aiockpt.manager.base import ManagerBase
     from aiockpt.manager.scan import StepInfo
     from aiockpt.storage.base import Stamp, Storage
-    from aiockpt.telemetry.verification import VerifyReport
+    from aiockpt.telemetry.verification import Problem, VerifyReport
 
 logger = logging.getLogger("aiockpt")
 
 _MOST_NAMES = 1000
+_END_S = 5.0
 _MOST_LISTS = 20  # of a run whose steps are deleted or replaced while they are read
 
 
@@ -62,7 +65,7 @@ class _Listed:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a step is read; ``repaired`` are the files that the mirror has to give."""
+    """Where a step is read; ``repaired`` are the keys, or files, that the mirror has to give."""
 
     storage: Storage
     path: str
@@ -149,14 +152,15 @@ class Restore:
         return None
 
     async def _patched(self, damaged: _Listed, copy: _Listed) -> _Place:
-        """Return the damaged copy of a step, with those files of the mirror that it has damaged: all ranks the same."""
+        """Return the damaged copy of a step, with what it has damaged from the mirror: all ranks the same."""
         run = self.manager
-        names = await run._led(f"the damage of {damaged.info.path}", partial(self._damaged_files, damaged))
+        find = partial(self._damage, damaged)
+        patches, repaired = await run._led(f"the damage of {damaged.info.path}", find)
         mirror = run._storage_at(is_mirror=True)
-        if not names:
+        if not patches:
             return _Place(mirror, copy.info.path)
-        patched = PatchedStorage(run._storage_at(is_mirror=False), mirror, copy.info.path, names)
-        return _Place(patched, damaged.info.path, names)
+        patched = PatchedStorage(run._storage_at(is_mirror=False), mirror, copy.info.path, patches)
+        return _Place(patched, damaged.info.path, repaired)
 
     # --- on rank 0 --------------------------------------------------------------------------------------
 
@@ -164,39 +168,39 @@ class Restore:
         """Return the copies of steps to try, the preferred one first."""
         run, choice = self.manager, self.choice
         tier = run._mirror_tier
-        scanner = None if tier is None else tier.new_scanner()  # of its own: it may hang
-        looking = None
-        if scanner is not None and tier is not None:
-            scan = scanner.scan
-            looking = run._access.call(lambda tools: tools.workers.run(scan), f"list {tier.directory}")
+        scanner = None if tier is None else tier.new_scanner()  # of its own, as the thread: it may hang
+        threads = DaemonThreads(1, "aiockpt-mirror")
+        looking = None if scanner is None else threads.submit(scanner.scan)
         try:
             infos = run._scanner.scan(lenient=choice != "best")  # the load raises why a step can't be read
+            mirror = () if looking is None else self._mirrored(looking, infos)
         except OSError as exc:
             raise AiockptError(f"the run {run.directory} can't be read: {exc}") from exc
-        mirror = () if looking is None else self._mirrored(looking, infos)
+        finally:
+            threads.end(_END_S if looking is None or looking.done() else 0.0)
         found = []
         for copy in copies_in_order(infos, mirror, self._chosen):
             at = scanner if copy.is_mirror and scanner is not None else run._scanner
             found.append(_Listed(copy.info, at.stamp(copy.info.path), copy.is_mirror))
         return found
 
-    def _mirrored(self, looking: Call[tuple[StepInfo, ...]], infos: Sequence[StepInfo]) -> Sequence[StepInfo]:
+    def _mirrored(self, looking: Future[tuple[StepInfo, ...]], infos: Sequence[StepInfo]) -> Sequence[StepInfo]:
         """Return the steps of the mirror; none, with a warning, if it can't be reached but the run has steps itself."""
         run = self.manager
         try:
-            return looking.completion.result(run._mirror_timeout_s)
-        except (OSError, AiockptError) as exc:  # a TimeoutError is an OSError
-            looking.cancel()
+            return looking.result(run._mirror_timeout_s)
+        except (OSError, AiockptError) as exc:
+            why = str(exc) or f"it did not answer within {run._mirror_timeout_s:g} s"
             has_it = [
                 info for info in infos if info.state == "complete" and self.choice in (info.step, "latest", "best")
             ]
             where = "" if run._mirror_tier is None else run._mirror_tier.directory
             if not has_it:
                 raise LoadError(
-                    f"the mirror {where} can't be read, and {run.directory} has no such step: {exc}. Nothing was "
+                    f"the mirror {where} can't be read, and {run.directory} has no such step: {why}. Nothing was "
                     "restored: try again, or pass mirror=None to begin without it"
                 ) from exc
-            logger.warning("the mirror %s can't be read, so its steps are left out: %s", where, exc)
+            logger.warning("the mirror %s can't be read, so its steps are left out: %s", where, why)
             return ()
 
     def _chosen(self, infos: Sequence[StepInfo]) -> Sequence[StepInfo]:
@@ -214,15 +218,20 @@ class Restore:
             raise CheckpointNotFoundError(f"there is no step {choice} in {directory}")
         return found
 
-    async def _damaged_files(self, damaged: _Listed) -> tuple[str, ...]:
-        """Return the files of a copy that are damaged or can't be read; none if that can't be said of single files."""
+    async def _damage(self, damaged: _Listed) -> tuple[Patches, tuple[str, ...]]:
+        """Return which bytes of a copy are damaged or can't be read, and the keys or files that they belong to.
+
+        Nothing, if that can't be said.
+        """
+        storage, path = self.manager._storage_at(is_mirror=False), damaged.info.path
+        infos: Mapping[str, Any] = {}
         try:
-            storage = self.manager._storage_at(is_mirror=False)
-            report: VerifyReport = await self.manager._call("verify", damaged.info.path, storage=storage)
+            report: VerifyReport = await self.manager._call("verify", path, storage=storage)
         except LoadError:
-            return ()
-        names = {problem.file for problem in report.errors}
-        return () if "" in names else tuple(sorted(names))
+            return {}, ()
+        with contextlib.suppress(LoadError):  # it can't be opened: whole files
+            infos = await self.manager._inspect(path, storage)
+        return _patches_of(report.errors, infos)
 
     async def _judge(self, place: _Place, older: Sequence[_Listed], is_touched: bool) -> None:
         """Check a step as far as it must be before the load; raise CorruptCheckpointError if it is damaged."""
@@ -266,6 +275,35 @@ class Restore:
         by = f", of which {restored.info.path} is a copy" if restored.is_mirror else ""
         message = f"the run goes on from step {restored.info.step} of {self.manager.directory}{by}: {what}"
         warnings.warn(DamagedCheckpointWarning(message, skipped), stacklevel=outer_stacklevel())
+
+
+def _patches_of(problems: Sequence[Problem], infos: Mapping[str, Any]) -> tuple[Patches, tuple[str, ...]]:
+    """Return the damaged runs of bytes, and the keys or files that they belong to; nothing for damage of no file."""
+    patches: dict[str, list[tuple[int, int]] | None] = {}
+    names: dict[str, None] = {}
+    # The CRC of a file says less than those of its items.
+    for problem in sorted(problems, key=lambda problem: problem.kind == "file crc"):
+        if not problem.file:
+            return {}, ()
+        info, at = infos.get(problem.key or ""), problem.offset
+        places = info.chunks if isinstance(info, TensorInfo) else ()
+        place = next(
+            (
+                each
+                for each in places
+                if at is not None and each.file == problem.file and 0 <= at - each.offset < each.nbytes
+            ),
+            None,
+        )
+        if place is not None:
+            names[problem.key or ""] = None
+            known = patches.setdefault(problem.file, [])
+            if known is not None:
+                known.append((place.offset, place.offset + place.nbytes))
+        elif problem.kind != "file crc" or problem.file not in patches:
+            names[problem.file] = None
+            patches[problem.file] = None
+    return patches, tuple(names)
 
 
 def set_aside(storage: Storage, path: str) -> str:

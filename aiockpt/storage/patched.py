@@ -1,8 +1,8 @@
-"""A checkpoint some of whose files are read from another copy of it, as they are damaged."""
+"""A checkpoint some of whose bytes are read from another copy of it, as they are damaged."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import anyio
@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from aiockpt.core.threads import Workers
 
 
+Patches = Mapping[str, Sequence[tuple[int, int]] | None]
+"""The beginning and the end of damaged runs of bytes, by the names of files; None: all of a file."""
+
+
 class PatchedStorage(WrapperStorage):
     """Opens a checkpoint of a storage together with its copy in another one.
 
@@ -23,17 +27,17 @@ class PatchedStorage(WrapperStorage):
         inner: where the checkpoint is.
         other: where the copy is.
         path: its path there.
-        names: the files that are read from there.
+        patches: what is read from there.
     """
 
-    def __init__(self, inner: Storage, other: Storage, path: str, names: Collection[str]) -> None:
+    def __init__(self, inner: Storage, other: Storage, path: str, patches: Patches) -> None:
         super().__init__(inner)
-        self._other, self._path, self._names = other, path, frozenset(names)
+        self._other, self._path, self._patches = other, path, patches
 
     async def open(self, path: str, *, workers: Workers) -> Source:
         inner = await super().open(path, workers=workers)
         try:
-            return _PatchedSource(inner, await self._other.open(self._path, workers=workers), self._names)
+            return _PatchedSource(inner, await self._other.open(self._path, workers=workers), self._patches)
         except BaseException:
             with anyio.CancelScope(shield=True):
                 await workers.run(inner.close)
@@ -41,25 +45,31 @@ class PatchedStorage(WrapperStorage):
 
 
 class _PatchedSource(Source):
-    def __init__(self, inner: Source, other: Source, names: frozenset[str]) -> None:
-        self._inner, self._other, self._names = inner, other, names
+    def __init__(self, inner: Source, other: Source, patches: Patches) -> None:
+        self._inner, self._other, self._patches = inner, other, patches
         self.gap_bytes, self.most_reads, self.is_remote = inner.gap_bytes, inner.most_reads, inner.is_remote
 
-    def _source_of(self, name: str) -> Source:
-        return self._other if name in self._names else self._inner
+    def _source_of(self, name: str, runs: Sequence[tuple[int, int]]) -> Source:
+        """Return the other source for what has a damaged byte, or more."""
+        patches = self._patches.get(name, ())
+        is_damaged = patches is None or any(
+            offset < end and begin < offset + length for begin, end in patches for offset, length in runs
+        )
+        return self._other if is_damaged else self._inner
 
     @property
     def files(self) -> Mapping[str, int]:
-        return {**self._inner.files, **{name: size for name, size in self._other.files.items() if name in self._names}}
+        other = self._other.files
+        return {**self._inner.files, **{name: other[name] for name in self._patches if name in other}}
 
     def read(self, name: str, offset: int, view: memoryview, seen: Seen | None = None) -> None:
-        self._source_of(name).read(name, offset, view, seen)
+        self._source_of(name, [(offset, len(view))]).read(name, offset, view, seen)
 
     def read_runs(self, name: str, runs: Sequence[tuple[int, int]], view: memoryview) -> None:
-        self._source_of(name).read_runs(name, runs, view)
+        self._source_of(name, runs).read_runs(name, runs, view)
 
     def map(self, name: str) -> mmap.mmap:
-        return self._source_of(name).map(name)
+        return (self._other if self._patches.get(name, ()) != () else self._inner).map(name)
 
     def share(self) -> None:
         self._inner.share()

@@ -151,6 +151,7 @@ class _Talk(socketserver.BaseRequestHandler):
 
     def _respond(self, method: str, target: str, headers: Mapping[str, str], body: bytearray) -> None:
         store = self.server.store
+        target = re.sub("^http://[^/]*", "", target)  # RFC 9112, 3.2.2: some clients send the whole URL
         path, _, query = target.partition("?")
         key, asked = urllib.parse.unquote(path)[1:], dict(urllib.parse.parse_qsl(query, keep_blank_values=True))
         if key.startswith("-/"):

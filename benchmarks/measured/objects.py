@@ -17,7 +17,7 @@ from benchmarks.harness.object_server import ObjectServer
 from benchmarks.harness.selection import chosen
 from benchmarks.harness.states import State, same_bits, size_of, transformer_state
 from benchmarks.limits import machine
-from benchmarks.peers.object_peers import Fsspec, ObjectPeer, OursOnObjects, PlainObstore, S3Connector
+from benchmarks.peers.object_peers import Fsspec, ObjectPeer, OursOnObjects, PlainObstore, RunAi, S3Connector
 from benchmarks.report.bars import Bar, by_name, by_prefix, compare
 from benchmarks.report.report import Report, Table, median_time, most_mib, of_limit, speed, spread
 
@@ -38,6 +38,7 @@ def peers(server: ObjectServer) -> list[ObjectPeer]:
         OursOnObjects(server, _TARGET, into_target=True),
         Fsspec(server),
         S3Connector(server),
+        RunAi(server),
     ]
 
 

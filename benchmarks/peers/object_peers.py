@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
 from functools import cached_property
@@ -182,3 +183,38 @@ class S3Connector(ObjectPeer):
         from s3torchconnector._s3client import S3Client
 
         return S3Client(region=self.options["region"], endpoint=self.server.url, s3client_config=self._config())
+
+
+class RunAi(ObjectPeer):
+    """Run:ai Model Streamer, which only loads, and only safetensors."""
+
+    name = "Run:ai streamer"
+    note = "loads one safetensors object, which aiockpt has written; checks no bytes"
+
+    def __init__(self, server: ObjectServer) -> None:
+        super().__init__(server)
+        self._checkpointer = aiockpt.AsyncCheckpointer(staging_bytes=POOL_BYTES, storage_options=self.options)
+
+    async def save(self, state: State, key: str) -> None:
+        await self._checkpointer.save(state, f"s3://{BUCKET}/{key}.safetensors")
+
+    async def load(self, state: State, key: str) -> State:
+        from runai_model_streamer import SafetensorsStreamer
+
+        os.environ |= {
+            "AWS_ENDPOINT_URL": self.server.url,
+            "RUNAI_STREAMER_S3_ENDPOINT": self.server.url,
+            "RUNAI_STREAMER_S3_USE_VIRTUAL_ADDRESSING": "0",
+            "AWS_REGION": self.options["region"],
+            "AWS_EC2_METADATA_DISABLED": "true",
+        }
+
+        def load() -> State:
+            with SafetensorsStreamer() as streamer:
+                streamer.stream_file(f"s3://{BUCKET}/{key}.safetensors")
+                return {name: tensor.clone() for name, tensor in streamer.get_tensors()}  # else they share one buffer
+
+        return await asyncio.to_thread(load)
+
+    async def close(self) -> None:
+        await self._checkpointer.aclose()

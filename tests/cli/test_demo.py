@@ -72,6 +72,7 @@ def test_runs_differ_without_the_random_numbers(tmp_path):
     assert demo_directories(tmp_path) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", [b"1. Save", b"2. The same run"])
 def test_ctrl_c_on_a_terminal_leaves_no_file(part, tmp_path):
     terminal, other_end = pty.openpty()
@@ -98,6 +99,7 @@ def test_ctrl_c_on_a_terminal_leaves_no_file(part, tmp_path):
         os.close(terminal)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "seen",
     [["1. Save"], pytest.param(["2. The same run"], marks=pytest.mark.full), ["2. The same run", "step 2:"]],
@@ -163,6 +165,7 @@ def test_directory_that_is_not_empty_is_refused(tmp_path):
 # --- parts ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("device", "message"), [("nonsense", "ended with exit code 1"), ("cpu", "train for more")])
 def test_process_that_ends_otherwise_is_an_error(device, message, tmp_path):
     with pytest.raises(CommandError, match=message):

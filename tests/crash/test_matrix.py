@@ -22,11 +22,13 @@ def summary(zygotes: tuple[Zygote, Zygote], tmp_path_factory: pytest.TempPathFac
     return campaign.run(zygotes, tmp_path_factory.mktemp("matrix"))
 
 
+@pytest.mark.slow
 def test_no_checkpoint_is_lost_at_any_kill_point(summary: Summary) -> None:
     wrong = [(outcome.point, outcome.call, outcome.problems) for outcome in summary.outcomes if outcome.problems]
     assert wrong == []
 
 
+@pytest.mark.slow
 def test_kill_points_cover_every_scenario_and_every_kind_of_call(summary: Summary) -> None:
     assert len(summary.points) >= 150
     assert {point.scenario for point in summary.points} == SCENARIOS.keys()
@@ -34,6 +36,7 @@ def test_kill_points_cover_every_scenario_and_every_kind_of_call(summary: Summar
     assert summary.unfinished > len(summary.points) / 3  # else the next run had nothing to clean
 
 
+@pytest.mark.slow
 def test_files_of_a_live_process_are_left_alone(summary: Summary) -> None:
     assert summary.held >= 8
     assert summary.live_problems == []

@@ -247,6 +247,7 @@ def test_interrupting_a_blocking_cell(notebook: Notebook, tmp_path: Path) -> Non
 AT_THE_END = "threading._register_atexit(storage.open, 'commit')"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["restart", "shutdown"])
 def test_a_kernel_that_ends_finishes_saves_in_flight(how: str, tmp_path: Path) -> None:
     with Notebook(tmp_path) as notebook:
@@ -262,6 +263,7 @@ def test_a_kernel_that_ends_finishes_saves_in_flight(how: str, tmp_path: Path) -
     assert [entry.name for entry in tmp_path.iterdir()] == ["held"]
 
 
+@pytest.mark.slow
 def test_the_next_kernel_removes_the_leftovers_of_a_killed_one(tmp_path: Path) -> None:
     with Notebook(tmp_path) as notebook:
         notebook.run("ckpt = aiockpt.AsyncCheckpointer()\nstorage, save = gated()\nawait storage.reached['commit']")
@@ -274,6 +276,7 @@ def test_the_next_kernel_removes_the_leftovers_of_a_killed_one(tmp_path: Path) -
     assert [entry.name for entry in tmp_path.iterdir()] == ["held"]
 
 
+@pytest.mark.slow
 def test_unclosed_checkpointers(tmp_path: Path) -> None:
     with Notebook(tmp_path) as notebook:
         for name in "abc":

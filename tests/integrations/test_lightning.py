@@ -36,6 +36,7 @@ from tests.states import assert_same
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
 
+IS_NEW = hasattr(pl.callbacks, "WeightAveraging")  # since 2.6
 WIDTH = 256  # its weights are too large to be copied at the call
 ROOT = Path(__file__).parents[2]
 
@@ -256,6 +257,8 @@ def test_saves_run_beside_training_only_within_fit(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("plugin", [AiockptCheckpointIO(wait="written"), AsyncCheckpointIO(AiockptCheckpointIO())])
 def test_without_the_rest_saves_are_durable(tmp_path: Path, plugin: Any) -> None:
+    if isinstance(plugin, AsyncCheckpointIO) and not IS_NEW:
+        pytest.skip("before 2.6, Lightning's own plug-in writes tensors that change meanwhile, which we refuse")
     trainer_of(tmp_path, newest(tmp_path / "run", save_top_k=-1), plugin=plugin).fit(Model())
     assert len(names(tmp_path / "run")) == 4
 
@@ -359,11 +362,14 @@ def test_loggers_are_told_when_it_is_durable(tmp_path: Path) -> None:
 def test_the_tuner_loads_what_it_has_saved(tmp_path: Path) -> None:
     finder = pl.callbacks.LearningRateFinder(num_training_steps=4)
     trainer_of(tmp_path, finder, newest(tmp_path / "run")).fit(Model())
-    assert names(tmp_path / "run") == ["epoch=0-step=8.ckpt"]
+    (name,) = names(tmp_path / "run")
+    assert name.endswith("step=8.ckpt")  # some versions begin with epoch 1 then
     assert not list(tmp_path.glob(".lr_find*"))
 
 
 def test_averages_of_weights_are_exchanged_after_the_copies(tmp_path: Path) -> None:
+    if not IS_NEW:
+        pytest.skip("Lightning averages weights since 2.6")
     average = pl.callbacks.WeightAveraging()
     callback = newest(tmp_path / "run", save_top_k=-1)
     validation = torch.utils.data.DataLoader(torch.randn(4, WIDTH))
@@ -416,12 +422,13 @@ def test_an_exception_is_raised_after_everything_is_durable(tmp_path: Path) -> N
             raise KeyError("mine")
 
     rescue = OnExceptionCheckpoint(tmp_path, "rescue")
-    callbacks = [newest(tmp_path / "run", save_top_k=-1, save_on_exception=True), rescue, Last(fail)]
+    options = {"save_on_exception": True} if IS_NEW else {}
+    callbacks = [newest(tmp_path / "run", save_top_k=-1, **options), rescue, Last(fail)]
     trainer = trainer_of(tmp_path, Other("on_exception", lambda _: there.append(names(tmp_path / "run"))), *callbacks)
     with pytest.raises(KeyError, match="mine"):
         trainer.fit(Model())
     assert there == [["epoch=0-step=2.ckpt", "epoch=0-step=4.ckpt"]]
-    assert "epoch=0-step=5.ckpt" in names(tmp_path / "run")
+    assert ("epoch=0-step=5.ckpt" in names(tmp_path / "run")) == IS_NEW
     assert torch.load(tmp_path / "rescue.ckpt", weights_only=True)["global_step"] == 5
 
 

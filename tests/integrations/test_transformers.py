@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import json
 import os
 import signal
@@ -17,7 +18,7 @@ pytest.importorskip("accelerate")
 
 import torch
 import transformers
-from transformers import BertConfig, BertForMaskedLM, TrainingArguments
+from transformers import BertConfig, BertForMaskedLM, TrainerCallback, TrainingArguments
 
 import aiockpt
 from aiockpt.integrations.transformers import Trainer
@@ -121,9 +122,23 @@ def test_a_failed_save_is_raised_and_keeps_the_old_ones(tmp_path: Path) -> None:
         if path.endswith("checkpoint-4"):
             raise OSError("the disk is gone")
 
-    own = trainer._saves.checkpointer.transaction
-    trainer._saves.checkpointer.transaction = lambda path, **options: own(path, pre_commit=refuse, **options)
+    class Waits(TrainerCallback):
+        """Waits for the save that fails: the next one is to find that out."""
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 5:
+                concurrent.futures.wait([made[-1].written])
+
+    own, made = trainer._saves.checkpointer.transaction, []
+
+    def transaction(path: str, **options: Any) -> Any:
+        made.append(own(path, pre_commit=refuse, **options))
+        return made[-1]
+
+    trainer._saves.checkpointer.transaction = transaction
+    trainer.add_callback(Waits())
     with pytest.raises(aiockpt.AiockptError, match="the disk is gone"):
         trainer.train()
+    assert trainer.state.global_step == 6
     assert "checkpoint-4" not in os.listdir(tmp_path / "run")
     assert aiockpt.verify(tmp_path / "run" / "checkpoint-2").ok

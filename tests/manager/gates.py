@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import aiockpt
@@ -21,6 +22,8 @@ class Gate(WrapperStorage):
         self.let_go: aiockpt.Completion[None] = aiockpt.Completion("let go")
         self.steps: list[tuple[str, str]] = []
         self.reads: list[str] = []
+        self.read_bytes = 0
+        self.hangs: threading.Event | None = None  # until it is set
         aiockpt.storage.register("gate", lambda root, **_: self, replace=True)
 
     def resolve(self, path: str) -> str:
@@ -35,9 +38,12 @@ class Gate(WrapperStorage):
 
     def before_read(self, name: str, offset: int, nbytes: int) -> None:
         self.reads.append(name)
+        self.read_bytes += nbytes * name.endswith(".distcp")
         self._check()
 
     def _check(self) -> None:
+        if self.hangs is not None:
+            self.hangs.wait()
         if self.is_away:
             raise ConnectionRefusedError(111, "Connection refused")
 

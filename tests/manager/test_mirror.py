@@ -307,6 +307,28 @@ def test_number_that_is_saved_again(here: Path, there: Any) -> None:
     assert scan(there)[0].save_id == scan(here)[0].save_id != first
 
 
+@pytest.mark.parametrize("how", ["overwritten", "deleted"])
+def test_step_that_is_replaced_while_it_is_copied_is_no_damage(
+    here: Path, there: Any, gate: Gate, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    gate.holds = "create"
+    with run_of(here, "gate://here") as run:
+        first = run.submit(1, state_of(1))
+        gate.waits.result(60)
+        if how == "overwritten":
+            second = run.submit(1, {"x": torch.ones(5)}, overwrite=True)
+        else:
+            run.checkpointer.delete(here / "step-00000001")
+            second = run.submit(2, {"x": torch.ones(5)})
+        second.written.result(60)
+        gate.let_go._settle(None)
+        second.mirrored.result(60)
+        error = first.mirrored.exception(60)
+    assert isinstance(error, aiockpt.SaveSkippedError) if how == "overwritten" else error is None
+    assert [info.save_id for info in scan(there)][-1] == scan(here)[-1].save_id
+    assert "damaged" not in caplog.text
+
+
 def test_older_copy_of_a_number_does_not_replace_a_later_one(tmp_path: Path, there: Any) -> None:
     """A node comes back whose disk has a step of before the run went on elsewhere."""
     with aiockpt.SyncCheckpointManager(tmp_path / "old") as run:

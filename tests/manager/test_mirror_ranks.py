@@ -64,7 +64,7 @@ def test_flipped_byte_of_one_rank_is_repaired_on_all(
     found = [
         (step, in_state, repaired) for step, in_state, _, repaired, _ in world2.results(restores, here, there, verify)
     ]
-    assert found == [(3, 3, (file.name,))] * 2
+    assert found == [(3, 3, ("own1",))] * 2
     flip(there, 3)
     found = [
         (step, in_state, repaired) for step, in_state, _, repaired, _ in world2.results(restores, here, there, verify)

@@ -185,6 +185,7 @@ def test_last_save_that_exceeds_the_grace_period_is_not_begun(anywhere: Path, py
     assert not any(name.startswith(".aiockpt") for name in names(folder))
 
 
+@pytest.mark.slow
 def test_second_program_is_refused_until_the_first_has_died(anywhere: Path) -> None:
     folder = anywhere / "run"
     host = socket.gethostname()

@@ -18,6 +18,7 @@ import torch.distributed.checkpoint as dcp
 
 import aiockpt
 from aiockpt.manager.scan import DEFAULT_NAMES, StepInfo, StepScanner, scan, step_of
+from aiockpt.storage.local import entries
 from aiockpt.storage.local.storage import LocalStorage
 from tests.manager.runs import path_of
 from tests.places import remove, storage_of
@@ -211,3 +212,24 @@ def test_broken_symlinks_are_ignored(tmp_path: Path) -> None:
     os.symlink("step-00000002", tmp_path / "step-00000002")
     os.symlink("nothing", tmp_path / "step-00000003")
     assert [found.step for found in scan(tmp_path)] == [1]
+
+
+@pytest.mark.parametrize("how", ["renamed", "removed"])
+def test_step_that_goes_while_it_is_read_is_gone(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its files have other paths then, but no link leads there."""
+    real = entries.path_of_fd
+
+    def go(fd: int, path: str) -> str:
+        found = real(fd, path)
+        step = path_of(tmp_path, 100)
+        if step.exists() and path.startswith(str(step)):
+            step.rename(tmp_path / "gone")
+            if how == "removed":
+                shutil.rmtree(tmp_path / "gone")
+        return found
+
+    with aiockpt.SyncCheckpointer() as ckpt:
+        for step in (100, 200):
+            ckpt.save({"x": torch.ones(3)}, path_of(tmp_path, step))
+    monkeypatch.setattr(entries, "path_of_fd", go)
+    assert [info.step for info in scan(tmp_path)] == [200]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import shutil
+import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -112,7 +113,9 @@ def test_flipped_byte_is_repaired_from_the_mirror(here: Path, gate: Gate, run3: 
     with pytest.warns(aiockpt.DamagedCheckpointWarning, match=r"step 3, which is now step-00000003\.damaged"):
         found, state = restore(here, URL, verify=verify)
     assert found is not None
-    assert (found.step, step_in(state), found.repaired) == (3, 3, ("__0_0.distcp",))
+    assert (found.step, step_in(state), found.repaired) == (3, 3, ("layers.1",))
+    item_bytes = state["a"].nbytes
+    assert item_bytes <= gate.read_bytes < (3 if verify == "auto" else 2) * item_bytes + (1 << 20)
     assert [(each.step, Path(each.path).name) for each in found.skipped] == [(3, "step-00000003.damaged")]
     assert "step-00000003.damaged" in names(here)
     found, state = restore(here, URL)
@@ -216,6 +219,20 @@ def test_empty_disk_and_a_mirror_that_is_away_is_no_new_run(here: Path, gate: Ga
         pytest.raises(aiockpt.LoadError, match=r"can't be read, and .* has no such step"),
     ):
         run.restore(empty())
+
+
+def test_mirror_that_hangs_is_left_out(here: Path, gate: Gate, run3: None, caplog: pytest.LogCaptureFixture) -> None:
+    """Neither the restore nor closing waits for it."""
+    gate.hangs = threading.Event()
+    with aiockpt.SyncCheckpointManager(here, mirror=URL, mode="read", mirror_timeout=0.05) as run:
+        found = run.restore(empty())
+    assert found is not None
+    assert found.step == 3
+    assert "its steps are left out: it did not answer within 0.05 s" in caplog.text
+    gate.hangs.set()
+    for thread in threading.enumerate():
+        if thread.name == "aiockpt-mirror":
+            thread.join(60)
 
 
 def test_new_run_with_a_mirror(here: Path, there: Any) -> None:

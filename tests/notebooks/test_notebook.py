@@ -26,6 +26,8 @@ pytest.importorskip("ipykernel")
 pytest.importorskip("ipywidgets")
 pytest.importorskip("matplotlib")
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 NOTEBOOK = ROOT / "aiockpt" / "docs" / "tutorial.ipynb"
 WAIT_S = 240

@@ -18,6 +18,7 @@ from aiockpt.storage.local import storage as local_storage
 from aiockpt.storage.local import transaction as local_transaction
 from aiockpt.storage.local.belonging import remove
 from aiockpt.storage.local.entries import LocalListing
+from aiockpt.storage.local.resuming import ResumableTransaction
 from aiockpt.storage.local.sink import LocalPartSink, LocalSink
 from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.storage.local.temp_dir import sweep
@@ -231,6 +232,11 @@ LEASE = "a_lease_has_one_owner"
 STAMPS = "stamps_of_all_change_with_each"
 FINISHING = "a_live_manager_does_not_finish_for_a_dead_one"
 
+
+async def takes_parts_for_whole(self):
+    return await self.sizes()
+
+
 BROKEN: list[tuple[Any, str, Any, str, dict[str, Any]]] = [
     (Sink, "finish", loses_a_byte, "a_file_is_read_as_it_was_written", {"nbytes": 1, "announced": True}),
     (Transaction, "write_files", nothing, "files_are_written_at_the_same_time", {}),
@@ -252,6 +258,13 @@ BROKEN: list[tuple[Any, str, Any, str, dict[str, Any]]] = [
     (MemoryStorage, "check", anything_goes, "a_taken_path_is_refused", {}),
     (Transaction, "commit", publishes_after_a_pause, "one_of_two_publishers_wins", {"overwrite": False}),
     (Transaction, "abort", publishes_though_aborted, "an_abort_leaves_nothing", {"overwrite": False}),
+    (
+        ResumableTransaction,
+        "whole_files",
+        takes_parts_for_whole,
+        "a_suspended_copy_is_gone_on_with",
+        {"overwrite": False},
+    ),
     (LocalTransaction, "revoke", anything_goes, "a_revoked_commit_fails_unless_it_has_won", {}),
     (Transaction, "commit", publishes_in_two_steps, CANCELLED, {**CUT, "step": "commit"}),
     (local_transaction, "remove_own", anything_goes, CANCELLED, {**CUT, "step": "create"}),

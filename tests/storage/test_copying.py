@@ -24,6 +24,7 @@ from aiockpt.storage import copying
 from aiockpt.storage.base import Storage
 from aiockpt.storage.copying import CopyFacts, RateLimit, copy_checkpoint
 from aiockpt.storage.local.storage import LocalStorage
+from aiockpt.storage.local.temp_dir import RECORD, REPLACED, copy_ticket
 from aiockpt.storage.wrapper import WrapperStorage
 from aiockpt.testing import FaultyStorage, ServerStorage
 from tests.places import ServerPath, storage_of
@@ -107,6 +108,21 @@ async def test_copy_replaces_another_checkpoint(source: str, anywhere: Path | Se
         await ckpt.save({"x": torch.ones(3)}, anywhere / "copy")
     await copy(source, str(anywhere / "copy"), workers)
     assert is_whole(anywhere / "copy")
+
+
+@pytest.mark.asyncio
+async def test_kill_between_two_renames(source: str, tmp_path: Path, workers: Workers) -> None:
+    """On file systems that can't exchange two names: the copy is whole, but has not its name."""
+    there, hidden = tmp_path / "there", tmp_path / "there" / copy_ticket(id_of(source))
+    await copy(source, str(there / "new"), workers)
+    async with aiockpt.AsyncCheckpointer() as ckpt:
+        await ckpt.save({"x": torch.ones(3)}, there / "copy")
+    (there / "copy").rename(f"{hidden}{REPLACED}")
+    (there / "new").rename(hidden)
+    Path(f"{hidden}{RECORD}").write_text("copy")
+    await copy(source, str(there / "copy"), workers)
+    assert is_whole(there / "copy")
+    assert os.listdir(there) == ["copy"]
 
 
 @pytest.mark.asyncio

@@ -209,6 +209,7 @@ def test_the_writers_of_all_ranks_publish_without_the_trainers(
         assert not ckpt.verify(anywhere / "c").problems
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dead", "moment"), [([1], "before"), ([0, 1, 2], "before"), ([2], "writer"), ([0], "writer")])
 def test_nothing_is_left_if_the_part_of_a_rank_is_missing(
     dead: list[int], moment: str, own: Path, anywhere: Path

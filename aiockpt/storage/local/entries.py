@@ -139,6 +139,8 @@ class LocalListing(Listing):
         try:
             path = os.path.join(self.path, name)
             if not self.is_file and not is_inside(path_of_fd(fd, path), homes_of(self._fd, self.path)):
+                if self._is_moved():  # as by a deletion, between the two looks
+                    raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
                 raise OSError(errno.EXDEV, "it is a link that leads out of the checkpoint", path)
             parts = []
             while length > 0 and (part := os.pread(fd, min(length, 1 << 30), offset)):
@@ -147,6 +149,12 @@ class LocalListing(Listing):
             return b"".join(parts)
         finally:
             os.close(fd)
+
+    def _is_moved(self) -> bool:
+        try:
+            return not os.path.samestat(os.stat(self.path), os.fstat(self._fd))
+        except FileNotFoundError:
+            return True
 
     def close(self) -> None:
         fd, self._fd = self._fd, -1

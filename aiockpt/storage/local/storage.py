@@ -181,15 +181,17 @@ class LocalStorage(LocalDirectories, SharedStorage):
     async def resume(self, path: str, save_id: str, *, workers: Workers) -> SharedTransaction:
         path, ticket = self.resolve(path), copy_ticket(save_id)
         hidden = _beside(path, ticket)
-        found = await workers.run(_hold, hidden, path)
-        if found is None:
-            making = partial(workers.run, self._make_hidden, path, ticket, overwrite=True)
-            hidden, held = await self._policy.repeater.run(f"make the directory for {path}", making)
-        else:
-            held = found
-        return ResumableTransaction(
-            self._policy, path, hidden, workers, held, held.identity, _overwrite=True, _is_taken=found is not None
-        )
+        held = await workers.run(_hold, hidden, path)
+        if held is not None:
+            taken = ResumableTransaction(
+                self._policy, path, hidden, workers, held, held.identity, _overwrite=True, _is_taken=True
+            )
+            if await taken.status() != "published":
+                return taken
+            await taken.finalize()  # it was killed between its two renames
+        making = partial(workers.run, self._make_hidden, path, ticket, overwrite=True)
+        hidden, made = await self._policy.repeater.run(f"make the directory for {path}", making)
+        return ResumableTransaction(self._policy, path, hidden, workers, made, made.identity, _overwrite=True)
 
     def append_to(self, path: str, *, workers: Workers) -> SharedTransaction:
         """Add files to an existing directory, which the caller publishes by other means."""

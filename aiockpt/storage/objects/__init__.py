@@ -17,6 +17,10 @@ the state that `begin` has written, if it still has that stamp: one succeeds. Th
 publishes. What it has replaced, and what is deleted, stays for ``grace_s`` seconds for those that read it; then they
 get a CheckpointNotFoundError.
 
+A checkpoint of one file is the object ``{path}`` itself, which appears as a whole when its upload ends. There is no
+condition for that, so its writer first puts a tombstone at ``{path}/.metadata``: nobody else can publish there. Then
+it looks at what is there. What it has below its token goes afterwards.
+
 Every object that a condition protects has contents of its own, since an ETag may be a hash of them. So an answer that
 was lost is no problem: whoever reads its own contents has written them.
 """

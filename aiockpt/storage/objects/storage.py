@@ -140,12 +140,15 @@ class ObjectStorage(SharedStorage):
         """Return bytes of a file that is in a commit object."""
         return self._documents.bytes_of(self, commit, name, offset, length)
 
-    def free_for(self, path: str, *, overwrite: bool) -> Commit | None:
-        """Remove what is left at a path; return what a save replaces, or raise CheckpointExistsError if it may not."""
+    def free_for(self, path: str, *, overwrite: bool, own: str) -> Commit | None:
+        """Remove what is left at a path; return what a save replaces, or raise CheckpointExistsError if it may not.
+
+        ``own``: the token of the save, whose objects may be there already.
+        """
         key = self.key(path)
         if not key:
             raise SaveError(f"{path} is all of the storage: save to a name below it")
-        found = self.objects.below(key)
+        found = {name: facts for name, facts in self.objects.below(key).items() if not (key + name).startswith(own)}
         self._clean(key, found)
         now = self.record(path, deleted=True) if COMMIT_NAME in found else None
         if now is None and COMMIT_NAME in found and self.objects.facts(key + COMMIT_NAME) is not None:
@@ -312,7 +315,7 @@ class ObjectStorage(SharedStorage):
     ) -> SharedTransaction:
         path = self.resolve(path)
         begun = ObjectTransaction(self, path, ticket or new_ticket(), _workers=workers, _overwrite=overwrite)
-        return await entered(f"begin to write {path}", workers.run(begun.begin), begun.abort)
+        return await entered(f"begin to write {path}", begun.begin(), begun.abort)
 
     async def join(self, path: str, ticket: str, *, workers: Workers) -> SharedTransaction:
         joined = ObjectTransaction(self, self.resolve(path), ticket, _workers=workers, _joins=True)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from aiockpt.core.threads import outlast
 from aiockpt.errors import (
@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 _ATTEMPTS = 8  # of a commit
 _PAUSE_S = 0.05
 _MOST_PAUSE_S = 2.0
+
+_One = TypeVar("_One")
+_Other = TypeVar("_Other")
 
 logger = logging.getLogger("aiockpt")
 
@@ -60,6 +63,15 @@ async def entered(
         with contextlib.suppress(AiockptError):  # the first error counts
             await leave()
         raise
+
+
+async def _both(one: Awaitable[_One], other: Awaitable[_Other]) -> tuple[_One, _Other]:
+    """Return the results of both, which run at the same time and to their ends; raise the error of the first."""
+    found = await outlast(asyncio.gather(one, other, return_exceptions=True))
+    for each in found:
+        if isinstance(each, BaseException):
+            raise each
+    return found  # type: ignore[return-value]  # no errors
 
 
 def is_taken(path: str) -> CheckpointExistsError:
@@ -97,16 +109,24 @@ class ObjectTransaction(SharedTransaction):
         self._state, self._held = f"{self._token}state", f"{self._token}held/{new_ticket()}"
         self._publish_state = f"publish {secrets.token_hex(8)}".encode()
 
-    def begin(self) -> SharedTransaction:
-        """Take the token; blocks."""
-        self._seen = self._storage.free_for(self._path, overwrite=self._overwrite)
+    async def begin(self) -> SharedTransaction:
+        """Take the token while it is found out whether the path is free."""
+        self._seen, _ = await _both(
+            self._workers.run(self._find_free),
+            self._workers.run(self._open),
+        )
+        return self
+
+    def _find_free(self) -> Commit | None:
+        return self._storage.free_for(self._path, overwrite=self._overwrite, own=self._token)
+
+    def _open(self) -> None:
         ticket = read_ticket(self.ticket)
         if ticket is not None and ticket.owner != this_process():  # the ticket says that another one takes part
             self._is_held = True
             self._objects.put(self._held, b"")
         self.stamp = self._objects.put_surely(self._state, f"open {secrets.token_hex(8)}".encode(), "")
         self._storage.check_conditions(self._state)
-        return self
 
     def enter(self, stamp: Stamp | None = None) -> SharedTransaction:
         """Take part in what was begun; blocks. Raise WriteError if it is gone, unless it is taken over."""
@@ -184,7 +204,10 @@ class ObjectTransaction(SharedTransaction):
                 await outlast(self._publish_single(self._single))
             await self.release()
         elif not self._joins:
-            sizes = {name: size for name, size in (await self.sizes()).items() if name not in documents}
+            # The files are listed meanwhile: a state that says "publish" is no obstacle to giving the save up.
+            with errors(CommitError, f"publish {self._path}"):
+                found, _ = await _both(self.sizes(), self._workers.run(self._to_publish))
+            sizes = {name: size for name, size in found.items() if name not in documents}
             if not sizes and not documents:  # one object, whose parts have gone with the process that sent them
                 raise CommitError(f"nothing was written for {self._path}; save again")
             with errors(CommitError, f"publish {self._path}"):
@@ -212,8 +235,7 @@ class ObjectTransaction(SharedTransaction):
         key, run = self._key[:-1], self._workers.run
         await run(self._to_publish)
         claim = await run(self._storage.claim, self._path, self._check_revoked)
-        problem: OSError | None = None
-        is_claimed = True
+        gone = [claim]
         try:
             before = await run(self._objects.facts, key)
             if before is not None and not self._overwrite:
@@ -225,30 +247,32 @@ class ObjectTransaction(SharedTransaction):
             except NotSentError as exc:
                 raise CommitError(f"can't write {self._path}: {exc}") from exc
             except OSError as exc:
-                problem = exc
-                after = await run(self._objects.facts, key)
-                if (after.stamp if after else "") == only_if and not isinstance(exc, ConditionError):
-                    raise
-                if after is None or after.size != sink.nbytes or after.stamp == only_if:
-                    raise is_taken(self._path) from exc
-        except AiockptError:
+                await self._settle(key, sink, only_if, exc)
+            gone.append(self._state)
+        except CommitUncertainError:
+            gone, self._over = [], True  # nobody else may publish while it may still appear
             raise
-        except OSError as exc:  # it may still appear: until then nobody else may publish
-            is_claimed, self._over = False, True
-            text = f"it is not known whether {self._path} was published: {problem or exc}"
-            raise CommitUncertainError(text) from exc
         finally:
-            if is_claimed:
-                with contextlib.suppress(OSError):  # it is void after a while
-                    await run(self._objects.delete, [claim])
+            with contextlib.suppress(OSError):  # a claim is void after a while, and a state is cleaned
+                await run(self._objects.delete, gone)
+
+    async def _settle(self, key: str, sink: ObjectSink, before: Stamp, problem: OSError) -> None:
+        """Find out whether an object has appeared in spite of an error: return if it has."""
         try:
-            await run(self._objects.remove, self._token)
-        except OSError as exc:
-            logger.warning("%s is published, but %s can't be removed: %s", self._path, self._token, exc)
+            after = await self._workers.run(self._objects.facts, key)
+        except OSError:
+            after = None
+        stamp = after.stamp if after else ""
+        if isinstance(problem, ConditionError) and (after is None or stamp == before or after.size != sink.nbytes):
+            raise is_taken(self._path) from problem
+        if after is None or stamp == before:
+            text = f"it is not known whether {self._path} was published: {problem}"
+            raise CommitUncertainError(text) from problem
+        if after.size != sink.nbytes:
+            raise is_taken(self._path) from problem
 
     def _publish(self, files: Mapping[str, int], documents: Mapping[str, Document]) -> None:
         problem: OSError = ConditionError(f"{self._path} was replaced again and again by other processes")
-        self._to_publish()
         before, attempt = self._seen, 0
         while attempt < _ATTEMPTS:
             if attempt:
