@@ -39,6 +39,7 @@ logger = logging.getLogger("aiockpt")
 
 _HEAD = struct.Struct("!QQQ")
 _DONE = b"\1"
+_MOST_DONE = 64
 _MORE = getattr(socket, "MSG_MORE", 0)
 _TIME = struct.Struct("ll")  # timeval
 _JOIN_S = 5.0
@@ -130,23 +131,49 @@ class Wire:
 class MemoryWire(Wire):
     """A connection within a host, whose messages stand in memory that both sides have."""
 
-    _arena: memoryview | None = None  # of the other side
-    _has_arena = False  # the other side, of this side
+    def __init__(self, own: socket.socket, stall_s: float) -> None:
+        super().__init__(own, stall_s)
+        self._arena: memoryview | None = None  # of the other side
+        self._announced = self._done = 0  # messages
+        self._waits = threading.Condition()
+        self._is_receiving = self._is_broken = False
 
-    def announce(self, number: int, nbytes: int, arena: Arena, at: int) -> None:
-        """Send a message that stands in an arena, always the same one."""
+    def announce(self, number: int, nbytes: int, arena: Arena, at: int) -> int:
+        """Send a message that stands in an arena, always the same one; return its ticket."""
         try:
-            if not self._has_arena:
+            if not self._announced:
                 socket.send_fds(self._socket, [_DONE], [arena.fd])
-                self._has_arena = True
             self._socket.sendall(_HEAD.pack(number, nbytes, at))
         except OSError as exc:
             raise LinkBrokenError(str(exc)) from exc
+        self._announced += 1
+        return self._announced
 
-    def wait(self) -> None:
-        """Wait until the other side no longer needs the message that was announced."""
-        done = bytearray(1)
-        self.fill(memoryview(done))
+    def wait(self, ticket: int) -> None:
+        """Wait until the other side no longer needs the message with this ticket. Any number of threads may wait."""
+        with self._waits:
+            while self._done < ticket:
+                if self._is_broken:
+                    raise LinkBrokenError("the other side has left")
+                if self._is_receiving:
+                    self._waits.wait()
+                    continue
+                self._is_receiving = True
+                self._waits.release()
+                try:
+                    count = self._receive_done()
+                finally:
+                    self._waits.acquire()
+                    self._is_receiving = False
+                    self._waits.notify_all()
+                self._done += count
+                self._is_broken = not count
+
+    def _receive_done(self) -> int:
+        """Return how many more messages the other side no longer needs; 0 if it has left."""
+        with contextlib.suppress(OSError):
+            return len(self._socket.recv(_MOST_DONE))
+        return 0
 
     def head(self) -> Head:
         """Wait for a message; return its head."""

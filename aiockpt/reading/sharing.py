@@ -6,7 +6,6 @@ itself. Each rank checks the CRCs of the items that it gets whole, wherever the 
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import queue
@@ -175,8 +174,8 @@ class SharedReads:
         self._is_shared = near > 0  # with processes of this host
         self._most_read = min(self.source.most_reads or self.workers.count, _MOST_READ_NEAR if near else _MOST_READ)
         # Apart: if sending could wait for what is received, two ranks could wait for each other. A process that hangs
-        # takes one buffer with it.
-        self._to_read = _CellBuffers(self._most_read + near, is_shared=self._is_shared)
+        # takes all those with it that it may still read; what is not used has no memory.
+        self._to_read = _CellBuffers(self._most_read * (1 + near), is_shared=self._is_shared)
         self._to_receive = _CellBuffers(_MOST_RECEIVED)
 
     def has(self, cell: Cell) -> bool:
@@ -287,13 +286,10 @@ class SharedReads:
                 placer.finish(whole)
                 return _ForDevices(Held(file, begin, view), [], None)
             held = Held(file, begin, view)
-            with contextlib.ExitStack() as locks:
-                for _, wire, _, _ in near:  # in the order of their ranks, so that no two threads wait for each other
-                    locks.enter_context(wire.turn)
-                asked = [each for each in near if self._announce(lent, *each, share.number)]
-                left = placer.place(held, _jobs_of(share, jobs))
-                for taker, wire, _, _ in asked:
-                    self._await(lent, taker, wire)
+            announced = [self._announce(lent, *each, share.number) for each in near]
+            left = placer.place(held, _jobs_of(share, jobs))
+            for (taker, wire, _, _), ticket in zip(near, announced, strict=True):
+                self._await(lent, taker, wire, ticket)
             return _ForDevices(held, left, lent)
         except BaseException:
             if not self._is_shared:  # else another process may be copying from it
@@ -307,18 +303,19 @@ class SharedReads:
         except LinkBrokenError as exc:
             self._leave_out(taker, exc)
 
-    def _announce(self, lent: _Lent | None, taker: int, wire: MemoryWire, low: int, high: int, number: int) -> bool:
+    def _announce(self, lent: _Lent | None, taker: int, wire: MemoryWire, low: int, high: int, number: int) -> int:
+        """Announce a message; return its ticket, 0 if the other rank is left out."""
         try:
-            if lent is not None and taker in self.wires.outbound:
-                wire.announce(number, high - low, self._to_read.arena, lent.at + low)
-                return True
+            with wire.turn:
+                if lent is not None and taker in self.wires.outbound:
+                    return wire.announce(number, high - low, self._to_read.arena, lent.at + low)
         except LinkBrokenError as exc:
             self._leave_out(taker, exc)
-        return False
+        return 0
 
-    def _await(self, lent: _Lent | None, taker: int, wire: MemoryWire) -> None:
+    def _await(self, lent: _Lent | None, taker: int, wire: MemoryWire, ticket: int) -> None:
         try:
-            wire.wait()
+            wire.wait(ticket)
         except LinkBrokenError as exc:
             if lent is not None:
                 lent.is_lost = True  # a process that hangs may read it when it goes on

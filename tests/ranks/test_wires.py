@@ -50,8 +50,7 @@ async def mesh(count: int, timeout_s: float = 30.0, *, near: bool = False) -> li
 def send_over(wire: Wire, number: int, crc: int, arena: Arena, at: int) -> None:
     """Send all of an arena from a position on."""
     if isinstance(wire, MemoryWire):
-        wire.announce(number, len(arena.view) - at, arena, at)
-        wire.wait()
+        wire.wait(wire.announce(number, len(arena.view) - at, arena, at))
     else:
         wire.send(number, crc, arena.view[at:])
 
