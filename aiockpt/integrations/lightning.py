@@ -160,10 +160,11 @@ class AiockptCallback(_callbacks.Callback):
         saves.beside, saves.optimizers = True, lambda: trainer.optimizers
         self._large_buffers = [each for each in pl_module.buffers() if each.nbytes > _SMALL_BYTES]
         for callback in trainer.checkpoint_callbacks:
+            saves.links = saves.links or getattr(callback, "save_last", None) == "link"
             self._replace(callback, "file_exists", _is_taken)
             self._replace(callback, "_link_checkpoint", _link)
         for logger in trainer.loggers:
-            self._replace(logger, "after_save_checkpoint", _report)
+            self._replace(logger, "after_save_checkpoint", lambda saves, stock, each: saves.then(lambda: stock(each)))
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Raise the failure of a save."""
@@ -208,10 +209,6 @@ class AiockptCallback(_callbacks.Callback):
             delattr(*self._replaced.pop())
 
 
-def _report(saves: NamedSaves, stock: Callable[..., Any], callback: Any) -> None:
-    saves.then(lambda: stock(callback))
-
-
 def saves_of(trainer: Any) -> NamedSaves | None:
     """Return the saves of a trainer; None if they are not ours."""
     strategy = trainer.strategy
@@ -226,7 +223,7 @@ def _is_taken(saves: NamedSaves, stock: Callable[..., bool], path: Any, trainer:
 
 def _link(saves: NamedSaves, stock: Callable[..., Any], trainer: Any, path: str, link: str) -> None:
     if trainer.is_global_zero and os.path.abspath(path) != os.path.abspath(link):
-        saves.then(lambda: _make_link(path, link))
+        saves.link(path, lambda: _make_link(path, link))
     trainer.strategy.barrier()
 
 

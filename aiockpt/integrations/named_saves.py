@@ -38,6 +38,7 @@ class NamedSaves:
         beside: whether saves run beside training. The plug-in sets it while it calls `fence` or has given
             ``optimizers``. If not, a save blocks until it is durable, and no thread stays.
         optimizers: returns the optimizers whose steps have to wait for the copies; called at each save.
+        links: whether the framework keeps links beside the checkpoints, made in `link`.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -45,7 +46,9 @@ class NamedSaves:
         self._forget()
 
     def _forget(self) -> None:
-        self.beside = False
+        self.beside = self.links = False
+        self._held: list[str] = []  # to be removed when no link names them
+        self._to_link: list[str] = []
         self.optimizers: Callable[[], Sequence[torch.optim.Optimizer]] = tuple
         self._flying: deque[tuple[str, SaveHandle]] = deque()
         self._last: tuple[str, SaveHandle] | None = None
@@ -151,6 +154,9 @@ class NamedSaves:
         path = os.path.abspath(path)
         if not os.path.lexists(path) and not self.will_be(path):
             return
+        if self.links and (path in self._to_link or _is_linked(path)):
+            self._held.append(path)
+            return
         self._removals = {each: removal for each, removal in self._removals.items() if not removal.done()}
         if self._last is not None and self._last[0] == path:
             concurrent.futures.wait([self._last[1].written])
@@ -162,6 +168,20 @@ class NamedSaves:
                 own.delete(path)
             except CheckpointNotFoundError:
                 return
+
+    def link(self, path: str, make: Callable[[], object]) -> None:
+        """Call what makes a link to a path as `then` does. What it has named before is removed only after that."""
+        path = os.path.abspath(path)
+        self._to_link.append(path)
+
+        def make_it() -> None:
+            make()
+            self._to_link.remove(path)
+            held, self._held = self._held, []
+            for each in held:
+                self.remove(each)
+
+        self.then(make_it)
 
     # --- outcomes -----------------------------------------------------------------------------------------
 
@@ -220,3 +240,8 @@ class NamedSaves:
             self.end()
         except AiockptError as exc:
             error.add_note(f"a checkpoint also failed: {exc}")
+
+
+def _is_linked(path: str) -> bool:
+    with os.scandir(os.path.dirname(path)) as entries:
+        return any(each.is_symlink() and os.path.realpath(each.path) == os.path.realpath(path) for each in entries)
