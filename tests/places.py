@@ -144,4 +144,5 @@ def left_in(url: str) -> list[str]:
     for key in [key for key in found if key.endswith(f"/{COMMIT_NAME}") and not split_token(key)[0]]:
         ended.add(storage.record(f"{storage._root}/{key.removesuffix(f'/{COMMIT_NAME}')}").token)
         del found[key]
-    return [key for key in found if "/held/" in key or not key.startswith(tuple(ended))]
+    hidden = [key for key in found if split_token(key)[0]]  # others are checkpoints of one object
+    return [key for key in hidden if "/held/" in key or not key.startswith(tuple(ended))]
