@@ -18,6 +18,7 @@ from benchmarks.harness import object_server
 from benchmarks.harness.object_server import ObjectServer, Rule
 from tests.objects.buckets import Bucket
 
+pytestmark = pytest.mark.slow
 _LIMIT_S = 30.0  # of a wait that must end
 STATE = {"x": torch.arange(30_000_000.0)}  # more than fits in the pool
 

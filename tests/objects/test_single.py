@@ -179,6 +179,7 @@ REQUESTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1000, 3_000_000], ids=["whole", "parts"])
 @pytest.mark.parametrize("answer", ANSWERS)
 @pytest.mark.parametrize("request_", REQUESTS)
