@@ -117,7 +117,7 @@ class FsspecListing(Listing):
                 if not str(facts.get("mimetype", "")).startswith("text/html"):
                     return [facts]
             return list(files.ls(path, detail=True))
-        except OSError:
+        except (OSError, Warning):  # the latter only because the program makes errors of warnings
             raise
         except Exception as exc:  # each of them has errors of its own
             raise OSError(f"{type(exc).__name__}: {exc}") from exc
@@ -164,7 +164,7 @@ class FsspecListing(Listing):
                 found = files.cat_ranges([url] * len(runs), list(starts), list(ends), on_error="raise")
             else:
                 found = [self._read_one(url, offset, offset + length) for offset, length in runs]
-        except OSError:
+        except (OSError, Warning):
             raise
         except Exception as exc:
             raise OSError(f"{type(exc).__name__}: {exc}") from exc

@@ -24,6 +24,7 @@ def invoke(*arguments):
     return CliRunner().invoke(app, ["bench", *map(str, arguments)])
 
 
+@pytest.mark.slow
 def test_all_settings_are_measured_and_no_file_is_left(tmp_path):
     (tmp_path / "mine").touch()
     result = invoke(f"file://{tmp_path}", *SMALL, "--json")

@@ -43,6 +43,7 @@ def home(python, tmp_path_factory):
     return home
 
 
+@pytest.mark.slow
 def test_examples_print_the_output_on_the_page(home):
     environment = os.environ | {"PATH": f"{home / 'bin'}:{os.environ['PATH']}"}
     checker = doctest.OutputChecker()

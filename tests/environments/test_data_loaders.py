@@ -64,6 +64,7 @@ def test_an_epoch_resumes_where_it_was(tmp_path: Path, workers: int, kind: str) 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("at", [4, 10, 13], ids=["within", "at the end", "in the second epoch"])
 def test_training_resumes_with_the_same_batches_and_random_numbers(tmp_path: Path, workers: int, at: int) -> None:

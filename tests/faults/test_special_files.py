@@ -111,12 +111,15 @@ def operations(run: Path, place: Path) -> list[Callable[[], object]]:
 
 
 def combinations() -> Iterator[Any]:
-    """Yield a pipe in each place, and one other kind of file; all others only repeat what these find."""
+    """Yield a pipe in each place, and one other kind of file, which takes long; all others only repeat what these find."""
     kinds = [kind for kind in SPECIAL if kind != "pipe"]
     for number, place in enumerate(PLACES):
         for kind in SPECIAL:
-            is_chosen = kind in ("pipe", kinds[number % len(kinds)])
-            yield pytest.param(kind, place, marks=() if is_chosen else pytest.mark.full)
+            if kind == "pipe":
+                yield pytest.param(kind, place)
+            else:
+                is_chosen = kind == kinds[number % len(kinds)]
+                yield pytest.param(kind, place, marks=pytest.mark.slow if is_chosen else pytest.mark.full)
 
 
 @pytest.mark.timeout(60)

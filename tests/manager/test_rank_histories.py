@@ -136,6 +136,7 @@ def test_two_ranks_match_the_model(world2: World, tmp_path_factory: pytest.TempP
     match(world2, count, set(HARMS), lambda: tmp_path_factory.mktemp("run"))
 
 
+@pytest.mark.slow
 def test_two_ranks_match_the_model_on_a_server(world2: World, server_url: str) -> None:
     match(world2, 8, {"flip", "delete"}, lambda: ServerPath(f"{server_url}/{uuid.uuid4().hex}"))
 

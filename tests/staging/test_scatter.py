@@ -154,7 +154,7 @@ async def test_new_tensors_belong_to_the_stream_of_the_call(monkeypatch: pytest.
             return ["made"]
 
     device, filled = torch.device("cuda", 0), []
-    wanted = SimpleNamespace(reads=[], shape=(2,), dtype=torch.float32, read_into=filled.append)
+    wanted = SimpleNamespace(reads=[], tensor=None, shape=(2,), dtype=torch.float32, read_into=filled.append)
     monkeypatch.setattr(engine, "current_streams", lambda: {device: threading.get_ident()})
     async with aiockpt.AsyncCheckpointer() as ckpt:
 
@@ -162,7 +162,7 @@ async def test_new_tensors_belong_to_the_stream_of_the_call(monkeypatch: pytest.
             assert threading.get_ident() != tools.streams[device]
             tools = dataclasses.replace(tools, placer_for=lambda _: Placer())
             plan = SimpleNamespace(new=[wanted], device=device)
-            await executor.ReadExecutor(None, "", LoadOptions(), tools)._allocate(plan)
+            await executor.ReadExecutor(None, "", LoadOptions(), tools).allocate(plan)
 
         await ckpt._engine.call(make, "make").wait()
     assert asked == [([((2,), torch.float32)], threading.get_ident())]
