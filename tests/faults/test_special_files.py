@@ -111,7 +111,7 @@ def operations(run: Path, place: Path) -> list[Callable[[], object]]:
 
 
 def combinations() -> Iterator[Any]:
-    """Yield a pipe in each place, and one other kind of file, which takes long; all others only repeat what these find."""
+    """Yield a pipe in each place, and one other kind of file; all others only repeat what these find."""
     kinds = [kind for kind in SPECIAL if kind != "pipe"]
     for number, place in enumerate(PLACES):
         for kind in SPECIAL:
