@@ -26,7 +26,7 @@ logger = logging.getLogger("aiockpt")
 
 @dataclass
 class SharedPrefix(_StoragePrefix):
-    """What a rank needs to write its files: how their names begin, and the ticket of the transaction."""
+    """The data that a rank needs to write its files: how their names begin, and the ticket of the transaction."""
 
     ticket: str
 

@@ -1,4 +1,4 @@
-"""Where Ray's actors meet, to write one checkpoint together without ``torch.distributed``; see `Meeting`."""
+"""A meeting of Ray's actors, to write one checkpoint together without ``torch.distributed``; see `Meeting`."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class _MeetingPlace:
 
 
 class Meeting:
-    """Where actors of Ray find each other, without ``torch.distributed``.
+    """A place where actors of Ray find each other, without ``torch.distributed``.
 
     An actor of the cluster that uses no CPU, is restarted when its node is lost, and lives until `end`.
     """

@@ -65,7 +65,7 @@ logger = logging.getLogger("aiockpt")
 
 @dataclass(frozen=True, slots=True)
 class MirrorSettings:
-    """What is mirrored, and how.
+    """Settings of a mirror: the steps that are copied, and how.
 
     Attributes:
         keep: the policy of the run's directory.
@@ -191,7 +191,7 @@ class Mirror:
 
     @property
     def backlog(self) -> MirrorBacklog:
-        """What is left to do, when it was looked at last."""
+        """The work that is left, as it was seen last."""
         return self._state.backlog
 
     def state_of(self, info: StepInfo) -> str:
@@ -435,7 +435,7 @@ class Mirror:
 
 
 class _MirrorState:
-    """What a mirror knows in this process."""
+    """The state of a mirror in this process."""
 
     def __init__(self) -> None:
         self.backlog = MirrorBacklog()

@@ -65,7 +65,7 @@ class _Listed:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a step is read; ``repaired`` are the keys, or files, that the mirror has to give."""
+    """The place that a step is read from; ``repaired`` are the keys, or files, that come from the mirror."""
 
     storage: Storage
     path: str

@@ -1,4 +1,4 @@
-"""What several ranks read alike: one of them reads it, and sends it to the others while all put it into place.
+"""Shared reads: one rank reads what several need, and sends it to the others while all put it into place.
 
 A rank counts on nothing from another one: what it is not sent, because that one has failed or is silent, it reads
 itself. Each rank checks the CRCs of the items that it gets whole, wherever the bytes come from.

@@ -35,7 +35,7 @@ _DOCUMENTS = (METADATA_NAME, MANIFEST_NAME)
 
 @dataclass(frozen=True, slots=True)
 class CopyFacts:
-    """What was copied.
+    """The result of a copy.
 
     Attributes:
         nbytes: the bytes of all files.

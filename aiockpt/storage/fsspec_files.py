@@ -1,4 +1,4 @@
-"""What fsspec reads: ``hf://``, ``http://`` and others, to read only; extra ``aiockpt[fsspec]``.
+"""Files that fsspec reads: ``hf://``, ``http://`` and others, to read only; extra ``aiockpt[fsspec]``.
 
 fsspec's interface has no step that publishes atomically: its rename is a copy and a deletion, or not said to be more.
 """

@@ -24,7 +24,7 @@ class MirrorResult:
 
 @dataclass(frozen=True, slots=True)
 class MirrorBacklog:
-    """What a mirror lacks, when it was looked at last.
+    """The steps that a mirror lacks, as it was seen last.
 
     Attributes:
         steps: the steps that will be mirrored, in this order.

@@ -95,7 +95,7 @@ class Dequantizing(HuggingFaceStorageReader):
 
 
 class Run:
-    """What torchtitan's trainer has, and does at each step."""
+    """The objects of torchtitan's trainer, and its work at each step."""
 
     def __init__(self, folder: Path, kind: Any = AiockptCheckpointManager, adapter: Any = None, **config: Any) -> None:
         torch.manual_seed(0)

@@ -55,7 +55,7 @@ class Counter:
 
 
 class Run:
-    """What torchtitan's trainer has: shards of one model, or with ``staged`` one part of it on each rank."""
+    """The objects of torchtitan's trainer: shards of one model, or with ``staged`` one part of it on each rank."""
 
     def __init__(self, folder: Path, kind: Any, *, staged: bool = False, **config: Any) -> None:
         torch.manual_seed(1)
@@ -166,7 +166,7 @@ def check_export(directory: Path, *, staged: bool) -> None:
 
 
 def check_failure(directory: Path) -> None:
-    """Let a save fail on rank 1: all ranks raise at the next one, and the old checkpoint stays."""
+    """A save fails on rank 1: all ranks raise at the next one, and the old checkpoint stays."""
     fails = dist.get_rank() == 1
     broken = FaultyStorage(LocalStorage(), "write", OSError(errno.EIO, "broken"), nth=3, times=None if fails else 0)
     run = Run(directory, AiockptCheckpointManager, keep_latest_k=1, checkpointer={"storage": broken})

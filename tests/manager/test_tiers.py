@@ -52,7 +52,7 @@ def test_best_step_is_not_dropped() -> None:
 
 
 def test_number_that_was_used_again() -> None:
-    """What was saved later counts, in whichever tier it is."""
+    """The later save counts, in whichever tier it is."""
     old, new = info(5, "old", time=10.0), info(5, "new", time=20.0)
     assert waiting([new], [old]) == [5]
     assert waiting([old], [new]) == []

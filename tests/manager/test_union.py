@@ -159,7 +159,7 @@ def test_certain_step_is_repaired_too(here: Path, there: Any, run3: None) -> Non
 
 
 def test_disk_that_fails_is_no_damage(here: Path, there: Any, run3: None) -> None:
-    """What can't be read is read from the mirror, and keeps its name."""
+    """A copy that can't be read is read from the mirror, and keeps its name."""
     storage = FaultyStorage(storage_of(here), "read", OSError(errno.EIO, "I/O error"), times=None)
     storage.before_read, real = _fail_data(storage.before_read), storage.before_read  # type: ignore[method-assign]
     assert real is not None
@@ -171,7 +171,7 @@ def test_disk_that_fails_is_no_damage(here: Path, there: Any, run3: None) -> Non
 
 
 def _fail_data(real: Any) -> Any:
-    """Let documents be read."""
+    """Documents can be read."""
     return lambda name, *args: real(name, *args) if name.endswith(".distcp") else None
 
 

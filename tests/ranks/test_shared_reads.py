@@ -1,4 +1,4 @@
-"""What several ranks read alike is read once: all kinds of targets, failures, and ranks that can't be reached."""
+"""Bytes that several ranks need are read once: all kinds of targets, failures, and ranks that can't be reached."""
 
 from __future__ import annotations
 

@@ -146,7 +146,7 @@ def test_hip_has_calls_of_its_own_and_its_last_error_is_cleared(monkeypatch: pyt
 
 
 def test_copies_are_passed_in_one_call_until_the_driver_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it can't copy is copied one by one, now and from then on."""
+    """Memory that it can't copy is copied piece by piece, now and from then on."""
     calls: list[tuple[list[int], ...]] = []
     refuses = False
 

@@ -1,4 +1,4 @@
-"""What fsspec reads: its memory, a web server of this host, and one with the Hub's requests."""
+"""Storages of fsspec: its memory, a web server of this host, and one with the Hub's requests."""
 
 from __future__ import annotations
 

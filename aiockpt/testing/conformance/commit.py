@@ -88,7 +88,7 @@ class CommitTests(Suite):
     @_OVER
     @on_a_loop()
     async def test_a_suspended_copy_is_gone_on_with(self, overwrite: bool, place: StoragePath) -> None:
-        """What is whole may be kept, never more than was finished; the path has the old checkpoint until the commit."""
+        """Whole files may be kept, never more than were finished; the path has the old checkpoint until the commit."""
         old = await place.save_old(overwrite)
         save_id, resume = "0123456789abcdef", place.storage.resume
         for number in range(3):  # the third time it is there already, and is replaced
