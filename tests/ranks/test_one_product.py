@@ -136,9 +136,12 @@ def refused(rank: int, world_size: int, path: Path) -> list[str]:
 
 
 def test_what_can_not_be_is_refused(world2: World, anywhere: Path) -> None:
+    wanted = ["compress is for format='dcp'", "transforms is for format='dcp'"]
+    if not isinstance(anywhere, Path):  # refused earlier there: whatever the options, ranks can't write one object
+        wanted = ["can't let several ranks write one file"] * 2
     for compress, transforms, one_file in world2.results(refused, anywhere / "c"):
-        assert "compress is for format='dcp'" in compress
-        assert "transforms is for format='dcp'" in transforms
+        assert wanted[0] in compress
+        assert wanted[1] in transforms
         assert "a torch.save file is written by one process. Save with format='dcp'" in one_file
     assert not list(anywhere.iterdir())
 
