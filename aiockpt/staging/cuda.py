@@ -165,7 +165,7 @@ class AcceleratorStager(Stager):
                     issued.append((self._runtime.record(), filler.sources, len(group)))
             except BaseException:
                 # The chunks return to the pool: no copy into them may be in flight.
-                self._runtime.sleep_until(self._runtime.record())
+                self._runtime.drain()
                 raise
         return issued
 

@@ -368,6 +368,14 @@ class Runtime:
         self.enter()  # for a thread that only waits: without it, device 0 would get a context, and a capture would fail
         event.synchronize()
 
+    def drain(self) -> None:
+        """Block until nothing is in flight in the staging stream, also if the device has failed for good."""
+        with contextlib.suppress(RuntimeError):
+            self.sleep_until(self.record())
+            return
+        with contextlib.suppress(RuntimeError):  # no event could be recorded, or the wait for it failed
+            self._stream.synchronize()
+
     def node(self) -> int | None:
         """Return the NUMA node that the device is at; None if it is unknown, or if there is only one."""
         return None

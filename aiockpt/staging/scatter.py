@@ -102,8 +102,8 @@ class AcceleratorPlacer:
         with self._runtime.stream():
             try:
                 sources = [place(placement, non_blocking=True) for placement in placements]
+                return self._runtime.record(), sources
             except BaseException:
                 # The chunk returns to the pool: no copy may still read it.
-                self._runtime.sleep_until(self._runtime.record())
+                self._runtime.drain()
                 raise
-            return self._runtime.record(), sources

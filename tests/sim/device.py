@@ -129,8 +129,13 @@ def held(*what: str | torch.Stream) -> Iterator[None]:
     try:
         yield
     finally:
-        for each in what:
-            _hold(each, False)
+        release(*what)
+
+
+def release(*what: str | torch.Stream) -> None:
+    """End the holding of `held` before its context ends."""
+    for each in what:
+        _hold(each, False)
 
 
 def _hold(what: str | torch.Stream, holds: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 import aiockpt
+from aiockpt.staging import runtime
 from tests.sim import device as sim
 from tests.states import assert_same
 
@@ -83,6 +85,34 @@ def test_at_every_copy(how: str, writer, locking, tmp_path: Path) -> None:
             assert not (tmp_path / str(at)).exists()
     assert any(each is not type(None) for each in outcomes)
     assert_same(expected, {name: tensor.cpu() for name, tensor in state.items()})
+
+
+@pytest.mark.parametrize("what", ["save", "load"])
+def test_no_copy_is_left_behind_by_a_device_that_fails(what: str, tmp_path: Path, monkeypatch) -> None:
+    """No event can be recorded any more once copies are enqueued: their memory is unlocked after them all the same."""
+    sim.lock_memory(monkeypatch)
+    state, record = {"w": torch.arange(40_000, device="sim")}, runtime.Runtime.record
+    with aiockpt.SyncCheckpointer(chunk_bytes=CHUNK, staging_bytes=8 * CHUNK, fsync=False) as ckpt:
+        ckpt.save(state, tmp_path / "first")
+    copies = {"save": "to_host", "load": "from_host"}[what]
+
+    def failing(self: runtime.Runtime) -> torch.Event:
+        if sim.statistics()[copies] > before:
+            with contextlib.suppress(RuntimeError):  # from the second time on
+                sim.fail_task("kernel")
+                sim.sleep(0, device=1)
+                torch.accelerator.synchronize(1)
+            if not release.is_alive():
+                release.start()
+        return record(self)
+
+    with sim.held(copies), aiockpt.SyncCheckpointer(chunk_bytes=CHUNK, staging_bytes=8 * CHUNK, fsync=False) as ckpt:
+        release = threading.Timer(0.3, sim.release, [copies])
+        before = sim.statistics()[copies]
+        monkeypatch.setattr(runtime.Runtime, "record", failing)
+        with pytest.raises((aiockpt.StageError, aiockpt.LoadError), match="illegal memory access"):
+            ckpt.save(state, tmp_path / "c") if what == "save" else ckpt.load(tmp_path / "first", map_location="sim")
+    assert not sim.misuses()
 
 
 def test_a_fence_out_of_time(tmp_path: Path) -> None:

@@ -82,6 +82,9 @@ class FakeRuntime:
         self.waiters.add(threading.current_thread().name)
         event.synchronize()
 
+    def drain(self) -> None:
+        self.sleep_until(self.record())
+
     def use(self, tensor: torch.Tensor) -> None:
         self.used.append(tensor)
 
