@@ -151,7 +151,8 @@ def _reported(exc: Exception, *, debug: bool) -> int:
         traceback.print_exception(exc)
     if isinstance(exc, _UsageError):
         where = exc.ctx.command_path if exc.ctx is not None else "aiockpt"
-        report(f"{printable(exc.format_message())} ({where} --help shows the usage)")
+        message = exc.format_message().replace(": Value error, ", ": ")  # pydantic, in newer versions of typer
+        report(f"{printable(message)} ({where} --help shows the usage)")
         return Code.USAGE
     known = isinstance(exc, CommandError | AiockptError | OSError)
     message = str(exc) if known else f"{type(exc).__name__}: {exc}"
