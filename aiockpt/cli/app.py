@@ -97,6 +97,7 @@ _FLAGS = {
     r"safe_globals=\[.*\].*, or trust=True": "--trust",
     r"trust=True": "--trust",
     r"overwrite=True": "--overwrite",
+    r", (or pass|choose another directory, or only read with) mode='read'": "",
     r"see what it holds with open\(path\), or pass strict=False": "aiockpt inspect shows what it holds",
 }
 """Patterns of what messages for programs advise, and the same for the command line."""
