@@ -14,7 +14,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -101,57 +101,62 @@ class Tier:
 
 
 class Promises:
-    """The futures `SaveHandle.mirrored` of steps that are not mirrored yet. From any thread."""
+    """The futures `SaveHandle.mirrored` of steps that are not mirrored yet. From any thread.
+
+    Each is that of a save: the same step may be saved again, while an earlier save of it is looked at or copied.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._made: dict[int, Completion[MirrorResult]] = {}
+        self._made: dict[int, tuple[SaveHandle, Completion[MirrorResult]]] = {}
         self._written: set[int] = set()
 
     def make(self, step: int, handle: SaveHandle) -> Completion[MirrorResult]:
         """Return the future of a save that has begun."""
         made: Completion[MirrorResult] = Completion(f"`mirrored` of {handle.path}", handle._origin)
-        self.fail([step], SaveSkippedError(f"step {step} was saved again before it was mirrored"))
+        self.fail(step, SaveSkippedError(f"step {step} was saved again before it was mirrored"))
         with self._lock:
-            self._made[step] = made
+            self._made[step] = handle, made
             self._written.discard(step)
         return made
 
-    def note_written(self, step: int) -> None:
-        """Note that a step can be mirrored from now on."""
+    def note_written(self, step: int, handle: SaveHandle) -> None:
+        """Note that a save can be mirrored from now on."""
         with self._lock:
-            self._written.add(step)
+            if step in self._made and self._made[step][0] is handle:
+                self._written.add(step)
 
     @property
-    def written(self) -> list[int]:
-        """The steps that are written, and neither mirrored nor given up."""
+    def written(self) -> dict[int, SaveHandle]:
+        """The saves that are written, and neither mirrored nor given up, by step."""
         with self._lock:
-            return sorted(self._written & self._made.keys())
+            return {step: handle for step, (handle, _) in sorted(self._made.items()) if step in self._written}
 
-    def keep(self, step: int, result: MirrorResult) -> None:
-        """Complete the future of a step that is mirrored, if it is written."""
-        if (made := self._take(step, written=True)) is not None:
+    def keep(self, step: int, result: MirrorResult, of: SaveHandle | None) -> None:
+        """Complete the future of a save that is mirrored; None: of none."""
+        if of is not None and (made := self._take(step, of)) is not None:
             made._settle(result)
 
-    def fail(self, steps: Iterable[int], error: BaseException, *, written: bool = False) -> None:
-        """Fail the futures of steps; ``written``: of those that are written, not those that are saved again."""
-        for step in steps:
-            if (made := self._take(step, written=written)) is not None:
-                made._settle(None, error)
+    def fail(self, step: int, error: BaseException, of: SaveHandle | None = None) -> None:
+        """Fail the future of a save; None: of the last one of this step."""
+        if (made := self._take(step, of)) is not None:
+            made._settle(None, error)
 
     def fail_all(self, reason: str) -> None:
         """Fail what is left."""
         with self._lock:
             left = list(self._made)
         for step in left:
-            self.fail([step], SaveError(f"step {step} is not mirrored: {reason}"))
+            self.fail(step, SaveError(f"step {step} is not mirrored: {reason}"))
 
-    def _take(self, step: int, *, written: bool) -> Completion[MirrorResult] | None:
+    def _take(self, step: int, of: SaveHandle | None) -> Completion[MirrorResult] | None:
         with self._lock:
-            if written and step not in self._written:
+            handle, made = self._made.get(step, (None, None))
+            if of is not None and of is not handle:
                 return None
             self._written.discard(step)
-            return self._made.pop(step, None)
+            self._made.pop(step, None)
+            return made
 
 
 class Mirror:
@@ -200,6 +205,11 @@ class Mirror:
             return "complete"
         return "waits" if info.step in self.backlog.steps else ""
 
+    @property
+    def knows_held(self) -> bool:
+        """Whether `held` has everything; until then no step must be deleted."""
+        return self._state.has_looked or not self._settings.is_required
+
     def held(self) -> set[int]:
         """Return the steps of the run that must not be deleted now."""
         held = set() if self._state.copied is None else {self._state.copied}
@@ -219,14 +229,15 @@ class Mirror:
         except (AiockptError, RuntimeError) as exc:  # closed, or no thread can be had: the next step tries again
             logger.warning("%s can't be mirrored now: %s", self.here.directory, exc)
 
-    def note_end(self, step: int, error: BaseException | None, path: str = "") -> None:
+    def note_end(self, step: int, handle: SaveHandle, path: str = "") -> None:
         """Note that the save of a step has ended; ``path``: where it was written to instead."""
+        error = handle.written._exception
+        if path:
+            error = SaveSkippedError(f"step {step} is not mirrored: it was written to {path}")
         if error is not None:
-            self.promises.fail([step], error)
-        elif path:
-            self.promises.fail([step], SaveSkippedError(f"step {step} is not mirrored: it was written to {path}"))
+            self.promises.fail(step, error, handle)
         else:
-            self.promises.note_written(step)
+            self.promises.note_written(step, handle)
             self._state.times.setdefault(step, time.time())
             self.poke()
 
@@ -284,12 +295,13 @@ class Mirror:
         workers = self.workers
         written = self.promises.written  # before the directory is read, which shows all of them
         local = await workers.run(partial(self.here.scanner.scan, lenient=True))
-        try:
-            await self._own(workers)
-            self._state.mirror = await workers.run(self.there.scanner.scan)
-        except Exception:
-            self._look(local, self._state.mirror, ())  # as it was seen last, so that the backlog grows
-            raise
+        knew_held = self.knows_held
+        # As the mirror was seen last: it may fail, or not answer, while the backlog grows.
+        self._look(local, self._state.mirror, {})
+        if not knew_held and self._retention is not None:
+            self._retention.again()
+        await self._own(workers)
+        self._state.mirror = await workers.run(self.there.scanner.scan)
         mirror = await self._pruned(self._state.mirror, workers)
         missing = self._look(local, mirror, written)
         await self._give_up({info.save_id for info in missing}, workers)
@@ -298,7 +310,7 @@ class Mirror:
         info = missing[-1 if self._task.is_closing else 0]  # the newest, if there may be no time for all
         self._state.copied = info.step
         try:
-            await self._copy(info, workers)
+            await self._copy(info, written.get(info.step), workers)
         finally:
             self._state.copied = None
             if self._retention is not None:
@@ -310,7 +322,8 @@ class Mirror:
         before, self._state.backlog = self._state.backlog, replace(self._state.backlog, error=error)
         self._reports.mirrored(self.there.directory, 0.0, None, error, self.backlog)
         if isinstance(error, RunLockedError):  # another one writes there: that does not pass by itself
-            self.promises.fail(self.promises.written, error, written=True)
+            for step, handle in self.promises.written.items():
+                self.promises.fail(step, error, handle)
         is_news = repr(before.error) != repr(error)  # not at each attempt
         if is_news and not isinstance(error, CheckpointNotFoundError):  # deleted or replaced just now
             logger.warning("%s can't be mirrored to %s now: %s", self.here.directory, self.there.directory, error)
@@ -333,7 +346,9 @@ class Mirror:
                 lease.release()
                 raise
 
-    def _look(self, local: Sequence[StepInfo], mirror: Sequence[StepInfo], written: Sequence[int]) -> list[StepInfo]:
+    def _look(
+        self, local: Sequence[StepInfo], mirror: Sequence[StepInfo], written: Mapping[int, SaveHandle]
+    ) -> list[StepInfo]:
         """Return what is missing; settle the futures of steps that were written if they are there, or are dropped."""
         state, settings = self._state, self._settings
         there = {info.step: info for info in mirror}
@@ -354,15 +369,16 @@ class Mirror:
         )
         here = {info.step: info for info in local}
         waiting = {info.step for info in missing}
-        for step in written:
+        for step, handle in written.items():
             if step in here and here[step].state == "damaged" and here[step].nbytes:  # else it can't be read now
                 damage = CorruptCheckpointError(f"step {step} is not mirrored, as it is damaged: {here[step].problem}")
-                self.promises.fail([step], damage, written=True)
+                self.promises.fail(step, damage, handle)
             elif step in here and is_mirrored(here[step], there):
-                self.promises.keep(step, MirrorResult(there[step].path, there[step].nbytes, 0, 0.0))
+                self.promises.keep(step, MirrorResult(there[step].path, there[step].nbytes, 0, 0.0), handle)
             elif step not in waiting:
                 why = "the policies keep later ones" if step in due else "mirror_every says so"
-                self.promises.fail([step], SaveSkippedError(f"step {step} is not mirrored: {why}"), written=True)
+                self.promises.fail(step, SaveSkippedError(f"step {step} is not mirrored: {why}"), handle)
+        state.has_looked = True
         newest = max((info for info in mirror if info.state == "complete"), key=lambda info: info.step, default=None)
         state.backlog = MirrorBacklog(
             tuple(info.step for info in missing),
@@ -373,8 +389,8 @@ class Mirror:
         )
         return missing
 
-    async def _copy(self, info: StepInfo, workers: Workers) -> None:
-        """Copy a step, and report it."""
+    async def _copy(self, info: StepInfo, handle: SaveHandle | None, workers: Workers) -> None:
+        """Copy a step, and report it; ``handle``: of its save, if that was written before the directory was read."""
         path, begun = self.there.path_of(info.step), time.perf_counter()
         self._state.begun[info.save_id] = path
         try:
@@ -391,7 +407,8 @@ class Mirror:
         except CorruptCheckpointError as exc:
             self._state.damaged.add(info.save_id)
             del self._state.begun[info.save_id]  # it is removed already
-            self.promises.fail([info.step], exc, written=True)
+            if handle is not None:
+                self.promises.fail(info.step, exc, handle)
             logger.exception("step %d is not mirrored, as it is damaged; the mirror keeps what it has", info.step)
             self._reports.mirrored(path, time.perf_counter() - begun, None, exc, self.backlog)
             return
@@ -399,7 +416,7 @@ class Mirror:
         self._state.took_s.append(result.mirrored_s)
         self._state.note_copied(info, path)
         self._reports.mirrored(path, result.mirrored_s, result, None, self.backlog)
-        self.promises.keep(info.step, result)
+        self.promises.keep(info.step, result, handle)
 
     async def _give_up(self, waiting: set[str], workers: Workers) -> None:
         """Remove what was copied of steps that have failed, and are left out by now."""
@@ -439,6 +456,7 @@ class _MirrorState:
 
     def __init__(self) -> None:
         self.backlog = MirrorBacklog()
+        self.has_looked = False
         self.copied: int | None = None  # the step that is being copied
         self.committed: StepInfo | None = None  # what was copied, until the mirror is looked at again
         self.mirror: Sequence[StepInfo] = ()  # the steps there, as they were seen last

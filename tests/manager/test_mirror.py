@@ -143,6 +143,47 @@ def test_what_was_copied_of_a_step_that_is_left_out_is_removed(here: Path, there
     assert steps(there) == [3]
 
 
+def test_step_that_is_saved_again_while_it_is_copied(here: Path, there: Any, gate: Gate) -> None:
+    """`mirrored` of the later save waits for its own copy, not for that of the earlier one."""
+    gate.holds = "commit"
+    with run_of(here, "gate://here") as run:
+        first = run.submit(1, STATE)
+        gate.waits.result(60)
+        second = run.submit(1, {"x": torch.arange(10.0) + 1}, overwrite=True)
+        second.written.result()
+        run._retention.finished().result()
+        with pytest.raises(aiockpt.SaveSkippedError, match="saved again"):
+            first.mirrored.result(60)
+        let_go = gate.let_go
+        gate.waits, gate.let_go = aiockpt.Completion("waits"), aiockpt.Completion("let go")
+        let_go._settle(None)
+        gate.waits.result(60)  # the copy of the second begins to be published
+        was_done = second.mirrored.done()
+        gate.let_go._settle(None)
+        assert not was_done
+        second.mirrored.result(60)
+        assert [info.save_id for info in scan(here)] == [info.save_id for info in scan(there)]
+
+
+def test_required_steps_stay_while_the_mirror_does_not_answer(here: Path, there: Any, gate: Gate) -> None:
+    """Those of an earlier manager, too, though nobody knows yet what the mirror has."""
+    with aiockpt.SyncCheckpointManager(here) as run:
+        for step in (1, 2, 3):
+            run.save(step, STATE)
+    gate.hangs = threading.Event()
+    keep = {"mirror_keep": aiockpt.KeepEvery(1), "mirror_required": True}
+    with run_of(here, "gate://here", aiockpt.KeepLatest(1), **keep) as run:
+        save = run.submit(4, STATE)
+        save.written.result()
+        run._retention.finished().result()
+        left = steps(here)
+        gate.hangs.set()
+        save.mirrored.result(60)
+        assert left == [1, 2, 3, 4]
+    assert steps(there) == [1, 2, 3, 4]
+    assert steps(here) == [4]
+
+
 def test_required_steps_stay_until_they_are_mirrored(here: Path, there: Any, gate: Gate) -> None:
     gate.holds = "commit"
     keep = {"mirror_keep": aiockpt.KeepEvery(1), "mirror_required": True}
