@@ -29,6 +29,7 @@ from aiockpt.errors import (
     AiockptError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
+    LoadError,
     RunLockedError,
     SaveError,
     SaveSkippedError,
@@ -307,7 +308,9 @@ class Mirror:
         await self._give_up({info.save_id for info in missing}, workers)
         if not missing:
             return False
-        info = missing[-1 if self._task.is_closing else 0]  # the newest, if there may be no time for all
+        # What can't be read here holds up no other. The newest, if there may be no time for all.
+        left = [info for info in missing if info.save_id not in self._state.unreadable] or missing
+        info = left[-1 if self._task.is_closing else 0]
         self._state.copied = info.step
         try:
             await self._copy(info, written.get(info.step), workers)
@@ -412,6 +415,9 @@ class Mirror:
             logger.exception("step %d is not mirrored, as it is damaged; the mirror keeps what it has", info.step)
             self._reports.mirrored(path, time.perf_counter() - begun, None, exc, self.backlog)
             return
+        except LoadError:
+            self._state.unreadable.add(info.save_id)
+            raise
         result = MirrorResult(path, facts.nbytes, facts.sent_bytes, time.perf_counter() - begun)
         self._state.took_s.append(result.mirrored_s)
         self._state.note_copied(info, path)
@@ -465,6 +471,7 @@ class _MirrorState:
         self.begun: dict[str, str] = {}  # the paths of copies that were begun, by the ids of their steps
         self.over: set[str] = set()  # the ids of steps that were mirrored
         self.damaged: set[str] = set()  # of those whose bytes are damaged
+        self.unreadable: set[str] = set()  # of those that could not be read; they are tried after all others
 
     def note_copied(self, info: StepInfo, path: str) -> None:
         """Take a step off the backlog; the mirror is looked at again only after that."""

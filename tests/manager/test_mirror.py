@@ -18,6 +18,8 @@ import aiockpt
 import aiockpt.observers
 from aiockpt.manager import mirror as mirroring
 from aiockpt.manager.scan import scan
+from aiockpt.storage.local.storage import LocalStorage
+from aiockpt.storage.wrapper import WrapperStorage
 from aiockpt.telemetry.observer import CallEvent
 from tests.manager.gates import Gate
 from tests.manager.runs import flip, names, state_of
@@ -214,6 +216,24 @@ def test_pinned_step_is_mirrored(here: Path, there: Any, gate: Gate) -> None:
 
 
 # --- when it fails --------------------------------------------------------------------------------------
+
+
+class Unreadable(WrapperStorage):
+    """The disk fails to read the first step."""
+
+    async def before(self, step: str, name: str) -> None:
+        if step == "open" and name.endswith("step-00000001"):
+            raise aiockpt.LoadError("can't read it: Input/output error")
+
+
+def test_step_that_can_not_be_read_holds_up_no_other(here: Path, there: Any) -> None:
+    with run_of(here, there, storage=Unreadable(LocalStorage())) as run:
+        run.submit(1, STATE)
+        for step in (2, 3):
+            run.submit(step, STATE).mirrored.result(20)
+        assert run.mirror_backlog is not None
+        assert run.mirror_backlog.steps == (1,)
+    assert steps(there) == [2, 3]
 
 
 class Heard(aiockpt.Observer):
