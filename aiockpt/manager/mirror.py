@@ -242,17 +242,20 @@ class Mirror:
             self._state.times.setdefault(step, time.time())
             self.poke()
 
-    def discard(self, after: int) -> None:
+    def discard(self, after: int, timeout_s: float) -> None:
         """Delete the steps of the mirror after one, the newest first; nothing is copied meanwhile. Blocks.
 
-        `resume` ends that.
+        `resume` ends that. ``timeout_s``: how long it waits for the list of the steps.
 
         Raises:
             AiockptError: something can't be deleted, or the mirror can't be reached.
         """
-        self._task.pause()
+        what = f"discard steps of {self.there.directory}"
         try:
-            self._access.call(partial(self._discard, after), f"discard steps of {self.there.directory}").result()
+            self._task.pause(max(timeout_s, _PATIENCE_S))
+            steps = self._access.call(self._owned_steps, what).completion.result(timeout_s)
+            later = [info for info in reversed(steps) if info.step > after and info.state != "unfinished"]
+            self._access.call(partial(self._delete, later), what).result()
         except OSError as exc:
             raise AiockptError(f"{self.there.directory} can't be read: {exc}") from exc
 
@@ -449,12 +452,14 @@ class Mirror:
                 logger.warning("%s is no longer kept, but stays until the next step is mirrored: %s", info.path, exc)
         return left
 
-    async def _discard(self, after: int, _: LoadTools) -> None:
+    async def _owned_steps(self, _: LoadTools) -> Sequence[StepInfo]:
         await self._own(self.workers)
-        for info in reversed(await self.workers.run(self.there.scanner.scan)):
-            if info.step > after and info.state != "unfinished":
-                await self.workers.run(self._check_lease)
-                await self.there.storage.delete(info.path, workers=self.workers)
+        return await self.workers.run(self.there.scanner.scan)
+
+    async def _delete(self, steps: Sequence[StepInfo], _: LoadTools) -> None:
+        for info in steps:
+            await self.workers.run(self._check_lease)
+            await self.there.storage.delete(info.path, workers=self.workers)
 
 
 class _MirrorState:
@@ -502,13 +507,13 @@ class _CopyingTask:
             elif not (self._is_paused or self._is_over):
                 self._call = self._mirror._access.call(self._run, f"mirror {self._mirror.here.directory}")
 
-    def pause(self) -> None:
-        """Stop, and start nothing until `resume`. Blocks until the copy has stopped."""
+    def pause(self, timeout_s: float) -> None:
+        """Stop, and start nothing until `resume`. Blocks until the copy has stopped; raise TimeoutError if it hangs."""
         with self._lock:
             self._is_paused, call = True, self._call
         if call is not None:
             call.cancel()
-            call.completion.ended(None)
+            call.completion.ended(timeout_s)
 
     def resume(self) -> None:
         with self._lock:

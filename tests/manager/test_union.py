@@ -269,6 +269,35 @@ def test_mirror_that_hangs_is_left_out(here: Path, gate: Gate, run3: None, caplo
             thread.join(60)
 
 
+def test_later_steps_stay_if_the_mirror_hangs(here: Path, gate: Gate, run3: None) -> None:
+    with aiockpt.SyncCheckpointManager(here, mirror=URL, mirror_timeout=0.05, drain_timeout=0.1) as run:
+        run.restore(empty())
+        idle = run._mirror.finish() if run._mirror is not None else None
+        if idle is not None:
+            idle.result(60)
+        gate.hangs = threading.Event()
+        outcome: list[BaseException] = []
+
+        def restore_first() -> None:
+            try:
+                run.restore(empty(), step=1, discard_later=True)
+            except aiockpt.AiockptError as exc:
+                outcome.append(exc)
+
+        thread = threading.Thread(target=restore_first)
+        thread.start()
+        thread.join(20)
+        has_ended = not thread.is_alive()
+        gate.hangs.set()
+        thread.join(60)
+        assert has_ended
+        assert "step 1 was restored, but the mirror has later ones" in str(outcome)
+    assert [info.step for info in scan(here)] == [1, 2, 3]
+    for each in threading.enumerate():
+        if each.name == "aiockpt-mirror":
+            each.join(60)
+
+
 def test_new_run_with_a_mirror(here: Path, there: Any) -> None:
     assert restore(here, there)[0] is None
 
