@@ -190,7 +190,7 @@ class _Sink(ObjectSink):
 
     async def stop(self) -> None:
         if self._sending:
-            await outlast(asyncio.wait(self._sending))
+            await outlast(asyncio.wait([*self._sending]))  # not the set, from which they go when they end
 
 
 class ServerStorage(ObjectStorage):
