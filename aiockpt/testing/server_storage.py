@@ -144,6 +144,8 @@ def _fill(connection: socket.socket, view: memoryview, seen: Seen | None = None)
 class _Sink(ObjectSink):
     """A file whose parts are sent by several threads."""
 
+    is_conditional = True
+
     def __init__(self, objects: ServerClient, key: str, workers: Workers, *, held: bool) -> None:
         self._objects, self._key, self._workers, self._held = objects, key, workers, held
         self._upload, self._count = secrets.token_hex(8), 0

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import io
+import re
 import signal
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +18,9 @@ from safetensors.torch import load as safetensors_load
 from safetensors.torch import save as safetensors_save
 
 import aiockpt
+from aiockpt.storage.local.temp_dir import new_ticket, this_process
+from aiockpt.storage.objects.cleaning import held_s
+from aiockpt.storage.objects.commit import Tomb, encode_tomb
 from benchmarks.harness.object_server import ObjectServer, Rule
 from tests.objects.buckets import Bucket
 from tests.objects.test_faults import ANSWERS, NEVER
@@ -243,7 +249,8 @@ def _work(bucket: Bucket, task: str, ready: Any) -> None:
         if task == "delete":
             ckpt.delete(bucket / "m.safetensors")
         else:
-            ckpt.save(state_of(2), bucket / "m.safetensors", overwrite=True)
+            count = 3 if task == "small" else 3_000_000
+            ckpt.save(state_of(2, count), bucket / "m.safetensors", overwrite=True)
     ready.send(2)
 
 
@@ -285,3 +292,88 @@ def test_kill_at_each_request(task: str, bucket: Bucket, server: ObjectServer, m
         if code == 0:
             break
     assert number > 8
+
+
+# --- claims -----------------------------------------------------------------------------------------------
+
+CLAIM = "PUT .*/m.safetensors/.metadata$"
+COMPLETE = "POST .*uploadId"
+PARTS = {"chunk_bytes": 5 << 20, "staging_bytes": 40 << 20}
+
+
+def ticket_of(owner: str) -> str:
+    """Return the ticket of a process that is dead, lives, or is on another host."""
+    here = this_process()
+    assert here is not None
+    other = {"dead": {"start": 1}, "alive": {}, "elsewhere": {"machine": "b" * 10, "space": "b" * 10}}[owner]
+    return f".aiockpt-{replace(here, **other)}.{'0' * 16}"
+
+
+@pytest.mark.parametrize("owner", ["dead", "alive", "elsewhere"])
+@pytest.mark.parametrize("tomb", ["put", "parts", "delete"])
+def test_how_long_a_tombstone_holds(tomb: Tomb, owner: str, bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = bucket.storage()
+    objects, path, key = storage.objects, bucket / "m.safetensors", "m.safetensors/.metadata"
+    objects.put(key, encode_tomb(tomb, ticket_of(owner)))
+    assert storage.record(path) is None
+    begun = storage.record(path, deleted=True)
+    assert storage.is_going(begun) == ((tomb, owner) != ("put", "dead"))
+    if owner == "dead":  # long before it is void for others
+        monkeypatch.setattr("aiockpt.storage.objects.cleaning.IN_FLIGHT_S", 10.0)
+        while storage.is_going(begun):
+            time.sleep(0.01)
+        assert objects.now("") - begun.modified < held_s(tomb, "unknown")[0]
+    monkeypatch.setattr("aiockpt.storage.objects.cleaning.IN_FLIGHT_S", 0.0)
+    assert not storage.is_going(begun)
+    storage.clean_up(bucket.url)
+    assert bucket.listed() == []
+
+
+def test_nobody_waits_for_a_small_file_of_a_killed_process(bucket: Bucket, server: ObjectServer) -> None:
+    """Its request has a condition, so it fails if it comes late."""
+    for number in (1, 2):
+        rule = lambda pid: Rule("PUT .*/m.safetensors$", kill=pid)  # noqa: E731
+        assert _killed(bucket, server, "small", rule) == (-signal.SIGKILL, False)
+        assert "m.safetensors/.metadata" in bucket.listed()
+        with bucket.checkpointer() as ckpt:
+            ckpt.save(state_of(number, 3), bucket / "m.safetensors", overwrite=True)
+        assert version_at(bucket, "m.safetensors") == number
+        assert [key for key in bucket.listed() if "/.aiockpt" not in f"/{key}" and "aiockpt-" not in key] == [
+            "m.safetensors"
+        ]
+
+
+def test_claim_is_renewed_as_long_as_the_store_takes_to_answer(
+    bucket: Bucket, server: ObjectServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("aiockpt.storage.objects.cleaning.RENEW_S", 0.05)
+    server.rules(Rule(COMPLETE, status=500, hang_s=1.0))
+    with bucket.checkpointer(**PARTS) as ckpt:
+        ckpt.save(state_of(1), bucket / "m.safetensors")
+    renewed = [line for line in server.log if re.search(CLAIM, line)]
+    assert len(renewed) > 2
+    assert version_at(bucket, "m.safetensors") == 1
+    assert bucket.listed() == ["m.safetensors"]
+
+
+@pytest.mark.parametrize("how", ["lost", "late"])
+def test_writer_whose_claim_is_not_renewed_calls_its_request_off(
+    how: str, bucket: Bucket, server: ObjectServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"cleaning.RENEW_S": 0.05, "cleaning.FENCE_S": 0.5, "obstore._STOP_S": 0.1}.items():
+        monkeypatch.setattr(f"aiockpt.storage.objects.{name}", value)
+    monkeypatch.setattr("aiockpt.storage.objects.obstore._HASTY_S", 1)
+    refusals = [Rule(CLAIM, first=2, count=10**6, status=400)] if how == "late" else []
+    server.rules(Rule(COMPLETE, count=10**6, status=500, hang_s=60.0), *refusals)
+    with bucket.checkpointer(**PARTS) as ckpt:
+        save = ckpt.submit(state_of(1), bucket / "m.safetensors")
+        while not any(re.search(COMPLETE, line) for line in server.log):
+            time.sleep(0.01)
+        other = encode_tomb("delete", new_ticket())
+        if how == "lost":
+            bucket.storage().objects.put("m.safetensors/.metadata", other)
+        with pytest.raises(aiockpt.CommitUncertainError, match=r"not known whether .* not be renewed"):
+            save.written.result(60)
+    assert how != "lost" or bytes_at(bucket, "m.safetensors/.metadata") == other
+    assert "m.safetensors" not in bucket.listed()
+    server.clear()  # with the upload that was given up

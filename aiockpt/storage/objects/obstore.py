@@ -427,6 +427,10 @@ class _Upload(ObjectSink):
                 for _ in range(free):
                     self._slots.release()
 
+    @property
+    def is_conditional(self) -> bool:  # type: ignore[override] # once it is finished
+        return self._sending is None and self._client._conditions
+
     async def appear(self, only_if: Stamp) -> None:
         if self._sending is None:  # small enough for one request
             await self._workers.run(self._client.put_surely, self._key, bytes(self._rest), only_if)
