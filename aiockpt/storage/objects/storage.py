@@ -78,7 +78,7 @@ class ObjectStorage(SharedStorage):
             process at a time may write to a path, or delete.
     """
 
-    traits = Traits()
+    traits = Traits(removal_s=2.0)  # if the store does not answer, a thread can't be interrupted
 
     def __init__(self, root: str, objects: ObjectClient, *, grace_s: float = 600.0, conditions: str = "on") -> None:
         if conditions not in ("on", "off"):
