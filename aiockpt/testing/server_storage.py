@@ -18,7 +18,7 @@ from aiockpt.core.threads import outlast
 from aiockpt.errors import WriteError
 from aiockpt.storage.objects.client import ConditionError, ObjectClient, ObjectFacts, ObjectSink
 from aiockpt.storage.objects.storage import ObjectStorage
-from aiockpt.storage.objects.transaction import errors
+from aiockpt.storage.remote import errors
 from aiockpt.testing.server import LENGTHS, SCHEME
 
 if TYPE_CHECKING:

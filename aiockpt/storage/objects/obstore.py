@@ -27,7 +27,7 @@ from aiockpt.core.threads import outlast
 from aiockpt.errors import AiockptError, WriteError
 from aiockpt.storage.objects.client import ConditionError, NotSentError, ObjectClient, ObjectFacts, ObjectSink
 from aiockpt.storage.objects.storage import ObjectStorage
-from aiockpt.storage.objects.transaction import errors
+from aiockpt.storage.remote import errors
 
 try:
     import obstore

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from aiockpt.errors import AiockptError, CheckpointNotFoundError, DeleteError, LoadError, SaveError, WriteError
+from aiockpt.errors import AiockptError, CheckpointNotFoundError, DeleteError, SaveError, WriteError
 from aiockpt.format.recognise import recognise
 from aiockpt.storage.base import (
     LeaseFacts,
@@ -53,8 +53,9 @@ from aiockpt.storage.objects.commit import (
     with_token,
 )
 from aiockpt.storage.objects.lease import LEASE_NAME, ObjectLease, owner_of
-from aiockpt.storage.objects.reading import Documents, ObjectListing, ObjectSource
-from aiockpt.storage.objects.transaction import ObjectTransaction, entered, errors, is_taken
+from aiockpt.storage.objects.reading import Documents, ObjectListing
+from aiockpt.storage.objects.transaction import ObjectTransaction, entered, is_taken
+from aiockpt.storage.remote import errors, open_remote
 
 if TYPE_CHECKING:
     from aiockpt.core.threads import Workers
@@ -360,18 +361,7 @@ class ObjectStorage(SharedStorage):
         return await self.take_over(path, ticket, overwrite=True, workers=workers, stamp=None)
 
     async def open(self, path: str, *, workers: Workers) -> Source:
-        path = self.resolve(path)
-
-        def look() -> Source:
-            listing = ObjectListing(self, path, LookBudget())
-            listing.list_below()
-            return ObjectSource(listing)
-
-        with errors(LoadError, f"open {path}"):
-            try:
-                return await workers.run(look)
-            except FileNotFoundError as exc:
-                raise CheckpointNotFoundError(f"there is no checkpoint at {path}") from exc
+        return await open_remote(lambda path: ObjectListing(self, path, LookBudget()), self.resolve(path), workers)
 
     async def delete(self, path: str, *, workers: Workers) -> None:
         path = self.resolve(path)

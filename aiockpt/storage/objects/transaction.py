@@ -7,7 +7,7 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -27,6 +27,7 @@ from aiockpt.storage.objects import cleaning
 from aiockpt.storage.objects.cleaning import token_name
 from aiockpt.storage.objects.client import ConditionError, NotSentError, ObjectSink
 from aiockpt.storage.objects.commit import COMMIT_NAME, FILES, Claim, Commit, Tomb, encode_commit, encode_tomb
+from aiockpt.storage.remote import errors
 
 if TYPE_CHECKING:
     from aiockpt.core.threads import Workers
@@ -40,17 +41,6 @@ _One = TypeVar("_One")
 _Other = TypeVar("_Other")
 
 logger = logging.getLogger("aiockpt")
-
-
-@contextlib.contextmanager
-def errors(kind: type[AiockptError], task: str) -> Iterator[None]:
-    """Raise errors of the store as ``kind``."""
-    try:
-        yield
-    except AiockptError:
-        raise
-    except OSError as exc:
-        raise kind(f"can't {task}: {exc}") from exc
 
 
 async def entered(
