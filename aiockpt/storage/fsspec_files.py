@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from aiockpt.core.threads import Workers
 
 _VERSIONS = ("ETag", "etag", "mtime", "created", "LastModified", "last_modified", "blob_id", "xet_hash", "updated")
+_WEB = ("http", "https")
+_ABSENT = (404, 410)  # HTTP's codes
 
 
 class FsspecStorage(Storage):
@@ -45,7 +47,8 @@ class FsspecStorage(Storage):
             try:
                 made = fsspec.filesystem(self.scheme, skip_instance_cache=True, **self._given[1])
             except (ImportError, TypeError, ValueError) as exc:
-                raise AiockptError(f"{self.scheme}:// can't be used by fsspec: {exc}") from exc
+                extra = ": pip install 'aiockpt[fsspec]'" if self.scheme in ("hf", *_WEB) else ""
+                raise AiockptError(f"{self.scheme}:// can't be used by fsspec: {exc}{extra}") from exc
             self._made = os.getpid(), made
         return self._made[1]
 
@@ -92,11 +95,16 @@ class FsspecListing(RemoteListing):
         files = self.storage.files
         try:
             files.invalidate_cache()
-            if self.storage.scheme in ("http", "https"):  # where a list is what a page has links to
+            if self.storage.scheme in _WEB:  # where a list is what a page has links to
                 facts = files.info(path)
                 if not str(facts.get("mimetype", "")).startswith("text/html"):
                     return [facts]
             return list(files.ls(path, detail=True))
+        except FileNotFoundError as exc:
+            reason = exc.__cause__
+            if self.storage.scheme not in _WEB or reason is None or getattr(reason, "status", 0) in _ABSENT:
+                raise
+            raise OSError(f"{path} can't be read: {reason}") from exc  # fsspec makes that of each error of a server
         except (OSError, Warning):  # the latter only because the program makes errors of warnings
             raise
         except Exception as exc:  # each of them has errors of its own

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import re
+import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -54,6 +55,9 @@ class _Files(BaseHTTPRequestHandler):
         self.do_GET()
 
     def do_GET(self) -> None:
+        if self.server.status:
+            self._send(self.server.status, b"", "text/plain")
+            return
         url = unquote(self.path.partition("?")[0])
         path = self.server.folder / url.lstrip("/")
         if self.server.is_hub:
@@ -115,6 +119,7 @@ class _Server(ThreadingHTTPServer):
         self.folder, self.is_hub = folder, is_hub
         self.sent: list[int] = []  # bytes of bodies
         self.ignores_ranges = False
+        self.status = 0  # of all answers, if it is not 0
 
 
 @pytest.fixture
@@ -203,6 +208,27 @@ def test_a_server_without_ranges_is_refused(folder: Path, server: _Server) -> No
     server.ignores_ranges = True
     with aiockpt.SyncCheckpointer() as ckpt, pytest.raises(aiockpt.LoadError, match="sent as a whole"):
         ckpt.load(f"http://127.0.0.1:{server.server_port}/m.safetensors")
+
+
+def test_a_server_that_is_away_is_not_a_missing_checkpoint(server: _Server) -> None:
+    """A run in it would count as new."""
+    url = f"http://127.0.0.1:{server.server_port}"
+    with aiockpt.SyncCheckpointer() as ckpt:
+        with pytest.raises(aiockpt.CheckpointNotFoundError):
+            ckpt.load(f"{url}/none.pt")
+        server.status = 503
+        with pytest.raises(aiockpt.LoadError, match=r"can't be read.*503") as caught:
+            ckpt.load(f"{url}/m.pt")
+        assert not isinstance(caught.value, aiockpt.CheckpointNotFoundError)
+        with (
+            aiockpt.SyncCheckpointManager(f"{url}/run", mode="read") as run,
+            pytest.raises(aiockpt.AiockptError, match="503"),
+        ):
+            run.restore(state_of())
+        with socket.socket() as unused:
+            unused.bind(("127.0.0.1", 0))
+            with pytest.raises(aiockpt.LoadError, match=r"can't be read.*[Cc]onnect"):
+                ckpt.load(f"http://127.0.0.1:{unused.getsockname()[1]}/m.pt")
 
 
 def test_a_scheme_whose_package_is_missing_says_so() -> None:
