@@ -12,6 +12,7 @@ from types import MappingProxyType
 from isal.isal_zlib import crc32
 
 from aiockpt.core.threads import outlast
+from aiockpt.format.names import OPEN_MARK
 from aiockpt.storage.base import Document, FileSink
 from aiockpt.storage.local.transaction import LocalTransaction
 
@@ -30,11 +31,18 @@ class ResumableTransaction(LocalTransaction):
                 whole[name] = size
             else:
                 await self._forget(name)
+        await self._own_all()
         return whole
 
     async def _forget(self, name: str) -> None:
         await self.delete_sidecar(mark_of(name))
         await self._remove(os.path.join(self._hidden, name))
+
+    async def _own_all(self) -> None:
+        """Mark the directory, so that all in it is removed with it, by whomever: files of the user's as well."""
+        await self._remove(os.path.join(self._hidden, OPEN_MARK))
+        self._is_open = False
+        await self.open_folder()
 
     async def commit(self, documents: Mapping[str, Document] = MappingProxyType({})) -> None:
         # Before: the directory may be exchanged for that of an older checkpoint, of which nothing is whole.
@@ -53,6 +61,7 @@ class ResumableTransaction(LocalTransaction):
     async def _abort(self) -> None:
         for name in await self.sizes():
             await self.delete_sidecar(mark_of(name))
+        await self._own_all()
         await super()._abort()
 
 
