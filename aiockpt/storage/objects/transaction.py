@@ -89,6 +89,7 @@ class ObjectTransaction(SharedTransaction):
     _over: bool = False
     _revoked: bool = False
     _is_sent: bool = False  # the commit object
+    _may_appear: bool = False  # it may have been sent before this took part
 
     def __post_init__(self) -> None:
         found = read_ticket(self.ticket)
@@ -128,7 +129,7 @@ class ObjectTransaction(SharedTransaction):
         if found is not None and self._joins and not found[1].startswith(b"open"):
             raise WriteError(f"the save of {self._path} that has written {self._token} has ended")
         if found is not None:
-            self.stamp = stamp or found[0].stamp
+            self.stamp, self._may_appear = stamp or found[0].stamp, found[1].startswith(b"publish")
             if found[1].startswith(b"open") and found[0].stamp != self.stamp:
                 raise WriteError(f"{self._token} is that of another save by now, so it can't be taken over")
             self._is_held = True
@@ -356,6 +357,9 @@ class ObjectTransaction(SharedTransaction):
 
         Closing waits for this, so it soon gives up if the store is down; the next save, or `clean`, does the rest.
         """
+        if self._may_appear:  # a request without an answer may arrive yet, and publish the files
+            self._storage.give_up(self._token)
+            return
         discard = f"discard {secrets.token_hex(8)}".encode()
         try:
             self._objects.hasty.put_surely(self._state, discard, str(self.stamp))
