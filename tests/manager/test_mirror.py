@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import logging
 import threading
@@ -345,6 +346,24 @@ def test_closing_waits_no_longer_than_the_drain_timeout(here: Path, there: Any, 
         pass
     assert steps(there) == [1]
     assert ("create", "__0_0.distcp") not in gate.steps  # it was whole
+
+
+@pytest.mark.asyncio
+async def test_mirror_that_closing_cuts_off_is_no_unretrieved_error(here: Path, there: Any, gate: Gate) -> None:
+    heard: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: heard.append(context))
+    gate.holds = "commit"
+    async with aiockpt.CheckpointManager(here, mirror="gate://here", drain_timeout=0.3) as run:
+        save = await run.save(1, STATE)
+        await asyncio.wait_for(asyncio.wrap_future(gate.waits), 60)
+    assert isinstance(save.mirrored.exception(0), aiockpt.SaveError)
+    gc.collect()  # asyncio says so when the future goes
+    await asyncio.sleep(0)
+    assert heard == []
+    gate.holds = ""
+    async with aiockpt.CheckpointManager(here, mirror="gate://here"):
+        pass
+    assert steps(there) == [1]
 
 
 def test_damaged_step_is_not_mirrored(here: Path, there: Any, gate: Gate, caplog: pytest.LogCaptureFixture) -> None:
