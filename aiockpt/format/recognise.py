@@ -464,8 +464,11 @@ class Assessment(NamedTuple):
     save_id: str = ""  # of its manifest; see `save_id_of`
 
 
-def assess(found: Recognised, files: Mapping[str, int], fetch: Fetch) -> Assessment:
-    """Read the documents of a checkpoint, and look for the files that they name. A complete one can be opened."""
+def assess(found: Recognised, files: Mapping[str, int], fetch: Fetch, *, is_part: bool = False) -> Assessment:
+    """Read the documents of a checkpoint, and look for the files that they name. A complete one can be opened.
+
+    ``is_part``: others have those that are missing.
+    """
     problem = found.problem
     if MANIFEST_NAME in files and found.layout:
         manifest = document(MANIFEST_NAME, files, fetch)
@@ -473,7 +476,8 @@ def assess(found: Recognised, files: Mapping[str, int], fetch: Fetch) -> Assessm
         listed = None if head is None else facts_in(head)
         if listed is None:
             return Assessment("damaged", f"{MANIFEST_NAME} is damaged")
-        problem = problem or wrong_file(listed, files)
+        others = {name: facts.nbytes for name, facts in listed.items()} if is_part else {}
+        problem = problem or wrong_file(listed, {**others, **files})
         replaced = METADATA_NAME in files and is_of_another_save(listed, document(METADATA_NAME, files, fetch))
         if not problem or not replaced:
             return Assessment("damaged" if problem else "complete", problem, head, save_id_of(manifest))

@@ -92,6 +92,7 @@ async def copy_checkpoint(
     workers: Workers,
     limit: RateLimit,
     check: Callable[[], object] = lambda: None,
+    is_part: bool = False,
 ) -> CopyFacts:
     """Copy a checkpoint that has a manifest, replacing what is at the target.
 
@@ -106,6 +107,7 @@ async def copy_checkpoint(
         workers: threads for blocking work.
         limit: how fast to copy.
         check: called in a thread before the copy is published; may raise.
+        is_part: other storages have the files that are missing; else a checkpoint that lacks some is damaged.
 
     Raises:
         CheckpointNotFoundError: it is not there any more.
@@ -114,7 +116,7 @@ async def copy_checkpoint(
     """
     opened = await source.open(path, workers=workers)
     try:
-        documents, files = await workers.run(_contents, opened, path, save_id)
+        documents, files = await workers.run(partial(_contents, opened, path, save_id, is_part=is_part))
         transaction = await target.resume(target_path, save_id, workers=workers)
         try:
             whole = await transaction.whole_files()
@@ -134,7 +136,9 @@ async def copy_checkpoint(
     return CopyFacts(nbytes, of_documents + sum(facts.nbytes for facts in left.values()), tuple(left))
 
 
-def _contents(source: Source, path: str, save_id: str) -> tuple[dict[str, bytes], Mapping[str, FileFacts]]:
+def _contents(
+    source: Source, path: str, save_id: str, *, is_part: bool
+) -> tuple[dict[str, bytes], Mapping[str, FileFacts]]:
     """Return the documents, the manifest as the last of them, and the facts of all other files. Blocks."""
     sizes = source.files
     documents = {name: source.read_bytes(name, 0, sizes[name]) for name in _DOCUMENTS if name in sizes}
@@ -146,7 +150,9 @@ def _contents(source: Source, path: str, save_id: str) -> tuple[dict[str, bytes]
         data = documents[METADATA_NAME]
         if files.get(METADATA_NAME) != FileFacts(len(data), crc32(data)):
             raise CorruptCheckpointError(f"{path}/{METADATA_NAME} does not match its CRC, so it is not copied")
-    files = {name: facts for name, facts in files.items() if name not in documents}
+    files = {
+        name: facts for name, facts in files.items() if name not in documents and not (is_part and name not in sizes)
+    }
     for name, facts in files.items():
         if sizes.get(name) != facts.nbytes:  # nor is a name taken that leads out of the checkpoint
             raise CorruptCheckpointError(f"{path} lacks {name}, or a part of it, so it is not copied")
