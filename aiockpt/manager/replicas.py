@@ -1,0 +1,174 @@
+"""Replicas: each disk of a run whose hosts have disks of their own also has a copy of another one's files, behind.
+
+The hosts pull: each copies the files of the disk before its own, in the order of their ids, as a ring. A replica is
+like a mirror of one disk: a directory with the documents and some files of each step, published by a rename when all
+are there and match their CRCs. It is below the id of the disk that it is of, so it belongs to one run, and counts for a
+step only if its manifest is the step's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from aiockpt.manager.mirror import Mirror, MirrorSettings, Tier
+from aiockpt.manager.tiers import is_mirrored
+
+if TYPE_CHECKING:
+    from aiockpt.engine.reports import Reports
+    from aiockpt.manager.retention import Retention
+    from aiockpt.manager.scan import StepInfo, StepNames
+    from aiockpt.storage.base import Storage
+    from aiockpt.telemetry.mirrors import MirrorResult
+
+_FIRST_LOOK_S = 0.05
+_LONGEST_LOOK_S = 10.0
+
+
+def sources_of(disks: Iterable[str]) -> dict[str, str]:
+    """Return by the id of each disk that of the disk whose files it has replicas of."""
+    ordered = sorted(disks)
+    return {disk: ordered[at - 1] for at, disk in enumerate(ordered)}
+
+
+def replica_tier(storage: Storage, directory: str, source: str, names: StepNames) -> Tier:
+    """Return the replicas of one disk, in the directory for replicas of another."""
+    return Tier(storage, storage.below(directory, source), names, is_part=True)
+
+
+class _ReplicaTask(Mirror):
+    done = "replicated"
+    _instead = ""
+
+    def _report(self, path: str, elapsed_s: float, result: MirrorResult | None, error: BaseException | None) -> None:
+        self._reports.replicated(path, elapsed_s, result, error, self.backlog)
+
+
+class ReplicaCopies(_ReplicaTask):
+    """Copies the files of one disk to another host, which runs this: what the disk has, the newest step first.
+
+    What the disk has no more is deleted. So is what is left of disks that this host had replicas of before, once the
+    run does not have the step any more.
+
+    Args:
+        source: the run on the disk of the other host.
+        storage: where the replicas are.
+        directory: what has a directory there for each disk.
+        disk: the id of the source.
+        own: the run on the disk of this host.
+        names: of the steps.
+        settings: ``bytes_per_s``, and ``locks``.
+        reports: gets the events.
+    """
+
+    def __init__(
+        self,
+        source: Tier,
+        storage: Storage,
+        directory: str,
+        disk: str,
+        own: Tier,
+        names: StepNames,
+        settings: MirrorSettings,
+        reports: Reports,
+    ) -> None:
+        super().__init__(source, replica_tier(storage, directory, disk, names), settings, reports)
+        self._directory, self._disk, self._own_tier, self._names = directory, disk, own, names
+
+    async def advance(self) -> bool:
+        """Copy one step; return whether there may be more to do."""
+        if await super().advance():
+            return True
+        run = {info.step for info in await self.workers.run(self._own_tier.scanner.scan)}
+        for tier in await self.workers.run(self._former):
+            for info in await self.workers.run(tier.scanner.scan):
+                if info.step not in run:
+                    await tier.storage.delete(info.path, workers=self.workers)
+        return False
+
+    def _former(self) -> list[Tier]:
+        storage = self.there.storage
+        with storage.look(self._directory) as listing:
+            disks = [name for name in listing.folders if name != self._disk]
+        return [replica_tier(storage, self._directory, disk, self._names) for disk in disks]
+
+    def _to_delete(self, local: Sequence[StepInfo], mirror: Sequence[StepInfo]) -> list[StepInfo]:
+        newest = max((info for info in local if info.state == "complete"), key=lambda info: info.step, default=None)
+        if newest is None or not is_mirrored(newest, {info.step: info for info in mirror}):
+            return []
+        steps = {info.step for info in local}
+        return [info for info in mirror if info.step not in steps and info.state != "unfinished"]
+
+
+class ReplicaWatch(_ReplicaTask):
+    """Finds out which steps all disks have replicas of; on rank 0, whose `SaveHandle.replicated` this completes.
+
+    The newest of them is not deleted before a later one is replicated: else a host that is lost just then would take
+    both with it.
+
+    Args:
+        here: the run, with all of its disks.
+        there: the directory for replicas, for messages.
+        replicas: those of each disk.
+        reports: gets the events of failures.
+        retention: deletes the steps of the run.
+    """
+
+    knows_held = False
+
+    def __init__(
+        self, here: Tier, there: Tier, replicas: Sequence[Tier], reports: Reports, retention: Retention
+    ) -> None:
+        super().__init__(here, there, MirrorSettings(locks=False), reports, retention)
+        self._replicas = replicas
+        self._held: int | None = None
+        self._is_seen = False  # the last look at the replicas has succeeded
+
+    def held(self) -> set[int]:
+        """Return the step of the run that must not be deleted now."""
+        return set() if self._held is None else {self._held}
+
+    def poke(self) -> None:
+        """Look again, soon. From any thread; never raises."""
+        self.pause_s = 0.0
+        super().poke()
+
+    def _steps_there(self) -> Sequence[StepInfo]:
+        self._is_seen = False
+        found = common_steps([tier.scanner.scan() for tier in self._replicas])
+        self._is_seen = True
+        return found
+
+    def _look(self, local: Sequence[StepInfo], mirror: Sequence[StepInfo], written: Sequence[int]) -> list[StepInfo]:
+        missing = super()._look(local, mirror, written)
+        if not self._is_seen:
+            return missing
+        self._state.backlog = replace(self._state.backlog, error=None)
+        there = {info.step: info for info in mirror}
+        replicated = [info.step for info in local if is_mirrored(info, there)]
+        whole = [] if self.knows_held else [info.step for info in local if info.state == "complete"]
+        before = self._held if self.knows_held else -1
+        self._held = max(replicated or whole, default=self._held)
+        self.knows_held = True
+        if self._held != before and self._retention is not None:
+            self._retention.again()  # the one that was held before may be deleted from now on
+        return missing
+
+    async def _go_on(self, missing: Sequence[StepInfo]) -> bool:
+        self.pause_s = min(max(_FIRST_LOOK_S, 2 * self.pause_s), _LONGEST_LOOK_S)
+        return True
+
+
+def common_steps(replicas: Sequence[Sequence[StepInfo]]) -> list[StepInfo]:
+    """Return the steps of which all disks have complete replicas, of one save; ``nbytes`` are those of all."""
+    by_step: dict[int, list[StepInfo]] = {}
+    for infos in replicas:
+        for info in infos:
+            by_step.setdefault(info.step, []).append(info)
+    return [
+        replace(each[0], nbytes=sum(info.nbytes for info in each))
+        for each in by_step.values()
+        if len(each) == len(replicas) and len({info.save_id for info in each}) == 1
+        if all(info.state == "complete" for info in each)
+    ]
