@@ -276,6 +276,11 @@ class _Client:
         for each in surplus:
             each.close()
 
+    def rest(self) -> None:
+        """Close the connections that are not in use."""
+        with _lock.held():
+            _close_all(self._idle)
+
     @staticmethod
     def _asked(
         wire: Connection, request: object, data: memoryview | None, view: memoryview, seen: Seen | None
@@ -299,9 +304,8 @@ class _Client:
     def _taken(self) -> Connection:
         while True:
             with _lock.held():
-                for pid in [pid for pid in self._idle if pid != os.getpid()]:
-                    for inherited in self._idle.pop(pid):
-                        inherited.close()
+                if os.getpid() not in self._idle:
+                    _close_all(self._idle)  # of the parent, which goes on with them
                 idle = self._idle.setdefault(os.getpid(), [])
                 wire = idle.pop() if idle else None
             if wire is None:
@@ -340,8 +344,8 @@ class _UnreachableError(Exception):
 
 def _close_all(idle: dict[int, list[Connection]]) -> None:
     for wires in idle.values():
-        for wire in wires:
-            wire.close()
+        while wires:
+            wires.pop().close()
 
 
 class RemoteDisk(SharedStorage):
@@ -366,6 +370,10 @@ class RemoteDisk(SharedStorage):
     def __reduce__(self) -> tuple[Any, ...]:
         client = self._client
         return partial(RemoteDisk, client.endpoint, client.host_name, stall_s=client.stall_s), ()
+
+    def close(self) -> None:
+        """Close the connections that are not in use; the next call makes new ones. Idempotent, does not block."""
+        self._client.rest()
 
     def resolve(self, path: str) -> str:
         return _names.resolve(path)

@@ -119,9 +119,11 @@ class DiskServer:
             if self._is_closed:
                 wire.close()
                 return
+            for ended in [each for each in self._threads if not each.is_alive()]:
+                del self._threads[ended]
             thread = threading.Thread(target=self._serve, args=(wire,), name="aiockpt-disk-connection", daemon=True)
-            self._threads[thread] = wire
             thread.start()
+            self._threads[thread] = wire
 
     def _serve(self, wire: Connection) -> None:
         service = _Service(self, wire)
@@ -131,9 +133,7 @@ class DiskServer:
             logger.debug("a connection to the disk of this host has ended: %s", exc)
         finally:
             service.end()
-            with self._lock:
-                self._threads.pop(threading.current_thread())
-                wire.close()
+            wire.close()
 
     def place(self, path: str, *, below: bool) -> str:
         """Return a path that may be served; raise UnsafeCheckpointError for any other."""

@@ -23,9 +23,10 @@ class TestRemoteDisk(StorageConformance):
     def server(self, tmp_path: Path) -> Iterator[None]:
         """Serve the directory of a test."""
         server = DiskServer(LocalStorage(), [str(tmp_path)], hosts=["127.0.0.1"])
-        self.endpoint = server.endpoint
+        self.disk = RemoteDisk(server.endpoint, "node17")
         yield
+        self.disk.close()
         assert server.close()
 
     def make_storage(self, tmp_path: Path) -> Storage:
-        return RemoteDisk(self.endpoint, "node17")
+        return self.disk
