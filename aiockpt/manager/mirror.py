@@ -87,19 +87,19 @@ class MirrorSettings:
 
 
 class Tier:
-    """A directory with steps; ``is_part``: it has some of their files."""
+    """A directory with steps; ``disk``: the id of the one whose files it has, if it has no others."""
 
-    def __init__(self, storage: Storage, directory: str, names: StepNames, *, is_part: bool = False) -> None:
-        self.storage, self.directory, self._names, self.is_part = storage, directory, names, is_part
+    def __init__(self, storage: Storage, directory: str, names: StepNames, *, disk: str = "") -> None:
+        self.storage, self.directory, self.names, self.disk = storage, directory, names, disk
         self.scanner = self.new_scanner()
 
     def new_scanner(self) -> StepScanner:
         """Return a scanner of its own, for another thread than one that may hang."""
-        return StepScanner(self.storage, self.directory, self._names, is_part=self.is_part)
+        return StepScanner(self.storage, self.directory, self.names, is_part=bool(self.disk))
 
     def path_of(self, step: int) -> str:
         """Return the path of a step, whether it exists or not."""
-        return self.storage.below(self.directory, self._names.name_of(step))
+        return self.storage.below(self.directory, self.names.name_of(step))
 
 
 class Promises:
@@ -404,7 +404,7 @@ class Mirror:
                 workers=workers,
                 limit=self._limit,
                 check=self._check_lease,
-                is_part=self.here.is_part,
+                disk=self.here.disk,
             )
         except CorruptCheckpointError as exc:
             self._state.damaged.add(info.save_id)

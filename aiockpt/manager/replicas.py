@@ -18,7 +18,7 @@ from aiockpt.manager.tiers import is_mirrored
 if TYPE_CHECKING:
     from aiockpt.engine.reports import Reports
     from aiockpt.manager.retention import Retention
-    from aiockpt.manager.scan import StepInfo, StepNames
+    from aiockpt.manager.scan import StepInfo
     from aiockpt.storage.base import Storage
     from aiockpt.telemetry.mirrors import MirrorResult
 
@@ -32,9 +32,9 @@ def sources_of(disks: Iterable[str]) -> dict[str, str]:
     return {disk: ordered[at - 1] for at, disk in enumerate(ordered)}
 
 
-def replica_tier(storage: Storage, directory: str, source: str, names: StepNames) -> Tier:
-    """Return the replicas of one disk, in the directory for replicas of another."""
-    return Tier(storage, storage.below(directory, source), names, is_part=True)
+def replicas_of(source: Tier, storage: Storage, directory: str) -> Tier:
+    """Return the replicas of a disk in the directory that another disk has for them."""
+    return Tier(storage, storage.below(directory, source.disk), source.names, disk=source.disk)
 
 
 class _ReplicaTask(Mirror):
@@ -53,45 +53,34 @@ class ReplicaCopies(_ReplicaTask):
 
     Args:
         source: the run on the disk of the other host.
-        storage: where the replicas are.
-        directory: what has a directory there for each disk.
-        disk: the id of the source.
         own: the run on the disk of this host.
-        names: of the steps.
+        directory: where this host has a directory for the replicas of each disk.
         settings: ``bytes_per_s``, and ``locks``.
         reports: gets the events.
     """
 
-    def __init__(
-        self,
-        source: Tier,
-        storage: Storage,
-        directory: str,
-        disk: str,
-        own: Tier,
-        names: StepNames,
-        settings: MirrorSettings,
-        reports: Reports,
-    ) -> None:
-        super().__init__(source, replica_tier(storage, directory, disk, names), settings, reports)
-        self._directory, self._disk, self._own_tier, self._names = directory, disk, own, names
+    def __init__(self, source: Tier, own: Tier, directory: str, settings: MirrorSettings, reports: Reports) -> None:
+        settings = replace(settings, newest_first=True)
+        super().__init__(source, replicas_of(source, own.storage, directory), settings, reports)
+        self._own_run, self._directory = own, directory
 
     async def advance(self) -> bool:
         """Copy one step; return whether there may be more to do."""
-        if await super().advance():
-            return True
-        run = {info.step for info in await self.workers.run(self._own_tier.scanner.scan)}
-        for tier in await self.workers.run(self._former):
-            for info in await self.workers.run(tier.scanner.scan):
-                if info.step not in run:
-                    await tier.storage.delete(info.path, workers=self.workers)
-        return False
+        is_more = await super().advance()
+        if not is_more:
+            for info in await self.workers.run(self._outdated):
+                await self._own_run.storage.delete(info.path, workers=self.workers)
+        return is_more
 
-    def _former(self) -> list[Tier]:
-        storage = self.there.storage
+    def _outdated(self) -> list[StepInfo]:
+        """Return the replicas of other disks, which this host had before, of steps that the run does not have."""
+        run = {info.step for info in self._own_run.scanner.scan()}
+        storage, names = self._own_run.storage, self._own_run.names
         with storage.look(self._directory) as listing:
-            disks = [name for name in listing.folders if name != self._disk]
-        return [replica_tier(storage, self._directory, disk, self._names) for disk in disks]
+            disks = [disk for disk in listing.folders if disk != self.here.disk]
+        former = [Tier(storage, storage.below(self._directory, disk), names, disk=disk) for disk in disks]
+        infos = [info for tier in former for info in tier.scanner.scan()]
+        return [info for info in infos if info.step not in run and info.state != "unfinished"]
 
     def _to_delete(self, local: Sequence[StepInfo], mirror: Sequence[StepInfo]) -> list[StepInfo]:
         newest = max((info for info in local if info.state == "complete"), key=lambda info: info.step, default=None)

@@ -71,7 +71,9 @@ class PrometheusObserver(Observer):
         self._mirror_time = gauge(
             "mirror_newest_timestamp_seconds", "When the mirror's newest step was saved, Unix time"
         )
-        self._replicas = counter("replicas_total", "Attempts to replicate a step that have ended, by outcome", "outcome")
+        self._replicas = counter(
+            "replicas_total", "Attempts to replicate a step that have ended, by outcome", "outcome"
+        )
         self._replicated_bytes = counter("replicated_bytes_total", "Bytes that were copied from another host's disk")
         self._replica_backlog = gauge("replica_backlog_steps", "Steps that this host has no replica of yet")
         for outcome in _OUTCOMES:  # present from the beginning, so that a rate sees the first failure

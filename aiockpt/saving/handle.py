@@ -82,10 +82,9 @@ class SaveHandle(Awaitable[SaveResult]):
 
     @property
     def replicated(self) -> Completion[MirrorResult]:
-        """Completes when each host's files of the step are on another host too; on rank 0, of a save of a manager with
-        replicas.
+        """Completes when each host's files of the step are on another host too; on rank 0 of a manager with replicas.
 
-        As `mirrored`. The result has the path of a replica, and the bytes of all replicas of the step.
+        It fails as `mirrored` does. The result has the path of a replica, and the bytes of all replicas of the step.
 
         Raises:
             AiockptError: there are no replicas, or this is not rank 0.

@@ -15,9 +15,11 @@ import pytest
 
 import aiockpt
 from aiockpt.engine.facade import EngineAccess
+from aiockpt.format.manifest.manifest import DiskFacts, with_disks
+from aiockpt.format.names import MANIFEST_NAME
 from aiockpt.manager import mirror as mirroring
 from aiockpt.manager.mirror import MirrorSettings, Tier
-from aiockpt.manager.replicas import ReplicaCopies, ReplicaWatch, common_steps, replica_tier, sources_of
+from aiockpt.manager.replicas import ReplicaCopies, ReplicaWatch, common_steps, replicas_of, sources_of
 from aiockpt.manager.retention import Retention
 from aiockpt.manager.scan import DEFAULT_NAMES, StepInfo, StepScanner
 from aiockpt.storage.local.storage import LocalStorage
@@ -51,15 +53,18 @@ class Hosts:
         self.root, self.heard = root, Heard()
         self.ckpt = aiockpt.SyncCheckpointer(process_group=None, observers=[self.heard])
         self.opened: list[Any] = []
+        self.held = [DiskFacts("a", "host-a", frozenset({OF_A})), DiskFacts("b", "host-b", frozenset({OF_B}))]
 
     def save(self, step: int) -> Any:
         """Save a step, whose second file is one that the user adds; return the handle."""
         whole = path_of(self.root / "whole", step)
         handle = self.ckpt.submit(state_of(step), whole, files={OF_B: os.urandom(100_000)}, overwrite=True)
         handle.written.result()
+        manifest = (whole / MANIFEST_NAME).read_bytes()
         for host, lacks in (("a", OF_B), ("b", OF_A)):
             shutil.rmtree(path_of(self.root / host, step), ignore_errors=True)
             shutil.copytree(whole, path_of(self.root / host, step), ignore=shutil.ignore_patterns(lacks))
+            (path_of(self.root / host, step) / MANIFEST_NAME).write_bytes(with_disks(manifest, self.held))
         return handle
 
     def delete(self, step: int) -> None:
@@ -67,20 +72,17 @@ class Hosts:
             shutil.rmtree(path_of(self.root / host, step))
 
     def tier(self, host: str, storage: Any = None) -> Tier:
-        return Tier(storage or LocalStorage(), str(self.root / host), DEFAULT_NAMES, is_part=True)
+        return Tier(storage or LocalStorage(), str(self.root / host), DEFAULT_NAMES, disk=host)
 
     def replicas(self, host: str, of: str) -> Path:
         return self.root / f"replicas-{host}" / of
 
-    def copies(self, host: str, source: Tier, of: str, target: Any = None, **settings: Any) -> ReplicaCopies:
+    def copies(self, host: str, source: Tier, target: Any = None, **settings: Any) -> ReplicaCopies:
         made = ReplicaCopies(
             source,
-            target or LocalStorage(),
+            self.tier(host, target),
             str(self.root / f"replicas-{host}"),
-            of,
-            self.tier(host),
-            DEFAULT_NAMES,
-            MirrorSettings(newest_first=True, **settings),
+            MirrorSettings(**settings),
             EngineAccess(self.ckpt).reports,
         )
         self.opened.append(made)
@@ -88,7 +90,7 @@ class Hosts:
 
     def copy(self, copies: ReplicaCopies | None = None) -> ReplicaCopies:
         """Copy everything that the disk of host a has to host b; fail if that takes too long."""
-        copies = copies or self.copies("b", self.tier("a"), "a")
+        copies = copies or self.copies("b", self.tier("a"))
         copies.poke()
         left = copies.finish()
         if left is not None:
@@ -164,12 +166,15 @@ def test_number_that_is_saved_again(hosts: Hosts) -> None:
     assert before != found(hosts.replicas("b", "a")) == found(hosts.root / "a")
 
 
-def test_damaged_file_is_not_copied(hosts: Hosts, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("how", ["flipped", "gone"])
+def test_damaged_file_is_not_copied(hosts: Hosts, how: str, caplog: pytest.LogCaptureFixture) -> None:
     hosts.save(1)
     file = path_of(hosts.root / "a", 1) / OF_A
     data = bytearray(file.read_bytes())
     data[1000] ^= 1
-    file.write_bytes(data)
+    file.unlink()
+    if how == "flipped":
+        file.write_bytes(data)
     hosts.copy()
     assert found(hosts.replicas("b", "a")) == []
     assert "step 1 is not replicated, as it is damaged" in caplog.text
@@ -194,13 +199,13 @@ def test_nothing_is_deleted_before_the_newest_step_is_there(hosts: Hosts) -> Non
     hosts.copy()
     hosts.opened[0].close()
     shutil.rmtree(hosts.root / "a")  # a new disk, or one that is not mounted
-    hosts.copy(hosts.copies("b", hosts.tier("a"), "a")).close()
+    hosts.copy(hosts.copies("b", hosts.tier("a"))).close()
     assert [step for step, _ in found(hosts.replicas("b", "a"))] == [1]
     hosts.save(2)
     shutil.rmtree(path_of(hosts.root / "a", 1), ignore_errors=True)
     gate = Gate(LocalStorage(), str(hosts.root / "a"))
     gate.is_away = True
-    copies = hosts.copies("b", hosts.tier("a", gate), "a")
+    copies = hosts.copies("b", hosts.tier("a", gate))
     hosts.copy(copies)  # gives up
     assert [step for step, _ in found(hosts.replicas("b", "a"))] == [1]
     gate.is_away = False
@@ -215,7 +220,7 @@ def test_replicas_of_a_lost_disk_stay_as_long_as_the_run_has_the_step(hosts: Hos
     hosts.copy()
     hosts.opened[0].close()
     shutil.copytree(hosts.root / "a", hosts.root / "c")  # of which this host has replicas from now on
-    hosts.copy(hosts.copies("b", hosts.tier("c"), "c"))
+    hosts.copy(hosts.copies("b", hosts.tier("c")))
     assert [step for step, _ in found(hosts.replicas("b", "a"))] == [1, 2]
     shutil.rmtree(path_of(hosts.root / "b", 1))
     hosts.copy(hosts.opened[1])
@@ -225,8 +230,9 @@ def test_replicas_of_a_lost_disk_stay_as_long_as_the_run_has_the_step(hosts: Hos
 @pytest.mark.parametrize("where", ["create", "write", "finish", "commit"])
 def test_copy_that_was_interrupted_goes_on(hosts: Hosts, tmp_path: Path, where: str) -> None:
     """What a killed process has copied of a step is not trusted, and what is whole is not copied again."""
+    hosts.held[0] = DiskFacts("a", "host-a", frozenset({OF_A, OF_B}))
     hosts.save(1)
-    (path_of(hosts.root / "whole", 1) / OF_B).replace(path_of(hosts.root / "a", 1) / OF_B)  # it has two files
+    (path_of(hosts.root / "whole", 1) / OF_B).replace(path_of(hosts.root / "a", 1) / OF_B)
     pid = os.fork()
     if not pid:
         try:
@@ -238,7 +244,7 @@ def test_copy_that_was_interrupted_goes_on(hosts: Hosts, tmp_path: Path, where: 
     assert found(directory) == []
     assert [name for name in names(directory) if not name.startswith(".")] == []
     gate = Gate(LocalStorage(), str(hosts.root / "a"))
-    hosts.copy(hosts.copies("b", hosts.tier("a", gate), "a"))
+    hosts.copy(hosts.copies("b", hosts.tier("a", gate)))
     assert found(directory) == found(hosts.root / "a")
     if where == "commit":  # they were whole
         assert {OF_A, OF_B}.isdisjoint(gate.reads)
@@ -256,14 +262,14 @@ class _Kills(WrapperStorage):
 
     def copy(self, root: Path, where: str) -> None:
         self.where, again = where, Hosts(root)
-        again.copy(again.copies("b", again.tier("a"), "a", self))
+        again.copy(again.copies("b", again.tier("a"), self))
 
 
 def test_two_jobs_do_not_write_the_same_replicas(hosts: Hosts) -> None:
     hosts.save(1)
     one = hosts.copy()
     hosts.save(2)
-    other = hosts.copies("b", hosts.tier("a"), "a")
+    other = hosts.copies("b", hosts.tier("a"))
     hosts.copy(other)
     assert isinstance(other.backlog.error, aiockpt.RunLockedError)
     assert [step for step, _ in found(hosts.replicas("b", "a"))] == [1]
@@ -279,15 +285,15 @@ class Watched:
 
     def __init__(self, hosts: Hosts) -> None:
         self.hosts = hosts
-        here = hosts.tier("a")
+        here = hosts.tier("a")  # it has the documents of all
         self.retention = Retention(here.new_scanner(), aiockpt.KeepLatest(1), None, LocalStorage())
         tiers = [
-            replica_tier(LocalStorage(), str(hosts.root / f"replicas-{host}"), of, DEFAULT_NAMES)
+            replicas_of(hosts.tier(of), LocalStorage(), str(hosts.root / f"replicas-{host}"))
             for host, of in ("ab", "ba")
         ]
         self.watch = ReplicaWatch(here, tiers[0], tiers, EngineAccess(hosts.ckpt).reports, self.retention)
         self.retention.attach(self.watch)
-        self.copies = [hosts.copies("a", hosts.tier("b"), "b"), hosts.copies("b", hosts.tier("a"), "a")]
+        self.copies = [hosts.copies("a", hosts.tier("b")), hosts.copies("b", hosts.tier("a"))]
         hosts.opened += [self.watch, self.retention]
 
     def save(self, step: int) -> Any:
@@ -340,7 +346,7 @@ def test_last_replicated_step_stays_until_a_later_one_is_replicated(watched: Wat
 def test_nothing_is_deleted_before_it_is_known_what_is_replicated(watched: Watched) -> None:
     gate = Gate(LocalStorage(), str(watched.hosts.root / "replicas-a"))
     gate.is_away = True
-    watched.watch._replicas = [replica_tier(gate, gate.root, "b", DEFAULT_NAMES)]
+    watched.watch._replicas = [replicas_of(watched.hosts.tier("b"), gate, gate.root)]
     for step in (1, 2, 3):
         watched.save(step)
     assert watched.steps() == [1, 2, 3]
