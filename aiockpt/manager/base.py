@@ -32,6 +32,7 @@ from aiockpt.manager.policies import (
     split,
 )
 from aiockpt.manager.preemption import Answer, Asked, LastSaveRequests, Pace, decide
+from aiockpt.manager.replicas import REPLICAS_NAME, ReplicaCopies, ReplicaWatch, replicas_of, sources_of
 from aiockpt.manager.requests import (
     ManagerOptions,
     Restored,
@@ -91,6 +92,8 @@ class ManagerBase:
         self._scanner = self._tier.scanner
         self._mirror_tier = self._mirror_of(options)  # on all ranks
         self._mirror: Mirror | None = None  # of the rank that copies
+        self._behind: list[Mirror] = []  # this one, and what this rank does for replicas
+        self._replica_watch: ReplicaWatch | None = None  # of rank 0
         self._mirror_timeout_s, self._is_ephemeral = options.mirror_timeout, options.mirror_ephemeral
         self._mirror_settings = MirrorSettings(
             self._keep,
@@ -207,9 +210,13 @@ class ManagerBase:
             self._mirror = Mirror(
                 self._tier, self._mirror_tier, self._mirror_settings, self._access.reports, self._retention
             )
-            self._retention.attach(self._mirror)
-            self._mirror.poke()  # what an earlier manager has left
+            self._start_behind(self._mirror)
         self._is_open = True
+
+    def _start_behind(self, mirror: Mirror) -> None:
+        self._behind.append(mirror)
+        self._retention.attach(mirror)
+        mirror.poke()  # what an earlier manager has left
 
     async def _take_lock(self) -> None:
         if self._locks and self._lock is None:  # else it was taken, and what follows was interrupted
@@ -259,18 +266,18 @@ class ManagerBase:
             concurrent.futures.wait([future], timeout_s)
 
     async def _finish_mirror(self) -> None:
-        """Wait for the saves in flight, and until they are mirrored, for `drain_timeout` at most; then stop it."""
-        mirror = self._mirror
-        if mirror is None or self._retention.has_ended:
+        """Wait for the saves in flight, and until they are mirrored, for `drain_timeout` at most; then stop that."""
+        if not self._behind or self._retention.has_ended:
             return
         deadline = time.monotonic() + self._drain_s
         try:
             await self._ended(self._retention.finished(), self._drain_s)
-            left = mirror.finish()
-            if left is not None:
-                await self._ended(left, max(0.0, deadline - time.monotonic()))
+            for left in [mirror.finish() for mirror in self._behind]:
+                if left is not None:
+                    await self._ended(left, max(0.0, deadline - time.monotonic()))
         finally:
-            await self._run(mirror.close)
+            for mirror in self._behind:
+                await self._run(mirror.close)
 
     def _end(self) -> None:
         """End the deletions, and let others write to the run. Blocks; idempotent."""
@@ -400,6 +407,11 @@ class ManagerBase:
         """
         return None if self._mirror is None else self._mirror.backlog
 
+    @property
+    def replica_backlog(self) -> MirrorBacklog | None:
+        """The steps that are not replicated yet, as `mirror_backlog`; None without replicas, or not on rank 0."""
+        return None if self._replica_watch is None else self._replica_watch.backlog
+
     # --- saving -------------------------------------------------------------------------------------------------
 
     async def _save(self, request: StepRequest, start: Callable[..., SaveHandle]) -> SaveHandle:
@@ -432,6 +444,8 @@ class ManagerBase:
             self._last_began = time.monotonic()
         if self._mirror is not None:
             handle._follow_mirror(self._mirror.promises.make(step, handle))
+        if self._replica_watch is not None:
+            handle._follow_replicas(self._replica_watch.promises.make(step, handle))
         self._retention.follow(handle, step, prunes=self.leads)
         self._begun = step, handle
         return handle

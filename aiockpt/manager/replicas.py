@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from aiockpt.storage.base import Storage
     from aiockpt.telemetry.mirrors import MirrorResult
 
+REPLICAS_NAME = ".aiockpt.replicas"
+"""The directory for replicas in that of a run, unless another one is given."""
+
 _FIRST_LOOK_S = 0.05
 _LONGEST_LOOK_S = 10.0
 

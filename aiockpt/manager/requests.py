@@ -52,6 +52,12 @@ class ManagerOptions(CheckpointerOptions):
             full meanwhile.
         mirror_ephemeral: whether the run's directory is lost with the node, so that the notice of `on_signal` has to
             last until the last save is mirrored, not only written.
+        replicas: 1: each host's files of a step are copied to the disk of another host, behind; see
+            `SaveHandle.replicated`. `restore` reads them if a host is lost. For disks of their own only, of two or more
+            hosts.
+        replica_directory: where each host has the replicas, which may be in memory, such as ``/dev/shm/replicas``. None:
+            a hidden directory in the run's.
+        replica_bandwidth: the most bytes per second that each host copies; None: no limit.
         checkpointer: a checkpointer to save and load with, which is not closed with the manager. None: the manager
             makes one with the options that are given, and closes it.
     """
@@ -70,6 +76,9 @@ class ManagerOptions(CheckpointerOptions):
     mirror_timeout: float = field(default=10.0, kw_only=True)
     mirror_required: bool = field(default=False, kw_only=True)
     mirror_ephemeral: bool = field(default=False, kw_only=True)
+    replicas: int = field(default=0, kw_only=True)
+    replica_directory: Path | None = field(default=None, kw_only=True)
+    replica_bandwidth: float | None = field(default=None, kw_only=True)
     checkpointer: CheckpointerBase | None = field(default=None, kw_only=True)
 
 
