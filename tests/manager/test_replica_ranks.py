@@ -1,0 +1,163 @@
+"""Runs of several hosts whose disks have replicas of each other: a directory is the disk of the ranks of one host."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import aiockpt
+from aiockpt.manager.replicas import REPLICAS_NAME
+from aiockpt.manager.scan import DEFAULT_NAMES, StepScanner, scan
+from aiockpt.storage.local.storage import LocalStorage
+from tests.disks import HostDisk
+from tests.manager.gates import Gate
+from tests.manager.test_ranks import LIMITS, state_of, step_in
+from tests.places import storage_of
+from tests.ranks.world import World
+
+RUN = "/runs/a"
+
+
+class Disks:
+    """The disks of hosts: directories below one, of which each process sees that of its own host."""
+
+    def __init__(self, root: Path, hosts: int) -> None:
+        self.root, self.hosts = root, hosts
+
+    def of_rank(self, rank: int, size: int) -> HostDisk:
+        return HostDisk(self.root / f"host{rank * self.hosts // size}")
+
+    def run_of(self, host: int) -> Path:
+        return self.root / f"host{host}{RUN}"
+
+    def step(self, host: int, step: int) -> Path:
+        return self.run_of(host) / DEFAULT_NAMES.name_of(step)
+
+    def replicas(self, host: int, under: str = f"{RUN}/{REPLICAS_NAME}") -> list[Path]:
+        """Return the directories of the steps that a host has replicas of."""
+        pattern = "*/step-*" if under.endswith(REPLICAS_NAME) else "*/*/step-*"
+        return sorted((self.root / f"host{host}{under}").glob(pattern))
+
+    def lose(self, host: int) -> None:
+        """Replace a host by another one with an empty disk."""
+        shutil.rmtree(self.root / f"host{host}")
+
+
+def options_of(**options: Any) -> dict[str, Any]:
+    return {"own_disks": True, "replicas": 1, "keep": aiockpt.KeepLatest(2), **LIMITS, **options}
+
+
+async def trains(rank: int, size: int, disks: Disks, steps: list[int], options: dict[str, Any]) -> Any:
+    storage = disks.of_rank(rank, size)
+    async with aiockpt.CheckpointManager(RUN, storage=storage, **options_of(**options)) as run:
+        for step in steps:
+            save = await run.save(step, state_of(rank, step))
+            await save.written
+            if rank == 0:
+                await save.replicated
+                if "mirror" in options:
+                    await save.mirrored
+            else:
+                with pytest.raises(aiockpt.AiockptError, match="only rank 0"):
+                    save.replicated  # noqa: B018
+        return None if run.replica_backlog is None else run.replica_backlog.newest
+
+
+def restores(rank: int, size: int, disks: Disks, there: str = "", world: int = 0, **options: Any) -> Any:
+    """Restore; return the step, what is repaired, and how many payload bytes were read from the mirror."""
+    gate = Gate(storage_of(there), there) if there else None
+    given = options_of(mirror="gate://here" if there else None, **options)
+    state = state_of(rank, 0)
+    with (
+        aiockpt.SyncCheckpointManager(RUN, storage=disks.of_rank(rank, size), **given) as run,
+        warnings.catch_warnings(record=True),
+    ):
+        warnings.simplefilter("always")
+        start = run.restore(state)
+    assert start is not None
+    return start.step, step_in(state, rank), len(start.repaired), 0 if gate is None else gate.read_bytes
+
+
+def flip(directory: Path) -> None:
+    """Flip one bit of the largest data file."""
+    file = max(directory.glob("*.distcp"), key=lambda each: each.stat().st_size)
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+def steps_of(paths: list[Path]) -> list[str]:
+    return [path.name[-1] for path in paths]
+
+
+def test_lost_host_is_restored_from_its_peer_before_the_mirror_is_asked(world4: World, tmp_path: Path) -> None:
+    disks, there = Disks(tmp_path, 2), str(tmp_path / "mirror")
+    assert world4.results(trains, disks, [1, 2, 3], {"mirror": there}) == [3, None, None, None]
+    for host in (0, 1):
+        assert "3" in steps_of(disks.replicas(host))
+        (replica,) = [path for path in disks.replicas(host) if path.name.endswith("3")]
+        other = disks.step(1 - host, 3)
+        assert {path.name for path in replica.iterdir()} == {path.name for path in other.iterdir()}
+    disks.lose(1)
+    assert world4.results(restores, disks, there) == [(3, 3, 0, 0)] * 4
+
+
+def test_run_goes_on_after_a_host_was_replaced(world4: World, tmp_path: Path) -> None:
+    """The replicas of the lost disk go when the run has no such step any more."""
+    disks = Disks(tmp_path, 4)
+    assert world4.results(trains, disks, [1, 2], {}) == [2, None, None, None]
+    disks.lose(2)
+    assert world4.results(restores, disks) == [(2, 2, 0, 0)] * 4
+    assert world4.results(trains, disks, [3, 4, 5], {}) == [5, None, None, None]
+    disks.lose(0)
+    assert world4.results(restores, disks) == [(5, 5, 0, 0)] * 4
+    left = [step for host in range(1, 4) for step in steps_of(disks.replicas(host))]
+    assert not {"1", "2"} & set(left)
+
+
+@pytest.mark.parametrize("has_mirror", [False, True])
+def test_damaged_replica_is_not_trusted(world2: World, tmp_path: Path, has_mirror: bool) -> None:
+    disks, there = Disks(tmp_path, 2), str(tmp_path / "mirror") if has_mirror else ""
+    world2.results(trains, disks, [1, 2], {"mirror": there} if has_mirror else {})
+    flip(next(path for path in disks.replicas(0) if path.name.endswith("2")))
+    disks.lose(1)
+    found = world2.results(restores, disks, there)
+    if has_mirror:
+        assert [(step, loaded, repaired) for step, loaded, repaired, _ in found] == [(2, 2, 1)] * 2
+    else:
+        assert found == [(1, 1, 0, 0)] * 2
+
+
+def test_replica_of_another_save_is_not_used(world2: World, tmp_path: Path) -> None:
+    disks = Disks(tmp_path, 2)
+    world2.results(trains, disks, [1, 2], {})
+    (one, two) = disks.replicas(0)
+    shutil.rmtree(two)
+    shutil.copytree(one, two)
+    disks.lose(1)
+    assert world2.results(restores, disks) == [(1, 1, 0, 0)] * 2
+
+
+def test_replicas_in_memory(world2: World, tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
+        disks = Disks(tmp_path, 2)
+        for host in (0, 1):
+            (tmp_path / f"host{host}").mkdir()
+            (Path(memory) / str(host)).mkdir()
+            (tmp_path / f"host{host}" / "memory").symlink_to(Path(memory) / str(host))
+        world2.results(trains, disks, [1, 2], {"replica_directory": "/memory", "replica_bandwidth": 1e9})
+        assert not (disks.run_of(0) / REPLICAS_NAME).exists()
+        assert "2" in steps_of(disks.replicas(0, "/memory"))
+        disks.lose(1)
+        assert world2.results(restores, disks, replica_directory="/memory") == [(2, 2, 0, 0)] * 2
