@@ -6,6 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import anyio
+from isal.isal_zlib import crc32
+
+from aiockpt.format.manifest.manifest import FileFacts, Manifest, encode_manifest
+from aiockpt.format.names import MANIFEST_NAME, METADATA_NAME
 from aiockpt.storage.hosts import Disk, HostDisks
 from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.storage.wrapper import WrapperStorage
@@ -111,3 +116,49 @@ def disks_in(folder: Path, *names: str) -> dict[str, Disk]:
 def union_of(disks: Mapping[str, Disk], own: str, *names: str) -> HostDisks:
     """Return what a process of the host ``own`` sees of these disks; of all, if none is named."""
     return HostDisks([disks[name] for name in names or disks], own)
+
+
+def documents_of(files: Mapping[str, bytes], note: str) -> dict[str, bytes]:
+    """Return the documents of a checkpoint with these files."""
+    index = b"index " + note.encode()
+    facts = {name: FileFacts(len(data), crc32(data)) for name, data in {**files, METADATA_NAME: index}.items()}
+    created = f"2026-01-01T00:00:{sum(note.encode()) % 60:02d}.000+00:00"
+    return {MANIFEST_NAME: encode_manifest(Manifest("tests", created, {"note": note}, facts)), METADATA_NAME: index}
+
+
+async def write(
+    disks: Mapping[str, Disk], ranks: Sequence[str], path: str, note: str, workers: Workers, *, overwrite: bool = False
+) -> dict[str, bytes]:
+    """Save a checkpoint as ranks on these disks do, rank 0 first; return its contents, but for the documents."""
+    files = {f"__{rank}_0.distcp": f"{note} of rank {rank}".encode() for rank in range(len(ranks))}
+    job = list(dict.fromkeys(ranks))
+    begun = await union_of(disks, ranks[0], *job).begin(path, overwrite=overwrite, workers=workers)
+    try:
+        for rank, disk in enumerate(ranks):
+            name = f"__{rank}_0.distcp"
+            joined = begun if rank == 0 else await union_of(disks, disk, *job).join(path, begun.ticket, workers=workers)
+            await joined.write_files({name: files[name]})
+            if rank:
+                await joined.commit()
+                await joined.release()
+        assert await begun.sizes() == {name: len(data) for name, data in files.items()}
+        await begun.commit(documents_of(files, note))
+    except BaseException:
+        with anyio.CancelScope(shield=True):
+            await begun.abort()
+        raise
+    await begun.release()
+    return files
+
+
+async def read(storage: Storage, path: str, workers: Workers) -> dict[str, bytes]:
+    """Return all files of a checkpoint but the documents."""
+    source = await storage.open(path, workers=workers)
+    try:
+        return {
+            name: source.read_bytes(name, 0, nbytes)
+            for name, nbytes in source.files.items()
+            if name.endswith(".distcp")
+        }
+    finally:
+        source.close()

@@ -409,9 +409,9 @@ class HostDisks(SharedStorage):
             except FileNotFoundError:
                 return set()
 
-        each = self._of_each(folders_of, self.disks)
+        seen = [name for names in self._of_each(folders_of, self.disks) for name in names]
         found = []
-        for name in sorted({name for names in each for name in names} - set.intersection(*each)):
+        for name in sorted(name for name in set(seen) if seen.count(name) < len(self.disks)):
             parts, whole = self._look(path := self.below(directory, name), LookBudget())
             for part in parts:
                 part.at.close()
