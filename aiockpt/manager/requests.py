@@ -52,6 +52,8 @@ class ManagerOptions(CheckpointerOptions):
             full meanwhile.
         mirror_ephemeral: whether the run's directory is lost with the node, so that the notice of `on_signal` has to
             last until the last save is mirrored, not only written.
+        own_disks: whether each host has a disk of its own at this path, such as its NVMe, and keeps the files of its
+            own ranks there. All of them together are the run. See the page on tiers.
         checkpointer: a checkpointer to save and load with, which is not closed with the manager. None: the manager
             makes one with the options that are given, and closes it.
     """
@@ -70,6 +72,7 @@ class ManagerOptions(CheckpointerOptions):
     mirror_timeout: float = field(default=10.0, kw_only=True)
     mirror_required: bool = field(default=False, kw_only=True)
     mirror_ephemeral: bool = field(default=False, kw_only=True)
+    own_disks: bool = field(default=False, kw_only=True)
     checkpointer: CheckpointerBase | None = field(default=None, kw_only=True)
 
 
