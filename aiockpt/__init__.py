@@ -40,6 +40,7 @@ _HOMES = {
         "ShapeMismatchError",
         "StageError",
         "TornSnapshotError",
+        "MissingHostError",
         "UnsafeCheckpointError",
         "WriteError",
     ),

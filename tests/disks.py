@@ -65,6 +65,9 @@ class HostDisk(WrapperStorage):
     def owner_of(self, directory: str) -> LeaseFacts | None:
         return self.inner.owner_of(self.place(directory))
 
+    def identify(self, directory: str, *, make: bool) -> str | None:
+        return self.inner.identify(self.place(directory), make=make)
+
     def is_finishing(self, directory: str) -> bool:
         return self.inner.is_finishing(self.place(directory))
 

@@ -18,6 +18,7 @@ from aiockpt.core.parameters import outer_stacklevel, parameters_of
 from aiockpt.core.wording import time_text
 from aiockpt.engine.facade import CheckpointerBase, EngineAccess
 from aiockpt.errors import AiockptError, CheckpointerClosedError, DeleteError, SaveError, printable_key
+from aiockpt.manager.disks import RunDisks
 from aiockpt.manager.mirror import Mirror, MirrorSettings, Tier
 from aiockpt.manager.policies import (
     Mode,
@@ -86,6 +87,9 @@ class ManagerBase:
         self._access = EngineAccess(self._checkpointer)
         self._storage, self.directory = self._access.locate(options.directory)
         self.writes = options.mode == "write"
+        self._disks = RunDisks(self._storage, self.directory, self._access) if options.own_disks else None
+        if self._disks is not None:
+            self._storage = self._disks.storage
         self._names = StepNames(options.names)
         self._locks = self.writes and options.lock
         self._tier = Tier(self._storage, self.directory, self._names)
@@ -204,6 +208,8 @@ class ManagerBase:
             raise CheckpointerClosedError(f"this manager of {self.directory} is closed; make a new one")
         if self._is_open:
             return
+        if self._disks is not None:
+            await self._run(partial(self._disks.meet, make=self.writes))
         if self.writes:
             await self._led(f"the lock of {self.directory}", self._take_lock)
         if self.writes and self.leads and self._mirror_tier is not None:
@@ -229,7 +235,7 @@ class ManagerBase:
                     f"the run {self.directory} can't be locked: {exc}; to only read it, pass mode='read'"
                 ) from exc
         try:
-            await self._call("clean", self.directory)
+            await self._call("clean", self.directory, storage=self._storage)
         except AiockptError as exc:  # orphans cost space, no more
             logger.warning("can't look for what killed processes have left in %s: %s", self.directory, exc)
         deadline = time.monotonic() + _WRITER_S
@@ -285,6 +291,8 @@ class ManagerBase:
         lock, self._lock = self._lock, None
         if lock is not None:
             lock.release()
+        if self._disks is not None:
+            self._disks.close(self._drain_s)
 
     # --- what is there --------------------------------------------------------------------------------------
 
@@ -301,6 +309,8 @@ class ManagerBase:
 
     def _seen(self, look: Callable[[], T]) -> T:
         """Return what rank 0 sees."""
+        if self._disks is not None:
+            self._disks.meet(make=self.writes)
         if self._access.world_size == 1:
             return look()
         value: object = None
@@ -439,6 +449,8 @@ class ManagerBase:
                 raise
         metadata[RUN_KEY] = {"step": step, "metrics": metrics, "time": time.time(), "keep": kept_text(self._keep)}
         options = {each.name: getattr(request, each.name) for each in fields(SaveOptions)} | {"metadata": metadata}
+        if self._disks is not None:
+            options["storage"] = self._storage
         handle = start(request.state_dict, self.path_of(step), **options)
         if not handle.skipped:
             self._last_began = time.monotonic()

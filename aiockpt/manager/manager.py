@@ -146,7 +146,7 @@ class CheckpointManager(ManagerBase):
         """
         path = self.path_of(step)
         with self._retention.reading(step):
-            async with self._checkpointer.open(path) as reader:
+            async with self._checkpointer.open(path, storage=self._storage) as reader:
                 yield reader
 
     async def aclose(self) -> None:
@@ -223,7 +223,7 @@ class SyncCheckpointManager(ManagerBase):
     def open(self, step: int) -> Iterator[SyncCheckpointReader]:
         """Inspect a step: ``with run.open(100) as reader:``; see `CheckpointManager.open`."""
         path = self.path_of(step)
-        with self._retention.reading(step), self._checkpointer.open(path) as reader:
+        with self._retention.reading(step), self._checkpointer.open(path, storage=self._storage) as reader:
             yield reader
 
     def close(self) -> None:

@@ -52,6 +52,8 @@ class ManagerOptions(CheckpointerOptions):
             full meanwhile.
         mirror_ephemeral: whether the run's directory is lost with the node, so that the notice of `on_signal` has to
             last until the last save is mirrored, not only written.
+        own_disks: whether each host has a disk of its own at this path, such as its NVMe, and keeps the files of its
+            own ranks there. All of them together are the run. See the page on tiers.
         replicas: 1: each host's files of a step are copied to the disk of another host, behind; see
             `SaveHandle.replicated`. `restore` reads them if a host is lost. For disks of their own only, of two or more
             hosts.
@@ -76,6 +78,7 @@ class ManagerOptions(CheckpointerOptions):
     mirror_timeout: float = field(default=10.0, kw_only=True)
     mirror_required: bool = field(default=False, kw_only=True)
     mirror_ephemeral: bool = field(default=False, kw_only=True)
+    own_disks: bool = field(default=False, kw_only=True)
     replicas: int = field(default=0, kw_only=True)
     replica_directory: Path | None = field(default=None, kw_only=True)
     replica_bandwidth: float | None = field(default=None, kw_only=True)

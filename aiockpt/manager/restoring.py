@@ -18,11 +18,13 @@ from aiockpt.errors import (
     CorruptCheckpointError,
     DamagedCheckpointWarning,
     LoadError,
+    MissingHostError,
 )
 from aiockpt.manager.policies import Mode, ranked
 from aiockpt.manager.requests import Restored, RestoreRequest, SkippedStep, StepChoice
 from aiockpt.manager.tiers import copies_in_order
 from aiockpt.reading.info import TensorInfo
+from aiockpt.storage.hosts import HostDisks
 from aiockpt.storage.patched import PatchedStorage, Patches
 
 if TYPE_CHECKING:
@@ -122,7 +124,9 @@ class Restore:
                 await run._call("load", place.path, self.request.state_dict, storage=place.storage, **options)
             except LoadError as exc:
                 is_damaged = isinstance(exc, CorruptCheckpointError | CheckpointNotFoundError)
-                if not is_damaged and not (has_copy and type(exc) is LoadError):  # unreadable, but there is a copy
+                # Unreadable, but there is a copy; or on a host that is gone, so that the mirror's newest step counts.
+                is_away = isinstance(exc, MissingHostError) and run._mirror_tier is not None
+                if not is_damaged and not is_away and not (has_copy and type(exc) is LoadError):
                     _note(exc, touched_by)
                     raise
                 if not isinstance(exc, CheckpointNotFoundError):
@@ -139,7 +143,7 @@ class Restore:
             except BaseException as exc:
                 _note(exc, touched_by)
                 raise
-            moved = await run._led("the damaged steps", partial(self._set_aside, skipped))
+            moved = await run._led("the damaged steps", partial(self._set_aside, each, skipped))
             if moved and run.leads:
                 self._warn(each, moved)
             info = each.info
@@ -147,6 +151,9 @@ class Restore:
         damaged = [(each.info, error) for each, error in skipped if isinstance(error, CorruptCheckpointError)]
         if damaged:
             raise _nothing_left(run.directory, damaged, touched_by)
+        for _, error in skipped:
+            if isinstance(error, MissingHostError):
+                raise error
         if touched_by:
             raise CheckpointNotFoundError(f"{run.directory} has no step any more{_touched(touched_by)}")
         return None
@@ -159,7 +166,9 @@ class Restore:
         mirror = run._storage_at(is_mirror=True)
         if not patches:
             return _Place(mirror, copy.info.path)
-        patched = PatchedStorage(run._storage_at(is_mirror=False), mirror, copy.info.path, patches)
+        here = run._storage_at(is_mirror=False)
+        here = here.partial() if isinstance(here, HostDisks) else here
+        patched = PatchedStorage(here, mirror, copy.info.path, patches)
         return _Place(patched, damaged.info.path, repaired)
 
     # --- on rank 0 --------------------------------------------------------------------------------------
@@ -225,6 +234,10 @@ class Restore:
         """
         storage, path = self.manager._storage_at(is_mirror=False), damaged.info.path
         infos: Mapping[str, Any] = {}
+        if isinstance(storage, HostDisks):
+            missing = await self.manager._run(storage.missing, path)
+            if missing:  # the rest is not read twice: the load checks it
+                return dict.fromkeys(missing), missing
         try:
             report: VerifyReport = await self.manager._call("verify", path, storage=storage)
         except LoadError:
@@ -259,12 +272,16 @@ class Restore:
             return _covers(below, found)
         return False
 
-    async def _set_aside(self, skipped: Sequence[tuple[_Listed, LoadError]]) -> tuple[SkippedStep, ...]:
+    async def _set_aside(
+        self, restored: _Listed, skipped: Sequence[tuple[_Listed, LoadError]]
+    ) -> tuple[SkippedStep, ...]:
         """Rename the damaged steps of the run's directory, as an older one, or a copy, was restored in their place."""
         found = []
         for each, error in skipped:
             path = each.info.path
-            if self.manager.writes and isinstance(error, CorruptCheckpointError) and not each.is_mirror:
+            is_lost = isinstance(error, CorruptCheckpointError)
+            is_lost |= isinstance(error, MissingHostError) and each.info.step != restored.info.step
+            if self.manager.writes and is_lost and not each.is_mirror:
                 path = await self.manager._run(set_aside, self.manager._storage, path)
             found.append(SkippedStep(each.info.step, path, str(error)))
         return tuple(found)

@@ -40,6 +40,7 @@ from aiockpt.errors import (
     CorruptCheckpointError,
     DeleteError,
     LoadError,
+    MissingHostError,
     WriteError,
 )
 from aiockpt.format.manifest.manifest import DiskFacts, decode_head, disks_in, with_disks
@@ -467,7 +468,7 @@ class HostDisks(SharedStorage):
         if away and whole.head is not None:
             total = len(whole.head.files)
             named = [f"host {each.host} (disk {each.id[:8]}) has {len(each.files)}" for each in away]
-            raise LoadError(
+            raise MissingHostError(
                 f"{path} can't be read now: {some_of(named, _MOST_NAMED)} of its {total} files, and is not in this "
                 "job: start a rank there, or pass mirror= with a copy of the run"
             )

@@ -144,6 +144,14 @@ class DiskServer:
             return path
         raise UnsafeCheckpointError(f"{path} is outside of {' and '.join(self._directories)}, and so it is not served")
 
+    def wait(self, timeout_s: float) -> None:
+        """Wait until no other process is connected, for so long at most. Blocks."""
+        deadline = time.monotonic() + timeout_s
+        with self._lock:
+            threads = list(self._threads)
+        for thread in threads:
+            thread.join(max(0.0, min(deadline - time.monotonic(), threading.TIMEOUT_MAX)))
+
     def close(self, timeout_s: float = 10.0) -> bool:
         """End all connections, then the threads; return whether they have ended in time. Idempotent. Blocks.
 

@@ -104,6 +104,9 @@ class WrapperStorage(SharedStorage):
     def owner_of(self, directory: str) -> LeaseFacts | None:
         return self.inner.owner_of(directory)
 
+    def identify(self, directory: str, *, make: bool) -> str | None:
+        return self.inner.identify(directory, make=make)
+
     def is_finishing(self, directory: str) -> bool:
         return self.inner.is_finishing(directory)
 

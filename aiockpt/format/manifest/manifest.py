@@ -67,6 +67,7 @@ class Manifest:
     index: Index | None = None  # as far as it was read from the manifest
     # the transformed items, by file and offset
     transformed: Mapping[tuple[str, int], ItemFacts] = field(default_factory=dict)
+    disks: tuple[DiskFacts, ...] = ()  # that have the files, if these are in several places
 
 
 def encode_manifest(
@@ -116,6 +117,9 @@ class DiskFacts:
     id: str
     host: str  # its name
     files: frozenset[str] = field(repr=False)
+
+    def __str__(self) -> str:
+        return f"host {self.host} (disk {self.id[:8]})"
 
 
 def with_disks(data: bytes, disks: Sequence[DiskFacts]) -> bytes:
