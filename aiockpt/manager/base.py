@@ -33,7 +33,7 @@ from aiockpt.manager.policies import (
     split,
 )
 from aiockpt.manager.preemption import Answer, Asked, LastSaveRequests, Pace, decide
-from aiockpt.manager.replicas import REPLICAS_NAME, ReplicaCopies, ReplicaWatch, replicas_of, sources_of
+from aiockpt.manager.replicas import ReplicaCopies, ReplicaWatch, replicas_of, sources_of
 from aiockpt.manager.requests import (
     ManagerOptions,
     Restored,
@@ -87,7 +87,13 @@ class ManagerBase:
         self._access = EngineAccess(self._checkpointer)
         self._storage, self.directory = self._access.locate(options.directory)
         self.writes = options.mode == "write"
-        self._disks = RunDisks(self._storage, self.directory, self._access) if options.own_disks else None
+        self._replicas = self._check_replicas(options)
+        replica_directory = options.replica_directory and self._access.locate(options.replica_directory)[1]
+        self._disks = (
+            RunDisks(self._storage, self.directory, self._access, replica_directory or "")
+            if options.own_disks
+            else None
+        )
         if self._disks is not None:
             self._storage = self._disks.storage
         self._names = StepNames(options.names)
@@ -141,6 +147,18 @@ class ManagerBase:
         if f"{directory}/".startswith(f"{self.directory}/") or f"{self.directory}/".startswith(f"{directory}/"):
             raise ValueError(f"mirror is {directory}, and the run {self.directory}: one must not be in the other")
         return Tier(storage, directory, self._names)
+
+    @staticmethod
+    def _check_replicas(options: ManagerOptions) -> MirrorSettings | None:
+        """Return the settings of replicas, or None without; check the options."""
+        limit = options.replica_bandwidth
+        if options.replicas not in (0, 1):
+            raise ValueError(f"replicas must be 0 or 1, not {options.replicas!r}")
+        if limit is not None and not limit > 0:
+            raise ValueError(f"replica_bandwidth must be positive, in bytes per second, not {limit!r}")
+        if not options.own_disks and (options.replicas or options.replica_directory):
+            raise ValueError("replicas are for hosts with disks of their own: pass own_disks=True as well")
+        return MirrorSettings(bytes_per_s=limit, locks=options.lock) if options.replicas else None
 
     # --- waiting, and what rank 0 does for all ranks ----------------------------------------------------------
 
@@ -210,6 +228,11 @@ class ManagerBase:
             return
         if self._disks is not None:
             await self._run(partial(self._disks.meet, make=self.writes))
+            if self._replicas is not None and len(self._disks.storage.disks) == 1:
+                raise AiockptError(
+                    f"replicas=1: all ranks of {self.directory} have the same disk, and there is no other host to copy "
+                    "it to: start ranks on two hosts or more, each with a disk of its own there, or pass replicas=0"
+                )
         if self.writes:
             await self._led(f"the lock of {self.directory}", self._take_lock)
         if self.writes and self.leads and self._mirror_tier is not None:
@@ -217,7 +240,22 @@ class ManagerBase:
                 self._tier, self._mirror_tier, self._mirror_settings, self._access.reports, self._retention
             )
             self._start_behind(self._mirror)
+        if self.writes and self._disks is not None and self._replicas is not None:
+            self._start_replicas(self._disks, self._replicas)
         self._is_open = True
+
+    def _start_replicas(self, disks: RunDisks, settings: MirrorSettings) -> None:
+        """Copy another disk's files if this rank serves its own; on rank 0, find out what all have copied."""
+        runs = {each.id: Tier(each.storage, self.directory, self._names, disk=each.id) for each in disks.storage.disks}
+        sources, directory, reports = sources_of(runs), disks.replica_directory, self._access.reports
+        if disks.serves:
+            own = disks.storage.own.id
+            self._start_behind(ReplicaCopies(runs[sources[own]], runs[own], directory, settings, reports))
+        if self.leads:
+            there = Tier(self._storage, directory, self._names)
+            replicas = [replicas_of(runs[source], runs[disk].storage, directory) for disk, source in sources.items()]
+            self._replica_watch = ReplicaWatch(self._tier, there, replicas, reports, self._retention)
+            self._start_behind(self._replica_watch)
 
     def _start_behind(self, mirror: Mirror) -> None:
         self._behind.append(mirror)

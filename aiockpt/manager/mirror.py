@@ -367,6 +367,14 @@ class Mirror:
             protected=set() if self._retention is None else self._retention.essential,
             drops=not settings.is_required,
         )
+        newest = max((info for info in mirror if info.state == "complete"), key=lambda info: info.step, default=None)
+        state.backlog = MirrorBacklog(
+            tuple(info.step for info in missing),
+            sum(info.nbytes for info in missing),
+            None if newest is None else newest.step,
+            0.0 if newest is None else newest.time,
+            state.backlog.error if missing else None,
+        )
         here = {info.step: info for info in local}
         waiting = {info.step for info in missing}
         for step in written:
@@ -380,14 +388,6 @@ class Mirror:
             elif step not in waiting:
                 why = "the policies keep later ones" if step in due else "mirror_every says so"
                 self.promises.fail([step], SaveSkippedError(f"step {step} is not {self.done}: {why}"), written=True)
-        newest = max((info for info in mirror if info.state == "complete"), key=lambda info: info.step, default=None)
-        state.backlog = MirrorBacklog(
-            tuple(info.step for info in missing),
-            sum(info.nbytes for info in missing),
-            None if newest is None else newest.step,
-            0.0 if newest is None else newest.time,
-            state.backlog.error if missing else None,
-        )
         return missing
 
     async def _copy(self, info: StepInfo, workers: Workers) -> None:

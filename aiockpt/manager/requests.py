@@ -54,11 +54,10 @@ class ManagerOptions(CheckpointerOptions):
             last until the last save is mirrored, not only written.
         own_disks: whether each host has a disk of its own at this path, such as its NVMe, and keeps the files of its
             own ranks there. All of them together are the run. See the page on tiers.
-        replicas: 1: each host's files of a step are copied to the disk of another host, behind; see
-            `SaveHandle.replicated`. `restore` reads them if a host is lost. For disks of their own only, of two or more
-            hosts.
-        replica_directory: where each host has the replicas, which may be in memory, such as ``/dev/shm/replicas``. None:
-            a hidden directory in the run's.
+        replicas: 1: each host also copies the files that another host has of each step to its own disk, behind; see
+            `SaveHandle.replicated`. `restore` reads them if a host is lost. With ``own_disks``, on two hosts or more.
+        replica_directory: where each host has its copies, which may be in memory, such as ``/dev/shm/replicas``.
+            None: a hidden directory in the run's.
         replica_bandwidth: the most bytes per second that each host copies; None: no limit.
         checkpointer: a checkpointer to save and load with, which is not closed with the manager. None: the manager
             makes one with the options that are given, and closes it.

@@ -161,3 +161,88 @@ def test_replicas_in_memory(world2: World, tmp_path: Path) -> None:
         assert "2" in steps_of(disks.replicas(0, "/memory"))
         disks.lose(1)
         assert world2.results(restores, disks, replica_directory="/memory") == [(2, 2, 0, 0)] * 2
+
+
+# --- when it fails --------------------------------------------------------------------------------------
+
+
+def opens(rank: int, size: int, disks: Disks, options: dict[str, Any]) -> Any:
+    storage = disks.of_rank(rank, size)
+    with aiockpt.SyncCheckpointManager(RUN, storage=storage, **options_of(**options)):
+        return None
+
+
+def test_one_host_has_no_peer(world2: World, tmp_path: Path) -> None:
+    for failure in world2.run(opens, Disks(tmp_path, 1), {}):
+        assert "all ranks of /runs/a have the same disk, and there is no other host" in failure.text
+    assert world2.results(opens, Disks(tmp_path, 1), {"replicas": 0}) == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"replicas": 2}, "replicas must be 0 or 1"),
+        ({"replicas": 1}, "pass own_disks=True"),
+        ({"replica_directory": "/dev/shm"}, "pass own_disks=True"),
+        ({"replicas": 1, "own_disks": True, "replica_bandwidth": 0}, "replica_bandwidth must be positive"),
+    ],
+)
+def test_wrong_options(tmp_path: Path, options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        aiockpt.SyncCheckpointManager(tmp_path, **options)
+
+
+class SlowDisk(HostDisk):
+    """The disk of a host whose server does not answer reads of data until it is let go, or kills its host then."""
+
+    def __init__(self, root: Path, kills: bool) -> None:
+        super().__init__(root)
+        self.kills, self.reads, self.let_go = kills, threading.Event(), threading.Event()
+
+    def before_read(self, name: str, offset: int, nbytes: int) -> None:
+        if name.endswith(".distcp"):
+            self.reads.set()
+            if self.kills:
+                os.kill(os.getpid(), signal.SIGKILL)
+            self.let_go.wait()
+
+
+def trains_beside_a_slow_peer(rank: int, size: int, disks: Disks) -> Any:
+    storage: Any = disks.of_rank(rank, size)
+    if rank == 1:
+        storage = SlowDisk(Path(storage.root), kills=False)
+    with aiockpt.SyncCheckpointManager(RUN, storage=storage, **options_of(keep=None)) as run:
+        saves = []
+        for step in (1, 2, 3):
+            saves.append(run.submit(step, state_of(rank, step)))
+            saves[-1].written.result(60)
+        if rank == 1:
+            assert storage.reads.wait(60)
+            storage.let_go.set()
+            return None
+        waiting = [save.replicated.done() for save in saves]
+        for save in saves:
+            save.replicated.result(60)
+        return waiting
+
+
+def test_slow_peer_never_holds_training(world2: World, tmp_path: Path) -> None:
+    disks = Disks(tmp_path, 2)
+    assert world2.results(trains_beside_a_slow_peer, disks)[0] == [False, False, False]
+    assert [steps_of(disks.replicas(host)) for host in (0, 1)] == [["1", "2", "3"]] * 2
+
+
+def is_killed_while_its_disk_is_copied(rank: int, size: int, disks: Disks) -> None:
+    storage: Any = disks.of_rank(rank, size)
+    if rank == 1:
+        storage = SlowDisk(Path(storage.root), kills=True)
+    with aiockpt.SyncCheckpointManager(RUN, storage=storage, **options_of(drain_timeout=1)) as run:
+        run.submit(3, state_of(rank, 3)).written.result(60)
+        threading.Event().wait()  # until the other one is killed, and with it this one
+
+
+def test_kill_in_the_middle_of_a_copy_leaves_nothing_that_is_trusted(tmp_path: Path) -> None:
+    disks = Disks(tmp_path, 2)
+    with World(2) as world:
+        world.results(trains, disks, [1, 2], {})
+        os.waitid  # noqa: B018
