@@ -18,12 +18,14 @@ import pickle
 import secrets
 import select
 import socket
+import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import anyio
 from isal.isal_zlib import crc32
 
 from aiockpt.coordination.link import HELLO_S, Endpoint, LinkBrokenError, connect, network_namespace, reachable
@@ -55,6 +57,7 @@ _MOST_IDLE = 8  # connections of a process
 _MOST_MESSAGE_BYTES = 1 << 30  # besides data
 _MOST_CAUSES = 8
 _RANDOM_LETTERS = 16  # at the end of a ticket
+_ASK_AGAIN_S = 0.05
 
 _NOTHING = memoryview(b"")
 
@@ -235,9 +238,7 @@ class _Client:
                     wire.turn.release()
             if not is_home:
                 self.give(wire)
-        if kind == ERROR:
-            raise _unpacked(value, self.host_name)
-        return value
+        return self._result(kind, value, failure)
 
     def open(self, method: str, *args: object, failure: type[Exception] = WriteError) -> tuple[_Held, Any]:
         """Return an object that a method of the storage opens, and what it says of it."""
@@ -249,11 +250,9 @@ class _Client:
                 wire.end()
                 wire.close()
                 raise
-            if kind == ERROR:
-                self.give(wire)
         if kind == ERROR:
-            raise _unpacked(value, self.host_name)
-        token, facts = value
+            self.give(wire)
+        token, facts = self._result(kind, value, failure)
         return _Held(wire, token), facts
 
     def close(self, held: _Held) -> None:
@@ -274,12 +273,20 @@ class _Client:
             surplus = idle[:-_MOST_IDLE]
             del idle[:-_MOST_IDLE]
         for each in surplus:
-            each.close()
+            _drop(each, os.getpid())
 
     def rest(self) -> None:
         """Close the connections that are not in use."""
         with _lock.held():
             _close_all(self._idle)
+
+    def _result(self, kind: int, value: Any, failure: type[Exception]) -> Any:
+        if kind != ERROR:
+            return value
+        error = _unpacked(value, self.host_name)
+        if isinstance(error, OSError) and not isinstance(error, AiockptError) and not issubclass(failure, OSError):
+            raise failure(str(error)) from error  # of the server, not of its storage
+        raise error
 
     @staticmethod
     def _asked(
@@ -294,7 +301,7 @@ class _Client:
     def _errors(self, method: str, args: Sequence[object], failure: type[Exception]) -> Iterator[None]:
         try:
             yield
-        except (LinkBrokenError, _UnreachableError) as exc:
+        except LinkBrokenError as exc:
             what = " ".join([method.replace("_", " "), *(each for each in args[:1] if isinstance(each, str))])
             raise failure(
                 f"host {self.host_name}, which was asked to {what}, does not answer ({exc}): its process has ended or "
@@ -335,17 +342,13 @@ class _Client:
                 error = LinkBrokenError(f"nothing came from {host} for {min(HELLO_S, self.stall_s):.3g} s")
             except (OSError, LinkBrokenError) as exc:
                 error = exc
-        raise _UnreachableError(str(error)) from error
-
-
-class _UnreachableError(Exception):
-    """There is no way to the server."""
+        raise LinkBrokenError(str(error)) from error
 
 
 def _close_all(idle: dict[int, list[Connection]]) -> None:
-    for wires in idle.values():
+    for pid, wires in idle.items():
         while wires:
-            wires.pop().close()
+            _drop(wires.pop(), pid)
 
 
 class RemoteDisk(SharedStorage):
@@ -440,7 +443,7 @@ class RemoteDisk(SharedStorage):
 
         def begin() -> None:
             held, facts = self._client.open(method, path, *args)
-            begun.append(_RemoteTransaction(self._client, workers, held, path, facts))
+            begun.append(_RemoteTransaction(self, workers, held, path, facts))
 
         try:
             await workers.run(begin)
@@ -521,11 +524,12 @@ _NO_DOCUMENTS: Mapping[str, Document] = MappingProxyType({})
 
 class _RemoteTransaction(SharedTransaction):
     def __init__(
-        self, client: _Client, workers: Workers, held: _Held, path: str, facts: tuple[str, Stamp | None]
+        self, disk: RemoteDisk, workers: Workers, held: _Held, path: str, facts: tuple[str, Stamp | None]
     ) -> None:
-        self._client, self._workers, self._held, self._path = client, workers, held, path
+        self._disk, self._client = disk, disk._client
+        self._workers, self._held, self._path = workers, held, path
         self._ticket, self._stamp = facts
-        self._is_revoked = self._is_over = False
+        self._is_revoked = self._is_committing = self._is_over = False
 
     @property
     def ticket(self) -> str:
@@ -549,26 +553,66 @@ class _RemoteTransaction(SharedTransaction):
     async def commit(self, documents: Mapping[str, Document] = _NO_DOCUMENTS) -> None:
         if self._is_revoked:
             raise CommitError(f"{self._path} was given up before it was published")
-        await self._ask("commit", _plain(documents), failure=CommitUncertainError)
+        self._is_committing = True
+        try:
+            await self._ask("commit", _plain(documents), failure=CommitError)
+        except CommitError as exc:
+            if not _is_without_answer(exc) or not await self._has_published(exc):
+                raise
+        finally:
+            self._is_committing = False
         self._is_over = True
 
+    async def _has_published(self, error: CommitError) -> bool:
+        """Find out what has become of a commit without an answer; raise CommitUncertainError if that can't be."""
+        try:
+            await self._settled()
+            transaction = await self._disk.take_over(
+                self._path, self._ticket, overwrite=False, workers=self._workers, stamp=self._stamp
+            )
+            status = await transaction.status()
+            await transaction.release()
+        except (OSError, AiockptError) as worse:
+            raise CommitUncertainError(
+                f"{error}. It is not known whether {self._path} was published there: look at it later"
+            ) from worse
+        return status == "published"
+
+    async def _settled(self) -> None:
+        """Wait until the server has ended this transaction, as the connection has ended."""
+        deadline = time.monotonic() + self._client.stall_s
+        while await self._workers.run(self._client.ask, "is_held", self._held.token):
+            if time.monotonic() > deadline:
+                raise WriteError(f"host {self._client.host_name} still works for {self._path}")
+            await anyio.sleep(_ASK_AGAIN_S)
+
     def revoke(self) -> None:
+        """Let the server know by the end of the connection, on which it can't be sent anything now."""
         self._is_revoked = True
+        if self._is_committing:
+            self._held.home.end()
 
     async def abort(self) -> None:
-        await self._end("abort")
+        if not self._is_over:
+            self._is_over = True
+            await outlast(self._end("abort"))
 
     async def suspend(self) -> None:
-        await self._end("suspend")
+        if not self._is_over:
+            self._is_over = True
+            await outlast(self._end("suspend"))
 
     async def discard_all(self) -> None:
         self._is_over = True
-        await outlast(self._ask("discard_all"))
+        await outlast(self._end("discard_all"))
 
     async def _end(self, method: str) -> None:
-        if not self._is_over:
-            self._is_over = True
-            await outlast(self._ask(method))
+        try:
+            await self._ask(method)
+        except WriteError as exc:
+            if not _is_without_answer(exc):
+                raise
+            await self._settled()  # the server has done so by itself
 
     async def whole_files(self) -> Mapping[str, int]:
         found: Mapping[str, int] = await self._ask("whole_files")
@@ -610,6 +654,10 @@ class _RemoteSink(FileSink):
 
     async def finish(self) -> None:
         await self._transaction._ask("finish", token=self._token)
+
+
+def _is_without_answer(error: BaseException) -> bool:
+    return isinstance(error.__cause__, LinkBrokenError)
 
 
 def _plain(files: Mapping[str, Document]) -> dict[str, bytes]:

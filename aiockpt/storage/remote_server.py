@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import itertools
 import logging
 import mmap
@@ -32,7 +33,7 @@ from aiockpt.coordination.link import (
     network_namespace,
 )
 from aiockpt.core.threads import Workers, new_event_loop
-from aiockpt.errors import AiockptError, UnsafeCheckpointError, printable_key
+from aiockpt.errors import AiockptError, printable_key
 from aiockpt.storage.base import FileSink, Listing, LookBudget, SharedStorage, SharedTransaction, Source
 from aiockpt.storage.remote import (
     BEAT,
@@ -136,13 +137,14 @@ class DiskServer:
             wire.close()
 
     def place(self, path: str, *, below: bool) -> str:
-        """Return a path that may be served; raise UnsafeCheckpointError for any other."""
+        """Return a path that may be served; raise PermissionError for any other."""
         path = self.storage.resolve(path)
         if any(path.startswith(self.storage.below(each, "")) for each in self._directories):
             return path
         if not below and path in self._directories:
             return path
-        raise UnsafeCheckpointError(f"{path} is outside of {' and '.join(self._directories)}, and so it is not served")
+        where = " and ".join(self._directories)
+        raise PermissionError(errno.EACCES, f"it is not below {where}, and nothing else is served", path)
 
     def close(self, timeout_s: float = 10.0) -> bool:
         """End all connections, then the threads; return whether they have ended in time. Idempotent. Blocks.
@@ -211,9 +213,8 @@ class _HeldTransaction(_Held):
 
     async def settled(self) -> None:
         """Wait until nothing is being written."""
-        for sink in self.sinks.values():
-            if sink.writing is not None:
-                await asyncio.wait([asyncio.wrap_future(sink.writing)])
+        writing = [asyncio.wrap_future(sink.writing) for sink in self.sinks.values() if sink.writing is not None]
+        await asyncio.gather(*writing, return_exceptions=True)
 
     async def end(self) -> None:
         await self.settled()
@@ -283,17 +284,15 @@ class _Service:
         return token
 
     def _close(self, token: int) -> None:
-        held = self._server.held.pop(token, None)
-        if token in self._opened:
+        if token in self._opened:  # else it belongs to another connection
             self._opened.remove(token)
-        if isinstance(held, _HeldTransaction):
-            for sink in held.sinks:
-                self._server.held.pop(sink, None)
-        if held is not None:
+            held = self._server.held[token]
             try:
                 self._server.run(held.end()).result()
             except (OSError, AiockptError) as exc:
                 logger.warning("can't end what another host has left: %s", exc)
+            for each in (token, *getattr(held, "sinks", ())):
+                self._server.held.pop(each, None)
 
     # --- waiting ------------------------------------------------------------------------------------------
 
@@ -312,6 +311,9 @@ class _Service:
             else:
                 given_up()
         return future.result()
+
+    def _on_is_held(self, token: int) -> bool:
+        return token in self._server.held
 
     # --- the storage --------------------------------------------------------------------------------------
 
@@ -401,9 +403,9 @@ class _Service:
                 self._buffer = memoryview(mmap.mmap(-1, _READ_BYTES))
             view = self._buffer[: sum(length for _, length in batch)]
             if len(batch) == 1:
-                source.read(_inside(name), batch[0][0], view, self._wire.put_bytes)
+                source.read(name, batch[0][0], view, self._wire.put_bytes)
             else:
-                source.read_runs(_inside(name), batch, view)
+                source.read_runs(name, batch, view)
                 self._wire.put_bytes(view)
 
     # --- transactions -------------------------------------------------------------------------------------
@@ -433,7 +435,7 @@ class _Service:
     def _on_finish(self, held: _HeldSink) -> None:
         self._written(held)
         self._run(held.inner.finish())
-        held.free.clear()
+        held.free.clear()  # memory
 
     def _on_write_files(self, held: _HeldTransaction, files: Mapping[str, bytes]) -> None:
         self._run(held.inner.write_files({_inside(name): data for name, data in files.items()}))
@@ -485,9 +487,9 @@ class _Service:
 
 
 def _inside(name: str, *, may_be_empty: bool = False) -> str:
-    """Return the name of a file of a checkpoint; raise UnsafeCheckpointError if it leads out of it."""
-    if ".." in name.split("/") or name.startswith("/") or "\0" in name or not (name or may_be_empty):
-        raise UnsafeCheckpointError(f"{printable_key(name)!r} is no name of a file within a checkpoint")
+    """Return the name of a file of a checkpoint; raise PermissionError if it leads out of it."""
+    if ".." in name.split("/") or name.startswith("/") or not (name or may_be_empty):
+        raise PermissionError(errno.EACCES, "it is no name of a file within a checkpoint", printable_key(name))
     return name
 
 
