@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, TypeVar
 import anyio
 from isal.isal_zlib import crc32
 
-from aiockpt.coordination.link import HELLO_S, Endpoint, LinkBrokenError, connect, network_namespace, reachable
+from aiockpt.coordination.link import HELLO_S, Endpoint, Link, LinkBrokenError, connect, network_namespace, reachable
 from aiockpt.coordination.wires import Wire
 from aiockpt.core.forks import ModuleLock
 from aiockpt.core.threads import Workers, outlast
@@ -137,6 +137,19 @@ class Connection(Wire):
         super().close()
 
 
+async def detached(link: Link, stall_s: float, *, connected: bool) -> Connection:
+    """Return a link as a connection; see `Link.detach`."""
+    try:
+        own = await link.detach(connected=connected)
+        try:
+            return Connection(own, stall_s)
+        except OSError as exc:  # it is broken already
+            own.close()
+            raise LinkBrokenError(str(exc)) from exc
+    finally:
+        link.close()
+
+
 class _Held:
     """What stands in the server as long as the connection that has opened it."""
 
@@ -189,9 +202,10 @@ class _Client:
                 if not is_home:
                     wire.close()
             if isinstance(exc, LinkBrokenError):
+                what = " ".join([request.method, *(each for each in request.args[:1] if isinstance(each, str))])
                 raise failure(
-                    f"host {self.host_name}, which was asked to {request.method} {request.args[:1] or ''}, does not "
-                    f"answer ({exc}): its process has ended or is frozen, or the network between the hosts is cut"
+                    f"host {self.host_name} does not answer to `{what}` ({exc}): its process has ended or is frozen, "
+                    "or the network between the hosts is cut"
                 ) from exc
             raise
         finally:
@@ -255,7 +269,11 @@ class _Client:
             wire.close()  # the other side has closed it
         with asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:  # of this thread, for a moment
             wire = runner.run(self._connected())
-        wire.take()  # before it, the server still reads ahead by its stream
+        try:
+            wire.take()  # before it, the server still reads ahead by its stream
+        except BaseException:
+            wire.close()
+            raise
         return wire
 
     async def _connected(self) -> Connection:
@@ -265,7 +283,7 @@ class _Client:
             try:
                 async with asyncio.timeout(limit_s):
                     _, link = await connect(host, port, self.endpoint.link.secret, socket.gethostname())
-                    return Connection(await link.detach(connected=True), self.stall_s)
+                    return await detached(link, self.stall_s, connected=True)
             except TimeoutError:
                 error = LinkBrokenError(f"nothing came from {host} for {limit_s:.3g} s")
             except (OSError, LinkBrokenError) as exc:

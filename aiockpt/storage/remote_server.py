@@ -39,7 +39,7 @@ from aiockpt.coordination.link import (
 from aiockpt.core.threads import Workers, new_event_loop
 from aiockpt.errors import AiockptError, printable_key
 from aiockpt.storage.base import LookBudget, SharedStorage, Source
-from aiockpt.storage.remote import BEAT, ERROR, RESULT, STALL_S, Connection, DiskEndpoint, Opened, Request
+from aiockpt.storage.remote import BEAT, ERROR, RESULT, STALL_S, Connection, DiskEndpoint, Opened, Request, detached
 
 T = TypeVar("T")
 
@@ -50,7 +50,7 @@ _THREADS = 8
 # Methods of the storage: those of a directory or a checkpoint, and those that change what has to be below a directory.
 _AT = {"stamp", "stamps", "owner_of", "is_finishing", "link", "clean"}
 _BELOW = {"set_aside", "delete", "begin", "join", "take_over", "resume"}
-_BLOCKING = {"stamp", "stamps", "owner_of", "is_finishing", "link", "set_aside"}
+_BLOCKING = {"stamp", "stamps", "owner_of", "is_finishing", "link"}
 # Methods of a transaction.
 _PLAIN = {"whole_files", "sizes", "status", "finalize"}
 _NAMED = {"put_sidecar", "get_sidecar", "delete_sidecar"}
@@ -122,7 +122,7 @@ class DiskServer:
     def _joined(self, hello: str, link: Link) -> None:
         async def serve() -> None:
             with contextlib.suppress(LinkBrokenError):
-                self._start(Connection(await link.detach(connected=False), self._stall_s))
+                self._start(await detached(link, self._stall_s, connected=False))
 
         task = asyncio.ensure_future(serve())
         self._joining.add(task)
@@ -367,6 +367,9 @@ class _Service:
                 self._wire.put_bytes(view)
 
     # --- writing ------------------------------------------------------------------------------------------
+
+    def _on_set_aside(self, path: str, names: Sequence[str]) -> str:
+        return self._call(self._storage.set_aside, path, [_inside(name) for name in names])
 
     def _on_create(self, held: _Held, name: str, nbytes: int | None) -> int:
         sink = self._run(held.inner.create(_inside(name) if name else name, nbytes))
