@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
+from weakref import WeakSet
 
 import anyio
 from isal.isal_zlib import crc32
@@ -89,6 +90,7 @@ class Connection(Wire):
     def __init__(self, own: socket.socket, stall_s: float) -> None:
         super().__init__(own, stall_s)
         self._pid = os.getpid()
+        _every.add(self)
         own.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a dead host ends a wait
         for name, value in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 6)):
             if hasattr(socket, name):
@@ -135,6 +137,18 @@ class Connection(Wire):
         if os.getpid() == self._pid:
             self.end()
         super().close()
+
+
+_every: WeakSet[Connection] = WeakSet()
+
+
+def _leave_to_parent() -> None:
+    """Close what a forked child has inherited: else the other side would not see the end of its parent."""
+    for wire in list(_every):
+        wire.close()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 async def detached(link: Link, stall_s: float, *, connected: bool) -> Connection:
@@ -258,8 +272,6 @@ class _Client:
     def _taken(self) -> Connection:
         while True:
             with _lock.held():
-                if os.getpid() not in self._idle:
-                    _close_all(self._idle)  # of the parent, which goes on with them
                 idle = self._idle.setdefault(os.getpid(), [])
                 wire = idle.pop() if idle else None
             if wire is None:

@@ -150,22 +150,22 @@ class DiskServer:
             wire.close()
 
     def close(self, timeout_s: float = 10.0) -> bool:
-        """End all connections and threads; return whether they have ended in time. Idempotent. Blocks.
+        """End all connections and threads; return whether they have ended in time: if not, try again. Blocks.
 
         What is not committed is removed.
         """
         deadline = time.monotonic() + timeout_s
         with self._lock:
-            if self._is_closed:
-                return True
             self._is_closed = True
+        if self._loop.is_closed():
+            return True
         self._loop.call_soon_threadsafe(self._stop_listening)
         for wire in self._threads.values():
             wire.end()
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
-        have_ended = not any(thread.is_alive() for thread in self._threads)
-        return self._end(deadline - time.monotonic()) and have_ended
+        # What hangs still needs the loop and the workers.
+        return not any(thread.is_alive() for thread in self._threads) and self._end(deadline - time.monotonic())
 
     def _stop_listening(self) -> None:
         self._server.close()
@@ -173,17 +173,17 @@ class DiskServer:
             task.cancel()
 
     def _end(self, timeout_s: float) -> bool:
-        has_ended = self.workers.end(max(0.0, timeout_s))
+        if not self.workers.end(max(1.0, timeout_s)):
+            return False
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._looping.join(max(1.0, timeout_s))
-        if not self._looping.is_alive():
-            self._loop.close()
-        return has_ended and not self._looping.is_alive()
+        if self._looping.is_alive():
+            return False
+        self._loop.close()
+        return True
 
     def leave(self) -> None:
-        """Close what a forked child has inherited: else others would wait for it when its parent is dead."""
-        for wire in self._threads.values():
-            wire.close()
+        """Stop listening in a forked child: else others would wait for it when its parent is dead."""
         null = os.open(os.devnull, os.O_RDWR)
         for listening in self._server.sockets:
             os.dup2(null, listening.fileno())  # not closed: the loop, which is the parent's, may do so once more
