@@ -129,7 +129,7 @@ def test_run_goes_on_after_a_host_was_replaced(world4: World, tmp_path: Path) ->
 @pytest.mark.parametrize("has_mirror", [False, True])
 def test_damaged_replica_is_not_trusted(world2: World, tmp_path: Path, has_mirror: bool) -> None:
     disks, there = Disks(tmp_path, 2), str(tmp_path / "mirror") if has_mirror else ""
-    world2.results(trains, disks, [1, 2], {"mirror": there} if has_mirror else {})
+    world2.results(trains, disks, [1, 2], {"mirror": there} if has_mirror else {}, timeout_s=25)
     flip(next(path for path in disks.replicas(0) if path.name.endswith("2")))
     disks.lose(1)
     found = world2.results(restores, disks, there)
