@@ -134,9 +134,13 @@ class ReplicaWatch(_ReplicaTask):
 
     def _look(self, local: Sequence[StepInfo], mirror: Sequence[StepInfo], written: Sequence[int]) -> list[StepInfo]:
         missing = super()._look(local, mirror, written)
+        waiting = self.promises.written  # of an earlier one, a disk may be gone that nobody can copy any more
+        missing = [info for info in missing if info.step in waiting]
+        nbytes, error = sum(info.nbytes for info in missing), None if self._is_seen else self.backlog.error
+        steps = tuple(info.step for info in missing)
+        self._state.backlog = replace(self.backlog, steps=steps, nbytes=nbytes, error=error)
         if not self._is_seen:
             return missing
-        self._state.backlog = replace(self._state.backlog, error=None)
         there = {info.step: info for info in mirror}
         replicated = [info.step for info in local if is_mirrored(info, there)]
         whole = [] if self.knows_held else [info.step for info in local if info.state == "complete"]

@@ -179,6 +179,7 @@ class _Client:
     def __init__(self, endpoint: DiskEndpoint, host_name: str, stall_s: float) -> None:
         self.endpoint, self.host_name, self.stall_s = endpoint, host_name, stall_s
         self._idle: dict[int, list[Connection]] = {}  # by process: a fork must not use its parent's
+        self._held: WeakSet[_Held] = WeakSet()
         weakref.finalize(self, _close_all, self._idle).atexit = False
 
     def ask(
@@ -226,7 +227,10 @@ class _Client:
             if held is not None and is_home:
                 held.home.turn.release()
         if isinstance(value, Opened):
-            return _Held(wire, value)
+            opened = _Held(wire, value)
+            with _lock.held():
+                self._held.add(opened)
+            return opened
         if not is_home:
             self._give(wire)
         if kind == ERROR:
@@ -243,10 +247,13 @@ class _Client:
             else:
                 self._give(held.home)
 
-    def rest(self) -> None:
-        """Close the connections that are not in use."""
+    def end(self) -> None:
+        """Close all connections but those of requests."""
         with _lock.held():
             _close_all(self._idle)
+            held = list(self._held)
+        for each in held:
+            each.drop()
 
     def _error(self, sent: tuple[BaseException, BaseException | None], failure: type[Exception]) -> BaseException:
         """Return an error of the server with the name of its host."""
@@ -333,8 +340,11 @@ class RemoteDisk(LocalDirectories, SharedStorage):
         return partial(RemoteDisk, client.endpoint, client.host_name, stall_s=client.stall_s), ()
 
     def close(self) -> None:
-        """Close the connections that are not in use; the next call makes new ones. Idempotent, does not block."""
-        self._client.rest()
+        """Close the connections, and with them what stands in the server, such as a transaction that has been committed.
+
+        The next call makes new ones. Idempotent, does not block.
+        """
+        self._client.end()
 
     def _ask(self, method: str, *args: object) -> Any:
         return self._client.ask(ConnectionError, Request(method, args))
