@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 _FIRST_RETRY_S = 1.0
 _LONGEST_RETRY_S = 60.0
 _PATIENCE_S = 60.0  # closing waits no longer for a mirror that fails all the time
-_LEFT_S = 86400.0  # the age of copies that nobody goes on with
+LEFT_S = 86400.0  # the age of copies that nobody goes on with
 _END_S = 5.0
 _THREADS = 6
 _NICE = 10
@@ -336,7 +336,7 @@ class Mirror:
             return
         self._lease = await workers.run(self.there.storage.lease, self.there.directory)
         with contextlib.suppress(AiockptError):  # it costs space, no more
-            await self.there.storage.clean(self.there.directory, older_than_s=_LEFT_S, workers=workers)
+            await self.there.storage.clean(self.there.directory, older_than_s=LEFT_S, workers=workers)
 
     def _check_lease(self) -> None:
         lease = self._lease

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from aiockpt.manager.mirror import Mirror, MirrorSettings, Tier
+from aiockpt.manager.mirror import LEFT_S, Mirror, MirrorSettings, Tier
 from aiockpt.manager.tiers import is_mirrored
 
 if TYPE_CHECKING:
@@ -71,19 +71,20 @@ class ReplicaCopies(_ReplicaTask):
         """Copy one step; return whether there may be more to do."""
         is_more = await super().advance()
         if not is_more:
-            for info in await self.workers.run(self._outdated):
-                await self._own_run.storage.delete(info.path, workers=self.workers)
+            run = {info.step for info in await self.workers.run(self._own_run.scanner.scan)}
+            for tier in await self.workers.run(self._former):
+                for info in await self.workers.run(tier.scanner.scan):
+                    if info.step not in run and info.state != "unfinished":
+                        await tier.storage.delete(info.path, workers=self.workers)
+                await tier.storage.clean(tier.directory, older_than_s=LEFT_S, workers=self.workers)
         return is_more
 
-    def _outdated(self) -> list[StepInfo]:
-        """Return the replicas of other disks, which this host had before, of steps that the run does not have."""
-        run = {info.step for info in self._own_run.scanner.scan()}
+    def _former(self) -> list[Tier]:
+        """Return the replicas of other disks, which this host had before."""
         storage, names = self._own_run.storage, self._own_run.names
         with storage.look(self._directory) as listing:
             disks = [disk for disk in listing.folders if disk != self.here.disk]
-        former = [Tier(storage, storage.below(self._directory, disk), names, disk=disk) for disk in disks]
-        infos = [info for tier in former for info in tier.scanner.scan()]
-        return [info for info in infos if info.step not in run and info.state != "unfinished"]
+        return [Tier(storage, storage.below(self._directory, disk), names, disk=disk) for disk in disks]
 
     def _to_delete(self, local: Sequence[StepInfo], mirror: Sequence[StepInfo]) -> list[StepInfo]:
         newest = max((info for info in local if info.state == "complete"), key=lambda info: info.step, default=None)

@@ -340,7 +340,7 @@ class RemoteDisk(LocalDirectories, SharedStorage):
         return partial(RemoteDisk, client.endpoint, client.host_name, stall_s=client.stall_s), ()
 
     def close(self) -> None:
-        """Close the connections, and with them what stands in the server, such as a transaction that has been committed.
+        """Close the connections, and with them what stands in the server, such as transactions that were committed.
 
         The next call makes new ones. Idempotent, does not block.
         """

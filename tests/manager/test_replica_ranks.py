@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import signal
@@ -10,16 +9,14 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import aiockpt
-from aiockpt.manager.replicas import REPLICAS_NAME
-from aiockpt.manager.scan import DEFAULT_NAMES, StepScanner, scan
-from aiockpt.storage.local.storage import LocalStorage
+from aiockpt.manager.replicas import REPLICAS_NAME, ReplicaCopies
+from aiockpt.manager.scan import DEFAULT_NAMES
 from tests.disks import HostDisk
 from tests.manager.gates import Gate
 from tests.manager.test_ranks import LIMITS, state_of, step_in
@@ -74,10 +71,10 @@ async def trains(rank: int, size: int, disks: Disks, steps: list[int], options: 
         return None if run.replica_backlog is None else run.replica_backlog.newest
 
 
-def restores(rank: int, size: int, disks: Disks, there: str = "", world: int = 0, **options: Any) -> Any:
+def restores(rank: int, size: int, disks: Disks, there: str = "", replica_directory: str | None = None) -> Any:
     """Restore; return the step, what is repaired, and how many payload bytes were read from the mirror."""
     gate = Gate(storage_of(there), there) if there else None
-    given = options_of(mirror="gate://here" if there else None, **options)
+    given = options_of(mirror="gate://here" if there else None, replica_directory=replica_directory)
     state = state_of(rank, 0)
     with (
         aiockpt.SyncCheckpointManager(RUN, storage=disks.of_rank(rank, size), **given) as run,
@@ -129,7 +126,7 @@ def test_run_goes_on_after_a_host_was_replaced(world4: World, tmp_path: Path) ->
 @pytest.mark.parametrize("has_mirror", [False, True])
 def test_damaged_replica_is_not_trusted(world2: World, tmp_path: Path, has_mirror: bool) -> None:
     disks, there = Disks(tmp_path, 2), str(tmp_path / "mirror") if has_mirror else ""
-    world2.results(trains, disks, [1, 2], {"mirror": there} if has_mirror else {}, timeout_s=25)
+    world2.results(trains, disks, [1, 2], {"mirror": there} if has_mirror else {})
     flip(next(path for path in disks.replicas(0) if path.name.endswith("2")))
     disks.lose(1)
     found = world2.results(restores, disks, there)
@@ -160,7 +157,7 @@ def test_replicas_in_memory(world2: World, tmp_path: Path) -> None:
         assert not (disks.run_of(0) / REPLICAS_NAME).exists()
         assert "2" in steps_of(disks.replicas(0, "/memory"))
         disks.lose(1)
-        assert world2.results(restores, disks, replica_directory="/memory") == [(2, 2, 0, 0)] * 2
+        assert world2.results(restores, disks, "", "/memory") == [(2, 2, 0, 0)] * 2
 
 
 # --- when it fails --------------------------------------------------------------------------------------
@@ -232,17 +229,46 @@ def test_slow_peer_never_holds_training(world2: World, tmp_path: Path) -> None:
     assert [steps_of(disks.replicas(host)) for host in (0, 1)] == [["1", "2", "3"]] * 2
 
 
-def is_killed_while_its_disk_is_copied(rank: int, size: int, disks: Disks) -> None:
+def trains_until_its_peer_is_killed(rank: int, size: int, disks: Disks) -> Any:
+    """Save a step; rank 1 is killed when rank 0 reads what it has written."""
     storage: Any = disks.of_rank(rank, size)
     if rank == 1:
         storage = SlowDisk(Path(storage.root), kills=True)
     with aiockpt.SyncCheckpointManager(RUN, storage=storage, **options_of(drain_timeout=1)) as run:
-        run.submit(3, state_of(rank, 3)).written.result(60)
-        threading.Event().wait()  # until the other one is killed, and with it this one
+        save = run.submit(3, state_of(rank, 3))
+        save.written.result(60)
+        if rank == 1:
+            threading.Event().wait()  # until it is killed
+        (copies,) = [each for each in run._behind if isinstance(each, ReplicaCopies)]
+        deadline = time.monotonic() + 60
+        while copies.backlog.error is None:
+            assert time.monotonic() < deadline
+            threading.Event().wait(0.01)
+    with pytest.raises(aiockpt.SaveError, match="step 3 is not replicated: the manager was closed before"):
+        save.replicated.result(60)
+    return str(copies.backlog.error)
 
 
 def test_kill_in_the_middle_of_a_copy_leaves_nothing_that_is_trusted(tmp_path: Path) -> None:
     disks = Disks(tmp_path, 2)
     with World(2) as world:
         world.results(trains, disks, [1, 2], {})
-        os.waitid  # noqa: B018
+        found = world.run(trains_until_its_peer_is_killed, disks)
+    assert found[1].killed
+    assert "does not answer" in found[0]
+    assert "3" not in steps_of(disks.replicas(0))
+    disks.lose(1)
+    with World(2) as world:
+        assert world.results(restores, disks) == [(2, 2, 0, 0)] * 2
+    with aiockpt.SyncCheckpointer() as ckpt:  # of what nobody can go on with
+        for directory in (disks.run_of(0) / REPLICAS_NAME).iterdir():
+            ckpt.clean(directory, older_than_s=0)
+
+
+def test_copy_goes_on_in_the_next_job(tmp_path: Path) -> None:
+    disks = Disks(tmp_path, 2)
+    with World(2) as world:
+        world.run(trains_until_its_peer_is_killed, disks)
+    with World(2) as world:
+        world.results(trains, disks, [4], {})
+    assert [steps_of(disks.replicas(host)) for host in (0, 1)] == [["3", "4"]] * 2
