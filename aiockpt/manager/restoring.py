@@ -124,8 +124,8 @@ class Restore:
                 await run._call("load", place.path, self.request.state_dict, storage=place.storage, **options)
             except LoadError as exc:
                 is_damaged = isinstance(exc, CorruptCheckpointError | CheckpointNotFoundError)
-                # Unreadable, but there is a copy; or on a host that is gone, so that the newest step counts of which the
-                # mirror has a copy, or another host.
+                # Unreadable, but there is a copy; or on a host that is gone, so that the newest step counts that the
+                # mirror or the other hosts have.
                 has_others = run._mirror_tier is not None or run._replicas is not None
                 is_away = isinstance(exc, MissingHostError) and has_others
                 if not is_damaged and not is_away and not (has_copy and type(exc) is LoadError):
