@@ -8,18 +8,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import itertools
 import logging
 import mmap
+import os
+import pickle
 import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 from isal.isal_zlib import crc32
 
@@ -32,18 +37,9 @@ from aiockpt.coordination.link import (
     network_namespace,
 )
 from aiockpt.core.threads import Workers, new_event_loop
-from aiockpt.errors import AiockptError, UnsafeCheckpointError, printable_key
-from aiockpt.storage.base import FileSink, Listing, LookBudget, SharedStorage, SharedTransaction, Source
-from aiockpt.storage.remote import (
-    BEAT,
-    ERROR,
-    REQUEST,
-    RESULT,
-    STALL_S,
-    Connection,
-    DiskEndpoint,
-    packed,
-)
+from aiockpt.errors import AiockptError, printable_key
+from aiockpt.storage.base import LookBudget, SharedStorage, Source
+from aiockpt.storage.remote import BEAT, ERROR, RESULT, STALL_S, Connection, DiskEndpoint, Opened, Request, detached
 
 T = TypeVar("T")
 
@@ -51,6 +47,14 @@ _BEAT_S = 0.25
 _READ_BYTES = 4 << 20  # read at a time
 _SECRET_BYTES = 32
 _THREADS = 8
+# Methods of the storage: those of a directory or a checkpoint, and those that change what has to be below a directory.
+_AT = {"stamp", "stamps", "owner_of", "is_finishing", "link", "clean"}
+_BELOW = {"set_aside", "delete", "begin", "join", "take_over", "resume"}
+_BLOCKING = {"stamp", "stamps", "owner_of", "is_finishing", "link"}
+# Methods of a transaction.
+_PLAIN = {"whole_files", "sizes", "status", "finalize"}
+_NAMED = {"put_sidecar", "get_sidecar", "delete_sidecar"}
+_ENDING = {"abort", "suspend", "discard_all", "release"}
 
 logger = logging.getLogger("aiockpt")
 
@@ -75,25 +79,25 @@ class DiskServer:
         hosts: Sequence[str] | None = None,
         stall_s: float = STALL_S,
     ) -> None:
-        self.storage, self.stall_s = storage, stall_s
+        self.storage, self._stall_s = storage, stall_s
         self._directories = [storage.resolve(path) for path in directories]
         self._lock = threading.Lock()
         self._threads: dict[threading.Thread, Connection] = {}
         self._joining: set[asyncio.Task[None]] = set()
         self._is_closed = False
-        self.tokens = itertools.count(1)
         self.held: dict[int, _Held] = {}
+        self.tokens = itertools.count(1)
         self.workers = Workers(_THREADS, "aiockpt-disk")
         self._loop = new_event_loop()
         self._looping = threading.Thread(target=self._loop.run_forever, name="aiockpt-disk-loop", daemon=True)
         self._looping.start()
         try:
-            hosts = addresses_of_this_host(None) if hosts is None else hosts
-            self._server, link = self.run(self._listen(hosts)).result()
+            self._server, link = self.run(self._listen(hosts or addresses_of_this_host(None))).result()
         except BaseException:
             self._end(0.0)
             raise
         self.endpoint = DiskEndpoint(link, storage.new_ticket(self._directories[0]))
+        _servers.add(self)
 
     async def _listen(self, hosts: Sequence[str]) -> tuple[asyncio.Server, Endpoint]:
         secret, name = secrets.token_bytes(_SECRET_BYTES), socket.gethostname()
@@ -105,10 +109,20 @@ class DiskServer:
         """Run a coroutine of the storage."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
+    def place(self, path: str, *, below: bool) -> str:
+        """Return a path that may be served; raise PermissionError for any other."""
+        path = self.storage.resolve(path)
+        if any(path.startswith(self.storage.below(each, "")) for each in self._directories):
+            return path
+        if not below and path in self._directories:
+            return path
+        where = " or ".join(self._directories)
+        raise PermissionError(errno.EACCES, f"it is not below {where}, and nothing else is served", path)
+
     def _joined(self, hello: str, link: Link) -> None:
         async def serve() -> None:
             with contextlib.suppress(LinkBrokenError):
-                self._start(Connection(await link.detach(connected=False), self.stall_s))
+                self._start(await detached(link, self._stall_s, connected=False))
 
         task = asyncio.ensure_future(serve())
         self._joining.add(task)
@@ -135,15 +149,6 @@ class DiskServer:
             service.end()
             wire.close()
 
-    def place(self, path: str, *, below: bool) -> str:
-        """Return a path that may be served; raise UnsafeCheckpointError for any other."""
-        path = self.storage.resolve(path)
-        if any(path.startswith(self.storage.below(each, "")) for each in self._directories):
-            return path
-        if not below and path in self._directories:
-            return path
-        raise UnsafeCheckpointError(f"{path} is outside of {' and '.join(self._directories)}, and so it is not served")
-
     def wait(self, timeout_s: float) -> None:
         """Wait until no other process is connected, for so long at most. Blocks."""
         deadline = time.monotonic() + timeout_s
@@ -153,23 +158,22 @@ class DiskServer:
             thread.join(max(0.0, min(deadline - time.monotonic(), threading.TIMEOUT_MAX)))
 
     def close(self, timeout_s: float = 10.0) -> bool:
-        """End all connections, then the threads; return whether they have ended in time. Idempotent. Blocks.
+        """End all connections and threads; return whether they have ended in time: if not, try again. Blocks.
 
         What is not committed is removed.
         """
         deadline = time.monotonic() + timeout_s
         with self._lock:
-            if self._is_closed:
-                return True
             self._is_closed = True
+        if self._loop.is_closed():
+            return True
         self._loop.call_soon_threadsafe(self._stop_listening)
-        with self._lock:
-            threads = list(self._threads)
-            for wire in self._threads.values():
-                wire.end()
-        for thread in threads:
+        for wire in self._threads.values():
+            wire.end()
+        for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
-        return self._end(max(0.0, deadline - time.monotonic())) and not any(each.is_alive() for each in threads)
+        # What hangs still needs the loop and the workers.
+        return not any(thread.is_alive() for thread in self._threads) and self._end(deadline - time.monotonic())
 
     def _stop_listening(self) -> None:
         self._server.close()
@@ -177,67 +181,49 @@ class DiskServer:
             task.cancel()
 
     def _end(self, timeout_s: float) -> bool:
-        deadline = time.monotonic() + timeout_s
-        has_ended = self.workers.end(timeout_s)
+        if not self.workers.end(max(1.0, timeout_s)):
+            return False
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._looping.join(max(0.1, deadline - time.monotonic()))
+        self._looping.join(max(1.0, timeout_s))
         if self._looping.is_alive():
             return False
         self._loop.close()
-        return has_ended
+        return True
+
+    def leave(self) -> None:
+        """Stop listening in a forked child: else others would wait for it when its parent is dead."""
+        null = os.open(os.devnull, os.O_RDWR)
+        for listening in self._server.sockets:
+            os.dup2(null, listening.fileno())  # not closed: the loop, which is the parent's, may do so once more
+        os.close(null)
 
 
+_servers: WeakSet[DiskServer] = WeakSet()
+
+
+def _leave_to_parent() -> None:
+    for server in list(_servers):
+        server.leave()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
+
+
+@dataclass(eq=False)
 class _Held:
-    """An object that stands here for a client."""
+    """What stands here for a client."""
 
-    def __init__(self, inner: Source | Listing | SharedTransaction | FileSink, workers: Workers) -> None:
-        self.inner = inner
-        self._workers = workers
-
-    async def end(self) -> None:
-        """Close it; its client is gone."""
-        if isinstance(self.inner, Source | Listing):
-            await self._workers.run(self.inner.close)
-
-
-class _HeldListing(_Held):
-    inner: Listing
-
-    def __init__(self, inner: Listing, budget: LookBudget, workers: Workers) -> None:
-        super().__init__(inner, workers)
-        self.budget = budget
-
-
-class _HeldTransaction(_Held):
-    inner: SharedTransaction
-
-    def __init__(self, inner: SharedTransaction, workers: Workers, *, can_resume: bool) -> None:
-        super().__init__(inner, workers)
-        self.can_resume = can_resume
-        self.is_released = False
-        self.sinks: dict[int, _HeldSink] = {}
+    inner: Any
+    end: Callable[[], Awaitable[object]] | None = None  # done if its connection ends
+    budget: LookBudget | None = None  # of a listing
+    sinks: dict[int, _Held] = field(default_factory=dict)  # of a transaction
+    writing: Future[None] | None = None  # of a sink: what was received last
+    free: list[mmap.mmap] = field(default_factory=list)  # buffers of a sink
 
     async def settled(self) -> None:
         """Wait until nothing is being written."""
-        for sink in self.sinks.values():
-            if sink.writing is not None:
-                await asyncio.wait([asyncio.wrap_future(sink.writing)])
-
-    async def end(self) -> None:
-        await self.settled()
-        if not self.is_released:
-            await (self.inner.suspend() if self.can_resume else self.inner.abort())
-
-
-class _HeldSink(_Held):
-    """A file, whose bytes are written while the next ones come."""
-
-    inner: FileSink
-
-    def __init__(self, inner: FileSink, workers: Workers) -> None:
-        super().__init__(inner, workers)
-        self.writing: Future[None] | None = None
-        self.free: list[mmap.mmap] = []
+        writing = [asyncio.wrap_future(sink.writing) for sink in self.sinks.values() if sink.writing is not None]
+        await asyncio.gather(*writing, return_exceptions=True)
 
 
 class _Service:
@@ -251,22 +237,21 @@ class _Service:
 
     def run(self) -> None:
         """Answer requests until the client leaves; raise LinkBrokenError."""
-        self._wire.keep_alive()
         self._wire.put(RESULT, None)
         while True:
-            self._wire.wait()
-            kind, (method, token, args) = self._wire.take()
-            if kind != REQUEST or not isinstance(method, str):
+            self._wire.is_quiet(None)
+            request = self._wire.take()[1]
+            if not isinstance(request, Request):
                 raise LinkBrokenError("the other side speaks another language")
-            if method == "close":
-                self._close(token)
+            if request.method == "close":
+                self._close(request.token)
                 continue
             try:
-                result = getattr(self, f"_on_{method}")(*((self._held(token),) if token else ()), *args)
+                result = self._answer(request)
             except LinkBrokenError:
                 raise
             except Exception as exc:
-                self._wire.put(ERROR, packed(exc))
+                self._wire.put(ERROR, _sendable(exc))
             else:
                 self._wire.put(RESULT, result)
 
@@ -275,33 +260,67 @@ class _Service:
         for token in [*self._opened]:
             self._close(token)
 
-    # --- objects that stand here --------------------------------------------------------------------------
+    def _answer(self, request: Request) -> Any:
+        method, args, given, token = request
+        own = getattr(self, f"_on_{method}", None)
+        if not token:
+            if method not in _AT | _BELOW and own is None:
+                raise AttributeError(method)
+            if method != "is_held":
+                args = (self._server.place(args[0], below=method in _BELOW), *args[1:])
+            if own is not None:
+                return own(*args, **given)
+            called = getattr(self._storage, method)
+            if method in _BLOCKING:
+                return self._call(called, *args)
+            result = self._run(called(*args, workers=self._workers, **given))
+            if method not in ("begin", "join", "take_over", "resume"):
+                return result
+            end = result.suspend if method == "resume" else result.abort
+            return Opened(self._hold(_Held(result, end)), (result.ticket, result.stamp))
+        held = self._server.held.get(token)
+        if held is None:
+            raise OSError("what was opened here has been closed, as the connection has ended")
+        if own is not None:
+            return own(held, *args)
+        if method not in _PLAIN | _NAMED | _ENDING:
+            raise AttributeError(method)
+        if method in _NAMED:
+            _inside(args[0])
+        if method not in _ENDING:
+            return self._run(getattr(held.inner, method)(*args))
+        self._run(self._ended(held, getattr(held.inner, method)))
+        if method == "release":
+            held.end = None
+        return None
 
-    def _held(self, token: int) -> Any:
-        try:
-            return self._server.held[token]
-        except KeyError:
-            raise OSError("what was opened here has been closed, as the connection has ended") from None
+    async def _ended(self, held: _Held, end: Callable[[], Awaitable[object]]) -> None:
+        await held.settled()
+        await end()
+
+    # --- what stands here ---------------------------------------------------------------------------------
 
     def _hold(self, held: _Held) -> int:
         token = next(self._server.tokens)
         self._server.held[token] = held
-        if not isinstance(held, _HeldSink):  # that ends with its transaction
-            self._opened.append(token)
+        self._opened.append(token)
         return token
 
+    def _on_is_held(self, token: int) -> bool:
+        return token in self._server.held
+
     def _close(self, token: int) -> None:
-        held = self._server.held.pop(token, None)
-        if token in self._opened:
-            self._opened.remove(token)
-        if isinstance(held, _HeldTransaction):
-            for sink in held.sinks:
-                self._server.held.pop(sink, None)
-        if held is not None:
-            try:
-                self._server.run(held.end()).result()
-            except (OSError, AiockptError) as exc:
-                logger.warning("can't end what another host has left: %s", exc)
+        if token not in self._opened:  # it belongs to another connection
+            return
+        self._opened.remove(token)
+        held = self._server.held[token]
+        try:
+            if held.end is not None:
+                self._server.run(self._ended(held, held.end)).result()
+        except (OSError, AiockptError) as exc:
+            logger.warning("can't end what another host has left: %s", exc)
+        for each in (token, *held.sinks):
+            self._server.held.pop(each, None)
 
     # --- waiting ------------------------------------------------------------------------------------------
 
@@ -314,189 +333,99 @@ class _Service:
     def _wait(self, future: Future[T], given_up: Callable[[], object] = lambda: None) -> T:
         """Wait, and show the client that this one does; ``given_up``: called if the client has left."""
         while not wait_for([future], _BEAT_S).done:
-            if self._wire.is_quiet:
+            if self._wire.is_quiet():
                 with contextlib.suppress(LinkBrokenError):
                     self._wire.send(BEAT, crc32(b"."), memoryview(b"."))
             else:
                 given_up()
         return future.result()
 
-    # --- the storage --------------------------------------------------------------------------------------
+    # --- reading ------------------------------------------------------------------------------------------
 
-    def _place(self, path: str) -> str:
-        return self._server.place(path, below=False)
-
-    def _place_below(self, path: str) -> str:
-        return self._server.place(path, below=True)
-
-    def _on_look(self, path: str, left: int) -> tuple[int, Any]:
+    def _on_look(self, path: str, left: int) -> Opened:
         budget = LookBudget(left)
-        listing = self._call(self._storage.look, self._place(path), budget)
-        token = self._hold(_HeldListing(listing, budget, self._workers))
-        entries = listing.files, listing.folders, listing.others
-        return token, (listing.path, listing.is_file, *entries, listing.changed_s, listing.stamp)
+        found = self._call(self._storage.look, path, budget)
+        names = ("path", "is_file", "files", "folders", "others", "changed_s", "stamp")
+        token = self._hold(_Held(found, partial(self._workers.run, found.close), budget))
+        return Opened(token, {name: getattr(found, name) for name in names})
 
-    def _on_stamp(self, path: str) -> str | None:
-        return self._call(self._storage.stamp, self._place(path))
-
-    def _on_stamps(self, directory: str, count: int) -> dict[str, str] | None:
-        found = self._call(self._storage.stamps, self._place(directory), count)
-        return None if found is None else dict(found)
-
-    def _on_set_aside(self, path: str, names: Sequence[str]) -> str:
-        path = self._place_below(path)
-        for name in names:
-            self._place_below(self._storage.below(self._storage.split(path)[0], name))
-        return self._call(self._storage.set_aside, path, names)
-
-    def _on_owner_of(self, directory: str) -> object:
-        return self._call(self._storage.owner_of, self._place(directory))
-
-    def _on_is_finishing(self, directory: str) -> bool:
-        return self._call(self._storage.is_finishing, self._place(directory))
-
-    def _on_link(self, path: str) -> str | None:
-        return self._call(self._storage.link, self._place(path))
-
-    def _on_open(self, path: str) -> tuple[int, Any]:
-        source = self._run(self._storage.open(self._place(path), workers=self._workers))
-        return self._hold(_Held(source, self._workers)), (dict(source.files), source.gap_bytes)
-
-    def _on_begin(self, path: str, ticket: str | None, overwrite: bool) -> tuple[int, Any]:
-        path = self._place_below(path)
-        return self._begun(self._storage.begin(path, overwrite=overwrite, workers=self._workers, ticket=ticket))
-
-    def _on_join(self, path: str, ticket: str) -> tuple[int, Any]:
-        return self._begun(self._storage.join(self._place_below(path), ticket, workers=self._workers))
-
-    def _on_take_over(self, path: str, ticket: str, overwrite: bool, stamp: str | None) -> tuple[int, Any]:
-        path = self._place_below(path)
-        return self._begun(
-            self._storage.take_over(path, ticket, overwrite=overwrite, workers=self._workers, stamp=stamp)
-        )
-
-    def _on_resume(self, path: str, save_id: str) -> tuple[int, Any]:
-        resuming = self._storage.resume(self._place_below(path), save_id, workers=self._workers)
-        return self._begun(resuming, can_resume=True)
-
-    def _begun(self, beginning: Coroutine[Any, Any, Any], *, can_resume: bool = False) -> tuple[int, Any]:
-        transaction = self._run(beginning)
-        token = self._hold(_HeldTransaction(transaction, self._workers, can_resume=can_resume))
-        return token, (transaction.ticket, transaction.stamp)
-
-    def _on_delete(self, path: str) -> None:
-        self._run(self._storage.delete(self._place_below(path), workers=self._workers))
-
-    def _on_clean(self, directory: str, older_than_s: float | None) -> list[str]:
-        cleaning = self._storage.clean(self._place(directory), older_than_s=older_than_s, workers=self._workers)
-        return self._run(cleaning)
-
-    # --- what is open -------------------------------------------------------------------------------------
-
-    def _on_list_below(self, held: _HeldListing, left: int) -> tuple[Mapping[str, int], int]:
+    def _on_list_below(self, held: _Held, left: int) -> tuple[dict[str, int], int]:
+        assert held.budget is not None
         held.budget.left = left
         self._call(held.inner.list_below)
         return held.inner.files, held.budget.left
 
-    def _on_fetch(self, held: _HeldListing, name: str, offset: int, length: int) -> bytes:
-        return self._call(held.inner.fetch, _inside(name), offset, length)
+    def _on_fetch(self, held: _Held, name: str, offset: int, length: int) -> bytes:
+        return bytes(self._call(held.inner.fetch, _inside(name), offset, length))
+
+    def _on_open(self, path: str) -> Opened:
+        source = self._run(self._storage.open(path, workers=self._workers))
+        return Opened(self._hold(_Held(source, partial(self._workers.run, source.close))), dict(source.files))
 
     def _on_read(self, held: _Held, name: str, runs: Sequence[tuple[int, int]]) -> None:
-        source = held.inner
-        assert isinstance(source, Source)
+        source: Source = held.inner
+        if self._buffer is None:
+            self._buffer = memoryview(mmap.mmap(-1, _READ_BYTES))
         for batch in _batches(runs):
-            if self._buffer is None:
-                self._buffer = memoryview(mmap.mmap(-1, _READ_BYTES))
             view = self._buffer[: sum(length for _, length in batch)]
             if len(batch) == 1:
-                source.read(_inside(name), batch[0][0], view, self._wire.put_bytes)
+                source.read(name, batch[0][0], view, self._wire.put_bytes)
             else:
-                source.read_runs(_inside(name), batch, view)
+                source.read_runs(name, batch, view)
                 self._wire.put_bytes(view)
 
-    # --- transactions -------------------------------------------------------------------------------------
+    # --- writing ------------------------------------------------------------------------------------------
 
-    def _on_create(self, held: _HeldTransaction, name: str, nbytes: int | None) -> int:
-        sink = self._run(held.inner.create(_inside(name, may_be_empty=True), nbytes))
-        made = _HeldSink(sink, self._workers)
-        token = self._hold(made)
-        held.sinks[token] = made
+    def _on_set_aside(self, path: str, names: Sequence[str]) -> str:
+        return self._call(self._storage.set_aside, path, [_inside(name) for name in names])
+
+    def _on_create(self, held: _Held, name: str, nbytes: int | None) -> int:
+        sink = self._run(held.inner.create(_inside(name) if name else name, nbytes))
+        token = next(self._server.tokens)
+        self._server.held[token] = held.sinks[token] = _Held(sink)  # it ends with its transaction
         return token
 
-    def _on_write(self, held: _HeldSink, nbytes: int) -> None:
+    def _on_write(self, held: _Held, nbytes: int) -> None:
+        """Receive bytes while those before are written, and answer when they begin to be written."""
         buffer = held.free.pop() if held.free else None
         if buffer is None or len(buffer) < nbytes:
             buffer = mmap.mmap(-1, max(nbytes, 1))
         view = memoryview(buffer)[:nbytes]
-        self._wire.take_bytes(view)
+        self._wire.take(view)
         self._written(held)
         held.writing = self._server.run(held.inner.write(view, partial(held.free.append, buffer)))
 
-    def _written(self, held: _HeldSink) -> None:
-        """Wait for what was to be written before."""
+    def _written(self, held: _Held) -> None:
         writing, held.writing = held.writing, None
         if writing is not None:
             self._wait(writing)
 
-    def _on_finish(self, held: _HeldSink) -> None:
+    def _on_finish(self, held: _Held) -> None:
         self._written(held)
         self._run(held.inner.finish())
         held.free.clear()
 
-    def _on_write_files(self, held: _HeldTransaction, files: Mapping[str, bytes]) -> None:
+    def _on_write_files(self, held: _Held, files: dict[str, bytes]) -> None:
         self._run(held.inner.write_files({_inside(name): data for name, data in files.items()}))
 
-    def _on_commit(self, held: _HeldTransaction, documents: Mapping[str, bytes]) -> None:
+    def _on_commit(self, held: _Held, documents: dict[str, bytes]) -> None:
         committing = held.inner.commit({_inside(name): data for name, data in documents.items()})
         self._run(committing, held.inner.revoke)
 
-    def _ending(self, held: _HeldTransaction, end: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        async def settle() -> None:
-            await held.settled()
-            await end()
 
-        self._run(settle())
-
-    def _on_abort(self, held: _HeldTransaction) -> None:
-        self._ending(held, held.inner.abort)
-
-    def _on_suspend(self, held: _HeldTransaction) -> None:
-        self._ending(held, held.inner.suspend)
-
-    def _on_discard_all(self, held: _HeldTransaction) -> None:
-        self._ending(held, held.inner.discard_all)
-
-    def _on_release(self, held: _HeldTransaction) -> None:
-        self._ending(held, held.inner.release)
-        held.is_released = True
-
-    def _on_whole_files(self, held: _HeldTransaction) -> dict[str, int]:
-        return dict(self._run(held.inner.whole_files()))
-
-    def _on_sizes(self, held: _HeldTransaction) -> dict[str, int]:
-        return dict(self._run(held.inner.sizes()))
-
-    def _on_put_sidecar(self, held: _HeldTransaction, name: str, data: bytes) -> None:
-        self._run(held.inner.put_sidecar(_inside(name), data))
-
-    def _on_get_sidecar(self, held: _HeldTransaction, name: str) -> bytes | None:
-        return self._run(held.inner.get_sidecar(_inside(name)))
-
-    def _on_delete_sidecar(self, held: _HeldTransaction, name: str) -> None:
-        self._run(held.inner.delete_sidecar(_inside(name)))
-
-    def _on_status(self, held: _HeldTransaction) -> str:
-        return self._run(held.inner.status())
-
-    def _on_finalize(self, held: _HeldTransaction) -> None:
-        self._run(held.inner.finalize())
-
-
-def _inside(name: str, *, may_be_empty: bool = False) -> str:
-    """Return the name of a file of a checkpoint; raise UnsafeCheckpointError if it leads out of it."""
-    if ".." in name.split("/") or name.startswith("/") or "\0" in name or not (name or may_be_empty):
-        raise UnsafeCheckpointError(f"{printable_key(name)!r} is no name of a file within a checkpoint")
+def _inside(name: str) -> str:
+    """Return the name of a file of a checkpoint; raise PermissionError if it leads out of it."""
+    if not name or ".." in name.split("/") or name.startswith("/"):
+        raise PermissionError(errno.EACCES, "it is no name of a file within a checkpoint", printable_key(name))
     return name
+
+
+def _sendable(error: BaseException) -> tuple[BaseException, BaseException | None]:
+    """Return an error and its cause, or what is said of them if they can't be sent."""
+    with contextlib.suppress(Exception):  # whatever their classes do
+        pickle.loads(pickle.dumps((error, error.__cause__)))
+        return error, error.__cause__
+    return AiockptError(f"{type(error).__name__}: {error}"), None
 
 
 def _batches(runs: Sequence[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
