@@ -573,7 +573,9 @@ class _RemoteTransaction(SharedTransaction):
 
     async def release(self) -> None:
         self._is_over = True
-        await self._ask(Request("release"))
+        if self._held.drop.alive:
+            await self._ask(Request("release"))
+            await self._workers.run(self._disk._client.close, self._held)  # its connection serves others
 
     whole_files = _asked("whole_files")
     sizes = _asked("sizes")

@@ -167,7 +167,7 @@ def test_kill_leaves_the_step_before(tmp_path: Path, victim: int, step: str) -> 
         pytest.skip("rank 0 joins nothing")
     hosts = ["a", "b"]
     with World(2) as world:
-        outcomes = world.run(dies, tmp_path, hosts, victim, step)
+        outcomes = world.run(dies, tmp_path, hosts, victim, step, timeout_s=25)
         assert isinstance(outcomes[victim], RankFailure) and outcomes[victim].killed
         assert isinstance(outcomes[1 - victim], RankFailure)
     with World(2) as world:
