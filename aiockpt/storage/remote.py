@@ -50,6 +50,8 @@ T = TypeVar("T")
 
 STALL_S = 60.0
 """How long the other side may be silent within a message, or before its answer."""
+IDLE_S = 30.0
+"""How long a connection is kept for the next request; the server keeps it for twice as long."""
 REQUEST, DATA, RESULT, ERROR, BEAT = range(5)
 _PIECE_BYTES = 1 << 20  # sent at a time, so that the CRC finds it in the processor's cache
 _MOST_MESSAGE_BYTES = 1 << 30
@@ -85,7 +87,13 @@ class Handle(NamedTuple):
 
 
 class Connection(Wire):
-    """A connection that carries requests one way, and answers the other way."""
+    """A connection that carries requests one way, and answers the other way.
+
+    Attributes:
+        idle_since: when its last request was answered, by time.monotonic().
+    """
+
+    idle_since = 0.0
 
     def __init__(self, own: socket.socket, stall_s: float) -> None:
         super().__init__(own, stall_s)
@@ -172,6 +180,14 @@ class _Lifeline:
         self.drop = weakref.finalize(self, home.close)
         self.drop.atexit = False
 
+    def take(self) -> bool:
+        """Take the turn to use the connection, unless another thread has it or it is no longer the one of this."""
+        if not self.home.turn.acquire(blocking=False):
+            return False
+        if not self.drop.alive:
+            self.home.turn.release()
+        return self.drop.alive
+
 
 class _Client:
     """Requests of any thread to one server, over connections that are kept for the next ones. They block."""
@@ -203,7 +219,7 @@ class _Client:
         """
         if line is not None:
             request = request._replace(token=line.token)
-        is_home = line is not None and line.drop.alive and line.home.turn.acquire(blocking=False)
+        is_home = line is not None and line.take()
         wire = line.home if line is not None and is_home else None
         try:
             wire = wire or self._taken()
@@ -237,7 +253,9 @@ class _Client:
 
     def close(self, line: _Lifeline) -> None:
         """Close what was opened, without waiting for the server. Idempotent."""
-        if line.drop.detach() is not None:
+        with line.home.turn:
+            if line.drop.detach() is None:
+                return
             try:
                 line.home.put(REQUEST, DiskRequest("close", token=line.token))
             except LinkBrokenError:
@@ -265,6 +283,7 @@ class _Client:
         return error
 
     def _give(self, wire: Connection) -> None:
+        wire.idle_since = time.monotonic()
         with _lock.held():
             idle = self._idle.setdefault(os.getpid(), [])
             idle.append(wire)
@@ -278,9 +297,9 @@ class _Client:
                 wire = idle.pop() if idle else None
             if wire is None:
                 break
-            if wire.is_quiet():
+            if time.monotonic() < wire.idle_since + IDLE_S and wire.is_quiet():
                 return wire
-            wire.close()  # the other side has closed it
+            wire.close()  # the other side has closed it, or is about to
         with asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:  # of this thread, for a moment
             wire = runner.run(self._connected())
         try:

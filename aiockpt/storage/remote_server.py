@@ -39,7 +39,18 @@ from aiockpt.coordination.link import (
 from aiockpt.core.threads import Workers, new_event_loop
 from aiockpt.errors import AiockptError, printable_key
 from aiockpt.storage.base import FileSink, LookBudget, SharedStorage, SharedTransaction
-from aiockpt.storage.remote import BEAT, ERROR, RESULT, STALL_S, Connection, DiskEndpoint, DiskRequest, Handle, detached
+from aiockpt.storage.remote import (
+    BEAT,
+    ERROR,
+    IDLE_S,
+    RESULT,
+    STALL_S,
+    Connection,
+    DiskEndpoint,
+    DiskRequest,
+    Handle,
+    detached,
+)
 
 T = TypeVar("T")
 
@@ -244,9 +255,9 @@ class _Service:
         self._buffer: memoryview | None = None
 
     def run(self) -> None:
-        """Answer requests until the client leaves; raise LinkBrokenError."""
+        """Answer requests until nothing is open and none comes; raise LinkBrokenError if the client leaves."""
         self._wire.put(RESULT, None)
-        while True:
+        while self._opened or not self._wire.is_quiet(2e3 * IDLE_S):
             self._wire.is_quiet(None)
             request = self._wire.take()[1]
             if not isinstance(request, DiskRequest):
@@ -255,13 +266,11 @@ class _Service:
                 self._close(request.token)
                 continue
             try:
-                result = self._answer(request)
+                self._wire.put(RESULT, self._answer(request))
             except LinkBrokenError:
                 raise
             except Exception as exc:
                 self._wire.put(ERROR, _sendable(exc))
-            else:
-                self._wire.put(RESULT, result)
 
     def end(self) -> None:
         """Close what this connection has opened."""

@@ -511,6 +511,23 @@ async def test_close_ends_what_is_in_flight(workers: Workers, tmp_path: Path) ->
     disk.close()
 
 
+def test_connection_that_is_not_used_is_ended(
+    server: DiskServer, disk: RemoteDisk, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("aiockpt.storage.remote_server.IDLE_S", 0.05)
+
+    def alive() -> int:
+        return sum(thread.is_alive() for thread in server._threads)
+
+    with disk.look(str(tmp_path)) as listing:
+        assert disk.stamp(str(tmp_path)) is not None
+        assert len(server._threads) == 2
+        until(lambda: alive() == 1)
+        listing.list_below()
+    until(lambda: alive() == 0)
+    assert disk.stamp(str(tmp_path)) is not None
+
+
 def test_silent_client_is_left_after_a_limit(workers: Workers, tmp_path: Path) -> None:
     server = DiskServer(LocalStorage(), [str(tmp_path)], hosts=["127.0.0.1"], stall_s=0.2)
     disk = RemoteDisk(server.endpoint, "node17")
