@@ -82,8 +82,11 @@ class ReplicaCopies(_ReplicaTask):
     def _former(self) -> list[Tier]:
         """Return the replicas of other disks, which this host had before."""
         storage, names = self._own_run.storage, self._own_run.names
-        with storage.look(self._directory) as listing:
-            disks = [disk for disk in listing.folders if disk != self.here.disk]
+        try:
+            with storage.look(self._directory) as listing:
+                disks = [disk for disk in listing.folders if disk != self.here.disk]
+        except FileNotFoundError:  # there are none yet
+            return []
         return [Tier(storage, storage.below(self._directory, disk), names, disk=disk) for disk in disks]
 
     def _to_delete(self, local: Sequence[StepInfo], mirror: Sequence[StepInfo]) -> list[StepInfo]:

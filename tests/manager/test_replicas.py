@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import shutil
 import signal
@@ -12,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 import aiockpt
+import aiockpt.observers
 from aiockpt.engine.facade import EngineAccess
 from aiockpt.format.manifest.manifest import DiskFacts, with_disks
 from aiockpt.format.names import MANIFEST_NAME
@@ -49,9 +53,9 @@ class Heard(aiockpt.Observer):
 class Hosts:
     """Two hosts, a and b, each with a disk: a directory with its files of each step, and the documents."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, *observers: aiockpt.Observer) -> None:
         self.root, self.heard = root, Heard()
-        self.ckpt = aiockpt.SyncCheckpointer(process_group=None, observers=[self.heard])
+        self.ckpt = aiockpt.SyncCheckpointer(process_group=None, observers=[self.heard, *observers])
         self.opened: list[Any] = []
         self.held = [DiskFacts("a", "host-a", frozenset({OF_A})), DiskFacts("b", "host-b", frozenset({OF_B}))]
 
@@ -263,6 +267,36 @@ class _Kills(WrapperStorage):
     def copy(self, root: Path, where: str) -> None:
         self.where, again = where, Hosts(root)
         again.copy(again.copies("b", again.tier("a"), self))
+
+
+def test_nothing_to_copy_is_no_failure(hosts: Hosts) -> None:
+    copies = hosts.copy(hosts.copies("b", hosts.tier("a"), locks=False))
+    assert copies.backlog.error is None
+    hosts.save(1)
+    hosts.copy(copies)
+    assert [step for step, _ in found(hosts.replicas("b", "a"))] == [1]
+
+
+def test_metrics_and_logs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    registry = CollectorRegistry()
+    observers = [aiockpt.observers.PrometheusObserver(registry), aiockpt.observers.LoggingObserver()]
+    caplog.set_level(logging.INFO)
+    with contextlib.closing(Hosts(tmp_path, *observers)) as hosts:
+        hosts.save(1)
+        file = path_of(hosts.root / "a", 1) / OF_A
+        file.rename(file.with_name("away"))
+        copies = hosts.copy()
+        file.with_name("away").rename(file)
+        hosts.save(2)
+        hosts.copy(copies)
+    value = registry.get_sample_value
+    assert (value("aiockpt_replicas_total", {"outcome": "failed"}) or 0.0) >= 1.0
+    assert value("aiockpt_replicas_total", {"outcome": "done"}) == 1.0
+    copy = path_of(hosts.replicas("b", "a"), 2)
+    assert value("aiockpt_replicated_bytes_total") == sum(each.stat().st_size for each in copy.iterdir())
+    assert value("aiockpt_replica_backlog_steps") == 0.0
+    assert f"replicated {copy}: " in caplog.text
+    assert "was not replicated: " in caplog.text
 
 
 def test_two_jobs_do_not_write_the_same_replicas(hosts: Hosts) -> None:
