@@ -118,7 +118,7 @@ def disks_in(folder: Path, *names: str) -> dict[str, Disk]:
 
 def union_of(disks: Mapping[str, Disk], own: str, *names: str) -> HostDisks:
     """Return what a process of the host ``own`` sees of these disks; of all, if none is named."""
-    return HostDisks([disks[name] for name in names or disks], own)
+    return HostDisks([disks[name] for name in names or disks], disks[own].id)
 
 
 def documents_of(files: Mapping[str, bytes], note: str) -> dict[str, bytes]:

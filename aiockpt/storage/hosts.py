@@ -466,7 +466,7 @@ class HostDisks(SharedStorage):
         here = {disk.id for disk in self.disks}
         away = [each for each in whole.disks_of(whole.missing) if each.id not in here]
         if away and whole.head is not None:
-            total = len(whole.head.files)
+            total = sum(len(each.files) for each in whole.head.disks)
             named = [f"host {each.host} (disk {each.id[:8]}) has {len(each.files)}" for each in away]
             raise MissingHostError(
                 f"{path} can't be read now: {some_of(named, _MOST_NAMED)} of its {total} files, and is not in this "
