@@ -260,7 +260,7 @@ class HostDisks(SharedStorage):
         if not marks:
             return _Whole([part for part in sorted_parts if not part.disk.directory])
         found = [self._whole_of([part for part in sorted_parts if part.mark == mark]) for mark in marks]
-        return max(found, key=lambda each: (not each.missing, not each.is_torn, each.head.created if each.head else ""))
+        return max(found, key=lambda each: (not each.is_torn, each.head.created if each.head else ""))
 
     def _whole_of(self, parts: Sequence[_Part]) -> _Whole:
         head = self._head_of(parts)
