@@ -118,14 +118,14 @@ def disks_in(folder: Path, *names: str) -> dict[str, Disk]:
 
 def union_of(disks: Mapping[str, Disk], own: str, *names: str) -> HostDisks:
     """Return what a process of the host ``own`` sees of these disks; of all, if none is named."""
-    return HostDisks([disks[name] for name in names or disks], own)
+    return HostDisks([disks[name] for name in names or disks], disks[own].id)
 
 
 def documents_of(files: Mapping[str, bytes], note: str) -> dict[str, bytes]:
     """Return the documents of a checkpoint with these files."""
     index = b"index " + note.encode()
     facts = {name: FileFacts(len(data), crc32(data)) for name, data in {**files, METADATA_NAME: index}.items()}
-    created = f"2026-01-01T00:00:{sum(note.encode()) % 60:02d}.000+00:00"
+    created = f"2026-01-01T00:00:{int(note.rpartition(' ')[2]) if note[-1].isdigit() else 0:02d}.000+00:00"
     return {MANIFEST_NAME: encode_manifest(Manifest("tests", created, {"note": note}, facts)), METADATA_NAME: index}
 
 

@@ -260,7 +260,7 @@ class HostDisks(SharedStorage):
         if not marks:
             return _Whole([part for part in sorted_parts if not part.disk.directory])
         found = [self._whole_of([part for part in sorted_parts if part.mark == mark]) for mark in marks]
-        return max(found, key=lambda each: (not each.missing, not each.is_torn, each.head.created if each.head else ""))
+        return max(found, key=lambda each: (not each.is_torn, each.head.created if each.head else ""))
 
     def _whole_of(self, parts: Sequence[_Part]) -> _Whole:
         head = self._head_of(parts)
@@ -466,7 +466,7 @@ class HostDisks(SharedStorage):
         here = {disk.id for disk in self.disks}
         away = [each for each in whole.disks_of(whole.missing) if each.id not in here]
         if away and whole.head is not None:
-            total = len(whole.head.files)
+            total = sum(len(each.files) for each in whole.head.disks)
             named = [f"host {each.host} (disk {each.id[:8]}) has {len(each.files)}" for each in away]
             raise MissingHostError(
                 f"{path} can't be read now: {some_of(named, _MOST_NAMED)} of its {total} files, and is not in this "
