@@ -6,12 +6,13 @@ import contextlib
 import logging
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from aiockpt.core.parameters import outer_stacklevel
 from aiockpt.core.threads import DaemonThreads
+from aiockpt.core.wording import some_of
 from aiockpt.errors import (
     AiockptError,
     CheckpointNotFoundError,
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("aiockpt")
 
 _MOST_NAMES = 1000
+_MOST_SHOWN = 8
 _END_S = 5.0
 _MOST_LISTS = 20  # of a run whose steps are deleted or replaced while they are read
 
@@ -57,12 +59,14 @@ class _Listed:
     info: StepInfo
     stamp: Stamp | None
     is_mirror: bool
+    is_replica: bool = False  # as the other hosts have it
 
     def is_copy_of(self, other: _Listed) -> bool:
-        """Return whether another one, of the mirror, has the same bytes as this one of the run's directory."""
+        """Return whether another one, of the mirror or replicas, has the bytes of this one of the run's directory."""
         ids = {self.info.save_id, other.info.save_id}
         is_one = self.info.step == other.info.step and len(ids) == 1 and "" not in ids
-        return is_one and other.is_mirror and not self.is_mirror
+        is_nearer = not self.is_mirror and not self.is_replica
+        return is_one and is_nearer and (other.is_mirror or other.is_replica)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,9 +119,12 @@ class Restore:
         for at, each in enumerate(listed):
             has_copy = at + 1 < len(listed) and each.is_copy_of(listed[at + 1])
             place = _Place(run._storage_at(is_mirror=each.is_mirror), each.info.path)
+            is_copy = bool(skipped) and skipped[-1][0].is_copy_of(each)
+            if each.is_replica and not (is_copy and isinstance(skipped[-1][1], CorruptCheckpointError)):
+                continue
             try:
-                if skipped and at and listed[at - 1].is_copy_of(each) and skipped[-1][0] is listed[at - 1]:
-                    place = await self._patched(listed[at - 1], each)
+                if is_copy:
+                    place = await self._patched(skipped[-1][0], each)
                 judge = partial(self._judge, place, listed[at + 1 :], bool(touched_by))
                 await run._led(f"the load of {each.info.path}", judge)
                 options = self.request.load_options()
@@ -140,16 +147,22 @@ class Restore:
                     return _Gone(each.info.path, touched_by)
                 if isinstance(self.choice, int) and at + 1 == len(listed):
                     raise
-                skipped.append((each, exc))
+                if not each.is_replica:
+                    skipped.append((each, exc))
                 continue
             except BaseException as exc:
                 _note(exc, touched_by)
                 raise
+            if each.is_replica:  # the rest of this step is read from where it is
+                logger.warning("%s is damaged: replicas had %s", each.info.path, some_of(place.repaired, _MOST_SHOWN))
+                skipped.pop()
             moved = await run._led("the damaged steps", partial(self._set_aside, each, skipped))
             if moved and run.leads:
                 self._warn(each, moved)
             info = each.info
             return Restored(info.step, info.path, info.metrics, info.metadata, moved, place.repaired)
+        if isinstance(self.choice, int) and skipped:
+            raise skipped[-1][1]
         damaged = [(each.info, error) for each, error in skipped if isinstance(error, CorruptCheckpointError)]
         if damaged:
             raise _nothing_left(run.directory, damaged, touched_by)
@@ -161,16 +174,16 @@ class Restore:
         return None
 
     async def _patched(self, damaged: _Listed, copy: _Listed) -> _Place:
-        """Return the damaged copy of a step, with what it has damaged from the mirror: all ranks the same."""
+        """Return the damaged copy of a step, with what it has damaged from another copy: all ranks the same."""
         run = self.manager
         find = partial(self._damage, damaged)
         patches, repaired = await run._led(f"the damage of {damaged.info.path}", find)
-        mirror = run._storage_at(is_mirror=True)
+        here, other = run._storage_at(is_mirror=False), run._storage_at(is_mirror=copy.is_mirror)
+        other = other.replicated() if copy.is_replica and isinstance(other, HostDisks) else other
         if not patches:
-            return _Place(mirror, copy.info.path)
-        here = run._storage_at(is_mirror=False)
+            return _Place(other, copy.info.path)
         here = here.partial() if isinstance(here, HostDisks) else here
-        patched = PatchedStorage(here, mirror, copy.info.path, patches)
+        patched = PatchedStorage(here, other, copy.info.path, patches)
         return _Place(patched, damaged.info.path, repaired)
 
     # --- on rank 0 --------------------------------------------------------------------------------------
@@ -193,6 +206,8 @@ class Restore:
         for copy in copies_in_order(infos, mirror, self._chosen):
             at = scanner if copy.is_mirror and scanner is not None else run._scanner
             found.append(_Listed(copy.info, at.stamp(copy.info.path), copy.is_mirror))
+            if run._replicas is not None and not copy.is_mirror:
+                found.append(replace(found[-1], is_replica=True))
         return found
 
     def _mirrored(self, looking: Future[tuple[StepInfo, ...]], infos: Sequence[StepInfo]) -> Sequence[StepInfo]:

@@ -160,7 +160,7 @@ class HostDisks(SharedStorage):
     traits = Traits(single_files=False)
 
     def __init__(self, disks: Sequence[Disk], own: str, replicas: Sequence[Disk] = ()) -> None:
-        self._is_partial = False
+        self._is_partial = self._prefers_replicas = False
         self._heads: dict[str, _Head | None] = {}  # by mark
         self.meet(disks, own, replicas)
 
@@ -174,6 +174,12 @@ class HostDisks(SharedStorage):
         """Return a storage that also opens what lacks files, for those that have these from elsewhere."""
         other = copy.copy(self)
         other._is_partial = True
+        return other
+
+    def replicated(self) -> HostDisks:
+        """Return a storage that reads what is replicated from the replicas, as the disks have damaged it."""
+        other = copy.copy(self)
+        other._prefers_replicas = True
         return other
 
     def missing(self, path: str) -> tuple[str, ...]:
@@ -233,7 +239,7 @@ class HostDisks(SharedStorage):
         try:
             self._of_each(look, self.disks)
             whole = self._whole(parts)
-            if whole.missing and self.replicas:
+            if self.replicas and (whole.missing or self._prefers_replicas):
                 self._of_each(look, self.replicas)
                 whole = self._whole(parts)
         except BaseException as exc:
@@ -254,7 +260,8 @@ class HostDisks(SharedStorage):
 
     def _whole(self, parts: Sequence[_Part]) -> _Whole:
         """Choose the parts that are one checkpoint: another save may have left some of its own. Blocks."""
-        order = [self.own, *(each for each in self.replicas if each.is_near), *self.disks[1:], *self.replicas]
+        near = [each for each in self.replicas if each.is_near or self._prefers_replicas]
+        order = [*(near if self._prefers_replicas else ()), self.own, *near, *self.disks[1:], *self.replicas]
         sorted_parts = sorted((_marked(part) for part in parts), key=lambda part: order.index(part.disk))
         marks = dict.fromkeys(part.mark for part in sorted_parts if part.mark and not part.disk.directory)
         if not marks:
@@ -440,7 +447,7 @@ class HostDisks(SharedStorage):
         try:
             _raise_first(await _each(open_on, self.disks), self.disks, f"open {path}", LoadError)
             whole = await workers.run(self._whole, parts)
-            if whole.missing and self.replicas:
+            if self.replicas and (whole.missing or self._prefers_replicas):
                 _raise_first(await _each(open_on, self.replicas), self.replicas, f"open {path}", LoadError)
                 whole = await workers.run(self._whole, parts)
             self._check(path, whole, failed)

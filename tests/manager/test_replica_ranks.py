@@ -136,6 +136,25 @@ def test_damaged_replica_is_not_trusted(world2: World, tmp_path: Path, has_mirro
         assert found == [(1, 1, 0, 0)] * 2
 
 
+@pytest.mark.parametrize("host", [0, 1])
+def test_damaged_file_of_a_disk_is_read_from_its_replica(world2: World, tmp_path: Path, host: int) -> None:
+    disks = Disks(tmp_path, 2)
+    world2.results(trains, disks, [1, 2], {})
+    flip(disks.step(host, 2))
+    assert world2.results(restores, disks) == [(2, 2, 1, 0)] * 2
+    flip(next(path for path in disks.replicas(1 - host) if path.name.endswith("2")))
+    assert world2.results(restores, disks) == [(1, 1, 0, 0)] * 2
+
+
+def test_damage_of_disk_and_replica_is_read_from_the_mirror(world2: World, tmp_path: Path) -> None:
+    disks, there = Disks(tmp_path, 2), str(tmp_path / "mirror")
+    world2.results(trains, disks, [1, 2], {"mirror": there})
+    flip(disks.step(0, 2))
+    flip(next(path for path in disks.replicas(1) if path.name.endswith("2")))
+    found = world2.results(restores, disks, there)
+    assert [(step, loaded, repaired) for step, loaded, repaired, _ in found] == [(2, 2, 1)] * 2
+
+
 def test_replica_of_another_save_is_not_used(world2: World, tmp_path: Path) -> None:
     disks = Disks(tmp_path, 2)
     world2.results(trains, disks, [1, 2], {})
