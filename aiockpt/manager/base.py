@@ -228,7 +228,7 @@ class ManagerBase:
             return
         if self._disks is not None:
             await self._run(partial(self._disks.meet, make=self.writes))
-            if self._replicas is not None and len(self._disks.storage.disks) == 1:
+            if self.writes and self._replicas is not None and len(self._disks.storage.disks) == 1:
                 raise AiockptError(
                     f"replicas=1: all ranks of {self.directory} have the same disk, and there is no other host to copy "
                     "it to: start ranks on two hosts or more, each with a disk of its own there, or pass replicas=0"

@@ -41,6 +41,7 @@ from aiockpt.errors import (
     DeleteError,
     LoadError,
     MissingHostError,
+    RunLockedError,
     WriteError,
 )
 from aiockpt.format.manifest.manifest import DiskFacts, decode_head, disks_in, with_disks
@@ -48,8 +49,6 @@ from aiockpt.format.names import MANIFEST_NAME
 from aiockpt.format.recognise import facts_in
 from aiockpt.storage.base import (
     Document,
-    FileSink,
-    LeaseFacts,
     Listing,
     LookBudget,
     RunLease,
@@ -58,11 +57,11 @@ from aiockpt.storage.base import (
     SharedTransaction,
     Source,
     Stamp,
-    Status,
     Storage,
     Traits,
     shared_storage,
 )
+from aiockpt.storage.wrapper import WrapperStorage, WrapperTransaction
 
 if TYPE_CHECKING:
     import mmap
@@ -148,7 +147,7 @@ class _Whole:
         return [] if self.head is None else [each for each in self.head.disks if each.files & set(names)]
 
 
-class HostDisks(SharedStorage):
+class HostDisks(WrapperStorage):
     """Checkpoints on the disks of the hosts of a job, as one.
 
     Args:
@@ -157,18 +156,21 @@ class HostDisks(SharedStorage):
         replicas: where copies of their files are.
     """
 
-    traits = Traits(single_files=False)
-
     def __init__(self, disks: Sequence[Disk], own: str, replicas: Sequence[Disk] = ()) -> None:
         self._is_partial = self._prefers_replicas = False
-        self._heads: dict[str, _Head | None] = {}  # by mark
+        self._heads: dict[str, _Head] = {}  # by mark
         self.meet(disks, own, replicas)
 
     def meet(self, disks: Sequence[Disk], own: str, replicas: Sequence[Disk] = ()) -> None:
         """Use these disks from now on; the own one must be the same storage as before."""
         (self.own,) = (disk for disk in disks if disk.id == own)
+        self.inner = self.own.storage
         self.disks = (self.own, *(disk for disk in disks if disk is not self.own))
         self.replicas = tuple(sorted(replicas, key=lambda disk: not disk.is_near))
+
+    @property
+    def traits(self) -> Traits:  # type: ignore[override]
+        return Traits(single_files=False)
 
     def partial(self) -> HostDisks:
         """Return a storage that also opens what lacks files, for those that have these from elsewhere."""
@@ -189,33 +191,29 @@ class HostDisks(SharedStorage):
             part.at.close()
         return tuple(whole.missing)
 
-    # --- names, and what one process does for all -------------------------------------------------------
+    stamp, stamps = SharedStorage.stamp, SharedStorage.stamps
 
-    def resolve(self, path: str) -> str:
-        return self.own.storage.resolve(path)
+    async def resume(self, path: str, save_id: str, *, workers: Workers) -> SharedTransaction:
+        return await self.begin(path, overwrite=True, workers=workers)
 
-    def below(self, path: str, name: str) -> str:
-        return self.own.storage.below(path, name)
-
-    def split(self, path: str) -> tuple[str, str]:
-        return self.own.storage.split(path)
-
-    def leftover(self, name: str) -> str | None:
-        return self.own.storage.leftover(name)
+    # --- looking ----------------------------------------------------------------------------------------
 
     def lease(self, directory: str) -> RunLease:
-        return self.own.storage.lease(directory)
-
-    def owner_of(self, directory: str) -> LeaseFacts | None:
-        return self.own.storage.owner_of(directory)
+        """Take the lock on this host's disk; refuse if there is one on another disk, of a job whose rank 0 is there."""
+        taken = super().lease(directory)
+        try:
+            owners = self._of_each(lambda disk: disk.storage.owner_of(directory), self.disks[1:])
+            for disk, owner in zip(self.disks[1:], owners, strict=True):
+                if owner is not None:
+                    text = f"the run {directory} is being written by {owner}, which has locked it on {disk}"
+                    raise RunLockedError(f"{text}: end that program first", owner.host, owner.pid, owner.since)
+        except BaseException:
+            taken.release()
+            raise
+        return taken
 
     def is_finishing(self, directory: str) -> bool:
         return any(self._of_each(lambda disk: disk.storage.is_finishing(directory), self.disks))
-
-    def check(self, path: str, *, overwrite: bool) -> None:
-        self.own.storage.check(path, overwrite=overwrite)
-
-    # --- looking ----------------------------------------------------------------------------------------
 
     def look(self, path: str, budget: LookBudget | None = None) -> Listing:
         parts, whole = self._look(path, budget or LookBudget())
@@ -282,17 +280,16 @@ class HostDisks(SharedStorage):
 
     def _head_of(self, parts: Sequence[_Part]) -> _Head | None:
         """Read a manifest; None if it is damaged."""
-        mark = parts[0].mark
-        if mark not in self._heads:
-            if len(self._heads) >= _MOST_HEADS:
-                self._heads.clear()
-            decoded = decode_head(parts[0].fetch(MANIFEST_NAME, 0, parts[0].at.files[MANIFEST_NAME]))
+        for part in () if parts[0].mark in self._heads else parts:
+            decoded = decode_head(part.fetch(MANIFEST_NAME, 0, part.at.files[MANIFEST_NAME]))
             facts = None if decoded is None else facts_in(decoded)
-            self._heads[mark] = None
             if decoded is not None and facts is not None:
+                if len(self._heads) >= _MOST_HEADS:
+                    self._heads.clear()
                 files = {name: each.nbytes for name, each in facts.items()}
-                self._heads[mark] = _Head(str(decoded.get("created")), files, disks_in(decoded))
-        return self._heads[mark]
+                self._heads[part.mark] = _Head(str(decoded.get("created")), files, disks_in(decoded))
+                break
+        return self._heads.get(parts[0].mark)
 
     def set_aside(self, path: str, names: Sequence[str]) -> str:
         above = self.split(path)[0]
@@ -612,8 +609,11 @@ class _WholeSource(Source):
             source.close()
 
 
-class _HostsTransaction(SharedTransaction):
+class _HostsTransaction(WrapperTransaction):
     """A transaction on each disk: of rank 0, which has begun all, or of a rank that has joined its own disk's."""
+
+    open_folder, suspend = SharedTransaction.open_folder, SharedTransaction.suspend
+    reserve, open_part = SharedTransaction.reserve, SharedTransaction.open_part
 
     def __init__(
         self,
@@ -625,8 +625,9 @@ class _HostsTransaction(SharedTransaction):
         *,
         is_taken: bool = False,
     ) -> None:
-        self._storage, self._path, self._workers = storage, path, workers
         self._own = begun[storage.own.id]
+        super().__init__(storage, self._own, path)
+        self._workers = workers
         self._all = [begun[disk.id] for disk in storage.disks if disk.id in begun]  # the own one first
         self._disks = [disk for disk in storage.disks if disk.id in begun]
         self._is_joined, self._is_taken = ticket is not None, is_taken
@@ -637,16 +638,6 @@ class _HostsTransaction(SharedTransaction):
     @property
     def ticket(self) -> str:
         return self._ticket
-
-    @property
-    def stamp(self) -> Stamp | None:
-        return self._own.stamp
-
-    async def create(self, name: str, nbytes: int | None) -> FileSink:
-        return await self._own.create(name, nbytes)
-
-    async def write_files(self, files: Mapping[str, Document]) -> None:
-        await self._own.write_files(files)
 
     async def sizes(self) -> Mapping[str, int]:
         return {name: nbytes for sizes in (await self._sizes()).values() for name, nbytes in sizes.items()}
@@ -701,32 +692,11 @@ class _HostsTransaction(SharedTransaction):
                 if failure is not None:
                     error.add_note(f"{disk} may still have its part, until the run is opened again: {failure}")
 
-    def revoke(self) -> None:
-        self._own.revoke()
-
     async def abort(self) -> None:
         await outlast(self._end(lambda each: each.abort(), f"remove what was written for {self._path}"))
-
-    async def discard_all(self) -> None:
-        await self._own.discard_all()
 
     async def release(self) -> None:
         await self._end(lambda each: each.release(), f"leave {self._path}")
 
     async def _end(self, call: Callable[[SharedTransaction], Awaitable[None]], what: str) -> None:
         _raise_first(await _each(call, self._all), self._disks, what, WriteError)
-
-    async def put_sidecar(self, name: str, data: bytes) -> None:
-        await self._own.put_sidecar(name, data)
-
-    async def get_sidecar(self, name: str) -> bytes | None:
-        return await self._own.get_sidecar(name)
-
-    async def delete_sidecar(self, name: str) -> None:
-        await self._own.delete_sidecar(name)
-
-    async def status(self) -> Status:
-        return await self._own.status()
-
-    async def finalize(self) -> None:
-        await self._own.finalize()

@@ -177,6 +177,19 @@ async def test_replica_completes_what_a_lost_disk_had(tmp_path: Path, workers: W
         await read(alone, STEP, workers)
 
 
+@pytest.mark.parametrize("other", ["a", "b"])
+def test_one_manager_writes_whatever_host_its_rank_0_is_on(tmp_path: Path, other: str) -> None:
+    disks = disks_in(tmp_path, "a", "b")
+    for disk in disks.values():
+        Path(cast("HostDisk", disk.storage).place(RUN)).mkdir()
+    lock = union_of(disks, "a").lease(RUN)
+    with pytest.raises(aiockpt.RunLockedError):
+        union_of(disks, other).lease(RUN)
+    lock.check()
+    lock.release()
+    union_of(disks, other).lease(RUN).release()
+
+
 class FailingReads(HostDisk):
     """Fails to read after the first bytes of each file."""
 
