@@ -8,7 +8,7 @@ step only if its manifest is the step's.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from aiockpt.engine.reports import Reports
     from aiockpt.manager.retention import Retention
     from aiockpt.manager.scan import StepInfo
+    from aiockpt.saving.handle import SaveHandle
     from aiockpt.storage.base import Storage
     from aiockpt.telemetry.mirrors import MirrorResult
 
@@ -111,15 +112,19 @@ class ReplicaWatch(_ReplicaTask):
         retention: deletes the steps of the run.
     """
 
-    knows_held = False
-
     def __init__(
         self, here: Tier, there: Tier, replicas: Sequence[Tier], reports: Reports, retention: Retention
     ) -> None:
         super().__init__(here, there, MirrorSettings(locks=False), reports, retention)
         self._replicas = replicas
         self._held: int | None = None
-        self._is_seen = False  # the last look at the replicas has succeeded
+        self._has_held = False
+        self._is_seen = False  # what is looked at was seen just now
+
+    @property
+    def knows_held(self) -> bool:
+        """Whether the replicas were seen; until then no step must be deleted."""
+        return self._has_held
 
     def held(self) -> set[int]:
         """Return the step of the run that must not be deleted now."""
@@ -131,31 +136,33 @@ class ReplicaWatch(_ReplicaTask):
         super().poke()
 
     def _steps_there(self) -> Sequence[StepInfo]:
-        self._is_seen = False
         found = common_steps([tier.scanner.scan() for tier in self._replicas])
         self._is_seen = True
         return found
 
-    def _look(self, local: Sequence[StepInfo], mirror: Sequence[StepInfo], written: Sequence[int]) -> list[StepInfo]:
+    def _look(
+        self, local: Sequence[StepInfo], mirror: Sequence[StepInfo], written: Mapping[int, SaveHandle]
+    ) -> list[StepInfo]:
+        is_seen, self._is_seen = self._is_seen, False
         missing = super()._look(local, mirror, written)
         waiting = self.promises.written  # of an earlier one, a disk may be gone that nobody can copy any more
         missing = [info for info in missing if info.step in waiting]
-        nbytes, error = sum(info.nbytes for info in missing), None if self._is_seen else self.backlog.error
+        nbytes, error = sum(info.nbytes for info in missing), None if is_seen else self.backlog.error
         steps = tuple(info.step for info in missing)
         self._state.backlog = replace(self.backlog, steps=steps, nbytes=nbytes, error=error)
-        if not self._is_seen:
+        if not is_seen:
             return missing
         there = {info.step: info for info in mirror}
         replicated = [info.step for info in local if is_mirrored(info, there)]
         whole = [] if self.knows_held else [info.step for info in local if info.state == "complete"]
         before = self._held if self.knows_held else -1
         self._held = max(replicated or whole, default=self._held)
-        self.knows_held = True
+        self._has_held = True
         if self._held != before and self._retention is not None:
             self._retention.again()  # the one that was held before may be deleted from now on
         return missing
 
-    async def _go_on(self, missing: Sequence[StepInfo]) -> bool:
+    async def _go_on(self, missing: Sequence[StepInfo], written: Mapping[int, SaveHandle]) -> bool:
         self.pause_s = min(max(_FIRST_LOOK_S, 2 * self.pause_s), _LONGEST_LOOK_S)
         return True
 

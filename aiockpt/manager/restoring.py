@@ -59,14 +59,14 @@ class _Listed:
     info: StepInfo
     stamp: Stamp | None
     is_mirror: bool
+    repairs: _Listed | None = None  # the damaged copy that is tried once more with what it lacks from this one
     is_replica: bool = False  # as the other hosts have it
 
     def is_copy_of(self, other: _Listed) -> bool:
-        """Return whether another one, of the mirror or replicas, has the bytes of this one of the run's directory."""
+        """Return whether another one, of the mirror, has the same bytes as this one of the run's directory."""
         ids = {self.info.save_id, other.info.save_id}
         is_one = self.info.step == other.info.step and len(ids) == 1 and "" not in ids
-        is_nearer = not self.is_mirror and not self.is_replica
-        return is_one and is_nearer and (other.is_mirror or other.is_replica)
+        return is_one and other.is_mirror and not self.is_mirror
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,14 +117,16 @@ class Restore:
         run = self.manager
         skipped: list[tuple[_Listed, LoadError]] = []
         for at, each in enumerate(listed):
-            has_copy = at + 1 < len(listed) and each.is_copy_of(listed[at + 1])
+            has_copy = each.repairs is not None or any(map(each.is_copy_of, listed[at + 1 : at + 3]))
             place = _Place(run._storage_at(is_mirror=each.is_mirror), each.info.path)
-            is_copy = bool(skipped) and skipped[-1][0].is_copy_of(each)
-            if each.is_replica and not (is_copy and isinstance(skipped[-1][1], CorruptCheckpointError)):
+            is_damaged = bool(skipped) and isinstance(skipped[-1][1], CorruptCheckpointError)
+            if each.is_replica and not (is_damaged and skipped[-1][0] == each.repairs):
                 continue
             try:
-                if is_copy:
-                    place = await self._patched(skipped[-1][0], each)
+                if each.repairs is not None:
+                    place = await self._patched(each.repairs, each)
+                    if not place.repaired:
+                        continue
                 judge = partial(self._judge, place, listed[at + 1 :], bool(touched_by))
                 await run._led(f"the load of {each.info.path}", judge)
                 options = self.request.load_options()
@@ -142,13 +144,13 @@ class Restore:
                     filled = bool(exc.placed or exc.partly_placed)
                     if await run._agree("the end of a failed restore", filled, any):
                         touched_by = each.info.path
-                is_gone = partial(run._run, _is_gone, run._storage_at(is_mirror=each.is_mirror), each)
-                if await run._led(f"the place of {each.info.path}", is_gone):
+                if await run._led(f"the place of {each.info.path}", partial(run._run, self._is_gone, each)):
                     return _Gone(each.info.path, touched_by)
+                if each.repairs is not None:  # all of it comes from the mirror, next
+                    continue
                 if isinstance(self.choice, int) and at + 1 == len(listed):
                     raise
-                if not each.is_replica:
-                    skipped.append((each, exc))
+                skipped.append((each, exc))
                 continue
             except BaseException as exc:
                 _note(exc, touched_by)
@@ -202,13 +204,22 @@ class Restore:
             raise AiockptError(f"the run {run.directory} can't be read: {exc}") from exc
         finally:
             threads.end(_END_S if looking is None or looking.done() else 0.0)
-        found = []
+        found: list[_Listed] = []
         for copy in copies_in_order(infos, mirror, self._chosen):
             at = scanner if copy.is_mirror and scanner is not None else run._scanner
-            found.append(_Listed(copy.info, at.stamp(copy.info.path), copy.is_mirror))
+            listed = _Listed(copy.info, at.stamp(copy.info.path), copy.is_mirror)
+            if found and found[-1].is_copy_of(listed):
+                found.append(replace(listed, repairs=found[-1]))
+            found.append(listed)
             if run._replicas is not None and not copy.is_mirror:
-                found.append(replace(found[-1], is_replica=True))
+                found.append(replace(listed, repairs=listed, is_replica=True))
         return found
+
+    def _is_gone(self, listed: _Listed) -> bool:
+        """Return whether a step, or the copy that it repairs, was deleted or replaced since it was listed."""
+        now = self.manager._storage_at(is_mirror=listed.is_mirror).stamp(listed.info.path)
+        # If none, though it is there, listing it again finds that out.
+        return now is None or now != listed.stamp or (listed.repairs is not None and self._is_gone(listed.repairs))
 
     def _mirrored(self, looking: Future[tuple[StepInfo, ...]], infos: Sequence[StepInfo]) -> Sequence[StepInfo]:
         """Return the steps of the mirror; none, with a warning, if it can't be reached but the run has steps itself."""
@@ -353,12 +364,6 @@ def set_aside(storage: Storage, path: str) -> str:
     except OSError as exc:
         logger.warning("the damaged checkpoint %s can't be renamed: %s; saving that step again fails", path, exc)
         return path
-
-
-def _is_gone(storage: Storage, listed: _Listed) -> bool:
-    """Return whether a step was deleted or replaced since it was listed."""
-    now = storage.stamp(listed.info.path)  # if none, though it is there, listing it again finds that out
-    return now is None or now != listed.stamp
 
 
 def _covers(below: Mapping[str, Any], above: Mapping[str, Any]) -> bool:

@@ -180,7 +180,7 @@ class Retention:
                     self._written_s.append(result.written_s)
                     self._last = step
             for mirror in self._mirrors:  # before anything is deleted
-                mirror.note_end(step, handle.written._exception, "" if is_here or result is None else result.path)
+                mirror.note_end(step, handle, "" if is_here or result is None else result.path)
             if result is not None and self._on_written is not None:
                 self._call_on_written(step, result)
         except Exception:
