@@ -252,7 +252,7 @@ class _Service:
         self._server, self._wire = server, wire
         self._storage, self._workers = server.storage, server.workers
         self._opened: list[int] = []
-        self._buffer: memoryview | None = None
+        self._free: list[mmap.mmap] = []  # buffers, since new memory is slow at first
 
     def run(self) -> None:
         """Answer requests until nothing is open and none comes; raise LinkBrokenError if the client leaves."""
@@ -336,6 +336,10 @@ class _Service:
             logger.warning("can't end what another host has left: %s", exc)
         del self._server.served[token]
 
+    def _buffer(self, nbytes: int) -> mmap.mmap:
+        buffer = self._free.pop() if self._free else None
+        return buffer if buffer is not None and len(buffer) >= nbytes else mmap.mmap(-1, max(nbytes, 1))
+
     # --- waiting ------------------------------------------------------------------------------------------
 
     def _call(self, function: Callable[..., T], *args: Any) -> T:
@@ -376,15 +380,15 @@ class _Service:
         return self._serve(_Served(source, partial(self._workers.run, source.close)), dict(source.files))
 
     def _on_read(self, served: _Served, name: str, runs: Sequence[tuple[int, int]]) -> None:
-        if self._buffer is None:
-            self._buffer = memoryview(mmap.mmap(-1, _READ_BYTES))
+        buffer = self._buffer(_READ_BYTES)
         for batch in _batches(runs):
-            view = self._buffer[: sum(length for _, length in batch)]
+            view = memoryview(buffer)[: sum(length for _, length in batch)]
             if len(batch) == 1:
                 served.inner.read(name, batch[0][0], view, self._wire.put_bytes)
             else:
                 served.inner.read_runs(name, batch, view)
                 self._wire.put_bytes(view)
+        self._free.append(buffer)
 
     # --- writing ------------------------------------------------------------------------------------------
 
@@ -395,9 +399,10 @@ class _Service:
         served.sinks[name] = self._run(served.inner.create(_inside(name) if name else name, nbytes))
 
     def _on_write(self, served: _Served, name: str, nbytes: int) -> None:
-        view = memoryview(mmap.mmap(-1, max(nbytes, 1)))[:nbytes]
+        buffer = self._buffer(nbytes)
+        view, free = memoryview(buffer)[:nbytes], partial(self._free.append, buffer)
         self._wire.take(view)
-        self._run(served.write(name, lambda sink: sink.write(view)))
+        self._run(served.write(name, lambda sink: sink.write(view, free)))
 
     def _on_finish(self, served: _Served, name: str) -> None:
         self._run(served.write(name, lambda sink: sink.finish()))
