@@ -22,7 +22,7 @@ from aiockpt.core.threads import Workers
 from aiockpt.errors import AiockptError, CommitError, CommitUncertainError, WriteError
 from aiockpt.storage.base import Storage
 from aiockpt.storage.local.storage import LocalStorage
-from aiockpt.storage.remote import DiskEndpoint, RemoteDisk
+from aiockpt.storage.remote_disk import DiskEndpoint, RemoteDisk
 from aiockpt.storage.remote_server import DiskServer
 from aiockpt.storage.wrapper import WrapperStorage
 from aiockpt.testing import GatedStorage, HangingStorage, StorageConformance
