@@ -50,6 +50,8 @@ T = TypeVar("T")
 
 STALL_S = 60.0
 """How long the other side may be silent within a message, or before its answer."""
+IDLE_S = 30.0
+"""How long a connection is kept for the next request; the server keeps it for twice as long."""
 REQUEST, DATA, RESULT, ERROR, BEAT = range(5)
 _PIECE_BYTES = 1 << 20  # sent at a time, so that the CRC finds it in the processor's cache
 _MOST_MESSAGE_BYTES = 1 << 30
@@ -68,7 +70,7 @@ class DiskEndpoint(NamedTuple):
     ticket: str  # one of the server's storage, with the name of its process
 
 
-class Request(NamedTuple):
+class DiskRequest(NamedTuple):
     """A method of the storage, or of what stands in the server under a number, and its arguments."""
 
     method: str
@@ -77,15 +79,21 @@ class Request(NamedTuple):
     token: int = 0
 
 
-class Opened(NamedTuple):
-    """The result of a request that opens something."""
+class Handle(NamedTuple):
+    """The result of a request that opens something: its number, and what is to be known of it."""
 
     token: int
     facts: Any
 
 
 class Connection(Wire):
-    """A connection that carries requests one way, and answers the other way."""
+    """A connection that carries requests one way, and answers the other way.
+
+    Attributes:
+        idle_since: when its last request was answered, by time.monotonic().
+    """
+
+    idle_since = 0.0
 
     def __init__(self, own: socket.socket, stall_s: float) -> None:
         super().__init__(own, stall_s)
@@ -164,13 +172,21 @@ async def detached(link: Link, stall_s: float, *, connected: bool) -> Connection
         link.close()
 
 
-class _Held:
+class _Lifeline:
     """What stands in the server as long as the connection that has opened it."""
 
-    def __init__(self, home: Connection, opened: Opened) -> None:
+    def __init__(self, home: Connection, opened: Handle) -> None:
         self.home, (self.token, self.facts) = home, opened
         self.drop = weakref.finalize(self, home.close)
         self.drop.atexit = False
+
+    def take(self) -> bool:
+        """Take the turn to use the connection, unless another thread has it or it is no longer the one of this."""
+        if not self.home.turn.acquire(blocking=False):
+            return False
+        if not self.drop.alive:
+            self.home.turn.release()
+        return self.drop.alive
 
 
 class _Client:
@@ -184,28 +200,30 @@ class _Client:
     def ask(
         self,
         failure: type[Exception],
-        request: Request,
-        held: _Held | None = None,
+        request: DiskRequest,
+        line: _Lifeline | None = None,
         *,
         data: memoryview | None = None,
         view: memoryview = _NOTHING,
         seen: Seen | None = None,
     ) -> Any:
-        """Return the result of a request, as what is `_Held` if it opens something.
+        """Return the result of a request, or a `_Lifeline` for what it opens.
 
         Args:
             failure: raised if there is no answer; LinkBrokenError is the cause.
-            request: without a token for the method of what is ``held``.
-            held: what the request is about; None: the storage.
+            request: the request.
+            line: of what it is about; None: the storage.
             data: bytes to be written.
             view: where the bytes go that are asked for.
             seen: see `Source.read`.
         """
-        is_home = held is not None and held.drop.alive and held.home.turn.acquire(blocking=False)
-        wire = None
+        if line is not None:
+            request = request._replace(token=line.token)
+        is_home = line is not None and line.take()
+        wire = line.home if line is not None and is_home else None
         try:
-            wire = held.home if held is not None and is_home else self._taken()
-            wire.put(REQUEST, request._replace(token=request.token or held.token) if held else request)
+            wire = wire or self._taken()
+            wire.put(REQUEST, request)
             if data is not None:
                 wire.put_bytes(data)
                 wire.put(RESULT, None)
@@ -223,25 +241,27 @@ class _Client:
                 ) from exc
             raise
         finally:
-            if held is not None and is_home:
-                held.home.turn.release()
-        if isinstance(value, Opened):
-            return _Held(wire, value)
+            if line is not None and is_home:
+                line.home.turn.release()
+        if isinstance(value, Handle):
+            return _Lifeline(wire, value)
         if not is_home:
             self._give(wire)
         if kind == ERROR:
             raise self._error(value, failure)
         return value
 
-    def close(self, held: _Held) -> None:
-        """Close what is held, without waiting for the server. Idempotent."""
-        if held.drop.detach() is not None:
+    def close(self, line: _Lifeline) -> None:
+        """Close what was opened, without waiting for the server. Idempotent."""
+        with line.home.turn:
+            if line.drop.detach() is None:
+                return
             try:
-                held.home.put(REQUEST, Request("close", token=held.token))
+                line.home.put(REQUEST, DiskRequest("close", token=line.token))
             except LinkBrokenError:
-                held.home.close()
+                line.home.close()
             else:
-                self._give(held.home)
+                self._give(line.home)
 
     def rest(self) -> None:
         """Close the connections that are not in use."""
@@ -263,6 +283,7 @@ class _Client:
         return error
 
     def _give(self, wire: Connection) -> None:
+        wire.idle_since = time.monotonic()
         with _lock.held():
             idle = self._idle.setdefault(os.getpid(), [])
             idle.append(wire)
@@ -276,9 +297,9 @@ class _Client:
                 wire = idle.pop() if idle else None
             if wire is None:
                 break
-            if wire.is_quiet():
+            if time.monotonic() < wire.idle_since + IDLE_S and wire.is_quiet():
                 return wire
-            wire.close()  # the other side has closed it
+            wire.close()  # the other side has closed it, or is about to
         with asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:  # of this thread, for a moment
             wire = runner.run(self._connected())
         try:
@@ -309,6 +330,15 @@ def _close_all(idle: dict[int, list[Connection]]) -> None:
             wires.pop().close()
 
 
+def _looked_up(method: str) -> Any:
+    """Return a method of the storage that is one request."""
+
+    def ask(self: RemoteDisk, *args: Any) -> Any:
+        return self._client.ask(ConnectionError, DiskRequest(method, args))
+
+    return ask
+
+
 class RemoteDisk(LocalDirectories, SharedStorage):
     """The storage of another host, by the requests that its server answers. Its paths are those of that host.
 
@@ -336,35 +366,15 @@ class RemoteDisk(LocalDirectories, SharedStorage):
         """Close the connections that are not in use; the next call makes new ones. Idempotent, does not block."""
         self._client.rest()
 
-    def _ask(self, method: str, *args: object) -> Any:
-        return self._client.ask(ConnectionError, Request(method, args))
-
     def look(self, path: str, budget: LookBudget | None = None) -> Listing:
         return _RemoteListing(self._client, path, budget or LookBudget())
 
-    def stamp(self, path: str) -> Stamp | None:
-        try:
-            found: Stamp | None = self._ask("stamp", path)
-        except OSError:
-            return None
-        return found
-
-    def stamps(self, directory: str, count: int) -> Any:
-        return self._ask("stamps", directory, count)
-
-    def set_aside(self, path: str, names: Sequence[str]) -> Any:
-        return self._ask("set_aside", path, names)
-
-    def owner_of(self, directory: str) -> Any:
-        return self._ask("owner_of", directory)
-
-    def is_finishing(self, directory: str) -> Any:
-        return self._ask("is_finishing", directory)
-
-    def link(self, path: str) -> Any:
-        return self._ask("link", path)
-
+    stamps = _looked_up("stamps")
+    set_aside = _looked_up("set_aside")
+    owner_of = _looked_up("owner_of")
+    is_finishing = _looked_up("is_finishing")
     lease = SharedStorage.lease  # a run belongs to a manager of its own host
+    link = SharedStorage.link
 
     def new_ticket(self, path: str) -> str:
         """Choose a ticket with the name of the server's process: if that dies, what it has made is an orphan."""
@@ -373,22 +383,22 @@ class RemoteDisk(LocalDirectories, SharedStorage):
     async def begin(
         self, path: str, *, overwrite: bool, workers: Workers, ticket: str | None = None
     ) -> SharedTransaction:
-        return await self._begun(Request("begin", (path,), {"overwrite": overwrite, "ticket": ticket}), workers)
+        return await self._begun(DiskRequest("begin", (path,), {"overwrite": overwrite, "ticket": ticket}), workers)
 
     async def join(self, path: str, ticket: str, *, workers: Workers) -> SharedTransaction:
-        return await self._begun(Request("join", (path, ticket)), workers)
+        return await self._begun(DiskRequest("join", (path, ticket)), workers)
 
     async def take_over(
         self, path: str, ticket: str, *, overwrite: bool, workers: Workers, stamp: Stamp | None
     ) -> SharedTransaction:
         return await self._begun(
-            Request("take_over", (path, ticket), {"overwrite": overwrite, "stamp": stamp}), workers
+            DiskRequest("take_over", (path, ticket), {"overwrite": overwrite, "stamp": stamp}), workers
         )
 
     async def resume(self, path: str, save_id: str, *, workers: Workers) -> SharedTransaction:
-        return await self._begun(Request("resume", (path, save_id)), workers)
+        return await self._begun(DiskRequest("resume", (path, save_id)), workers)
 
-    async def _begun(self, request: Request, workers: Workers) -> SharedTransaction:
+    async def _begun(self, request: DiskRequest, workers: Workers) -> SharedTransaction:
         def begin() -> _RemoteTransaction:
             return _RemoteTransaction(self, self._client.ask(WriteError, request), request.args[0], workers)
 
@@ -401,10 +411,10 @@ class RemoteDisk(LocalDirectories, SharedStorage):
         return await _opened(opening, workers, lambda source: workers.run(source.close))
 
     async def delete(self, path: str, *, workers: Workers) -> None:
-        await workers.run(self._client.ask, DeleteError, Request("delete", (path,)))
+        await workers.run(self._client.ask, DeleteError, DiskRequest("delete", (path,)))
 
     async def clean(self, directory: str, *, older_than_s: float | None = None, workers: Workers) -> list[str]:
-        request = Request("clean", (directory,), {"older_than_s": older_than_s})
+        request = DiskRequest("clean", (directory,), {"older_than_s": older_than_s})
         removed: list[str] = await workers.run(self._client.ask, DeleteError, request)
         return removed
 
@@ -424,18 +434,18 @@ async def _opened(function: Callable[[], T], workers: Workers, undo: Callable[[T
 class _RemoteListing(Listing):
     def __init__(self, client: _Client, path: str, budget: LookBudget) -> None:
         self._client, self._budget = client, budget
-        self._held = client.ask(ConnectionError, Request("look", (path,), {"left": budget.left}))
-        vars(self).update(self._held.facts)
+        self._line = client.ask(ConnectionError, DiskRequest("look", (path,), {"left": budget.left}))
+        vars(self).update(self._line.facts)
 
     def list_below(self) -> None:
-        request = Request("list_below", (self._budget.left,))
-        self.files, self._budget.left = self._client.ask(ConnectionError, request, self._held)
+        request = DiskRequest("list_below", (self._budget.left,))
+        self.files, self._budget.left = self._client.ask(ConnectionError, request, self._line)
 
     def fetch(self, name: str, offset: int, length: int) -> Any:
-        return self._client.ask(ConnectionError, Request("fetch", (name, offset, length)), self._held)
+        return self._client.ask(ConnectionError, DiskRequest("fetch", (name, offset, length)), self._line)
 
     def close(self) -> None:
-        self._client.close(self._held)
+        self._client.close(self._line)
 
 
 class _RemoteSource(Source):
@@ -443,11 +453,11 @@ class _RemoteSource(Source):
 
     def __init__(self, client: _Client, path: str) -> None:
         self._client, self._path = client, path
-        self._held = client.ask(LoadError, Request("open", (path,)))
+        self._line = client.ask(LoadError, DiskRequest("open", (path,)))
 
     @property
     def files(self) -> Mapping[str, int]:
-        return MappingProxyType(self._held.facts)
+        return MappingProxyType(self._line.facts)
 
     def read(self, name: str, offset: int, view: memoryview, seen: Seen | None = None) -> None:
         self._read(name, [(offset, len(view))], view, seen)
@@ -456,31 +466,31 @@ class _RemoteSource(Source):
         self._read(name, runs, view, None)
 
     def _read(self, name: str, runs: Sequence[tuple[int, int]], view: memoryview, seen: Seen | None) -> None:
-        if not self._held.drop.alive:
+        if not self._line.drop.alive:
             raise LoadError(f"{self._path} was closed before {name} was read")
-        self._client.ask(LoadError, Request("read", (name, runs)), self._held, view=view, seen=seen)
+        self._client.ask(LoadError, DiskRequest("read", (name, runs)), self._line, view=view, seen=seen)
 
     def close(self) -> None:
-        self._client.close(self._held)
+        self._client.close(self._line)
 
 
 def _asked(method: str) -> Any:
     """Return a method of a transaction that is one request."""
 
     async def ask(self: _RemoteTransaction, *args: Any) -> Any:
-        return await self._ask(Request(method, args))
+        return await self._ask(DiskRequest(method, args))
 
     return ask
 
 
 class _RemoteTransaction(SharedTransaction):
-    def __init__(self, disk: RemoteDisk, held: _Held, path: str, workers: Workers) -> None:
-        self._disk, self._held, self._path, self._workers = disk, held, path, workers
-        self._ticket, self._stamp = held.facts
+    def __init__(self, disk: RemoteDisk, line: _Lifeline, path: str, workers: Workers) -> None:
+        self._disk, self._line, self._path, self._workers = disk, line, path, workers
+        self._ticket, self._stamp = line.facts
         self._is_revoked = self._is_committing = self._is_over = False
 
-    async def _ask(self, request: Request, failure: type[Exception] = WriteError, **given: Any) -> Any:
-        return await self._workers.run(partial(self._disk._client.ask, failure, request, self._held, **given))
+    async def _ask(self, request: DiskRequest, failure: type[Exception] = WriteError, **given: Any) -> Any:
+        return await self._workers.run(partial(self._disk._client.ask, failure, request, self._line, **given))
 
     @property
     def ticket(self) -> str:
@@ -491,17 +501,18 @@ class _RemoteTransaction(SharedTransaction):
         return None if self._stamp is None else str(self._stamp)
 
     async def create(self, name: str, nbytes: int | None) -> FileSink:
-        return _RemoteSink(self, await self._ask(Request("create", (name, nbytes))))
+        await self._ask(DiskRequest("create", (name, nbytes)))
+        return _RemoteSink(self, name)
 
     async def write_files(self, files: Mapping[str, Document]) -> None:
-        await self._ask(Request("write_files", (_plain(files),)))
+        await self._ask(DiskRequest("write_files", (_plain(files),)))
 
     async def commit(self, documents: Mapping[str, Document] = MappingProxyType({})) -> None:
         if self._is_revoked:
             raise CommitError(f"{self._path} was given up before it was published")
         self._is_committing = True
         try:
-            await self._ask(Request("commit", (_plain(documents),)), CommitError)
+            await self._ask(DiskRequest("commit", (_plain(documents),)), CommitError)
         except CommitError as exc:
             if not _is_without_answer(exc) or not await self._has_published(exc):
                 raise
@@ -526,7 +537,7 @@ class _RemoteTransaction(SharedTransaction):
     async def _settled(self) -> None:
         """Wait until the server has ended this transaction by itself, since the connection has ended."""
         deadline = time.monotonic() + self._disk._client.stall_s
-        request = Request("is_held", (self._held.token,))
+        request = DiskRequest("is_held", (self._line.token,))
         while await self._workers.run(self._disk._client.ask, WriteError, request):
             if time.monotonic() > deadline:
                 raise WriteError(f"host {self._disk.host_name} still works for {self._path}")
@@ -536,7 +547,7 @@ class _RemoteTransaction(SharedTransaction):
         """Let the server know by the end of the connection, on which it can't be sent anything now."""
         self._is_revoked = True
         if self._is_committing:
-            self._held.home.end()
+            self._line.home.end()
 
     async def abort(self) -> None:
         await self._end("abort")
@@ -555,7 +566,7 @@ class _RemoteTransaction(SharedTransaction):
 
     async def _ended(self, method: str) -> None:
         try:
-            await self._ask(Request(method))
+            await self._ask(DiskRequest(method))
         except WriteError as exc:
             if not _is_without_answer(exc):
                 raise
@@ -563,9 +574,9 @@ class _RemoteTransaction(SharedTransaction):
 
     async def release(self) -> None:
         self._is_over = True
-        if self._held.drop.alive:
-            await self._ask(Request("release"))
-            await self._workers.run(self._disk._client.close, self._held)  # its connection serves others
+        if self._line.drop.alive:
+            await self._ask(DiskRequest("release"))
+            await self._workers.run(self._disk._client.close, self._line)  # its connection serves others from now on
 
     whole_files = _asked("whole_files")
     sizes = _asked("sizes")
@@ -577,15 +588,15 @@ class _RemoteTransaction(SharedTransaction):
 
 
 class _RemoteSink(FileSink):
-    def __init__(self, transaction: _RemoteTransaction, token: int) -> None:
-        self._transaction, self._token = transaction, token
+    def __init__(self, transaction: _RemoteTransaction, name: str) -> None:
+        self._transaction, self._name = transaction, name
 
     async def write(self, view: memoryview, free: Callable[[], object] = lambda: None) -> None:
-        await self._transaction._ask(Request("write", (len(view),), token=self._token), data=view)
+        await self._transaction._ask(DiskRequest("write", (self._name, len(view))), data=view)
         free()
 
     async def finish(self) -> None:
-        await self._transaction._ask(Request("finish", token=self._token))
+        await self._transaction._ask(DiskRequest("finish", (self._name,)))
 
 
 def _plain(files: Mapping[str, Document]) -> dict[str, bytes]:

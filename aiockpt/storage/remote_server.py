@@ -18,7 +18,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, field
@@ -38,8 +38,19 @@ from aiockpt.coordination.link import (
 )
 from aiockpt.core.threads import Workers, new_event_loop
 from aiockpt.errors import AiockptError, printable_key
-from aiockpt.storage.base import LookBudget, SharedStorage, Source
-from aiockpt.storage.remote import BEAT, ERROR, RESULT, STALL_S, Connection, DiskEndpoint, Opened, Request, detached
+from aiockpt.storage.base import FileSink, LookBudget, SharedStorage, SharedTransaction
+from aiockpt.storage.remote import (
+    BEAT,
+    ERROR,
+    IDLE_S,
+    RESULT,
+    STALL_S,
+    Connection,
+    DiskEndpoint,
+    DiskRequest,
+    Handle,
+    detached,
+)
 
 T = TypeVar("T")
 
@@ -48,13 +59,12 @@ _READ_BYTES = 4 << 20  # read at a time
 _SECRET_BYTES = 32
 _THREADS = 8
 # Methods of the storage: those of a directory or a checkpoint, and those that change what has to be below a directory.
-_AT = {"stamp", "stamps", "owner_of", "is_finishing", "link", "clean"}
+_AT = {"look", "stamps", "owner_of", "is_finishing", "open", "clean"}
 _BELOW = {"set_aside", "delete", "begin", "join", "take_over", "resume"}
-_BLOCKING = {"stamp", "stamps", "owner_of", "is_finishing", "link"}
-# Methods of a transaction.
-_PLAIN = {"whole_files", "sizes", "status", "finalize"}
-_NAMED = {"put_sidecar", "get_sidecar", "delete_sidecar"}
+_BLOCKING = {"stamps", "owner_of", "is_finishing"}
+_SIDECARS = {"put_sidecar", "get_sidecar", "delete_sidecar"}
 _ENDING = {"abort", "suspend", "discard_all", "release"}
+_PASSED_ON = _SIDECARS | _ENDING | {"whole_files", "sizes", "status", "finalize"}  # of a transaction
 
 logger = logging.getLogger("aiockpt")
 
@@ -85,7 +95,7 @@ class DiskServer:
         self._threads: dict[threading.Thread, Connection] = {}
         self._joining: set[asyncio.Task[None]] = set()
         self._is_closed = False
-        self.held: dict[int, _Held] = {}
+        self.served: dict[int, _Served] = {}
         self.tokens = itertools.count(1)
         self.workers = Workers(_THREADS, "aiockpt-disk")
         self._loop = new_event_loop()
@@ -210,20 +220,29 @@ os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 @dataclass(eq=False)
-class _Held:
+class _Served:
     """What stands here for a client."""
 
     inner: Any
-    end: Callable[[], Awaitable[object]] | None = None  # done if its connection ends
-    budget: LookBudget | None = None  # of a listing
-    sinks: dict[int, _Held] = field(default_factory=dict)  # of a transaction
-    writing: Future[None] | None = None  # of a sink: what was received last
-    free: list[mmap.mmap] = field(default_factory=list)  # buffers of a sink
+    end: Callable[[], Awaitable[object]] | None  # done if its connection ends
+    budget: LookBudget = field(default_factory=LookBudget)  # of a listing
+    sinks: dict[str, FileSink] = field(default_factory=dict)  # of a transaction
+    writing: set[asyncio.Future[Any]] = field(default_factory=set)
 
-    async def settled(self) -> None:
-        """Wait until nothing is being written."""
-        writing = [asyncio.wrap_future(sink.writing) for sink in self.sinks.values() if sink.writing is not None]
-        await asyncio.gather(*writing, return_exceptions=True)
+    async def write(self, name: str, step: Callable[[FileSink], Coroutine[Any, Any, None]]) -> None:
+        """Run a step of a sink."""
+        if name not in self.sinks:
+            raise OSError(f"{name} is not being written")
+        task = asyncio.ensure_future(step(self.sinks[name]))
+        self.writing.add(task)
+        task.add_done_callback(self.writing.discard)
+        await task
+
+    async def stop(self, end: Callable[[], Awaitable[object]]) -> None:
+        """End it, when nothing is being written any more: a connection may write while another one has ended."""
+        self.sinks.clear()
+        await asyncio.gather(*self.writing, return_exceptions=True)
+        await end()
 
 
 class _Service:
@@ -233,94 +252,93 @@ class _Service:
         self._server, self._wire = server, wire
         self._storage, self._workers = server.storage, server.workers
         self._opened: list[int] = []
-        self._buffer: memoryview | None = None
+        self._free: list[mmap.mmap] = []  # buffers, since new memory is slow at first
 
     def run(self) -> None:
-        """Answer requests until the client leaves; raise LinkBrokenError."""
+        """Answer requests until nothing is open and none comes; raise LinkBrokenError if the client leaves."""
         self._wire.put(RESULT, None)
-        while True:
+        while self._opened or not self._wire.is_quiet(2e3 * IDLE_S):
             self._wire.is_quiet(None)
             request = self._wire.take()[1]
-            if not isinstance(request, Request):
+            if not isinstance(request, DiskRequest):
                 raise LinkBrokenError("the other side speaks another language")
             if request.method == "close":
                 self._close(request.token)
                 continue
             try:
-                result = self._answer(request)
+                self._wire.put(RESULT, self._answer(request))
             except LinkBrokenError:
                 raise
             except Exception as exc:
                 self._wire.put(ERROR, _sendable(exc))
-            else:
-                self._wire.put(RESULT, result)
 
     def end(self) -> None:
         """Close what this connection has opened."""
         for token in [*self._opened]:
             self._close(token)
 
-    def _answer(self, request: Request) -> Any:
+    def _answer(self, request: DiskRequest) -> Any:
         method, args, given, token = request
         own = getattr(self, f"_on_{method}", None)
-        if not token:
-            if method not in _AT | _BELOW and own is None:
-                raise AttributeError(method)
-            if method != "is_held":
-                args = (self._server.place(args[0], below=method in _BELOW), *args[1:])
-            if own is not None:
-                return own(*args, **given)
-            called = getattr(self._storage, method)
-            if method in _BLOCKING:
-                return self._call(called, *args)
-            result = self._run(called(*args, workers=self._workers, **given))
-            if method not in ("begin", "join", "take_over", "resume"):
-                return result
-            end = result.suspend if method == "resume" else result.abort
-            return Opened(self._hold(_Held(result, end)), (result.ticket, result.stamp))
-        held = self._server.held.get(token)
-        if held is None:
+        if not token and method in _AT | _BELOW:
+            path = self._server.place(args[0], below=method in _BELOW)
+            return self._of_storage(method, own, (path, *args[1:]), given)
+        if method == "is_held":
+            return args[0] in self._server.served
+        served = self._server.served.get(token)
+        if served is None:
             raise OSError("what was opened here has been closed, as the connection has ended")
         if own is not None:
-            return own(held, *args)
-        if method not in _PLAIN | _NAMED | _ENDING:
+            return own(served, *args)
+        if method not in _PASSED_ON:
             raise AttributeError(method)
-        if method in _NAMED:
+        if method in _SIDECARS:
             _inside(args[0])
+        called = getattr(served.inner, method)
         if method not in _ENDING:
-            return self._run(getattr(held.inner, method)(*args))
-        self._run(self._ended(held, getattr(held.inner, method)))
+            return self._run(called(*args))
+        self._run(served.stop(called))
         if method == "release":
-            held.end = None
+            served.end = None
         return None
 
-    async def _ended(self, held: _Held, end: Callable[[], Awaitable[object]]) -> None:
-        await held.settled()
-        await end()
+    def _of_storage(
+        self, method: str, own: Callable[..., Any] | None, args: Sequence[Any], given: Mapping[str, Any]
+    ) -> Any:
+        if own is not None:
+            return own(*args, **given)
+        called = getattr(self._storage, method)
+        if method in _BLOCKING:
+            return self._call(called, *args)
+        result = self._run(called(*args, workers=self._workers, **given))
+        if not isinstance(result, SharedTransaction):
+            return result
+        end = result.suspend if method == "resume" else result.abort
+        return self._serve(_Served(result, end), (result.ticket, result.stamp))
 
     # --- what stands here ---------------------------------------------------------------------------------
 
-    def _hold(self, held: _Held) -> int:
+    def _serve(self, served: _Served, facts: object) -> Handle:
         token = next(self._server.tokens)
-        self._server.held[token] = held
+        self._server.served[token] = served
         self._opened.append(token)
-        return token
-
-    def _on_is_held(self, token: int) -> bool:
-        return token in self._server.held
+        return Handle(token, facts)
 
     def _close(self, token: int) -> None:
         if token not in self._opened:  # it belongs to another connection
             return
         self._opened.remove(token)
-        held = self._server.held[token]
+        served = self._server.served[token]
         try:
-            if held.end is not None:
-                self._server.run(self._ended(held, held.end)).result()
+            if served.end is not None:
+                self._server.run(served.stop(served.end)).result()
         except (OSError, AiockptError) as exc:
             logger.warning("can't end what another host has left: %s", exc)
-        for each in (token, *held.sinks):
-            self._server.held.pop(each, None)
+        del self._server.served[token]
+
+    def _buffer(self, nbytes: int) -> mmap.mmap:
+        buffer = self._free.pop() if self._free else None
+        return buffer if buffer is not None and len(buffer) >= nbytes else mmap.mmap(-1, max(nbytes, 1))
 
     # --- waiting ------------------------------------------------------------------------------------------
 
@@ -342,75 +360,59 @@ class _Service:
 
     # --- reading ------------------------------------------------------------------------------------------
 
-    def _on_look(self, path: str, left: int) -> Opened:
+    def _on_look(self, path: str, left: int) -> Handle:
         budget = LookBudget(left)
         found = self._call(self._storage.look, path, budget)
         names = ("path", "is_file", "files", "folders", "others", "changed_s", "stamp")
-        token = self._hold(_Held(found, partial(self._workers.run, found.close), budget))
-        return Opened(token, {name: getattr(found, name) for name in names})
+        served = _Served(found, partial(self._workers.run, found.close), budget)
+        return self._serve(served, {name: getattr(found, name) for name in names})
 
-    def _on_list_below(self, held: _Held, left: int) -> tuple[dict[str, int], int]:
-        assert held.budget is not None
-        held.budget.left = left
-        self._call(held.inner.list_below)
-        return held.inner.files, held.budget.left
+    def _on_list_below(self, served: _Served, left: int) -> tuple[dict[str, int], int]:
+        served.budget.left = left
+        self._call(served.inner.list_below)
+        return served.inner.files, served.budget.left
 
-    def _on_fetch(self, held: _Held, name: str, offset: int, length: int) -> bytes:
-        return bytes(self._call(held.inner.fetch, _inside(name), offset, length))
+    def _on_fetch(self, served: _Served, name: str, offset: int, length: int) -> bytes:
+        return bytes(self._call(served.inner.fetch, _inside(name), offset, length))
 
-    def _on_open(self, path: str) -> Opened:
+    def _on_open(self, path: str) -> Handle:
         source = self._run(self._storage.open(path, workers=self._workers))
-        return Opened(self._hold(_Held(source, partial(self._workers.run, source.close))), dict(source.files))
+        return self._serve(_Served(source, partial(self._workers.run, source.close)), dict(source.files))
 
-    def _on_read(self, held: _Held, name: str, runs: Sequence[tuple[int, int]]) -> None:
-        source: Source = held.inner
-        if self._buffer is None:
-            self._buffer = memoryview(mmap.mmap(-1, _READ_BYTES))
+    def _on_read(self, served: _Served, name: str, runs: Sequence[tuple[int, int]]) -> None:
+        buffer = self._buffer(_READ_BYTES)
         for batch in _batches(runs):
-            view = self._buffer[: sum(length for _, length in batch)]
+            view = memoryview(buffer)[: sum(length for _, length in batch)]
             if len(batch) == 1:
-                source.read(name, batch[0][0], view, self._wire.put_bytes)
+                served.inner.read(name, batch[0][0], view, self._wire.put_bytes)
             else:
-                source.read_runs(name, batch, view)
+                served.inner.read_runs(name, batch, view)
                 self._wire.put_bytes(view)
+        self._free.append(buffer)
 
     # --- writing ------------------------------------------------------------------------------------------
 
     def _on_set_aside(self, path: str, names: Sequence[str]) -> str:
         return self._call(self._storage.set_aside, path, [_inside(name) for name in names])
 
-    def _on_create(self, held: _Held, name: str, nbytes: int | None) -> int:
-        sink = self._run(held.inner.create(_inside(name) if name else name, nbytes))
-        token = next(self._server.tokens)
-        self._server.held[token] = held.sinks[token] = _Held(sink)  # it ends with its transaction
-        return token
+    def _on_create(self, served: _Served, name: str, nbytes: int | None) -> None:
+        served.sinks[name] = self._run(served.inner.create(_inside(name) if name else name, nbytes))
 
-    def _on_write(self, held: _Held, nbytes: int) -> None:
-        """Receive bytes while those before are written, and answer when they begin to be written."""
-        buffer = held.free.pop() if held.free else None
-        if buffer is None or len(buffer) < nbytes:
-            buffer = mmap.mmap(-1, max(nbytes, 1))
-        view = memoryview(buffer)[:nbytes]
+    def _on_write(self, served: _Served, name: str, nbytes: int) -> None:
+        buffer = self._buffer(nbytes)
+        view, free = memoryview(buffer)[:nbytes], partial(self._free.append, buffer)
         self._wire.take(view)
-        self._written(held)
-        held.writing = self._server.run(held.inner.write(view, partial(held.free.append, buffer)))
+        self._run(served.write(name, lambda sink: sink.write(view, free)))
 
-    def _written(self, held: _Held) -> None:
-        writing, held.writing = held.writing, None
-        if writing is not None:
-            self._wait(writing)
+    def _on_finish(self, served: _Served, name: str) -> None:
+        self._run(served.write(name, lambda sink: sink.finish()))
 
-    def _on_finish(self, held: _Held) -> None:
-        self._written(held)
-        self._run(held.inner.finish())
-        held.free.clear()
+    def _on_write_files(self, served: _Served, files: dict[str, bytes]) -> None:
+        self._run(served.inner.write_files({_inside(name): data for name, data in files.items()}))
 
-    def _on_write_files(self, held: _Held, files: dict[str, bytes]) -> None:
-        self._run(held.inner.write_files({_inside(name): data for name, data in files.items()}))
-
-    def _on_commit(self, held: _Held, documents: dict[str, bytes]) -> None:
-        committing = held.inner.commit({_inside(name): data for name, data in documents.items()})
-        self._run(committing, held.inner.revoke)
+    def _on_commit(self, served: _Served, documents: dict[str, bytes]) -> None:
+        committing = served.inner.commit({_inside(name): data for name, data in documents.items()})
+        self._run(committing, served.inner.revoke)
 
 
 def _inside(name: str) -> str:

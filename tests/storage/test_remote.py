@@ -143,7 +143,7 @@ async def test_cut_before_any_answer_leaves_all_or_nothing(
                 assert "node17" in str(exc)
                 ends.add(type(exc).__name__)
             was_cut, relay.cut_at = relay.cut_at is None, None
-            until(lambda: not server.held)
+            until(lambda: not server.served)
             assert hidden_in(tmp_path) == []
             if (tmp_path / "c").exists():
                 await load(disk, path, workers)
@@ -367,7 +367,7 @@ def test_what_a_killed_client_has_begun_is_removed_unless_it_can_go_on(
 ) -> None:
     path = str(tmp_path / "c")
     assert run_client(disk, path, how) == -signal.SIGKILL
-    until(lambda: not server.held)
+    until(lambda: not server.served)
     if how == "begin":
         assert hidden_in(tmp_path) == []
         return
@@ -497,8 +497,7 @@ async def test_close_ends_what_is_in_flight(workers: Workers, tmp_path: Path) ->
     disk = RemoteDisk(server.endpoint, "node17")
     transaction = await disk.begin(str(tmp_path / "c"), overwrite=False, workers=workers)
     sink = await transaction.create(DATA, 8192)
-    await sink.write(CONTENTS[:4096])
-    writing = asyncio.ensure_future(sink.write(CONTENTS[4096:8192]))
+    writing = asyncio.ensure_future(sink.write(CONTENTS[:8192]))
     await asyncio.to_thread(storage.reached.result, _LIMIT_S)
     assert not await asyncio.to_thread(server.close, 0.2)
     with pytest.raises(WriteError, match="host node17 does not answer"):
@@ -512,12 +511,29 @@ async def test_close_ends_what_is_in_flight(workers: Workers, tmp_path: Path) ->
     disk.close()
 
 
+def test_connection_that_is_not_used_is_ended(
+    server: DiskServer, disk: RemoteDisk, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("aiockpt.storage.remote_server.IDLE_S", 0.05)
+
+    def alive() -> int:
+        return sum(thread.is_alive() for thread in server._threads)
+
+    with disk.look(str(tmp_path)) as listing:
+        assert disk.stamp(str(tmp_path)) is not None
+        assert len(server._threads) == 2
+        until(lambda: alive() == 1)
+        listing.list_below()
+    until(lambda: alive() == 0)
+    assert disk.stamp(str(tmp_path)) is not None
+
+
 def test_silent_client_is_left_after_a_limit(workers: Workers, tmp_path: Path) -> None:
     server = DiskServer(LocalStorage(), [str(tmp_path)], hosts=["127.0.0.1"], stall_s=0.2)
     disk = RemoteDisk(server.endpoint, "node17")
     transaction: Any = asyncio.run(disk.begin(str(tmp_path / "c"), overwrite=False, workers=workers))
-    transaction._held.home._socket.sendall(b"half a message")
-    until(lambda: not server.held)
+    transaction._line.home._socket.sendall(b"half a message")
+    until(lambda: not server.served)
     assert hidden_in(tmp_path) == []
     disk.close()
     assert server.close()
