@@ -103,7 +103,7 @@ class Disk:
 
 
 @dataclass(frozen=True, slots=True)
-class _Head:
+class _ManifestFacts:
     """The beginning of a manifest."""
 
     created: str
@@ -112,7 +112,7 @@ class _Head:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Part:
+class _DiskPart:
     """What a disk has of a checkpoint. Copies of one manifest have the same ``mark``; it is empty without one."""
 
     disk: Disk
@@ -125,17 +125,17 @@ class _Part:
 
 
 @dataclass(frozen=True, slots=True)
-class _Whole:
+class _Union:
     """A checkpoint as all disks have it together."""
 
-    parts: Sequence[_Part] = ()  # those of this very checkpoint, the nearest first
-    head: _Head | None = None
+    parts: Sequence[_DiskPart] = ()  # those of this very checkpoint, the nearest first
+    head: _ManifestFacts | None = None
     missing: Collection[str] = ()  # files
     is_torn: bool = False  # it was never announced, or is being deleted
 
-    def holders(self) -> dict[str, list[_Part]]:
+    def holders(self) -> dict[str, list[_DiskPart]]:
         """Return the parts that have each file, the nearest first."""
-        found: dict[str, list[_Part]] = {}
+        found: dict[str, list[_DiskPart]] = {}
         for part in self.parts:
             for name, nbytes in part.at.files.items():
                 if self.head is None or self.head.files.get(name, nbytes) == nbytes:
@@ -158,7 +158,7 @@ class HostDisks(WrapperStorage):
 
     def __init__(self, disks: Sequence[Disk], own: str, replicas: Sequence[Disk] = ()) -> None:
         self._is_partial = self._prefers_replicas = False
-        self._heads: dict[str, _Head] = {}  # by mark
+        self._heads: dict[str, _ManifestFacts] = {}  # by mark
         self.meet(disks, own, replicas)
 
     def meet(self, disks: Sequence[Disk], own: str, replicas: Sequence[Disk] = ()) -> None:
@@ -223,7 +223,7 @@ class HostDisks(WrapperStorage):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
         return _WholeListing(path, parts, whole)
 
-    def _look(self, path: str, budget: LookBudget) -> tuple[list[_Part], _Whole]:
+    def _look(self, path: str, budget: LookBudget) -> tuple[list[_DiskPart], _Union]:
         """Return all parts, and those that are one checkpoint. Blocks."""
 
         def look(disk: Disk) -> None:
@@ -231,9 +231,9 @@ class HostDisks(WrapperStorage):
                 listing = disk.storage.look(disk.place_of(path), budget)
             except (FileNotFoundError, NotADirectoryError):
                 return
-            parts.append(_Part(disk, listing, ""))
+            parts.append(_DiskPart(disk, listing, ""))
 
-        parts: list[_Part] = []
+        parts: list[_DiskPart] = []
         try:
             self._of_each(look, self.disks)
             whole = self._whole(parts)
@@ -256,29 +256,29 @@ class HostDisks(WrapperStorage):
         with ThreadPoolExecutor(min(len(disks), _AT_ONCE), "aiockpt-disks") as threads:
             return list(threads.map(function, disks))
 
-    def _whole(self, parts: Sequence[_Part]) -> _Whole:
+    def _whole(self, parts: Sequence[_DiskPart]) -> _Union:
         """Choose the parts that are one checkpoint: another save may have left some of its own. Blocks."""
         near = [each for each in self.replicas if each.is_near or self._prefers_replicas]
         order = [*(near if self._prefers_replicas else ()), self.own, *near, *self.disks[1:], *self.replicas]
         sorted_parts = sorted((_marked(part) for part in parts), key=lambda part: order.index(part.disk))
         marks = dict.fromkeys(part.mark for part in sorted_parts if part.mark and not part.disk.directory)
         if not marks:
-            return _Whole([part for part in sorted_parts if not part.disk.directory])
+            return _Union([part for part in sorted_parts if not part.disk.directory])
         found = [self._whole_of([part for part in sorted_parts if part.mark == mark]) for mark in marks]
         return max(found, key=lambda each: (not each.is_torn, each.head.created if each.head else ""))
 
-    def _whole_of(self, parts: Sequence[_Part]) -> _Whole:
+    def _whole_of(self, parts: Sequence[_DiskPart]) -> _Union:
         head = self._head_of(parts)
         if head is None:
-            return _Whole(parts)
+            return _Union(parts)
         there = {item for part in parts for item in part.at.files.items()}
         missing = [item[0] for item in head.files.items() if item not in there]
         on = {part.disk.id for part in parts if not part.disk.directory}
         last = next((each.id for each in head.disks), "")
         is_torn = bool(missing) and last not in on and any(disk.id == last for disk in self.disks)
-        return _Whole(parts, head, missing, is_torn)
+        return _Union(parts, head, missing, is_torn)
 
-    def _head_of(self, parts: Sequence[_Part]) -> _Head | None:
+    def _head_of(self, parts: Sequence[_DiskPart]) -> _ManifestFacts | None:
         """Read a manifest; None if it is damaged."""
         for part in () if parts[0].mark in self._heads else parts:
             decoded = decode_head(part.fetch(MANIFEST_NAME, 0, part.at.files[MANIFEST_NAME]))
@@ -287,7 +287,7 @@ class HostDisks(WrapperStorage):
                 if len(self._heads) >= _MOST_HEADS:
                     self._heads.clear()
                 files = {name: each.nbytes for name, each in facts.items()}
-                self._heads[part.mark] = _Head(str(decoded.get("created")), files, disks_in(decoded))
+                self._heads[part.mark] = _ManifestFacts(str(decoded.get("created")), files, disks_in(decoded))
                 break
         return self._heads.get(parts[0].mark)
 
@@ -427,7 +427,7 @@ class HostDisks(WrapperStorage):
     # --- reading ----------------------------------------------------------------------------------------
 
     async def open(self, path: str, *, workers: Workers) -> Source:
-        parts: list[_Part] = []
+        parts: list[_DiskPart] = []
         failed: dict[Disk, Exception] = {}
 
         async def open_on(disk: Disk) -> None:
@@ -438,9 +438,9 @@ class HostDisks(WrapperStorage):
             except LoadError as exc:  # of a host that can't be reached
                 failed[disk] = exc
                 return
-            parts.append(_Part(disk, source, ""))
+            parts.append(_DiskPart(disk, source, ""))
 
-        used: Sequence[_Part] = ()
+        used: Sequence[_DiskPart] = ()
         try:
             _raise_first(await _each(open_on, self.disks), self.disks, f"open {path}", LoadError)
             whole = await workers.run(self._whole, parts)
@@ -457,7 +457,7 @@ class HostDisks(WrapperStorage):
                     with anyio.CancelScope(shield=True):
                         await workers.run(part.at.close)
 
-    def _check(self, path: str, whole: _Whole, failed: Mapping[Disk, Exception]) -> None:
+    def _check(self, path: str, whole: _Union, failed: Mapping[Disk, Exception]) -> None:
         """Raise an error if a checkpoint is not there, or lacks files."""
         if not whole.parts or whole.is_torn:
             for error in failed.values():
@@ -483,13 +483,13 @@ class HostDisks(WrapperStorage):
         )
 
 
-def _marked(part: _Part) -> _Part:
+def _marked(part: _DiskPart) -> _DiskPart:
     """Return a part with its mark. Blocks."""
     nbytes = part.at.files.get(MANIFEST_NAME)
     if nbytes is None or part.mark:
         return part
     begin = max(0, nbytes - _SEAL_BYTES)
-    return _Part(part.disk, part.at, f"{nbytes}:{part.fetch(MANIFEST_NAME, begin, nbytes - begin).hex()}")
+    return _DiskPart(part.disk, part.at, f"{nbytes}:{part.fetch(MANIFEST_NAME, begin, nbytes - begin).hex()}")
 
 
 async def _each(call: Callable[[T], Awaitable[object]], items: Sequence[T]) -> list[Exception | None]:
@@ -520,7 +520,7 @@ def _raise_first(
 
 
 class _WholeListing(Listing):
-    def __init__(self, path: str, parts: Sequence[_Part], whole: _Whole) -> None:
+    def __init__(self, path: str, parts: Sequence[_DiskPart], whole: _Union) -> None:
         self._parts = parts
         self._whole = whole
         listings = [part.at for part in whole.parts if isinstance(part.at, Listing)]
@@ -552,7 +552,7 @@ class _WholeListing(Listing):
 
 
 class _WholeSource(Source):
-    def __init__(self, whole: _Whole) -> None:
+    def __init__(self, whole: _Union) -> None:
         self._sources = [part.at for part in whole.parts if isinstance(part.at, Source)]
         self._holders = {
             name: [part.at for part in parts if isinstance(part.at, Source)] for name, parts in whole.holders().items()
