@@ -341,13 +341,9 @@ class Mirror:
                 self.promises.fail(step, error, handle)
         is_news = repr(before.error) != repr(error)  # not at each attempt
         if is_news and not isinstance(error, CheckpointNotFoundError):  # deleted or replaced just now
-            logger.warning(
-                "%s can't be %s to %s now: %s", self.here.directory, self.done, self.there.directory, error
-            )
+            logger.warning("%s can't be %s to %s now: %s", self.here.directory, self.done, self.there.directory, error)
 
-    def _report(
-        self, path: str, elapsed_s: float, result: MirrorResult | None, error: BaseException | None
-    ) -> None:
+    def _report(self, path: str, elapsed_s: float, result: MirrorResult | None, error: BaseException | None) -> None:
         self._reports.mirrored(path, elapsed_s, result, error, self.backlog)
 
     async def _own(self, workers: Workers) -> None:
@@ -466,7 +462,9 @@ class Mirror:
                 await self.there.storage.delete(info.path, workers=workers)
                 left.remove(info)
             except AiockptError as exc:
-                logger.warning("%s is no longer kept, but stays until the next step is %s: %s", info.path, self.done, exc)
+                logger.warning(
+                    "%s is no longer kept, but stays until the next step is %s: %s", info.path, self.done, exc
+                )
         return left
 
     def _to_delete(self, local: Sequence[StepInfo], mirror: Sequence[StepInfo]) -> list[StepInfo]:
