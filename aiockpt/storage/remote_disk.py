@@ -574,7 +574,9 @@ class _DiskTransaction(SharedTransaction):
 
     async def release(self) -> None:
         self._is_over = True
-        await self._ask(DiskRequest("release"))
+        if self._line.drop.alive:
+            await self._ask(DiskRequest("release"))
+            await self._workers.run(self._disk._client.close, self._line)  # its connection serves others
 
     whole_files = _asked("whole_files")
     sizes = _asked("sizes")
