@@ -83,12 +83,15 @@ _HOMES = {
     "telemetry.verification": ("Problem", "VerifyReport"),
 }
 _HOME_OF = {name: f"aiockpt.{home}" for home, names in _HOMES.items() for name in names}
+_MODULES = ("dcp", "errors", "observers", "plots", "progress", "storage", "testing")  # `aiockpt.dcp.FileSystemWriter`
 
 __all__ = sorted(_HOME_OF)
 
 
 def __getattr__(name: str) -> Any:
     home = _HOME_OF.get(name)
+    if name in _MODULES:
+        return importlib.import_module(f"aiockpt.{name}")
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     with gc_pause():  # what is imported is no garbage: a collection would walk all of torch, and find nothing

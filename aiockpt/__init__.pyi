@@ -1,5 +1,12 @@
 # The public names, for type checkers; `__init__.py` imports each at its first use.
 
+from aiockpt import dcp as dcp
+from aiockpt import errors as errors
+from aiockpt import observers as observers
+from aiockpt import plots as plots
+from aiockpt import progress as progress
+from aiockpt import storage as storage
+from aiockpt import testing as testing
 from aiockpt._version import __version__ as __version__
 from aiockpt.checkpointer import AsyncCheckpointer as AsyncCheckpointer
 from aiockpt.checkpointer import open as open

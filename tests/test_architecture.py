@@ -161,7 +161,15 @@ def test_type_checkers_know_every_public_name() -> None:
     stub = ast.parse((PACKAGE / "__init__.pyi").read_text())
     imports = [node for node in stub.body if isinstance(node, ast.ImportFrom)]
     names = [(alias.asname, node.module) for node in imports for alias in node.names if alias.asname == alias.name]
-    assert sorted(names) == sorted(aiockpt._HOME_OF.items())
+    modules = [(name, "aiockpt") for name in aiockpt._MODULES]
+    assert sorted(names) == sorted([*aiockpt._HOME_OF.items(), *modules])
+
+
+@pytest.mark.parametrize("name", aiockpt._MODULES)
+def test_a_public_module_needs_no_import_of_its_own(name: str) -> None:
+    code = f"import sys, aiockpt; assert 'aiockpt.{name}' not in sys.modules; aiockpt.{name}.__doc__.strip()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize(

@@ -160,6 +160,17 @@ def test_a_directory_that_can_not_be_made(tmp_path: Path) -> None:
             ckpt.save({"x": torch.ones(1)}, "/proc/nowhere/c")
 
 
+def test_a_url_that_went_through_pathlib_is_no_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with aiockpt.SyncCheckpointer() as ckpt:
+        for call in (lambda path: ckpt.save({"x": 1}, path), ckpt.load, ckpt.verify):
+            with pytest.raises(aiockpt.AiockptError, match="write it as text, s3://bucket/c"):
+                call(Path("s3://bucket/c"))
+        ckpt.save({"x": 1}, "./s3:/bucket/c")
+        ckpt.save({"x": 1}, Path("nowhere:/bucket/c"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["nowhere:", "s3:"]
+
+
 def test_urls_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with aiockpt.SyncCheckpointer() as ckpt:

@@ -97,6 +97,7 @@ _FLAGS = {
     r"safe_globals=\[.*\].*, or trust=True": "--trust",
     r"trust=True": "--trust",
     r"overwrite=True": "--overwrite",
+    r", (or pass|choose another directory, or only read with) mode='read'": "",
     r"see what it holds with open\(path\), or pass strict=False": "aiockpt inspect shows what it holds",
 }
 """Patterns of what messages for programs advise, and the same for the command line."""
@@ -151,7 +152,8 @@ def _reported(exc: Exception, *, debug: bool) -> int:
         traceback.print_exception(exc)
     if isinstance(exc, _UsageError):
         where = exc.ctx.command_path if exc.ctx is not None else "aiockpt"
-        report(f"{printable(exc.format_message())} ({where} --help shows the usage)")
+        message = exc.format_message().replace(": Value error, ", ": ")  # pydantic, in newer versions of typer
+        report(f"{printable(message)} ({where} --help shows the usage)")
         return Code.USAGE
     known = isinstance(exc, CommandError | AiockptError | OSError)
     message = str(exc) if known else f"{type(exc).__name__}: {exc}"

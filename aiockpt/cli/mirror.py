@@ -35,15 +35,21 @@ def mirror(directory: str, url: str, *, bytes_per_s: float | None = None, as_jso
     """Copy what is missing, and print it.
 
     Raises:
-        CommandError: the mirror can't be written, or lacks a step all the same.
+        CommandError: the directory has no steps, one of the two is in the other, the mirror can't be written, or it
+            lacks a step all the same.
         OSError: the directory can't be read.
     """
     storage, path = storage_for(directory)
-    with storage.look(path):  # it is there
-        pass
+    with storage.look(path) as listing:
+        if all(DEFAULT_NAMES.step_of(name) is None for name in listing.folders):
+            raise CommandError(
+                f"{path} has no steps to copy: name a run, with steps such as {DEFAULT_NAMES.name_of(100)}"
+            )
+    there = Tier(*storage_for(url), DEFAULT_NAMES)
+    if f"{there.directory}/".startswith(f"{path}/") or f"{path}/".startswith(f"{there.directory}/"):
+        raise CommandError(f"the mirror is {there.directory}, and the run {path}: one must not be in the other")
     copied = _Copied(quiet=as_json)
     with aiockpt.SyncCheckpointer(process_group=None, observers=[copied]) as ckpt:
-        there = Tier(*storage_for(url), DEFAULT_NAMES)
         settings = MirrorSettings(bytes_per_s=bytes_per_s)
         work = Mirror(Tier(storage, path, DEFAULT_NAMES), there, settings, EngineAccess(ckpt).reports)
         try:

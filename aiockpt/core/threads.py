@@ -308,7 +308,11 @@ class DaemonThreads(Executor):
                 self._threads, self._work = [], queue.SimpleQueue()
 
     def end(self, timeout_s: float | None = None) -> bool:
-        """End the threads when all tasks are done; return whether they have ended in time. Blocks."""
+        """End the threads when all tasks are done; return whether they have ended in time. Blocks.
+
+        A task may have had the last reference to the owner, whose finaliser calls this in the task's thread then: that
+        thread waits for all others.
+        """
         with self._lock:
             if not self._ended:
                 self._ended = True
@@ -316,7 +320,8 @@ class DaemonThreads(Executor):
                     self._work.put(None)
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         for thread in self._threads:
-            thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
+            if thread is not threading.current_thread():
+                thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:

@@ -24,7 +24,14 @@ from aiockpt.engine.loop import EngineLoop, logger
 from aiockpt.engine.queue import Failures, SaveQueue, Statistics
 from aiockpt.engine.reports import Reports
 from aiockpt.engine.resources import EngineResources, shared_memory
-from aiockpt.errors import AiockptError, CheckpointerClosedError, SaveCancelledError, SaveTimeoutError
+from aiockpt.errors import (
+    AiockptError,
+    CheckpointerClosedError,
+    CommitUncertainError,
+    SaveCancelledError,
+    SaveError,
+    SaveTimeoutError,
+)
 from aiockpt.saving.turn import Turn
 from aiockpt.staging.pool import ArenaCache
 from aiockpt.staging.runtime import current_streams
@@ -386,12 +393,13 @@ class Engine:
         late = self.queue.jobs
         for job in reversed(late):  # the last first: else a save would begin because the one before it has ended
             job.cancel()
-        if not self.queue.wait_idle(CANCEL_GRACE_S / 3, abandoned=True):
+        grace_s = min(CANCEL_GRACE_S, max((job.storage.traits.removal_s for job in late), default=CANCEL_GRACE_S))
+        if not self.queue.wait_idle(grace_s / 2, abandoned=True):
             # A save waits for other ranks, or for the writer process, where a cancellation does not reach it.
             self._abandon_ranks()
             if self._tools is not None and self._tools.writer is not None:
                 self._tools.writer.kill()
-            self._is_stuck = not self.queue.wait_idle(CANCEL_GRACE_S * 2 / 3 if late else 0.0, abandoned=True)
+            self._is_stuck = not self.queue.wait_idle(grace_s / 2 if late else 0.0, abandoned=True)
         self._drain_calls(deadline)
         return _late_error(late, timeout_s)
 
@@ -480,7 +488,7 @@ async def _run_save(job: SaveJob, queue: SaveQueue, resources: EngineResources, 
         async with anyio.create_task_group() as tasks:
             from aiockpt.saving.pipeline import SavePipeline  # imported already, by the thread that has submitted
 
-            pipeline = SavePipeline(job, resources)
+            job.pipeline = pipeline = SavePipeline(job, resources)
             if timeout_s is not None:
                 tasks.start_soon(_watch, job, pipeline, queue, resources, timeout_s)
             await pipeline.run()
@@ -494,6 +502,7 @@ async def _run_save(job: SaveJob, queue: SaveQueue, resources: EngineResources, 
         # A caller may keep the handle, and with it the job; the hooks may refer to the checkpointer, which could
         # not be garbage-collected then.
         job.spec = replace(job.spec, pre_commit=None, post_commit=None)
+        job.pipeline = None
 
 
 async def _watch(
@@ -543,16 +552,22 @@ async def _watch(
 def _late_error(jobs: list[SaveJob], timeout_s: float) -> SaveCancelledError | None:
     """Return an error that names the saves that were not written in time, if any; settle those that hang."""
     hanging = [job for job in jobs if not job.handle.written.done()]
+    publishing = [job for job in hanging if (pipeline := job.pipeline) is not None and pipeline.revoke()]
     failed = [job for job in jobs if job.handle.written._exception is not None]
-    outcomes = ((hanging, "a thread hangs in the file system; it is left behind"), (failed, "nothing of it is left"))
-    messages = [
-        f"the save of {', '.join(job.path for job in group)} was not done after drain_timeout = {timeout_s:g} s "
-        f"and was cancelled; {outcome}"
-        for group, outcome in outcomes
-        if group
-    ]
-    for job in hanging:  # else its waiters would never wake
-        job.settle(None, SaveCancelledError(messages[0]))
+    left = "a thread hangs in the file system; it is left behind"
+    unknown = f"{left}, and it is not known whether it was published"
+    outcomes: Sequence[tuple[list[SaveJob], str, type[SaveError]]] = (
+        (publishing, unknown, CommitUncertainError),
+        ([job for job in hanging if job not in publishing], left, SaveCancelledError),
+        (failed, "nothing of it is left", SaveCancelledError),
+    )
+    messages = []
+    for group, outcome, kind in outcomes:
+        if group:
+            late = f"{', '.join(job.path for job in group)} was not done after drain_timeout = {timeout_s:g} s"
+            messages.append(f"the save of {late} and was cancelled; {outcome}")
+        for job in group:  # else the waiters of those that hang would never wake
+            job.settle(None, kind(messages[-1]))
     if not messages:
         return None
     error = SaveCancelledError("; ".join(messages))

@@ -150,6 +150,10 @@ def hint(missing: Sequence[str], names: Iterable[str], asked: Container[str] = (
     if change is not None:
         key = next(key for key in missing if change.applied(key) in known)
         return " " + change.described(key, fills=fills)
+    for key in missing[:_HINTED]:
+        inside = next((name for name in candidates if name.startswith(f"{key}.")), None) if key in known else None
+        if inside is not None:
+            return f" '{printable_key(key)}' is a container of keys such as '{printable_key(inside)}'."
     alike = ((key, found) for key in beside for found in difflib.get_close_matches(key, beside[key], 1, _ALIKE))
     said = [f"'{printable_key(found)}' for '{printable_key(key)}'" for key, found in islice(alike, 3)]
     return f" What looks alike: {', '.join(said)}." if said else ""

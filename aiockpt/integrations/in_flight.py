@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     import torch
 
     from aiockpt.engine.transaction import SyncTransaction
-    from aiockpt.saving.fence import StepGuard
     from aiockpt.sync_checkpointer import SyncCheckpointer
 
 logger = logging.getLogger("aiockpt")
@@ -70,7 +69,6 @@ class SavesInFlight:
         self._warns = options.get("on_failure") == "warn"
         self._saves: deque[PendingSave] = deque()
         self._failure: BaseException | None = None
-        self._guards: list[tuple[object, StepGuard]] = []
         self._seen: set[str] = set()
 
     @property
@@ -104,22 +102,8 @@ class SavesInFlight:
             finally:
                 self.open = None
         self._saves.append(save)
-        self._guards = [(held, guard) for held, guard in self._guards if self._keeps(held, guard, optimizers)]
-        guarded = [held for held, _ in self._guards]
-        for optimizer in optimizers:
-            if any(optimizer is held for held in guarded):
-                continue
-            try:
-                self._guards.append((optimizer, self.checkpointer.guard(optimizer)))
-            except TypeError:  # its steps call no hooks
-                transaction.staged.result()
-
-    @staticmethod
-    def _keeps(held: object, guard: StepGuard, optimizers: Sequence[object]) -> bool:
-        is_kept = any(held is optimizer for optimizer in optimizers)
-        if not is_kept:
-            guard.remove()
-        return is_kept
+        if not self._lifetime.guard(optimizers):
+            transaction.staged.result()
 
     def agree(self, what: str, value: bool, decide: Callable[[Sequence[bool]], bool]) -> bool:
         """Return what rank 0 decides from the values of all ranks. Blocks."""
@@ -163,9 +147,6 @@ class SavesInFlight:
 
     def end(self) -> None:
         """Stop guarding, wait for what is in flight, and end all threads. Idempotent."""
-        for _, guard in self._guards:
-            guard.remove()
-        self._guards.clear()
         self._lifetime.end()
 
     # --- directories --------------------------------------------------------------------------------------

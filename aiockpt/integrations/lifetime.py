@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import os
 import threading
-from typing import Any, NoReturn
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch.distributed as dist
 
 from aiockpt.coordination.choose import is_distributed
 from aiockpt.sync_checkpointer import SyncCheckpointer
+
+if TYPE_CHECKING:
+    import torch
+
+    from aiockpt.saving.fence import StepGuard
 
 IDLE_S = 5.0
 """So many seconds after the last call a plug-in's threads end, unless it saves with other ranks."""
@@ -33,6 +39,7 @@ class Lifetime:
         self._checkpointer: SyncCheckpointer | None = None
         self._made_for: object = None
         self._lock = threading.RLock()
+        self._guards: list[tuple[object, StepGuard]] = []
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_options": self._options}
@@ -58,12 +65,30 @@ class Lifetime:
             self._checkpointer = held
             return held
 
+    def guard(self, optimizers: Sequence[torch.optim.Optimizer]) -> bool:
+        """Make the steps of these optimizers alone wait for the copies; return False if those of one can't."""
+        is_complete = True
+        for held, guard in self._guards:
+            if not any(held is optimizer for optimizer in optimizers):
+                guard.remove()
+        self._guards = [pair for pair in self._guards if any(pair[0] is optimizer for optimizer in optimizers)]
+        guarded = [held for held, _ in self._guards]
+        for optimizer in optimizers:
+            if any(optimizer is held for held in guarded):
+                continue
+            try:
+                self._guards.append((optimizer, self.checkpointer.guard(optimizer)))
+            except TypeError:  # its steps call no hooks
+                is_complete = False
+        return is_complete
+
     def end(self) -> None:
-        """Finish the saves in flight and end all threads. Blocks; idempotent.
+        """Stop guarding, finish the saves in flight and end all threads. Blocks; idempotent.
 
         Raises:
             AiockptError: the failure of a save that nobody has awaited.
         """
+        self.guard(())
         with self._lock:
             held, self._checkpointer = self._checkpointer, None
         if held is not None and held._engine.is_open:

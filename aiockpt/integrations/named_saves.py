@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     import torch
 
     from aiockpt.core.futures import Completion
-    from aiockpt.saving.fence import StepGuard
     from aiockpt.saving.handle import SaveHandle
 
 
@@ -53,7 +52,6 @@ class NamedSaves:
         self._flying: deque[tuple[str, SaveHandle]] = deque()
         self._last: tuple[str, SaveHandle] | None = None
         self._removals: dict[str, Completion[None]] = {}
-        self._guards: list[tuple[object, StepGuard]] = []
         self._due: deque[tuple[SaveHandle | None, Callable[[], object]]] = deque()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -97,29 +95,12 @@ class NamedSaves:
             self._submit(state, path, options)
 
     def _submit(self, state: Any, path: str, options: dict[str, Any]) -> None:
-        is_ordered = self._guard()
+        is_ordered = self._lifetime.guard(self.optimizers())
         handle = self.checkpointer.submit(state, path, overwrite=True, **options)
         self._last = path, handle
         self._flying.append(self._last)
         if not is_ordered:
             handle.staged.result()
-
-    def _guard(self) -> bool:
-        """Make the steps of the present optimizers wait for the copies; return False if those of one can't."""
-        optimizers, is_complete = self.optimizers(), True
-        for held, guard in self._guards:
-            if not any(held is optimizer for optimizer in optimizers):
-                guard.remove()
-        self._guards = [pair for pair in self._guards if any(pair[0] is optimizer for optimizer in optimizers)]
-        guarded = [held for held, _ in self._guards]
-        for optimizer in optimizers:
-            if any(optimizer is held for held in guarded):
-                continue
-            try:
-                self._guards.append((optimizer, self.checkpointer.guard(optimizer)))
-            except TypeError:  # its steps call no hooks
-                is_complete = False
-        return is_complete
 
     def fence(self) -> None:
         """Make what changes the tensors from now on wait for the copies; see `SyncCheckpointer.fence`."""
@@ -226,8 +207,6 @@ class NamedSaves:
             AiockptError: the failure of a save that nobody has got.
         """
         self.wait()
-        for _, guard in self._guards:
-            guard.remove()
         try:
             self._do_due()
         finally:

@@ -186,14 +186,14 @@ class AiockptCheckpointManager(_Base):
         if self.save_future is not None:
             concurrent.futures.wait([self.save_future])  # its failure is not the load's
         latest = self.run.latest()
-        if step == -1 and latest is None:
+        if step == -1 and latest is None and "mirror" not in self._config.checkpointer:
             return self._load_initial()
         number = latest.step if step == -1 and latest is not None else step
         try:
-            self._fill(number == 0, lambda target: self.run.restore(target, "latest" if step == -1 else step))
+            found = self._fill(number == 0, lambda target: self.run.restore(target, "latest" if step == -1 else step))
         except CheckpointNotFoundError as exc:
             raise CheckpointNotFoundError(f"--checkpoint.load_step={step} not found: {exc}") from exc
-        return True
+        return found or self._load_initial()
 
     def _load_initial(self) -> bool:
         config, adapter = self._config, self.sd_adapter
@@ -216,8 +216,11 @@ class AiockptCheckpointManager(_Base):
             model.load_state_dict(adapter.from_hf(target))
         return True
 
-    def _fill(self, model_only: bool, load: Any) -> None:
-        """Load into this run's objects. Of each, the present state says what is read; the rest would not fit here."""
+    def _fill(self, model_only: bool, load: Any) -> bool:
+        """Load into this run's objects; return whether there is something to load.
+
+        Of each object, the present state says what is read; the rest would not fit here.
+        """
         excluded = self._config.exclude_from_loading
         unknown = [name for name in excluded if name not in self.states]
         if unknown:
@@ -228,10 +231,12 @@ class AiockptCheckpointManager(_Base):
         target = self._state(chosen)
         live = {name: each for name, each in chosen.items() if name != _MODEL and hasattr(each, "load_state_dict")}
         target |= {name: each.state_dict() for name, each in live.items()}
-        load(target)
+        if load(target) is None:
+            return False
         for name, each in live.items():
             each.load_state_dict(target[name])
         self.states[_MODEL].load_state_dict(target)
+        return True
 
     # --- the end ------------------------------------------------------------------------------------------
 

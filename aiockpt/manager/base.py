@@ -394,7 +394,7 @@ class ManagerBase:
             self._retention.discard(after)
             return
         try:
-            self._mirror.discard(after)
+            self._mirror.discard(after, self._mirror_timeout_s)
         except AiockptError as exc:
             raise DeleteError(f"step {after} was restored, but the mirror has later ones: {exc}") from exc
         else:

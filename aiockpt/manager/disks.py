@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from aiockpt.storage.base import shared_storage
 from aiockpt.storage.hosts import Disk, HostDisks
-from aiockpt.storage.remote import DiskEndpoint, RemoteDisk
+from aiockpt.storage.remote_disk import DiskEndpoint, RemoteDisk
 from aiockpt.storage.remote_server import DiskServer
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -29,6 +29,7 @@ from aiockpt.errors import (
     AiockptError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
+    LoadError,
     RunLockedError,
     SaveError,
     SaveSkippedError,
@@ -101,57 +102,62 @@ class Tier:
 
 
 class Promises:
-    """The futures `SaveHandle.mirrored` of steps that are not mirrored yet. From any thread."""
+    """The futures `SaveHandle.mirrored` of steps that are not mirrored yet. From any thread.
+
+    Each is that of a save: the same step may be saved again, while an earlier save of it is looked at or copied.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._made: dict[int, Completion[MirrorResult]] = {}
+        self._made: dict[int, tuple[SaveHandle, Completion[MirrorResult]]] = {}
         self._written: set[int] = set()
 
     def make(self, step: int, handle: SaveHandle) -> Completion[MirrorResult]:
         """Return the future of a save that has begun."""
         made: Completion[MirrorResult] = Completion(f"`mirrored` of {handle.path}", handle._origin)
-        self.fail([step], SaveSkippedError(f"step {step} was saved again before it was mirrored"))
+        self.fail(step, SaveSkippedError(f"step {step} was saved again before it was mirrored"))
         with self._lock:
-            self._made[step] = made
+            self._made[step] = handle, made
             self._written.discard(step)
         return made
 
-    def note_written(self, step: int) -> None:
-        """Note that a step can be mirrored from now on."""
+    def note_written(self, step: int, handle: SaveHandle) -> None:
+        """Note that a save can be mirrored from now on."""
         with self._lock:
-            self._written.add(step)
+            if step in self._made and self._made[step][0] is handle:
+                self._written.add(step)
 
     @property
-    def written(self) -> list[int]:
-        """The steps that are written, and neither mirrored nor given up."""
+    def written(self) -> dict[int, SaveHandle]:
+        """The saves that are written, and neither mirrored nor given up, by step."""
         with self._lock:
-            return sorted(self._written & self._made.keys())
+            return {step: handle for step, (handle, _) in sorted(self._made.items()) if step in self._written}
 
-    def keep(self, step: int, result: MirrorResult) -> None:
-        """Complete the future of a step that is mirrored, if it is written."""
-        if (made := self._take(step, written=True)) is not None:
+    def keep(self, step: int, result: MirrorResult, of: SaveHandle | None) -> None:
+        """Complete the future of a save that is mirrored; None: of none."""
+        if of is not None and (made := self._take(step, of)) is not None:
             made._settle(result)
 
-    def fail(self, steps: Iterable[int], error: BaseException, *, written: bool = False) -> None:
-        """Fail the futures of steps; ``written``: of those that are written, not those that are saved again."""
-        for step in steps:
-            if (made := self._take(step, written=written)) is not None:
-                made._settle(None, error)
+    def fail(self, step: int, error: BaseException, of: SaveHandle | None = None) -> None:
+        """Fail the future of a save; None: of the last one of this step."""
+        if (made := self._take(step, of)) is not None:
+            made._settle(None, error)
 
     def fail_all(self, reason: str) -> None:
         """Fail what is left."""
         with self._lock:
             left = list(self._made)
         for step in left:
-            self.fail([step], SaveError(f"step {step} is not mirrored: {reason}"))
+            self.fail(step, SaveError(f"step {step} is not mirrored: {reason}"))
 
-    def _take(self, step: int, *, written: bool) -> Completion[MirrorResult] | None:
+    def _take(self, step: int, of: SaveHandle | None) -> Completion[MirrorResult] | None:
         with self._lock:
-            if written and step not in self._written:
+            handle, made = self._made.get(step, (None, None))
+            if of is not None and of is not handle:
                 return None
             self._written.discard(step)
-            return self._made.pop(step, None)
+            self._made.pop(step, None)
+            return made
 
 
 class Mirror:
@@ -200,6 +206,11 @@ class Mirror:
             return "complete"
         return "waits" if info.step in self.backlog.steps else ""
 
+    @property
+    def knows_held(self) -> bool:
+        """Whether `held` has everything; until then no step must be deleted."""
+        return self._state.has_looked or not self._settings.is_required
+
     def held(self) -> set[int]:
         """Return the steps of the run that must not be deleted now."""
         held = set() if self._state.copied is None else {self._state.copied}
@@ -219,28 +230,32 @@ class Mirror:
         except (AiockptError, RuntimeError) as exc:  # closed, or no thread can be had: the next step tries again
             logger.warning("%s can't be mirrored now: %s", self.here.directory, exc)
 
-    def note_end(self, step: int, error: BaseException | None, path: str = "") -> None:
+    def note_end(self, step: int, handle: SaveHandle, path: str = "") -> None:
         """Note that the save of a step has ended; ``path``: where it was written to instead."""
+        error = handle.written._exception
+        if path:
+            error = SaveSkippedError(f"step {step} is not mirrored: it was written to {path}")
         if error is not None:
-            self.promises.fail([step], error)
-        elif path:
-            self.promises.fail([step], SaveSkippedError(f"step {step} is not mirrored: it was written to {path}"))
+            self.promises.fail(step, error, handle)
         else:
-            self.promises.note_written(step)
+            self.promises.note_written(step, handle)
             self._state.times.setdefault(step, time.time())
             self.poke()
 
-    def discard(self, after: int) -> None:
+    def discard(self, after: int, timeout_s: float) -> None:
         """Delete the steps of the mirror after one, the newest first; nothing is copied meanwhile. Blocks.
 
-        `resume` ends that.
+        `resume` ends that. ``timeout_s``: how long it waits for the list of the steps.
 
         Raises:
             AiockptError: something can't be deleted, or the mirror can't be reached.
         """
-        self._task.pause()
+        what = f"discard steps of {self.there.directory}"
         try:
-            self._access.call(partial(self._discard, after), f"discard steps of {self.there.directory}").result()
+            self._task.pause(max(timeout_s, _PATIENCE_S))
+            steps = self._access.call(self._owned_steps, what).completion.result(timeout_s)
+            later = [info for info in reversed(steps) if info.step > after and info.state != "unfinished"]
+            self._access.call(partial(self._delete, later), what).result()
         except OSError as exc:
             raise AiockptError(f"{self.there.directory} can't be read: {exc}") from exc
 
@@ -284,21 +299,24 @@ class Mirror:
         workers = self.workers
         written = self.promises.written  # before the directory is read, which shows all of them
         local = await workers.run(partial(self.here.scanner.scan, lenient=True))
-        try:
-            await self._own(workers)
-            self._state.mirror = await workers.run(self.there.scanner.scan)
-        except Exception:
-            self._look(local, self._state.mirror, ())  # as it was seen last, so that the backlog grows
-            raise
+        knew_held = self.knows_held
+        # As the mirror was seen last: it may fail, or not answer, while the backlog grows.
+        self._look(local, self._state.mirror, {})
+        if not knew_held and self._retention is not None:
+            self._retention.again()
+        await self._own(workers)
+        self._state.mirror = await workers.run(self.there.scanner.scan)
         mirror = await self._pruned(self._state.mirror, workers)
         missing = self._look(local, mirror, written)
         await self._give_up({info.save_id for info in missing}, workers)
         if not missing:
             return False
-        info = missing[-1 if self._task.is_closing else 0]  # the newest, if there may be no time for all
+        # What can't be read here holds up no other. The newest, if there may be no time for all.
+        left = [info for info in missing if info.save_id not in self._state.unreadable] or missing
+        info = left[-1 if self._task.is_closing else 0]
         self._state.copied = info.step
         try:
-            await self._copy(info, workers)
+            await self._copy(info, written.get(info.step), workers)
         finally:
             self._state.copied = None
             if self._retention is not None:
@@ -310,7 +328,8 @@ class Mirror:
         before, self._state.backlog = self._state.backlog, replace(self._state.backlog, error=error)
         self._reports.mirrored(self.there.directory, 0.0, None, error, self.backlog)
         if isinstance(error, RunLockedError):  # another one writes there: that does not pass by itself
-            self.promises.fail(self.promises.written, error, written=True)
+            for step, handle in self.promises.written.items():
+                self.promises.fail(step, error, handle)
         is_news = repr(before.error) != repr(error)  # not at each attempt
         if is_news and not isinstance(error, CheckpointNotFoundError):  # deleted or replaced just now
             logger.warning("%s can't be mirrored to %s now: %s", self.here.directory, self.there.directory, error)
@@ -333,7 +352,9 @@ class Mirror:
                 lease.release()
                 raise
 
-    def _look(self, local: Sequence[StepInfo], mirror: Sequence[StepInfo], written: Sequence[int]) -> list[StepInfo]:
+    def _look(
+        self, local: Sequence[StepInfo], mirror: Sequence[StepInfo], written: Mapping[int, SaveHandle]
+    ) -> list[StepInfo]:
         """Return what is missing; settle the futures of steps that were written if they are there, or are dropped."""
         state, settings = self._state, self._settings
         there = {info.step: info for info in mirror}
@@ -354,15 +375,16 @@ class Mirror:
         )
         here = {info.step: info for info in local}
         waiting = {info.step for info in missing}
-        for step in written:
+        for step, handle in written.items():
             if step in here and here[step].state == "damaged" and here[step].nbytes:  # else it can't be read now
                 damage = CorruptCheckpointError(f"step {step} is not mirrored, as it is damaged: {here[step].problem}")
-                self.promises.fail([step], damage, written=True)
+                self.promises.fail(step, damage, handle)
             elif step in here and is_mirrored(here[step], there):
-                self.promises.keep(step, MirrorResult(there[step].path, there[step].nbytes, 0, 0.0))
+                self.promises.keep(step, MirrorResult(there[step].path, there[step].nbytes, 0, 0.0), handle)
             elif step not in waiting:
                 why = "the policies keep later ones" if step in due else "mirror_every says so"
-                self.promises.fail([step], SaveSkippedError(f"step {step} is not mirrored: {why}"), written=True)
+                self.promises.fail(step, SaveSkippedError(f"step {step} is not mirrored: {why}"), handle)
+        state.has_looked = True
         newest = max((info for info in mirror if info.state == "complete"), key=lambda info: info.step, default=None)
         state.backlog = MirrorBacklog(
             tuple(info.step for info in missing),
@@ -373,8 +395,8 @@ class Mirror:
         )
         return missing
 
-    async def _copy(self, info: StepInfo, workers: Workers) -> None:
-        """Copy a step, and report it."""
+    async def _copy(self, info: StepInfo, handle: SaveHandle | None, workers: Workers) -> None:
+        """Copy a step, and report it; ``handle``: of its save, if that was written before the directory was read."""
         path, begun = self.there.path_of(info.step), time.perf_counter()
         self._state.begun[info.save_id] = path
         try:
@@ -391,15 +413,19 @@ class Mirror:
         except CorruptCheckpointError as exc:
             self._state.damaged.add(info.save_id)
             del self._state.begun[info.save_id]  # it is removed already
-            self.promises.fail([info.step], exc, written=True)
+            if handle is not None:
+                self.promises.fail(info.step, exc, handle)
             logger.exception("step %d is not mirrored, as it is damaged; the mirror keeps what it has", info.step)
             self._reports.mirrored(path, time.perf_counter() - begun, None, exc, self.backlog)
             return
+        except LoadError:
+            self._state.unreadable.add(info.save_id)
+            raise
         result = MirrorResult(path, facts.nbytes, facts.sent_bytes, time.perf_counter() - begun)
         self._state.took_s.append(result.mirrored_s)
         self._state.note_copied(info, path)
         self._reports.mirrored(path, result.mirrored_s, result, None, self.backlog)
-        self.promises.keep(info.step, result)
+        self.promises.keep(info.step, result, handle)
 
     async def _give_up(self, waiting: set[str], workers: Workers) -> None:
         """Remove what was copied of steps that have failed, and are left out by now."""
@@ -426,12 +452,14 @@ class Mirror:
                 logger.warning("%s is no longer kept, but stays until the next step is mirrored: %s", info.path, exc)
         return left
 
-    async def _discard(self, after: int, _: LoadTools) -> None:
+    async def _owned_steps(self, _: LoadTools) -> Sequence[StepInfo]:
         await self._own(self.workers)
-        for info in reversed(await self.workers.run(self.there.scanner.scan)):
-            if info.step > after and info.state != "unfinished":
-                await self.workers.run(self._check_lease)
-                await self.there.storage.delete(info.path, workers=self.workers)
+        return await self.workers.run(self.there.scanner.scan)
+
+    async def _delete(self, steps: Sequence[StepInfo], _: LoadTools) -> None:
+        for info in steps:
+            await self.workers.run(self._check_lease)
+            await self.there.storage.delete(info.path, workers=self.workers)
 
 
 class _MirrorState:
@@ -439,6 +467,7 @@ class _MirrorState:
 
     def __init__(self) -> None:
         self.backlog = MirrorBacklog()
+        self.has_looked = False
         self.copied: int | None = None  # the step that is being copied
         self.committed: StepInfo | None = None  # what was copied, until the mirror is looked at again
         self.mirror: Sequence[StepInfo] = ()  # the steps there, as they were seen last
@@ -447,6 +476,7 @@ class _MirrorState:
         self.begun: dict[str, str] = {}  # the paths of copies that were begun, by the ids of their steps
         self.over: set[str] = set()  # the ids of steps that were mirrored
         self.damaged: set[str] = set()  # of those whose bytes are damaged
+        self.unreadable: set[str] = set()  # of those that could not be read; they are tried after all others
 
     def note_copied(self, info: StepInfo, path: str) -> None:
         """Take a step off the backlog; the mirror is looked at again only after that."""
@@ -477,13 +507,13 @@ class _CopyingTask:
             elif not (self._is_paused or self._is_over):
                 self._call = self._mirror._access.call(self._run, f"mirror {self._mirror.here.directory}")
 
-    def pause(self) -> None:
-        """Stop, and start nothing until `resume`. Blocks until the copy has stopped."""
+    def pause(self, timeout_s: float) -> None:
+        """Stop, and start nothing until `resume`. Blocks until the copy has stopped; raise TimeoutError if it hangs."""
         with self._lock:
             self._is_paused, call = True, self._call
         if call is not None:
             call.cancel()
-            call.completion.ended(None)
+            call.completion.ended(timeout_s)
 
     def resume(self) -> None:
         with self._lock:

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -57,6 +57,7 @@ class _Listed:
     info: StepInfo
     stamp: Stamp | None
     is_mirror: bool
+    repairs: _Listed | None = None  # the damaged copy that is tried once more with what it lacks from this one
 
     def is_copy_of(self, other: _Listed) -> bool:
         """Return whether another one, of the mirror, has the same bytes as this one of the run's directory."""
@@ -113,11 +114,13 @@ class Restore:
         run = self.manager
         skipped: list[tuple[_Listed, LoadError]] = []
         for at, each in enumerate(listed):
-            has_copy = at + 1 < len(listed) and each.is_copy_of(listed[at + 1])
+            has_copy = each.repairs is not None or (at + 1 < len(listed) and each.is_copy_of(listed[at + 1]))
             place = _Place(run._storage_at(is_mirror=each.is_mirror), each.info.path)
             try:
-                if skipped and at and listed[at - 1].is_copy_of(each) and skipped[-1][0] is listed[at - 1]:
-                    place = await self._patched(listed[at - 1], each)
+                if each.repairs is not None:
+                    place = await self._patched(each.repairs, each)
+                    if not place.repaired:
+                        continue
                 judge = partial(self._judge, place, listed[at + 1 :], bool(touched_by))
                 await run._led(f"the load of {each.info.path}", judge)
                 options = self.request.load_options()
@@ -133,9 +136,10 @@ class Restore:
                     filled = bool(exc.placed or exc.partly_placed)
                     if await run._agree("the end of a failed restore", filled, any):
                         touched_by = each.info.path
-                is_gone = partial(run._run, _is_gone, run._storage_at(is_mirror=each.is_mirror), each)
-                if await run._led(f"the place of {each.info.path}", is_gone):
+                if await run._led(f"the place of {each.info.path}", partial(run._run, self._is_gone, each)):
                     return _Gone(each.info.path, touched_by)
+                if each.repairs is not None:  # all of it comes from the mirror, next
+                    continue
                 if isinstance(self.choice, int) and at + 1 == len(listed):
                     raise
                 skipped.append((each, exc))
@@ -187,11 +191,20 @@ class Restore:
             raise AiockptError(f"the run {run.directory} can't be read: {exc}") from exc
         finally:
             threads.end(_END_S if looking is None or looking.done() else 0.0)
-        found = []
+        found: list[_Listed] = []
         for copy in copies_in_order(infos, mirror, self._chosen):
             at = scanner if copy.is_mirror and scanner is not None else run._scanner
-            found.append(_Listed(copy.info, at.stamp(copy.info.path), copy.is_mirror))
+            listed = _Listed(copy.info, at.stamp(copy.info.path), copy.is_mirror)
+            if found and found[-1].is_copy_of(listed):
+                found.append(replace(listed, repairs=found[-1]))
+            found.append(listed)
         return found
+
+    def _is_gone(self, listed: _Listed) -> bool:
+        """Return whether a step, or the copy that it repairs, was deleted or replaced since it was listed."""
+        now = self.manager._storage_at(is_mirror=listed.is_mirror).stamp(listed.info.path)
+        # If none, though it is there, listing it again finds that out.
+        return now is None or now != listed.stamp or (listed.repairs is not None and self._is_gone(listed.repairs))
 
     def _mirrored(self, looking: Future[tuple[StepInfo, ...]], infos: Sequence[StepInfo]) -> Sequence[StepInfo]:
         """Return the steps of the mirror; none, with a warning, if it can't be reached but the run has steps itself."""
@@ -336,12 +349,6 @@ def set_aside(storage: Storage, path: str) -> str:
     except OSError as exc:
         logger.warning("the damaged checkpoint %s can't be renamed: %s; saving that step again fails", path, exc)
         return path
-
-
-def _is_gone(storage: Storage, listed: _Listed) -> bool:
-    """Return whether a step was deleted or replaced since it was listed."""
-    now = storage.stamp(listed.info.path)  # if none, though it is there, listing it again finds that out
-    return now is None or now != listed.stamp
 
 
 def _covers(below: Mapping[str, Any], above: Mapping[str, Any]) -> bool:

@@ -180,7 +180,7 @@ class Retention:
                     self._written_s.append(result.written_s)
                     self._last = step
             if self._mirror is not None:  # before anything is deleted
-                self._mirror.note_end(step, handle.written._exception, "" if is_here or result is None else result.path)
+                self._mirror.note_end(step, handle, "" if is_here or result is None else result.path)
             if result is not None and self._on_written is not None:
                 self._call_on_written(step, result)
         except Exception:
@@ -205,7 +205,7 @@ class Retention:
             logger.exception("on_written has failed for step %d", step)
 
     def _prune(self, written: int) -> None:
-        if self._keep is None:
+        if self._keep is None or not (self._mirror is None or self._mirror.knows_held):
             return
         infos = self._scanner.scan(lenient=True)  # what can't be read stays
         if not any(info.step == written and info.state == "complete" for info in infos):

@@ -6,6 +6,7 @@ itself. Each rank checks the CRCs of the items that it gets whole, wherever the 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import queue
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import anyio
+import anyio.lowlevel
 from isal.isal_zlib import crc32
 
 from aiockpt.coordination.link import LinkBrokenError
@@ -219,6 +221,7 @@ class SharedReads:
             for group in pending:
                 stream = self.source.in_order(name) if (name := self._ordered(group[0])) else None
                 for share in group:
+                    await anyio.lowlevel.checkpoint_if_cancelled()  # a call into a thread is not a cancellation point
                     is_last = share is group[-1]
                     left = await self.workers.run(self._read, share, stream, jobs, placer, is_last=is_last)
                     try:
@@ -373,7 +376,8 @@ class SharedReads:
         """Allow a rank of this host to use the memory again."""
         wire = self.wires.inbound.get(reader)
         if isinstance(wire, MemoryWire):
-            wire.done()
+            with contextlib.suppress(LinkBrokenError):  # it has left: no further message comes
+                wire.done()
 
 
 def _jobs_of(share: Share, jobs: SharedJobs) -> list[DeviceJob]:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from aiockpt.options import CommitHook, Hook, Replicas
     from aiockpt.planning.planner import FileFormat, Planner
     from aiockpt.saving.joint import Joint
+    from aiockpt.saving.pipeline import SavePipeline
     from aiockpt.saving.turn import Turn
     from aiockpt.storage.base import Storage
     from aiockpt.telemetry.saves import SaveResult
@@ -71,6 +72,7 @@ class SaveJob:
 
     turn: Turn  # since it is on the engine's loop
     scope: anyio.CancelScope  # since then too
+    pipeline: SavePipeline | None = None  # while it runs
 
     def __init__(self, spec: SaveSpec, engine: Engine) -> None:
         self.spec = spec

@@ -22,6 +22,7 @@ from aiockpt.core.threads import SHORT_ITEMS, Duty, Origin
 from aiockpt.errors import (
     AiockptError,
     CommitError,
+    CommitUncertainError,
     SaveCancelledError,
     SaveError,
     TornSnapshotError,
@@ -90,6 +91,7 @@ class SavePipeline:
         self._plan: SavePlan | None = None
         self._writer: Writer | None = None
         self._images_left = 0
+        self._is_committing = False
         self._keeps_chunks = False  # for a second attempt, at the fallback
         self._kept: list[tuple[int, FilledChunk]] = []
 
@@ -116,8 +118,13 @@ class SavePipeline:
     def quarantine(self) -> None:
         """Set the chunks of a hanging thread apart, and keep it from publishing when it returns."""
         self._leases.quarantine()
+        self.revoke()
+
+    def revoke(self) -> bool:
+        """Keep a hanging thread from publishing when it returns; return whether it may be doing so. From any thread."""
         if self._writer is not None:
             self._writer.revoke()
+        return self._is_committing
 
     async def _save_somewhere(self) -> SaveResult:
         """Save to the path, or to the fallback if the storage fails there."""
@@ -187,11 +194,13 @@ class SavePipeline:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._revoke_if_aborted, writer)
                 with anyio.CancelScope(shield=True):  # a commit is done or undone as a whole
+                    self._is_committing = True
                     with span("commit"):
                         result = await strategy.commit(plan, writer, self._times_s())
                     await writer.close()
                 tasks.cancel_scope.cancel()
         except BaseException as exc:
+            self._is_committing = isinstance(unwrapped(exc), CommitUncertainError)
             with anyio.CancelScope(shield=True):
                 if self._writer is not None:  # first: it must not write to files that `fail` removes
                     await self._writer.abandon()

@@ -9,15 +9,9 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from aiockpt.errors import (
-    AiockptError,
-    CheckpointNotFoundError,
-    CorruptCheckpointError,
-    LoadError,
-    SaveError,
-    UnsafeCheckpointError,
-)
+from aiockpt.errors import AiockptError, SaveError
 from aiockpt.storage.base import Listing, LookBudget, Seen, Source, Storage, Traits, Transaction
+from aiockpt.storage.remote import RemoteListing, open_remote, show
 
 try:
     import fsspec
@@ -28,7 +22,6 @@ except ImportError as exc:
 if TYPE_CHECKING:
     from aiockpt.core.threads import Workers
 
-_STEP_BYTES = 1 << 20
 _VERSIONS = ("ETag", "etag", "mtime", "created", "LastModified", "last_modified", "blob_id", "xet_hash", "updated")
 
 
@@ -73,32 +66,19 @@ class FsspecStorage(Storage):
         raise AssertionError("unreachable")
 
     async def open(self, path: str, *, workers: Workers) -> Source:
-        path = self.resolve(path)
-
-        def look() -> Source:
-            listing = FsspecListing(self, path, LookBudget())
-            listing.list_below()
-            return FsspecSource(listing)
-
-        try:
-            return await workers.run(look)
-        except FileNotFoundError as exc:
-            raise CheckpointNotFoundError(f"there is no checkpoint at {path}") from exc
-        except OSError as exc:
-            raise LoadError(f"can't open {path}: {exc}") from exc
+        return await open_remote(lambda path: FsspecListing(self, path, LookBudget()), self.resolve(path), workers)
 
     def look(self, path: str, budget: LookBudget | None = None) -> Listing:
         return FsspecListing(self, self.resolve(path), budget or LookBudget())
 
 
-class FsspecListing(Listing):
+class FsspecListing(RemoteListing):
     """A directory, or a file."""
 
     def __init__(self, storage: FsspecStorage, path: str, budget: LookBudget) -> None:
-        self.path, self.storage, self._budget = path, storage, budget
-        self.files, self.folders, self.others = {}, [], []
+        super().__init__(path, budget)
+        self.storage = storage
         self.urls: dict[str, str] = {}  # of the files
-        self.changed_s = 0.0
         self._versions: list[str] = []
         found = self._list(path)
         self.is_file = [_name(each) for each in found] == [_name({"name": path})] and found[0]["type"] == "file"
@@ -139,24 +119,13 @@ class FsspecListing(Listing):
             self.files[above + name], self.urls[above + name] = int(size), str(facts["name"])
             self._versions.append(repr((name, size, [facts.get(each) for each in _VERSIONS])))
 
-    def list_below(self) -> None:
-        if self.is_file:
-            return
-        for name in self.folders:
-            if self._budget.is_spent:
-                return
-            before = len(self.files)
-            self._add(self._list(self.storage.below(self.path, name)), f"{name}/")
-            self._budget.left -= max(1, len(self.files) - before)
+    def list_folder(self, name: str) -> None:
+        self._add(self._list(self.storage.below(self.path, name)), f"{name}/")
 
-    def fetch(self, name: str, offset: int, length: int) -> bytes:
-        if name not in self.files:
-            raise FileNotFoundError(f"{self.path}/{name} is not there")
-        end = min(offset + length, self.files[name])
-        return b"" if end <= offset else self.read(name, [(offset, end - offset)])[0]
+    def is_replaced(self, exc: OSError) -> bool:
+        return isinstance(exc, FileNotFoundError)
 
-    def read(self, name: str, runs: Sequence[tuple[int, int]]) -> list[bytes]:
-        """Return runs of a file's bytes, of each exactly so many; raise OSError."""
+    def read(self, name: str, runs: Sequence[tuple[int, int]], view: memoryview, seen: Seen | None = None) -> int:
         url, files = self.urls[name], self.storage.files
         try:
             if files.async_impl and runs[1:]:
@@ -168,10 +137,16 @@ class FsspecListing(Listing):
             raise
         except Exception as exc:
             raise OSError(f"{type(exc).__name__}: {exc}") from exc
+        at = 0
         for (offset, length), data in zip(runs, found, strict=True):
             if len(data) > length:
                 raise OSError(f"{url} was sent as a whole, where {length} bytes at {offset} were asked for")
-        return [bytes(data) for data in found]
+            if len(data) < length:
+                break
+            view[at : at + length] = data
+            at += length
+        show(view[:at], seen)
+        return at
 
     def _read_one(self, url: str, start: int, end: int) -> bytes:
         files = self.storage.files
@@ -184,55 +159,6 @@ class FsspecListing(Listing):
 
 def _name(facts: Mapping[str, Any]) -> str:
     return str(facts["name"]).rstrip("/").rpartition("/")[2]
-
-
-class FsspecSource(Source):
-    """The files of a listing."""
-
-    gap_bytes = 1 << 20  # a request takes as long as so many bytes
-    most_reads = 32
-    is_remote = True
-
-    def __init__(self, listing: FsspecListing) -> None:
-        self._listing, self._is_closed = listing, False
-
-    @property
-    def files(self) -> Mapping[str, int]:
-        return self._listing.files
-
-    def read(self, name: str, offset: int, view: memoryview, seen: Seen | None = None) -> None:
-        self._read(name, [(offset, len(view))], view, seen)
-
-    def read_runs(self, name: str, runs: Sequence[tuple[int, int]], view: memoryview) -> None:
-        self._read(name, runs, view, None)
-
-    def _read(self, name: str, runs: Sequence[tuple[int, int]], view: memoryview, seen: Seen | None) -> None:
-        path, nbytes = self._listing.path, self._listing.files.get(name)
-        runs = [run for run in runs if run[1]]
-        if self._is_closed:
-            raise LoadError(f"{path}/{name} was closed before it was read")
-        if name.startswith("/") or ".." in name.split("/"):
-            raise UnsafeCheckpointError(f"{path}: {name} leads out of the checkpoint")
-        end = max((offset + length for offset, length in runs), default=0)
-        if nbytes is None or end > nbytes:
-            raise CorruptCheckpointError(f"{path}/{name} has {nbytes or 0} bytes, but {end} are needed")
-        at = 0
-        try:
-            for (_, length), data in zip(runs, self._listing.read(name, runs) if runs else (), strict=True):
-                if len(data) < length:
-                    raise CorruptCheckpointError(f"{path}/{name} ends too early: it was truncated, or replaced")
-                view[at : at + length] = data
-                at += length
-        except FileNotFoundError as exc:
-            raise CheckpointNotFoundError(f"{path}/{name} was removed while it was read") from exc
-        except OSError as exc:
-            raise LoadError(f"can't read {path}/{name}: {exc}") from exc
-        if seen is not None:
-            for begin in range(0, at, _STEP_BYTES):
-                seen(view[begin : min(at, begin + _STEP_BYTES)])
-
-    def close(self) -> None:
-        self._is_closed = True
 
 
 def storage_for_url(url: str, **options: Any) -> FsspecStorage:

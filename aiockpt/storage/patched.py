@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import anyio
 
+from aiockpt.errors import CheckpointNotFoundError
+from aiockpt.format.names import MANIFEST_NAME
 from aiockpt.storage.base import Seen, Source, Storage
 from aiockpt.storage.wrapper import WrapperStorage
 
@@ -35,13 +37,21 @@ class PatchedStorage(WrapperStorage):
         self._other, self._path, self._patches = other, path, patches
 
     async def open(self, path: str, *, workers: Workers) -> Source:
-        inner = await super().open(path, workers=workers)
+        opened = inner = await super().open(path, workers=workers)
         try:
-            return _PatchedSource(inner, await self._other.open(self._path, workers=workers), self._patches)
+            other = await self._other.open(self._path, workers=workers)
+            opened = _PatchedSource(inner, other, self._patches)
+            if MANIFEST_NAME not in self._patches and await workers.run(_differ, inner, other):
+                raise CheckpointNotFoundError(f"{path}, or its copy {self._path}, was replaced: they differ")
         except BaseException:
             with anyio.CancelScope(shield=True):
-                await workers.run(inner.close)
+                await workers.run(opened.close)
             raise
+        return opened
+
+
+def _differ(*copies: Source) -> bool:
+    return len({each.read_bytes(MANIFEST_NAME, 0, each.files.get(MANIFEST_NAME, 0)) for each in copies}) > 1
 
 
 class _PatchedSource(Source):

@@ -154,11 +154,21 @@ class Storages:
 
 
 def text_of(path: str | os.PathLike[str]) -> str:
-    """Return a path as text; raise TypeError if it is bytes."""
+    """Return a path as text; raise TypeError if it is bytes, and AiockptError for what `pathlib` makes of a URL."""
     text = os.fspath(path)
     if not isinstance(text, str):
         raise TypeError(f"path must be text or an os.PathLike of text, not {path!r}")
+    scheme, found, rest = text.partition(":/")
+    if found and not rest.startswith("/") and "/" not in scheme and _is_registered(scheme):
+        raise AiockptError(
+            f"{text} has lost a slash, as a URL does in pathlib.Path: write it as text, {scheme}://{rest}. "
+            f"A directory of this name is ./{text}"
+        )
     return text
+
+
+def _is_registered(scheme: str) -> bool:
+    return scheme in _factories or bool(entry_points(group=GROUP, name=scheme))
 
 
 def _factory_of(scheme: str, path: str) -> Factory:

@@ -39,7 +39,7 @@ from aiockpt.coordination.link import (
 from aiockpt.core.threads import Workers, new_event_loop
 from aiockpt.errors import AiockptError, printable_key
 from aiockpt.storage.base import FileSink, LookBudget, SharedStorage, SharedTransaction
-from aiockpt.storage.remote import (
+from aiockpt.storage.remote_disk import (
     BEAT,
     ERROR,
     IDLE_S,

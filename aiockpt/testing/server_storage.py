@@ -18,7 +18,7 @@ from aiockpt.core.threads import outlast
 from aiockpt.errors import WriteError
 from aiockpt.storage.objects.client import ConditionError, ObjectClient, ObjectFacts, ObjectSink
 from aiockpt.storage.objects.storage import ObjectStorage
-from aiockpt.storage.objects.transaction import errors
+from aiockpt.storage.remote import errors
 from aiockpt.testing.server import LENGTHS, SCHEME
 
 if TYPE_CHECKING:
@@ -144,6 +144,8 @@ def _fill(connection: socket.socket, view: memoryview, seen: Seen | None = None)
 class _Sink(ObjectSink):
     """A file whose parts are sent by several threads."""
 
+    is_conditional = True
+
     def __init__(self, objects: ServerClient, key: str, workers: Workers, *, held: bool) -> None:
         self._objects, self._key, self._workers, self._held = objects, key, workers, held
         self._upload, self._count = secrets.token_hex(8), 0
@@ -190,7 +192,7 @@ class _Sink(ObjectSink):
 
     async def stop(self) -> None:
         if self._sending:
-            await outlast(asyncio.wait(self._sending))
+            await outlast(asyncio.wait([*self._sending]))  # not the set, from which they go when they end
 
 
 class ServerStorage(ObjectStorage):

@@ -52,6 +52,7 @@ def test_keys_and_dtype(tmp_path):
     same(safetensors.torch.load_file(target), {k: v.bfloat16() for k, v in tensors().items() if k != "head"})
     result = invoke("convert", source, tmp_path / "x", "--dtype", "int3")
     assert result.exit_code == 2
+    assert "Invalid value for '--dtype': 'int3' is not one of" in result.stderr
     result = invoke("convert", source, tmp_path / "x", "--keys", "model.2")
     assert (result.exit_code, result.stderr.count("\n")) == (3, 1)
     assert "model.2" in result.stderr

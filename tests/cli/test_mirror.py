@@ -54,6 +54,19 @@ def test_mirror_that_another_one_writes_is_refused(here: Path, tmp_path: Path, a
         assert "is being written by" in invoke("mirror", here, anywhere / "there", code=3)
 
 
+def test_directory_without_steps_is_refused(here: Path, tmp_path: Path) -> None:
+    """A step is no run, nor is what has runs in it: to copy nothing is not "The mirror has everything"."""
+    for path in (here / "step-00000001", tmp_path):
+        assert "has no steps to copy: name a run" in invoke("mirror", path, tmp_path.parent / "there", code=3)
+    assert not (tmp_path.parent / "there").exists()
+
+
+def test_mirror_within_the_run_is_refused(here: Path) -> None:
+    for there in (here / "mirror", here, here.parent):
+        assert "one must not be in the other" in invoke("mirror", here, there, code=3)
+    assert sorted(path.name for path in here.iterdir()) == ["step-00000001", "step-00000002"]
+
+
 def test_directory_that_is_not_there(tmp_path: Path) -> None:
     assert "No such file" in invoke("mirror", tmp_path / "none", tmp_path / "there", code=3)
     assert not (tmp_path / "there").exists()

@@ -6,6 +6,7 @@ import asyncio
 import subprocess
 import sys
 import threading
+import weakref
 
 import anyio
 import pytest
@@ -96,6 +97,28 @@ def test_an_interrupt_is_not_lost_when_a_further_thread_starts(
         assert second.result(30) == "by the first thread"
     assert threads.end(30)
     assert threads.unfinished == 0
+
+
+def test_an_owner_that_goes_with_its_last_task_ends_the_threads() -> None:
+    """Its finaliser then runs in the thread that it is to end."""
+
+    class Owner:
+        def __init__(self) -> None:
+            self.threads = DaemonThreads(1, "aiockpt-test")
+            self.ended = weakref.finalize(self, self.threads.end, 0.0)
+
+        def work(self) -> None:
+            pass
+
+    gate = threading.Event()
+    owner = Owner()
+    threads, ended = owner.threads, owner.ended
+    threads.submit(gate.wait)
+    threads.submit(owner.work)
+    del owner
+    gate.set()
+    assert threads.end(10)
+    assert not ended.alive
 
 
 def test_functions_that_have_not_begun_are_cancelled_at_shutdown() -> None:

@@ -28,6 +28,13 @@ def test_a_typo(missing: str, found: str) -> None:
     assert hint([missing], INSIDE) == f" What looks alike: '{found}' for '{missing.removesuffix('.*')}'."
 
 
+def test_a_container_is_named_as_one() -> None:
+    """It is not said to look like itself."""
+    text = " 'model.layers.0' is a container of keys such as 'model.layers.0.up.weight'."
+    assert hint(["model.layers.0"], INSIDE) == text
+    assert hint(["modle", "model.layers.0"], INSIDE) == text
+
+
 def test_keys_that_were_asked_for_are_not_suggested() -> None:
     """The new layers of a grown model are no typos of the old ones, which it asks for as well."""
     grown = [name.replace("layers.1.", "layers.12.") for name in INSIDE if "layers.1." in name]

@@ -10,6 +10,7 @@ import logging
 import os
 import pickle
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -199,6 +200,18 @@ def test_a_run_goes_on(tmp_path: Path) -> None:
         assert run.checkpointer.load(4)
         assert run.counter.step == 4
         run.train(1)
+        assert_same(run.state(), expected)
+
+
+def test_a_run_on_another_disk_goes_on_from_its_mirror(tmp_path: Path) -> None:
+    options = {"mirror": str(tmp_path / "mirror")}
+    with running(tmp_path, checkpointer=options) as run:
+        assert not run.checkpointer.load()
+        run.train(2)
+        expected = run.state()
+    shutil.rmtree(tmp_path / "run")
+    with running(tmp_path, checkpointer=options) as run:
+        assert run.checkpointer.load()
         assert_same(run.state(), expected)
 
 

@@ -18,6 +18,8 @@ import aiockpt
 import aiockpt.observers
 from aiockpt.manager import mirror as mirroring
 from aiockpt.manager.scan import scan
+from aiockpt.storage.local.storage import LocalStorage
+from aiockpt.storage.wrapper import WrapperStorage
 from aiockpt.telemetry.observer import CallEvent
 from tests.manager.gates import Gate
 from tests.manager.runs import flip, names, state_of
@@ -143,6 +145,47 @@ def test_what_was_copied_of_a_step_that_is_left_out_is_removed(here: Path, there
     assert steps(there) == [3]
 
 
+def test_step_that_is_saved_again_while_it_is_copied(here: Path, there: Any, gate: Gate) -> None:
+    """`mirrored` of the later save waits for its own copy, not for that of the earlier one."""
+    gate.holds = "commit"
+    with run_of(here, "gate://here") as run:
+        first = run.submit(1, STATE)
+        gate.waits.result(60)
+        second = run.submit(1, {"x": torch.arange(10.0) + 1}, overwrite=True)
+        second.written.result()
+        run._retention.finished().result()
+        with pytest.raises(aiockpt.SaveSkippedError, match="saved again"):
+            first.mirrored.result(60)
+        let_go = gate.let_go
+        gate.waits, gate.let_go = aiockpt.Completion("waits"), aiockpt.Completion("let go")
+        let_go._settle(None)
+        gate.waits.result(60)  # the copy of the second begins to be published
+        was_done = second.mirrored.done()
+        gate.let_go._settle(None)
+        assert not was_done
+        second.mirrored.result(60)
+        assert [info.save_id for info in scan(here)] == [info.save_id for info in scan(there)]
+
+
+def test_required_steps_stay_while_the_mirror_does_not_answer(here: Path, there: Any, gate: Gate) -> None:
+    """Those of an earlier manager, too, though nobody knows yet what the mirror has."""
+    with aiockpt.SyncCheckpointManager(here) as run:
+        for step in (1, 2, 3):
+            run.save(step, STATE)
+    gate.hangs = threading.Event()
+    keep = {"mirror_keep": aiockpt.KeepEvery(1), "mirror_required": True}
+    with run_of(here, "gate://here", aiockpt.KeepLatest(1), **keep) as run:
+        save = run.submit(4, STATE)
+        save.written.result()
+        run._retention.finished().result()
+        left = steps(here)
+        gate.hangs.set()
+        save.mirrored.result(60)
+        assert left == [1, 2, 3, 4]
+    assert steps(there) == [1, 2, 3, 4]
+    assert steps(here) == [4]
+
+
 def test_required_steps_stay_until_they_are_mirrored(here: Path, there: Any, gate: Gate) -> None:
     gate.holds = "commit"
     keep = {"mirror_keep": aiockpt.KeepEvery(1), "mirror_required": True}
@@ -173,6 +216,24 @@ def test_pinned_step_is_mirrored(here: Path, there: Any, gate: Gate) -> None:
 
 
 # --- when it fails --------------------------------------------------------------------------------------
+
+
+class Unreadable(WrapperStorage):
+    """The disk fails to read the first step."""
+
+    async def before(self, step: str, name: str) -> None:
+        if step == "open" and name.endswith("step-00000001"):
+            raise aiockpt.LoadError("can't read it: Input/output error")
+
+
+def test_step_that_can_not_be_read_holds_up_no_other(here: Path, there: Any) -> None:
+    with run_of(here, there, storage=Unreadable(LocalStorage())) as run:
+        run.submit(1, STATE)
+        for step in (2, 3):
+            run.submit(step, STATE).mirrored.result(20)
+        assert run.mirror_backlog is not None
+        assert run.mirror_backlog.steps == (1,)
+    assert steps(there) == [2, 3]
 
 
 class Heard(aiockpt.Observer):

@@ -15,9 +15,11 @@ import torch
 
 import aiockpt
 from aiockpt.manager.scan import scan
+from aiockpt.storage.local.storage import LocalStorage
+from aiockpt.storage.patched import PatchedStorage
 from aiockpt.testing import FaultyStorage
 from tests.manager.gates import URL, Gate
-from tests.manager.runs import empty, flip, is_untouched, names, path_of, state_of, step_in, truncate
+from tests.manager.runs import SIZE, empty, flip, is_untouched, names, path_of, state_of, step_in, truncate
 from tests.places import ServerPath, remove, storage_of
 
 Heard = list[warnings.WarningMessage]
@@ -158,6 +160,38 @@ def test_certain_step_is_repaired_too(here: Path, there: Any, run3: None) -> Non
     assert (found.step, step_in(state)) == (2, 2)
 
 
+@pytest.mark.filterwarnings("ignore::aiockpt.DamagedCheckpointWarning")
+@pytest.mark.parametrize("verify", ["auto", "before"])
+def test_damage_outside_of_items_as_well(here: Path, there: Any, run3: None, verify: Any) -> None:
+    """Repaired, the step does not match the CRC of the file: all of it comes from the mirror."""
+    flip(here, 3)
+    file = path_of(here, 3) / "__0_0.distcp"
+    with aiockpt.SyncCheckpointer() as ckpt, ckpt.open(path_of(here, 3)) as reader:
+        ends = [chunk.offset + chunk.nbytes for info in reader.values() for chunk in getattr(info, "chunks", ())]
+    data = bytearray(file.read_bytes())
+    data[min(ends)] ^= 1  # behind the first tensor
+    file.write_bytes(data)
+    found, state = restore(here, there, verify=verify)
+    assert found is not None
+    assert (found.step, step_in(state), found.repaired) == (3, 3, ())
+    assert [each.step for each in found.skipped] == [3]
+
+
+def test_copy_that_was_replaced_meanwhile_repairs_nothing(tmp_path: Path) -> None:
+    """A part of a tensor has no CRC, so nothing else would show that its bytes are those of two saves."""
+    paths = [str(tmp_path / name) for name in ("here", "there")]
+    with aiockpt.SyncCheckpointer() as ckpt:
+        for path, step in zip(paths, (3, 7), strict=True):
+            ckpt.save(state_of(step), path)
+        patches = {"__0_0.distcp": [(2_000_000, 2_100_000)]}
+        storage = PatchedStorage(LocalStorage(), LocalStorage(), paths[1], patches)
+        with (
+            pytest.raises(aiockpt.CheckpointNotFoundError, match="was replaced"),
+            ckpt.open(paths[0], storage=storage) as reader,
+        ):
+            reader.read("b", slice(0, SIZE - 1))
+
+
 def test_disk_that_fails_is_no_damage(here: Path, there: Any, run3: None) -> None:
     """A copy that can't be read is read from the mirror, and keeps its name."""
     storage = FaultyStorage(storage_of(here), "read", OSError(errno.EIO, "I/O error"), times=None)
@@ -233,6 +267,35 @@ def test_mirror_that_hangs_is_left_out(here: Path, gate: Gate, run3: None, caplo
     for thread in threading.enumerate():
         if thread.name == "aiockpt-mirror":
             thread.join(60)
+
+
+def test_later_steps_stay_if_the_mirror_hangs(here: Path, gate: Gate, run3: None) -> None:
+    with aiockpt.SyncCheckpointManager(here, mirror=URL, mirror_timeout=0.05, drain_timeout=0.1) as run:
+        run.restore(empty())
+        idle = run._mirror.finish() if run._mirror is not None else None
+        if idle is not None:
+            idle.result(60)
+        gate.hangs = threading.Event()
+        outcome: list[BaseException] = []
+
+        def restore_first() -> None:
+            try:
+                run.restore(empty(), step=1, discard_later=True)
+            except aiockpt.AiockptError as exc:
+                outcome.append(exc)
+
+        thread = threading.Thread(target=restore_first)
+        thread.start()
+        thread.join(20)
+        has_ended = not thread.is_alive()
+        gate.hangs.set()
+        thread.join(60)
+        assert has_ended
+        assert "step 1 was restored, but the mirror has later ones" in str(outcome)
+    assert [info.step for info in scan(here)] == [1, 2, 3]
+    for each in threading.enumerate():
+        if each.name == "aiockpt-mirror":
+            each.join(60)
 
 
 def test_new_run_with_a_mirror(here: Path, there: Any) -> None:

@@ -20,6 +20,7 @@ from tests.objects.buckets import Bucket
 
 pytestmark = pytest.mark.slow
 _LIMIT_S = 30.0  # of a wait that must end
+_CLOSING_S = 7.0  # of closing with a drain_timeout of 1 s, and 2 s more; the rest is for a busy machine
 STATE = {"x": torch.arange(30_000_000.0)}  # more than fits in the pool
 
 
@@ -69,7 +70,7 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def outcome(call: Callable[[], Any]) -> Any:
+def outcome(call: Callable[[], Any], limit_s: float = _LIMIT_S) -> Any:
     """Return the result of a call, or its error; fail if it takes too long."""
     found: list[Any] = []
 
@@ -81,7 +82,7 @@ def outcome(call: Callable[[], Any]) -> Any:
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    thread.join(_LIMIT_S)
+    thread.join(limit_s)
     assert found, "it hangs"
     return found[0]
 
@@ -98,10 +99,42 @@ def test_nobody_waits_for_ever(
     if what == "cancel":
         assert outcome(save.cancel().result) is True
     if what == "close":
-        assert isinstance(outcome(ckpt.close), aiockpt.SaveCancelledError)
+        assert isinstance(outcome(ckpt.close, _CLOSING_S), aiockpt.SaveCancelledError)
     expected = (aiockpt.SaveTimeoutError, aiockpt.WriteError) if what == "timeout" else aiockpt.SaveCancelledError
     assert isinstance(outcome(save.written.result), expected)
     outcome(ckpt.close)
+
+
+@pytest.mark.parametrize("does", [True, False])
+def test_closing_while_a_save_is_published(does: bool, bucket: Bucket, server: ObjectServer) -> None:
+    """Whether it appears can't be known then; whatever appears is whole, and no further request is sent."""
+    server.rules(Rule("PUT .*c/.metadata$", count=100, status=500, does=does, hang_s=10.0))
+    ckpt = Bucket(bucket.url, bucket.given | {"retry_config": {"max_retries": 0}}).checkpointer(**OPTIONS)
+    save = ckpt.submit({"x": torch.arange(5)}, bucket / "c")
+    until(lambda: any("c/.metadata" in line for line in server.log if line.startswith("PUT")))
+    error = outcome(ckpt.close, _CLOSING_S)
+    assert isinstance(error, aiockpt.SaveCancelledError)
+    assert "it is not known whether it was published" in str(error)
+    assert isinstance(outcome(save.written.result), aiockpt.CommitUncertainError)
+    until(lambda: not [thread for thread in threading.enumerate() if thread.name.startswith("aiockpt-engine")])
+    server.rules()
+    with bucket.checkpointer() as other:
+        assert (bucket.storage().record(bucket / "c") is not None) == does
+        if does:
+            assert torch.equal(other.load(bucket / "c")["x"], torch.arange(5))
+        other.save({"x": torch.arange(6)}, bucket / "c", overwrite=True)
+        assert torch.equal(other.load(bucket / "c")["x"], torch.arange(6))
+    if does:  # else its objects stay while this process lives, whose request might come late
+        assert bucket.dead() == []
+
+
+def test_closing_a_manager_whose_store_hangs(bucket: Bucket, server: ObjectServer, process: psutil.Process) -> None:
+    run = aiockpt.SyncCheckpointManager(bucket / "run", storage_options=bucket.options, **OPTIONS).__enter__()
+    save = run.submit(1, STATE)
+    until(lambda: any("partNumber=2" in line for line in server.log))
+    process.send_signal(signal.SIGSTOP)
+    assert isinstance(outcome(run.close, _CLOSING_S + 2.0), aiockpt.SaveCancelledError)
+    assert isinstance(outcome(save.written.result), aiockpt.SaveCancelledError)
 
 
 def test_what_a_failed_discard_has_left_is_removed_by_the_next_save(bucket: Bucket, server: ObjectServer) -> None:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import io
+import re
 import signal
-from collections.abc import Callable
+import time
+import uuid
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +19,11 @@ from safetensors.torch import load as safetensors_load
 from safetensors.torch import save as safetensors_save
 
 import aiockpt
+from aiockpt.storage.local.temp_dir import new_ticket, this_process
+from aiockpt.storage.objects.cleaning import held_s
+from aiockpt.storage.objects.commit import Tomb, encode_tomb
 from benchmarks.harness.object_server import ObjectServer, Rule
+from tests.objects import servers
 from tests.objects.buckets import Bucket
 from tests.objects.test_faults import ANSWERS, NEVER
 from tests.ranks import world
@@ -23,6 +31,9 @@ from tests.ranks.conftest import world2
 from tests.ranks.world import RankFailure, World, _context
 
 __all__ = ["world2"]
+
+PARTS = {"chunk_bytes": 5 << 20, "staging_bytes": 40 << 20}
+"""Options by which 12 MB are sent in parts."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -84,6 +95,54 @@ def test_the_object_is_what_other_programs_expect(name: str, count: int, bucket:
         assert bucket.listed() == []
         with pytest.raises(aiockpt.CheckpointNotFoundError):
             ckpt.delete(bucket / name)
+
+
+@pytest.mark.parametrize("count", [3, 3_000_000, 12_000_000], ids=["small", "a part", "parts"])
+@pytest.mark.parametrize("name", ["m.safetensors", "run/m.pt"])
+def test_store_that_ignores_conditions(name: str, count: int, bucket: Bucket, server: ObjectServer) -> None:
+    """It is refused, or used as it is: then what is there is looked at before."""
+    server.rules(Rule(".", count=10**6, ignores_conditions=True))
+    refused = pytest.raises(aiockpt.SaveError, match=r"ignores conditions of writes.*'conditions': 'off'")
+    with bucket.checkpointer() as ckpt, refused:
+        ckpt.save(state_of(1, count), bucket / name)
+    assert bucket.listed() == []
+    path, taken = bucket / name, pytest.raises(aiockpt.CheckpointExistsError, match="overwrite=True")
+    with aiockpt.SyncCheckpointer(storage_options=bucket.options | {"conditions": "off"}) as ckpt:
+        ckpt.save(state_of(1, count), path)
+        with taken:
+            ckpt.save(state_of(2, count), path)
+        assert version_at(bucket, name) == 1
+        ckpt.save(state_of(3, count), path, overwrite=True)
+        assert version_at(bucket, name) == 3
+        assert ckpt.verify(path).ok
+        with ckpt.open(path) as reader:
+            assert torch.equal(reader.read("x", slice(1, 3)), state_of(3, 3)["x"][1:3])
+        assert bucket.listed() == [name]
+        ckpt.delete(path)
+    assert bucket.listed() == []
+
+
+@pytest.mark.parametrize("does", [True, False])
+@pytest.mark.parametrize("count", [3, 12_000_000], ids=["small", "parts"])
+def test_lost_answers_of_a_store_that_ignores_conditions(
+    count: int, does: bool, bucket: Bucket, server: ObjectServer
+) -> None:
+    path, options = bucket / "m.safetensors", bucket.options | {"conditions": "off"} | NEVER
+    last = REQUESTS["complete"]
+    ignoring = Rule(".", count=10**6, ignores_conditions=True)
+    with aiockpt.SyncCheckpointer(storage_options=options) as ckpt:
+        server.rules(ignoring)
+        ckpt.save(state_of(1, count), path)
+        server.rules(Rule(last, status=500, does=does), ignoring)
+        try:
+            ckpt.save(state_of(2, count), path, overwrite=True)
+            expected = {2}
+        except aiockpt.CommitUncertainError:
+            expected = {1, 2}
+        server.rules(ignoring)
+        assert version_at(bucket, "m.safetensors") in expected
+        assert not does or expected == {2}
+    server.clear()
 
 
 @pytest.mark.parametrize("chunk_bytes", [1 << 20, 3 << 20, 5 << 20, 16 << 20])
@@ -197,7 +256,7 @@ def test_each_answer_of_each_request_ends_in_the_truth(
     server.rules(Rule(REQUESTS[request_], first=2 if request_ == "look" else 1, **ANSWERS[answer]))
     impatient = Bucket(bucket.url, bucket.given | NEVER)
     try:
-        with impatient.checkpointer(chunk_bytes=5 << 20, staging_bytes=40 << 20) as ckpt:
+        with impatient.checkpointer(**PARTS) as ckpt:
             ckpt.save(state_of(2, count), path, overwrite=True)
         expected = {2}
     except aiockpt.CommitUncertainError:
@@ -220,30 +279,41 @@ def test_each_answer_of_each_request_ends_in_the_truth(
         server.clear()
 
 
-def test_of_two_writers_exactly_one_wins(bucket: Bucket) -> None:
-    def save(ckpt: aiockpt.SyncCheckpointer, path: str, version: int) -> int:
+def check_race(
+    path: str,
+    count: int,
+    one: aiockpt.SyncCheckpointer,
+    other: aiockpt.SyncCheckpointer,
+    threads: ThreadPoolExecutor,
+) -> None:
+    """Check that of two saves to a path exactly one is announced, and is what is there."""
+
+    def save(ckpt: aiockpt.SyncCheckpointer, version: int) -> int:
         with contextlib.suppress(aiockpt.CheckpointExistsError):
-            ckpt.save(state_of(version, 1_500_000), path)
+            ckpt.save(state_of(version, count), path)
             return version
         return 0
 
-    small = {"chunk_bytes": 5 << 20, "staging_bytes": 40 << 20}
-    with bucket.checkpointer(**small) as one, bucket.checkpointer(**small) as other, ThreadPoolExecutor(2) as threads:
+    begun = [threads.submit(save, ckpt, version) for version, ckpt in ((1, one), (2, other))]
+    winners = [each.result() for each in begun if each.result()]
+    assert winners == [int(one.load(path)["version"])]
+
+
+def test_of_two_writers_exactly_one_wins(bucket: Bucket) -> None:
+    with bucket.checkpointer(**PARTS) as one, bucket.checkpointer(**PARTS) as other, ThreadPoolExecutor(2) as threads:
         for number in range(30):
-            path = bucket / f"run/{number}.safetensors"
-            begun = [threads.submit(save, ckpt, path, version) for version, ckpt in ((1, one), (2, other))]
-            winners = [each.result() for each in begun if each.result()]
-            assert winners == [int(one.load(path)["version"])]
+            check_race(bucket / f"run/{number}.safetensors", 1_500_000, one, other, threads)
     assert sorted(bucket.listed()) == sorted(f"run/{number}.safetensors" for number in range(30))
 
 
 def _work(bucket: Bucket, task: str, ready: Any) -> None:
     ready.recv()
-    with bucket.checkpointer(chunk_bytes=5 << 20, staging_bytes=40 << 20) as ckpt:
+    with bucket.checkpointer(**PARTS) as ckpt:
         if task == "delete":
             ckpt.delete(bucket / "m.safetensors")
         else:
-            ckpt.save(state_of(2), bucket / "m.safetensors", overwrite=True)
+            count = 3 if task == "small" else 3_000_000
+            ckpt.save(state_of(2, count), bucket / "m.safetensors", overwrite=True)
     ready.send(2)
 
 
@@ -285,3 +355,132 @@ def test_kill_at_each_request(task: str, bucket: Bucket, server: ObjectServer, m
         if code == 0:
             break
     assert number > 8
+
+
+# --- servers of other authors -------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=[servers.ministack, servers.azurite], ids=["ministack", "azurite"])
+def theirs(request: Any) -> Iterator[Bucket]:
+    with request.param() as found:
+        bucket = Bucket(*found)
+        bucket.listed()  # the threads of obstore stay
+        yield bucket
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("conditions", ["on", "off"])
+@pytest.mark.parametrize("count", [3, 3_000_000, 12_000_000], ids=["small", "a part", "parts"])
+@pytest.mark.parametrize("ending", ["safetensors", "pt"])
+def test_servers_of_others(ending: str, count: int, conditions: str, theirs: Bucket) -> None:
+    name, options = f"{uuid.uuid4().hex}.{ending}", theirs.options | {"conditions": conditions}
+    path, taken = theirs / name, pytest.raises(aiockpt.CheckpointExistsError, match="overwrite=True")
+    with aiockpt.SyncCheckpointer(storage_options=options) as ckpt:
+        for version in (1, 2):
+            ckpt.save(state_of(version, count), path, overwrite=version == 2)
+            data = bytes_at(theirs, name)
+            read = safetensors_load(data) if ending == "safetensors" else torch.load(io.BytesIO(data))
+            assert torch.equal(read["x"], state_of(version, count)["x"])
+            assert version_at(theirs, name) == version
+            with taken:
+                ckpt.save(state_of(9, count), path)
+        with ckpt.open(path) as reader:
+            assert torch.equal(reader.read("x", slice(1, 3)), state_of(2, 3)["x"][1:3])
+        assert theirs.listed() == [name]
+        ckpt.delete(path)
+        assert theirs.listed() == []
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("count", [3, 3_000_000], ids=["one request", "parts"])
+def test_of_two_writers_on_servers_of_others_exactly_one_wins(count: int, theirs: Bucket) -> None:
+    with theirs.checkpointer(**PARTS) as one, theirs.checkpointer(**PARTS) as other, ThreadPoolExecutor(2) as threads:
+        for number in range(10):
+            check_race(theirs / f"run/{number}.safetensors", count, one, other, threads)
+        for number in range(10):
+            one.delete(theirs / f"run/{number}.safetensors")
+    assert theirs.listed() == []
+
+
+# --- claims -----------------------------------------------------------------------------------------------
+
+CLAIM = "PUT .*/m.safetensors/.metadata$"
+COMPLETE = "POST .*uploadId"
+
+
+def ticket_of(owner: str) -> str:
+    """Return the ticket of a process that is dead, lives, or is on another host."""
+    here = this_process()
+    assert here is not None
+    other = {"dead": {"start": 1}, "alive": {}, "elsewhere": {"machine": "b" * 10, "space": "b" * 10}}[owner]
+    return f".aiockpt-{replace(here, **other)}.{'0' * 16}"
+
+
+@pytest.mark.parametrize("owner", ["dead", "alive", "elsewhere"])
+@pytest.mark.parametrize("tomb", ["put", "parts", "delete"])
+def test_how_long_a_tombstone_holds(tomb: Tomb, owner: str, bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = bucket.storage()
+    objects, path, key = storage.objects, bucket / "m.safetensors", "m.safetensors/.metadata"
+    objects.put(key, encode_tomb(tomb, ticket_of(owner)))
+    assert storage.record(path) is None
+    begun = storage.record(path, deleted=True)
+    assert storage.is_going(begun) == ((tomb, owner) != ("put", "dead"))
+    if owner == "dead":  # long before it is void for others
+        monkeypatch.setattr("aiockpt.storage.objects.cleaning.IN_FLIGHT_S", 10.0)
+        while storage.is_going(begun):
+            time.sleep(0.01)
+        assert objects.now("") - begun.modified < held_s(tomb, "unknown")[0]
+    monkeypatch.setattr("aiockpt.storage.objects.cleaning.IN_FLIGHT_S", 0.0)
+    assert not storage.is_going(begun)
+    storage.clean_up(bucket.url)
+    assert bucket.listed() == []
+
+
+def test_nobody_waits_for_a_small_file_of_a_killed_process(bucket: Bucket, server: ObjectServer) -> None:
+    """Its request has a condition, so it fails if it comes late."""
+    for number in (1, 2):
+        rule = lambda pid: Rule("PUT .*/m.safetensors$", kill=pid)  # noqa: E731
+        assert _killed(bucket, server, "small", rule) == (-signal.SIGKILL, False)
+        assert "m.safetensors/.metadata" in bucket.listed()
+        with bucket.checkpointer() as ckpt:
+            ckpt.save(state_of(number, 3), bucket / "m.safetensors", overwrite=True)
+        assert version_at(bucket, "m.safetensors") == number
+        assert [key for key in bucket.listed() if "/.aiockpt" not in f"/{key}" and "aiockpt-" not in key] == [
+            "m.safetensors"
+        ]
+
+
+def test_claim_is_renewed_as_long_as_the_store_takes_to_answer(
+    bucket: Bucket, server: ObjectServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("aiockpt.storage.objects.cleaning.RENEW_S", 0.05)
+    server.rules(Rule(COMPLETE, status=500, hang_s=1.0))
+    with bucket.checkpointer(**PARTS) as ckpt:
+        ckpt.save(state_of(1), bucket / "m.safetensors")
+    renewed = [line for line in server.log if re.search(CLAIM, line)]
+    assert len(renewed) > 2
+    assert version_at(bucket, "m.safetensors") == 1
+    assert bucket.listed() == ["m.safetensors"]
+
+
+@pytest.mark.parametrize("how", ["lost", "late"])
+def test_writer_whose_claim_is_not_renewed_calls_its_request_off(
+    how: str, bucket: Bucket, server: ObjectServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"cleaning.RENEW_S": 0.05, "cleaning.FENCE_S": 0.5, "obstore._STOP_S": 0.1}.items():
+        monkeypatch.setattr(f"aiockpt.storage.objects.{name}", value)
+    monkeypatch.setattr("aiockpt.storage.objects.obstore._HASTY_S", 1)
+    refusals = [Rule(CLAIM, first=2, count=10**6, status=400)] if how == "late" else []
+    server.rules(Rule(COMPLETE, count=10**6, status=500, hang_s=60.0), *refusals)
+    with bucket.checkpointer(**PARTS) as ckpt:
+        save = ckpt.submit(state_of(1), bucket / "m.safetensors")
+        while not any(re.search(COMPLETE, line) for line in server.log):
+            time.sleep(0.01)
+        other = encode_tomb("delete", new_ticket())
+        if how == "lost":
+            bucket.storage().objects.put("m.safetensors/.metadata", other)
+        with pytest.raises(aiockpt.CommitUncertainError, match=r"not known whether .* not be renewed"):
+            save.written.result(60)
+    assert how != "lost" or bytes_at(bucket, "m.safetensors/.metadata") == other
+    assert "m.safetensors" not in bucket.listed()
+    server.clear()  # with the upload that was given up

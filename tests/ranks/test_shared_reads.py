@@ -8,8 +8,9 @@ import io
 import logging
 import os
 import signal
+import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,14 @@ import torch
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import aiockpt
-from aiockpt.coordination.wires import Wire
+from aiockpt.coordination.wires import Arena, MemoryWire, Wire, Wires
+from aiockpt.core.threads import Workers
+from aiockpt.engine.facade import EngineAccess
 from aiockpt.errors import LoadError
+from aiockpt.planning.collective.sharing import CELL_BYTES, Cell, Share
+from aiockpt.reading import sharing
+from aiockpt.reading.decoded import DecodedSource, Held
+from aiockpt.reading.sharing import DeviceJob, SharedReads
 from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.storage.wrapper import WrapperStorage
 from tests.ranks.world import RankFailure, World, mesh_of
@@ -317,31 +324,86 @@ def test_damage_is_found_by_all_ranks(compress: str | None, world3: World, tmp_p
         assert "not match their CRC" in outcome.text
 
 
-async def load_cancelled(rank: int, world_size: int, path: Path) -> str:
-    """Cancel the load of rank 1 while it reads."""
+async def load_cancelled(rank: int, world_size: int, path: Path) -> tuple[str, int]:
+    """Cancel the load of rank 1 while it reads; return the error, and how many bytes this rank has read until then."""
     reached, go = threading.Event(), threading.Event()
 
     def wait() -> None:
         reached.set()
         go.wait(30)
 
-    async with aiockpt.AsyncCheckpointer(storage=Failing(wait if rank == 1 else None), coordination_timeout=30) as ckpt:
+    async def nothing(_: Any) -> None:
+        pass
+
+    storage = Failing(wait if rank == 1 else None)
+    async with aiockpt.AsyncCheckpointer(storage=storage, coordination_timeout=30) as ckpt:
         state = state_of(0.0)
-        loading = asyncio.ensure_future(ckpt.load(path, state, share=True))
-        if rank == 1:
-            await asyncio.to_thread(reached.wait, 30)
-            loading.cancel()
-            go.set()
-        try:
-            await loading
-        except (asyncio.CancelledError, aiockpt.AiockptError) as exc:
-            text = f"{type(exc).__name__} {exc}"
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sharing, "_MOST_READ_NEAR", 1)
+            loading = asyncio.ensure_future(ckpt.load(path, state, share=True))
+            if rank == 1:
+                await asyncio.to_thread(reached.wait, 30)
+                loading.cancel()
+                await asyncio.sleep(0)
+                await EngineAccess(ckpt).call(nothing, "nothing").wait()  # by then the engine has cancelled it
+                go.set()
+            try:
+                await loading
+            except (asyncio.CancelledError, aiockpt.AiockptError) as exc:
+                text = f"{type(exc).__name__} {exc}"
+        nbytes = storage.nbytes
         await ckpt.load(path, state, share=True)
         assert equal(state, state_of(3.0))
-        return text
+        return text, nbytes
 
 
 def test_cancelled_rank_fails_all(saved: Path, world3: World) -> None:
-    texts = world3.results(load_cancelled, saved)
+    texts, nbytes = zip(*world3.results(load_cancelled, saved), strict=True)
     assert texts[1].startswith("CancelledError")
     assert all("LoadError rank 1: the load of" in text and "was cancelled" in text for text in (texts[0], texts[2]))
+    assert nbytes[1] <= CELL_BYTES  # it ends with what was being read
+
+
+class OnDevice:
+    """A placer for a device, which is done when the rank that has sent the bytes has left."""
+
+    def __init__(self, leave: Callable[[], None]) -> None:
+        self._leave = leave
+        self.placed: list[bytes] = []
+
+    def place(self, held: Held, jobs: Sequence[DeviceJob]) -> list[DeviceJob]:
+        return list(jobs)
+
+    async def place_on_devices(self, held: Held, jobs: Sequence[DeviceJob]) -> None:
+        self.placed.append(bytes(held.view))
+        self._leave()
+
+    def finish(self, job: Any) -> None:
+        raise AssertionError("no job is for host memory")
+
+
+@pytest.mark.asyncio
+async def test_rank_that_leaves_while_a_device_copies_fails_nothing(saved: Path) -> None:
+    """What it has sent is there; it need not be told that it is no longer used."""
+    ours, theirs = socket.socketpair()
+    wire, sender = MemoryWire(ours, 5.0), MemoryWire(theirs, 5.0)
+    wires, arena = Wires(1, 5.0), Arena(4096, is_shared=True)
+    workers = Workers(2, "aiockpt-test")
+    wires.inbound[0] = wire
+    arena.view[:5] = b"bytes"
+    cell = Cell(0, "__0_0.distcp", 0, 0)
+    share = Share(7, (cell,), 0, 5, 0, ((1, 0, 5),))
+    source = DecodedSource(await LocalStorage().open(str(saved), workers=workers), str(saved))
+    reads = SharedReads(1, {cell: share}, wires, source, workers)
+    placer = OnDevice(sender.close)
+    try:
+        sender.announce(7, 5, arena, 0)
+        jobs: Any = {cell: [(torch.device("meta"), None)]}
+        await reads.run(0, jobs, placer)
+        assert (placer.placed, jobs) == ([b"bytes"], {})
+    finally:
+        reads.close()
+        wire.close()
+        arena.close()
+        source.close()
+        workers.close()

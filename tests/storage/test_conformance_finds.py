@@ -18,11 +18,10 @@ from aiockpt.storage.local import storage as local_storage
 from aiockpt.storage.local import transaction as local_transaction
 from aiockpt.storage.local.belonging import remove
 from aiockpt.storage.local.entries import LocalListing
-from aiockpt.storage.local.resuming import ResumableTransaction
 from aiockpt.storage.local.sink import LocalPartSink, LocalSink
 from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.storage.local.temp_dir import sweep
-from aiockpt.storage.local.transaction import JoinedTransaction, LocalTransaction
+from aiockpt.storage.local.transaction import JoinedTransaction, LocalTransaction, ResumableTransaction
 from aiockpt.testing import StorageConformance
 from tests.storage import memory_storage
 from tests.storage.memory_storage import MemoryStorage

@@ -195,6 +195,17 @@ def test_server_that_is_not_there_is_an_error(tmp_path: Path) -> None:
             ckpt.delete(url, storage=storage)
 
 
+@pytest.mark.asyncio
+async def test_object_is_finished_while_its_last_part_ends(objects: ServerClient, workers: Workers) -> None:
+    """The part leaves the set of those that are sent after `finish` has begun, and before that waits."""
+    sink, is_free = objects.sink("o", None, workers), asyncio.Event()
+    await sink.write(memoryview(b"data"), is_free.set)
+    await is_free.wait()
+    await sink.finish()
+    assert objects.get("o")[1] == b"data"
+    objects.delete(["o"])
+
+
 # --- publishing, and discarding -------------------------------------------------------------------------
 
 

@@ -38,7 +38,6 @@ from aiockpt.storage.local.commit import check_free, look_at, make_parents, remo
 from aiockpt.storage.local.directories import LocalDirectories
 from aiockpt.storage.local.orphans import OrphanCleaner, clean
 from aiockpt.storage.local.replacing import ask_file_system, complete, explained, remove_record, stand_in
-from aiockpt.storage.local.resuming import ResumableTransaction
 from aiockpt.storage.local.retries import DEFAULT_RETRIES, Repeater, Retries, check_retries, write_errors
 from aiockpt.storage.local.source import open_source
 from aiockpt.storage.local.temp_dir import (
@@ -53,7 +52,7 @@ from aiockpt.storage.local.temp_dir import (
     read_ticket,
     this_process,
 )
-from aiockpt.storage.local.transaction import JoinedTransaction, LocalTransaction, WritePolicy
+from aiockpt.storage.local.transaction import JoinedTransaction, LocalTransaction, ResumableTransaction, WritePolicy
 from aiockpt.storage.syscalls import Identity, identity, open_directory, rename_noreplace
 
 if TYPE_CHECKING:

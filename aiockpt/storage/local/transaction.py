@@ -8,10 +8,13 @@ from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, NoReturn, ParamSpec, TypeVar
+
+from isal.isal_zlib import crc32
 
 from aiockpt.core.threads import SHORT_BYTES, Workers, outlast
 from aiockpt.errors import CommitError, WriteError
+from aiockpt.format.manifest.manifest import FileFacts
 from aiockpt.format.names import OPEN_MARK, SINGLE_NAME
 from aiockpt.storage.base import Document, FileSink, PartSink, SharedTransaction, Stamp, Status
 from aiockpt.storage.local.belonging import OtherThingsError, remove
@@ -23,18 +26,18 @@ from aiockpt.storage.local.commit import (
     remove_own,
     sync_directory,
 )
-from aiockpt.storage.local.folder import seal
+from aiockpt.storage.local.entries import open_regular
 from aiockpt.storage.local.replacing import complete, is_between, remove_record
-from aiockpt.storage.local.retries import Repeater, write_errors
+from aiockpt.storage.local.retries import Repeater, sync_fd, write_errors
 from aiockpt.storage.local.sink import LocalPartSink, LocalSink, NewFile, write_small
 from aiockpt.storage.local.temp_dir import REPLACED, Hold, read_sidecar, sizes_in, sweep, write_sidecar
 from aiockpt.storage.syscalls import Identity, identity
 
 if TYPE_CHECKING:
-    from aiockpt.format.manifest.manifest import FileFacts
     from aiockpt.storage.local.orphans import OrphanCleaner
 
 _NO_DOCUMENTS: Mapping[str, Document] = MappingProxyType({})
+_STEP_BYTES = 1 << 20
 _BY_HAND = "; remove it by hand"
 
 P = ParamSpec("P")
@@ -325,3 +328,105 @@ class JoinedTransaction(LocalTransaction):
         for sink in self._sinks:
             await sink.close()
         await self.release()
+
+
+# --- a copy that the next process can go on with -------------------------------------------------------
+
+
+class ResumableTransaction(LocalTransaction):
+    """A copy that this process has begun, or goes on with.
+
+    A file may have its size before it has its bytes. So a sidecar file says of each that it is whole, once durable.
+    """
+
+    async def create(self, name: str, nbytes: int | None) -> FileSink:
+        await self._forget(name)  # a document may be there of an earlier attempt
+        return _MarkingSink(self, name, nbytes or 0, await super().create(name, nbytes))
+
+    async def whole_files(self) -> Mapping[str, int]:
+        whole: dict[str, int] = {}
+        for name, size in (await self.sizes()).items():
+            if await self.get_sidecar(mark_of(name)) == _text_of(size):
+                whole[name] = size
+            else:
+                await self._forget(name)
+        return whole
+
+    async def _forget(self, name: str) -> None:
+        await self.delete_sidecar(mark_of(name))
+        await self._remove(os.path.join(self._hidden, name))
+
+    async def commit(self, documents: Mapping[str, Document] = _NO_DOCUMENTS) -> None:
+        # Before: the directory may be exchanged for that of an older checkpoint, of which nothing is whole.
+        for name in await self.sizes():
+            await self.delete_sidecar(mark_of(name))
+        await super().commit(documents)
+
+    async def suspend(self) -> None:
+        await outlast(self._suspend())
+
+    async def _suspend(self) -> None:
+        for sink in self._sinks:
+            await sink.close()
+        await self.release()
+
+    async def _abort(self) -> None:
+        for name in await self.sizes():
+            await self.delete_sidecar(mark_of(name))
+        await super()._abort()
+
+
+class _MarkingSink(FileSink):
+    def __init__(self, transaction: ResumableTransaction, name: str, nbytes: int, inner: FileSink) -> None:
+        self._transaction, self._name, self._nbytes, self._inner = transaction, name, nbytes, inner
+
+    async def write(self, view: memoryview, free: Callable[[], object] = lambda: None) -> None:
+        await self._inner.write(view, free)
+
+    async def finish(self) -> None:
+        await self._inner.finish()
+        await self._transaction.put_sidecar(mark_of(self._name), _text_of(self._nbytes))
+
+
+def mark_of(name: str) -> str:
+    """Return the name of the sidecar file that says of a file that it is whole."""
+    return f"whole-{crc32(os.fsencode(name)):08x}"
+
+
+def _text_of(nbytes: int) -> bytes:
+    return f"{nbytes}.".encode()  # with an end, so that none is the beginning of another
+
+
+# --- what others have put into the temporary directory, beside the files of its transaction ---------------
+
+
+def seal(directory: str, known: Container[str] | None, *, fsync: bool) -> dict[str, FileFacts]:
+    """Make everything below a directory durable; return the facts of the files whose names are not known. Blocks.
+
+    ``known``: None if no facts are of interest, and nothing is read.
+    """
+    facts: dict[str, FileFacts] = {}
+    for folder, _, names in os.walk(directory, onerror=_fail):
+        for name in names:
+            path = os.path.join(folder, name)
+            relative = os.path.relpath(path, directory)
+            if relative != OPEN_MARK and (known is None or relative not in known):
+                found = _seal_file(path, reads=known is not None, fsync=fsync)
+                facts |= {} if known is None else {relative: found}
+        if fsync:
+            sync_directory(folder)
+    return facts
+
+
+def _seal_file(path: str, *, reads: bool, fsync: bool) -> FileFacts:
+    with open(open_regular(path, flags=os.O_NOFOLLOW), "rb", buffering=0) as file:
+        nbytes = crc = 0
+        while reads and (piece := file.read(_STEP_BYTES)):
+            nbytes, crc = nbytes + len(piece), crc32(piece, crc)
+        if fsync:
+            sync_fd(file.fileno())
+    return FileFacts(nbytes, crc)
+
+
+def _fail(error: OSError) -> NoReturn:
+    raise error

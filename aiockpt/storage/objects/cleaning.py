@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from aiockpt.format.names import HIDDEN
 from aiockpt.storage.local.temp_dir import Liveness, liveness, read_ticket, this_process
 
+if TYPE_CHECKING:
+    from aiockpt.storage.objects.commit import Tomb
+
 IN_FLIGHT_S = 300.0
 """No request of a dead process arrives later: longer than a client sends one again and again."""
+RENEW_S = 10.0
+"""How often the writer of a single object renews its claim."""
+FENCE_S = 25.0
+"""So long after it was renewed last, the writer calls off what it has sent: others wait longer, see `held_s`."""
 _MARK = HIDDEN[1:]
 
 Action = Literal["keep", "discard", "remove"]
@@ -44,6 +52,23 @@ def decide(state: str, age_s: float, owners: Liveness, *, is_old: bool, grace_s:
     wait_s = {"publish": max(in_flight_s, grace_s), "replaced": grace_s}.get(state, 0.0)
     is_over = is_left if state in ("publish", "") else state != "aside"
     return "remove" if is_over and age_s >= wait_s else "keep"
+
+
+def held_s(tomb: Tomb, owner: Liveness) -> tuple[float, float]:
+    """Return how long a tombstone keeps others from publishing: since it was written, and since its owner was dead.
+
+    ======  ==============================================================  ==================  ==================
+    tomb    the owner is about to send                                      since it was        since the owner
+                                                                            written, or         was found dead
+                                                                            renewed
+    ======  ==============================================================  ==================  ==================
+    put     an object in one request, under a condition: late, it fails     60 s                0 s
+    parts   the end of an upload in parts, and meanwhile renews the claim   60 s                30 s
+    delete  a deletion, again and again if the store does not answer        300 s               30 s
+    ======  ==============================================================  ==================  ==================
+    """
+    written_s = IN_FLIGHT_S if tomb == "delete" else IN_FLIGHT_S / 5
+    return written_s, math.inf if owner != "dead" else 0.0 if tomb == "put" else IN_FLIGHT_S / 10
 
 
 # --- tokens, and the processes that write below them ------------------------------------------------------

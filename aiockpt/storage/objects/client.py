@@ -39,9 +39,11 @@ class ObjectSink(FileSink):
 
     Attributes:
         nbytes: how much was written.
+        is_conditional: `appear` sends one request, which fails if the object is not the one that was expected.
     """
 
     nbytes: int = 0
+    is_conditional: bool = False
 
     @abstractmethod
     async def stop(self) -> None:

@@ -7,7 +7,7 @@ import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from isal.isal_zlib import crc32
 
@@ -26,6 +26,10 @@ TAIL_BYTES = 256 << 10  # usually all but the metadata
 # `aiockpt.format.dcp.metadata_opcodes`, or of protocol 2.
 _TEXT = rb"(?P<kind>\x8c.|X.{4})%b(?P<name>__[0-9]+(?:_[0-9]+)+\.distcp)(?=[qr])"
 _FILE = re.compile(_TEXT % b"", re.DOTALL)
+_TOMB, _TICKET_BYTES = b"aiockpt: deleted ", 85
+TOMB_BYTES = len(_TOMB) + len("delete ") + _TICKET_BYTES
+
+Tomb = Literal["put", "parts", "delete"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +44,8 @@ class Commit:
         replaces: the token of what it has replaced.
         key: of the commit object.
         stamp: of the commit object, as `modified` and `tail`, its last bytes, and `size`.
+        tomb: which request its owner is about to send; None of a checkpoint.
+        ticket: of that owner.
     """
 
     token: str
@@ -52,11 +58,36 @@ class Commit:
     modified: float = 0.0
     size: int = 0
     tail: bytes = field(default=b"", repr=False)
+    tomb: Tomb | None = None
+    ticket: str = ""
 
     @property
     def sizes(self) -> dict[str, int]:
         """The sizes of all files, by name."""
         return {**self.files, **{name: place[2] for name, place in self.documents.items()}}
+
+
+def encode_tomb(kind: Tomb, ticket: str) -> bytes:
+    """Return a tombstone, all of the same size; a new ticket makes it differ from all others."""
+    return _TOMB + f"{kind:<6} {ticket:<{_TICKET_BYTES}}".encode()
+
+
+def decode_tomb(data: bytes, given: Mapping[str, Any]) -> Commit | None:
+    """Return what a tombstone says; None if it is none."""
+    if len(data) != TOMB_BYTES or not data.startswith(_TOMB):
+        return None
+    kind, ticket = data.removeprefix(_TOMB).decode().split()
+    return Commit("", tomb=kind, ticket=ticket, **given)  # type: ignore[arg-type] # as it was written
+
+
+@dataclass(slots=True)
+class Claim:
+    """The tombstone of this process, at a key; it is renewed, and may be lost to another process."""
+
+    key: str
+    tomb: Tomb
+    stamp: Stamp
+    is_lost: bool = False
 
 
 def encode_commit(

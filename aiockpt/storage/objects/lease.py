@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 LEASE_NAME = ".aiockpt.lease"
 RENEW_S = 30.0
 STALE_S = 120.0
+_RELEASE_S = 2.0  # for the store to answer when a manager is closed; after that a thread goes on waiting for it
 
 logger = logging.getLogger("aiockpt")
 
@@ -95,10 +96,16 @@ class ObjectLease(RunLease):
         if pid != os.getpid():
             return
         self._ended.set()
+        freeing = threading.Thread(target=self._free, name="aiockpt-lease", daemon=True)
+        with contextlib.suppress(RuntimeError):  # the interpreter ends
+            freeing.start()
+            freeing.join(_RELEASE_S)
+        if self._thread is not threading.current_thread():
+            self._thread.join(0.0 if freeing.is_alive() else None)
+
+    def _free(self) -> None:
         with self._lock, contextlib.suppress(OSError):  # it stays, and names a process that is dead soon
             self._put(self._stamp, ticket="")
-        if self._thread is not threading.current_thread():
-            self._thread.join()
 
     def __del__(self) -> None:
         if hasattr(self, "_thread"):

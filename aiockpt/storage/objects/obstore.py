@@ -27,7 +27,7 @@ from aiockpt.core.threads import outlast
 from aiockpt.errors import AiockptError, WriteError
 from aiockpt.storage.objects.client import ConditionError, NotSentError, ObjectClient, ObjectFacts, ObjectSink
 from aiockpt.storage.objects.storage import ObjectStorage
-from aiockpt.storage.objects.transaction import errors
+from aiockpt.storage.remote import errors
 
 try:
     import obstore
@@ -426,6 +426,10 @@ class _Upload(ObjectSink):
             finally:
                 for _ in range(free):
                     self._slots.release()
+
+    @property
+    def is_conditional(self) -> bool:  # type: ignore[override] # once it is finished
+        return self._sending is None and self._client._conditions
 
     async def appear(self, only_if: Stamp) -> None:
         if self._sending is None:  # small enough for one request

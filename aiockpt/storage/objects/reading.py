@@ -2,35 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from aiockpt.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError
 from aiockpt.format.names import METADATA_NAME
-from aiockpt.storage.base import Listing, LookBudget, Seen, Source, Stamp
 from aiockpt.storage.objects.cleaning import ticket_of
 from aiockpt.storage.objects.client import ConditionError, ObjectFacts
 from aiockpt.storage.objects.commit import COMMIT_NAME, FILES, Commit, original
 from aiockpt.storage.objects.lease import LEASE_NAME
-from aiockpt.storage.objects.transaction import errors
+from aiockpt.storage.remote import RemoteListing, show
 
 if TYPE_CHECKING:
+    from aiockpt.storage.base import LookBudget, Seen, Stamp
     from aiockpt.storage.objects.storage import ObjectStorage
 
-_STEP_BYTES = 1 << 20
 _WHOLE_BYTES = 64 << 20  # of a document that is read at once
 
 
-class ObjectListing(Listing):
+class ObjectListing(RemoteListing):
     """A checkpoint, or what is below a path."""
 
     def __init__(self, storage: ObjectStorage, path: str, budget: LookBudget) -> None:
-        self.path, self.storage, self._budget = path, storage, budget
-        self.files, self.folders, self.others = {}, [], []
+        super().__init__(path, budget)
+        self.storage = storage
         self.keys: dict[str, tuple[str, Stamp | None]] = {}  # of the files; and a stamp, if an object may be replaced
         self.documents: dict[str, tuple[Commit, str]] = {}  # the other files, and their names there
-        self.is_file = False
-        self.changed_s, self.stamp = 0.0, ""
         commit, inside = storage.record(path), ""
         is_found = commit is not None or ("." in storage.split(path)[1] and self._find_object())
         if not is_found and not self._list_objects(storage.key(path)):
@@ -88,21 +84,22 @@ class ObjectListing(Listing):
                 self.keys[shown] = f"{commit.token}{FILES}{name}", None
 
     def list_below(self) -> None:
-        if self.documents or self.is_file:  # of a checkpoint everything is known
-            return
-        for name in self.folders:
-            if self._budget.is_spent:
-                return
-            path = self.storage.below(self.path, name)
-            before, commit = len(self.files), self.storage.record(path)
-            if commit is not None:
-                self._add(commit, above=f"{name}/")
-            else:
-                self._list_objects(self.storage.key(path), f"{name}/")
-            self._budget.left -= max(1, len(self.files) - before)
+        if not self.documents:  # of a checkpoint everything is known
+            super().list_below()
+
+    def list_folder(self, name: str) -> None:
+        path = self.storage.below(self.path, name)
+        if (commit := self.storage.record(path)) is not None:
+            self._add(commit, above=f"{name}/")
+        else:
+            self._list_objects(self.storage.key(path), f"{name}/")
+
+    def is_replaced(self, exc: OSError) -> bool:
+        if isinstance(exc, FileNotFoundError):
+            return self.storage.stamp(self.path) != self.stamp
+        return isinstance(exc, ConditionError)
 
     def read(self, name: str, runs: Sequence[tuple[int, int]], view: memoryview, seen: Seen | None = None) -> int:
-        """Fill a view with runs of a file's bytes; return how many there are. Raise OSError."""
         if name not in self.documents:
             key, stamp = self.keys.get(name, (name, None))
             return self.storage.objects.read(key, runs, view, seen, stamp)
@@ -112,16 +109,8 @@ class ObjectListing(Listing):
             data = memoryview(self.storage.document(commit, own, offset, length))
             view[at : at + len(data)] = data
             at += len(data)
-        if seen is not None:
-            for begin in range(0, at, _STEP_BYTES):
-                seen(view[begin : min(at, begin + _STEP_BYTES)])
+        show(view[:at], seen)
         return at
-
-    def fetch(self, name: str, offset: int, length: int) -> bytes:
-        data = bytearray(max(0, min(length, self.files.get(name, offset) - offset)))
-        if name not in self.files:
-            raise FileNotFoundError(f"{self.path}/{name} is not there")
-        return bytes(data[: self.read(name, [(offset, len(data))], memoryview(data))]) if data else b""
 
 
 class Documents:
@@ -153,43 +142,3 @@ class Documents:
         except ConditionError as exc:
             raise FileNotFoundError(f"{commit.key} was replaced") from exc
         return bytes(data[:count])
-
-
-class ObjectSource(Source):
-    """The files of a listing. What has replaced them meanwhile is never read."""
-
-    gap_bytes = 1 << 20  # a request takes as long as so many bytes
-    most_reads = 32  # each waits for an answer most of the time
-    is_remote = True
-
-    def __init__(self, listing: ObjectListing) -> None:
-        self._listing, self._is_closed = listing, False
-
-    @property
-    def files(self) -> Mapping[str, int]:
-        return self._listing.files
-
-    def read(self, name: str, offset: int, view: memoryview, seen: Seen | None = None) -> None:
-        self._read(name, [(offset, len(view))], view, seen)
-
-    def read_runs(self, name: str, runs: Sequence[tuple[int, int]], view: memoryview) -> None:
-        self._read(name, runs, view)
-
-    def _read(self, name: str, runs: Sequence[tuple[int, int]], view: memoryview, seen: Seen | None = None) -> None:
-        path, nbytes = self._listing.path, self._listing.files.get(name)
-        if self._is_closed:
-            raise LoadError(f"{path}/{name} was closed before it was read")
-        end = max((offset + length for offset, length in runs if length), default=0)
-        if nbytes is None or end > nbytes:
-            raise CorruptCheckpointError(f"{path}/{name} has {nbytes or 0} bytes, but {end} are needed")
-        with errors(LoadError, f"read {path}/{name}"):
-            try:
-                if self._listing.read(name, runs, view, seen) < len(view):
-                    raise CorruptCheckpointError(f"{path}/{name} ends too early: it was truncated by other means")
-            except (FileNotFoundError, ConditionError) as exc:
-                if isinstance(exc, ConditionError) or self._listing.storage.stamp(path) != self._listing.stamp:
-                    raise CheckpointNotFoundError(f"{path} was replaced or deleted while it was read") from exc
-                raise CorruptCheckpointError(f"{path}/{name} is missing: it was removed by other means") from exc
-
-    def close(self) -> None:
-        self._is_closed = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import secrets
 import time
 from collections import defaultdict
@@ -11,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from aiockpt.errors import AiockptError, CheckpointNotFoundError, DeleteError, LoadError, SaveError, WriteError
+from aiockpt.errors import AiockptError, CheckpointNotFoundError, DeleteError, SaveError, WriteError
 from aiockpt.format.recognise import recognise
 from aiockpt.storage.base import (
     LeaseFacts,
@@ -29,6 +30,7 @@ from aiockpt.storage.objects import cleaning
 from aiockpt.storage.objects.cleaning import (
     Action,
     decide,
+    held_s,
     holders,
     liveness_of,
     owners_of,
@@ -40,24 +42,29 @@ from aiockpt.storage.objects.client import ConditionError, ObjectClient, ObjectF
 from aiockpt.storage.objects.commit import (
     COMMIT_NAME,
     TAIL_BYTES,
+    TOMB_BYTES,
+    Claim,
     Commit,
+    Tomb,
     decode_commit,
+    decode_tomb,
+    encode_tomb,
     facts_bytes,
     with_token,
 )
 from aiockpt.storage.objects.lease import LEASE_NAME, ObjectLease, owner_of
-from aiockpt.storage.objects.reading import Documents, ObjectListing, ObjectSource
-from aiockpt.storage.objects.transaction import ObjectTransaction, entered, errors, is_taken
+from aiockpt.storage.objects.reading import Documents, ObjectListing
+from aiockpt.storage.objects.transaction import ObjectTransaction, entered, is_taken
+from aiockpt.storage.remote import errors, open_remote
 
 if TYPE_CHECKING:
     from aiockpt.core.threads import Workers
 
-_TOMB = b"aiockpt: deleted "
-_TOMB_BYTES = len(_TOMB) + 16
 _MOST_FREE = 10_000  # paths that are remembered
 _given_up: set[str] = set()  # tokens of this process, as URLs
 _ATTEMPTS = 8  # of a claim
 _PAUSE_S = 0.05
+_MOST_PAUSE_S = 1.0
 
 
 class ObjectStorage(SharedStorage):
@@ -72,7 +79,7 @@ class ObjectStorage(SharedStorage):
             process at a time may write to a path, or delete.
     """
 
-    traits = Traits()
+    traits = Traits(removal_s=2.0)  # if the store does not answer, a thread can't be interrupted
 
     def __init__(self, root: str, objects: ObjectClient, *, grace_s: float = 600.0, conditions: str = "on") -> None:
         if conditions not in ("on", "off"):
@@ -82,6 +89,7 @@ class ObjectStorage(SharedStorage):
         self._is_checked = conditions == "off"
         self._free: dict[str, None] = {}  # paths above others that are no checkpoints
         self._documents = Documents()
+        self._found_dead: dict[Stamp, float] = {}  # tombstones, and when their owners were
 
     def resolve(self, path: str) -> str:
         names = [name for name in path.removeprefix(self._root).split("/") if name not in ("", ".")]
@@ -103,8 +111,8 @@ class ObjectStorage(SharedStorage):
             return None
         facts, tail = found
         given: dict[str, Any] = {"key": key + COMMIT_NAME, "stamp": facts.stamp, "modified": facts.modified}
-        if tail.startswith(_TOMB) and facts.size == _TOMB_BYTES:
-            return Commit("", **given) if deleted else None
+        if facts.size == TOMB_BYTES and (tomb := decode_tomb(tail, given)) is not None:
+            return tomb if deleted else None
         needed = facts_bytes(tail)
         if needed is None:
             return None
@@ -116,16 +124,21 @@ class ObjectStorage(SharedStorage):
 
     def is_gone(self, key: str, name: str, facts: ObjectFacts) -> bool:
         """Return whether an object is the commit of a checkpoint that is being deleted."""
-        if name != COMMIT_NAME or facts.size != _TOMB_BYTES:
+        if name != COMMIT_NAME or facts.size != TOMB_BYTES:
             return False
-        return (self.objects.get(key + name) or (facts, _TOMB))[1].startswith(_TOMB)
+        found = self.objects.get(key + name)
+        return found is None or decode_tomb(found[1], {}) is not None
 
     def is_going(self, commit: Commit | None) -> bool:
-        """Return whether the commit object is deleted just now; not if who does that has died."""
-        if commit is None or commit.token:
+        """Return whether a tombstone is there that keeps others from publishing; see `held_s`."""
+        if commit is None or commit.tomb is None:
             return False
+        written_s, dead_s = held_s(commit.tomb, liveness_of([commit.ticket]))
+        if dead_s < math.inf:
+            now_s = time.monotonic()
+            dead_s -= now_s - self._found_dead.setdefault(commit.stamp, now_s)
         prefix = commit.key.removesuffix(COMMIT_NAME)
-        return self.objects.now(prefix) - commit.modified < cleaning.IN_FLIGHT_S
+        return dead_s > 0 and self.objects.now(prefix) - commit.modified < written_s
 
     def above(self, path: str) -> tuple[Commit, str] | None:
         """Return the commit of a path above this one, and where this one is in that checkpoint."""
@@ -178,11 +191,11 @@ class ObjectStorage(SharedStorage):
                 )
         self._is_checked = True
 
-    def claim(self, path: str, check: Callable[[], None]) -> str:
-        """Take the right to write the object of a path, as its deletion would; return the key of the claim.
+    def claim(self, path: str, tomb: Tomb, check: Callable[[], None]) -> Claim:
+        """Take the right to write the object of a path, as its deletion would.
 
-        Until that is deleted, or so old that this process must be dead, nobody else publishes there. ``check`` is
-        called while another process has it, and raises to give up.
+        Until that is deleted, or void by `held_s`, nobody else publishes there. ``check`` is called while another
+        process has it, and raises to give up.
         """
         key = self.key(path) + COMMIT_NAME
         for attempt in itertools.count():
@@ -192,14 +205,12 @@ class ObjectStorage(SharedStorage):
                 raise is_taken(path)
             if not self.is_going(now):
                 try:
-                    tomb = _TOMB + secrets.token_hex(8).encode()
-                    self.objects.put_surely(key, tomb, "" if now is None else now.stamp)
+                    data = encode_tomb(tomb, new_ticket())
+                    return Claim(key, tomb, self.objects.put_surely(key, data, "" if now is None else now.stamp))
                 except ConditionError:
                     if now is None and attempt > _ATTEMPTS:  # an object that others have written
                         raise
-                else:
-                    return key
-            time.sleep(_PAUSE_S)
+            time.sleep(min(_MOST_PAUSE_S, _PAUSE_S * (1 + attempt)))
         raise AssertionError("unreachable")
 
     def object_of(self, path: str) -> Stamp:
@@ -222,9 +233,9 @@ class ObjectStorage(SharedStorage):
         """Delete the object of this very name; return whether there was one."""
         if not self.object_of(path):
             return False
-        claim = self.claim(path, lambda: None)
+        claim = self.claim(path, "delete", lambda: None)
         self.objects.delete([self.key(path)[:-1]])
-        self.objects.delete([claim])
+        self.objects.delete([claim.key])
         return True
 
     def give_up(self, token: str) -> None:
@@ -254,7 +265,7 @@ class ObjectStorage(SharedStorage):
         now_s: float | None = None
         for token, objects in tokens.items():
             commit = found.get(f"{_path_key(token)}{COMMIT_NAME}"[len(above) :])
-            if beside.count(_path_key(token)) == 1 and commit is not None and commit.size != _TOMB_BYTES:
+            if beside.count(_path_key(token)) == 1 and commit is not None and commit.size != TOMB_BYTES:
                 continue  # the checkpoint that is there has no other
             now_s = self.objects.now(token) if now_s is None else now_s
             facts, state = self.objects.get(f"{token}state") or (ObjectFacts(0, "", now_s), b"")
@@ -273,7 +284,7 @@ class ObjectStorage(SharedStorage):
             )
             left.append((token, facts.stamp, word, action))
         for name, facts in found.items():  # of deletions, or claims, whose processes have died
-            is_tomb = self.split("/" + name)[1] == COMMIT_NAME and facts.size == _TOMB_BYTES
+            is_tomb = self.split("/" + name)[1] == COMMIT_NAME and facts.size == TOMB_BYTES
             if is_tomb and not split_token(above + name)[0]:
                 self._clean_tomb(f"{self._root}/{(above + name).removesuffix(COMMIT_NAME)[:-1]}")
         removed = []
@@ -292,7 +303,7 @@ class ObjectStorage(SharedStorage):
 
     def _clean_tomb(self, path: str) -> None:
         now = self.record(path, deleted=True)
-        if now is not None and not now.token and not self.is_going(now):
+        if now is not None and now.tomb is not None and not self.is_going(now):
             with contextlib.suppress(ConditionError):
                 self._unpublish(now)
 
@@ -300,9 +311,9 @@ class ObjectStorage(SharedStorage):
         """Remove a commit object, if it still has this stamp; raise ConditionError.
 
         Not every store has conditional deletion. So the object is replaced before: from then on there is no checkpoint,
-        and nobody publishes one until it is gone, or so old that this process must be dead.
+        and nobody publishes one until it is gone, or void by `held_s`.
         """
-        self.objects.put_surely(commit.key, _TOMB + secrets.token_hex(8).encode(), commit.stamp)
+        self.objects.put_surely(commit.key, encode_tomb("delete", new_ticket()), commit.stamp)
         self.objects.delete([commit.key])
 
     # --- checkpoints ----------------------------------------------------------------------------------------
@@ -350,18 +361,7 @@ class ObjectStorage(SharedStorage):
         return await self.take_over(path, ticket, overwrite=True, workers=workers, stamp=None)
 
     async def open(self, path: str, *, workers: Workers) -> Source:
-        path = self.resolve(path)
-
-        def look() -> Source:
-            listing = ObjectListing(self, path, LookBudget())
-            listing.list_below()
-            return ObjectSource(listing)
-
-        with errors(LoadError, f"open {path}"):
-            try:
-                return await workers.run(look)
-            except FileNotFoundError as exc:
-                raise CheckpointNotFoundError(f"there is no checkpoint at {path}") from exc
+        return await open_remote(lambda path: ObjectListing(self, path, LookBudget()), self.resolve(path), workers)
 
     async def delete(self, path: str, *, workers: Workers) -> None:
         path = self.resolve(path)

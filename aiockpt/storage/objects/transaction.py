@@ -7,7 +7,7 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -23,9 +23,11 @@ from aiockpt.errors import (
 )
 from aiockpt.storage.base import Document, FileSink, SharedTransaction, Stamp, Status
 from aiockpt.storage.local.temp_dir import new_ticket, read_ticket, this_process
+from aiockpt.storage.objects import cleaning
 from aiockpt.storage.objects.cleaning import token_name
 from aiockpt.storage.objects.client import ConditionError, NotSentError, ObjectSink
-from aiockpt.storage.objects.commit import COMMIT_NAME, FILES, Commit, encode_commit
+from aiockpt.storage.objects.commit import COMMIT_NAME, FILES, Claim, Commit, Tomb, encode_commit, encode_tomb
+from aiockpt.storage.remote import errors
 
 if TYPE_CHECKING:
     from aiockpt.core.threads import Workers
@@ -39,17 +41,6 @@ _One = TypeVar("_One")
 _Other = TypeVar("_Other")
 
 logger = logging.getLogger("aiockpt")
-
-
-@contextlib.contextmanager
-def errors(kind: type[AiockptError], task: str) -> Iterator[None]:
-    """Raise errors of the store as ``kind``."""
-    try:
-        yield
-    except AiockptError:
-        raise
-    except OSError as exc:
-        raise kind(f"can't {task}: {exc}") from exc
 
 
 async def entered(
@@ -98,6 +89,7 @@ class ObjectTransaction(SharedTransaction):
     _over: bool = False
     _revoked: bool = False
     _is_sent: bool = False  # the commit object
+    _may_appear: bool = False  # it may have been sent before this took part
 
     def __post_init__(self) -> None:
         found = read_ticket(self.ticket)
@@ -137,7 +129,7 @@ class ObjectTransaction(SharedTransaction):
         if found is not None and self._joins and not found[1].startswith(b"open"):
             raise WriteError(f"the save of {self._path} that has written {self._token} has ended")
         if found is not None:
-            self.stamp = stamp or found[0].stamp
+            self.stamp, self._may_appear = stamp or found[0].stamp, found[1].startswith(b"publish")
             if found[1].startswith(b"open") and found[0].stamp != self.stamp:
                 raise WriteError(f"{self._token} is that of another save by now, so it can't be taken over")
             self._is_held = True
@@ -234,8 +226,9 @@ class ObjectTransaction(SharedTransaction):
         """Make the object appear while nobody else may publish at the path."""
         key, run = self._key[:-1], self._workers.run
         await run(self._to_publish)
-        claim = await run(self._storage.claim, self._path, self._check_revoked)
-        gone = [claim]
+        tomb: Tomb = "put" if sink.is_conditional else "parts"
+        claim = await run(self._storage.claim, self._path, tomb, self._check_revoked)
+        gone = [claim.key]
         try:
             before = await run(self._objects.facts, key)
             if before is not None and not self._overwrite:
@@ -243,7 +236,7 @@ class ObjectTransaction(SharedTransaction):
             only_if = before.stamp if before else ""
             try:
                 self._check_revoked()
-                await sink.appear(only_if)
+                await self._appear(sink, only_if, claim)
             except NotSentError as exc:
                 raise CommitError(f"can't write {self._path}: {exc}") from exc
             except OSError as exc:
@@ -254,7 +247,25 @@ class ObjectTransaction(SharedTransaction):
             raise
         finally:
             with contextlib.suppress(OSError):  # a claim is void after a while, and a state is cleaned
-                await run(self._objects.delete, gone)
+                await run(self._objects.delete, gone[claim.is_lost :])
+
+    async def _appear(self, sink: ObjectSink, only_if: Stamp, claim: Claim) -> None:
+        """Send the last request. Meanwhile renew the claim; if that can't be done in time, call the request off."""
+        appearing, renewed = asyncio.ensure_future(sink.appear(only_if)), time.monotonic()
+        while not (await asyncio.wait([appearing], timeout=cleaning.RENEW_S))[0]:
+            begun, problem = time.monotonic(), None
+            try:
+                data = encode_tomb(claim.tomb, new_ticket())
+                claim.stamp = await self._workers.run(self._objects.hasty.put_surely, claim.key, data, claim.stamp)
+                renewed = begun
+            except OSError as exc:
+                problem, claim.is_lost = exc, isinstance(exc, ConditionError)
+            if claim.is_lost or time.monotonic() - renewed > cleaning.FENCE_S:
+                await sink.stop()
+                await asyncio.wait([appearing])
+                appearing.cancelled() or appearing.exception()
+                raise OSError(f"{claim.key} could not be renewed: {problem}") from problem
+        await appearing
 
     async def _settle(self, key: str, sink: ObjectSink, before: Stamp, problem: OSError) -> None:
         """Find out whether an object has appeared in spite of an error: return if it has."""
@@ -346,6 +357,9 @@ class ObjectTransaction(SharedTransaction):
 
         Closing waits for this, so it soon gives up if the store is down; the next save, or `clean`, does the rest.
         """
+        if self._may_appear:  # a request without an answer may arrive yet, and publish the files
+            self._storage.give_up(self._token)
+            return
         discard = f"discard {secrets.token_hex(8)}".encode()
         try:
             self._objects.hasty.put_surely(self._state, discard, str(self.stamp))
