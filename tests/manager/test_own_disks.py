@@ -176,3 +176,51 @@ def test_kill_leaves_the_step_before(tmp_path: Path, victim: int, step: str) -> 
         for host in hosts:
             assert names(tmp_path / host / "run") == [DISK_NAME, "step-00000001"]
         assert world.results(trains, tmp_path, hosts, [2], {})[0][0] == [1, 2]
+
+
+async def trains_async(rank: int, size: int, folder: Path, hosts: list[str]) -> Any:
+    root = folder / hosts[rank]
+    root.mkdir(exist_ok=True)
+    storage, found = HostDisk(root), []
+    async with aiockpt.CheckpointManager(
+        RUN, storage=storage, own_disks=True, mirror=str(folder / "mirror"), keep=aiockpt.KeepLatest(1), **LIMITS
+    ) as run:
+        assert await run.restore(state_of(rank, 0)) is None
+        save = await run.save(1, state_of(rank, 1))
+        await save.written
+        if rank == 0:
+            found.append((await save.mirrored).path)
+        async with run.open(1) as reader:
+            found.append(sorted(reader))
+        state = state_of(rank, 0)
+        async with aiockpt.CheckpointManager(RUN, storage=storage, own_disks=True, mode="read", **LIMITS) as reading:
+            start = await reading.restore(state)
+            assert start is not None
+            found.append((start.step, step_in(state, rank)))
+    return found
+
+
+def test_async_managers_that_write_and_read(world2: World, tmp_path: Path) -> None:
+    keys = ["both", "own0", "own1", "step"]
+    first, second = world2.results(trains_async, tmp_path, ["a", "b"])
+    assert first == [str(tmp_path / "mirror" / "step-00000001"), keys, (1, 1)]
+    assert second == [keys, (1, 1)]
+    assert [info.state for info in scan(tmp_path / "mirror")] == ["complete"]
+
+
+def overwrites(rank: int, size: int, folder: Path, hosts: list[str], options: dict[str, Any]) -> Any:
+    with opened(rank, hosts, folder, **options) as run:
+        run.save(1, state_of(rank, 1))
+        with pytest.raises(aiockpt.CheckpointExistsError):
+            run.save(1, state_of(rank, 2))
+        run.save(1, state_of(rank, 1), overwrite=True)
+        run.save(2, state_of(rank, 2))
+        state = state_of(rank, 0)
+        start = run.restore(state, step=1, discard_later=True)
+        assert start is not None
+        return run.steps(), step_in(state, rank)
+
+
+def test_steps_are_overwritten_and_discarded_on_all_disks(world2: World, tmp_path: Path) -> None:
+    assert world2.results(overwrites, tmp_path, ["a", "b"], {}) == [([1], 1)] * 2
+    assert all(names(tmp_path / host / "run") == [DISK_NAME, "step-00000001"] for host in "ab")

@@ -511,6 +511,28 @@ async def test_close_ends_what_is_in_flight(workers: Workers, tmp_path: Path) ->
     disk.close()
 
 
+@pytest.mark.asyncio
+async def test_connection_of_what_has_ended_serves_others(
+    server: DiskServer, disk: RemoteDisk, workers: Workers, tmp_path: Path
+) -> None:
+    """A transaction ends with its release: until then its sidecar files may be removed."""
+    path, opened = str(tmp_path / "c"), list[object]()
+    for _ in range(3):
+        transaction = await disk.begin(path, overwrite=True, workers=workers)
+        await transaction.put_sidecar("part-1", b"x")
+        await transaction.commit({METADATA: b"m"})
+        await transaction.delete_sidecar("part-1")
+        await transaction.release()
+        await transaction.release()
+        await transaction.abort()
+        source = await disk.open(path, workers=workers)
+        await workers.run(source.close)
+        with await workers.run(disk.look, path) as listing:
+            assert listing.files == {METADATA: 1}
+        opened += [transaction, source, listing]
+    assert len(server._threads) == 1
+
+
 def test_connection_that_is_not_used_is_ended(
     server: DiskServer, disk: RemoteDisk, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
