@@ -253,7 +253,8 @@ def trains_until_its_peer_is_killed(rank: int, size: int, disks: Disks) -> Any:
     storage: Any = disks.of_rank(rank, size)
     if rank == 1:
         storage = SlowDisk(Path(storage.root), kills=True)
-    with aiockpt.SyncCheckpointManager(RUN, storage=storage, **options_of(drain_timeout=1)) as run:
+    options = options_of(drain_timeout=1, keep=aiockpt.KeepLatest(1))
+    with aiockpt.SyncCheckpointManager(RUN, storage=storage, **options) as run:
         save = run.submit(3, state_of(rank, 3))
         save.written.result(60)
         if rank == 1:
@@ -263,12 +264,14 @@ def trains_until_its_peer_is_killed(rank: int, size: int, disks: Disks) -> Any:
         while copies.backlog.error is None:
             assert time.monotonic() < deadline
             threading.Event().wait(0.01)
+        run._retention.finished().result()
     with pytest.raises(aiockpt.SaveError, match="step 3 is not replicated: the manager was closed before"):
         save.replicated.result(60)
     return str(copies.backlog.error)
 
 
 def test_kill_in_the_middle_of_a_copy_leaves_nothing_that_is_trusted(tmp_path: Path) -> None:
+    """The step that was replicated last is there, though a later one is written and only one is kept."""
     disks = Disks(tmp_path, 2)
     with World(2) as world:
         world.results(trains, disks, [1, 2], {})
