@@ -223,29 +223,39 @@ class SlowDisk(HostDisk):
             self.let_go.wait()
 
 
-def trains_beside_a_slow_peer(rank: int, size: int, disks: Disks) -> Any:
+def trains_beside_a_slow_peer(rank: int, size: int, disks: Disks, steps: list[int], keep: Any) -> Any:
+    """Save steps; return those that there are as long as rank 0 has no replica of any, and whether the last one has."""
     storage: Any = disks.of_rank(rank, size)
     if rank == 1:
         storage = SlowDisk(Path(storage.root), kills=False)
-    with aiockpt.SyncCheckpointManager(RUN, storage=storage, **options_of(keep=None)) as run:
+    with aiockpt.SyncCheckpointManager(RUN, storage=storage, **options_of(keep=keep)) as run:
         saves = []
-        for step in (1, 2, 3):
+        for step in steps:
             saves.append(run.submit(step, state_of(rank, step)))
             saves[-1].written.result(60)
+        run._retention.finished().result()
+        there = run.steps()
         if rank == 1:
             assert storage.reads.wait(60)
             storage.let_go.set()
             return None
-        waiting = [save.replicated.done() for save in saves]
-        for save in saves:
-            save.replicated.result(60)
-        return waiting
+        is_done = saves[-1].replicated.done()
+        saves[-1].replicated.result(60)
+        return there, is_done
 
 
 def test_slow_peer_never_holds_training(world2: World, tmp_path: Path) -> None:
     disks = Disks(tmp_path, 2)
-    assert world2.results(trains_beside_a_slow_peer, disks)[0] == [False, False, False]
+    assert world2.results(trains_beside_a_slow_peer, disks, [1, 2, 3], None)[0] == ([1, 2, 3], False)
     assert [steps_of(disks.replicas(host)) for host in (0, 1)] == [["1", "2", "3"]] * 2
+
+
+def test_last_replicated_step_is_kept(world2: World, tmp_path: Path) -> None:
+    disks, keep = Disks(tmp_path, 2), aiockpt.KeepLatest(1)
+    world2.results(trains, disks, [1], {"keep": keep})
+    there, is_done = world2.results(trains_beside_a_slow_peer, disks, [2, 3, 4], keep)[0]
+    assert not is_done
+    assert {1, 4} <= set(there)
 
 
 def trains_until_its_peer_is_killed(rank: int, size: int, disks: Disks) -> Any:
@@ -253,8 +263,7 @@ def trains_until_its_peer_is_killed(rank: int, size: int, disks: Disks) -> Any:
     storage: Any = disks.of_rank(rank, size)
     if rank == 1:
         storage = SlowDisk(Path(storage.root), kills=True)
-    options = options_of(drain_timeout=1, keep=aiockpt.KeepLatest(1))
-    with aiockpt.SyncCheckpointManager(RUN, storage=storage, **options) as run:
+    with aiockpt.SyncCheckpointManager(RUN, storage=storage, **options_of(drain_timeout=1)) as run:
         save = run.submit(3, state_of(rank, 3))
         save.written.result(60)
         if rank == 1:
@@ -264,14 +273,12 @@ def trains_until_its_peer_is_killed(rank: int, size: int, disks: Disks) -> Any:
         while copies.backlog.error is None:
             assert time.monotonic() < deadline
             threading.Event().wait(0.01)
-        run._retention.finished().result()
     with pytest.raises(aiockpt.SaveError, match="step 3 is not replicated: the manager was closed before"):
         save.replicated.result(60)
     return str(copies.backlog.error)
 
 
 def test_kill_in_the_middle_of_a_copy_leaves_nothing_that_is_trusted(tmp_path: Path) -> None:
-    """The step that was replicated last is there, though a later one is written and only one is kept."""
     disks = Disks(tmp_path, 2)
     with World(2) as world:
         world.results(trains, disks, [1, 2], {})
