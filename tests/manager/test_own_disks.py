@@ -224,3 +224,21 @@ def overwrites(rank: int, size: int, folder: Path, hosts: list[str], options: di
 def test_steps_are_overwritten_and_discarded_on_all_disks(world2: World, tmp_path: Path) -> None:
     assert world2.results(overwrites, tmp_path, ["a", "b"], {}) == [([1], 1)] * 2
     assert all(names(tmp_path / host / "run") == [DISK_NAME, "step-00000001"] for host in "ab")
+
+
+def shares_one(rank: int, size: int, folder: Path) -> Any:
+    with aiockpt.SyncCheckpointManager(folder, own_disks=True, **LIMITS) as run:
+        run.save(1, state_of(rank, 1))
+        state = state_of(rank, 0)
+        assert run.restore(state) is not None
+        assert run._disks is not None
+        return step_in(state, rank), len(run._disks.storage.disks), run._disks._server is None
+
+
+def test_directory_that_all_see_is_one_disk(world2: World, tmp_path: Path) -> None:
+    """Nothing is served then, and a manager without the option reads the run."""
+    assert world2.results(shares_one, tmp_path / "run") == [(1, 1, True)] * 2
+    with aiockpt.SyncCheckpointManager(tmp_path / "run", process_group=None) as run:
+        state = state_of(1, 0)
+        assert run.restore(state) is not None
+        assert step_in(state, 1) == 1
