@@ -119,6 +119,7 @@ class ManagerBase:
         self._lock: RunLease | None = None
         self._is_open = False
         self._is_closed = False
+        self._has_failed = False  # its block was left by an error
         self._previous: int | None = None  # the step that was asked about, or restored
         self._restored: int | None = None
         self._final: int | None = None  # the last step, as `due` was told
@@ -332,7 +333,8 @@ class ManagerBase:
         if lock is not None:
             lock.release()
         if self._disks is not None:
-            self._disks.close(self._drain_s)
+            # A rank that fails must end soon, for the launcher to end the others.
+            self._disks.close(0.0 if self._has_failed else self._drain_s)
 
     # --- what is there --------------------------------------------------------------------------------------
 

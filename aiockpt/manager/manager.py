@@ -77,6 +77,7 @@ class CheckpointManager(ManagerBase):
         return self
 
     async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._has_failed = error is not None
         with closing("manager", error), anyio.CancelScope(shield=True):
             await self.aclose()
 
@@ -194,6 +195,7 @@ class SyncCheckpointManager(ManagerBase):
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._has_failed = error is not None
         with closing("manager", error):
             self.close()
 

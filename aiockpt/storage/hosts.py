@@ -24,7 +24,7 @@ import json
 import os
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeVar
 
@@ -142,9 +142,15 @@ class _Union:
                     found.setdefault(name, []).append(part)
         return found
 
-    def disks_of(self, names: Collection[str]) -> list[DiskFacts]:
-        """Return the disks that had these files."""
-        return [] if self.head is None else [each for each in self.head.disks if each.files & set(names)]
+    @property
+    def disks(self) -> Sequence[DiskFacts]:
+        """Those that it was saved to."""
+        return () if self.head is None else self.head.disks
+
+    @property
+    def last(self) -> str:
+        """The id of the disk that is published last, and deleted first; empty if it is not known."""
+        return self.disks[0].id if self.disks else ""
 
 
 class HostDisks(WrapperStorage):
@@ -186,10 +192,7 @@ class HostDisks(WrapperStorage):
 
     def missing(self, path: str) -> tuple[str, ...]:
         """Return the files of a checkpoint that no disk of this job has. Blocks; raises OSError."""
-        parts, whole = self._look(path, LookBudget())
-        for part in parts:
-            part.at.close()
-        return tuple(whole.missing)
+        return tuple(self._seen(path).missing)
 
     stamp, stamps = SharedStorage.stamp, SharedStorage.stamps
 
@@ -248,6 +251,13 @@ class HostDisks(WrapperStorage):
             raise
         return parts, whole
 
+    def _seen(self, path: str) -> _Union:
+        """Return what all disks together have of a checkpoint. Blocks; raises OSError."""
+        parts, whole = self._look(path, LookBudget())
+        for part in parts:
+            part.at.close()
+        return whole
+
     @staticmethod
     def _of_each(function: Callable[[Disk], T], disks: Sequence[Disk]) -> list[T]:
         """Call a function that blocks for each disk, several at once; raise the first error when all have ended."""
@@ -274,9 +284,9 @@ class HostDisks(WrapperStorage):
         there = {item for part in parts for item in part.at.files.items()}
         missing = [item[0] for item in head.files.items() if item not in there]
         on = {part.disk.id for part in parts if not part.disk.directory}
-        last = next((each.id for each in head.disks), "")
-        is_torn = bool(missing) and last not in on and any(disk.id == last for disk in self.disks)
-        return _Union(parts, head, missing, is_torn)
+        whole = _Union(parts, head, missing)
+        is_torn = bool(missing) and whole.last not in on and any(disk.id == whole.last for disk in self.disks)
+        return replace(whole, is_torn=is_torn)
 
     def _head_of(self, parts: Sequence[_DiskPart]) -> _ManifestFacts | None:
         """Read a manifest; None if it is damaged."""
@@ -313,11 +323,8 @@ class HostDisks(WrapperStorage):
 
     def _in_order_of_removal(self, path: str) -> list[Disk]:
         """Return the disks, that one first whose part makes the checkpoint count. Blocks; raises OSError."""
-        parts, whole = self._look(path, LookBudget())
-        for part in parts:
-            part.at.close()
-        first = [each.id for each in whole.head.disks[:1]] if whole.head is not None else []
-        return sorted(self.disks, key=lambda disk: disk.id not in first)
+        last = self._seen(path).last
+        return sorted(self.disks, key=lambda disk: disk.id != last)
 
     # --- writing ----------------------------------------------------------------------------------------
 
@@ -414,15 +421,9 @@ class HostDisks(WrapperStorage):
             except FileNotFoundError:
                 return set()
 
-        seen = [name for names in self._of_each(folders_of, self.disks) for name in names]
-        found = []
-        for name in sorted(name for name in set(seen) if seen.count(name) < len(self.disks)):
-            parts, whole = self._look(path := self.below(directory, name), LookBudget())
-            for part in parts:
-                part.at.close()
-            if whole.is_torn:
-                found.append(path)
-        return found
+        names = [name for names in self._of_each(folders_of, self.disks) for name in names]
+        paths = [self.below(directory, name) for name in sorted(set(names)) if names.count(name) < len(self.disks)]
+        return [path for path in paths if self._seen(path).is_torn]
 
     # --- reading ----------------------------------------------------------------------------------------
 
@@ -468,19 +469,18 @@ class HostDisks(WrapperStorage):
         for error in failed.values():
             raise LoadError(f"{path} lacks {some_of(list(whole.missing), _MOST_NAMED)}: {error}") from error
         here = {disk.id for disk in self.disks}
-        away = [each for each in whole.disks_of(whole.missing) if each.id not in here]
-        if away and whole.head is not None:
-            total = sum(len(each.files) for each in whole.head.disks)
-            named = [f"host {each.host} (disk {each.id[:8]}) has {len(each.files)}" for each in away]
+        lacking = [each for each in whole.disks if each.files & set(whole.missing)]
+        away = [each for each in lacking if each.id not in here]
+        if away:
+            total = sum(len(each.files) for each in whole.disks)
+            named = [f"{each} has {len(each.files)}" for each in away]
             raise MissingHostError(
                 f"{path} can't be read now: {some_of(named, _MOST_NAMED)} of its {total} files, and is not in this "
                 "job: start a rank there, or pass mirror= with a copy of the run"
             )
-        held = [f"host {each.host} (disk {each.id[:8]})" for each in whole.disks_of(whole.missing)]
-        raise CorruptCheckpointError(
-            f"{path} lacks its file {next(iter(whole.missing))}, which {some_of(held, _MOST_NAMED) or 'no disk'} had; "
-            "use another checkpoint"
-        )
+        held = some_of(list(map(str, lacking)), _MOST_NAMED) or "no disk"
+        missing = some_of(list(whole.missing), _MOST_NAMED)
+        raise CorruptCheckpointError(f"{path} lacks its file {missing}, which {held} had; use another checkpoint")
 
 
 def _marked(part: _DiskPart) -> _DiskPart:

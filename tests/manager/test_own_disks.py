@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import signal
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -224,3 +225,50 @@ def overwrites(rank: int, size: int, folder: Path, hosts: list[str], options: di
 def test_steps_are_overwritten_and_discarded_on_all_disks(world2: World, tmp_path: Path) -> None:
     assert world2.results(overwrites, tmp_path, ["a", "b"], {}) == [([1], 1)] * 2
     assert all(names(tmp_path / host / "run") == [DISK_NAME, "step-00000001"] for host in "ab")
+
+
+def shares_one(rank: int, size: int, folder: Path) -> Any:
+    with aiockpt.SyncCheckpointManager(folder, own_disks=True, **LIMITS) as run:
+        run.save(1, state_of(rank, 1))
+        state = state_of(rank, 0)
+        assert run.restore(state) is not None
+        assert run._disks is not None
+        return step_in(state, rank), len(run._disks.storage.disks), run._disks._server is None
+
+
+def test_directory_that_all_see_is_one_disk(world2: World, tmp_path: Path) -> None:
+    """Nothing is served then, and a manager without the option reads the run."""
+    assert world2.results(shares_one, tmp_path / "run") == [(1, 1, True)] * 2
+    with aiockpt.SyncCheckpointManager(tmp_path / "run", process_group=None) as run:
+        state = state_of(1, 0)
+        assert run.restore(state) is not None
+        assert step_in(state, 1) == 1
+
+
+def leaves(rank: int, size: int, folder: Path, hosts: list[str], fails: bool) -> bool:
+    """Close rank 1's manager while rank 0 still has connections to its disk; return whether it was closed by then."""
+    mark, error = folder / "closed", ValueError("a fault of the program")
+    with opened(rank, hosts, folder) as run:
+        run.save(1, state_of(rank, 1))
+        if rank == 1:
+            try:
+                with run:
+                    if fails:
+                        raise error
+            except ValueError:
+                pass
+            mark.touch()
+        elif fails:
+            return any(mark.exists() or time.sleep(0.01) for _ in range(2000))
+        else:
+            assert [info.state for info in run._scanner.scan()] == ["complete"]
+            return mark.exists()
+    return True
+
+
+def test_rank_that_fails_waits_for_no_other(world2: World, tmp_path: Path) -> None:
+    assert world2.results(leaves, tmp_path, ["a", "b"], True) == [True, True]
+
+
+def test_disk_is_served_until_the_others_have_left_it(world2: World, tmp_path: Path) -> None:
+    assert world2.results(leaves, tmp_path, ["a", "b"], False) == [False, True]
