@@ -17,6 +17,7 @@ import pickle
 import secrets
 import select
 import socket
+import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -60,7 +61,7 @@ _RANDOM_LETTERS = 16  # at the end of a ticket
 _ASK_AGAIN_S = 0.05
 _NOTHING = memoryview(b"")
 
-_lock = ModuleLock()  # of the idle connections
+_lock = ModuleLock(threading.RLock)  # of the idle connections
 
 
 class DiskEndpoint(NamedTuple):

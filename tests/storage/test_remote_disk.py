@@ -301,6 +301,7 @@ def test_frozen_server_is_left_after_a_limit(workers: Workers, tmp_path: Path) -
         source = asyncio.run(disk.open(path, workers=workers))
         transaction = asyncio.run(disk.begin(str(tmp_path / "d"), overwrite=False, workers=workers))
         os.kill(pid, signal.SIGSTOP)
+        until(lambda: all(") T " in each.read_text() for each in Path(f"/proc/{pid}/task").glob("*/stat")))
         with pytest.raises(aiockpt.LoadError, match="host node17 does not answer"):
             source.read_bytes(DATA, 0, 100)
         with pytest.raises(aiockpt.LoadError, match="host node17 does not answer"):
