@@ -29,6 +29,7 @@ _HOMES = {
         "DamagedCheckpointWarning",
         "DeleteError",
         "LoadError",
+        "MissingHostError",
         "MissingKeysError",
         "MissingKeysWarning",
         "RunLockedError",

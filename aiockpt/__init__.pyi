@@ -25,6 +25,7 @@ from aiockpt.errors import CorruptCheckpointError as CorruptCheckpointError
 from aiockpt.errors import DamagedCheckpointWarning as DamagedCheckpointWarning
 from aiockpt.errors import DeleteError as DeleteError
 from aiockpt.errors import LoadError as LoadError
+from aiockpt.errors import MissingHostError as MissingHostError
 from aiockpt.errors import MissingKeysError as MissingKeysError
 from aiockpt.errors import MissingKeysWarning as MissingKeysWarning
 from aiockpt.errors import RunLockedError as RunLockedError

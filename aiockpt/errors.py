@@ -15,6 +15,7 @@
     ├── LoadError                      a load failed or was refused
     │   ├── CheckpointNotFoundError    (FileNotFoundError) no checkpoint at this path
     │   ├── CorruptCheckpointError     bytes are missing or are not those that were written
+    │   ├── MissingHostError           files are on the disk of a host that is not in this job
     │   ├── MissingKeysError           (KeyError, RuntimeError) the checkpoint lacks keys that were asked for
     │   ├── ShapeMismatchError         a target's shape, dtype or kind is not the checkpoint's
     │   └── UnsafeCheckpointError      reading it would execute code or leave its directory
@@ -101,6 +102,10 @@ class CheckpointNotFoundError(LoadError, FileNotFoundError):
 
 class CorruptCheckpointError(LoadError):
     """Bytes of the checkpoint are missing, or are not those that were written."""
+
+
+class MissingHostError(LoadError):
+    """Files of the checkpoint are on the own disk of a host that is not in this job."""
 
 
 class MissingKeysError(LoadError, KeyError, RuntimeError):

@@ -122,7 +122,7 @@ def bench(directory: str, *, size_bytes: int, seconds: float, as_json: bool = Fa
         for path in (folder, checkpoint):
             stack.callback(shutil.rmtree, path, ignore_errors=True)
         stack.callback(make_hidden(folder).release)
-        disk = Disk(folder)
+        disk = MeasuredDisk(folder)
 
         def measured(settings: Iterable[Setting]) -> Iterator[Measured]:
             for setting in settings:
@@ -231,7 +231,7 @@ def best(writes: Collection[Measured], name: Literal["threads", "chunk_bytes"], 
 # --- raw I/O in threads ---------------------------------------------------------------------------------
 
 
-class Disk:
+class MeasuredDisk:
     """A directory to measure, with data that no file system can compress.
 
     Args:

@@ -273,6 +273,18 @@ class EngineAccess:
         return 1 if coordinator is None else coordinator.world_size
 
     @property
+    def rank(self) -> int:
+        """The number of this rank; 0 for a process that saves alone."""
+        coordinator = self._checkpointer._engine.coordinator()
+        return 0 if coordinator is None else coordinator.rank
+
+    def addresses(self, what: str) -> Call[list[str]]:
+        """Find out the addresses at which other ranks reach this host; for a process of several ranks."""
+        coordinator = self._checkpointer._engine.coordinator()
+        assert coordinator is not None
+        return self.call(lambda _: coordinator.addresses(what), what)
+
+    @property
     def leads(self) -> bool:
         """Whether this is rank 0, or saves alone."""
         return self._checkpointer._engine.coordinator() is None or self._checkpointer._engine.leads

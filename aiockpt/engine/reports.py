@@ -92,6 +92,17 @@ class Reports:
         event = CallEvent(path, time.time(), elapsed_s, error)
         self._tell(lambda observer, event: observer.mirrored(event, result, backlog), event)
 
+    def replicated(
+        self,
+        path: str,
+        elapsed_s: float,
+        result: MirrorResult | None,
+        error: BaseException | None,
+        backlog: MirrorBacklog,
+    ) -> None:
+        event = CallEvent(path, time.time(), elapsed_s, error)
+        self._tell(lambda observer, event: observer.replicated(event, result, backlog), event)
+
     # --- calling --------------------------------------------------------------------------------------
 
     def _tell(self, call: Callable[[Observer, Any], object], event: SaveEvent | CallEvent) -> None:

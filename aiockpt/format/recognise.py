@@ -30,7 +30,15 @@ from typing import Any, Literal, NamedTuple
 from aiockpt.core.wording import some_of
 from aiockpt.errors import LoadError, printable_key
 from aiockpt.format.item.ziparchive import LEGACY_MAGIC, ZIP_MAGIC, FramingError, read_directory
-from aiockpt.format.manifest.manifest import FileFacts, decode_head, is_of_another_save, parts_in, save_id_of
+from aiockpt.format.manifest.manifest import (
+    DiskFacts,
+    FileFacts,
+    decode_head,
+    disks_in,
+    is_of_another_save,
+    parts_in,
+    save_id_of,
+)
 from aiockpt.format.names import COMMON_NAME, CONFIG_NAME, MANIFEST_NAME, METADATA_NAME, SUFFIX
 
 Format = Literal["aiockpt", "dcp", "safetensors", "torch", ""]
@@ -464,8 +472,11 @@ class Assessment(NamedTuple):
     save_id: str = ""  # of its manifest; see `save_id_of`
 
 
-def assess(found: Recognised, files: Mapping[str, int], fetch: Fetch) -> Assessment:
-    """Read the documents of a checkpoint, and look for the files that they name. A complete one can be opened."""
+def assess(found: Recognised, files: Mapping[str, int], fetch: Fetch, *, is_part: bool = False) -> Assessment:
+    """Read the documents of a checkpoint, and look for the files that they name. A complete one can be opened.
+
+    ``is_part``: others have those that are missing.
+    """
     problem = found.problem
     if MANIFEST_NAME in files and found.layout:
         manifest = document(MANIFEST_NAME, files, fetch)
@@ -473,7 +484,9 @@ def assess(found: Recognised, files: Mapping[str, int], fetch: Fetch) -> Assessm
         listed = None if head is None else facts_in(head)
         if listed is None:
             return Assessment("damaged", f"{MANIFEST_NAME} is damaged")
-        problem = problem or wrong_file(listed, files)
+        others = {name: facts.nbytes for name, facts in listed.items()} if is_part else {}
+        if not problem and (problem := wrong_file(listed, {**others, **files})):
+            problem = absent_text(disks_in(head), files) or problem
         replaced = METADATA_NAME in files and is_of_another_save(listed, document(METADATA_NAME, files, fetch))
         if not problem or not replaced:
             return Assessment("damaged" if problem else "complete", problem, head, save_id_of(manifest))
@@ -510,6 +523,14 @@ def wrong_file(listed: Mapping[str, FileFacts], files: Mapping[str, int]) -> str
         if files[name] != facts.nbytes:
             return f"{printable_key(name)} has {files[name]} bytes, but was written with {facts.nbytes}"
     return ""
+
+
+def absent_text(disks: Collection[DiskFacts], files: Collection[str]) -> str:
+    """Return which hosts have files that are not here, of a checkpoint on the own disks of several; empty if none."""
+    away = [each for each in disks if each.files and not each.files & set(files)]
+    total = sum(len(each.files) for each in disks)
+    named = some_of([f"{each} has {len(each.files)}" for each in away], _MOST_SHOWN)
+    return f"{named} of its {total} files, which are on the own disks of several hosts" if away else ""
 
 
 def _metadata_problem(metadata: bytes, files: Collection[str]) -> str:

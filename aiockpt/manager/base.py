@@ -18,6 +18,7 @@ from aiockpt.core.parameters import outer_stacklevel, parameters_of
 from aiockpt.core.wording import time_text
 from aiockpt.engine.facade import CheckpointerBase, EngineAccess
 from aiockpt.errors import AiockptError, CheckpointerClosedError, DeleteError, SaveError, printable_key
+from aiockpt.manager.disks import RunDisks
 from aiockpt.manager.mirror import Mirror, MirrorSettings, Tier
 from aiockpt.manager.policies import (
     Mode,
@@ -32,6 +33,7 @@ from aiockpt.manager.policies import (
     split,
 )
 from aiockpt.manager.preemption import Answer, Asked, LastSaveRequests, Pace, decide
+from aiockpt.manager.replicas import ReplicaCopies, ReplicaWatch, replicas_of, sources_of
 from aiockpt.manager.requests import (
     ManagerOptions,
     Restored,
@@ -85,12 +87,23 @@ class ManagerBase:
         self._access = EngineAccess(self._checkpointer)
         self._storage, self.directory = self._access.locate(options.directory)
         self.writes = options.mode == "write"
+        self._replicas = self._check_replicas(options)
+        replica_directory = options.replica_directory and self._access.locate(options.replica_directory)[1]
+        self._disks = (
+            RunDisks(self._storage, self.directory, self._access, replica_directory or "")
+            if options.own_disks
+            else None
+        )
+        if self._disks is not None:
+            self._storage = self._disks.storage
         self._names = StepNames(options.names)
         self._locks = self.writes and options.lock
         self._tier = Tier(self._storage, self.directory, self._names)
         self._scanner = self._tier.scanner
         self._mirror_tier = self._mirror_of(options)  # on all ranks
         self._mirror: Mirror | None = None  # of the rank that copies
+        self._behind: list[Mirror] = []  # this one, and what this rank does for replicas
+        self._replica_watch: ReplicaWatch | None = None  # of rank 0
         self._mirror_timeout_s, self._is_ephemeral = options.mirror_timeout, options.mirror_ephemeral
         self._mirror_settings = MirrorSettings(
             self._keep,
@@ -106,6 +119,7 @@ class ManagerBase:
         self._lock: RunLease | None = None
         self._is_open = False
         self._is_closed = False
+        self._has_failed = False  # its block was left by an error
         self._previous: int | None = None  # the step that was asked about, or restored
         self._restored: int | None = None
         self._final: int | None = None  # the last step, as `due` was told
@@ -134,6 +148,18 @@ class ManagerBase:
         if f"{directory}/".startswith(f"{self.directory}/") or f"{self.directory}/".startswith(f"{directory}/"):
             raise ValueError(f"mirror is {directory}, and the run {self.directory}: one must not be in the other")
         return Tier(storage, directory, self._names)
+
+    @staticmethod
+    def _check_replicas(options: ManagerOptions) -> MirrorSettings | None:
+        """Return the settings of replicas, or None without; check the options."""
+        limit = options.replica_bandwidth
+        if options.replicas not in (0, 1):
+            raise ValueError(f"replicas must be 0 or 1, not {options.replicas!r}")
+        if limit is not None and not limit > 0:
+            raise ValueError(f"replica_bandwidth must be positive, in bytes per second, not {limit!r}")
+        if not options.own_disks and (options.replicas or options.replica_directory):
+            raise ValueError("replicas are for hosts with disks of their own: pass own_disks=True as well")
+        return MirrorSettings(bytes_per_s=limit, locks=options.lock) if options.replicas else None
 
     # --- waiting, and what rank 0 does for all ranks ----------------------------------------------------------
 
@@ -201,15 +227,41 @@ class ManagerBase:
             raise CheckpointerClosedError(f"this manager of {self.directory} is closed; make a new one")
         if self._is_open:
             return
+        if self._disks is not None:
+            await self._run(partial(self._disks.meet, make=self.writes))
+            if self.writes and self._replicas is not None and len(self._disks.storage.disks) == 1:
+                raise AiockptError(
+                    f"replicas=1: all ranks of {self.directory} have the same disk, and there is no other host to copy "
+                    "it to: start ranks on two hosts or more, each with a disk of its own there, or pass replicas=0"
+                )
         if self.writes:
             await self._led(f"the lock of {self.directory}", self._take_lock)
         if self.writes and self.leads and self._mirror_tier is not None:
             self._mirror = Mirror(
                 self._tier, self._mirror_tier, self._mirror_settings, self._access.reports, self._retention
             )
-            self._retention.attach(self._mirror)
-            self._mirror.poke()  # what an earlier manager has left
+            self._start_behind(self._mirror)
+        if self.writes and self._disks is not None and self._replicas is not None:
+            self._start_replicas(self._disks, self._replicas)
         self._is_open = True
+
+    def _start_replicas(self, disks: RunDisks, settings: MirrorSettings) -> None:
+        """Copy another disk's files if this rank serves its own; on rank 0, find out what all have copied."""
+        runs = {each.id: Tier(each.storage, self.directory, self._names, disk=each.id) for each in disks.storage.disks}
+        sources, directory, reports = sources_of(runs), disks.replica_directory, self._access.reports
+        if disks.serves:
+            own = disks.storage.own.id
+            self._start_behind(ReplicaCopies(runs[sources[own]], runs[own], directory, settings, reports))
+        if self.leads:
+            there = Tier(self._storage, directory, self._names)
+            replicas = [replicas_of(runs[source], runs[disk].storage, directory) for disk, source in sources.items()]
+            self._replica_watch = ReplicaWatch(self._tier, there, replicas, reports, self._retention)
+            self._start_behind(self._replica_watch)
+
+    def _start_behind(self, mirror: Mirror) -> None:
+        self._behind.append(mirror)
+        self._retention.attach(mirror)
+        mirror.poke()  # what an earlier manager has left
 
     async def _take_lock(self) -> None:
         if self._locks and self._lock is None:  # else it was taken, and what follows was interrupted
@@ -222,7 +274,7 @@ class ManagerBase:
                     f"the run {self.directory} can't be locked: {exc}; to only read it, pass mode='read'"
                 ) from exc
         try:
-            await self._call("clean", self.directory)
+            await self._call("clean", self.directory, storage=self._storage)
         except AiockptError as exc:  # orphans cost space, no more
             logger.warning("can't look for what killed processes have left in %s: %s", self.directory, exc)
         deadline = time.monotonic() + _WRITER_S
@@ -261,18 +313,18 @@ class ManagerBase:
             concurrent.futures.wait([future], timeout_s)
 
     async def _finish_mirror(self) -> None:
-        """Wait for the saves in flight, and until they are mirrored, for `drain_timeout` at most; then stop it."""
-        mirror = self._mirror
-        if mirror is None or self._retention.has_ended:
+        """Wait for the saves in flight, and until they are mirrored, for `drain_timeout` at most; then stop that."""
+        if not self._behind or self._retention.has_ended:
             return
         deadline = time.monotonic() + self._drain_s
         try:
             await self._ended(self._retention.finished(), self._drain_s)
-            left = mirror.finish()
-            if left is not None:
-                await self._ended(left, max(0.0, deadline - time.monotonic()))
+            for left in [mirror.finish() for mirror in self._behind]:
+                if left is not None:
+                    await self._ended(left, max(0.0, deadline - time.monotonic()))
         finally:
-            await self._run(mirror.close)
+            for mirror in self._behind:
+                await self._run(mirror.close)
 
     def _end(self) -> None:
         """End the deletions, and let others write to the run. Blocks; idempotent."""
@@ -280,6 +332,9 @@ class ManagerBase:
         lock, self._lock = self._lock, None
         if lock is not None:
             lock.release()
+        if self._disks is not None:
+            # A rank that fails must end soon, for the launcher to end the others.
+            self._disks.close(0.0 if self._has_failed else self._drain_s)
 
     # --- what is there --------------------------------------------------------------------------------------
 
@@ -296,6 +351,8 @@ class ManagerBase:
 
     def _seen(self, look: Callable[[], T]) -> T:
         """Return what rank 0 sees."""
+        if self._disks is not None:
+            self._disks.meet(make=self.writes)
         if self._access.world_size == 1:
             return look()
         value: object = None
@@ -402,6 +459,11 @@ class ManagerBase:
         """
         return None if self._mirror is None else self._mirror.backlog
 
+    @property
+    def replica_backlog(self) -> MirrorBacklog | None:
+        """The steps that are not replicated yet, as `mirror_backlog`; None without replicas, or not on rank 0."""
+        return None if self._replica_watch is None else self._replica_watch.backlog
+
     # --- saving -------------------------------------------------------------------------------------------------
 
     async def _save(self, request: StepRequest, start: Callable[..., SaveHandle]) -> SaveHandle:
@@ -429,11 +491,15 @@ class ManagerBase:
                 raise
         metadata[RUN_KEY] = {"step": step, "metrics": metrics, "time": time.time(), "keep": kept_text(self._keep)}
         options = {each.name: getattr(request, each.name) for each in fields(SaveOptions)} | {"metadata": metadata}
+        if self._disks is not None:
+            options["storage"] = self._storage
         handle = start(request.state_dict, self.path_of(step), **options)
         if not handle.skipped:
             self._last_began = time.monotonic()
         if self._mirror is not None:
             handle._follow_mirror(self._mirror.promises.make(step, handle))
+        if self._replica_watch is not None:
+            handle._follow_replicas(self._replica_watch.promises.make(step, handle))
         self._retention.follow(handle, step, prunes=self.leads)
         self._begun = step, handle
         return handle

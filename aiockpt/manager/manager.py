@@ -77,6 +77,7 @@ class CheckpointManager(ManagerBase):
         return self
 
     async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._has_failed = error is not None
         with closing("manager", error), anyio.CancelScope(shield=True):
             await self.aclose()
 
@@ -146,7 +147,7 @@ class CheckpointManager(ManagerBase):
         """
         path = self.path_of(step)
         with self._retention.reading(step):
-            async with self._checkpointer.open(path) as reader:
+            async with self._checkpointer.open(path, storage=self._storage) as reader:
                 yield reader
 
     async def aclose(self) -> None:
@@ -194,6 +195,7 @@ class SyncCheckpointManager(ManagerBase):
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._has_failed = error is not None
         with closing("manager", error):
             self.close()
 
@@ -223,7 +225,7 @@ class SyncCheckpointManager(ManagerBase):
     def open(self, step: int) -> Iterator[SyncCheckpointReader]:
         """Inspect a step: ``with run.open(100) as reader:``; see `CheckpointManager.open`."""
         path = self.path_of(step)
-        with self._retention.reading(step), self._checkpointer.open(path) as reader:
+        with self._retention.reading(step), self._checkpointer.open(path, storage=self._storage) as reader:
             yield reader
 
     def close(self) -> None:

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 _FIRST_RETRY_S = 1.0
 _LONGEST_RETRY_S = 60.0
 _PATIENCE_S = 60.0  # closing waits no longer for a mirror that fails all the time
-_LEFT_S = 86400.0  # the age of copies that nobody goes on with
+LEFT_S = 86400.0  # the age of copies that nobody goes on with
 _END_S = 5.0
 _THREADS = 6
 _NICE = 10
@@ -75,6 +75,7 @@ class MirrorSettings:
         bytes_per_s: the limit; None: no limit.
         is_required: no step is deleted before it is mirrored.
         locks: whether the mirror has one writer.
+        newest_first: the order, which else is that only while the run is being closed.
     """
 
     keep: KeepPolicy | None = None
@@ -83,39 +84,41 @@ class MirrorSettings:
     bytes_per_s: float | None = None
     is_required: bool = False
     locks: bool = True
+    newest_first: bool = False
 
 
 class Tier:
-    """A directory with steps."""
+    """A directory with steps; ``disk``: the id of the one whose files it has, if it has no others."""
 
-    def __init__(self, storage: Storage, directory: str, names: StepNames) -> None:
-        self.storage, self.directory, self._names = storage, directory, names
+    def __init__(self, storage: Storage, directory: str, names: StepNames, *, disk: str = "") -> None:
+        self.storage, self.directory, self.names, self.disk = storage, directory, names, disk
         self.scanner = self.new_scanner()
 
     def new_scanner(self) -> StepScanner:
         """Return a scanner of its own, for another thread than one that may hang."""
-        return StepScanner(self.storage, self.directory, self._names)
+        return StepScanner(self.storage, self.directory, self.names, is_part=bool(self.disk))
 
     def path_of(self, step: int) -> str:
         """Return the path of a step, whether it exists or not."""
-        return self.storage.below(self.directory, self._names.name_of(step))
+        return self.storage.below(self.directory, self.names.name_of(step))
 
 
 class Promises:
-    """The futures `SaveHandle.mirrored` of steps that are not mirrored yet. From any thread.
+    """The futures `SaveHandle.mirrored` or ``replicated`` of steps that are not so yet. From any thread.
 
     Each is that of a save: the same step may be saved again, while an earlier save of it is looked at or copied.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, done: str = "mirrored") -> None:
+        self._done = done
         self._lock = threading.Lock()
         self._made: dict[int, tuple[SaveHandle, Completion[MirrorResult]]] = {}
         self._written: set[int] = set()
 
     def make(self, step: int, handle: SaveHandle) -> Completion[MirrorResult]:
         """Return the future of a save that has begun."""
-        made: Completion[MirrorResult] = Completion(f"`mirrored` of {handle.path}", handle._origin)
-        self.fail(step, SaveSkippedError(f"step {step} was saved again before it was mirrored"))
+        made: Completion[MirrorResult] = Completion(f"`{self._done}` of {handle.path}", handle._origin)
+        self.fail(step, SaveSkippedError(f"step {step} was saved again before it was {self._done}"))
         with self._lock:
             self._made[step] = handle, made
             self._written.discard(step)
@@ -148,7 +151,7 @@ class Promises:
         with self._lock:
             left = list(self._made)
         for step in left:
-            self.fail(step, SaveError(f"step {step} is not mirrored: {reason}"))
+            self.fail(step, SaveError(f"step {step} is not {self._done}: {reason}"))
 
     def _take(self, step: int, of: SaveHandle | None) -> Completion[MirrorResult] | None:
         with self._lock:
@@ -163,6 +166,8 @@ class Promises:
 class Mirror:
     """Copies the steps of a run to another directory whenever there is something to copy.
 
+    `aiockpt.manager.replicas` has other kinds of it.
+
     Args:
         here: the directory of the run.
         there: the mirror.
@@ -170,6 +175,10 @@ class Mirror:
         reports: gets the events.
         retention: deletes the steps of the run; None if nothing does.
     """
+
+    done = "mirrored"  # in messages: what it has done with a step
+    pause_s = 0.0  # before it looks for more to do
+    _instead = ", or `aiockpt mirror` is run"
 
     def __init__(
         self,
@@ -179,7 +188,7 @@ class Mirror:
         reports: Reports,
         retention: Retention | None = None,
     ) -> None:
-        self.here, self.there, self.promises = here, there, Promises()
+        self.here, self.there, self.promises = here, there, Promises(self.done)
         self._settings, self._reports, self._retention = settings, reports, retention
         self._checkpointer = SyncCheckpointer(process_group=None, drain_timeout=_END_S)
         self._checkpointer._warns_as("manager with a mirror")
@@ -228,13 +237,13 @@ class Mirror:
         try:
             self._task.poke()
         except (AiockptError, RuntimeError) as exc:  # closed, or no thread can be had: the next step tries again
-            logger.warning("%s can't be mirrored now: %s", self.here.directory, exc)
+            logger.warning("%s can't be %s now: %s", self.here.directory, self.done, exc)
 
     def note_end(self, step: int, handle: SaveHandle, path: str = "") -> None:
         """Note that the save of a step has ended; ``path``: where it was written to instead."""
         error = handle.written._exception
         if path:
-            error = SaveSkippedError(f"step {step} is not mirrored: it was written to {path}")
+            error = SaveSkippedError(f"step {step} is not {self.done}: it was written to {path}")
         if error is not None:
             self.promises.fail(step, error, handle)
         else:
@@ -276,13 +285,8 @@ class Mirror:
         if left:
             shown = some_of(list(map(str, left)), _MOST_SHOWN)
             why = f": {self.backlog.error}" if self.backlog.error is not None else ""
-            logger.warning(
-                "%s lacks step %s of %s, until a manager opens the run again, or `aiockpt mirror` is run%s",
-                self.there.directory,
-                shown,
-                self.here.directory,
-                why,
-            )
+            text = "%s lacks step %s of %s, until a manager opens the run again%s%s"
+            logger.warning(text, self.there.directory, shown, self.here.directory, self._instead, why)
         self.promises.fail_all("the manager was closed before")
         lease, self._lease = self._lease, None
         if lease is not None:
@@ -305,18 +309,23 @@ class Mirror:
         if not knew_held and self._retention is not None:
             self._retention.again()
         await self._own(workers)
-        self._state.mirror = await workers.run(self.there.scanner.scan)
-        mirror = await self._pruned(self._state.mirror, workers)
+        self._state.mirror = await workers.run(self._steps_there)
+        mirror = await self._pruned(local, self._state.mirror, workers)
         missing = self._look(local, mirror, written)
         await self._give_up({info.save_id for info in missing}, workers)
-        if not missing:
-            return False
+        return bool(missing) and await self._go_on(missing, written)
+
+    def _steps_there(self) -> Sequence[StepInfo]:
+        return self.there.scanner.scan()
+
+    async def _go_on(self, missing: Sequence[StepInfo], written: Mapping[int, SaveHandle]) -> bool:
+        """Copy one of the missing steps; return whether there may be more to do."""
         # What can't be read here holds up no other. The newest, if there may be no time for all.
         left = [info for info in missing if info.save_id not in self._state.unreadable] or missing
-        info = left[-1 if self._task.is_closing else 0]
+        info = left[-1 if self._task.is_closing or self._settings.newest_first else 0]
         self._state.copied = info.step
         try:
-            await self._copy(info, written.get(info.step), workers)
+            await self._copy(info, written.get(info.step), self.workers)
         finally:
             self._state.copied = None
             if self._retention is not None:
@@ -326,13 +335,16 @@ class Mirror:
     def note_failure(self, error: BaseException) -> None:
         """Note why a copy, or looking for one, has failed."""
         before, self._state.backlog = self._state.backlog, replace(self._state.backlog, error=error)
-        self._reports.mirrored(self.there.directory, 0.0, None, error, self.backlog)
+        self._report(self.there.directory, 0.0, None, error)
         if isinstance(error, RunLockedError):  # another one writes there: that does not pass by itself
             for step, handle in self.promises.written.items():
                 self.promises.fail(step, error, handle)
         is_news = repr(before.error) != repr(error)  # not at each attempt
         if is_news and not isinstance(error, CheckpointNotFoundError):  # deleted or replaced just now
-            logger.warning("%s can't be mirrored to %s now: %s", self.here.directory, self.there.directory, error)
+            logger.warning("%s can't be %s to %s now: %s", self.here.directory, self.done, self.there.directory, error)
+
+    def _report(self, path: str, elapsed_s: float, result: MirrorResult | None, error: BaseException | None) -> None:
+        self._reports.mirrored(path, elapsed_s, result, error, self.backlog)
 
     async def _own(self, workers: Workers) -> None:
         """Take the lease of the mirror, and remove what nobody goes on with."""
@@ -340,7 +352,7 @@ class Mirror:
             return
         self._lease = await workers.run(self.there.storage.lease, self.there.directory)
         with contextlib.suppress(AiockptError):  # it costs space, no more
-            await self.there.storage.clean(self.there.directory, older_than_s=_LEFT_S, workers=workers)
+            await self.there.storage.clean(self.there.directory, older_than_s=LEFT_S, workers=workers)
 
     def _check_lease(self) -> None:
         lease = self._lease
@@ -373,17 +385,6 @@ class Mirror:
             protected=set() if self._retention is None else self._retention.essential,
             drops=not settings.is_required,
         )
-        here = {info.step: info for info in local}
-        waiting = {info.step for info in missing}
-        for step, handle in written.items():
-            if step in here and here[step].state == "damaged" and here[step].nbytes:  # else it can't be read now
-                damage = CorruptCheckpointError(f"step {step} is not mirrored, as it is damaged: {here[step].problem}")
-                self.promises.fail(step, damage, handle)
-            elif step in here and is_mirrored(here[step], there):
-                self.promises.keep(step, MirrorResult(there[step].path, there[step].nbytes, 0, 0.0), handle)
-            elif step not in waiting:
-                why = "the policies keep later ones" if step in due else "mirror_every says so"
-                self.promises.fail(step, SaveSkippedError(f"step {step} is not mirrored: {why}"), handle)
         state.has_looked = True
         newest = max((info for info in mirror if info.state == "complete"), key=lambda info: info.step, default=None)
         state.backlog = MirrorBacklog(
@@ -393,6 +394,19 @@ class Mirror:
             0.0 if newest is None else newest.time,
             state.backlog.error if missing else None,
         )
+        here = {info.step: info for info in local}
+        waiting = {info.step for info in missing}
+        for step, handle in written.items():
+            if step in here and here[step].state == "damaged" and here[step].nbytes:  # else it can't be read now
+                damage = CorruptCheckpointError(
+                    f"step {step} is not {self.done}, as it is damaged: {here[step].problem}"
+                )
+                self.promises.fail(step, damage, handle)
+            elif step in here and is_mirrored(here[step], there):
+                self.promises.keep(step, MirrorResult(there[step].path, there[step].nbytes, 0, 0.0), handle)
+            elif step not in waiting:
+                why = "the policies keep later ones" if step in due else "mirror_every says so"
+                self.promises.fail(step, SaveSkippedError(f"step {step} is not {self.done}: {why}"), handle)
         return missing
 
     async def _copy(self, info: StepInfo, handle: SaveHandle | None, workers: Workers) -> None:
@@ -409,14 +423,15 @@ class Mirror:
                 workers=workers,
                 limit=self._limit,
                 check=self._check_lease,
+                disk=self.here.disk,
             )
         except CorruptCheckpointError as exc:
             self._state.damaged.add(info.save_id)
             del self._state.begun[info.save_id]  # it is removed already
             if handle is not None:
                 self.promises.fail(info.step, exc, handle)
-            logger.exception("step %d is not mirrored, as it is damaged; the mirror keeps what it has", info.step)
-            self._reports.mirrored(path, time.perf_counter() - begun, None, exc, self.backlog)
+            logger.exception("step %d is not %s, as it is damaged; what is there stays", info.step, self.done)
+            self._report(path, time.perf_counter() - begun, None, exc)
             return
         except LoadError:
             self._state.unreadable.add(info.save_id)
@@ -424,7 +439,7 @@ class Mirror:
         result = MirrorResult(path, facts.nbytes, facts.sent_bytes, time.perf_counter() - begun)
         self._state.took_s.append(result.mirrored_s)
         self._state.note_copied(info, path)
-        self._reports.mirrored(path, result.mirrored_s, result, None, self.backlog)
+        self._report(path, result.mirrored_s, result, None)
         self.promises.keep(info.step, result, handle)
 
     async def _give_up(self, waiting: set[str], workers: Workers) -> None:
@@ -437,21 +452,29 @@ class Mirror:
                     await left.abort()
             del self._state.begun[save_id]
 
-    async def _pruned(self, mirror: Sequence[StepInfo], workers: Workers) -> Sequence[StepInfo]:
-        """Delete from the mirror what its policy does not keep, after a copy; return what is left there."""
-        committed, self._state.committed = self._state.committed, None
-        if committed is None:
-            return mirror
-        protected = set() if self._retention is None else self._retention.protected()
+    async def _pruned(
+        self, local: Sequence[StepInfo], mirror: Sequence[StepInfo], workers: Workers
+    ) -> Sequence[StepInfo]:
+        """Delete from the mirror what is no longer kept; return what is left there."""
         left = list(mirror)
-        for info in mirror_to_delete(self._settings.mirror_keep, mirror, committed, time.time(), protected):
+        for info in self._to_delete(local, mirror):
             await workers.run(self._check_lease)
             try:
                 await self.there.storage.delete(info.path, workers=workers)
                 left.remove(info)
             except AiockptError as exc:
-                logger.warning("%s is no longer kept, but stays until the next step is mirrored: %s", info.path, exc)
+                logger.warning(
+                    "%s is no longer kept, but stays until the next step is %s: %s", info.path, self.done, exc
+                )
         return left
+
+    def _to_delete(self, local: Sequence[StepInfo], mirror: Sequence[StepInfo]) -> list[StepInfo]:
+        """Return what the mirror's policy does not keep, after a copy."""
+        committed, self._state.committed = self._state.committed, None
+        if committed is None:
+            return []
+        protected = set() if self._retention is None else self._retention.protected()
+        return mirror_to_delete(self._settings.mirror_keep, mirror, committed, time.time(), protected)
 
     async def _owned_steps(self, _: LoadTools) -> Sequence[StepInfo]:
         await self._own(self.workers)
@@ -562,6 +585,9 @@ class _CopyingTask:
                     continue
                 if not is_more and self._has_ended():
                     return
+                if is_more and self._mirror.pause_s:
+                    with anyio.move_on_after(self._mirror.pause_s):
+                        await woken.wait()
         except BaseException:  # it is stopped
             self._has_ended(anyway=True)
             raise

@@ -52,6 +52,13 @@ class ManagerOptions(CheckpointerOptions):
             full meanwhile.
         mirror_ephemeral: whether the run's directory is lost with the node, so that the notice of `on_signal` has to
             last until the last save is mirrored, not only written.
+        own_disks: whether each host has a disk of its own at this path, such as its NVMe, and keeps the files of its
+            own ranks there. All of them together are the run. See the page on tiers.
+        replicas: 1: each host also copies the files that another host has of each step to its own disk, behind; see
+            `SaveHandle.replicated`. `restore` reads them if a host is lost. With ``own_disks``, on two hosts or more.
+        replica_directory: where each host has its copies, which may be in memory, such as ``/dev/shm/replicas``.
+            None: a hidden directory in the run's.
+        replica_bandwidth: the most bytes per second that each host copies; None: no limit.
         checkpointer: a checkpointer to save and load with, which is not closed with the manager. None: the manager
             makes one with the options that are given, and closes it.
     """
@@ -70,6 +77,10 @@ class ManagerOptions(CheckpointerOptions):
     mirror_timeout: float = field(default=10.0, kw_only=True)
     mirror_required: bool = field(default=False, kw_only=True)
     mirror_ephemeral: bool = field(default=False, kw_only=True)
+    own_disks: bool = field(default=False, kw_only=True)
+    replicas: int = field(default=0, kw_only=True)
+    replica_directory: Path | None = field(default=None, kw_only=True)
+    replica_bandwidth: float | None = field(default=None, kw_only=True)
     checkpointer: CheckpointerBase | None = field(default=None, kw_only=True)
 
 

@@ -12,17 +12,20 @@ from typing import TYPE_CHECKING, Any
 
 from aiockpt.core.parameters import outer_stacklevel
 from aiockpt.core.threads import DaemonThreads
+from aiockpt.core.wording import some_of
 from aiockpt.errors import (
     AiockptError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
     DamagedCheckpointWarning,
     LoadError,
+    MissingHostError,
 )
 from aiockpt.manager.policies import Mode, ranked
 from aiockpt.manager.requests import Restored, RestoreRequest, SkippedStep, StepChoice
 from aiockpt.manager.tiers import copies_in_order
 from aiockpt.reading.info import TensorInfo
+from aiockpt.storage.hosts import HostDisks
 from aiockpt.storage.patched import PatchedStorage, Patches
 
 if TYPE_CHECKING:
@@ -36,6 +39,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("aiockpt")
 
 _MOST_NAMES = 1000
+_MOST_SHOWN = 8
 _END_S = 5.0
 _MOST_LISTS = 20  # of a run whose steps are deleted or replaced while they are read
 
@@ -56,6 +60,7 @@ class _Listed:
     stamp: Stamp | None
     is_mirror: bool
     repairs: _Listed | None = None  # the damaged copy that is tried once more with what it lacks from this one
+    is_replica: bool = False  # as the other hosts have it
 
     def is_copy_of(self, other: _Listed) -> bool:
         """Return whether another one, of the mirror, has the same bytes as this one of the run's directory."""
@@ -112,8 +117,11 @@ class Restore:
         run = self.manager
         skipped: list[tuple[_Listed, LoadError]] = []
         for at, each in enumerate(listed):
-            has_copy = each.repairs is not None or (at + 1 < len(listed) and each.is_copy_of(listed[at + 1]))
+            has_copy = each.repairs is not None or any(map(each.is_copy_of, listed[at + 1 : at + 3]))
             place = _Place(run._storage_at(is_mirror=each.is_mirror), each.info.path)
+            is_damaged = bool(skipped) and isinstance(skipped[-1][1], CorruptCheckpointError)
+            if each.is_replica and not (is_damaged and skipped[-1][0] == each.repairs):
+                continue
             try:
                 if each.repairs is not None:
                     place = await self._patched(each.repairs, each)
@@ -125,7 +133,11 @@ class Restore:
                 await run._call("load", place.path, self.request.state_dict, storage=place.storage, **options)
             except LoadError as exc:
                 is_damaged = isinstance(exc, CorruptCheckpointError | CheckpointNotFoundError)
-                if not is_damaged and not (has_copy and type(exc) is LoadError):  # unreadable, but there is a copy
+                # Unreadable, but there is a copy; or on a host that is gone, so that the newest step counts that the
+                # mirror or the other hosts have.
+                has_others = run._mirror_tier is not None or run._replicas is not None
+                is_away = isinstance(exc, MissingHostError) and has_others
+                if not is_damaged and not is_away and not (has_copy and type(exc) is LoadError):
                     _note(exc, touched_by)
                     raise
                 if not isinstance(exc, CheckpointNotFoundError):
@@ -143,27 +155,37 @@ class Restore:
             except BaseException as exc:
                 _note(exc, touched_by)
                 raise
-            moved = await run._led("the damaged steps", partial(self._set_aside, skipped))
+            if each.is_replica:  # the rest of this step is read from where it is
+                logger.warning("%s is damaged: replicas had %s", each.info.path, some_of(place.repaired, _MOST_SHOWN))
+                skipped.pop()
+            moved = await run._led("the damaged steps", partial(self._set_aside, each, skipped))
             if moved and run.leads:
                 self._warn(each, moved)
             info = each.info
             return Restored(info.step, info.path, info.metrics, info.metadata, moved, place.repaired)
+        if isinstance(self.choice, int) and skipped:
+            raise skipped[-1][1]
         damaged = [(each.info, error) for each, error in skipped if isinstance(error, CorruptCheckpointError)]
         if damaged:
             raise _nothing_left(run.directory, damaged, touched_by)
+        for _, error in skipped:
+            if isinstance(error, MissingHostError):
+                raise error
         if touched_by:
             raise CheckpointNotFoundError(f"{run.directory} has no step any more{_touched(touched_by)}")
         return None
 
     async def _patched(self, damaged: _Listed, copy: _Listed) -> _Place:
-        """Return the damaged copy of a step, with what it has damaged from the mirror: all ranks the same."""
+        """Return the damaged copy of a step, with what it has damaged from another copy: all ranks the same."""
         run = self.manager
         find = partial(self._damage, damaged)
         patches, repaired = await run._led(f"the damage of {damaged.info.path}", find)
-        mirror = run._storage_at(is_mirror=True)
+        here, other = run._storage_at(is_mirror=False), run._storage_at(is_mirror=copy.is_mirror)
+        other = other.replicated() if copy.is_replica and isinstance(other, HostDisks) else other
         if not patches:
-            return _Place(mirror, copy.info.path)
-        patched = PatchedStorage(run._storage_at(is_mirror=False), mirror, copy.info.path, patches)
+            return _Place(other, copy.info.path)
+        here = here.partial() if isinstance(here, HostDisks) else here
+        patched = PatchedStorage(here, other, copy.info.path, patches)
         return _Place(patched, damaged.info.path, repaired)
 
     # --- on rank 0 --------------------------------------------------------------------------------------
@@ -189,6 +211,8 @@ class Restore:
             if found and found[-1].is_copy_of(listed):
                 found.append(replace(listed, repairs=found[-1]))
             found.append(listed)
+            if run._replicas is not None and not copy.is_mirror:
+                found.append(replace(listed, repairs=listed, is_replica=True))
         return found
 
     def _is_gone(self, listed: _Listed) -> bool:
@@ -238,6 +262,10 @@ class Restore:
         """
         storage, path = self.manager._storage_at(is_mirror=False), damaged.info.path
         infos: Mapping[str, Any] = {}
+        if isinstance(storage, HostDisks):
+            missing = await self.manager._run(storage.missing, path)
+            if missing:  # the rest is not read twice: the load checks it
+                return dict.fromkeys(missing), missing
         try:
             report: VerifyReport = await self.manager._call("verify", path, storage=storage)
         except LoadError:
@@ -272,12 +300,16 @@ class Restore:
             return _covers(below, found)
         return False
 
-    async def _set_aside(self, skipped: Sequence[tuple[_Listed, LoadError]]) -> tuple[SkippedStep, ...]:
+    async def _set_aside(
+        self, restored: _Listed, skipped: Sequence[tuple[_Listed, LoadError]]
+    ) -> tuple[SkippedStep, ...]:
         """Rename the damaged steps of the run's directory, as an older one, or a copy, was restored in their place."""
         found = []
         for each, error in skipped:
             path = each.info.path
-            if self.manager.writes and isinstance(error, CorruptCheckpointError) and not each.is_mirror:
+            is_lost = isinstance(error, CorruptCheckpointError)
+            is_lost |= isinstance(error, MissingHostError) and each.info.step != restored.info.step
+            if self.manager.writes and is_lost and not each.is_mirror:
                 path = await self.manager._run(set_aside, self.manager._storage, path)
             found.append(SkippedStep(each.info.step, path, str(error)))
         return tuple(found)

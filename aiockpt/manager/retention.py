@@ -65,7 +65,7 @@ class Retention:
         self._last: int | None = None  # the step that was written last, or restored
         self._written_s: deque[float] = deque(maxlen=_REMEMBERED)
         self._in_flight: dict[int, tuple[int, float]] = {}  # step and beginning of saves, by the id of the handle
-        self._mirror: Mirror | None = None
+        self._mirrors: list[Mirror] = []
 
     # --- from the caller's thread -----------------------------------------------------------------------
 
@@ -79,8 +79,8 @@ class Retention:
             logger.warning("no thread could be started to follow the save of %s: %s", handle.path, exc)
 
     def attach(self, mirror: Mirror) -> None:
-        """Report to a mirror which steps are written, and keep those that it copies."""
-        self._mirror = mirror
+        """Report to a mirror which steps are written, and keep those that it needs."""
+        self._mirrors.append(mirror)
 
     def again(self) -> None:
         """Delete what is no longer kept, as a step is free again; does not block."""
@@ -179,8 +179,8 @@ class Retention:
                 if result is not None and is_here:
                     self._written_s.append(result.written_s)
                     self._last = step
-            if self._mirror is not None:  # before anything is deleted
-                self._mirror.note_end(step, handle, "" if is_here or result is None else result.path)
+            for mirror in self._mirrors:  # before anything is deleted
+                mirror.note_end(step, handle, "" if is_here or result is None else result.path)
             if result is not None and self._on_written is not None:
                 self._call_on_written(step, result)
         except Exception:
@@ -205,7 +205,7 @@ class Retention:
             logger.exception("on_written has failed for step %d", step)
 
     def _prune(self, written: int) -> None:
-        if self._keep is None or not (self._mirror is None or self._mirror.knows_held):
+        if self._keep is None or not all(mirror.knows_held for mirror in self._mirrors):  # they call `again`
             return
         infos = self._scanner.scan(lenient=True)  # what can't be read stays
         if not any(info.step == written and info.state == "complete" for info in infos):
@@ -222,7 +222,7 @@ class Retention:
 
     def protected(self) -> set[int]:
         """Return the steps that must not be deleted now."""
-        copied = set() if self._mirror is None else self._mirror.held()
+        copied = {step for mirror in self._mirrors for step in mirror.held()}
         with self._lock:
             held = {step for step, count in self._held.items() if count > 0}
             written = {step for step, _ in self._in_flight.values()}  # they replace what is there

@@ -129,12 +129,18 @@ class _Known(NamedTuple):
 
 
 class StepScanner:
-    """Scans a run's directory again and again, in any thread; the documents of an unchanged step are read once."""
+    """Scans a run's directory again and again, in any thread; the documents of an unchanged step are read once.
 
-    def __init__(self, storage: Storage, directory: str, names: StepNames = DEFAULT_NAMES) -> None:
+    ``is_part``: a step is complete there if it has its documents; other directories have the files that are missing.
+    """
+
+    def __init__(
+        self, storage: Storage, directory: str, names: StepNames = DEFAULT_NAMES, *, is_part: bool = False
+    ) -> None:
         self._storage = storage
         self._directory = directory
         self._step_of = names.step_of
+        self._is_part = is_part
         self._cache: dict[str, _Known] = {}
         self._lock = threading.Lock()
 
@@ -221,22 +227,24 @@ class StepScanner:
         if known is None or listed is None or known.listed != listed:
             with self._storage.look(path) as listing:
                 is_same = known is not None and known.stamp == listing.stamp
-                info = known.info if known is not None and is_same else examine(listing, step)[1]
+                info = known.info if known is not None and is_same else examine(listing, step, is_part=self._is_part)[1]
                 known = self._cache[path] = _Known(listing.stamp, listed, info)
         return replace(known.info, step=step)
 
 
-def examine(listing: Listing, step: int = NO_STEP, *, counts: bool = False) -> tuple[Recognised, StepInfo]:
+def examine(
+    listing: Listing, step: int = NO_STEP, *, counts: bool = False, is_part: bool = False
+) -> tuple[Recognised, StepInfo]:
     """Return what a directory or a file is, and its facts as those of a step.
 
-    ``counts``: the choices in one that is no checkpoint matter as well.
+    ``counts``: the choices in one that is no checkpoint matter as well. ``is_part``: see `assess`.
     """
     files, fetch = listing.files, listing.fetch
     found = recognise(files, fetch, alone=listing.is_file)
     if listing.folders and ((counts and not found.layout) or depends_on_below(found, files, listing.folders)):
         listing.list_below()
         found = recognise(files, fetch)
-    state, problem, head, save_id = assess(found, files, fetch)
+    state, problem, head, save_id = assess(found, files, fetch, is_part=is_part)
     if not found.layout:
         state, problem = "unfinished", problem or f"it has neither {MANIFEST_NAME} nor {METADATA_NAME}"
     info = StepInfo(step, listing.path, state, sum(files.values()), listing.changed_s, problem=problem, save_id=save_id)

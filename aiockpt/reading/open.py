@@ -20,6 +20,7 @@ from aiockpt.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
     LoadError,
+    MissingHostError,
     MissingKeysError,
     printable,
     sanitize_error,
@@ -45,7 +46,15 @@ from aiockpt.format.manifest.columnar_index import IndexedEntries
 from aiockpt.format.manifest.manifest import Manifest, is_of_another_save, is_pickled
 from aiockpt.format.manifest.reader import decode_manifest
 from aiockpt.format.names import COMMON_NAME, MANIFEST_NAME, METADATA_NAME
-from aiockpt.format.recognise import SHARD_INDEX, Recognised, has_common, rank_metadata, recognise, wrong_file
+from aiockpt.format.recognise import (
+    SHARD_INDEX,
+    Recognised,
+    absent_text,
+    has_common,
+    rank_metadata,
+    recognise,
+    wrong_file,
+)
 from aiockpt.format.safetensors.reader import (
     HEADER_PROBE_BYTES,
     decode_header,
@@ -291,6 +300,10 @@ def _read_manifest(source: Source, path: str) -> Manifest | None:
 
 def _check_files(source: Source, path: str, manifest: Manifest) -> None:
     problem = wrong_file(manifest.files, source.files)
+    if problem and (absent := absent_text(manifest.disks, source.files)):
+        raise MissingHostError(
+            f"{path}: {absent}: open the run with a manager that has own_disks=True, with ranks on all of these hosts"
+        )
     if problem:
         raise CorruptCheckpointError(f"{path}: {problem}; it was truncated or changed, so use an older checkpoint")
 

@@ -546,6 +546,18 @@ class Directories:
         """Return whether the writer process of a dead trainer will soon publish a checkpoint; raise OSError."""
         return False
 
+    def identify(self, directory: str, *, make: bool) -> str | None:
+        """Return the id of the disk that a run's directory is on: 32 digits, the same for all who see this directory.
+
+        Args:
+            directory: the run's directory.
+            make: make the directory, and choose an id, if there is none; else None is returned.
+
+        Raises:
+            OSError: it can't be read or written.
+        """
+        raise AiockptError(f"{type(self).__name__} can't tell one disk from another: it has no method `identify`")
+
     def link(self, path: str) -> str | None:
         """Return where a path leads to if it is a link."""
         return None

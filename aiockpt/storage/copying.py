@@ -19,7 +19,7 @@ import anyio
 from isal.isal_zlib import crc32
 
 from aiockpt.errors import CheckpointNotFoundError, CorruptCheckpointError, WriteError, unwrapped
-from aiockpt.format.manifest.manifest import FileFacts, decode_head, save_id_of
+from aiockpt.format.manifest.manifest import FileFacts, decode_head, disks_in, save_id_of
 from aiockpt.format.names import MANIFEST_NAME, METADATA_NAME
 from aiockpt.format.recognise import facts_in
 
@@ -92,6 +92,7 @@ async def copy_checkpoint(
     workers: Workers,
     limit: RateLimit,
     check: Callable[[], object] = lambda: None,
+    disk: str = "",
 ) -> CopyFacts:
     """Copy a checkpoint that has a manifest, replacing what is at the target.
 
@@ -106,6 +107,7 @@ async def copy_checkpoint(
         workers: threads for blocking work.
         limit: how fast to copy.
         check: called in a thread before the copy is published; may raise.
+        disk: the id of the disk that the source is, of several that have the files together: its own are copied.
 
     Raises:
         CheckpointNotFoundError: it is not there any more.
@@ -114,7 +116,7 @@ async def copy_checkpoint(
     """
     opened = await source.open(path, workers=workers)
     try:
-        documents, files = await workers.run(_contents, opened, path, save_id)
+        documents, files = await workers.run(partial(_contents, opened, path, save_id, disk))
         transaction = await target.resume(target_path, save_id, workers=workers)
         try:
             whole = await transaction.whole_files()
@@ -134,19 +136,21 @@ async def copy_checkpoint(
     return CopyFacts(nbytes, of_documents + sum(facts.nbytes for facts in left.values()), tuple(left))
 
 
-def _contents(source: Source, path: str, save_id: str) -> tuple[dict[str, bytes], Mapping[str, FileFacts]]:
+def _contents(source: Source, path: str, save_id: str, disk: str) -> tuple[dict[str, bytes], Mapping[str, FileFacts]]:
     """Return the documents, the manifest as the last of them, and the facts of all other files. Blocks."""
     sizes = source.files
     documents = {name: source.read_bytes(name, 0, sizes[name]) for name in _DOCUMENTS if name in sizes}
     manifest = documents.get(MANIFEST_NAME)
     if manifest is None or save_id_of(manifest) != save_id:
         raise CheckpointNotFoundError(f"{path} was replaced before it was copied")
-    files = dict(facts_in(decode_head(manifest) or {}) or {})
+    head = decode_head(manifest) or {}
+    files = dict(facts_in(head) or {})
     if METADATA_NAME in documents:
         data = documents[METADATA_NAME]
         if files.get(METADATA_NAME) != FileFacts(len(data), crc32(data)):
             raise CorruptCheckpointError(f"{path}/{METADATA_NAME} does not match its CRC, so it is not copied")
-    files = {name: facts for name, facts in files.items() if name not in documents}
+    there = next((each.files for each in disks_in(head) if each.id == disk), files)
+    files = {name: facts for name, facts in files.items() if name in there and name not in documents}
     for name, facts in files.items():
         if sizes.get(name) != facts.nbytes:  # nor is a name taken that leads out of the checkpoint
             raise CorruptCheckpointError(f"{path} lacks {name}, or a part of it, so it is not copied")

@@ -104,6 +104,9 @@ class WrapperStorage(SharedStorage):
     def owner_of(self, directory: str) -> LeaseFacts | None:
         return self.inner.owner_of(directory)
 
+    def identify(self, directory: str, *, make: bool) -> str | None:
+        return self.inner.identify(directory, make=make)
+
     def is_finishing(self, directory: str) -> bool:
         return self.inner.is_finishing(directory)
 
@@ -126,11 +129,11 @@ class WrapperStorage(SharedStorage):
         else:
             shared = shared_storage(self.inner)
             inner = await shared.begin(path, overwrite=overwrite, workers=workers, ticket=ticket)
-        return _WrapperTransaction(self, inner, path)
+        return WrapperTransaction(self, inner, path)
 
     async def join(self, path: str, ticket: str, *, workers: Workers) -> SharedTransaction:
         await self.before("join", path)
-        return _WrapperTransaction(self, await shared_storage(self.inner).join(path, ticket, workers=workers), path)
+        return WrapperTransaction(self, await shared_storage(self.inner).join(path, ticket, workers=workers), path)
 
     async def take_over(
         self, path: str, ticket: str, *, overwrite: bool, workers: Workers, stamp: Stamp | None
@@ -138,11 +141,11 @@ class WrapperStorage(SharedStorage):
         await self.before("take_over", path)
         shared = shared_storage(self.inner)
         inner = await shared.take_over(path, ticket, overwrite=overwrite, workers=workers, stamp=stamp)
-        return _WrapperTransaction(self, inner, path)
+        return WrapperTransaction(self, inner, path)
 
     async def resume(self, path: str, save_id: str, *, workers: Workers) -> SharedTransaction:
         await self.before("resume", path)
-        return _WrapperTransaction(self, await self.inner.resume(path, save_id, workers=workers), path)
+        return WrapperTransaction(self, await self.inner.resume(path, save_id, workers=workers), path)
 
     async def delete(self, path: str, *, workers: Workers) -> None:
         await self.before("delete", path)
@@ -160,14 +163,16 @@ class WrapperStorage(SharedStorage):
 def _passed_on(step: Step, *, named: bool = False) -> Any:
     """Return the method of a step that only `SharedTransaction` has; ``named``: its first argument names a file."""
 
-    async def method(self: _WrapperTransaction, *args: Any) -> Any:
+    async def method(self: WrapperTransaction, *args: Any) -> Any:
         await self._storage.before(step, args[0] if named else self._path)
         return await getattr(self._shared, step)(*args)
 
     return method
 
 
-class _WrapperTransaction(SharedTransaction):
+class WrapperTransaction(SharedTransaction):
+    """Passes everything on to the transaction of another storage."""
+
     def __init__(self, storage: WrapperStorage, inner: Transaction, path: str) -> None:
         self._storage = storage
         self._inner = inner

@@ -96,5 +96,6 @@ async def _check_visible(transaction: SharedTransaction, results: Sequence[Writt
                 found = "is not there" if seen is None else f"has {seen} bytes there"
                 raise SaveError(
                     f"rank {rank} has written {name} ({facts.nbytes} bytes), which {found} as rank 0 sees it: all "
-                    "ranks must save to one file system that every host has mounted"
+                    "ranks must save to one file system that every host has mounted, or with a manager that has "
+                    "own_disks=True"
                 )

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner
 
-from aiockpt.cli.bench import Advice, Disk, Measured, Setting, best, best_direct_io
+from aiockpt.cli.bench import Advice, Measured, MeasuredDisk, Setting, best, best_direct_io
 from aiockpt.cli.main import app
 from aiockpt.options import CheckpointerOptions
 
@@ -111,7 +111,7 @@ def test_interrupt_leaves_no_file(number, tmp_path):
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("direct", [True, False])
 def test_file_sizes_are_the_counted_bytes(direct, threads, tmp_path):
-    disk = Disk(str(tmp_path))
+    disk = MeasuredDisk(str(tmp_path))
     noted = []
     written = disk.measure(Setting("write", direct, threads, MIB), 9 * MIB, 60, noted.append)
     if written is None:
@@ -128,7 +128,7 @@ def test_file_sizes_are_the_counted_bytes(direct, threads, tmp_path):
 
 def test_each_thread_moves_bytes_even_if_it_starts_late(tmp_path):
     """On a busy machine, the time may be over before a thread has run at all."""
-    disk = Disk(str(tmp_path))
+    disk = MeasuredDisk(str(tmp_path))
     for kind in ("write", "read"):
         assert disk.measure(Setting(kind, False, 2, MIB), 8 * MIB, 0).nbytes == 2 * MIB
 
@@ -139,7 +139,7 @@ def test_disk_error_is_raised(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(OSError, match="Input/output error"):
-        Disk(str(tmp_path)).measure(Setting("write", False, 2, MIB), 4 * MIB, 60)
+        MeasuredDisk(str(tmp_path)).measure(Setting("write", False, 2, MIB), 4 * MIB, 60)
 
 
 # --- advice -----------------------------------------------------------------------------------------------

@@ -67,6 +67,7 @@ class Manifest:
     index: Index | None = None  # as far as it was read from the manifest
     # the transformed items, by file and offset
     transformed: Mapping[tuple[str, int], ItemFacts] = field(default_factory=dict)
+    disks: tuple[DiskFacts, ...] = ()  # that have the files, if these are in several places
 
 
 def encode_manifest(
@@ -104,11 +105,47 @@ def with_parts(data: bytes, files: Mapping[str, FileFacts], parts: Sequence[str]
         files: the size and CRC of each file.
         parts: the directories and files that are a checkpoint, relative to the top, which is the empty name.
     """
+    document, sections = _divided(data)
+    document["files"] |= _listing(files)
+    return _sealed({**document, "parts": list(parts)}, sections)
+
+
+@dataclass(frozen=True, slots=True)
+class DiskFacts:
+    """A disk that has some files of a checkpoint; see `aiockpt.storage.hosts`."""
+
+    id: str
+    host: str  # its name
+    files: frozenset[str] = field(repr=False)
+
+    def __str__(self) -> str:
+        return f"host {self.host} (disk {self.id[:8]})"
+
+
+def with_disks(data: bytes, disks: Sequence[DiskFacts]) -> bytes:
+    """Return a manifest that says which disk has which files, besides the documents; the first is published last."""
+    document, sections = _divided(data)
+    listed = [{"id": each.id, "host": each.host, "files": sorted(each.files)} for each in disks]
+    return _sealed({**document, "disks": listed}, sections)
+
+
+def disks_in(head: Mapping[str, Any] | None) -> tuple[DiskFacts, ...]:
+    """Return what the head of a manifest says of the disks that have its files; nothing if they are in one place."""
+    try:
+        listed = () if head is None else head.get("disks", ())
+        return tuple(
+            DiskFacts(str(each["id"]), str(each["host"]), frozenset(map(str, each["files"]))) for each in listed
+        )
+    except (KeyError, TypeError, AttributeError):
+        return ()
+
+
+def _divided(data: bytes) -> tuple[dict[str, Any], bytes]:
+    """Return the head of an intact manifest, and its long sections as they are."""
     body = data.rpartition(SEAL.encode())[0]
     begin = min((at for each in _LONG_PARTS if (at := body.find(each)) >= 0), default=len(body))
-    document = json.loads(body[:begin] + b"\n}")
-    document["files"] |= _listing(files)
-    return _sealed({**document, "parts": list(parts)}, body[begin:])
+    document: dict[str, Any] = json.loads(body[:begin] + b"\n}")
+    return document, body[begin:]
 
 
 def _listing(files: Mapping[str, FileFacts]) -> dict[str, JsonValue]:

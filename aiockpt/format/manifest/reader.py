@@ -43,6 +43,7 @@ from aiockpt.format.manifest.manifest import (
     FileFacts,
     JsonValue,
     Manifest,
+    disks_in,
     read_user_metadata,
 )
 from aiockpt.format.names import MANIFEST_NAME
@@ -84,6 +85,7 @@ def decode_manifest(data: bytes) -> Manifest:
             containers=document["containers"],
             index=index,
             transformed=decode_transformed(document["transformed"]) if "transformed" in document else {},
+            disks=disks_in(document),
         )
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as exc:
         raise CorruptCheckpointError(

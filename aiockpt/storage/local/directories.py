@@ -10,6 +10,7 @@ from urllib.parse import unquote
 from aiockpt.errors import AiockptError
 from aiockpt.storage.base import Directories, LeaseFacts, Listing, LookBudget, RunLease
 from aiockpt.storage.local.entries import LocalListing
+from aiockpt.storage.local.identity import identify
 from aiockpt.storage.local.lease import is_finishing, owner_of, take
 from aiockpt.storage.local.temp_dir import REPLACED, SWEPT, liveness, read_ticket, this_process
 
@@ -79,6 +80,9 @@ class LocalDirectories(Directories):
 
     def owner_of(self, directory: str) -> LeaseFacts | None:
         return owner_of(directory)
+
+    def identify(self, directory: str, *, make: bool) -> str | None:
+        return identify(directory, make=make)
 
     def is_finishing(self, directory: str) -> bool:
         return is_finishing(directory)

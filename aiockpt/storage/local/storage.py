@@ -159,7 +159,7 @@ class LocalStorage(LocalDirectories, SharedStorage):
         if held is None:
             raise WriteError(
                 f"{hidden}, which rank 0 has made for {path}, can't be seen on {socket.gethostname()}: all ranks must "
-                "save to one file system that every host has mounted"
+                "save to one file system that every host has mounted, or with a manager that has own_disks=True"
             )
         joined = JoinedTransaction(self._policy, path, hidden, workers, held, held.identity)
         await joined.look_for_single_file()

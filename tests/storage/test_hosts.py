@@ -1,0 +1,221 @@
+"""Checkpoints on the disks of several hosts, each a directory here: what all have together is one checkpoint."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+import aiockpt
+from aiockpt.core.threads import Workers
+from aiockpt.format.names import MANIFEST_NAME, METADATA_NAME
+from aiockpt.manager.scan import scan
+from aiockpt.storage.base import Storage
+from aiockpt.storage.hosts import Disk, HostDisks
+from aiockpt.storage.local.storage import LocalStorage
+from aiockpt.testing import FaultyStorage, StorageConformance
+from tests.disks import HostDisk, disks_in, read, union_of, write
+
+
+class TestOneDisk(StorageConformance):
+    """The disk of a job of one host."""
+
+    def make_storage(self, tmp_path: Path) -> Storage:
+        return HostDisks([Disk("a", "host", LocalStorage())], "a")
+
+
+RUN = "/run"
+STEP = "/run/step-00000001"
+
+
+@pytest.fixture
+def workers() -> Iterator[Workers]:
+    workers = Workers(4, "tests")
+    yield workers
+    workers.close()
+
+
+def names_in(disk: Disk, path: str = STEP) -> list[str]:
+    folder = Path(cast("HostDisk", disk.storage).place(path))
+    return sorted(each.name for each in folder.iterdir()) if folder.exists() else []
+
+
+@pytest.mark.asyncio
+async def test_files_stay_on_their_hosts(tmp_path: Path, workers: Workers) -> None:
+    """Each disk has the files of its own ranks and all documents; every host reads the same."""
+    disks = disks_in(tmp_path, "a", "b", "c")
+    files = await write(disks, ["a", "a", "b", "c"], STEP, "first", workers)
+    for name, own in (("a", [0, 1]), ("b", [2]), ("c", [3])):
+        assert names_in(disks[name]) == sorted([MANIFEST_NAME, METADATA_NAME, *(f"__{rank}_0.distcp" for rank in own)])
+        union = union_of(disks, name)
+        assert await read(union, STEP, workers) == files
+        (info,) = scan(RUN, union)
+        assert (info.state, info.nbytes > 0, union.missing(STEP)) == ("complete", True, ())
+    assert len({info.save_id for name in disks for info in scan(RUN, union_of(disks, name))}) == 1
+
+
+@pytest.mark.asyncio
+async def test_missing_host_is_named(tmp_path: Path, workers: Workers) -> None:
+    disks = disks_in(tmp_path, "a", "b", "c")
+    await write(disks, ["a", "b", "c"], STEP, "first", workers)
+    for own, *others in (("a", "c"), ("c", "a"), ("c",)):
+        union = union_of(disks, own, own, *others)
+        with pytest.raises(aiockpt.LoadError, match=r"host host-b \(disk b\) has 1.* of its 3 files") as caught:
+            await read(union, STEP, workers)
+        assert type(caught.value) is aiockpt.MissingHostError  # nothing takes it for damaged
+        assert "__1_0.distcp" in union.missing(STEP)
+        assert scan(RUN, union)[0].state == "damaged"
+        assert await union.clean(RUN, workers=workers) == []
+    assert len(names_in(disks["a"])) == 3
+
+
+@pytest.mark.asyncio
+async def test_lost_file_of_a_host_that_is_there(tmp_path: Path, workers: Workers) -> None:
+    disks = disks_in(tmp_path, "a", "b")
+    await write(disks, ["a", "b"], STEP, "first", workers)
+    Path(cast("HostDisk", disks["b"].storage).place(STEP), "__1_0.distcp").unlink()
+    union = union_of(disks, "a")
+    with pytest.raises(aiockpt.CorruptCheckpointError, match=r"__1_0.distcp, which host host-b"):
+        await read(union, STEP, workers)
+    assert await union.clean(RUN, workers=workers) == []  # it was announced
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("own", ["a", "b"])
+async def test_deletion_and_renaming_reach_all_disks(tmp_path: Path, workers: Workers, own: str) -> None:
+    disks = disks_in(tmp_path, "a", "b", "c")
+    union = union_of(disks, own)
+    for step in (1, 2):
+        await write(disks, ["a", "b", "c"], f"{RUN}/step-0000000{step}", "first", workers)
+    await union.delete(STEP, workers=workers)
+    with pytest.raises(aiockpt.CheckpointNotFoundError):
+        await union.delete(STEP, workers=workers)
+    assert [names_in(disk) for disk in disks.values()] == [[]] * 3
+    Path(cast("HostDisk", disks["c"].storage).place(f"{RUN}/aside")).mkdir()
+    assert union.set_aside(f"{RUN}/step-00000002", ["aside", "aside-2"]) == f"{RUN}/aside-2"
+    assert [len(names_in(disk, f"{RUN}/aside-2")) for disk in disks.values()] == [3] * 3
+    with pytest.raises(OSError, match="taken"):
+        union.set_aside(f"{RUN}/aside-2", ["aside"])
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("victim", ["a", "b", "c"])
+@pytest.mark.parametrize("step", ["begin", "create", "commit"])
+async def test_failure_on_one_disk_takes_all_back(tmp_path: Path, workers: Workers, victim: str, step: str) -> None:
+    """The error names the host; nothing is left, and the next save succeeds."""
+    disks = disks_in(tmp_path, "a", "b", "c")
+    inner = cast("HostDisk", disks[victim].storage)
+    faulty = dict(disks)
+    faulty[victim] = Disk(victim, f"host-{victim}", FaultyStorage(inner, step, OSError(errno.ENOSPC, "full")))
+    with pytest.raises(aiockpt.SaveError, match="full"):
+        await write(faulty, ["a", "b", "c"], STEP, "first", workers)
+    assert [names_in(disk, RUN) for disk in disks.values()] == [[]] * 3
+    await write(disks, ["a", "b", "c"], STEP, "second", workers)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("published", [("b",), ("b", "c"), ("c",)])
+async def test_kill_between_the_publications_of_two_disks(
+    tmp_path: Path, workers: Workers, published: tuple[str, ...]
+) -> None:
+    """Rank 0's disk is the last: without it the step was never announced, nothing shows it, and it is removed."""
+    disks = disks_in(tmp_path, "a", "b", "c")
+    files = await write(disks, ["a", "b", "c"], f"{RUN}/step-00000000", "before", workers)
+    await write(disks, ["a", "b", "c"], STEP, "first", workers)
+    for name in {*disks} - {*published}:
+        await disks[name].storage.delete(STEP, workers=workers)
+    for own in disks:
+        union = union_of(disks, own)
+        assert [info.step for info in scan(RUN, union)] == [0]
+        with pytest.raises(aiockpt.CheckpointNotFoundError):
+            await read(union, STEP, workers)
+        assert union.stamp(STEP) is None
+    assert await union_of(disks, "b").clean(RUN, workers=workers) == [STEP]
+    assert [names_in(disk) for disk in disks.values()] == [[]] * 3
+    assert await read(union_of(disks, "c"), f"{RUN}/step-00000000", workers) == files
+
+
+@pytest.mark.asyncio
+async def test_part_of_an_earlier_save_is_never_mixed_in(tmp_path: Path, workers: Workers) -> None:
+    """A host that was away has files of the same names and sizes, of a step that was deleted and saved again."""
+    disks = disks_in(tmp_path, "a", "b", "c")
+    await write(disks, ["a", "b"], STEP, "save 1", workers)
+    await union_of(disks, "a", "a", "c").delete(STEP, workers=workers)
+    files = await write(disks, ["a", "c"], STEP, "save 2", workers)
+    for own in disks:
+        union = union_of(disks, own)
+        assert await read(union, STEP, workers) == files
+        assert scan(RUN, union)[0].state == "complete"
+    with pytest.raises(aiockpt.MissingHostError):
+        await read(union_of(disks, "b", "b", "c"), STEP, workers)
+    await union_of(disks, "b").delete(STEP, workers=workers)
+    assert [names_in(disk) for disk in disks.values()] == [[]] * 3
+
+
+@pytest.mark.asyncio
+async def test_replica_completes_what_a_lost_disk_had(tmp_path: Path, workers: Workers) -> None:
+    """A replica of this very save, and no other one; alone it is no checkpoint."""
+    disks = disks_in(tmp_path, "a", "b")
+    places = []
+    for note in ("save 1", "save 2"):
+        files = await write(disks, ["a", "b"], STEP, note, workers, overwrite=True)
+        kept = tmp_path / f"kept {note}"
+        shutil.copytree(cast("HostDisk", disks["b"].storage).place(STEP), kept / "step-00000001")
+        places.append(Disk("b", "host-a", LocalStorage(), str(kept), is_near=True))
+    both = HostDisks([disks["a"]], "a", places)
+    assert await read(both, STEP, workers) == files
+    assert (scan(RUN, both)[0].state, both.missing(STEP)) == ("complete", ())
+    with pytest.raises(aiockpt.MissingHostError):
+        await read(HostDisks([disks["a"]], "a", places[:1]), STEP, workers)
+    (tmp_path / "empty").mkdir()
+    alone = HostDisks([Disk("c", "host-c", HostDisk(tmp_path / "empty"))], "c", places)
+    with pytest.raises(aiockpt.CheckpointNotFoundError):
+        await read(alone, STEP, workers)
+
+
+@pytest.mark.parametrize("other", ["a", "b"])
+def test_one_manager_writes_whatever_host_its_rank_0_is_on(tmp_path: Path, other: str) -> None:
+    disks = disks_in(tmp_path, "a", "b")
+    for disk in disks.values():
+        Path(cast("HostDisk", disk.storage).place(RUN)).mkdir()
+    lock = union_of(disks, "a").lease(RUN)
+    with pytest.raises(aiockpt.RunLockedError):
+        union_of(disks, other).lease(RUN)
+    lock.check()
+    lock.release()
+    union_of(disks, other).lease(RUN).release()
+
+
+class FailingReads(HostDisk):
+    """Fails to read after the first bytes of each file."""
+
+    def before_read(self, name: str, offset: int, nbytes: int) -> None:
+        if name.endswith(".distcp") and offset + nbytes > 4:
+            raise aiockpt.LoadError("the host is gone")
+
+
+@pytest.mark.asyncio
+async def test_read_goes_on_at_the_next_holder(tmp_path: Path, workers: Workers) -> None:
+    disks = disks_in(tmp_path, "a", "b")
+    files = await write(disks, ["a", "b"], STEP, "save 1", workers)
+    root = tmp_path / "b"
+    shutil.copytree(root / "run" / "step-00000001", tmp_path / "kept" / "step-00000001")
+    kept = Disk("b", "host-a", LocalStorage(), str(tmp_path / "kept"))
+    failing = Disk("b", "host-b", FailingReads(root))
+    missing = root / "run" / "step-00000001" / "__1_0.distcp"
+    source = await HostDisks([disks["a"], failing], "a", [kept]).open(STEP, workers=workers)
+    with pytest.raises(aiockpt.LoadError, match="gone"):
+        source.read_bytes("__1_0.distcp", 0, missing.stat().st_size)
+    source.close()
+    shutil.copytree(missing.parent, tmp_path / "c" / "run" / "step-00000001")
+    third = Disk("c", "host-c", HostDisk(tmp_path / "c"))
+    source = await HostDisks([disks["a"], failing, third], "a").open(STEP, workers=workers)
+    seen: list[bytes] = []
+    data = bytearray(missing.stat().st_size)
+    source.read("__1_0.distcp", 0, memoryview(data), lambda piece: seen.append(bytes(piece)))
+    assert bytes(data) == b"".join(seen) == files["__1_0.distcp"]
+    source.close()
