@@ -71,7 +71,7 @@ class MirrorSettings:
     Attributes:
         keep: the policy of the run's directory.
         mirror_keep: that of the mirror.
-        every: which steps are mirrored; None: all.
+        every: which steps are mirrored, and the newest one when the run is closed; None: all.
         bytes_per_s: the limit; None: no limit.
         is_required: no step is deleted before it is mirrored.
         locks: whether the mirror has one writer.
@@ -274,6 +274,9 @@ class Mirror:
 
     def finish(self) -> Completion[None] | None:
         """Finish what is left; return a future of the end, or None if nothing is being copied."""
+        self._task.is_closing = True
+        if self._settings.every is not None:  # the newest step
+            self.poke()
         return self._task.finish()
 
     def close(self) -> None:
@@ -372,6 +375,8 @@ class Mirror:
         there = {info.step: info for info in mirror}
         state.times |= {info.step: info.time for info in (*mirror, *local) if info.state == "complete"}
         due = due_steps(settings.every, dict(state.times))
+        if self._task.is_closing:
+            due.add(max((info.step for info in local if info.state == "complete"), default=-1))
         # What was deleted there, as its policy says, does not come back.
         over = {info.step for info in local if info.save_id in state.over and info.step not in there}
         over |= {info.step for info in local if info.save_id in state.damaged}
@@ -405,7 +410,7 @@ class Mirror:
             elif step in here and is_mirrored(here[step], there):
                 self.promises.keep(step, MirrorResult(there[step].path, there[step].nbytes, 0, 0.0), handle)
             elif step not in waiting:
-                why = "the policies keep later ones" if step in due else "mirror_every says so"
+                why = "the policies keep later ones" if step in due else "mirror_every says so, unless it is the last"
                 self.promises.fail(step, SaveSkippedError(f"step {step} is not {self.done}: {why}"), handle)
         return missing
 
@@ -546,7 +551,6 @@ class _CopyingTask:
 
     def finish(self) -> Completion[None] | None:
         with self._lock:
-            self.is_closing = True
             self._wake()
             return None if self._call is None else self._call.completion
 

@@ -109,7 +109,19 @@ def test_mirror_every(here: Path, there: Any) -> None:
         saves = {step: run.submit(step, STATE) for step in range(1, 8)}
         with pytest.raises(aiockpt.SaveSkippedError, match="step 2 is not mirrored: mirror_every says so"):
             saves[2].mirrored.result(60)
-    assert steps(there) == [3, 6]
+        saves[6].mirrored.result(60)
+        assert steps(there) == [3, 6]
+    assert steps(there) == [3, 6, 7]
+
+
+def test_newest_step_is_mirrored_when_the_run_is_closed(here: Path, there: Any) -> None:
+    with run_of(here, there, mirror_every=aiockpt.EverySteps(10)) as run:
+        saves = [run.submit(step, STATE) for step in range(1, 6)]
+        assert isinstance(saves[-1].mirrored.exception(60), aiockpt.SaveSkippedError)
+        assert run._mirror is not None
+        call = run._mirror._task._call
+        assert call is None or call.completion.result(60) is None  # it copies nothing more
+    assert steps(there) == [5]
 
 
 def test_mirror_behind_leaves_out_what_is_not_kept(here: Path, there: Any, gate: Gate) -> None:
