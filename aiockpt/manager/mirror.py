@@ -54,6 +54,12 @@ if TYPE_CHECKING:
 _FIRST_RETRY_S = 1.0
 _LONGEST_RETRY_S = 60.0
 _PATIENCE_S = 60.0  # closing waits no longer for a mirror that fails all the time
+_LASTING = (
+    FileNotFoundError,
+    FileExistsError,
+    NotADirectoryError,
+    PermissionError,
+)  # no such bucket, say
 LEFT_S = 86400.0  # the age of copies that nobody goes on with
 _END_S = 5.0
 _THREADS = 6
@@ -272,8 +278,13 @@ class Mirror:
         """Copy again, after `discard`."""
         self._task.resume()
 
+    @property
+    def has_work(self) -> bool:
+        """Whether a step waits, or may do so."""
+        return not self._state.has_looked or bool(self.promises.written or self.backlog.steps)
+
     def finish(self) -> Completion[None] | None:
-        """Finish what is left; return a future of the end, or None if nothing is being copied."""
+        """Finish what is left; return a future of the end, or None if there is nothing to wait for."""
         self._task.is_closing = True
         if self._settings.every is not None:  # the newest step
             self.poke()
@@ -526,7 +537,7 @@ class _CopyingTask:
         self._lock = threading.Lock()
         self._call: Call[None] | None = None
         self._wake: Callable[[], object] = lambda: None
-        self._is_poked = self._is_paused = self.is_closing = self._is_over = False
+        self._is_poked = self._is_paused = self.is_closing = self._is_over = self._has_succeeded = False
 
     def poke(self) -> None:
         with self._lock:
@@ -552,7 +563,9 @@ class _CopyingTask:
     def finish(self) -> Completion[None] | None:
         with self._lock:
             self._wake()
-            return None if self._call is None else self._call.completion
+            # If the mirror was never reached, a first request may take minutes to fail.
+            is_vain = not (self._has_succeeded or self._mirror.has_work or self._is_poked)
+            return None if self._call is None or is_vain else self._call.completion
 
     def stop(self) -> None:
         """Stop for good. Blocks for seconds at most."""
@@ -575,12 +588,13 @@ class _CopyingTask:
                 woken.clear()
                 try:
                     is_more = await self._mirror.advance()
-                    delay_s, failing_since = _FIRST_RETRY_S, 0.0
+                    delay_s, failing_since, self._has_succeeded = _FIRST_RETRY_S, 0.0, True
                 except Exception as exc:
                     self._mirror.note_failure(exc)
                     failing_since = failing_since or time.monotonic()
                     is_hopeless = isinstance(exc, RunLockedError) or time.monotonic() - failing_since > _PATIENCE_S
-                    if self.is_closing and is_hopeless:
+                    is_hopeless |= isinstance(exc, _LASTING) and delay_s > _FIRST_RETRY_S
+                    if self.is_closing and (is_hopeless or not self._mirror.has_work):
                         self._has_ended(anyway=True)
                         return
                     with anyio.move_on_after(delay_s):

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import logging
 import threading
+import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -376,6 +377,36 @@ async def test_mirror_that_closing_cuts_off_is_no_unretrieved_error(here: Path, 
     async with aiockpt.CheckpointManager(here, mirror="gate://here"):
         pass
     assert steps(there) == [1]
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_closing_does_not_wait_for_a_mirror_without_need(
+    here: Path, there: Any, gate: Gate, hangs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mirroring, "_PATIENCE_S", 1e9)
+    monkeypatch.setattr(mirroring, "_END_S", 0.1)
+    monkeypatch.setattr("aiockpt.engine.engine.CANCEL_GRACE_S", 0.3)
+    gate.is_away, gate.hangs = True, threading.Event() if hangs else None
+    with run_of(here, "gate://here", mirror_timeout=0.1, drain_timeout=1e9) as run:
+        with pytest.raises(aiockpt.LoadError, match="can't be read"):
+            run.restore(dict(STATE))
+        deadline = time.monotonic() + 60
+        while not (run._mirror and run._mirror._state.has_looked):
+            assert time.monotonic() < deadline
+            threading.Event().wait(0.01)
+    if gate.hangs is not None:
+        gate.hangs.set()
+
+
+def test_closing_does_not_wait_long_for_a_mirror_that_can_not_be(
+    here: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mirroring, "_PATIENCE_S", 1e9)
+    (tmp_path / "file").write_bytes(b"")
+    with run_of(here, tmp_path / "file" / "there", drain_timeout=1e9) as run:
+        run.submit(1, STATE)
+    assert "lacks step 1 of" in caplog.text
+    assert "Not a directory" in caplog.text
 
 
 def test_damaged_step_is_not_mirrored(here: Path, there: Any, gate: Gate, caplog: pytest.LogCaptureFixture) -> None:
