@@ -12,7 +12,7 @@ from aiockpt.core.futures import Completion
 from aiockpt.core.threads import Workers
 from aiockpt.storage.base import FileSink, Storage, Transaction
 from aiockpt.storage.local.storage import LocalStorage
-from aiockpt.storage.wrapper import WrapperStorage, _WrapperSink, _WrapperTransaction
+from aiockpt.storage.wrapper import WrapperStorage, WrapperTransaction, _WrapperSink
 from aiockpt.testing import GatedStorage
 from tests.writing.gates import Gate
 
@@ -118,7 +118,7 @@ class _WritesInThreads(WrapperStorage):
         return _Transaction(self, inner, path, workers)
 
 
-class _Transaction(_WrapperTransaction):
+class _Transaction(WrapperTransaction):
     def __init__(self, storage: _WritesInThreads, inner: Transaction, path: str, workers: Workers) -> None:
         super().__init__(storage, inner, path)
         self._stop = storage.stop

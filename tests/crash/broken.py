@@ -11,7 +11,7 @@ from pathlib import Path
 from aiockpt.core.threads import Workers
 from aiockpt.storage.base import Transaction
 from aiockpt.storage.local.storage import LocalStorage
-from aiockpt.storage.wrapper import WrapperStorage, _WrapperTransaction
+from aiockpt.storage.wrapper import WrapperStorage, WrapperTransaction
 from aiockpt.testing import FaultyStorage
 from tests.crash.consequences import Kind
 from tests.crash.scenarios import OPTIONS, Announce, Program, Scenario, checkpointer, save_one, state_of
@@ -39,7 +39,7 @@ class OneByOne(WrapperStorage):
         return _Moving(self, inner, path)
 
 
-class _Moving(_WrapperTransaction):
+class _Moving(WrapperTransaction):
     async def commit(self) -> None:
         final = self._inner._path
         hidden = os.path.join(os.path.dirname(final), self._inner.ticket)

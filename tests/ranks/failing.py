@@ -24,7 +24,7 @@ import aiockpt
 from aiockpt.coordination import protocol
 from aiockpt.core.threads import Workers
 from aiockpt.storage.base import Storage, Transaction
-from aiockpt.storage.wrapper import WrapperStorage, _WrapperTransaction
+from aiockpt.storage.wrapper import WrapperStorage, WrapperTransaction
 from aiockpt.testing import FaultyStorage, GatedStorage
 from tests.places import storage_of
 from tests.ranks.world import RankFailure
@@ -157,7 +157,7 @@ class Step(WrapperStorage):
         return _Acting(self, transaction, path, self._act) if self._after and self._step == "commit" else transaction
 
 
-class _Acting(_WrapperTransaction):
+class _Acting(WrapperTransaction):
     def __init__(self, storage: WrapperStorage, inner: Transaction, path: str, act: Callable[[], object]) -> None:
         super().__init__(storage, inner, path)
         self._act = act

@@ -17,7 +17,7 @@ from aiockpt.core.threads import Workers
 from aiockpt.errors import WriteError
 from aiockpt.storage.base import Storage, Transaction
 from aiockpt.storage.local.storage import LocalStorage
-from aiockpt.storage.wrapper import WrapperStorage, _WrapperTransaction
+from aiockpt.storage.wrapper import WrapperStorage, WrapperTransaction
 
 WAIT_S = 60.0
 
@@ -62,7 +62,7 @@ class KilledAfterCommit(WrapperStorage):
         return _Killed(self, inner, path)
 
 
-class _Killed(_WrapperTransaction):
+class _Killed(WrapperTransaction):
     async def commit(self) -> None:
         await super().commit()
         os.kill(os.getpid(), signal.SIGKILL)
