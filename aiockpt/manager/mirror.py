@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import re
 import threading
 import time
 import weakref
@@ -54,12 +55,19 @@ if TYPE_CHECKING:
 _FIRST_RETRY_S = 1.0
 _LONGEST_RETRY_S = 60.0
 _PATIENCE_S = 60.0  # closing waits no longer for a mirror that fails all the time
+_LASTING = (
+    FileNotFoundError,
+    FileExistsError,
+    NotADirectoryError,
+    PermissionError,
+)  # no such bucket, say
 LEFT_S = 86400.0  # the age of copies that nobody goes on with
 _END_S = 5.0
 _THREADS = 6
 _NICE = 10
 _MOST_SHOWN = 10
 _REMEMBERED = 8
+_NUMBERS = re.compile(r"\d[\d.]*\s?([nµm]?s\b)?")  # such as how long a request took
 
 logger = logging.getLogger("aiockpt")
 
@@ -71,7 +79,7 @@ class MirrorSettings:
     Attributes:
         keep: the policy of the run's directory.
         mirror_keep: that of the mirror.
-        every: which steps are mirrored; None: all.
+        every: which steps are mirrored, and the newest one when the run is closed; None: all.
         bytes_per_s: the limit; None: no limit.
         is_required: no step is deleted before it is mirrored.
         locks: whether the mirror has one writer.
@@ -272,8 +280,16 @@ class Mirror:
         """Copy again, after `discard`."""
         self._task.resume()
 
+    @property
+    def has_work(self) -> bool:
+        """Whether a step waits, or may do so."""
+        return not self._state.has_looked or bool(self.promises.written or self.backlog.steps)
+
     def finish(self) -> Completion[None] | None:
-        """Finish what is left; return a future of the end, or None if nothing is being copied."""
+        """Finish what is left; return a future of the end, or None if there is nothing to wait for."""
+        self._task.is_closing = True
+        if self._settings.every is not None:  # the newest step
+            self.poke()
         return self._task.finish()
 
     def close(self) -> None:
@@ -283,9 +299,9 @@ class Mirror:
         self._task.stop()
         left = self.promises.written or self.backlog.steps
         if left:
-            shown = some_of(list(map(str, left)), _MOST_SHOWN)
+            shown = f"step{'s'[: len(left) > 1]} {some_of(list(map(str, left)), _MOST_SHOWN)}"
             why = f": {self.backlog.error}" if self.backlog.error is not None else ""
-            text = "%s lacks step %s of %s, until a manager opens the run again%s%s"
+            text = "%s lacks %s of %s, until a manager opens the run again%s%s"
             logger.warning(text, self.there.directory, shown, self.here.directory, self._instead, why)
         self.promises.fail_all("the manager was closed before")
         lease, self._lease = self._lease, None
@@ -334,13 +350,14 @@ class Mirror:
 
     def note_failure(self, error: BaseException) -> None:
         """Note why a copy, or looking for one, has failed."""
-        before, self._state.backlog = self._state.backlog, replace(self._state.backlog, error=error)
+        self._state.backlog = replace(self._state.backlog, error=error)
         self._report(self.there.directory, 0.0, None, error)
         if isinstance(error, RunLockedError):  # another one writes there: that does not pass by itself
             for step, handle in self.promises.written.items():
                 self.promises.fail(step, error, handle)
-        is_news = repr(before.error) != repr(error)  # not at each attempt
-        if is_news and not isinstance(error, CheckpointNotFoundError):  # deleted or replaced just now
+        logged, self._state.logged = self._state.logged, _NUMBERS.sub("", repr(error))
+        is_gone = isinstance(error, CheckpointNotFoundError)  # deleted or replaced just now
+        if logged != self._state.logged and not is_gone:
             logger.warning("%s can't be %s to %s now: %s", self.here.directory, self.done, self.there.directory, error)
 
     def _report(self, path: str, elapsed_s: float, result: MirrorResult | None, error: BaseException | None) -> None:
@@ -359,10 +376,13 @@ class Mirror:
         if lease is not None:
             try:
                 lease.check()
-            except RunLockedError:
+            except RunLockedError as exc:
                 self._lease = None
                 lease.release()
-                raise
+                raise AiockptError(
+                    f"the mirror {self.there.directory}, or its lock, was removed or taken by another manager; unless "
+                    "another one has it, the copy is made again. Find out what removes files there"
+                ) from exc
 
     def _look(
         self, local: Sequence[StepInfo], mirror: Sequence[StepInfo], written: Mapping[int, SaveHandle]
@@ -372,6 +392,8 @@ class Mirror:
         there = {info.step: info for info in mirror}
         state.times |= {info.step: info.time for info in (*mirror, *local) if info.state == "complete"}
         due = due_steps(settings.every, dict(state.times))
+        if self._task.is_closing:
+            due.add(max((info.step for info in local if info.state == "complete"), default=-1))
         # What was deleted there, as its policy says, does not come back.
         over = {info.step for info in local if info.save_id in state.over and info.step not in there}
         over |= {info.step for info in local if info.save_id in state.damaged}
@@ -404,8 +426,11 @@ class Mirror:
                 self.promises.fail(step, damage, handle)
             elif step in here and is_mirrored(here[step], there):
                 self.promises.keep(step, MirrorResult(there[step].path, there[step].nbytes, 0, 0.0), handle)
+            elif step in here and here[step].save_id in state.damaged:  # found before the end of the save was noted
+                self.promises.fail(step, state.damaged[here[step].save_id], handle)
             elif step not in waiting:
-                why = "the policies keep later ones" if step in due else "mirror_every says so"
+                every = "mirror_every says so; the newest is when the run is closed"
+                why = "the policies keep later ones" if step in due else every
                 self.promises.fail(step, SaveSkippedError(f"step {step} is not {self.done}: {why}"), handle)
         return missing
 
@@ -426,11 +451,12 @@ class Mirror:
                 disk=self.here.disk,
             )
         except CorruptCheckpointError as exc:
-            self._state.damaged.add(info.save_id)
+            self._state.damaged[info.save_id] = exc
             del self._state.begun[info.save_id]  # it is removed already
             if handle is not None:
                 self.promises.fail(info.step, exc, handle)
-            logger.exception("step %d is not %s, as it is damaged; what is there stays", info.step, self.done)
+            text = "step %d is not %s, as it is damaged; what is there stays: %s"
+            logger.warning(text, info.step, self.done, exc)
             self._report(path, time.perf_counter() - begun, None, exc)
             return
         except LoadError:
@@ -492,6 +518,7 @@ class _MirrorState:
     def __init__(self) -> None:
         self.backlog = MirrorBacklog()
         self.has_looked = False
+        self.logged = ""  # the last error since a copy was made, which is not logged at each attempt
         self.copied: int | None = None  # the step that is being copied
         self.committed: StepInfo | None = None  # what was copied, until the mirror is looked at again
         self.mirror: Sequence[StepInfo] = ()  # the steps there, as they were seen last
@@ -499,12 +526,13 @@ class _MirrorState:
         self.times: dict[int, float] = {}  # when each step was saved
         self.begun: dict[str, str] = {}  # the paths of copies that were begun, by the ids of their steps
         self.over: set[str] = set()  # the ids of steps that were mirrored
-        self.damaged: set[str] = set()  # of those whose bytes are damaged
+        self.damaged: dict[str, CorruptCheckpointError] = {}  # why those are not mirrored whose bytes are damaged
         self.unreadable: set[str] = set()  # of those that could not be read; they are tried after all others
 
     def note_copied(self, info: StepInfo, path: str) -> None:
         """Take a step off the backlog; the mirror is looked at again only after that."""
         self.over.add(info.save_id)
+        self.logged = ""
         self.mirror = [*(each for each in self.mirror if each.step != info.step), replace(info, path=path)]
         self.committed, before = info, self.backlog
         steps = tuple(step for step in before.steps if step != info.step)
@@ -521,7 +549,7 @@ class _CopyingTask:
         self._lock = threading.Lock()
         self._call: Call[None] | None = None
         self._wake: Callable[[], object] = lambda: None
-        self._is_poked = self._is_paused = self.is_closing = self._is_over = False
+        self._is_poked = self._is_paused = self.is_closing = self._is_over = self._has_succeeded = False
 
     def poke(self) -> None:
         with self._lock:
@@ -546,9 +574,10 @@ class _CopyingTask:
 
     def finish(self) -> Completion[None] | None:
         with self._lock:
-            self.is_closing = True
             self._wake()
-            return None if self._call is None else self._call.completion
+            # If the mirror was never reached, a first request may take minutes to fail.
+            is_vain = not (self._has_succeeded or self._mirror.has_work or self._is_poked)
+            return None if self._call is None or is_vain else self._call.completion
 
     def stop(self) -> None:
         """Stop for good. Blocks for seconds at most."""
@@ -571,12 +600,13 @@ class _CopyingTask:
                 woken.clear()
                 try:
                     is_more = await self._mirror.advance()
-                    delay_s, failing_since = _FIRST_RETRY_S, 0.0
+                    delay_s, failing_since, self._has_succeeded = _FIRST_RETRY_S, 0.0, True
                 except Exception as exc:
                     self._mirror.note_failure(exc)
                     failing_since = failing_since or time.monotonic()
                     is_hopeless = isinstance(exc, RunLockedError) or time.monotonic() - failing_since > _PATIENCE_S
-                    if self.is_closing and is_hopeless:
+                    is_hopeless |= isinstance(exc, _LASTING) and delay_s > _FIRST_RETRY_S
+                    if self.is_closing and (is_hopeless or not self._mirror.has_work):
                         self._has_ended(anyway=True)
                         return
                     with anyio.move_on_after(delay_s):

@@ -45,7 +45,8 @@ class ManagerOptions(CheckpointerOptions):
             `SaveHandle.mirrored`. `restore` takes the newest step of both. None: there is none.
         mirror_keep: the steps to keep there. None: as ``keep``.
         mirror_every: the steps to copy, by a policy such as ``EverySteps(1000)``. None: all that both ``keep`` and
-            ``mirror_keep`` keep; when copying is behind, steps that they no longer keep are left out.
+            ``mirror_keep`` keep; when copying is behind, steps that they no longer keep are left out. The newest step
+            is copied in any case when the manager is closed.
         mirror_bandwidth: the most bytes per second that are copied; None: no limit.
         mirror_timeout: seconds that `restore` waits for the list of the mirror's steps.
         mirror_required: whether steps that ``mirror_keep`` keeps stay until they are copied, even if the disk gets

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -41,6 +42,7 @@ logger = logging.getLogger("aiockpt")
 _MOST_NAMES = 1000
 _MOST_SHOWN = 8
 _END_S = 5.0
+_ADVICE = re.compile(r"[.;,]( so)? use an older (checkpoint|one)\b.*", re.IGNORECASE | re.DOTALL)  # it is taken
 _MOST_LISTS = 20  # of a run whose steps are deleted or replaced while they are read
 
 
@@ -233,8 +235,9 @@ class Restore:
             ]
             where = "" if run._mirror_tier is None else run._mirror_tier.directory
             if not has_it:
+                lacks = f"step {self.choice}" if isinstance(self.choice, int) else "step that is whole"
                 raise LoadError(
-                    f"the mirror {where} can't be read, and {run.directory} has no such step: {why}. Nothing was "
+                    f"the mirror {where} can't be read, and {run.directory} has no {lacks}: {why}. Nothing was "
                     "restored: try again, or pass mirror=None to begin without it"
                 ) from exc
             logger.warning("the mirror %s can't be read, so its steps are left out: %s", where, why)
@@ -311,11 +314,16 @@ class Restore:
             is_lost |= isinstance(error, MissingHostError) and each.info.step != restored.info.step
             if self.manager.writes and is_lost and not each.is_mirror:
                 path = await self.manager._run(set_aside, self.manager._storage, path)
-            found.append(SkippedStep(each.info.step, path, str(error)))
+            found.append(SkippedStep(each.info.step, path, _ADVICE.sub("", str(error))))
         return tuple(found)
 
+    def _described(self, skipped: SkippedStep) -> str:
+        is_renamed = not skipped.path.endswith(f"/{self.manager._names.name_of(skipped.step)}")
+        where = f"which is now {skipped.path}" if is_renamed else f"of which {skipped.path} is passed over"
+        return f"step {skipped.step}, {where} ({skipped.reason})"
+
     def _warn(self, restored: _Listed, skipped: tuple[SkippedStep, ...]) -> None:
-        what = "; ".join(f"step {each.step}, which is now {each.path} ({each.reason})" for each in skipped)
+        what = "; ".join(map(self._described, skipped))
         what = what.replace(self.manager._storage.below(self.manager.directory, ""), "")
         by = f", of which {restored.info.path} is a copy" if restored.is_mirror else ""
         message = f"the run goes on from step {restored.info.step} of {self.manager.directory}{by}: {what}"

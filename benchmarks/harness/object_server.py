@@ -207,6 +207,8 @@ class _Talk(socketserver.BaseRequestHandler):
         self, method: str, key: str, asked: Mapping[str, str], headers: Mapping[str, str], body: bytearray
     ) -> tuple[int, dict[str, str], bytes | memoryview]:
         store = self.server.store
+        if key.startswith("no-bucket"):
+            return 404, {}, _xml("Error", Code="NoSuchBucket")
         if source := headers.get("x-amz-copy-source"):
             found = store.objects.get(urllib.parse.unquote(source).lstrip("/"))
             if found is None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import shutil
 import threading
+import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -109,7 +111,19 @@ def test_mirror_every(here: Path, there: Any) -> None:
         saves = {step: run.submit(step, STATE) for step in range(1, 8)}
         with pytest.raises(aiockpt.SaveSkippedError, match="step 2 is not mirrored: mirror_every says so"):
             saves[2].mirrored.result(60)
-    assert steps(there) == [3, 6]
+        saves[6].mirrored.result(60)
+        assert steps(there) == [3, 6]
+    assert steps(there) == [3, 6, 7]
+
+
+def test_newest_step_is_mirrored_when_the_run_is_closed(here: Path, there: Any) -> None:
+    with run_of(here, there, mirror_every=aiockpt.EverySteps(10)) as run:
+        saves = [run.submit(step, STATE) for step in range(1, 6)]
+        assert isinstance(saves[-1].mirrored.exception(60), aiockpt.SaveSkippedError)
+        assert run._mirror is not None
+        call = run._mirror._task._call
+        assert call is None or call.completion.result(60) is None  # it copies nothing more
+    assert steps(there) == [5]
 
 
 def test_mirror_behind_leaves_out_what_is_not_kept(here: Path, there: Any, gate: Gate) -> None:
@@ -366,6 +380,39 @@ async def test_mirror_that_closing_cuts_off_is_no_unretrieved_error(here: Path, 
     assert steps(there) == [1]
 
 
+@pytest.mark.parametrize("hangs", [False, True])
+def test_closing_does_not_wait_for_a_mirror_without_need(
+    here: Path, there: Any, gate: Gate, hangs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mirroring, "_PATIENCE_S", 1e9)
+    monkeypatch.setattr(mirroring, "_END_S", 0.1)
+    monkeypatch.setattr("aiockpt.engine.engine.CANCEL_GRACE_S", 0.3)
+    gate.is_away, gate.hangs = True, threading.Event() if hangs else None
+    with run_of(here, "gate://here", mirror_timeout=0.1, drain_timeout=1e9) as run:
+        with pytest.raises(aiockpt.LoadError, match="can't be read"):
+            run.restore(dict(STATE))
+        deadline = time.monotonic() + 60
+        while not (run._mirror and run._mirror._state.has_looked):
+            assert time.monotonic() < deadline
+            threading.Event().wait(0.01)
+    if gate.hangs is not None:
+        gate.hangs.set()
+        for thread in threading.enumerate():
+            if thread.name.startswith("aiockpt"):
+                thread.join(20)
+
+
+def test_closing_does_not_wait_long_for_a_mirror_that_can_not_be(
+    here: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mirroring, "_PATIENCE_S", 1e9)
+    (tmp_path / "file").write_bytes(b"")
+    with run_of(here, tmp_path / "file" / "there", drain_timeout=1e9) as run:
+        run.submit(1, STATE)
+    assert "lacks step 1 of" in caplog.text
+    assert "Not a directory" in caplog.text
+
+
 def test_damaged_step_is_not_mirrored(here: Path, there: Any, gate: Gate, caplog: pytest.LogCaptureFixture) -> None:
     with run_of(here, "gate://here") as run:
         run.submit(1, state_of(1)).mirrored.result(60)
@@ -378,7 +425,56 @@ def test_damaged_step_is_not_mirrored(here: Path, there: Any, gate: Gate, caplog
             save.mirrored.result(60)
         assert run.submit(3, state_of(3)).mirrored.result(60)
     assert steps(there) == [1, 3]
-    assert "step 2 is not mirrored, as it is damaged" in caplog.text
+    (record,) = [each for each in caplog.records if "step 2 is not mirrored, as it is damaged" in each.getMessage()]
+    assert record.exc_info is None
+
+
+def test_damage_that_is_found_before_the_end_of_the_save_is_noted(here: Path, there: Any) -> None:
+    heard = Heard()
+    with aiockpt.SyncCheckpointManager(here) as run:
+        saved = run.submit(1, state_of(1))
+    flip(here, 1)
+    with run_of(here, there, observers=[heard]) as run:
+        run.submit(2, STATE).mirrored.result(60)
+        assert isinstance(heard.events[0][0].error, aiockpt.CorruptCheckpointError)
+        assert run._mirror is not None
+        mirrored = run._mirror.promises.make(1, saved)
+        run._mirror.note_end(1, saved)
+        assert isinstance(mirrored.exception(60), aiockpt.CorruptCheckpointError)
+
+
+class Timed(Gate):
+    """Its errors say how long a request has taken."""
+
+    def _check(self) -> None:
+        if self.is_away:
+            self.steps.append(("fails", ""))
+            raise OSError(f"no answer in {len(self.steps) * 1.5}{('ms', 's')[len(self.steps) % 2]} - refused")
+
+
+def test_equal_errors_are_logged_once(here: Path, there: Any, caplog: pytest.LogCaptureFixture) -> None:
+    gate, heard = Timed(storage_of(there), str(there)), Heard()
+    gate.is_away = True
+    with run_of(here, "gate://here", observers=[heard]) as run:
+        save = run.submit(1, STATE)
+        deadline = time.monotonic() + 60
+        while len(heard.events) < 4:
+            assert time.monotonic() < deadline
+            threading.Event().wait(0.01)
+        gate.is_away = False
+        save.mirrored.result(60)
+    assert caplog.text.count("can't be mirrored to") == 1
+
+
+def test_mirror_that_is_removed_is_made_again(here: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    there = tmp_path / "there"
+    with run_of(here, there) as run:
+        run.submit(1, STATE).mirrored.result(60)
+        shutil.rmtree(there)
+        run.submit(2, STATE).mirrored.result(60)
+    assert steps(there)[-1] == 2
+    assert f"the mirror {there}, or its lock, was removed" in caplog.text
+    assert "nothing was saved" not in caplog.text
 
 
 def test_failed_save_fails_mirrored_too(here: Path, there: Any) -> None:

@@ -218,6 +218,10 @@ def test_both_damaged_goes_to_the_next_older(here: Path, there: Any, run3: None)
     assert found is not None
     assert (found.step, step_in(state)) == (2, 2)
     assert [each.step for each in found.skipped] == [3, 3]
+    said = str(heard[0].message)
+    assert "step 3, which is now step-00000003.damaged" in said
+    assert f"step 3, of which {path_of(there, 3)} is passed over" in said
+    assert "older" not in said.lower()
 
 
 def test_all_damaged_raises(here: Path, there: Any, run3: None) -> None:
@@ -250,7 +254,7 @@ def test_empty_disk_and_a_mirror_that_is_away_is_no_new_run(here: Path, gate: Ga
     gate.is_away = True
     with (
         aiockpt.SyncCheckpointManager(here, mirror=URL, mode="read") as run,
-        pytest.raises(aiockpt.LoadError, match=r"can't be read, and .* has no such step"),
+        pytest.raises(aiockpt.LoadError, match=r"can't be read, and .* has no step that is whole"),
     ):
         run.restore(empty())
 

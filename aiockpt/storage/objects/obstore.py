@@ -53,6 +53,7 @@ _STOP_S = 5.0  # for an upload to be aborted, by requests; after that it is left
 _HASTY_S = 5
 _SECRET = re.compile(r"secret|token|key|password|credential|sas", re.IGNORECASE)
 _QUERY = re.compile(r"(https?://[^\s?]+)\?\S*")
+_NO_BUCKET = re.compile("NoSuchBucket|ContainerNotFound|bucket does not exist")
 _CONDITIONS = (exceptions.AlreadyExistsError, exceptions.PreconditionError, exceptions.NotModifiedError)
 
 logger = logging.getLogger("aiockpt")
@@ -132,7 +133,10 @@ class ObstoreClient(ObjectClient):
         except _CONDITIONS as exc:
             raise ConditionError(f"the object {key} is not the one that was expected: {self._wording(exc)}") from None
         except (exceptions.NotFoundError, FileNotFoundError) as exc:
-            raise FileNotFoundError(f"the object {key} does not exist: {self._wording(exc)}") from None
+            text = self._wording(exc)
+            is_bucket = _NO_BUCKET.search(text) is not None
+            what = f"{self._given[0]} does not exist here" if is_bucket else f"the object {key} does not exist"
+            raise FileNotFoundError(f"{what}: {text}") from None
         except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as exc:
             raise PermissionError(f"{key}: access is denied: {self._wording(exc)}") from None
         except exceptions.BaseError as exc:
