@@ -489,7 +489,8 @@ class ManagerBase:
             except AiockptError as exc:
                 self._access.refuse(self.path_of(step), exc)
                 raise
-        metadata[RUN_KEY] = {"step": step, "metrics": metrics, "time": time.time(), "keep": kept_text(self._keep)}
+        now = time.time()
+        metadata[RUN_KEY] = {"step": step, "metrics": metrics, "time": now, "keep": kept_text(self._keep)}
         options = {each.name: getattr(request, each.name) for each in fields(SaveOptions)} | {"metadata": metadata}
         if self._disks is not None:
             options["storage"] = self._storage
@@ -497,9 +498,9 @@ class ManagerBase:
         if not handle.skipped:
             self._last_began = time.monotonic()
         if self._mirror is not None:
-            handle._follow_mirror(self._mirror.promises.make(step, handle))
+            handle._follow_mirror(self._mirror.promises.make(step, handle, now))
         if self._replica_watch is not None:
-            handle._follow_replicas(self._replica_watch.promises.make(step, handle))
+            handle._follow_replicas(self._replica_watch.promises.make(step, handle, now))
         self._retention.follow(handle, step, prunes=self.leads)
         self._begun = step, handle
         return handle

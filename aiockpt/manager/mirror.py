@@ -121,14 +121,15 @@ class Promises:
         self._done = done
         self._lock = threading.Lock()
         self._made: dict[int, tuple[SaveHandle, Completion[MirrorResult]]] = {}
+        self._times: dict[int, float] = {}
         self._written: set[int] = set()
 
-    def make(self, step: int, handle: SaveHandle) -> Completion[MirrorResult]:
-        """Return the future of a save that has begun."""
+    def make(self, step: int, handle: SaveHandle, time_s: float) -> Completion[MirrorResult]:
+        """Return the future of a save that has begun; ``time_s`` is its `StepInfo.time`."""
         made: Completion[MirrorResult] = Completion(f"`{self._done}` of {handle.path}", handle._origin)
         self.fail(step, SaveSkippedError(f"step {step} was saved again before it was {self._done}"))
         with self._lock:
-            self._made[step] = handle, made
+            self._made[step], self._times[step] = (handle, made), time_s
             self._written.discard(step)
         return made
 
@@ -143,6 +144,12 @@ class Promises:
         """The saves that are written, and neither mirrored nor given up, by step."""
         with self._lock:
             return {step: handle for step, (handle, _) in sorted(self._made.items()) if step in self._written}
+
+    def is_of(self, handle: SaveHandle, info: StepInfo) -> bool:
+        """Return whether a step, wherever it was read, is what a save has written."""
+        with self._lock:
+            made = self._made.get(info.step)
+            return made is not None and made[0] is handle and self._times[info.step] == info.time
 
     def keep(self, step: int, result: MirrorResult, of: SaveHandle | None) -> None:
         """Complete the future of a save that is mirrored; None: of none."""
@@ -168,6 +175,7 @@ class Promises:
                 return None
             self._written.discard(step)
             self._made.pop(step, None)
+            self._times.pop(step, None)
             return made
 
 
@@ -424,7 +432,7 @@ class Mirror:
                     f"step {step} is not {self.done}, as it is damaged: {here[step].problem}"
                 )
                 self.promises.fail(step, damage, handle)
-            elif step in here and is_mirrored(here[step], there):
+            elif self._has_it(here.get(step), there.get(step), handle):
                 self.promises.keep(step, MirrorResult(there[step].path, there[step].nbytes, 0, 0.0), handle)
             elif step in here and here[step].save_id in state.damaged:  # found before the end of the save was noted
                 self.promises.fail(step, state.damaged[here[step].save_id], handle)
@@ -433,6 +441,12 @@ class Mirror:
                 why = "the policies keep later ones" if step in due else every
                 self.promises.fail(step, SaveSkippedError(f"step {step} is not {self.done}: {why}"), handle)
         return missing
+
+    def _has_it(self, own: StepInfo | None, copy: StepInfo | None, handle: SaveHandle) -> bool:
+        """Return whether the mirror has what a save has written: which may be deleted here, if it was copied early."""
+        if copy is None or copy.state != "complete":
+            return False
+        return self.promises.is_of(handle, copy) if own is None else is_mirrored(own, {copy.step: copy})
 
     async def _copy(self, info: StepInfo, handle: SaveHandle | None, workers: Workers) -> None:
         """Copy a step, and report it; ``handle``: of its save, if that was written before the directory was read."""

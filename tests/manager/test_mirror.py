@@ -438,9 +438,27 @@ def test_damage_that_is_found_before_the_end_of_the_save_is_noted(here: Path, th
         run.submit(2, STATE).mirrored.result(60)
         assert isinstance(heard.events[0][0].error, aiockpt.CorruptCheckpointError)
         assert run._mirror is not None
-        mirrored = run._mirror.promises.make(1, saved)
+        mirrored = run._mirror.promises.make(1, saved, time.time())
         run._mirror.note_end(1, saved)
         assert isinstance(mirrored.exception(60), aiockpt.CorruptCheckpointError)
+
+
+@pytest.mark.parametrize("is_same", [True, False])
+def test_step_that_is_copied_and_deleted_before_the_end_of_the_save_is_noted(is_same, here: Path, there: Any) -> None:
+    with run_of(here, there, aiockpt.KeepLatest(1), mirror_keep=aiockpt.KeepEvery(1)) as run:
+        saved = run.submit(1, state_of(1))
+        saved.mirrored.result(60)
+        (info,) = scan(there)
+        run.submit(2, STATE).mirrored.result(60)
+        run._retention.finished().result()
+        assert (steps(here), steps(there)) == ([2], [1, 2])
+        assert run._mirror is not None
+        mirrored = run._mirror.promises.make(1, saved, info.time if is_same else info.time + 1)
+        run._mirror.note_end(1, saved)
+        if is_same:
+            assert mirrored.result(60).path == info.path
+        else:
+            assert isinstance(mirrored.exception(60), aiockpt.SaveSkippedError)
 
 
 class Timed(Gate):

@@ -333,7 +333,7 @@ class Watched:
     def save(self, step: int) -> Any:
         """Save a step, and delete what is not kept; return its future."""
         handle = self.hosts.save(step)
-        replicated = self.watch.promises.make(step, handle)
+        replicated = self.watch.promises.make(step, handle, 0.0)
         self.retention.follow(handle, step, prunes=True)
         self.retention.finished().result()
         return replicated
