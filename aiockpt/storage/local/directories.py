@@ -10,7 +10,6 @@ from urllib.parse import unquote
 from aiockpt.errors import AiockptError
 from aiockpt.storage.base import Directories, LeaseFacts, Listing, LookBudget, RunLease
 from aiockpt.storage.local.entries import LocalListing
-from aiockpt.storage.local.identity import identify
 from aiockpt.storage.local.lease import is_finishing, owner_of, take
 from aiockpt.storage.local.temp_dir import REPLACED, SWEPT, liveness, read_ticket, this_process
 
@@ -82,6 +81,8 @@ class LocalDirectories(Directories):
         return owner_of(directory)
 
     def identify(self, directory: str, *, make: bool) -> str | None:
+        from aiockpt.storage.local.identity import identify  # needs anyio, which looking at directories does not
+
         return identify(directory, make=make)
 
     def is_finishing(self, directory: str) -> bool:
