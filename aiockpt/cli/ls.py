@@ -21,6 +21,7 @@ from aiockpt.manager.tiers import is_mirrored
 from aiockpt.storage.base import Directories
 from aiockpt.storage.registry import directories_for
 
+_MOST_NAMES = 20  # of directories in which no checkpoint was found
 _STYLES = {"complete": "green", "unfinished": "magenta", "damaged": "bold red"}
 
 
@@ -49,6 +50,8 @@ def ls(directory: str, *, mirror: str | None = None, as_json: bool = False) -> N
     elif not below:
         why = f": {contents.problem}" if contents.problem else ""
         console().print(f"There are no checkpoints in {shown(path)}{why}.")
+        if names := ", ".join(map(shown, contents.folders[:_MOST_NAMES])):
+            console().print(f"Directories that may have some further below: {names}")
     if only_there:
         console().print(f"Only the mirror has step {', '.join(map(str, only_there))}.")
     if below:

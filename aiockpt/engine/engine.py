@@ -554,20 +554,22 @@ def _late_error(jobs: list[SaveJob], timeout_s: float) -> SaveCancelledError | N
     hanging = [job for job in jobs if not job.handle.written.done()]
     publishing = [job for job in hanging if (pipeline := job.pipeline) is not None and pipeline.revoke()]
     failed = [job for job in jobs if job.handle.written._exception is not None]
+    uncertain = [job for job in failed if isinstance(job.handle.written._exception, CommitUncertainError)]
     left = "a thread hangs in the file system; it is left behind"
-    unknown = f"{left}, and it is not known whether it was published"
     outcomes: Sequence[tuple[list[SaveJob], str, type[SaveError]]] = (
-        (publishing, unknown, CommitUncertainError),
+        (publishing, f"{left}, and it is not known whether it was published", CommitUncertainError),
         ([job for job in hanging if job not in publishing], left, SaveCancelledError),
-        (failed, "nothing of it is left", SaveCancelledError),
+        (uncertain, "it is not known whether it was published", CommitUncertainError),
+        ([job for job in failed if job not in uncertain], "nothing of it is left", SaveCancelledError),
     )
     messages = []
     for group, outcome, kind in outcomes:
         if group:
             late = f"{', '.join(job.path for job in group)} was not done after drain_timeout = {timeout_s:g} s"
             messages.append(f"the save of {late} and was cancelled; {outcome}")
-        for job in group:  # else the waiters of those that hang would never wake
-            job.settle(None, kind(messages[-1]))
+        for job in group:
+            if job in hanging:  # else its waiters would never wake
+                job.settle(None, kind(messages[-1]))
     if not messages:
         return None
     error = SaveCancelledError("; ".join(messages))

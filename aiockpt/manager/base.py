@@ -254,7 +254,9 @@ class ManagerBase:
     async def _ended(self, future: concurrent.futures.Future[Any], timeout_s: float) -> None:
         """Wait for the end of a future, whatever it is, for so long at most."""
         if self._suspends:  # not in a thread, which would outlive the loop if a deletion hangs
-            await asyncio.wait([asyncio.wrap_future(future)], timeout=timeout_s)
+            ended = asyncio.wrap_future(future)
+            ended.add_done_callback(lambda each: each.cancelled() or each.exception())  # else asyncio logs a late error
+            await asyncio.wait([ended], timeout=timeout_s)
         else:
             concurrent.futures.wait([future], timeout_s)
 

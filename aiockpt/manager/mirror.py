@@ -432,8 +432,9 @@ class Mirror:
         for save_id in self._state.begun.keys() - waiting:
             path = self._state.begun[save_id]
             if save_id not in self._state.over:
-                left = await self.there.storage.resume(path, save_id, workers=workers)
-                await left.abort()
+                with contextlib.suppress(AiockptError):  # it costs space, no more, and must not hold up the others
+                    left = await self.there.storage.resume(path, save_id, workers=workers)
+                    await left.abort()
             del self._state.begun[save_id]
 
     async def _pruned(self, mirror: Sequence[StepInfo], workers: Workers) -> Sequence[StepInfo]:

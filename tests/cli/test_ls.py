@@ -211,6 +211,12 @@ def test_subdirectories_with_checkpoints_are_counted(anywhere):
     assert json.loads(invoke(anywhere / "here", "--json"))["below"] == {}
 
 
+def test_directories_that_are_not_looked_into_are_named(anywhere):
+    make("aiockpt", anywhere / "all" / "runs" / "a" / "step-1")
+    text = f"There are no checkpoints in {anywhere / 'all'}.\nDirectories that may have some further below: runs\n"
+    assert invoke(anywhere / "all") == text
+
+
 def test_empty_directory(tmp_path):
     assert invoke(tmp_path) == f"There are no checkpoints in {tmp_path}.\n"
     assert json.loads(invoke(tmp_path, "--json")) == {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import logging
 import threading
@@ -145,6 +146,32 @@ def test_what_was_copied_of_a_step_that_is_left_out_is_removed(here: Path, there
     assert steps(there) == [3]
 
 
+class Apart(Gate):
+    """Holds the tensors, while the other files are copied."""
+
+    async def before(self, step: str, name: str) -> None:
+        await super().before("finish of tensors" if (step, name) == ("finish", "__0_0.distcp") else step, name)
+        self._check()
+
+
+def test_files_of_the_user_that_were_copied_of_a_step_that_is_left_out(here: Path, there: Any) -> None:
+    gate, heard = Apart(storage_of(there), str(there)), Heard()
+    gate.holds = "finish of tensors"
+    with run_of(here, "gate://here", aiockpt.KeepLatest(1), observers=[heard]) as run:
+        run.submit(1, STATE, files={"notes": b"of the user"})
+        gate.waits.result(60)
+        run.save(2, STATE)
+        run._retention.finished().result()
+        gate.is_away = True
+        gate.let_go._settle(None)
+        assert heard.first.wait(20)
+        gate.holds, gate.is_away = "", False
+        run.submit(3, STATE).mirrored.result(20)
+    left = left_in(str(there)) if isinstance(there, ServerPath) else names(there)
+    assert [name for name in left if name.startswith(".aiockpt-") or "/files/" in name] == []
+    assert steps(there)[-1] == 3
+
+
 def test_step_that_is_saved_again_while_it_is_copied(here: Path, there: Any, gate: Gate) -> None:
     """`mirrored` of the later save waits for its own copy, not for that of the earlier one."""
     gate.holds = "commit"
@@ -239,9 +266,11 @@ def test_step_that_can_not_be_read_holds_up_no_other(here: Path, there: Any) -> 
 class Heard(aiockpt.Observer):
     def __init__(self) -> None:
         self.events: list[tuple[CallEvent, Any, Any]] = []
+        self.first = threading.Event()
 
     def mirrored(self, event: CallEvent, result: Any, backlog: Any) -> None:
         self.events.append((event, result, backlog))
+        self.first.set()
 
 
 def test_store_that_is_away_holds_nothing_and_is_caught_up_with(here: Path, there: Any, gate: Gate) -> None:
@@ -317,6 +346,24 @@ def test_closing_waits_no_longer_than_the_drain_timeout(here: Path, there: Any, 
         pass
     assert steps(there) == [1]
     assert ("create", "__0_0.distcp") not in gate.steps  # it was whole
+
+
+@pytest.mark.asyncio
+async def test_mirror_that_closing_cuts_off_is_no_unretrieved_error(here: Path, there: Any, gate: Gate) -> None:
+    heard: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: heard.append(context))
+    gate.holds = "commit"
+    async with aiockpt.CheckpointManager(here, mirror="gate://here", drain_timeout=0.3) as run:
+        save = await run.save(1, STATE)
+        await asyncio.wait_for(asyncio.wrap_future(gate.waits), 60)
+    assert isinstance(save.mirrored.exception(0), aiockpt.SaveError)
+    gc.collect()  # asyncio says so when the future goes
+    await asyncio.sleep(0)
+    assert heard == []
+    gate.holds = ""
+    async with aiockpt.CheckpointManager(here, mirror="gate://here"):
+        pass
+    assert steps(there) == [1]
 
 
 def test_damaged_step_is_not_mirrored(here: Path, there: Any, gate: Gate, caplog: pytest.LogCaptureFixture) -> None:

@@ -233,3 +233,18 @@ async def test_copy_that_is_given_up_is_removed_when_it_is_old(
     assert await storage.clean(str(anywhere), older_than_s=0.0, workers=workers)
     await copy(source, target, workers)
     assert is_whole(target)
+
+
+@pytest.mark.asyncio
+async def test_one_at_a_time_goes_on_with_a_copy(tmp_path: Path, workers: Workers) -> None:
+    """Else one would remove, and publish, files that the other is writing."""
+    storage, target, save_id = LocalStorage(), str(tmp_path / "target"), "0123456789abcdef"
+    first = await storage.resume(target, save_id, workers=workers)
+    await first.create("__0_0.distcp", 10)
+    with pytest.raises(aiockpt.WriteError, match="is being copied by another process"):
+        await storage.resume(target, save_id, workers=workers)
+    await first.suspend()
+    second = await storage.resume(target, save_id, workers=workers)
+    with pytest.raises(aiockpt.WriteError):
+        await storage.resume(target, save_id, workers=workers)
+    await second.abort()

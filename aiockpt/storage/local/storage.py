@@ -182,6 +182,7 @@ class LocalStorage(LocalDirectories, SharedStorage):
         hidden = _beside(path, ticket)
         held = await workers.run(_hold, hidden, path)
         if held is not None:
+            await workers.run(_hold_alone, held, path)
             taken = ResumableTransaction(
                 self._policy, path, hidden, workers, held, held.identity, _overwrite=True, _is_taken=True
             )
@@ -189,7 +190,13 @@ class LocalStorage(LocalDirectories, SharedStorage):
                 return taken
             await taken.finalize()  # it was killed between its two renames
         making = partial(workers.run, self._make_hidden, path, ticket, overwrite=True)
-        hidden, made = await self._policy.repeater.run(f"make the directory for {path}", making)
+        try:
+            hidden, made = await self._policy.repeater.run(f"make the directory for {path}", making)
+        except WriteError as exc:
+            if isinstance(exc.__cause__, FileExistsError):
+                raise _is_copied(path) from exc
+            raise
+        await workers.run(_hold_alone, made, path)
         return ResumableTransaction(self._policy, path, hidden, workers, made, made.identity, _overwrite=True)
 
     def append_to(self, path: str, *, workers: Workers) -> SharedTransaction:
@@ -242,6 +249,18 @@ def _hold(hidden: str, path: str) -> Hold | None:
     with write_errors(f"look at what was written for {path}"), contextlib.suppress(FileNotFoundError):
         return hold(hidden)
     return None
+
+
+def _hold_alone(held: Hold, path: str) -> None:
+    """Make a hold exclusive: files that two processes make in turn would be whole by name only."""
+    with write_errors(f"lock what was written for {path}"):
+        if lock(held.fd, fcntl.LOCK_EX) == "refused":
+            held.release()
+            raise _is_copied(path)
+
+
+def _is_copied(path: str) -> WriteError:
+    return WriteError(f"{path} is being copied by another process; wait until that has ended")
 
 
 # --- deletion; all of this blocks ------------------------------------------------------------------------

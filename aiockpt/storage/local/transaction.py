@@ -350,11 +350,18 @@ class ResumableTransaction(LocalTransaction):
                 whole[name] = size
             else:
                 await self._forget(name)
+        await self._own_all()
         return whole
 
     async def _forget(self, name: str) -> None:
         await self.delete_sidecar(mark_of(name))
         await self._remove(os.path.join(self._hidden, name))
+
+    async def _own_all(self) -> None:
+        """Mark the directory, so that all in it is removed with it, by whomever: files of the user's as well."""
+        await self._remove(os.path.join(self._hidden, OPEN_MARK))
+        self._is_open = False
+        await self.open_folder()
 
     async def commit(self, documents: Mapping[str, Document] = _NO_DOCUMENTS) -> None:
         # Before: the directory may be exchanged for that of an older checkpoint, of which nothing is whole.
@@ -373,6 +380,7 @@ class ResumableTransaction(LocalTransaction):
     async def _abort(self) -> None:
         for name in await self.sizes():
             await self.delete_sidecar(mark_of(name))
+        await self._own_all()
         await super()._abort()
 
 
