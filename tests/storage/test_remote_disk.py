@@ -107,20 +107,20 @@ async def save(disk: Storage, path: str, workers: Workers) -> None:
 
 
 async def load(disk: Storage, path: str, workers: Workers) -> None:
-    """Read a checkpoint, and look at it and at its directory."""
+    """Look at the directory of a checkpoint, and read the checkpoint."""
+    with await workers.run(disk.look, disk.split(path)[0]) as listing:
+        await workers.run(listing.list_below)
+        assert await workers.run(listing.fetch, f"{disk.split(path)[1]}/{MORE}", 0, 9) == b"more"
     source = await disk.open(path, workers=workers)
     try:
         assert source.files == {DATA: len(CONTENTS), MORE: 4, METADATA: 1}
         view = memoryview(bytearray(len(CONTENTS)))
-        await workers.run(source.read, DATA, 0, view)
-        assert view == CONTENTS
         await workers.run(source.read_runs, DATA, [(5, 7), (2_000_000, 3)], view[:10])
         assert view[:10] == bytes(CONTENTS[5:12]) + bytes(CONTENTS[2_000_000:2_000_003])
+        await workers.run(source.read, DATA, 0, view)
+        assert view == CONTENTS
     finally:
         await workers.run(source.close)
-    with await workers.run(disk.look, disk.split(path)[0]) as listing:
-        await workers.run(listing.list_below)
-        assert await workers.run(listing.fetch, f"{disk.split(path)[1]}/{MORE}", 0, 9) == b"more"
 
 
 # --- the network ------------------------------------------------------------------------------------------
