@@ -191,14 +191,7 @@ class SavePipeline:
                     raise failure
                 await self._run_hook(hook, "pre_commit", *([joint.folder] if joint and _takes_two(hook) else []))
                 await anyio.lowlevel.checkpoint_if_cancelled()  # the hook's thread was awaited to its end
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(self._revoke_if_aborted, writer)
-                with anyio.CancelScope(shield=True):  # a commit is done or undone as a whole
-                    self._is_committing = True
-                    with span("commit"):
-                        result = await strategy.commit(plan, writer, self._times_s())
-                    await writer.close()
-                tasks.cancel_scope.cancel()
+            result = await self._commit(plan, writer)
         except BaseException as exc:
             self._is_committing = isinstance(unwrapped(exc), CommitUncertainError)
             with anyio.CancelScope(shield=True):
@@ -212,6 +205,25 @@ class SavePipeline:
         job.committed = True
         result = replace(result, recording=Recording((*job.spans, *writer.spans), job.spec.started))
         return result if job.spec.post_commit is None else await self._after(result, job.spec.post_commit)
+
+    async def _commit(self, plan: SavePlan, writer: Writer) -> SaveResult:
+        """Publish, or not: a commit is done or undone as a whole, whatever is cancelled meanwhile."""
+        result = None
+        try:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._revoke_if_aborted, writer)
+                with anyio.CancelScope(shield=True):
+                    self._is_committing = True
+                    with span("commit"):
+                        result = await self._strategy.commit(plan, writer, self._times_s())
+                    await writer.close()
+                tasks.cancel_scope.cancel()
+        except anyio.get_cancelled_exc_class():  # which the group may meet on its way out
+            if result is None:
+                raise
+        if result is None:
+            raise RuntimeError("a commit has neither a result nor an error")
+        return result
 
     async def _revoke_if_aborted(self, writer: Writer) -> None:
         """Wait to be cancelled; if the save was aborted, as by its time limit, keep it from being published."""

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from pathlib import Path
+from queue import Queue
+from types import MappingProxyType
 
 import pytest
 
 import aiockpt
+from aiockpt.core.threads import Workers
+from aiockpt.storage.base import Document, Transaction
+from aiockpt.storage.local.storage import LocalStorage
+from aiockpt.storage.wrapper import WrapperStorage, WrapperTransaction
 from tests.cancellation.endings import assert_gone, assert_written
 from tests.cancellation.moments import MOMENTS, Held, hold, options_of, state_of
 from tests.cancellation.ways import WAYS
@@ -71,3 +78,35 @@ async def test_a_cancellation_goes_on_without_its_waiter(way: str, tmp_path: Pat
         kept = await WAYS[way](waits)
         await check_end(ckpt, held, moment, asked)
         del kept
+
+
+class _CancelledAtTheEnd(WrapperStorage):
+    """Cancels the save that it publishes, and lets the engine's loop turn a few times before the commit returns."""
+
+    def __init__(self) -> None:
+        super().__init__(LocalStorage())
+        self.saves: Queue[aiockpt.SaveHandle] = Queue()
+        self.turns = 0
+
+    async def begin(self, path: str, *, overwrite: bool, workers: Workers, ticket: str | None = None) -> Transaction:
+        return _Late(self, await self.inner.begin(path, overwrite=overwrite, workers=workers, ticket=ticket), path)
+
+
+class _Late(WrapperTransaction):
+    async def commit(self, documents: Mapping[str, Document] = MappingProxyType({})) -> None:
+        await super().commit(documents)
+        assert isinstance(self._storage, _CancelledAtTheEnd)
+        self._storage.saves.get(timeout=60).cancel()
+        for _ in range(self._storage.turns):
+            await asyncio.sleep(0)
+
+
+def test_a_save_that_was_published_is_never_said_to_be_cancelled(tmp_path: Path) -> None:
+    storage, failures = _CancelledAtTheEnd(), []
+    with aiockpt.SyncCheckpointer(storage=storage) as ckpt:
+        for storage.turns in range(12):
+            save = ckpt.submit({"n": storage.turns}, tmp_path / str(storage.turns))
+            storage.saves.put(save)
+            failures.append(save.written.exception(60))
+            assert ckpt.load(tmp_path / str(storage.turns)) == {"n": storage.turns}
+    assert failures == [None] * 12
