@@ -72,6 +72,7 @@ def test_two_hosts(world2: World, tmp_path: Path) -> None:
     assert world2.results(restores, tmp_path, hosts[::-1], 2, {}) == [(3, [3, 3], ())] * 2
 
 
+@pytest.mark.slow
 def test_other_numbers_of_ranks_and_hosts(world4: World, world2: World, tmp_path: Path) -> None:
     world4.results(trains, tmp_path, ["a", "a", "b", "c"], [1], {})
     for host, count in (("a", 2), ("b", 1), ("c", 1)):
@@ -88,6 +89,7 @@ def test_other_numbers_of_ranks_and_hosts(world4: World, world2: World, tmp_path
     assert world4.results(restores, tmp_path, ["a", "b", "c", "c"], 4, {}) == [found] * 4
 
 
+@pytest.mark.slow
 def test_replaced_host_reads_from_the_mirror(world2: World, tmp_path: Path) -> None:
     """What the lost disk had of the newest mirrored step comes from the mirror; a later one is set aside."""
     mirror = {"mirror": str(tmp_path / "mirror")}
@@ -104,6 +106,7 @@ def test_replaced_host_reads_from_the_mirror(world2: World, tmp_path: Path) -> N
     assert world2.results(restores, tmp_path, ["a", "b"], 2, {}) == [(3, [3, 3], ())] * 2
 
 
+@pytest.mark.slow
 def test_lost_file_comes_from_the_mirror(world2: World, tmp_path: Path) -> None:
     mirror = {"mirror": str(tmp_path / "mirror")}
     world2.results(trains, tmp_path, ["a", "b"], [1, 2], mirror)
@@ -133,6 +136,7 @@ def test_disks_that_are_not_shared_need_the_option(world2: World, tmp_path: Path
     assert world2.results(restores, tmp_path, ["a", "b"], 2, {}) == [(1, [1, 1], ())] * 2
 
 
+@pytest.mark.slow
 def test_writer_processes(tmp_path: Path) -> None:
     with World(2, may_start=True) as world:
         world.results(saves_alone, tmp_path, ["a", "b"], {"writer": "process"})
@@ -160,6 +164,7 @@ def dies(rank: int, size: int, folder: Path, hosts: list[str], victim: int, step
         run.save(2, state_of(rank, 2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("step", ["begin", "join", "commit"])
 def test_kill_leaves_the_step_before(tmp_path: Path, victim: int, step: str) -> None:
@@ -201,6 +206,7 @@ async def trains_async(rank: int, size: int, folder: Path, hosts: list[str]) -> 
     return found
 
 
+@pytest.mark.slow
 def test_async_managers_that_write_and_read(world2: World, tmp_path: Path) -> None:
     keys = ["both", "own0", "own1", "step"]
     first, second = world2.results(trains_async, tmp_path, ["a", "b"])
@@ -222,6 +228,7 @@ def overwrites(rank: int, size: int, folder: Path, hosts: list[str], options: di
         return run.steps(), step_in(state, rank)
 
 
+@pytest.mark.slow
 def test_steps_are_overwritten_and_discarded_on_all_disks(world2: World, tmp_path: Path) -> None:
     assert world2.results(overwrites, tmp_path, ["a", "b"], {}) == [([1], 1)] * 2
     assert all(names(tmp_path / host / "run") == [DISK_NAME, "step-00000001"] for host in "ab")
@@ -266,9 +273,11 @@ def leaves(rank: int, size: int, folder: Path, hosts: list[str], fails: bool) ->
     return True
 
 
+@pytest.mark.slow
 def test_rank_that_fails_waits_for_no_other(world2: World, tmp_path: Path) -> None:
     assert world2.results(leaves, tmp_path, ["a", "b"], True) == [True, True]
 
 
+@pytest.mark.slow
 def test_disk_is_served_until_the_others_have_left_it(world2: World, tmp_path: Path) -> None:
     assert world2.results(leaves, tmp_path, ["a", "b"], False) == [False, True]

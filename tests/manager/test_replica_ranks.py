@@ -110,6 +110,7 @@ def test_lost_host_is_restored_from_its_peer_before_the_mirror_is_asked(world4: 
     assert world4.results(restores, disks, there) == [(3, 3, 0, 0)] * 4
 
 
+@pytest.mark.slow
 def test_run_goes_on_after_a_host_was_replaced(world4: World, tmp_path: Path) -> None:
     """The replicas of the lost disk go when the run has no such step any more."""
     disks = Disks(tmp_path, 4)
@@ -123,6 +124,7 @@ def test_run_goes_on_after_a_host_was_replaced(world4: World, tmp_path: Path) ->
     assert not {"1", "2"} & set(left)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("has_mirror", [False, True])
 def test_damaged_replica_is_not_trusted(world2: World, tmp_path: Path, has_mirror: bool) -> None:
     disks, there = Disks(tmp_path, 2), str(tmp_path / "mirror") if has_mirror else ""
@@ -136,6 +138,7 @@ def test_damaged_replica_is_not_trusted(world2: World, tmp_path: Path, has_mirro
         assert found == [(1, 1, 0, 0)] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("host", [0, 1])
 def test_damaged_file_of_a_disk_is_read_from_its_replica(world2: World, tmp_path: Path, host: int) -> None:
     disks = Disks(tmp_path, 2)
@@ -146,6 +149,7 @@ def test_damaged_file_of_a_disk_is_read_from_its_replica(world2: World, tmp_path
     assert world2.results(restores, disks) == [(1, 1, 0, 0)] * 2
 
 
+@pytest.mark.slow
 def test_damage_of_disk_and_replica_is_read_from_the_mirror(world2: World, tmp_path: Path) -> None:
     disks, there = Disks(tmp_path, 2), str(tmp_path / "mirror")
     world2.results(trains, disks, [1, 2], {"mirror": there})
@@ -155,6 +159,7 @@ def test_damage_of_disk_and_replica_is_read_from_the_mirror(world2: World, tmp_p
     assert [(step, loaded, repaired) for step, loaded, repaired, _ in found] == [(2, 2, 1)] * 2
 
 
+@pytest.mark.slow
 def test_replica_of_another_save_is_not_used(world2: World, tmp_path: Path) -> None:
     disks = Disks(tmp_path, 2)
     world2.results(trains, disks, [1, 2], {})
@@ -165,6 +170,7 @@ def test_replica_of_another_save_is_not_used(world2: World, tmp_path: Path) -> N
     assert world2.results(restores, disks) == [(1, 1, 0, 0)] * 2
 
 
+@pytest.mark.slow
 def test_replicas_in_memory(world2: World, tmp_path: Path) -> None:
     with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
         disks = Disks(tmp_path, 2)
@@ -244,12 +250,14 @@ def trains_beside_a_slow_peer(rank: int, size: int, disks: Disks, steps: list[in
         return there, is_done
 
 
+@pytest.mark.slow
 def test_slow_peer_never_holds_training(world2: World, tmp_path: Path) -> None:
     disks = Disks(tmp_path, 2)
     assert world2.results(trains_beside_a_slow_peer, disks, [1, 2, 3], None)[0] == ([1, 2, 3], False)
     assert [steps_of(disks.replicas(host)) for host in (0, 1)] == [["1", "2", "3"]] * 2
 
 
+@pytest.mark.slow
 def test_last_replicated_step_is_kept(world2: World, tmp_path: Path) -> None:
     disks, keep = Disks(tmp_path, 2), aiockpt.KeepLatest(1)
     world2.results(trains, disks, [1], {"keep": keep})
@@ -278,6 +286,7 @@ def trains_until_its_peer_is_killed(rank: int, size: int, disks: Disks) -> Any:
     return str(copies.backlog.error)
 
 
+@pytest.mark.slow
 def test_kill_in_the_middle_of_a_copy_leaves_nothing_that_is_trusted(tmp_path: Path) -> None:
     disks = Disks(tmp_path, 2)
     with World(2) as world:
@@ -294,6 +303,7 @@ def test_kill_in_the_middle_of_a_copy_leaves_nothing_that_is_trusted(tmp_path: P
             ckpt.clean(directory, older_than_s=0)
 
 
+@pytest.mark.slow
 def test_copy_goes_on_in_the_next_job(tmp_path: Path) -> None:
     disks = Disks(tmp_path, 2)
     with World(2) as world:

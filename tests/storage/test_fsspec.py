@@ -104,8 +104,8 @@ class _Files(BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.end_headers()
         if self.command == "GET":
+            self.server.sent.append(len(data))  # before the client can go on
             self.wfile.write(data)
-            self.server.sent.append(len(data))
 
     def log_message(self, *_: object) -> None:
         """Print nothing."""

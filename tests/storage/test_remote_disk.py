@@ -270,6 +270,7 @@ def served_apart(directory: Path, step: str, stall_s: float = 3600.0) -> Iterato
             process.kill()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", ["begin", "create", "write", "finish", "commit", "open", "read", "delete", "abort"])
 @pytest.mark.asyncio
 async def test_server_that_is_killed(step: str, workers: Workers, tmp_path: Path) -> None:
@@ -294,6 +295,7 @@ async def test_server_that_is_killed(step: str, workers: Workers, tmp_path: Path
     assert (tmp_path / "c").exists() == (step in ("open", "read", "delete"))
 
 
+@pytest.mark.slow
 def test_frozen_server_is_left_after_a_limit(workers: Workers, tmp_path: Path) -> None:
     path = str(tmp_path / "c")
     asyncio.run(save(LocalStorage(), path, workers))
@@ -362,6 +364,7 @@ def run_client(disk: RemoteDisk, path: str, how: str) -> int:
     return subprocess.run(command, timeout=_LIMIT_S, check=False).returncode
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["begin", "resume"])
 def test_what_a_killed_client_has_begun_is_removed_unless_it_can_go_on(
     how: str, server: DiskServer, disk: RemoteDisk, workers: Workers, tmp_path: Path
@@ -419,6 +422,7 @@ class LateStorage(WrapperStorage):
         await asyncio.to_thread(self.gates.reached[self.step].result, _LIMIT_S)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["cut", "revoked"])
 @pytest.mark.parametrize("step", ["commit", "finalize"], ids=["before", "after"])
 @pytest.mark.asyncio
@@ -551,6 +555,7 @@ def test_connection_that_is_not_used_is_ended(
     assert disk.stamp(str(tmp_path)) is not None
 
 
+@pytest.mark.slow
 def test_silent_client_is_left_after_a_limit(workers: Workers, tmp_path: Path) -> None:
     server = DiskServer(LocalStorage(), [str(tmp_path)], hosts=["127.0.0.1"], stall_s=0.2)
     disk = RemoteDisk(server.endpoint, "node17")
