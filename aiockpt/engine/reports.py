@@ -81,27 +81,20 @@ class Reports:
     def deleted(self, path: str, elapsed_s: float, error: BaseException | None) -> None:
         self._tell(lambda observer, event: observer.deleted(event), CallEvent(path, time.time(), elapsed_s, error))
 
-    def mirrored(
+    def copied(
         self,
         path: str,
         elapsed_s: float,
         result: MirrorResult | None,
         error: BaseException | None,
         backlog: MirrorBacklog,
+        *,
+        is_replica: bool,
     ) -> None:
-        event = CallEvent(path, time.time(), elapsed_s, error)
-        self._tell(lambda observer, event: observer.mirrored(event, result, backlog), event)
+        def call(observer: Observer, event: CallEvent) -> None:
+            (observer.replicated if is_replica else observer.mirrored)(event, result, backlog)
 
-    def replicated(
-        self,
-        path: str,
-        elapsed_s: float,
-        result: MirrorResult | None,
-        error: BaseException | None,
-        backlog: MirrorBacklog,
-    ) -> None:
-        event = CallEvent(path, time.time(), elapsed_s, error)
-        self._tell(lambda observer, event: observer.replicated(event, result, backlog), event)
+        self._tell(call, CallEvent(path, time.time(), elapsed_s, error))
 
     # --- calling --------------------------------------------------------------------------------------
 

@@ -193,6 +193,7 @@ class Mirror:
     """
 
     done = "mirrored"  # in messages: what it has done with a step
+    is_replica = False
     pause_s = 0.0  # before it looks for more to do
     _instead = ", or `aiockpt mirror` is run"
 
@@ -369,7 +370,7 @@ class Mirror:
             logger.warning("%s can't be %s to %s now: %s", self.here.directory, self.done, self.there.directory, error)
 
     def _report(self, path: str, elapsed_s: float, result: MirrorResult | None, error: BaseException | None) -> None:
-        self._reports.mirrored(path, elapsed_s, result, error, self.backlog)
+        self._reports.copied(path, elapsed_s, result, error, self.backlog, is_replica=self.is_replica)
 
     async def _own(self, workers: Workers) -> None:
         """Take the lease of the mirror, and remove what nobody goes on with."""

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from aiockpt.manager.scan import StepInfo
     from aiockpt.saving.handle import SaveHandle
     from aiockpt.storage.base import Storage
-    from aiockpt.telemetry.mirrors import MirrorResult
 
 REPLICAS_NAME = ".aiockpt.replicas"
 """The directory for replicas in that of a run, unless another one is given."""
@@ -43,10 +42,8 @@ def replicas_of(source: Tier, storage: Storage, directory: str) -> Tier:
 
 class _ReplicaTask(Mirror):
     done = "replicated"
+    is_replica = True
     _instead = ""
-
-    def _report(self, path: str, elapsed_s: float, result: MirrorResult | None, error: BaseException | None) -> None:
-        self._reports.replicated(path, elapsed_s, result, error, self.backlog)
 
 
 class ReplicaCopies(_ReplicaTask):

@@ -113,7 +113,7 @@ class _ManifestFacts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _DiskPart:
-    """What a disk has of a checkpoint. Copies of one manifest have the same ``mark``; it is empty without one."""
+    """The part of a checkpoint on one disk. Copies of one manifest have the same ``mark``; it is empty without one."""
 
     disk: Disk
     at: Listing | Source

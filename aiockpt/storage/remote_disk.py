@@ -65,7 +65,7 @@ _lock = ModuleLock(threading.RLock)  # of the idle connections
 
 
 class DiskEndpoint(NamedTuple):
-    """What it takes to connect to a server of a disk. Whoever has it can write there."""
+    """Addresses and secret of a server of a disk: a process that has them can write there."""
 
     link: Endpoint
     ticket: str  # one of the server's storage, with the name of its process
@@ -174,7 +174,7 @@ async def detached(link: Link, stall_s: float, *, connected: bool) -> Connection
 
 
 class _Lifeline:
-    """What stands in the server as long as the connection that has opened it."""
+    """An object in the server that lives as long as the connection that has opened it."""
 
     def __init__(self, home: Connection, opened: Handle) -> None:
         self.home, (self.token, self.facts) = home, opened
@@ -545,7 +545,7 @@ class _DiskTransaction(SharedTransaction):
             await anyio.sleep(_ASK_AGAIN_S)
 
     def revoke(self) -> None:
-        """Let the server know by the end of the connection, on which it can't be sent anything now."""
+        """End the connection, on which nothing can be sent now: so the server learns of it."""
         self._is_revoked = True
         if self._is_committing:
             self._line.home.end()

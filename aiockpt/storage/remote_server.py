@@ -221,7 +221,7 @@ os.register_at_fork(after_in_child=_leave_to_parent)
 
 @dataclass(eq=False)
 class _Served:
-    """What stands here for a client."""
+    """An object that a client has opened here."""
 
     inner: Any
     end: Callable[[], Awaitable[object]] | None  # done if its connection ends

@@ -91,7 +91,7 @@ def test_other_numbers_of_ranks_and_hosts(world4: World, world2: World, tmp_path
 
 @pytest.mark.slow
 def test_replaced_host_reads_from_the_mirror(world2: World, tmp_path: Path) -> None:
-    """What the lost disk had of the newest mirrored step comes from the mirror; a later one is set aside."""
+    """The files of the lost disk come from the mirror, of its newest step; a later step is set aside."""
     mirror = {"mirror": str(tmp_path / "mirror")}
     world2.results(trains, tmp_path, ["a", "b"], [1, 2], mirror)
     assert [info.state for info in scan(tmp_path / "mirror")] == ["complete"] * 2

@@ -233,7 +233,7 @@ def test_replicas_of_a_lost_disk_stay_as_long_as_the_run_has_the_step(hosts: Hos
 
 @pytest.mark.parametrize("where", ["create", "write", "finish", "commit"])
 def test_copy_that_was_interrupted_goes_on(hosts: Hosts, tmp_path: Path, where: str) -> None:
-    """What a killed process has copied of a step is not trusted, and what is whole is not copied again."""
+    """A part of a file that a killed process has copied is not trusted; a whole file is not copied again."""
     hosts.held[0] = DiskFacts("a", "host-a", frozenset({OF_A, OF_B}))
     hosts.save(1)
     (path_of(hosts.root / "whole", 1) / OF_B).replace(path_of(hosts.root / "a", 1) / OF_B)

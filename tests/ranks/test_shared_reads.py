@@ -384,7 +384,7 @@ class OnDevice:
 
 @pytest.mark.asyncio
 async def test_rank_that_leaves_while_a_device_copies_fails_nothing(saved: Path) -> None:
-    """What it has sent is there; it need not be told that it is no longer used."""
+    """Its messages are there; it need not be told that they are no longer used."""
     ours, theirs = socket.socketpair()
     wire, sender = MemoryWire(ours, 5.0), MemoryWire(theirs, 5.0)
     wires, arena = Wires(1, 5.0), Arena(4096, is_shared=True)

@@ -496,7 +496,7 @@ def test_threads_and_loops_share_a_disk(disk: RemoteDisk, workers: Workers, tmp_
 
 @pytest.mark.asyncio
 async def test_close_ends_what_is_in_flight(workers: Workers, tmp_path: Path) -> None:
-    """What hangs is left behind after a limit, and removed when it goes on."""
+    """A copy that hangs is left behind after a limit, and removed when it goes on."""
     storage = HangingStorage(LocalStorage(), "write")
     server = DiskServer(storage, [str(tmp_path)], hosts=["127.0.0.1"])
     disk = RemoteDisk(server.endpoint, "node17")
