@@ -251,11 +251,15 @@ class ManagerBase:
         sources, directory, reports = sources_of(runs), disks.replica_directory, self._access.reports
         if disks.serves:
             own = disks.storage.own.id
-            self._start_behind(ReplicaCopies(runs[sources[own]], runs[own], directory, settings, reports))
+            source = next(each for each in disks.storage.disks if each.id == sources[own])
+            copies = ReplicaCopies(
+                runs[source.id], runs[own], directory, settings, reports, disks.own_damage, str(source)
+            )
+            self._start_behind(copies)
         if self.leads:
             there = Tier(self._storage, directory, self._names)
             replicas = [replicas_of(runs[source], runs[disk].storage, directory) for disk, source in sources.items()]
-            self._replica_watch = ReplicaWatch(self._tier, there, replicas, reports, self._retention)
+            self._replica_watch = ReplicaWatch(self._tier, there, replicas, reports, self._retention, disks.damage)
             self._start_behind(self._replica_watch)
 
     def _start_behind(self, mirror: Mirror) -> None:

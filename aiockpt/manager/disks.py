@@ -33,6 +33,7 @@ class RunDisks:
     Attributes:
         storage: all disks as one; the own one alone until they have met.
         replica_directory: where each host has replicas of other disks, by the ids of these.
+        own_damage: what this host can't copy; see `ReplicaCopies`.
     """
 
     def __init__(self, own: Storage, directory: str, access: EngineAccess, replica_directory: str = "") -> None:
@@ -44,6 +45,7 @@ class RunDisks:
         self.storage = HostDisks([Disk("", socket.gethostname(), own)], "")
         self._server: DiskServer | None = None
         self._remote: list[RemoteDisk] = []
+        self.own_damage: dict[str, str] = {}
         self._have_met = False
 
     @property
@@ -98,9 +100,17 @@ class RunDisks:
     def _serve(self, what: str) -> DiskEndpoint:
         if self._server is None:
             hosts = self._access.addresses(what).result()
-            self._server = DiskServer(self._own, [self._directory, self.replica_directory], hosts=hosts)
+            served = [self._directory, self.replica_directory]
+            self._server = DiskServer(self._own, served, hosts=hosts, damage=self.own_damage)
             weakref.finalize(self, self._server.close, _END_S).atexit = False
         return self._server.endpoint
+
+    def damage(self) -> dict[str, str]:
+        """Return what all hosts can't copy, each as its disk's server says; raise OSError."""
+        found = dict(self.own_damage)
+        for disk in self._remote:
+            found |= disk.damage()
+        return found
 
     def close(self, timeout_s: float) -> None:
         """Leave the other disks; serve this one until the others have left it, for so long at most. Idempotent."""

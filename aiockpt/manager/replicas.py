@@ -8,10 +8,13 @@ step only if its manifest is the step's.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
+from aiockpt.errors import CorruptCheckpointError
 from aiockpt.manager.mirror import LEFT_S, Mirror, MirrorSettings, Tier
 from aiockpt.manager.tiers import is_mirrored
 
@@ -27,6 +30,8 @@ REPLICAS_NAME = ".aiockpt.replicas"
 
 _FIRST_LOOK_S = 0.05
 _LONGEST_LOOK_S = 10.0
+
+logger = logging.getLogger("aiockpt")
 
 
 def sources_of(disks: Iterable[str]) -> dict[str, str]:
@@ -58,24 +63,54 @@ class ReplicaCopies(_ReplicaTask):
         directory: where this host has a directory for the replicas of each disk.
         settings: ``bytes_per_s``, and ``locks``.
         reports: gets the events.
+        damage: gets what can't be copied, as the other host's disk has damaged it: why, by the ids of saves.
+        host: what the other host is called in that.
     """
 
-    def __init__(self, source: Tier, own: Tier, directory: str, settings: MirrorSettings, reports: Reports) -> None:
+    def __init__(
+        self,
+        source: Tier,
+        own: Tier,
+        directory: str,
+        settings: MirrorSettings,
+        reports: Reports,
+        damage: dict[str, str],
+        host: str,
+    ) -> None:
         settings = replace(settings, newest_first=True)
         super().__init__(source, replicas_of(source, own.storage, directory), settings, reports)
-        self._own_run, self._directory = own, directory
+        self._own_run, self._directory, self._damage, self._host = own, directory, damage, host
+        self._source_steps: Sequence[StepInfo] = ()
 
     async def advance(self) -> bool:
         """Copy one step; return whether there may be more to do."""
         is_more = await super().advance()
         if not is_more:
-            run = {info.step for info in await self.workers.run(self._own_run.scanner.scan)}
+            run = {info.step: info for info in await self.workers.run(partial(self._own_run.scanner.scan, lenient=True))}
+            self._note_damage(run)
             for tier in await self.workers.run(self._former):
                 for info in await self.workers.run(tier.scanner.scan):
                     if info.step not in run and info.state != "unfinished":
                         await tier.storage.delete(info.path, workers=self.workers)
                 await tier.storage.clean(tier.directory, older_than_s=LEFT_S, workers=self.workers)
         return is_more
+
+    def _look(
+        self, local: Sequence[StepInfo], mirror: Sequence[StepInfo], written: Mapping[int, SaveHandle]
+    ) -> list[StepInfo]:
+        self._source_steps = local
+        return super()._look(local, mirror, written)
+
+    def _note_damage(self, run: Mapping[int, StepInfo]) -> None:
+        """Note what can't be copied; a step whose manifest is damaged is known by that of this host's part of it."""
+        found = {save_id: f"on {self._host}, {error}" for save_id, error in self._state.damaged.items()}
+        for info in self._source_steps:
+            own = run.get(info.step)
+            if info.state == "damaged" and info.nbytes and own is not None and own.save_id:  # else it can't be read now
+                found[own.save_id] = f"on {self._host}, {info.path}: {info.problem}"
+        for save_id in self._damage.keys() - found.keys():
+            del self._damage[save_id]
+        self._damage.update(found)
 
     def _former(self) -> list[Tier]:
         """Return the replicas of other disks, which this host had before."""
@@ -107,16 +142,24 @@ class ReplicaWatch(_ReplicaTask):
         replicas: those of each disk.
         reports: gets the events of failures.
         retention: deletes the steps of the run.
+        damage: returns what the hosts have noted that they can't copy; see `ReplicaCopies`. Blocks; raises OSError.
     """
 
     def __init__(
-        self, here: Tier, there: Tier, replicas: Sequence[Tier], reports: Reports, retention: Retention
+        self,
+        here: Tier,
+        there: Tier,
+        replicas: Sequence[Tier],
+        reports: Reports,
+        retention: Retention,
+        damage: Callable[[], Mapping[str, str]],
     ) -> None:
         super().__init__(here, there, MirrorSettings(locks=False), reports, retention)
-        self._replicas = replicas
+        self._replicas, self._find_damage = replicas, damage
         self._held: int | None = None
         self._has_held = False
         self._is_seen = False  # what is looked at was seen just now
+        self._reported: set[str] = set()  # the ids of damaged steps
 
     @property
     def knows_held(self) -> bool:
@@ -133,7 +176,8 @@ class ReplicaWatch(_ReplicaTask):
         super().poke()
 
     def _steps_there(self) -> Sequence[StepInfo]:
-        found = common_steps([tier.scanner.scan() for tier in self._replicas])
+        found = common_steps([tier.scanner.scan(lenient=True) for tier in self._replicas])
+        self._state.damaged = {save_id: CorruptCheckpointError(why) for save_id, why in self._find_damage().items()}
         self._is_seen = True
         return found
 
@@ -142,6 +186,12 @@ class ReplicaWatch(_ReplicaTask):
     ) -> list[StepInfo]:
         is_seen, self._is_seen = self._is_seen, False
         missing = super()._look(local, mirror, written)
+        for info in local:
+            error = self._state.damaged.get(info.save_id)
+            if error is not None and info.save_id not in self._reported:
+                self._reported.add(info.save_id)
+                logger.warning("step %d is not %s: %s", info.step, self.done, error)
+                self._report(info.path, 0.0, None, error)
         waiting = self.promises.written  # of an earlier one, a disk may be gone that nobody can copy any more
         missing = [info for info in missing if info.step in waiting]
         nbytes, error = sum(info.nbytes for info in missing), None if is_seen else self.backlog.error

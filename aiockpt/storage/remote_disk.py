@@ -374,6 +374,7 @@ class RemoteDisk(LocalDirectories, SharedStorage):
     set_aside = _looked_up("set_aside")
     owner_of = _looked_up("owner_of")
     is_finishing = _looked_up("is_finishing")
+    damage = _looked_up("damage")
     lease = SharedStorage.lease  # a run belongs to a manager of its own host
     link = SharedStorage.link
 

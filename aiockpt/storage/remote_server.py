@@ -23,6 +23,7 @@ from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import Any, TypeVar
 from weakref import WeakSet
 
@@ -79,6 +80,7 @@ class DiskServer:
         directories: a path must be one of these, or below one.
         hosts: the addresses to listen at; None: all by which other hosts reach this one.
         stall_s: how long another process may be silent within a message, in seconds.
+        damage: told to the processes that ask for it with `RemoteDisk.damage`.
     """
 
     def __init__(
@@ -88,8 +90,9 @@ class DiskServer:
         *,
         hosts: Sequence[str] | None = None,
         stall_s: float = STALL_S,
+        damage: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        self.storage, self._stall_s = storage, stall_s
+        self.storage, self._stall_s, self.damage = storage, stall_s, damage
         self._directories = [storage.resolve(path) for path in directories]
         self._lock = threading.Lock()
         self._threads: dict[threading.Thread, Connection] = {}
@@ -285,6 +288,8 @@ class _Service:
             return self._of_storage(method, own, (path, *args[1:]), given)
         if method == "is_held":
             return args[0] in self._server.served
+        if method == "damage":
+            return dict(self._server.damage)
         served = self._server.served.get(token)
         if served is None:
             raise OSError("what was opened here has been closed, as the connection has ended")
