@@ -12,6 +12,7 @@ this process or its host dies, the server closes what it has read, and removes w
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import pickle
 import secrets
@@ -53,12 +54,16 @@ STALL_S = 60.0
 """How long the other side may be silent within a message, or before its answer."""
 IDLE_S = 30.0
 """How long a connection is kept for the next request; the server keeps it for twice as long."""
+SILENT_S = 30.0
+"""How long a host that was silent is not asked again: each call to one without power would wait for its limit."""
 REQUEST, DATA, RESULT, ERROR, BEAT = range(5)
 _PIECE_BYTES = 1 << 20  # sent at a time, so that the CRC finds it in the processor's cache
 _MOST_MESSAGE_BYTES = 1 << 30
 _MOST_IDLE = 8  # connections of a process
 _RANDOM_LETTERS = 16  # at the end of a ticket
 _ASK_AGAIN_S = 0.05
+_NEXT_ADDRESS_S = 0.25
+_UNREACHABLE = {errno.EHOSTUNREACH, errno.EHOSTDOWN, errno.ENETUNREACH}
 _NOTHING = memoryview(b"")
 
 _lock = ModuleLock(threading.RLock)  # of the idle connections
@@ -195,6 +200,7 @@ class _Client:
 
     def __init__(self, endpoint: DiskEndpoint, host_name: str, stall_s: float) -> None:
         self.endpoint, self.host_name, self.stall_s = endpoint, host_name, stall_s
+        self._silent_until, self._silence = 0.0, ""
         self._idle: dict[int, list[Connection]] = {}  # by process: a fork must not use its parent's
         weakref.finalize(self, _close_all, self._idle).atexit = False
 
@@ -235,6 +241,8 @@ class _Client:
                 if not is_home:
                     wire.close()
             if isinstance(exc, LinkBrokenError):
+                if _is_silence(exc) and wire is not None:
+                    self._note_silence(f"nothing came for {self.stall_s:.3g} s")
                 what = " ".join([request.method, *(each for each in request.args[:1] if isinstance(each, str))])
                 raise failure(
                     f"host {self.host_name} does not answer to `{what}` ({exc}): its process has ended or is frozen, "
@@ -301,28 +309,70 @@ class _Client:
             if time.monotonic() < wire.idle_since + IDLE_S and wire.is_quiet():
                 return wire
             wire.close()  # the other side has closed it, or is about to
-        with asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:  # of this thread, for a moment
-            wire = runner.run(self._connected())
+        limit_s = min(HELLO_S, self.stall_s)
+        with _lock.held():
+            now = time.monotonic()
+            if now < self._silent_until:
+                raise LinkBrokenError(f"{self._silence}; it is asked again in {self._silent_until - now:.3g} s")
+            if self._silence:  # this thread asks again, the others need not wait with it
+                self._silent_until = now + limit_s
         try:
-            wire.take()  # before it, the server still reads ahead by its stream
-        except BaseException:
-            wire.close()
+            with asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:  # of this thread, for a moment
+                wire = runner.run(self._connected(limit_s))
+            try:
+                wire.take()  # before it, the server still reads ahead by its stream
+            except BaseException:
+                wire.close()
+                raise
+        except LinkBrokenError as exc:
+            if _is_silence(exc):
+                self._note_silence(str(exc))
             raise
+        self._silence = ""
         return wire
 
-    async def _connected(self) -> Connection:
+    def _note_silence(self, text: str) -> None:
+        with _lock.held():
+            self._silent_until, self._silence = time.monotonic() + min(SILENT_S, self.stall_s), text
+            _close_all(self._idle)  # each would be waited for as long
+
+    async def _connected(self, limit_s: float) -> Connection:
+        """Connect to the address that answers first; an address is tried a moment after the one that is better."""
+        addresses = reachable(self.endpoint.link, network_namespace())
         error: BaseException = LinkBrokenError("it listens at addresses of another network only")
-        limit_s = min(HELLO_S, self.stall_s)
-        for host, port in reachable(self.endpoint.link, network_namespace()):
-            try:
-                async with asyncio.timeout(limit_s):
-                    _, link = await connect(host, port, self.endpoint.link.secret, socket.gethostname())
-                    return await detached(link, self.stall_s, connected=True)
-            except TimeoutError:
-                error = LinkBrokenError(f"nothing came from {host} for {limit_s:.3g} s")
-            except (OSError, LinkBrokenError) as exc:
-                error = exc
+        found: Connection | None = None
+        attempts = [asyncio.ensure_future(self._attempt(at, *each)) for at, each in enumerate(addresses)]
+        try:
+            async with asyncio.timeout(limit_s):
+                for each in asyncio.as_completed(attempts):
+                    try:
+                        found = await each
+                        return found
+                    except (OSError, LinkBrokenError) as exc:
+                        error = exc
+        except TimeoutError:
+            hosts = " and ".join(host for host, _ in addresses)
+            error = TimeoutError(f"nothing came from {hosts} for {limit_s:.3g} s")
+        finally:
+            for task in attempts:
+                task.cancel()
+            for other in await asyncio.gather(*attempts, return_exceptions=True):
+                if isinstance(other, Connection) and other is not found:
+                    other.close()
         raise LinkBrokenError(str(error)) from error
+
+    async def _attempt(self, at: int, host: str, port: int) -> Connection:
+        await asyncio.sleep(at * _NEXT_ADDRESS_S)
+        _, link = await connect(host, port, self.endpoint.link.secret, socket.gethostname())
+        return await detached(link, self.stall_s, connected=True)
+
+
+def _is_silence(error: BaseException | None) -> bool:
+    """Return whether nothing has come for a while, as from a host without power: asking again would take as long."""
+    while isinstance(error, LinkBrokenError):
+        error = error.__cause__
+    is_late = isinstance(error, BlockingIOError | TimeoutError)  # the kernel's limit, or one of this program
+    return is_late or getattr(error, "errno", None) in _UNREACHABLE
 
 
 def _close_all(idle: dict[int, list[Connection]]) -> None:
