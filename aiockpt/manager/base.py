@@ -60,6 +60,7 @@ logger = logging.getLogger("aiockpt")
 
 _WRITER_S = 60.0  # for the writer process of a killed trainer to finish
 _WRITER_POLL_S = 0.05
+_QUIET_S = 1.0  # closing waits so long without a word, as after a Ctrl-C
 _SHOWN = 20  # steps in a notebook's table
 
 
@@ -323,9 +324,13 @@ class ManagerBase:
         deadline = time.monotonic() + self._drain_s
         try:
             await self._ended(self._retention.finished(), self._drain_s)
-            for left in [mirror.finish() for mirror in self._behind]:
+            for mirror, left in [(mirror, mirror.finish()) for mirror in self._behind]:
                 if left is not None:
-                    await self._ended(left, max(0.0, deadline - time.monotonic()))
+                    left_s = max(0.0, deadline - time.monotonic())
+                    await self._ended(left, min(_QUIET_S, left_s))
+                    if not left.done() and left_s > _QUIET_S:
+                        mirror.log_wait(left_s - _QUIET_S)
+                        await self._ended(left, left_s - _QUIET_S)
         finally:
             for mirror in self._behind:
                 await self._run(mirror.close)

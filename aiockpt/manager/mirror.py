@@ -35,7 +35,7 @@ from aiockpt.errors import (
     SaveError,
     SaveSkippedError,
 )
-from aiockpt.manager.scan import StepInfo, StepNames, StepScanner
+from aiockpt.manager.scan import StepInfo, StepNames, StepScanner, is_unreadable
 from aiockpt.manager.tiers import backlog, due_steps, is_mirrored, mirror_to_delete
 from aiockpt.storage.copying import RateLimit, copy_checkpoint
 from aiockpt.sync_checkpointer import SyncCheckpointer
@@ -63,6 +63,7 @@ _LASTING = (
 )  # no such bucket, say
 LEFT_S = 86400.0  # the age of copies that nobody goes on with
 _END_S = 5.0
+_NO_LIMIT_S = 1e6
 _THREADS = 6
 _NICE = 10
 _MOST_SHOWN = 10
@@ -301,14 +302,23 @@ class Mirror:
             self.poke()
         return self._task.finish()
 
+    def log_wait(self, most_s: float) -> None:
+        """Log what closing waits for."""
+        limit = f"for {most_s:.0f} s at most" if most_s < _NO_LIMIT_S else "without a limit"
+        what = self._shown_left() or "what it lacks"
+        text = "closing waits until %s of %s is %s to %s, %s; a second Ctrl-C ends that"
+        logger.warning(text, what, self.here.directory, self.done, self.there.directory, limit)
+
+    def _shown_left(self) -> str:
+        left = self.promises.written or self.backlog.steps
+        return f"step{'s'[: len(left) > 1]} {some_of(list(map(str, left)), _MOST_SHOWN)}" if left else ""
+
     def close(self) -> None:
         """Stop copying, and say what is not mirrored. Blocks for seconds at most; idempotent."""
         if self._origin != os.getpid():
             return
         self._task.stop()
-        left = self.promises.written or self.backlog.steps
-        if left:
-            shown = f"step{'s'[: len(left) > 1]} {some_of(list(map(str, left)), _MOST_SHOWN)}"
+        if shown := self._shown_left():
             why = f": {self.backlog.error}" if self.backlog.error is not None else ""
             text = "%s lacks %s of %s, until a manager opens the run again%s%s"
             logger.warning(text, self.there.directory, shown, self.here.directory, self._instead, why)
@@ -341,12 +351,19 @@ class Mirror:
         return bool(missing) and await self._go_on(missing, written)
 
     def _steps_there(self) -> Sequence[StepInfo]:
-        return self.there.scanner.scan()
+        known = {info.step: info for info in self._state.mirror}
+        found = self.there.scanner.scan(lenient=True)
+        return [known.get(info.step, info) if is_unreadable(info) else info for info in found]
 
     async def _go_on(self, missing: Sequence[StepInfo], written: Mapping[int, SaveHandle]) -> bool:
         """Copy one of the missing steps; return whether there may be more to do."""
         # What can't be read here holds up no other. The newest, if there may be no time for all.
-        left = [info for info in missing if info.save_id not in self._state.unreadable] or missing
+        unreadable = {each.step: each.problem for each in self._state.mirror if is_unreadable(each)}
+        there = [info for info in missing if info.step not in unreadable]
+        left = [info for info in there if info.save_id not in self._state.unreadable] or there
+        if not left:  # perhaps a later save stands there: it is not replaced
+            step = missing[0].step
+            raise OSError(f"{self.there.path_of(step)} of the mirror {unreadable[step]}")
         info = left[-1 if self._task.is_closing or self._settings.newest_first else 0]
         self._state.copied = info.step
         try:
@@ -428,7 +445,7 @@ class Mirror:
         here = {info.step: info for info in local}
         waiting = {info.step for info in missing}
         for step, handle in written.items():
-            if step in here and here[step].state == "damaged" and here[step].nbytes:  # else it can't be read now
+            if step in here and here[step].state == "damaged" and not is_unreadable(here[step]):
                 damage = CorruptCheckpointError(
                     f"step {step} is not {self.done}, as it is damaged: {here[step].problem}"
                 )
@@ -440,6 +457,7 @@ class Mirror:
             elif step not in waiting:
                 every = "mirror_every says so; the newest is when the run is closed"
                 why = "the policies keep later ones" if step in due else every
+                why += "" if step in here else ", or it was deleted by other means"
                 self.promises.fail(step, SaveSkippedError(f"step {step} is not {self.done}: {why}"), handle)
         return missing
 
@@ -500,6 +518,8 @@ class Mirror:
         left = list(mirror)
         for info in self._to_delete(local, mirror):
             await workers.run(self._check_lease)
+            if info.step in self._protected():  # pinned meanwhile
+                continue
             try:
                 await self.there.storage.delete(info.path, workers=workers)
                 left.remove(info)
@@ -514,8 +534,10 @@ class Mirror:
         committed, self._state.committed = self._state.committed, None
         if committed is None:
             return []
-        protected = set() if self._retention is None else self._retention.protected()
-        return mirror_to_delete(self._settings.mirror_keep, mirror, committed, time.time(), protected)
+        return mirror_to_delete(self._settings.mirror_keep, mirror, committed, time.time(), self._protected())
+
+    def _protected(self) -> set[int]:
+        return set() if self._retention is None else self._retention.protected()
 
     async def _owned_steps(self, _: LoadTools) -> Sequence[StepInfo]:
         await self._own(self.workers)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from aiockpt.errors import CorruptCheckpointError
 from aiockpt.manager.mirror import LEFT_S, Mirror, MirrorSettings, Tier
+from aiockpt.manager.scan import is_unreadable
 from aiockpt.manager.tiers import is_mirrored
 
 if TYPE_CHECKING:
@@ -86,7 +87,8 @@ class ReplicaCopies(_ReplicaTask):
         """Copy one step; return whether there may be more to do."""
         is_more = await super().advance()
         if not is_more:
-            run = {info.step: info for info in await self.workers.run(partial(self._own_run.scanner.scan, lenient=True))}
+            steps = await self.workers.run(partial(self._own_run.scanner.scan, lenient=True))
+            run = {info.step: info for info in steps}
             self._note_damage(run)
             for tier in await self.workers.run(self._former):
                 for info in await self.workers.run(tier.scanner.scan):
@@ -106,7 +108,8 @@ class ReplicaCopies(_ReplicaTask):
         found = {save_id: f"on {self._host}, {error}" for save_id, error in self._state.damaged.items()}
         for info in self._source_steps:
             own = run.get(info.step)
-            if info.state == "damaged" and info.nbytes and own is not None and own.save_id:  # else it can't be read now
+            is_damaged = info.state == "damaged" and not is_unreadable(info)
+            if is_damaged and own is not None and own.save_id:
                 found[own.save_id] = f"on {self._host}, {info.path}: {info.problem}"
         for save_id in self._damage.keys() - found.keys():
             del self._damage[save_id]

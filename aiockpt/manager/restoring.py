@@ -24,6 +24,7 @@ from aiockpt.errors import (
 )
 from aiockpt.manager.policies import Mode, ranked
 from aiockpt.manager.requests import Restored, RestoreRequest, SkippedStep, StepChoice
+from aiockpt.manager.scan import is_unreadable
 from aiockpt.manager.tiers import copies_in_order
 from aiockpt.reading.info import TensorInfo
 from aiockpt.storage.hosts import HostDisks
@@ -198,9 +199,11 @@ class Restore:
         tier = run._mirror_tier
         scanner = None if tier is None else tier.new_scanner()  # of its own, as the thread: it may hang
         threads = DaemonThreads(1, "aiockpt-mirror")
-        looking = None if scanner is None else threads.submit(scanner.scan)
+        # One step that can't be read hides no other: its load raises why. But the best one may be among those.
+        is_lenient = choice != "best"
+        looking = None if scanner is None else threads.submit(scanner.scan, lenient=is_lenient)
         try:
-            infos = run._scanner.scan(lenient=choice != "best")  # the load raises why a step can't be read
+            infos = run._scanner.scan(lenient=is_lenient)
             mirror = () if looking is None else self._mirrored(looking, infos)
         except OSError as exc:
             raise AiockptError(f"the run {run.directory} can't be read: {exc}") from exc
@@ -224,16 +227,14 @@ class Restore:
         return now is None or now != listed.stamp or (listed.repairs is not None and self._is_gone(listed.repairs))
 
     def _mirrored(self, looking: Future[tuple[StepInfo, ...]], infos: Sequence[StepInfo]) -> Sequence[StepInfo]:
-        """Return the steps of the mirror; none, with a warning, if it can't be reached but the run has steps itself."""
+        """Return the steps of the mirror; if the run has steps itself, those that can't be read are left out."""
         run = self.manager
+        where = "" if run._mirror_tier is None else run._mirror_tier.directory
+        has_it = any(info.state == "complete" and self.choice in (info.step, "latest", "best") for info in infos)
         try:
-            return looking.result(run._mirror_timeout_s)
+            found = looking.result(run._mirror_timeout_s)
         except (OSError, AiockptError) as exc:
             why = str(exc) or f"it did not answer within {run._mirror_timeout_s:g} s"
-            has_it = [
-                info for info in infos if info.state == "complete" and self.choice in (info.step, "latest", "best")
-            ]
-            where = "" if run._mirror_tier is None else run._mirror_tier.directory
             if not has_it:
                 lacks = f"step {self.choice}" if isinstance(self.choice, int) else "step that is whole"
                 raise LoadError(
@@ -242,6 +243,10 @@ class Restore:
                 ) from exc
             logger.warning("the mirror %s can't be read, so its steps are left out: %s", where, why)
             return ()
+        unreadable = [each for each in found if has_it and is_unreadable(each)]
+        for each in unreadable:
+            logger.warning("step %d of the mirror %s is left out: %s", each.step, where, each.problem)
+        return [each for each in found if each not in unreadable]
 
     def _chosen(self, infos: Sequence[StepInfo]) -> Sequence[StepInfo]:
         """Return the steps to try, the preferred one first."""

@@ -79,6 +79,11 @@ class StepInfo:
     save_id: str = field(default="", repr=False)
 
 
+def is_unreadable(info: StepInfo) -> bool:
+    """Return whether a lenient scan could not read a step, which may be whole."""
+    return info.state == "damaged" and not info.nbytes
+
+
 @dataclass(frozen=True, slots=True)
 class StepNames:
     """The names of steps in a run's directory: a format such as ``checkpoint-{}``, for the number of the step."""

@@ -347,9 +347,10 @@ class _Client:
                 for each in asyncio.as_completed(attempts):
                     try:
                         found = await each
-                        return found
                     except (OSError, LinkBrokenError) as exc:
                         error = exc
+                    else:
+                        return found
         except TimeoutError:
             hosts = " and ".join(host for host, _ in addresses)
             error = TimeoutError(f"nothing came from {hosts} for {limit_s:.3g} s")
