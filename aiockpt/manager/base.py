@@ -85,6 +85,11 @@ class ManagerBase:
         self._owns_checkpointer = options.checkpointer is None
         self._checkpointer = _checkpointer_of(options, self._kind)
         in_force = self._checkpointer._options
+        if options.own_disks and in_force.fallback_path is not None:
+            raise ValueError(
+                "fallback_path and own_disks=True can't be used together: hosts serve each other the directory of the "
+                "run, and no other; leave fallback_path out, and pass mirror= for a second place"
+            )
         self._access = EngineAccess(self._checkpointer)
         self._storage, self.directory = self._access.locate(options.directory)
         self.writes = options.mode == "write"

@@ -21,6 +21,7 @@ from __future__ import annotations
 import copy
 import errno
 import json
+import logging
 import os
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -57,6 +58,7 @@ from aiockpt.storage.base import (
     SharedTransaction,
     Source,
     Stamp,
+    Status,
     Storage,
     Traits,
     shared_storage,
@@ -69,6 +71,8 @@ if TYPE_CHECKING:
     from aiockpt.core.threads import Workers
 
 T = TypeVar("T")
+
+logger = logging.getLogger("aiockpt")
 
 _AT_ONCE = 16
 _SEAL_BYTES = 64  # at the end of a manifest: enough for its CRC
@@ -300,6 +304,21 @@ class HostDisks(WrapperStorage):
                 self._heads[part.mark] = _ManifestFacts(str(decoded.get("created")), files, disks_in(decoded))
                 break
         return self._heads.get(parts[0].mark)
+
+    def counts(self, path: str) -> bool:
+        """Return whether the disk that makes a checkpoint count has what this host's has. Blocks; raises OSError."""
+        try:
+            with self.own.storage.look(path) as listing:
+                part = _marked(_DiskPart(self.own, listing, ""))
+                head = self._head_of([part]) if part.mark else None
+            last = head.disks[0].id if head is not None and head.disks else ""
+            for disk in self.disks[1:]:
+                if disk.id == last:
+                    with disk.storage.look(path) as listing:
+                        return _marked(_DiskPart(disk, listing, "")).mark == part.mark
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return last == self.own.id
 
     def set_aside(self, path: str, names: Sequence[str]) -> str:
         above = self.split(path)[0]
@@ -627,7 +646,7 @@ class _HostsTransaction(WrapperTransaction):
     ) -> None:
         self._own = begun[storage.own.id]
         super().__init__(storage, self._own, path)
-        self._workers = workers
+        self._hosts, self._workers = storage, workers
         self._all = [begun[disk.id] for disk in storage.disks if disk.id in begun]  # the own one first
         self._disks = [disk for disk in storage.disks if disk.id in begun]
         self._is_joined, self._is_taken = ticket is not None, is_taken
@@ -693,10 +712,24 @@ class _HostsTransaction(WrapperTransaction):
                     error.add_note(f"{disk} may still have its part, until the run is opened again: {failure}")
 
     async def abort(self) -> None:
-        await outlast(self._end(lambda each: each.abort(), f"remove what was written for {self._path}"))
+        await outlast(self._abort())
+
+    async def _abort(self) -> None:
+        errors = await _each(lambda each: each.abort(), self._all)
+        _raise_first(errors, self._disks, f"remove what was written for {self._path}", WriteError)
 
     async def release(self) -> None:
-        await self._end(lambda each: each.release(), f"leave {self._path}")
+        """Leave all disks. A host that is gone by now has lost nothing, and must not fail what was published."""
+        for error in await _each(lambda each: each.release(), self._all):
+            if error is not None:
+                logger.debug("%s was left without an answer: %s", self._path, error)
 
-    async def _end(self, call: Callable[[SharedTransaction], Awaitable[None]], what: str) -> None:
-        _raise_first(await _each(call, self._all), self._disks, what, WriteError)
+    async def status(self) -> Status:
+        """Return that of this host's part, which is published only if the disk has published that makes it count."""
+        status = await self._own.status()
+        if status != "published" or not self._is_joined:
+            return status
+        try:
+            return status if await self._workers.run(self._hosts.counts, self._path) else "open"
+        except OSError as exc:
+            raise WriteError(f"it is not known whether {self._path} was published by rank 0: {exc}") from exc

@@ -27,7 +27,6 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakSet
 
-import anyio
 from isal.isal_zlib import crc32
 
 from aiockpt.coordination.link import HELLO_S, Endpoint, Link, LinkBrokenError, connect, network_namespace, reachable
@@ -61,7 +60,6 @@ _PIECE_BYTES = 1 << 20  # sent at a time, so that the CRC finds it in the proces
 _MOST_MESSAGE_BYTES = 1 << 30
 _MOST_IDLE = 8  # connections of a process
 _RANDOM_LETTERS = 16  # at the end of a ticket
-_ASK_AGAIN_S = 0.05
 _NEXT_ADDRESS_S = 0.25
 _UNREACHABLE = {errno.EHOSTUNREACH, errno.EHOSTDOWN, errno.ENETUNREACH}
 _NOTHING = memoryview(b"")
@@ -210,7 +208,6 @@ class _Client:
         request: DiskRequest,
         line: _Lifeline | None = None,
         *,
-        data: memoryview | None = None,
         view: memoryview = _NOTHING,
         seen: Seen | None = None,
     ) -> Any:
@@ -220,7 +217,6 @@ class _Client:
             failure: raised if there is no answer; LinkBrokenError is the cause.
             request: the request.
             line: of what it is about; None: the storage.
-            data: bytes to be written.
             view: where the bytes go that are asked for.
             seen: see `Source.read`.
         """
@@ -231,9 +227,6 @@ class _Client:
         try:
             wire = wire or self._taken()
             wire.put(REQUEST, request)
-            if data is not None:
-                wire.put_bytes(data)
-                wire.put(RESULT, None)
             kind, value = wire.take(view, seen)
         except BaseException as exc:
             if wire is not None:
@@ -554,7 +547,6 @@ class _DiskTransaction(SharedTransaction):
         return None if self._stamp is None else str(self._stamp)
 
     async def create(self, name: str, nbytes: int | None) -> FileSink:
-        await self._ask(DiskRequest("create", (name, nbytes)))
         return _DiskSink(self, name)
 
     async def write_files(self, files: Mapping[str, Document]) -> None:
@@ -567,34 +559,13 @@ class _DiskTransaction(SharedTransaction):
         try:
             await self._ask(DiskRequest("commit", (_plain(documents),)), CommitError)
         except CommitError as exc:
-            if not _is_without_answer(exc) or not await self._has_published(exc):
+            if not isinstance(exc.__cause__, LinkBrokenError):
                 raise
+            text = f"{exc}. It is not known whether {self._path} was published there: look at it later"
+            raise CommitUncertainError(text) from exc
         finally:
             self._is_committing = False
         self._is_over = True
-
-    async def _has_published(self, error: CommitError) -> bool:
-        """Find out what has become of a commit without an answer; raise CommitUncertainError if that can't be."""
-        try:
-            await self._settled()
-            transaction = await self._disk.take_over(
-                self._path, self._ticket, overwrite=False, workers=self._workers, stamp=self._stamp
-            )
-            status = await transaction.status()
-            await transaction.release()
-        except (OSError, AiockptError) as worse:
-            text = f"{error}. It is not known whether {self._path} was published there: look at it later"
-            raise CommitUncertainError(text) from worse
-        return status == "published"
-
-    async def _settled(self) -> None:
-        """Wait until the server has ended this transaction by itself, since the connection has ended."""
-        deadline = time.monotonic() + self._disk._client.stall_s
-        request = DiskRequest("is_held", (self._line.token,))
-        while await self._workers.run(self._disk._client.ask, WriteError, request):
-            if time.monotonic() > deadline:
-                raise WriteError(f"host {self._disk.host_name} still works for {self._path}")
-            await anyio.sleep(_ASK_AGAIN_S)
 
     def revoke(self) -> None:
         """End the connection, on which nothing can be sent now: so the server learns of it."""
@@ -615,15 +586,7 @@ class _DiskTransaction(SharedTransaction):
     async def _end(self, method: str) -> None:
         if not self._is_over:
             self._is_over = True
-            await outlast(self._ended(method))
-
-    async def _ended(self, method: str) -> None:
-        try:
-            await self._ask(DiskRequest(method))
-        except WriteError as exc:
-            if not _is_without_answer(exc):
-                raise
-            await self._settled()
+            await outlast(self._ask(DiskRequest(method)))
 
     async def release(self) -> None:
         self._is_over = True
@@ -641,20 +604,18 @@ class _DiskTransaction(SharedTransaction):
 
 
 class _DiskSink(FileSink):
+    """A file that is sent as a whole: a save writes documents to another host's disk, and no others."""
+
     def __init__(self, transaction: _DiskTransaction, name: str) -> None:
-        self._transaction, self._name = transaction, name
+        self._transaction, self._name, self._data = transaction, name, bytearray()
 
     async def write(self, view: memoryview, free: Callable[[], object] = lambda: None) -> None:
-        await self._transaction._ask(DiskRequest("write", (self._name, len(view))), data=view)
+        self._data += view
         free()
 
     async def finish(self) -> None:
-        await self._transaction._ask(DiskRequest("finish", (self._name,)))
+        await self._transaction.write_files({self._name: self._data})
 
 
 def _plain(files: Mapping[str, Document]) -> dict[str, bytes]:
     return {name: bytes(data) for name, data in files.items()}
-
-
-def _is_without_answer(error: BaseException) -> bool:
-    return isinstance(error.__cause__, LinkBrokenError)

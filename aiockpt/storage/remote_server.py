@@ -39,7 +39,7 @@ from aiockpt.coordination.link import (
 )
 from aiockpt.core.threads import Workers, new_event_loop
 from aiockpt.errors import AiockptError, printable_key
-from aiockpt.storage.base import FileSink, LookBudget, SharedStorage, SharedTransaction
+from aiockpt.storage.base import LookBudget, SharedStorage, SharedTransaction
 from aiockpt.storage.remote_disk import (
     BEAT,
     ERROR,
@@ -229,21 +229,16 @@ class _Served:
     inner: Any
     end: Callable[[], Awaitable[object]] | None  # done if its connection ends
     budget: LookBudget = field(default_factory=LookBudget)  # of a listing
-    sinks: dict[str, FileSink] = field(default_factory=dict)  # of a transaction
     writing: set[asyncio.Future[Any]] = field(default_factory=set)
 
-    async def write(self, name: str, step: Callable[[FileSink], Coroutine[Any, Any, None]]) -> None:
-        """Run a step of a sink."""
-        if name not in self.sinks:
-            raise OSError(f"{name} is not being written")
-        task = asyncio.ensure_future(step(self.sinks[name]))
+    async def write(self, writing: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(writing)
         self.writing.add(task)
         task.add_done_callback(self.writing.discard)
         await task
 
     async def stop(self, end: Callable[[], Awaitable[object]]) -> None:
         """End it, when nothing is being written any more: a connection may write while another one has ended."""
-        self.sinks.clear()
         await asyncio.gather(*self.writing, return_exceptions=True)
         await end()
 
@@ -255,7 +250,7 @@ class _Service:
         self._server, self._wire = server, wire
         self._storage, self._workers = server.storage, server.workers
         self._opened: list[int] = []
-        self._free: list[mmap.mmap] = []  # buffers, since new memory is slow at first
+        self._memory: mmap.mmap | None = None  # kept, since new memory is slow at first
 
     def run(self) -> None:
         """Answer requests until nothing is open and none comes; raise LinkBrokenError if the client leaves."""
@@ -286,8 +281,6 @@ class _Service:
         if not token and method in _AT | _BELOW:
             path = self._server.place(args[0], below=method in _BELOW)
             return self._of_storage(method, own, (path, *args[1:]), given)
-        if method == "is_held":
-            return args[0] in self._server.served
         if method == "damage":
             return dict(self._server.damage)
         served = self._server.served.get(token)
@@ -341,10 +334,6 @@ class _Service:
             logger.warning("can't end what another host has left: %s", exc)
         del self._server.served[token]
 
-    def _buffer(self, nbytes: int) -> mmap.mmap:
-        buffer = self._free.pop() if self._free else None
-        return buffer if buffer is not None and len(buffer) >= nbytes else mmap.mmap(-1, max(nbytes, 1))
-
     # --- waiting ------------------------------------------------------------------------------------------
 
     def _call(self, function: Callable[..., T], *args: Any) -> T:
@@ -385,35 +374,23 @@ class _Service:
         return self._serve(_Served(source, partial(self._workers.run, source.close)), dict(source.files))
 
     def _on_read(self, served: _Served, name: str, runs: Sequence[tuple[int, int]]) -> None:
-        buffer = self._buffer(_READ_BYTES)
+        if self._memory is None:
+            self._memory = mmap.mmap(-1, _READ_BYTES)
         for batch in _batches(runs):
-            view = memoryview(buffer)[: sum(length for _, length in batch)]
+            view = memoryview(self._memory)[: sum(length for _, length in batch)]
             if len(batch) == 1:
                 served.inner.read(name, batch[0][0], view, self._wire.put_bytes)
             else:
                 served.inner.read_runs(name, batch, view)
                 self._wire.put_bytes(view)
-        self._free.append(buffer)
 
     # --- writing ------------------------------------------------------------------------------------------
 
     def _on_set_aside(self, path: str, names: Sequence[str]) -> str:
         return self._call(self._storage.set_aside, path, [_inside(name) for name in names])
 
-    def _on_create(self, served: _Served, name: str, nbytes: int | None) -> None:
-        served.sinks[name] = self._run(served.inner.create(_inside(name) if name else name, nbytes))
-
-    def _on_write(self, served: _Served, name: str, nbytes: int) -> None:
-        buffer = self._buffer(nbytes)
-        view, free = memoryview(buffer)[:nbytes], partial(self._free.append, buffer)
-        self._wire.take(view)
-        self._run(served.write(name, lambda sink: sink.write(view, free)))
-
-    def _on_finish(self, served: _Served, name: str) -> None:
-        self._run(served.write(name, lambda sink: sink.finish()))
-
     def _on_write_files(self, served: _Served, files: dict[str, bytes]) -> None:
-        self._run(served.inner.write_files({_inside(name): data for name, data in files.items()}))
+        self._run(served.write(served.inner.write_files({_inside(name): data for name, data in files.items()})))
 
     def _on_commit(self, served: _Served, documents: dict[str, bytes]) -> None:
         committing = served.inner.commit({_inside(name): data for name, data in documents.items()})
