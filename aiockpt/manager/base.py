@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import html
 import logging
+import secrets
 import threading
 import time
 import warnings
@@ -61,6 +63,7 @@ logger = logging.getLogger("aiockpt")
 _WRITER_S = 60.0  # for the writer process of a killed trainer to finish
 _WRITER_POLL_S = 0.05
 _QUIET_S = 1.0  # closing waits so long without a word, as after a Ctrl-C
+_ID_BYTES = 8
 _SHOWN = 20  # steps in a notebook's table
 
 
@@ -123,6 +126,7 @@ class ManagerBase:
         self._retention = Retention(self._tier.new_scanner(), self._keep, options.on_written, self._storage)
         self._requests = LastSaveRequests()
         self._lock: RunLease | None = None
+        self._run_id = ""  # as the steps have it; chosen at the first save of a new run
         self._is_open = False
         self._is_closed = False
         self._has_failed = False  # its block was left by an error
@@ -287,6 +291,9 @@ class ManagerBase:
             await self._call("clean", self.directory, storage=self._storage)
         except AiockptError as exc:  # orphans cost space, no more
             logger.warning("can't look for what killed processes have left in %s: %s", self.directory, exc)
+        with contextlib.suppress(OSError):  # a restore raises it
+            latest = await self._run(self._scanner.latest)
+            self._run_id = self._run_id or (latest.run_id if latest is not None else "")
         deadline = time.monotonic() + _WRITER_S
         while await self._run(
             self._storage.is_finishing, self.directory
@@ -504,7 +511,9 @@ class ManagerBase:
                 self._access.refuse(self.path_of(step), exc)
                 raise
         now = time.time()
-        metadata[RUN_KEY] = {"step": step, "metrics": metrics, "time": now, "keep": kept_text(self._keep)}
+        self._run_id = self._run_id or secrets.token_hex(_ID_BYTES)
+        kept = kept_text(self._keep)
+        metadata[RUN_KEY] = {"step": step, "metrics": metrics, "time": now, "keep": kept, "id": self._run_id}
         options = {each.name: getattr(request, each.name) for each in fields(SaveOptions)} | {"metadata": metadata}
         if self._disks is not None:
             options["storage"] = self._storage

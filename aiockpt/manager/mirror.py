@@ -36,7 +36,7 @@ from aiockpt.errors import (
     SaveSkippedError,
 )
 from aiockpt.manager.scan import StepInfo, StepNames, StepScanner, is_unreadable
-from aiockpt.manager.tiers import backlog, due_steps, is_mirrored, mirror_to_delete
+from aiockpt.manager.tiers import backlog, due_steps, is_mirrored, mirror_to_delete, other_run
 from aiockpt.storage.copying import RateLimit, copy_checkpoint
 from aiockpt.sync_checkpointer import SyncCheckpointer
 from aiockpt.telemetry.mirrors import MirrorBacklog, MirrorResult
@@ -345,6 +345,9 @@ class Mirror:
             self._retention.again()
         await self._own(workers)
         self._state.mirror = await workers.run(self._steps_there)
+        text = other_run(self.here.directory, local, self.there.directory, self._state.mirror)
+        if text and not self.is_replica:
+            raise RunLockedError(text)
         mirror = await self._pruned(local, self._state.mirror, workers)
         missing = self._look(local, mirror, written)
         await self._give_up({info.save_id for info in missing}, workers)

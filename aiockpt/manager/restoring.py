@@ -25,7 +25,7 @@ from aiockpt.errors import (
 from aiockpt.manager.policies import Mode, ranked
 from aiockpt.manager.requests import Restored, RestoreRequest, SkippedStep, StepChoice
 from aiockpt.manager.scan import is_unreadable
-from aiockpt.manager.tiers import copies_in_order
+from aiockpt.manager.tiers import copies_in_order, other_run
 from aiockpt.reading.info import TensorInfo
 from aiockpt.storage.hosts import HostDisks
 from aiockpt.storage.patched import PatchedStorage, Patches
@@ -165,6 +165,7 @@ class Restore:
             if moved and run.leads:
                 self._warn(each, moved)
             info = each.info
+            run._run_id = info.run_id or run._run_id
             return Restored(info.step, info.path, info.metrics, info.metadata, moved, place.repaired)
         if isinstance(self.choice, int) and skipped:
             raise skipped[-1][1]
@@ -243,6 +244,8 @@ class Restore:
                 ) from exc
             logger.warning("the mirror %s can't be read, so its steps are left out: %s", where, why)
             return ()
+        if text := other_run(run.directory, infos, where, found):
+            raise LoadError(f"{text}. Nothing was restored")
         unreadable = [each for each in found if has_it and is_unreadable(each)]
         for each in unreadable:
             logger.warning("step %d of the mirror %s is left out: %s", each.step, where, each.problem)

@@ -66,6 +66,7 @@ class StepInfo:
         metadata: the other metadata that was saved with it.
         problem: why it is not complete; empty if it is.
         save_id: the same for all copies of it, and for nothing else; empty if it has no manifest, or a damaged one.
+        run_id: the same for all steps of a run, wherever it went on; empty if nothing says whose it is.
     """
 
     step: int
@@ -77,6 +78,7 @@ class StepInfo:
     metadata: Mapping[str, Any] = field(default_factory=dict, repr=False)
     problem: str = ""
     save_id: str = field(default="", repr=False)
+    run_id: str = field(default="", repr=False)
 
 
 def is_unreadable(info: StepInfo) -> bool:
@@ -286,8 +288,8 @@ def _with_facts(info: StepInfo, head: Mapping[str, Any]) -> StepInfo:
             del metadata[RUN_KEY]
         else:  # of a program that saves without a manager
             run = {}
-        time_s = _time_of(run.get("time"), head["created"])
-        return replace(info, time=time_s, metrics=_metrics_of(run.get("metrics")), metadata=metadata)
+        time_s, run_id = _time_of(run.get("time"), head["created"]), str(run.get("id", ""))
+        return replace(info, time=time_s, metrics=_metrics_of(run.get("metrics")), metadata=metadata, run_id=run_id)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
         return replace(info, state="damaged", problem=f"{MANIFEST_NAME} is damaged")
 

@@ -44,6 +44,18 @@ def is_mirrored(info: StepInfo, mirrored: Mapping[int, StepInfo]) -> bool:
     return there is not None and there.state == "complete" and there.save_id == info.save_id
 
 
+def other_run(directory: str, local: Iterable[StepInfo], mirror_directory: str, mirror: Iterable[StepInfo]) -> str:
+    """Return the text of an error if a mirror has the steps of another run; empty if not, or if they don't say so."""
+    ours, theirs = ({info.run_id: info.step for info in infos if info.run_id} for infos in (local, mirror))
+    if not ours or not theirs or ours.keys() & theirs.keys():
+        return ""
+    return (
+        f"the mirror {mirror_directory} has step {max(theirs.values())} of another run than {directory}, whose steps "
+        "would replace that one's: pass another mirror= for this run. To go on with the other one, restore it from its "
+        "mirror into a directory without steps"
+    )
+
+
 def backlog(
     local: Iterable[StepInfo],
     mirror: Iterable[StepInfo],
