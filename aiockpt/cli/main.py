@@ -119,6 +119,9 @@ def ls(
     mirror: Annotated[
         str | None, typer.Option(metavar="URL", help="The mirror of the run: whether it has each step, too.")
     ] = None,
+    replicas: Annotated[
+        str | None, typer.Option(metavar="DIR", help="The replica_directory of the run, if it has one of its own.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """List the checkpoints in a directory: state, size, time, metrics, and which policy keeps them.
@@ -127,7 +130,7 @@ def ls(
     """
     from aiockpt.cli.ls import ls
 
-    ls(directory, mirror=mirror, as_json=as_json)
+    ls(directory, mirror=mirror, replicas=replicas, as_json=as_json)
 
 
 @app.command()

@@ -6,13 +6,13 @@ they get the addresses of these servers. After that no round is needed to list, 
 
 from __future__ import annotations
 
-import hashlib
 import secrets
 import socket
 import weakref
 from typing import TYPE_CHECKING
 
-from aiockpt.manager.replicas import REPLICAS_NAME, sources_of
+from aiockpt.manager.replicas import sources_of
+from aiockpt.manager.tiers import replicas_directory, replicated_disks
 from aiockpt.storage.base import shared_storage
 from aiockpt.storage.hosts import Disk, HostDisks
 from aiockpt.storage.remote_disk import DiskEndpoint, RemoteDisk
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from aiockpt.storage.base import Storage
 
 _ID_BYTES = 16
-_RUN_DIGITS = 16
 _END_S = 5.0
 
 
@@ -37,10 +36,7 @@ class RunDisks:
     """
 
     def __init__(self, own: Storage, directory: str, access: EngineAccess, replica_directory: str = "") -> None:
-        self.replica_directory = own.below(directory, REPLICAS_NAME)
-        if replica_directory:  # which several runs may have
-            run = hashlib.sha256(directory.encode()).hexdigest()[:_RUN_DIGITS]
-            self.replica_directory = own.below(replica_directory, run)
+        self.replica_directory = replicas_directory(own, directory, replica_directory)
         self._own, self._directory, self._access = shared_storage(own), directory, access
         self.storage = HostDisks([Disk("", socket.gethostname(), own)], "")
         self._server: DiskServer | None = None
@@ -61,7 +57,11 @@ class RunDisks:
         mine: tuple[str, str, list[str]] | Exception
         try:
             found = self._own.identify(self._directory, make=make)
-            mine = found or secrets.token_hex(_ID_BYTES), socket.gethostname(), self._replicated()
+            mine = (
+                found or secrets.token_hex(_ID_BYTES),
+                socket.gethostname(),
+                replicated_disks(self._own, self.replica_directory),
+            )
         except Exception as exc:  # raised on all ranks
             mine = exc
         ranks = access.agree(what, mine, list).result()
@@ -88,14 +88,6 @@ class RunDisks:
                 replicas.append(Disk(source, ranks[rank][1], storage, directory, is_near=each == own))
         self.storage.meet(disks, own, replicas)
         self._have_met = True
-
-    def _replicated(self) -> list[str]:
-        """Return the ids of the disks that this one has replicas of."""
-        try:
-            with self._own.look(self.replica_directory) as listing:
-                return [name for name in listing.folders if not name.startswith(".")]
-        except FileNotFoundError:
-            return []
 
     def _serve(self, what: str) -> DiskEndpoint:
         if self._server is None:

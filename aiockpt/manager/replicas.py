@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from aiockpt.errors import CorruptCheckpointError
 from aiockpt.manager.mirror import LEFT_S, Mirror, MirrorSettings, Tier
 from aiockpt.manager.scan import is_unreadable
-from aiockpt.manager.tiers import is_mirrored
+from aiockpt.manager.tiers import is_mirrored, replicated_disks
 
 if TYPE_CHECKING:
     from aiockpt.engine.reports import Reports
@@ -25,9 +25,6 @@ if TYPE_CHECKING:
     from aiockpt.manager.scan import StepInfo
     from aiockpt.saving.handle import SaveHandle
     from aiockpt.storage.base import Storage
-
-REPLICAS_NAME = ".aiockpt.replicas"
-"""The directory for replicas in that of a run, unless another one is given."""
 
 _FIRST_LOOK_S = 0.05
 _LONGEST_LOOK_S = 10.0
@@ -118,11 +115,7 @@ class ReplicaCopies(_ReplicaTask):
     def _former(self) -> list[Tier]:
         """Return the replicas of other disks, which this host had before."""
         storage, names = self._own_run.storage, self._own_run.names
-        try:
-            with storage.look(self._directory) as listing:
-                disks = [disk for disk in listing.folders if disk != self.here.disk]
-        except FileNotFoundError:  # there are none yet
-            return []
+        disks = [disk for disk in replicated_disks(storage, self._directory) if disk != self.here.disk]
         return [Tier(storage, storage.below(self._directory, disk), names, disk=disk) for disk in disks]
 
     def _to_delete(self, local: Sequence[StepInfo], mirror: Sequence[StepInfo]) -> list[StepInfo]:
@@ -190,11 +183,11 @@ class ReplicaWatch(_ReplicaTask):
         is_seen, self._is_seen = self._is_seen, False
         missing = super()._look(local, mirror, written)
         for info in local:
-            error = self._state.damaged.get(info.save_id)
-            if error is not None and info.save_id not in self._reported:
+            damage = self._state.damaged.get(info.save_id)
+            if damage is not None and info.save_id not in self._reported:
                 self._reported.add(info.save_id)
-                logger.warning("step %d is not %s: %s", info.step, self.done, error)
-                self._report(info.path, 0.0, None, error)
+                logger.warning("step %d is not %s: %s", info.step, self.done, damage)
+                self._report(info.path, 0.0, None, damage)
         waiting = self.promises.written  # of an earlier one, a disk may be gone that nobody can copy any more
         missing = [info for info in missing if info.step in waiting]
         nbytes, error = sum(info.nbytes for info in missing), None if is_seen else self.backlog.error

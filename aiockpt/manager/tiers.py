@@ -1,4 +1,4 @@
-"""Decisions about the two tiers of a run, its directory and its mirror. Pure, and without torch.
+"""Decisions about the tiers of a run: its directory, its mirror, and replicas. Without torch.
 
 A step of a tier is known by its number and its `StepInfo.save_id`: copies with the same one are interchangeable. A
 number may be used again, as after going back to an older step; then what was saved later counts.
@@ -6,6 +6,7 @@ number may be used again, as after going back to an older step; then what was sa
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,28 @@ from aiockpt.manager.policies import KeepPolicy, SavePolicy, StepFacts, select, 
 
 if TYPE_CHECKING:
     from aiockpt.manager.scan import StepInfo
+    from aiockpt.storage.base import Directories
+
+REPLICAS_NAME = ".aiockpt.replicas"
+"""The directory for replicas in that of a run, unless another one is given."""
+
+_RUN_DIGITS = 16
+
+
+def replicas_directory(place: Directories, directory: str, chosen: str = "") -> str:
+    """Return where a host has the replicas of a run, by the ids of the disks that they are of."""
+    if not chosen:
+        return place.below(directory, REPLICAS_NAME)
+    return place.below(chosen, hashlib.sha256(directory.encode()).hexdigest()[:_RUN_DIGITS])  # several runs may have it
+
+
+def replicated_disks(place: Directories, replicas: str) -> list[str]:
+    """Return the ids of the disks that a host has replicas of. Blocks; raises OSError."""
+    try:
+        with place.look(replicas) as listing:
+            return [name for name in listing.folders if not name.startswith(".")]
+    except FileNotFoundError:  # there are none yet
+        return []
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 
 import aiockpt
-from aiockpt.manager.replicas import REPLICAS_NAME, ReplicaCopies
+from aiockpt.manager.replicas import ReplicaCopies
 from aiockpt.manager.scan import DEFAULT_NAMES
+from aiockpt.manager.tiers import REPLICAS_NAME
 from tests.disks import HostDisk
 from tests.manager.gates import Gate
 from tests.manager.test_ranks import LIMITS, state_of, step_in
