@@ -366,7 +366,7 @@ class Mirror:
         left = [info for info in there if info.save_id not in self._state.unreadable] or there
         if not left:  # perhaps a later save stands there: it is not replaced
             step = missing[0].step
-            raise OSError(f"{self.there.path_of(step)} of the mirror {unreadable[step]}")
+            raise OSError(f"{self.there.path_of(step)} of the mirror: {unreadable[step]}")
         info = left[-1 if self._task.is_closing or self._settings.newest_first else 0]
         self._state.copied = info.step
         try:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import re
+import signal
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -276,6 +278,61 @@ def test_step_that_can_not_be_read_holds_up_no_other(here: Path, there: Any) -> 
     assert steps(there) == [2, 3]
 
 
+class Broken(Gate):
+    """A step of the mirror can't be looked at."""
+
+    def look(self, path: str, budget: Any = None) -> Any:
+        if path.endswith("step-00000002") and self.is_away:
+            raise OSError(5, "Input/output error", path)
+        return super().look(path, budget)
+
+    def _check(self) -> None:
+        return
+
+
+def test_step_of_the_mirror_that_can_not_be_read_holds_up_no_other(here: Path, there: Any) -> None:
+    gate = Broken(storage_of(there), str(there))
+    with run_of(here, "gate://here") as run:
+        for step in (1, 2, 3):
+            run.submit(step, STATE).mirrored.result(60)
+    before = scan(there)
+    gate.is_away = True
+    with run_of(here, "gate://here") as run:
+        for step in (4, 5):
+            run.submit(step, STATE).mirrored.result(20)
+        assert _within(lambda: run.mirror_backlog is not None and run.mirror_backlog.error is not None)
+        assert run.mirror_backlog is not None
+        assert run.mirror_backlog.steps == (2,)
+        assert "step-00000002 of the mirror: it can't be read" in str(run.mirror_backlog.error)
+        gate.is_away = False
+        assert _within(lambda: run.mirror_backlog is not None and run.mirror_backlog.steps == ())
+    assert scan(there)[:3] == before  # it was whole, and was not replaced
+    assert steps(there) == [1, 2, 3, 4, 5]
+
+
+def test_step_that_is_pinned_while_the_mirror_deletes_others_stays(here: Path, there: Any, gate: Gate) -> None:
+    with run_of(here, "gate://here", aiockpt.KeepLatest(1), mirror_keep=aiockpt.KeepLatest(4)) as run:
+        for step in (1, 2, 3, 4):
+            run.submit(step, STATE).mirrored.result(60)
+    gate.holds = "delete"
+    with run_of(here, "gate://here", aiockpt.KeepLatest(1), mirror_keep=aiockpt.KeepLatest(1)) as run:
+        run.submit(5, STATE).mirrored.result(60)
+        gate.waits.result(60)  # of the first
+        run.pin(3)
+        gate.let_go._settle(None)
+    assert steps(there) == [3, 5]
+
+
+def _within(condition: Callable[[], bool], limit_s: float = 60.0) -> bool:
+    """Wait until a condition holds; return whether it does in time."""
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        threading.Event().wait(0.01)
+    return True
+
+
 class Heard(aiockpt.Observer):
     def __init__(self) -> None:
         self.events: list[tuple[CallEvent, Any, Any]] = []
@@ -359,6 +416,45 @@ def test_closing_waits_no_longer_than_the_drain_timeout(here: Path, there: Any, 
         pass
     assert steps(there) == [1]
     assert ("create", "__0_0.distcp") not in gate.steps  # it was whole
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_closing_says_what_it_waits_for(
+    here: Path, there: Any, gate: Gate, fails: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a Ctrl-C: without a word, the program would seem to hang."""
+    monkeypatch.setattr("aiockpt.manager.base._QUIET_S", 0.0)
+    gate.holds = "commit"
+
+    def let_go() -> None:
+        assert _within(lambda: "closing waits" in caplog.text)
+        gate.let_go._settle(None)
+
+    watching = threading.Thread(target=let_go)
+    watching.start()
+    try:
+        with run_of(here, "gate://here", drain_timeout=100) as run:
+            save = run.submit(1, STATE)
+            gate.waits.result(60)
+            if fails:
+                raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        assert fails
+    watching.join()
+    assert save.mirrored.result(0)
+    text = rf"closing waits until step 1 of {here} is mirrored to \S+, for \d+ s at most; a second Ctrl-C ends that"
+    assert len(re.findall(text, caplog.text)) == 1
+
+
+def test_second_ctrl_c_ends_closing(here: Path, there: Any, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("aiockpt.manager.base._QUIET_S", 0.0)
+    monkeypatch.setattr(mirroring.Mirror, "log_wait", lambda *_: signal.raise_signal(signal.SIGINT))
+    gate.holds = "commit"
+    with pytest.raises(KeyboardInterrupt), run_of(here, "gate://here", drain_timeout=1e9) as run:
+        save = run.submit(1, STATE)
+        gate.waits.result(60)
+        raise KeyboardInterrupt
+    assert isinstance(save.mirrored.exception(0), aiockpt.SaveError)
 
 
 @pytest.mark.asyncio
@@ -515,9 +611,41 @@ def test_two_trainers_on_one_mirror(tmp_path: Path, there: Any) -> None:
                 save.mirrored.result(60)
             assert one.submit(3, STATE).mirrored.result(60)
     assert steps(there) == [1, 3]
-    with run_of(tmp_path / "b", there):
-        pass
+
+
+def test_mirror_of_another_run_is_refused(here: Path, tmp_path: Path, there: Any) -> None:
+    """Its steps would be replaced by those of equal numbers."""
+    with run_of(here, there) as run:
+        run.submit(1, state_of(1)).mirrored.result(60)
+    with run_of(tmp_path / "other", there) as run:
+        save = run.submit(1, state_of(2))
+        with pytest.raises(aiockpt.RunLockedError, match=r"has step 1 of another run than .*pass another mirror="):
+            save.mirrored.result(60)
+        with pytest.raises(aiockpt.LoadError, match=r"another run .*Nothing was restored"):
+            run.restore(state_of(0))
+    assert scan(there)[0].save_id == scan(here)[0].save_id
+    with run_of(here, there) as run:
+        run.submit(2, state_of(2)).mirrored.result(60)
+    with run_of(tmp_path / "other", tmp_path / "other-mirror") as run:
+        run.submit(2, state_of(2)).mirrored.result(60)
+    assert len({info.run_id for info in (*scan(here), *scan(there))}) == 1
+    assert len({info.run_id for info in (*scan(tmp_path / "other"), *scan(tmp_path / "other-mirror"))}) == 1
+
+
+def test_run_that_goes_on_from_its_mirror_is_the_same_run(tmp_path: Path, there: Any) -> None:
+    """On an empty disk, and then on the first one again."""
+    with run_of(tmp_path / "old", there) as run:
+        run.submit(1, state_of(1)).mirrored.result(60)
+    with run_of(tmp_path / "new", there) as run:
+        assert run.restore(state_of(0))
+        run.submit(2, state_of(2)).mirrored.result(60)
+    with run_of(tmp_path / "old", there) as run:
+        found = run.restore(state_of(0))
+        assert found is not None
+        assert found.step == 2
+        run.submit(3, state_of(3)).mirrored.result(60)
     assert steps(there) == [1, 2, 3]
+    assert len({info.run_id for info in (*scan(tmp_path / "old"), *scan(there))}) == 1
 
 
 def test_number_that_is_saved_again(here: Path, there: Any) -> None:
@@ -552,15 +680,18 @@ def test_step_that_is_replaced_while_it_is_copied_is_no_damage(
 
 def test_older_copy_of_a_number_does_not_replace_a_later_one(tmp_path: Path, there: Any) -> None:
     """A node comes back whose disk has a step of before the run went on elsewhere."""
+    with run_of(tmp_path / "old", there) as run:
+        run.submit(4, STATE).mirrored.result(60)
     with aiockpt.SyncCheckpointManager(tmp_path / "old") as run:
         run.save(5, STATE)
     with run_of(tmp_path / "new", there) as run:
+        assert run.restore(dict(STATE))
         run.submit(5, {"x": torch.ones(5)}).mirrored.result(60)
-    later = scan(there)[0].save_id
+    later = scan(there)[1].save_id
     with run_of(tmp_path / "old", there) as run:
         run.submit(6, STATE).mirrored.result(60)
-    assert scan(there)[0].save_id == later
-    assert steps(there) == [5, 6]
+    assert scan(there)[1].save_id == later
+    assert steps(there) == [4, 5, 6]
 
 
 def test_what_is_whole_is_left_alone_at_the_next_start(here: Path, there: Any, gate: Gate) -> None:

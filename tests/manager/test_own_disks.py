@@ -144,22 +144,23 @@ def test_writer_processes(tmp_path: Path) -> None:
 
 
 class KillingDisk(HostDisk):
-    """Kills the process right before or after a step of the save of step 2."""
+    """Kills its trainer right before or after a step of the save of step 2; of rank 0, when the trainer does that."""
 
-    def __init__(self, root: Path, step: str) -> None:
+    def __init__(self, root: Path, step: str, rank: int) -> None:
         super().__init__(root)
-        self.step = step
+        self.step, self.rank, self.trainer = step, rank, os.getpid()
 
     async def before(self, step: str, name: str) -> None:
-        if step == self.step and name.endswith("step-00000002"):
-            os.kill(os.getpid(), signal.SIGKILL)
+        is_here = self.rank or os.getpid() == self.trainer
+        if is_here and step == self.step and name.endswith("step-00000002"):
+            os.kill(self.trainer, signal.SIGKILL)
 
 
-def dies(rank: int, size: int, folder: Path, hosts: list[str], victim: int, step: str) -> Any:
+def dies(rank: int, size: int, folder: Path, hosts: list[str], victim: int, step: str, options: dict[str, Any]) -> Any:
     root = folder / hosts[rank]
     root.mkdir(exist_ok=True)
-    storage = KillingDisk(root, step) if rank == victim else HostDisk(root)
-    with opened(rank, hosts, folder, storage=storage) as run:
+    storage = KillingDisk(root, step, rank) if rank == victim else HostDisk(root)
+    with opened(rank, hosts, folder, storage=storage, **options) as run:
         run.save(1, state_of(rank, 1))
         run.save(2, state_of(rank, 2))
 
@@ -173,7 +174,7 @@ def test_kill_leaves_the_step_before(tmp_path: Path, victim: int, step: str) -> 
         pytest.skip("rank 0 joins nothing")
     hosts = ["a", "b"]
     with World(2) as world:
-        outcomes = world.run(dies, tmp_path, hosts, victim, step)
+        outcomes = world.run(dies, tmp_path, hosts, victim, step, {})
         assert isinstance(outcomes[victim], RankFailure)
         assert outcomes[victim].killed
         assert isinstance(outcomes[1 - victim], RankFailure)
@@ -182,6 +183,27 @@ def test_kill_leaves_the_step_before(tmp_path: Path, victim: int, step: str) -> 
         for host in hosts:
             assert names(tmp_path / host / "run") == [DISK_NAME, "step-00000001"]
         assert world.results(trains, tmp_path, hosts, [2], {})[0][0] == [1, 2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("victim", "step"), [(0, "begin"), (1, "join"), (0, "commit"), (1, "commit")])
+def test_kill_of_a_trainer_whose_writer_process_lives_on(tmp_path: Path, victim: int, step: str) -> None:
+    """No rank is told that the step is written if it is not; what is left is removed when the run is opened again."""
+    hosts = ["a", "b"]
+    with World(2, may_start=True) as world:
+        outcomes = world.run(dies, tmp_path, hosts, victim, step, {"writer": "process"})
+        assert all(isinstance(each, RankFailure) for each in outcomes), outcomes
+        assert outcomes[victim].killed
+    with World(2) as world:
+        assert world.results(restores, tmp_path, hosts, 2, {}) == [(1, [1, 1], ())] * 2
+        for host in hosts:
+            assert names(tmp_path / host / "run") == [DISK_NAME, "step-00000001"]
+        assert world.results(trains, tmp_path, hosts, [2], {})[0][0] == [1, 2]
+
+
+def test_fallback_path_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="fallback_path and own_disks=True can't be used together"):
+        aiockpt.SyncCheckpointManager(tmp_path / "run", own_disks=True, fallback_path=tmp_path / "spare")
 
 
 async def trains_async(rank: int, size: int, folder: Path, hosts: list[str]) -> Any:

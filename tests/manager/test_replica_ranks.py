@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import tempfile
@@ -265,6 +266,49 @@ def test_last_replicated_step_is_kept(world2: World, tmp_path: Path) -> None:
     there, is_done = world2.results(trains_beside_a_slow_peer, disks, [2, 3, 4], keep)[0]
     assert not is_done
     assert {1, 4} <= set(there)
+
+
+def trains_beside_a_disk_that_damages(rank: int, size: int, disks: Disks, host: int, how: str) -> str:
+    """Save two steps; a host's disk damages its part of the first before it is copied. Return what rank 0 is told."""
+    storage: Any = disks.of_rank(rank, size)
+    if rank == host:
+        storage = SlowDisk(Path(storage.root), kills=False)
+    with aiockpt.SyncCheckpointManager(RUN, storage=storage, **options_of()) as run:
+        save = run.submit(1, state_of(rank, 1))
+        save.written.result(60)
+        if rank == host:
+            assert storage.reads.wait(60)
+            if how == "deleted":
+                shutil.rmtree(disks.step(host, 1))
+            else:
+                flip(disks.step(host, 1))
+            storage.let_go.set()
+        text = ""
+        if rank == 0:
+            with pytest.raises(aiockpt.AiockptError) as caught:
+                save.replicated.result(60)
+            text = f"{type(caught.value).__name__}: {caught.value}"
+        save = run.submit(2, state_of(rank, 2))
+        save.written.result(60)
+        if rank == 0:
+            save.replicated.result(60)
+    return text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("host", "how", "text"),
+    [
+        (0, "flipped", r"CorruptCheckpointError: on host .*__0_0.distcp does not match its CRC"),
+        (1, "flipped", r"CorruptCheckpointError: on host .*__1_0.distcp does not match its CRC"),
+        (1, "deleted", r"CorruptCheckpointError: step 1 is not replicated, as it is damaged: .*__1_0.distcp"),
+    ],
+)
+def test_step_that_a_disk_damages_is_said_to_be_damaged(
+    world2: World, tmp_path: Path, host: int, how: str, text: str
+) -> None:
+    found = world2.results(trains_beside_a_disk_that_damages, Disks(tmp_path, 2), host, how)
+    assert re.search(text, found[0])
 
 
 def trains_until_its_peer_is_killed(rank: int, size: int, disks: Disks) -> Any:

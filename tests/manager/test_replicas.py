@@ -57,6 +57,7 @@ class Hosts:
         self.root, self.heard = root, Heard()
         self.ckpt = aiockpt.SyncCheckpointer(process_group=None, observers=[self.heard, *observers])
         self.opened: list[Any] = []
+        self.damage: dict[str, dict[str, str]] = {"a": {}, "b": {}}  # by the host that has noted it
         self.held = [DiskFacts("a", "host-a", frozenset({OF_A})), DiskFacts("b", "host-b", frozenset({OF_B}))]
 
     def save(self, step: int) -> Any:
@@ -88,6 +89,8 @@ class Hosts:
             str(self.root / f"replicas-{host}"),
             MirrorSettings(**settings),
             EngineAccess(self.ckpt).reports,
+            self.damage[host],
+            f"host-{source.disk}",
         )
         self.opened.append(made)
         return made
@@ -325,7 +328,8 @@ class Watched:
             replicas_of(hosts.tier(of), LocalStorage(), str(hosts.root / f"replicas-{host}"))
             for host, of in ("ab", "ba")
         ]
-        self.watch = ReplicaWatch(here, tiers[0], tiers, EngineAccess(hosts.ckpt).reports, self.retention)
+        reports = EngineAccess(hosts.ckpt).reports
+        self.watch = ReplicaWatch(here, tiers[0], tiers, reports, self.retention, self.damage)
         self.retention.attach(self.watch)
         self.copies = [hosts.copies("a", hosts.tier("b")), hosts.copies("b", hosts.tier("a"))]
         hosts.opened += [self.watch, self.retention]
@@ -337,6 +341,9 @@ class Watched:
         self.retention.follow(handle, step, prunes=True)
         self.retention.finished().result()
         return replicated
+
+    def damage(self) -> dict[str, str]:
+        return self.hosts.damage["a"] | self.hosts.damage["b"]
 
     def steps(self) -> list[int]:
         self.retention.finished().result()
@@ -387,6 +394,38 @@ def test_nothing_is_deleted_before_it_is_known_what_is_replicated(watched: Watch
     assert _within(lambda: watched.watch.backlog.error is not None)
     gate.is_away = False
     assert _within(lambda: len(watched.steps()) < 3)
+
+
+@pytest.mark.parametrize(("host", "how"), [("a", "flipped"), ("b", "flipped"), ("b", "replaced"), ("b", "manifest")])
+def test_step_that_a_disk_damages_before_it_is_copied_is_said_to_be_damaged(
+    watched: Watched, how: str, host: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Rank 0 learns it from the host that can't copy it; the next step is replicated."""
+    replicated = watched.save(1)
+    name = MANIFEST_NAME if how == "manifest" else {"a": OF_A, "b": OF_B}[host]
+    file = path_of(watched.hosts.root / host, 1) / name
+    data = bytearray(file.read_bytes())
+    if how == "flipped":
+        data[1000] ^= 1
+    else:
+        data[:300] = bytes(300)
+    file.unlink()
+    file.write_bytes(data)
+    for copies in watched.copies:
+        watched.hosts.copy(copies)
+    with pytest.raises(aiockpt.CorruptCheckpointError, match=rf"on host-{host}, .*{name}"):
+        replicated.result(60)
+    assert watched.watch.backlog.steps == ()
+    assert f"step 1 is not replicated: on host-{host}" in caplog.text
+    replicated = watched.save(2)
+    for copies in watched.copies:
+        watched.hosts.copy(copies)
+    assert replicated.result(60)
+    if how == "manifest":  # it is copied as soon as it is whole
+        watched.hosts.save(1)
+        for copies in watched.copies:
+            watched.hosts.copy(copies)
+        assert watched.damage() == {}
 
 
 def test_save_that_is_not_replicated_fails_when_the_run_is_closed(

@@ -105,6 +105,34 @@ def test_best_and_a_certain_step_are_those_of_both(here: Path, there: Any, run3:
         restore(here, there, step=7)
 
 
+class Broken(Gate):
+    """The newest step can't be looked at."""
+
+    def look(self, path: str, budget: Any = None) -> Any:
+        if path.endswith("step-00000003"):
+            raise OSError(errno.EIO, "Input/output error", path)
+        return super().look(path, budget)
+
+
+def test_step_of_the_mirror_that_can_not_be_read(
+    here: Path, there: Any, run3: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It hides no other; but a run without steps of its own is not restored from an older one without a word."""
+    Broken(storage_of(there), str(there))
+    for step in (1, 3):
+        shutil.rmtree(path_of(here, step))
+    found, state = restore(here, URL)
+    assert found is not None
+    assert (found.step, step_in(state)) == (2, 2)
+    assert f"step 3 of the mirror {there} is left out: it can't be read" in caplog.text
+    found, state = restore(here, URL, step=1, discard_later=False)
+    assert found is not None
+    assert (found.step, step_in(state)) == (1, 1)
+    shutil.rmtree(here)
+    with pytest.raises(aiockpt.LoadError, match="step-00000003"):
+        restore(here, URL)
+
+
 # --- damage ----------------------------------------------------------------------------------------------
 
 

@@ -6,6 +6,7 @@ import asyncio
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -13,7 +14,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 
@@ -189,6 +190,70 @@ def test_server_that_cannot_be_reached_is_an_error_that_names_its_host(
     assert disk.stamp(path) is None
 
 
+class Silent:
+    """Addresses at which connections are made, but nobody answers, as of a host that is frozen or has no power."""
+
+    def __init__(self) -> None:
+        self.listening = socket.create_server(("127.0.0.1", 0), backlog=64)
+        self.listening.setblocking(False)
+        self.address: tuple[str, int] = self.listening.getsockname()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.listening.close()
+
+    def asked(self) -> int:
+        """Return how often it was connected to since the last call."""
+        count = 0
+        with suppress(BlockingIOError):
+            while True:
+                self.listening.accept()[0].close()
+                count += 1
+        return count
+
+
+def test_silent_host_is_not_asked_again_for_a_while(server: DiskServer, tmp_path: Path) -> None:
+    with Silent() as silent:
+        disk = RemoteDisk(moved(server.endpoint, silent.address), "node17", stall_s=0.5)
+        for _ in range(20):
+            with pytest.raises(
+                OSError, match=r"host node17 does not answer .*nothing came from 127\.0\.0\.1 for 0\.5 s"
+            ):
+                disk.look(str(tmp_path))
+            if silent.asked() == 0:
+                break
+        else:
+            pytest.fail("each call has asked it")
+        until(lambda: disk.stamp(str(tmp_path)) is None and silent.asked() == 1)  # it is, after that
+
+
+def test_silent_host_that_is_back_is_asked_as_before(
+    server: DiskServer, disk: RemoteDisk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Silent() as silent:
+        monkeypatch.setattr(disk._client, "endpoint", moved(server.endpoint, silent.address))
+        monkeypatch.setattr(disk._client, "stall_s", 0.2)
+        with pytest.raises(ConnectionError, match="nothing came"):
+            disk.look(str(tmp_path))
+    monkeypatch.undo()
+    until(lambda: disk.stamp(str(tmp_path)) is not None)
+    with disk.look(str(tmp_path)) as listing:
+        assert listing.folders == []
+
+
+def test_addresses_are_tried_together(server: DiskServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is silent, such as of a network that is cut, holds up no other; of several that answer, one is used."""
+    monkeypatch.setattr("aiockpt.storage.remote_disk.HELLO_S", 3600.0)
+    (own,) = server.endpoint.link.addresses
+    with Silent() as silent:
+        disk = RemoteDisk(moved(server.endpoint, silent.address, ("127.0.0.1", 1), own, own), "node17", stall_s=3600.0)
+        assert disk.stamp(str(tmp_path)) is not None
+        disk.close()
+    until(lambda: not server._threads or all(not thread.is_alive() for thread in server._threads))
+
+
 # --- what is served ---------------------------------------------------------------------------------------
 
 
@@ -311,6 +376,7 @@ def test_frozen_server_is_left_after_a_limit(workers: Workers, tmp_path: Path) -
         with pytest.raises(WriteError, match="host node17 does not answer"):
             asyncio.run(transaction.abort())
         os.kill(pid, signal.SIGCONT)
+        until(lambda: disk.stamp(path) is not None)  # it was not asked again at once
         asyncio.run(load(disk, path, workers))
         source.close()
         until(lambda: hidden_in(tmp_path) == [])
@@ -426,10 +492,8 @@ class LateStorage(WrapperStorage):
 @pytest.mark.parametrize("how", ["cut", "revoked"])
 @pytest.mark.parametrize("step", ["commit", "finalize"], ids=["before", "after"])
 @pytest.mark.asyncio
-async def test_outcome_of_a_commit_without_an_answer_is_found(
-    step: str, how: str, workers: Workers, tmp_path: Path
-) -> None:
-    """If the connection ends before it has published, it is given up; after that, it has succeeded."""
+async def test_commit_without_an_answer_is_uncertain(step: str, how: str, workers: Workers, tmp_path: Path) -> None:
+    """The client can't know it. If the connection ends before it has published, it is given up; else it stays."""
     storage, path = LateStorage(step), str(tmp_path / "c")
     server = DiskServer(storage, [str(tmp_path)], hosts=["127.0.0.1"])
     with relay_to(server.endpoint.link.addresses[0]) as relay:
@@ -441,15 +505,13 @@ async def test_outcome_of_a_commit_without_an_answer_is_found(
             relay.cut()
         else:
             transaction.revoke()
-        if step == "commit":
-            with pytest.raises(CommitError, match="node17"):
-                await committing
-            await transaction.abort()
-            assert os.listdir(tmp_path) == []
-        else:
-            storage.gates.open(step)
+        with pytest.raises(CommitUncertainError, match=r"node17 .*It is not known whether"):
             await committing
-            assert os.listdir(path) == [METADATA]
+        storage.gates.open(step)
+        with pytest.raises(WriteError, match=r"has been closed|does not answer"):
+            await transaction.abort()
+        await asyncio.to_thread(until, lambda: not server.served)
+        assert os.listdir(tmp_path) == ([] if step == "commit" else ["c"])
         disk.close()
     assert server.close()
 
@@ -501,8 +563,7 @@ async def test_close_ends_what_is_in_flight(workers: Workers, tmp_path: Path) ->
     server = DiskServer(storage, [str(tmp_path)], hosts=["127.0.0.1"])
     disk = RemoteDisk(server.endpoint, "node17")
     transaction = await disk.begin(str(tmp_path / "c"), overwrite=False, workers=workers)
-    sink = await transaction.create(DATA, 8192)
-    writing = asyncio.ensure_future(sink.write(CONTENTS[:8192]))
+    writing = asyncio.ensure_future(transaction.write_files({DATA: CONTENTS[:8192]}))
     await asyncio.to_thread(storage.reached.result, _LIMIT_S)
     assert not await asyncio.to_thread(server.close, 0.2)
     with pytest.raises(WriteError, match="host node17 does not answer"):
