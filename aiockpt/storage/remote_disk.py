@@ -318,10 +318,11 @@ class _Client:
                 wire.close()
                 raise
         except LinkBrokenError as exc:
+            self._silent_until, self._silence = 0.0, ""
             if _is_silence(exc):
                 self._note_silence(str(exc))
             raise
-        self._silence = ""
+        self._silent_until, self._silence = 0.0, ""
         return wire
 
     def _note_silence(self, text: str) -> None:
