@@ -67,6 +67,7 @@ async def test_step_facts_are_stored_in_the_metadata(anywhere: Path) -> None:
         async with run.open(7) as reader:
             facts = dict(reader.metadata["run"])
             assert facts.pop("time") == pytest.approx(run.infos()[0].time)
+            assert facts.pop("id") == run.infos()[0].run_id
             assert facts == {"step": 7, "metrics": {"loss": 0.5}, "keep": ["KeepLatest(3)", "KeepBest(1, 'loss')"]}
             assert reader.metadata["mine"] == [1]
 
