@@ -311,7 +311,7 @@ class HostDisks(WrapperStorage):
             with self.own.storage.look(path) as listing:
                 part = _marked(_DiskPart(self.own, listing, ""))
                 head = self._head_of([part]) if part.mark else None
-            last = head.disks[0].id if head is not None and head.disks else ""
+            last = head.disks[0].id if head is not None and head.disks else self.own.id
             for disk in self.disks[1:]:
                 if disk.id == last:
                     with disk.storage.look(path) as listing:

@@ -27,6 +27,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakSet
 
+import anyio
 from isal.isal_zlib import crc32
 
 from aiockpt.coordination.link import HELLO_S, Endpoint, Link, LinkBrokenError, connect, network_namespace, reachable
@@ -44,6 +45,7 @@ from aiockpt.storage.base import (
     SharedTransaction,
     Source,
     Stamp,
+    Traits,
 )
 from aiockpt.storage.local.directories import LocalDirectories
 
@@ -60,6 +62,7 @@ _PIECE_BYTES = 1 << 20  # sent at a time, so that the CRC finds it in the proces
 _MOST_MESSAGE_BYTES = 1 << 30
 _MOST_IDLE = 8  # connections of a process
 _RANDOM_LETTERS = 16  # at the end of a ticket
+_ASK_AGAIN_S = 0.05
 _NEXT_ADDRESS_S = 0.25
 _UNREACHABLE = {errno.EHOSTUNREACH, errno.EHOSTDOWN, errno.ENETUNREACH}
 _NOTHING = memoryview(b"")
@@ -397,6 +400,8 @@ class RemoteDisk(LocalDirectories, SharedStorage):
         stall_s: how long the server may be silent, in seconds. While it works, it is not.
     """
 
+    traits = Traits(single_files=False)
+
     def __init__(self, endpoint: DiskEndpoint, host_name: str, *, stall_s: float = STALL_S) -> None:
         self.host_name = host_name
         self._client = _Client(endpoint, host_name, stall_s)
@@ -560,13 +565,34 @@ class _DiskTransaction(SharedTransaction):
         try:
             await self._ask(DiskRequest("commit", (_plain(documents),)), CommitError)
         except CommitError as exc:
-            if not isinstance(exc.__cause__, LinkBrokenError):
+            if not _is_without_answer(exc) or not await self._has_published(exc):
                 raise
-            text = f"{exc}. It is not known whether {self._path} was published there: look at it later"
-            raise CommitUncertainError(text) from exc
         finally:
             self._is_committing = False
         self._is_over = True
+
+    async def _has_published(self, error: CommitError) -> bool:
+        """Find out what has become of a commit without an answer; raise CommitUncertainError if that can't be."""
+        try:
+            await self._settled()
+            transaction = await self._disk.take_over(
+                self._path, self._ticket, overwrite=False, workers=self._workers, stamp=self._stamp
+            )
+            status = await transaction.status()
+            await transaction.release()
+        except (OSError, AiockptError) as worse:
+            text = f"{error}. It is not known whether {self._path} was published there: look at it later"
+            raise CommitUncertainError(text) from worse
+        return status == "published"
+
+    async def _settled(self) -> None:
+        """Wait until the server has ended this transaction by itself, since the connection has ended."""
+        deadline = time.monotonic() + self._disk._client.stall_s
+        request = DiskRequest("is_held", (self._line.token,))
+        while await self._workers.run(self._disk._client.ask, WriteError, request):
+            if time.monotonic() > deadline:
+                raise WriteError(f"host {self._disk.host_name} still works for {self._path}")
+            await anyio.sleep(_ASK_AGAIN_S)
 
     def revoke(self) -> None:
         """End the connection, on which nothing can be sent now: so the server learns of it."""
@@ -587,7 +613,15 @@ class _DiskTransaction(SharedTransaction):
     async def _end(self, method: str) -> None:
         if not self._is_over:
             self._is_over = True
-            await outlast(self._ask(DiskRequest(method)))
+            await outlast(self._ended(method))
+
+    async def _ended(self, method: str) -> None:
+        try:
+            await self._ask(DiskRequest(method))
+        except WriteError as exc:
+            if not _is_without_answer(exc):
+                raise
+            await self._settled()
 
     async def release(self) -> None:
         self._is_over = True
@@ -620,3 +654,7 @@ class _DiskSink(FileSink):
 
 def _plain(files: Mapping[str, Document]) -> dict[str, bytes]:
     return {name: bytes(data) for name, data in files.items()}
+
+
+def _is_without_answer(error: BaseException) -> bool:
+    return isinstance(error.__cause__, LinkBrokenError)

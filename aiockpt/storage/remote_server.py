@@ -281,6 +281,8 @@ class _Service:
         if not token and method in _AT | _BELOW:
             path = self._server.place(args[0], below=method in _BELOW)
             return self._of_storage(method, own, (path, *args[1:]), given)
+        if method == "is_held":
+            return args[0] in self._server.served
         if method == "damage":
             return dict(self._server.damage)
         served = self._server.served.get(token)

@@ -168,7 +168,7 @@ async def test_part_of_another_rank_is_published_when_that_of_rank_0_is(
     assert await joined.status() == "published"
     await joined.release()
     await begun.release()
-    assert await read(union, STEP, workers) == files
+    assert await read(union_of(disks, "a"), STEP, workers) == files
 
 
 @pytest.mark.asyncio
