@@ -447,14 +447,19 @@ def test_closing_says_what_it_waits_for(
 
 
 def test_second_ctrl_c_ends_closing(here: Path, there: Any, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("aiockpt.manager.base._QUIET_S", 0.0)
-    monkeypatch.setattr(mirroring.Mirror, "log_wait", lambda *_: signal.raise_signal(signal.SIGINT))
     gate.holds = "commit"
-    with pytest.raises(KeyboardInterrupt), run_of(here, "gate://here", drain_timeout=1e9) as run:
-        save = run.submit(1, STATE)
-        gate.waits.result(60)
-        raise KeyboardInterrupt
+    with monkeypatch.context() as patched:
+        patched.setattr("aiockpt.manager.base._QUIET_S", 0.0)
+        patched.setattr(mirroring.Mirror, "log_wait", lambda *_: signal.raise_signal(signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt), run_of(here, "gate://here", drain_timeout=1e9) as run:
+            save = run.submit(1, STATE)
+            gate.waits.result(60)
+            raise KeyboardInterrupt
     assert isinstance(save.mirrored.exception(0), aiockpt.SaveError)
+    gate.holds = ""
+    with run_of(here, "gate://here"):  # goes on
+        pass
+    assert steps(there) == [1]
 
 
 @pytest.mark.asyncio

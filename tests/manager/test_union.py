@@ -113,6 +113,10 @@ class Broken(Gate):
             raise OSError(errno.EIO, "Input/output error", path)
         return super().look(path, budget)
 
+    async def before(self, step: str, name: str) -> None:
+        if step == "open" and name.endswith("step-00000003"):
+            raise aiockpt.LoadError(f"can't open {name}: Input/output error")
+
 
 def test_step_of_the_mirror_that_can_not_be_read(
     here: Path, there: Any, run3: None, caplog: pytest.LogCaptureFixture
@@ -339,9 +343,12 @@ def test_new_run_with_a_mirror(here: Path, there: Any) -> None:
 
 def test_what_was_saved_later_under_a_number_counts(tmp_path: Path, there: Any) -> None:
     old, new = tmp_path / "old", tmp_path / "new"
+    with aiockpt.SyncCheckpointManager(old, mirror=there) as run:
+        run.submit(4, state_of(4)).mirrored.result(60)
     with aiockpt.SyncCheckpointManager(old) as run:
         run.save(5, state_of(1) | {"step": 5})
     with aiockpt.SyncCheckpointManager(new, mirror=there) as run:
+        assert run.restore(empty())
         run.submit(5, state_of(5)).mirrored.result(60)
     found, state = restore(old, there)
     assert found is not None
