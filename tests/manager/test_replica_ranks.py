@@ -91,9 +91,12 @@ def restores(rank: int, size: int, disks: Disks, there: str = "", replica_direct
 def flip(directory: Path) -> None:
     """Flip one bit of the largest data file."""
     file = max(directory.glob("*.distcp"), key=lambda each: each.stat().st_size)
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 1
-    file.write_bytes(data)
+    at = file.stat().st_size // 2
+    with file.open("r+b") as opened:  # in place: it never is shorter
+        opened.seek(at)
+        (byte,) = opened.read(1)
+        opened.seek(at)
+        opened.write(bytes([byte ^ 1]))
 
 
 def steps_of(paths: list[Path]) -> list[str]:
@@ -268,7 +271,7 @@ def test_last_replicated_step_is_kept(world2: World, tmp_path: Path) -> None:
     assert {1, 4} <= set(there)
 
 
-def trains_beside_a_disk_that_damages(rank: int, size: int, disks: Disks, host: int, how: str) -> str:
+def trains_beside_a_disk_that_damages(rank: int, size: int, disks: Disks, host: int) -> str:
     """Save two steps; a host's disk damages its part of the first before it is copied. Return what rank 0 is told."""
     storage: Any = disks.of_rank(rank, size)
     if rank == host:
@@ -278,10 +281,7 @@ def trains_beside_a_disk_that_damages(rank: int, size: int, disks: Disks, host: 
         save.written.result(60)
         if rank == host:
             assert storage.reads.wait(60)
-            if how == "deleted":
-                shutil.rmtree(disks.step(host, 1))
-            else:
-                flip(disks.step(host, 1))
+            flip(disks.step(host, 1))
             storage.let_go.set()
         text = ""
         if rank == 0:
@@ -296,19 +296,11 @@ def trains_beside_a_disk_that_damages(rank: int, size: int, disks: Disks, host: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("host", "how", "text"),
-    [
-        (0, "flipped", r"CorruptCheckpointError: on host .*__0_0.distcp does not match its CRC"),
-        (1, "flipped", r"CorruptCheckpointError: on host .*__1_0.distcp does not match its CRC"),
-        (1, "deleted", r"CorruptCheckpointError: step 1 is not replicated, as it is damaged: host .* has 1 of its 2 files"),
-    ],
-)
-def test_step_that_a_disk_damages_is_said_to_be_damaged(
-    world2: World, tmp_path: Path, host: int, how: str, text: str
-) -> None:
-    found = world2.results(trains_beside_a_disk_that_damages, Disks(tmp_path, 2), host, how)
-    assert re.search(text, found[0])
+@pytest.mark.parametrize("host", [0, 1])
+def test_step_that_a_disk_damages_is_said_to_be_damaged(world2: World, tmp_path: Path, host: int) -> None:
+    """Rank 0 learns it from the host that copies; the next step is replicated."""
+    found = world2.results(trains_beside_a_disk_that_damages, Disks(tmp_path, 2), host)
+    assert re.search(rf"CorruptCheckpointError: on host .*__{host}_0.distcp does not match its CRC", found[0])
 
 
 def trains_until_its_peer_is_killed(rank: int, size: int, disks: Disks) -> Any:
