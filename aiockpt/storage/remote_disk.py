@@ -447,16 +447,11 @@ class RemoteDisk(LocalDirectories, SharedStorage):
             DiskRequest("take_over", (path, ticket), {"overwrite": overwrite, "stamp": stamp}), workers
         )
 
-    async def resume(self, path: str, save_id: str, *, workers: Workers) -> SharedTransaction:
-        return await self._begun(DiskRequest("resume", (path, save_id)), workers)
-
     async def _begun(self, request: DiskRequest, workers: Workers) -> SharedTransaction:
         def begin() -> _DiskTransaction:
             return _DiskTransaction(self, self._client.ask(WriteError, request), request.args[0], workers)
 
-        return await _opened(
-            begin, workers, lambda each: each.suspend() if request.method == "resume" else each.abort()
-        )
+        return await _opened(begin, workers, _DiskTransaction.abort)
 
     async def open(self, path: str, *, workers: Workers) -> Source:
         opening = partial(_DiskSource, self._client, path)
@@ -603,9 +598,6 @@ class _DiskTransaction(SharedTransaction):
     async def abort(self) -> None:
         await self._end("abort")
 
-    async def suspend(self) -> None:
-        await self._end("suspend")
-
     async def discard_all(self) -> None:
         self._is_over = False  # what this process has committed belongs to what is discarded
         await self._end("discard_all")
@@ -629,7 +621,6 @@ class _DiskTransaction(SharedTransaction):
             await self._ask(DiskRequest("release"))
             await self._workers.run(self._disk._client.close, self._line)  # its connection serves others
 
-    whole_files = _asked("whole_files")
     sizes = _asked("sizes")
     put_sidecar = _asked("put_sidecar")
     get_sidecar = _asked("get_sidecar")

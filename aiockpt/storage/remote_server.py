@@ -1,7 +1,7 @@
 """The server of a disk: other hosts of the job read and write the checkpoints of this one's storage through it.
 
 It works in threads of its own, one for each connection, beside whatever else the process does. What a connection has
-opened ends with it: a source is closed, and a transaction is aborted, or suspended if it can be resumed.
+opened ends with it: a source is closed, and a transaction is aborted.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ _SECRET_BYTES = 32
 _THREADS = 8
 # Methods of the storage: those of a directory or a checkpoint, and those that change what has to be below a directory.
 _AT = {"look", "stamps", "owner_of", "is_finishing", "open", "clean"}
-_BELOW = {"set_aside", "delete", "begin", "join", "take_over", "resume"}
+_BELOW = {"set_aside", "delete", "begin", "join", "take_over"}
 _BLOCKING = {"stamps", "owner_of", "is_finishing"}
 _SIDECARS = {"put_sidecar", "get_sidecar", "delete_sidecar"}
-_ENDING = {"abort", "suspend", "discard_all", "release"}
-_PASSED_ON = _SIDECARS | _ENDING | {"whole_files", "sizes", "status", "finalize"}  # of a transaction
+_ENDING = {"abort", "discard_all", "release"}
+_PASSED_ON = _SIDECARS | _ENDING | {"sizes", "status", "finalize"}  # of a transaction
 
 logger = logging.getLogger("aiockpt")
 
@@ -313,8 +313,7 @@ class _Service:
         result = self._run(called(*args, workers=self._workers, **given))
         if not isinstance(result, SharedTransaction):
             return result
-        end = result.suspend if method == "resume" else result.abort
-        return self._serve(_Served(result, end), (result.ticket, result.stamp))
+        return self._serve(_Served(result, result.abort), (result.ticket, result.stamp))
 
     # --- what stands here ---------------------------------------------------------------------------------
 

@@ -185,13 +185,19 @@ def test_kill_leaves_the_step_before(tmp_path: Path, victim: int, step: str) -> 
         assert world.results(trains, tmp_path, hosts, [2], {})[0][0] == [1, 2]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("victim", "step"), [(0, "begin"), (1, "join"), (0, "commit"), (1, "commit")])
+@pytest.mark.parametrize(
+    ("victim", "step"),
+    [
+        pytest.param(0, "commit", marks=pytest.mark.slow),  # between the publications of two disks
+        *(pytest.param(*each, marks=pytest.mark.full) for each in ((0, "begin"), (1, "join"), (1, "commit"))),
+    ],
+)
 def test_kill_of_a_trainer_whose_writer_process_lives_on(tmp_path: Path, victim: int, step: str) -> None:
     """No rank is told that the step is written if it is not; what is left is removed when the run is opened again."""
     hosts = ["a", "b"]
     with World(2, may_start=True) as world:
-        outcomes = world.run(dies, tmp_path, hosts, victim, step, {"writer": "process"})
+        options = {"writer": "process", "coordination_timeout": 20}  # so long the writers wait for each other
+        outcomes = world.run(dies, tmp_path, hosts, victim, step, options)
         assert all(isinstance(each, RankFailure) for each in outcomes), outcomes
         assert outcomes[victim].killed
     with World(2) as world:

@@ -409,10 +409,7 @@ async def main():
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         assert len(source.read_bytes("__0_0.distcp", 0, 100)) == 100
         return
-    if how == "begin":
-        transaction = await disk.begin(path, overwrite=False, workers=workers)
-    else:
-        transaction = await disk.resume(path, "0123456789abcdef", workers=workers)
+    transaction = await disk.begin(path, overwrite=False, workers=workers)
     for name in ("__0_0.distcp", "__1_0.distcp"):
         sink = await transaction.create(name, 8000)
         await sink.write(memoryview(bytes(4096)))
@@ -430,24 +427,10 @@ def run_client(disk: RemoteDisk, path: str, how: str) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["begin", "resume"])
-def test_what_a_killed_client_has_begun_is_removed_unless_it_can_go_on(
-    how: str, server: DiskServer, disk: RemoteDisk, workers: Workers, tmp_path: Path
-) -> None:
-    path = str(tmp_path / "c")
-    assert run_client(disk, path, how) == -signal.SIGKILL
+def test_what_a_killed_client_has_begun_is_removed(server: DiskServer, disk: RemoteDisk, tmp_path: Path) -> None:
+    assert run_client(disk, str(tmp_path / "c"), "begin") == -signal.SIGKILL
     until(lambda: not server.served)
-    if how == "begin":
-        assert hidden_in(tmp_path) == []
-        return
-
-    async def go_on() -> None:
-        transaction = await disk.resume(path, "0123456789abcdef", workers=workers)
-        assert await transaction.whole_files() == {DATA: 8000}
-        await transaction.commit({METADATA: b"m"})
-
-    asyncio.run(go_on())
-    assert sorted(os.listdir(path)) == [METADATA, DATA]
+    assert hidden_in(tmp_path) == []
 
 
 def test_forked_client_makes_connections_of_its_own(disk: RemoteDisk, workers: Workers, tmp_path: Path) -> None:
