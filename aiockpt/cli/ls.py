@@ -23,6 +23,7 @@ from aiockpt.storage.registry import directories_for, scheme_of
 
 _DISK_DIGITS = 8  # as in errors
 _MOST_NAMES = 20  # of directories in which no checkpoint was found
+_Copies = dict[tuple[int, str], list[str]]
 _STYLES = {"complete": "green", "unfinished": "magenta", "damaged": "bold red"}
 
 
@@ -39,7 +40,7 @@ def ls(directory: str, *, mirror: str | None = None, replicas: str | None = None
     found, below = with_reasons(place, contents.found), contents.below
     there = None if mirror is None else {info.step: info for info in scan(mirror)}
     only_there = [step for step in there or () if step not in {each.info.step for each in found}]
-    copies: dict[str, list[str]] = {}
+    copies: _Copies = {}
     if not scheme_of(path):  # hosts have their own disks in file systems
         copies = _replicas(place, replicas_directory(place, path, place.resolve(replicas) if replicas else ""))
     owner = place.owner_of(path)
@@ -48,7 +49,7 @@ def ls(directory: str, *, mirror: str | None = None, replicas: str | None = None
         records = [
             _record(each)
             | ({} if there is None else {"mirror": _state_there(each, there)})
-            | ({"replicas_of": copies.get(each.info.save_id, [])} if copies else {})
+            | ({"replicas_of": copies.get((each.info.step, each.info.save_id), [])} if copies else {})
             for each in found
         ]
         record = {"directory": path, "owner": facts, "checkpoints": records, "below": below, "cut": contents.is_cut}
@@ -93,13 +94,13 @@ def _state_there(found: Found, there: Mapping[int, StepInfo]) -> str:
     return "another save" if state == "complete" and info.save_id and not is_mirrored(info, there) else state
 
 
-def _replicas(place: Directories, directory: str) -> dict[str, list[str]]:
-    """Return the ids of the disks whose files are here, by the id of the save."""
-    found: dict[str, list[str]] = {}
+def _replicas(place: Directories, directory: str) -> _Copies:
+    """Return the ids of the disks whose files are here, by the step and the id of the save."""
+    found: _Copies = {}
     for disk in replicated_disks(place, directory):
         for info in scan(place.below(directory, disk), is_part=True):
             if info.state == "complete" and info.save_id:
-                found.setdefault(info.save_id, []).append(disk)
+                found.setdefault((info.step, info.save_id), []).append(disk)
     return found
 
 
@@ -107,12 +108,12 @@ def _print(
     place: Directories,
     found: Sequence[Found],
     there: Mapping[int, StepInfo] | None,
-    copies: Mapping[str, Sequence[str]],
+    copies: _Copies,
 ) -> None:
     has_others = any(each.format not in ("aiockpt", "") for each in found)
     states = ["" if there is None else _state_there(each, there) for each in found]
     rows = [
-        _row(place, each, each.format if has_others else "", state, copies.get(each.info.save_id, ()))
+        _row(place, each, each.format if has_others else "", state, copies.get((each.info.step, each.info.save_id), ()))
         for each, state in zip(found, states, strict=True)
     ]
     titles = ("name", "state", "mirror", "replica of disk", "format", ">size", "saved", "metrics", "kept by")

@@ -36,7 +36,7 @@ def replicated_disks(place: Directories, replicas: str) -> list[str]:
     try:
         with place.look(replicas) as listing:
             return [name for name in listing.folders if not name.startswith(".")]
-    except FileNotFoundError:  # there are none yet
+    except (FileNotFoundError, NotADirectoryError):  # there are none yet, or it is no directory of a run
         return []
 
 
