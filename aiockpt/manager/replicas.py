@@ -181,13 +181,13 @@ class ReplicaWatch(_ReplicaTask):
         self, local: Sequence[StepInfo], mirror: Sequence[StepInfo], written: Mapping[int, SaveHandle]
     ) -> list[StepInfo]:
         is_seen, self._is_seen = self._is_seen, False
-        missing = super()._look(local, mirror, written)
         for info in local:
             damage = self._state.damaged.get(info.save_id)
             if damage is not None and info.save_id not in self._reported:
                 self._reported.add(info.save_id)
                 logger.warning("step %d is not %s: %s", info.step, self.done, damage)
                 self._report(info.path, 0.0, None, damage)
+        missing = super()._look(local, mirror, written)
         waiting = self.promises.written  # of an earlier one, a disk may be gone that nobody can copy any more
         missing = [info for info in missing if info.step in waiting]
         nbytes, error = sum(info.nbytes for info in missing), None if is_seen else self.backlog.error
