@@ -196,8 +196,7 @@ def test_kill_of_a_trainer_whose_writer_process_lives_on(tmp_path: Path, victim:
     """No rank is told that the step is written if it is not; what is left is removed when the run is opened again."""
     hosts = ["a", "b"]
     with World(2, may_start=True) as world:
-        options = {"writer": "process", "coordination_timeout": 20}  # so long the writers wait for each other
-        outcomes = world.run(dies, tmp_path, hosts, victim, step, options)
+        outcomes = world.run(dies, tmp_path, hosts, victim, step, {"writer": "process"})
         assert all(isinstance(each, RankFailure) for each in outcomes), outcomes
         assert outcomes[victim].killed
     with World(2) as world:
