@@ -544,7 +544,7 @@ class Mirror:
 
     async def _owned_steps(self, _: LoadTools) -> Sequence[StepInfo]:
         await self._own(self.workers)
-        return await self.workers.run(self.there.scanner.scan)
+        return await self.workers.run(partial(self.there.scanner.scan, lenient=True))
 
     async def _delete(self, steps: Sequence[StepInfo], _: LoadTools) -> None:
         for info in steps:

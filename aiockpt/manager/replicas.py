@@ -88,7 +88,7 @@ class ReplicaCopies(_ReplicaTask):
             run = {info.step: info for info in steps}
             self._note_damage(run)
             for tier in await self.workers.run(self._former):
-                for info in await self.workers.run(tier.scanner.scan):
+                for info in await self.workers.run(partial(tier.scanner.scan, lenient=True)):
                     if info.step not in run and info.state != "unfinished":
                         await tier.storage.delete(info.path, workers=self.workers)
                 await tier.storage.clean(tier.directory, older_than_s=LEFT_S, workers=self.workers)

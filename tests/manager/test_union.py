@@ -118,6 +118,13 @@ class Broken(Gate):
             raise aiockpt.LoadError(f"can't open {name}: Input/output error")
 
 
+def test_step_of_the_mirror_that_can_not_be_read_is_discarded(here: Path, there: Any, run3: None) -> None:
+    Broken(storage_of(there), str(there))
+    found, _ = restore(here, URL, step=1, discard_later=True)
+    assert found is not None
+    assert [info.step for info in scan(here)] == [info.step for info in scan(there)] == [1]
+
+
 def test_step_of_the_mirror_that_can_not_be_read(
     here: Path, there: Any, run3: None, caplog: pytest.LogCaptureFixture
 ) -> None:
