@@ -1,0 +1,253 @@
+"""Shared reads over a process group of the caller's: the rank that reads a share broadcasts it to all others.
+
+Every rank of the group takes part in every broadcast, in the order of the plan: send and receive calls between pairs
+of ranks could wait for each other on NCCL. So a rank that fails, or is cancelled, takes part until its next turn to
+send, in which it says that the sharing is over. That ends it on all ranks at the same broadcast, so none waits, and the
+group can be used again. A rank whose broadcast fails reads the rest alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import struct
+import time
+from collections import deque
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, NamedTuple
+
+import anyio
+import anyio.lowlevel
+import torch
+from isal.isal_zlib import crc32
+
+from aiockpt.coordination.link import LinkBrokenError
+from aiockpt.coordination.ranks import Ranks
+from aiockpt.coordination.wires import MOST_STALL_S
+from aiockpt.core.wording import some_of
+from aiockpt.options import target_device
+from aiockpt.reading.decoded import Held
+from aiockpt.reading.sharing import MOST_READ, MOST_RECEIVED, CellBuffers, Lent, ReadsTogether, fill, jobs_of
+from aiockpt.staging.runtime import is_host, runtime_of
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from aiockpt.coordination.choose import ProcessGroupLike
+    from aiockpt.core.threads import Workers
+    from aiockpt.planning.collective.sharing import Cell, Share
+    from aiockpt.reading.decoded import DecodedSource
+    from aiockpt.reading.sharing import Placer, SharedJobs
+
+_TRAILER = struct.Struct("!QII")
+"""Behind the bytes of a share: its number, their CRC-32, and whether they are there, so that the sharing goes on."""
+_POLL_S = 1e-4
+_GRACE_S = 5.0  # after which a wait ends, if the backend does not end the broadcast in time
+
+logger = logging.getLogger("aiockpt")
+
+
+class Members(NamedTuple):
+    """The ranks of a process group."""
+
+    name: str  # the same on all of them
+    ranks: tuple[int, ...]  # of the checkpointer, in the order of the group
+
+
+class Broadcasts:
+    """Broadcasts over a process group of the caller's, through host memory if its backend can, else through a device.
+
+    To be made in the thread that calls the load, whose current device counts. Making it does not communicate.
+
+    Raises ValueError if the ranks of a checkpointer with the process group ``outer`` can't share over the group.
+    """
+
+    def __init__(self, group: ProcessGroup, outer: ProcessGroupLike) -> None:
+        distributed = torch.distributed
+        if outer is None or isinstance(outer, Ranks):
+            raise ValueError(
+                "share= takes a process group only with a checkpointer whose process_group is one of "
+                f"torch.distributed, not {outer!r}: pass share=True"
+            )
+        whole = distributed.group.WORLD if outer == "default" else outer
+        try:
+            around = distributed.get_process_group_ranks(whole)
+            ranks = distributed.get_process_group_ranks(group)
+        except (KeyError, ValueError) as exc:
+            raise ValueError("torch.distributed does not know the group of share=: was it destroyed?") from exc
+        if outside := [f"rank {rank}" for rank in ranks if rank not in around]:
+            raise ValueError(
+                f"the group of share= has ranks outside of the checkpointer's process group: {some_of(outside, 10)}"
+            )
+        if distributed.get_backend(group) == "fake":
+            raise ValueError("the group of share= has the backend 'fake', which sends nothing: pass share=True")
+        self.members = Members(group.group_name, tuple(around.index(rank) for rank in ranks))
+        kinds = [device.type for device in group._device_types]
+        self._device = target_device("cpu" if "cpu" in kinds or not kinds else kinds[0])
+        self._group = group
+
+    def run(self, message: torch.Tensor, sender: int, timeout_s: float) -> None:
+        """Send bytes from a rank of the checkpointer's, or receive them. Blocks; raises LinkBrokenError."""
+        root = self.members.ranks.index(sender)
+        try:
+            if is_host(self._device):
+                self._begin(message, root, timeout_s).wait(timedelta(seconds=timeout_s + _GRACE_S))
+            else:
+                self._run_through_device(message, root, timeout_s)
+        except Exception as exc:  # each backend has its own
+            raise LinkBrokenError(str(exc).partition("\n")[0]) from exc
+
+    def _begin(self, tensor: torch.Tensor, root: int, timeout_s: float) -> torch.distributed.Work:
+        from torch._C._distributed_c10d import BroadcastOptions  # a torch without distributed lacks it
+
+        options = BroadcastOptions()
+        options.rootRank = root
+        if is_host(self._device):  # NCCL ends the process when an operation has exceeded its timeout
+            options.timeout = timedelta(seconds=timeout_s)
+        return self._group.broadcast([tensor], options)
+
+    def _run_through_device(self, message: torch.Tensor, root: int, timeout_s: float) -> None:
+        runtime = runtime_of(self._device)
+        try:
+            runtime.enter()
+            with runtime.stream():
+                is_sender = root == self._group.rank()
+                there = message.to(self._device) if is_sender else torch.empty_like(message, device=self._device)
+                work, until = self._begin(there, root, timeout_s), time.monotonic() + timeout_s
+                # Its wait would only order the stream behind it, and then a copy waits for a rank that may be dead.
+                while not work.is_completed():
+                    if time.monotonic() > until:
+                        raise TimeoutError(f"it has not ended within {timeout_s:.3g} s")
+                    time.sleep(_POLL_S)
+                work.wait()
+                if not is_sender:
+                    message.copy_(there)
+        finally:
+            runtime.close()
+
+
+class GroupReads(ReadsTogether):
+    """Shared reads over a process group."""
+
+    def __init__(
+        self, rank: int, what: str, group: Broadcasts, source: DecodedSource, workers: Workers, timeout_s: float
+    ) -> None:
+        self._rank = rank
+        self._named = f"{what}: over the process group {group.members.name!r}"
+        self._group = group
+        self._source = source
+        self._workers = workers
+        self._stall_s = min(timeout_s, MOST_STALL_S)
+        self._left: deque[Share] = deque()  # the broadcasts that are not made yet, in the order of all ranks
+        self._cells: frozenset[Cell] = frozenset()
+        self._is_wrong = False  # a message was, which is logged once
+        self._most_read = min(source.most_reads or workers.count, MOST_READ)
+
+    def begin(self, shares: Sequence[Share]) -> None:
+        """Begin with all shares of the group, which all of its ranks have agreed on."""
+        self._left = deque(shares)
+        self._cells = frozenset(cell for share in shares for cell in share.cells)
+
+    def has(self, cell: Cell) -> bool:
+        return bool(self._left) and cell in self._cells
+
+    def close(self) -> None:
+        """Do nothing: a broadcast that has failed may still use its buffer, and `leave` comes after this."""
+
+    async def run(self, phase: int, jobs: SharedJobs, placer: Placer) -> None:
+        """Take part in all broadcasts up to a phase; see `ReadsTogether.run`."""
+        turns = list(itertools.takewhile(lambda share: share.cells[0].phase <= phase, self._left))
+        mine = [share for share in turns if share.reader == self._rank]
+        to_read, to_receive = CellBuffers(self._most_read), CellBuffers(MOST_RECEIVED)
+        may_read, may_receive = anyio.Semaphore(self._most_read), anyio.Semaphore(MOST_RECEIVED)
+        lent: dict[int, Lent] = {}
+        is_read = {share.number: anyio.Event() for share in mine}
+        last = {share.cells[0].file: share for share in mine}
+        # One rank reads all of a file that can only be read in order. Its lock is taken in the order of the shares.
+        ordered = {file: (self._source.in_order(file), anyio.Lock()) for file in last if self._source.is_virtual(file)}
+
+        async def read_ahead() -> None:
+            for share in mine:  # buffers in this order, too: what the others wait for never waits for one
+                await may_read.acquire()
+                lent[share.number] = to_read.take(share.begin, share.end + _TRAILER.size)
+                reading.start_soon(read, share)
+
+        async def read(share: Share) -> None:
+            view, file = lent[share.number].view[: -_TRAILER.size], share.cells[0].file
+            stream, lock = ordered.get(file, (None, anyio.Lock()))
+            async with lock:
+                await self._workers.run(fill, self._source, stream, share, view, is_last=share is last[file])
+            is_read[share.number].set()
+
+        async def place(share: Share) -> None:
+            if found := jobs_of(share, jobs):
+                held = Held(share.cells[0].file, share.begin, lent[share.number].view[: -_TRAILER.size])
+                await placer.place_on_devices(held, await self._workers.run(placer.place, held, found))
+            give_back(share)
+
+        def give_back(share: Share) -> None:
+            buffers, may = (to_read, may_read) if share.reader == self._rank else (to_receive, may_receive)
+            buffers.give_back(lent.pop(share.number))
+            may.release()
+
+        with self._workers.at_least(self._workers.count + self._most_read):
+            async with anyio.create_task_group() as placing, anyio.create_task_group() as reading:
+                reading.start_soon(read_ahead)
+                for share in turns:
+                    if share.reader == self._rank:
+                        await is_read[share.number].wait()
+                    else:
+                        await may_receive.acquire()
+                        lent[share.number] = to_receive.take(share.begin, share.end + _TRAILER.size)
+                    await anyio.lowlevel.checkpoint_if_cancelled()  # a call into a thread is not a cancellation point
+                    if await self._workers.run(self._broadcast, share, lent[share.number].view, goes_on=True):
+                        placing.start_soon(place, share)
+                    elif self._left:
+                        give_back(share)
+                    else:
+                        reading.cancel_scope.cancel()  # the sharing is over
+                        break
+
+    async def leave(self, phase: int) -> None:
+        """Take part in what other ranks may wait for up to a phase, until this rank's next turn, and end it then."""
+        if self._left:
+            await self._workers.run(self._leave, phase)
+
+    # --- in threads -----------------------------------------------------------------------------------------
+
+    def _leave(self, phase: int) -> None:
+        buffers = CellBuffers(1)
+        while self._left and self._left[0].cells[0].phase <= phase:
+            share = self._left[0]
+            lent = buffers.take(share.begin, share.end + _TRAILER.size)
+            self._broadcast(share, lent.view, goes_on=False)
+            buffers.give_back(lent)
+
+    def _broadcast(self, share: Share, message: memoryview, *, goes_on: bool) -> bool:
+        """Send or receive a share in its turn; return whether its bytes have come."""
+        self._left.popleft()
+        view, is_mine = message[: -_TRAILER.size], share.reader == self._rank
+        if is_mine:
+            _TRAILER.pack_into(message, len(view), share.number, crc32(view), goes_on)
+        try:
+            self._group.run(torch.frombuffer(message, dtype=torch.uint8), share.reader, self._stall_s)
+        except LinkBrokenError as exc:
+            self._end(f"a broadcast of rank {share.reader} has failed, and the group may be of no more use: {exc}")
+            return False
+        number, crc, still = _TRAILER.unpack_from(message, len(view))
+        if not is_mine and (number, crc) != (share.number, crc32(view)):  # all others go on, so does this one
+            if not self._is_wrong:
+                logger.warning(
+                    "%s: what rank %d has sent came changed; is the group in use?", self._named, share.reader
+                )
+            self._is_wrong = True
+            return False
+        if not still:
+            self._end(f"rank {share.reader} has failed, or was cancelled")
+        return bool(still)
+
+    def _end(self, reason: str) -> None:
+        """End the sharing of this rank."""
+        self._left.clear()
+        logger.warning("%s: this rank, %d, reads the rest alone: %s", self._named, self._rank, reason)
