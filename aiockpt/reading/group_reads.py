@@ -32,6 +32,7 @@ from aiockpt.reading.sharing import MOST_READ, MOST_RECEIVED, CellBuffers, Lent,
 from aiockpt.staging.runtime import is_host, runtime_of
 
 if TYPE_CHECKING:
+    from torch._C._distributed_c10d import BroadcastOptions
     from torch.distributed import ProcessGroup
 
     from aiockpt.coordination.choose import ProcessGroupLike
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
 _TRAILER = struct.Struct("!QII")
 """Behind the bytes of a share: its number, their CRC-32, and whether they are there, so that the sharing goes on."""
 _POLL_S = 1e-4
-_GRACE_S = 5.0  # after which a wait ends, if the backend does not end the broadcast in time
+_GRACE = timedelta(seconds=1)  # then a wait ends, if the backend has not ended the broadcast in time
 
 logger = logging.getLogger("aiockpt")
 
@@ -89,32 +90,27 @@ class Broadcasts:
 
     def run(self, message: torch.Tensor, sender: int, timeout_s: float) -> None:
         """Send bytes from a rank of the checkpointer's, or receive them. Blocks; raises LinkBrokenError."""
-        root = self.members.ranks.index(sender)
+        from torch._C import _distributed_c10d as c10d  # a torch without distributed lacks it
+
+        options = c10d.BroadcastOptions()
+        options.rootRank = self.members.ranks.index(sender)
         try:
             if is_host(self._device):
-                self._begin(message, root, timeout_s).wait(timedelta(seconds=timeout_s + _GRACE_S))
-            else:
-                self._run_through_device(message, root, timeout_s)
+                options.timeout = timedelta(seconds=min(timeout_s, MOST_STALL_S))
+                self._group.broadcast([message], options).wait(options.timeout + _GRACE)
+            else:  # the timeout stays that of the group: NCCL ends the process when it is over
+                self._run_through_device(message, options, timeout_s)
         except Exception as exc:  # each backend has its own
             raise LinkBrokenError(str(exc).partition("\n")[0]) from exc
 
-    def _begin(self, tensor: torch.Tensor, root: int, timeout_s: float) -> torch.distributed.Work:
-        from torch._C._distributed_c10d import BroadcastOptions  # a torch without distributed lacks it
-
-        options = BroadcastOptions()
-        options.rootRank = root
-        if is_host(self._device):  # NCCL ends the process when an operation has exceeded its timeout
-            options.timeout = timedelta(seconds=timeout_s)
-        return self._group.broadcast([tensor], options)
-
-    def _run_through_device(self, message: torch.Tensor, root: int, timeout_s: float) -> None:
+    def _run_through_device(self, message: torch.Tensor, options: BroadcastOptions, timeout_s: float) -> None:
         runtime = runtime_of(self._device)
         try:
             runtime.enter()
             with runtime.stream():
-                is_sender = root == self._group.rank()
+                is_sender = options.rootRank == self._group.rank()
                 there = message.to(self._device) if is_sender else torch.empty_like(message, device=self._device)
-                work, until = self._begin(there, root, timeout_s), time.monotonic() + timeout_s
+                work, until = self._group.broadcast([there], options), time.monotonic() + timeout_s
                 # Its wait would only order the stream behind it, and then a copy waits for a rank that may be dead.
                 while not work.is_completed():
                     if time.monotonic() > until:
@@ -138,7 +134,7 @@ class GroupReads(ReadsTogether):
         self._group = group
         self._source = source
         self._workers = workers
-        self._stall_s = min(timeout_s, MOST_STALL_S)
+        self._timeout_s = timeout_s
         self._left: deque[Share] = deque()  # the broadcasts that are not made yet, in the order of all ranks
         self._cells: frozenset[Cell] = frozenset()
         self._is_wrong = False  # a message was, which is logged once
@@ -231,12 +227,16 @@ class GroupReads(ReadsTogether):
         if is_mine:
             _TRAILER.pack_into(message, len(view), share.number, crc32(view), goes_on)
         try:
-            self._group.run(torch.frombuffer(message, dtype=torch.uint8), share.reader, self._stall_s)
+            self._group.run(torch.frombuffer(message, dtype=torch.uint8), share.reader, self._timeout_s)
         except LinkBrokenError as exc:
             self._end(f"a broadcast of rank {share.reader} has failed, and the group may be of no more use: {exc}")
             return False
+        if is_mine:
+            if not goes_on:
+                self._left.clear()
+            return goes_on
         number, crc, still = _TRAILER.unpack_from(message, len(view))
-        if not is_mine and (number, crc) != (share.number, crc32(view)):  # all others go on, so does this one
+        if (number, crc) != (share.number, crc32(view)):  # the others go on, and so does this rank
             if not self._is_wrong:
                 logger.warning(
                     "%s: what rank %d has sent came changed; is the group in use?", self._named, share.reader
