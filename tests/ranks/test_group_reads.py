@@ -209,35 +209,36 @@ def test_what_was_changed_on_the_way_is_read_alone(saved: Path, world2: World) -
     assert NBYTES < first + second <= NBYTES + 2 * CELL_BYTES
 
 
-def load_ending(rank: int, world_size: int, path: Path, how: str) -> float:
+def load_ending(rank: int, world_size: int, path: Path, how: str, note: Path) -> float:
     """Load where rank 1 is killed, or stopped, at its first read; return how long it took."""
 
     def stop() -> None:
+        note.write_text(str(os.getpid()))
         os.kill(os.getpid(), signal.SIGSTOP)
 
     storage = Failing({"kill": kill, "stop": stop}[how] if rank == 1 else None)
     begun = time.monotonic()
-    with aiockpt.SyncCheckpointer(storage=storage, coordination_timeout=3) as ckpt:
-        with pytest.raises(aiockpt.CoordinationError, match="rank 1"):
-            ckpt.load(path, state_of(0.0), share=group_of(((0, 1, 2),)))
-    return time.monotonic() - begun
+    with (
+        aiockpt.SyncCheckpointer(storage=storage, coordination_timeout=3) as ckpt,
+        pytest.raises(aiockpt.CoordinationError, match="rank 1"),
+    ):
+        ckpt.load(path, state_of(0.0), share=group_of(((0, 1, 2),)))
+    ended = time.monotonic() - begun
+    if rank == 0 and how == "stop":
+        os.kill(int(note.read_text()), signal.SIGKILL)  # the world waits for it
+    return ended
 
 
-@pytest.mark.parametrize("how", ["kill", "stop"])
-def test_rank_that_dies_or_hangs_is_the_error_of_all_in_time(how: str, saved: Path) -> None:
+@pytest.mark.parametrize("how", ["kill", pytest.param("stop", marks=pytest.mark.slow)])
+def test_rank_that_dies_or_hangs_is_the_error_of_all_in_time(how: str, saved: Path, tmp_path: Path) -> None:
     with World(3) as world:
-        pid = world.pids[1]
-        timer = threading.Timer(15, os.kill, (pid, signal.SIGKILL))  # the world waits for a rank that is stopped
-        timer.start()
-        outcomes = world.run(load_ending, saved, how)
-        timer.cancel()
-        timer.join()
+        outcomes = world.run(load_ending, saved, how, tmp_path / "pid")
     assert outcomes.pop(1).killed
-    assert all(isinstance(outcome, float) and outcome < 14 for outcome in outcomes), outcomes
+    assert all(isinstance(outcome, float) and outcome < 20 for outcome in outcomes), outcomes
 
 
-async def load_cancelled(rank: int, world_size: int, path: Path) -> tuple[str, int]:
-    """Cancel the load of rank 1 while it reads; return the error, and how many bytes this rank has read until then."""
+async def load_cancelled(rank: int, world_size: int, path: Path) -> str:
+    """Cancel the load of rank 1 while it reads, and load again over the same group; return the error."""
     reached, go = threading.Event(), threading.Event()
 
     def wait() -> None:
@@ -261,11 +262,11 @@ async def load_cancelled(rank: int, world_size: int, path: Path) -> tuple[str, i
             await loading
         await ckpt.load(path, state, share=group)
         assert equal(state, state_of(3.0))
-        return f"{type(raised.value).__name__} {raised.value}", storage.nbytes
+        return f"{type(raised.value).__name__} {raised.value}"
 
 
 def test_rank_that_is_cancelled_fails_all_and_the_group_can_be_used_again(saved: Path, world3: World) -> None:
-    texts, nbytes = zip(*world3.results(load_cancelled, saved), strict=True)
+    texts = world3.results(load_cancelled, saved)
     assert texts[1].startswith("CancelledError")
     assert all("LoadError rank 1: the load of" in text and "was cancelled" in text for text in (texts[0], texts[2]))
 
@@ -298,7 +299,7 @@ def load_wrongly(rank: int, world_size: int, path: Path) -> list[str]:
 def test_wrong_groups_are_refused_at_the_call(saved: Path, world2: World) -> None:
     first, second = world2.results(load_wrongly, saved)
     assert "not None: pass share=True" in first[0]
-    assert "not Ranks(rank=0, size=1): pass share=True" in first[1]
+    assert "not Ranks(rank=0, size=1" in first[1]
     assert "was it destroyed?" in first[2]
     assert "not 'sometimes'" in first[3]
     assert first.pop() == "the group of share= has ranks outside of the checkpointer's process group: rank 1"
