@@ -38,11 +38,12 @@ if TYPE_CHECKING:
     from aiockpt.coordination.choose import ProcessGroupLike
     from aiockpt.core.threads import Workers
     from aiockpt.planning.collective.sharing import Cell, Share
-    from aiockpt.reading.decoded import DecodedSource
-    from aiockpt.reading.sharing import Placer, SharedJobs
+    from aiockpt.reading.decoded import DecodedSource, DecodedStream
+    from aiockpt.reading.sharing import DeviceJob, Placer, SharedJobs
 
 _TRAILER = struct.Struct("!QII")
-"""Behind the bytes of a share: its number, their CRC-32, and whether they are there, so that the sharing goes on."""
+"""Behind the bytes of a share: its number, `_HAS_BYTES` or `_IS_OVER`, and the CRC-32 of the bytes."""
+_HAS_BYTES, _IS_OVER = 1, 2
 _POLL_S = 1e-4
 _GRACE = timedelta(seconds=1)  # then a wait ends, if the backend has not ended the broadcast in time
 
@@ -154,6 +155,8 @@ class GroupReads(ReadsTogether):
     async def run(self, phase: int, jobs: SharedJobs, placer: Placer) -> None:
         """Take part in all broadcasts up to a phase; see `ReadsTogether.run`."""
         turns = list(itertools.takewhile(lambda share: share.cells[0].phase <= phase, self._left))
+        if not turns:
+            return
         mine = [share for share in turns if share.reader == self._rank]
         to_read, to_receive = CellBuffers(self._most_read), CellBuffers(MOST_RECEIVED)
         may_read, may_receive = anyio.Semaphore(self._most_read), anyio.Semaphore(MOST_RECEIVED)
@@ -170,16 +173,16 @@ class GroupReads(ReadsTogether):
                 reading.start_soon(read, share)
 
         async def read(share: Share) -> None:
-            view, file = lent[share.number].view[: -_TRAILER.size], share.cells[0].file
+            message, file = lent[share.number].view, share.cells[0].file
             stream, lock = ordered.get(file, (None, anyio.Lock()))
             async with lock:
-                await self._workers.run(fill, self._source, stream, share, view, is_last=share is last[file])
+                await self._workers.run(self._read, share, message, stream, is_last=share is last[file])
             is_read[share.number].set()
 
         async def place(share: Share) -> None:
-            if found := jobs_of(share, jobs):
-                held = Held(share.cells[0].file, share.begin, lent[share.number].view[: -_TRAILER.size])
-                await placer.place_on_devices(held, await self._workers.run(placer.place, held, found))
+            if any(cell in jobs for cell in share.cells):
+                message = lent[share.number].view
+                await placer.place_on_devices(*await self._workers.run(self._place, share, message, jobs, placer))
             give_back(share)
 
         def give_back(share: Share) -> None:
@@ -197,13 +200,10 @@ class GroupReads(ReadsTogether):
                         await may_receive.acquire()
                         lent[share.number] = to_receive.take(share.begin, share.end + _TRAILER.size)
                     await anyio.lowlevel.checkpoint_if_cancelled()  # a call into a thread is not a cancellation point
-                    if await self._workers.run(self._broadcast, share, lent[share.number].view, goes_on=True):
-                        placing.start_soon(place, share)
-                    elif self._left:
-                        give_back(share)
-                    else:
-                        reading.cancel_scope.cancel()  # the sharing is over
+                    if not await self._workers.run(self._broadcast, share, lent[share.number].view):
+                        reading.cancel_scope.cancel()
                         break
+                    placing.start_soon(place, share)
 
     async def leave(self, phase: int) -> None:
         """Take part in what other ranks may wait for up to a phase, until this rank's next turn, and end it then."""
@@ -217,37 +217,46 @@ class GroupReads(ReadsTogether):
         while self._left and self._left[0].cells[0].phase <= phase:
             share = self._left[0]
             lent = buffers.take(share.begin, share.end + _TRAILER.size)
-            self._broadcast(share, lent.view, goes_on=False)
+            if share.reader == self._rank:
+                _TRAILER.pack_into(lent.view, share.end - share.begin, share.number, _IS_OVER, 0)
+            self._broadcast(share, lent.view)
             buffers.give_back(lent)
 
-    def _broadcast(self, share: Share, message: memoryview, *, goes_on: bool) -> bool:
-        """Send or receive a share in its turn; return whether its bytes have come."""
+    def _read(self, share: Share, message: memoryview, stream: DecodedStream | None, *, is_last: bool) -> None:
+        """Read a share into a message."""
+        view = message[: -_TRAILER.size]
+        fill(self._source, stream, share, view, is_last=is_last)
+        _TRAILER.pack_into(message, len(view), share.number, _HAS_BYTES, crc32(view))
+
+    def _broadcast(self, share: Share, message: memoryview) -> bool:
+        """Send or receive a share in its turn; return whether the sharing goes on."""
         self._left.popleft()
-        view, is_mine = message[: -_TRAILER.size], share.reader == self._rank
-        if is_mine:
-            _TRAILER.pack_into(message, len(view), share.number, crc32(view), goes_on)
         try:
             self._group.run(torch.frombuffer(message, dtype=torch.uint8), share.reader, self._timeout_s)
         except LinkBrokenError as exc:
             self._end(f"a broadcast of rank {share.reader} has failed, and the group may be of no more use: {exc}")
             return False
-        if is_mine:
-            if not goes_on:
-                self._left.clear()
-            return goes_on
-        number, crc, still = _TRAILER.unpack_from(message, len(view))
-        if (number, crc) != (share.number, crc32(view)):  # the others go on, and so does this rank
-            if not self._is_wrong:
-                logger.warning(
-                    "%s: what rank %d has sent came changed; is the group in use?", self._named, share.reader
-                )
-            self._is_wrong = True
-            return False
-        if not still:
-            self._end(f"rank {share.reader} has failed, or was cancelled")
-        return bool(still)
+        number, state, _ = _TRAILER.unpack_from(message, share.end - share.begin)
+        if (number, state) != (share.number, _IS_OVER):
+            return True
+        self._end("" if share.reader == self._rank else f"rank {share.reader} has failed, or was cancelled")
+        return False
+
+    def _place(
+        self, share: Share, message: memoryview, jobs: SharedJobs, placer: Placer
+    ) -> tuple[Held, list[DeviceJob]]:
+        """Put a message into place; return what is for devices."""
+        view = message[: -_TRAILER.size]
+        held = Held(share.cells[0].file, share.begin, view)
+        if _TRAILER.unpack_from(message, len(view)) == (share.number, _HAS_BYTES, crc32(view)):
+            return held, placer.place(held, jobs_of(share, jobs))
+        if not self._is_wrong:
+            logger.warning("%s: what rank %d has sent came changed; is the group in use?", self._named, share.reader)
+        self._is_wrong = True
+        return held, []
 
     def _end(self, reason: str) -> None:
-        """End the sharing of this rank."""
+        """End the sharing of this rank; without a reason if it does not read the rest."""
         self._left.clear()
-        logger.warning("%s: this rank, %d, reads the rest alone: %s", self._named, self._rank, reason)
+        if reason:
+            logger.warning("%s: this rank, %d, reads the rest alone: %s", self._named, self._rank, reason)
