@@ -96,10 +96,10 @@ def load_parts(rank: int, world_size: int, path: Path, kind: str) -> int:
     placements = [Replicate(), Shard(0 if kind == "hsdp" else 1)]
     wanted = {key: distribute_tensor(value, mesh, placements) for key, value in expected.items()}
     state: dict[str, Any] = {key: torch.zeros_like(value) for key, value in wanted.items()}
-    if kind == "partial":  # different needs: a whole matrix, columns, nothing
+    if kind == "partial":  # different needs: a whole matrix, columns, no matrix
         state = [{"0": torch.zeros(WIDTH, WIDTH), "1": state["1"]}, state, {"1": state["1"]}, {}][rank]
     with aiockpt.SyncCheckpointer(storage=storage) as ckpt:
-        ckpt.load(path, {"large": state}, share=group)
+        ckpt.load(path, {"large": state} if state else {"step": 0}, share=group)
     for key, value in state.items():
         whole = isinstance(value, DTensor)
         assert torch.equal(value.to_local(), wanted[key].to_local()) if whole else torch.equal(value, expected[key])
@@ -110,7 +110,8 @@ def load_parts(rank: int, world_size: int, path: Path, kind: str) -> int:
 def test_parts_of_tensors_are_read_once_in_a_group(kind: str, saved: Path, world4: World) -> None:
     """Replicas of HSDP; columns, whose bytes lie between each other; and ranks that need different things."""
     read = world4.results(load_parts, saved, kind)
-    assert 0.99 * 3 * WIDTH * WIDTH * 4 <= sum(read) <= 1.1 * 3 * WIDTH * WIDTH * 4
+    matrix = WIDTH * WIDTH * 4
+    assert 0.99 * (2.5 if kind == "partial" else 3) * matrix <= sum(read) <= 1.1 * 3 * matrix
 
 
 def load_saved_as(rank: int, world_size: int, path: Path, stored: str) -> int:
