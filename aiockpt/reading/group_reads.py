@@ -74,6 +74,7 @@ class Broadcasts:
             )
         whole = distributed.group.WORLD if outer == "default" else outer
         try:
+            name = distributed.distributed_c10d._world.pg_names[group]  # groups of Python's may have no other name
             around = distributed.get_process_group_ranks(whole)
             ranks = distributed.get_process_group_ranks(group)
         except (KeyError, ValueError) as exc:
@@ -84,7 +85,7 @@ class Broadcasts:
             )
         if distributed.get_backend(group) == "fake":
             raise ValueError("the group of share= has the backend 'fake', which sends nothing: pass share=True")
-        self.members = Members(group.group_name, tuple(around.index(rank) for rank in ranks))
+        self.members = Members(name, tuple(around.index(rank) for rank in ranks))
         kinds = [device.type for device in group._device_types]
         self._device = target_device("cpu" if "cpu" in kinds or not kinds else kinds[0])
         self._group = group

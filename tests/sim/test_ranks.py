@@ -76,16 +76,18 @@ def _load(rank: int, world_size: int, path: Path, share: bool = False, near: boo
 class _OnDevices(dist.ProcessGroup):
     """A process group whose backend takes tensors on devices alone, as NCCL does."""
 
-    _device_types = (torch.device("sim"),)
-
     def __init__(self, inner: dist.ProcessGroup) -> None:
         super().__init__(inner.rank(), inner.size())
         self.inner = inner
-        self.devices = set[torch.device]()
+        self.devices = set[str]()
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("sim")]
 
     def broadcast(self, tensors: list[torch.Tensor], options: Any) -> Any:
         (tensor,) = tensors
-        self.devices.add(tensor.device)
+        self.devices.add(str(tensor.device))
         host = tensor.cpu()
         work = self.inner.broadcast([host], options)
         work.wait()
@@ -98,13 +100,11 @@ def _load_over_devices(rank: int, world_size: int, path: Path) -> tuple[list[boo
     inner = dist.new_group(backend="gloo")
     group = _OnDevices(inner)
     with _checkpointer() as ckpt, pytest.MonkeyPatch.context() as patch:
-        patch.setitem(dist.distributed_c10d._world.pg_group_ranks, group, {0: 0, 1: 1})
-        patch.setitem(dist.distributed_c10d._world.pg_map, group, dist.distributed_c10d._world.pg_map[inner])
-        group._set_group_name(inner.group_name)
+        world = dist.distributed_c10d._world
+        for known in (world.pg_group_ranks, world.pg_map, world.pg_names):  # as if it were made by new_group
+            patch.setitem(known, group, known[inner])
         ckpt.load(path, {"model": target}, share=group)
-    return [torch.equal(target[name].to_local(), expected[name].to_local()) for name in expected], {
-        str(device) for device in group.devices
-    }
+    return [torch.equal(target[name].to_local(), expected[name].to_local()) for name in expected], group.devices
 
 
 def test_two_ranks_share_over_their_devices(tmp_path: Path) -> None:
