@@ -113,6 +113,9 @@ class Gathering:
         if isinstance(self._share, Broadcasts):
             reads = self._group_reads = GroupReads(rank, self.what, self._share, source, workers, timeout_s)
             offer = _Offer(checkpoint, None, needs, self._share.members)
+            if self._share.are_broken:
+                logger.warning("%s: a broadcast over this process group has failed before; make a new one", self.what)
+                offer = _Offer(checkpoint, None, ())
             await self._meet(offer, partial(_agree_on_reads, workers))
             return reads
         wires = Wires(rank, timeout_s)

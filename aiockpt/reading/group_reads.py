@@ -12,6 +12,7 @@ import itertools
 import logging
 import struct
 import time
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
@@ -48,6 +49,9 @@ _POLL_S = 1e-4
 _GRACE = timedelta(seconds=1)  # then a wait ends, if the backend has not ended the broadcast in time
 
 logger = logging.getLogger("aiockpt")
+
+_broken: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
+"""Groups over which a broadcast has failed: their ranks are at different ones, or no longer connected."""
 
 
 class Members(NamedTuple):
@@ -90,6 +94,11 @@ class Broadcasts:
         self._device = target_device("cpu" if "cpu" in kinds or not kinds else kinds[0])
         self._group = group
 
+    @property
+    def are_broken(self) -> bool:
+        """Whether one has failed in this process, so that the next ones would fail too, or wait."""
+        return self._group in _broken
+
     def run(self, message: torch.Tensor, sender: int, timeout_s: float) -> None:
         """Send bytes from a rank of the checkpointer's, or receive them. Blocks; raises LinkBrokenError."""
         from torch._C import _distributed_c10d as c10d  # a torch without distributed lacks it
@@ -103,6 +112,7 @@ class Broadcasts:
             else:  # the timeout stays that of the group: NCCL ends the process when it is over
                 self._run_through_device(message, options, timeout_s)
         except Exception as exc:  # each backend has its own
+            _broken.add(self._group)
             raise LinkBrokenError(str(exc).partition("\n")[0]) from exc
 
     def _run_through_device(self, message: torch.Tensor, options: BroadcastOptions, timeout_s: float) -> None:

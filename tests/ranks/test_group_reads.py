@@ -238,6 +238,32 @@ def test_rank_that_dies_or_hangs_is_the_error_of_all_in_time(how: str, saved: Pa
     assert all(isinstance(outcome, float) and outcome < 20 for outcome in outcomes), outcomes
 
 
+def load_late(rank: int, world_size: int, path: Path, note: Path) -> tuple[int, str]:
+    """Load where rank 1 reads nothing for as long as the others wait; and again, over the same group."""
+
+    def wait() -> None:
+        until = time.monotonic() + 60
+        while not note.exists() and time.monotonic() < until:
+            time.sleep(0.01)
+
+    group, storage = dist.new_group(backend="gloo"), Failing(wait if rank == 1 else None)
+    with (
+        aiockpt.SyncCheckpointer(storage=storage, coordination_timeout=2) as ckpt,
+        pytest.raises(aiockpt.CoordinationError, match=f"rank {1 - rank}"),  # which has left, for rank 1
+    ):
+        ckpt.load(path, state_of(0.0), share=group)
+    if rank == 0:
+        note.touch()
+    with logged() as text:
+        return load_replicated(rank, world_size, path, "filled", {"share": group}), text.getvalue()
+
+
+def test_group_whose_broadcast_has_failed_is_not_used_again(saved: Path, tmp_path: Path, world2: World) -> None:
+    for read, text in world2.results(load_late, saved, tmp_path / "note", timeout_s=40):
+        assert read >= NBYTES
+        assert text.count("a broadcast over this process group has failed before") == 1
+
+
 async def load_cancelled(rank: int, world_size: int, path: Path) -> str:
     """Cancel the load of rank 1 while it reads, and load again over the same group; return the error."""
     reached, go = threading.Event(), threading.Event()
