@@ -298,6 +298,38 @@ def test_rank_that_is_cancelled_fails_all_and_the_group_can_be_used_again(saved:
     assert all("LoadError rank 1: the load of" in text and "was cancelled" in text for text in (texts[0], texts[2]))
 
 
+async def load_cancelled_in_turns(rank: int, world_size: int, path: Path) -> list[str]:
+    """Cancel loads of rank 2 in each of its first turns, and load again each time; return the errors."""
+    group, storage, errors = group_of(((0, 1, 2),)), Counting(), []
+    run, loop = group_reads.Broadcasts.run, asyncio.get_running_loop()
+    async with aiockpt.AsyncCheckpointer(storage=storage, coordination_timeout=30) as ckpt:
+        for turn in range(8):
+            left = iter(range(turn, -1, -1))
+
+            def cancel(self: Any, message: torch.Tensor, sender: int, timeout_s: float) -> None:
+                if rank == 2 and next(left, None) == 0:  # noqa: B023 - it is called in this turn of the loop
+                    loop.call_soon_threadsafe(loading.cancel)  # noqa: B023
+                run(self, message, sender, timeout_s)
+
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(group_reads.Broadcasts, "run", cancel)
+                loading = asyncio.ensure_future(ckpt.load(path, None if turn % 2 else state_of(0.0), share=group))
+                with pytest.raises((asyncio.CancelledError, aiockpt.LoadError)) as raised:
+                    await loading
+            errors.append(f"{type(raised.value).__name__} {raised.value}")
+            state, storage.nbytes = state_of(0.0), 0
+            await ckpt.load(path, state, share=group)
+            assert equal(state, state_of(3.0))
+            assert storage.nbytes <= 0.34 * NBYTES + CELL_BYTES  # over the group
+    return errors
+
+
+@pytest.mark.slow
+def test_rank_may_be_cancelled_in_any_turn(saved: Path, world3: World) -> None:
+    for rank, errors in enumerate(world3.results(load_cancelled_in_turns, saved)):
+        assert all(error.startswith("Cancelled" if rank == 2 else "LoadError rank 2: ") for error in errors), errors
+
+
 # --- wrong groups ---------------------------------------------------------------------------------------
 
 
