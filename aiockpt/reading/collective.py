@@ -291,7 +291,7 @@ def _plan(offers: Mapping[int, _Offer]) -> dict[int, _Sharing]:
         if members is None:
             groups += [ranks[at : at + _MOST_RANKS] for at in range(0, len(ranks), _MOST_RANKS)]
             continue
-        absent = sorted(set(members.ranks) - set(ranks))
+        absent = sorted(set(members[1]) - set(ranks))
         shares = [] if absent else plan_shares({rank: offers[rank].needs for rank in ranks})
         # Each gets all shares, without who needs them: as one object, which is pickled once.
         found |= dict.fromkeys(ranks, _Sharing([share._replace(takers=()) for share in shares], {}, absent))

@@ -16,10 +16,9 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import anyio
-import anyio.lowlevel
 import torch
 from isal.isal_zlib import crc32
 
@@ -29,7 +28,7 @@ from aiockpt.coordination.wires import MOST_STALL_S
 from aiockpt.core.wording import some_of
 from aiockpt.options import target_device
 from aiockpt.reading.decoded import Held
-from aiockpt.reading.sharing import MOST_READ, MOST_RECEIVED, CellBuffers, Lent, ReadsTogether, fill, jobs_of
+from aiockpt.reading.sharing import MOST_READ, MOST_RECEIVED, CellBuffers, Lent, ReadsTogether, jobs_of
 from aiockpt.staging.runtime import is_host, runtime_of
 
 if TYPE_CHECKING:
@@ -42,6 +41,9 @@ if TYPE_CHECKING:
     from aiockpt.reading.decoded import DecodedSource, DecodedStream
     from aiockpt.reading.sharing import DeviceJob, Placer, SharedJobs
 
+Members = tuple[str, tuple[int, ...]]
+"""The name of a process group, the same on all of its ranks; and their numbers in the checkpointer, in its order."""
+
 _TRAILER = struct.Struct("!QII")
 """Behind the bytes of a share: its number, `_HAS_BYTES` or `_IS_OVER`, and the CRC-32 of the bytes."""
 _HAS_BYTES, _IS_OVER = 1, 2
@@ -52,13 +54,6 @@ logger = logging.getLogger("aiockpt")
 
 _broken: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
 """Groups over which a broadcast has failed: their ranks are at different ones, or no longer connected."""
-
-
-class Members(NamedTuple):
-    """The ranks of a process group."""
-
-    name: str  # the same on all of them
-    ranks: tuple[int, ...]  # of the checkpointer, in the order of the group
 
 
 class Broadcasts:
@@ -89,7 +84,7 @@ class Broadcasts:
             )
         if distributed.get_backend(group) == "fake":
             raise ValueError("the group of share= has the backend 'fake', which sends nothing: pass share=True")
-        self.members = Members(name, tuple(around.index(rank) for rank in ranks))
+        self.members: Members = name, tuple(around.index(rank) for rank in ranks)
         kinds = [device.type for device in group._device_types]
         self._device = target_device("cpu" if "cpu" in kinds or not kinds else kinds[0])
         self._group = group
@@ -104,7 +99,7 @@ class Broadcasts:
         from torch._C import _distributed_c10d as c10d  # a torch without distributed lacks it
 
         options = c10d.BroadcastOptions()
-        options.rootRank = self.members.ranks.index(sender)
+        options.rootRank = self.members[1].index(sender)
         try:
             if is_host(self._device):
                 options.timeout = timedelta(seconds=min(timeout_s, MOST_STALL_S))
@@ -142,7 +137,7 @@ class GroupReads(ReadsTogether):
         self, rank: int, what: str, group: Broadcasts, source: DecodedSource, workers: Workers, timeout_s: float
     ) -> None:
         self._rank = rank
-        self._named = f"{what}: over the process group {group.members.name!r}"
+        self._named = f"{what}: over the process group {group.members[0]!r}"
         self._group = group
         self._source = source
         self._workers = workers
@@ -169,7 +164,7 @@ class GroupReads(ReadsTogether):
         if not turns:
             return
         mine = [share for share in turns if share.reader == self._rank]
-        to_read, to_receive = CellBuffers(self._most_read), CellBuffers(MOST_RECEIVED)
+        buffers = CellBuffers(self._most_read + MOST_RECEIVED)
         may_read, may_receive = anyio.Semaphore(self._most_read), anyio.Semaphore(MOST_RECEIVED)
         lent: dict[int, Lent] = {}
         is_read = {share.number: anyio.Event() for share in mine}
@@ -180,7 +175,7 @@ class GroupReads(ReadsTogether):
         async def read_ahead() -> None:
             for share in mine:  # buffers in this order, too: what the others wait for never waits for one
                 await may_read.acquire()
-                lent[share.number] = to_read.take(share.begin, share.end + _TRAILER.size)
+                lent[share.number] = buffers.take(share.begin, share.end + _TRAILER.size)
                 reading.start_soon(read, share)
 
         async def read(share: Share) -> None:
@@ -194,12 +189,8 @@ class GroupReads(ReadsTogether):
             if any(cell in jobs for cell in share.cells):
                 message = lent[share.number].view
                 await placer.place_on_devices(*await self._workers.run(self._place, share, message, jobs, placer))
-            give_back(share)
-
-        def give_back(share: Share) -> None:
-            buffers, may = (to_read, may_read) if share.reader == self._rank else (to_receive, may_receive)
             buffers.give_back(lent.pop(share.number))
-            may.release()
+            (may_read if share.reader == self._rank else may_receive).release()
 
         with self._workers.at_least(self._workers.count + self._most_read):
             async with anyio.create_task_group() as placing, anyio.create_task_group() as reading:
@@ -209,8 +200,7 @@ class GroupReads(ReadsTogether):
                         await is_read[share.number].wait()
                     else:
                         await may_receive.acquire()
-                        lent[share.number] = to_receive.take(share.begin, share.end + _TRAILER.size)
-                    await anyio.lowlevel.checkpoint_if_cancelled()  # a call into a thread is not a cancellation point
+                        lent[share.number] = buffers.take(share.begin, share.end + _TRAILER.size)
                     if not await self._workers.run(self._broadcast, share, lent[share.number].view):
                         reading.cancel_scope.cancel()
                         break
@@ -236,7 +226,12 @@ class GroupReads(ReadsTogether):
     def _read(self, share: Share, message: memoryview, stream: DecodedStream | None, *, is_last: bool) -> None:
         """Read a share into a message."""
         view = message[: -_TRAILER.size]
-        fill(self._source, stream, share, view, is_last=is_last)
+        if stream is None:
+            self._source.read(share.cells[0].file, share.begin, view)
+        else:
+            stream.fill(share.begin, view)
+            if is_last:
+                stream.finish()
         _TRAILER.pack_into(message, len(view), share.number, _HAS_BYTES, crc32(view))
 
     def _broadcast(self, share: Share, message: memoryview) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -168,7 +168,8 @@ class _OpenLoad:
     async def _read_planned(self, planned: Sequence[tuple[_OpenLoad, ReadPlan]]) -> dict[str, Any]:
         """Read what `_plan_with_arrays` has planned; return the values by key."""
         values: dict[str, Any] = {}
-        for phase, (loader, plan) in _phased(planned):
+        # All ranks come to the last phase before FILLS, whether they have one or two.
+        for phase, (loader, plan) in enumerate(planned, FILLS - len(planned)):
             values |= await loader._execute(plan, phase)
         return values | {name: array_of(values[name]) for name in self._arrays(values)}
 
@@ -191,7 +192,7 @@ class _OpenLoad:
         with gc_pause():  # all ranks would wait for a collection of one
             with span("share"):
                 needs: list[Need] = await self._executor.needs((), fills, FILLS)
-                for phase, (loader, plan) in _phased(planned):
+                for phase, (loader, plan) in enumerate(planned, FILLS - len(planned)):
                     await loader._executor.allocate(plan)
                     needs += await loader._executor.needs(plan.objects, plan.reads, phase)
                 checkpoint = await workers.run(hash_of, self._opened.index)
@@ -217,11 +218,6 @@ class _OpenLoad:
 
     def _on_host(self) -> _OpenLoad:
         return _OpenLoad(self._opened, replace(self._options, map_location=None), self._tools)
-
-
-def _phased(planned: Sequence[T]) -> Iterator[tuple[int, T]]:
-    """Return what is planned with its phase, so that all ranks come to the last one before `FILLS`."""
-    return enumerate(planned, FILLS - len(planned))
 
 
 def chosen_entries(path: str, index: Index, options: LoadOptions) -> tuple[Mapping[str, Entry], tuple[str, ...]]:

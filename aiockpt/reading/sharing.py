@@ -283,7 +283,12 @@ class SharedReads(ReadsTogether):
         lent = None if whole else self._to_read.take(begin, end)
         try:
             view = whole.memory() if whole else lent.view if lent else memoryview(b"")
-            fill(self.source, stream, share, view, is_last=is_last)
+            if stream is None:
+                self.source.read(file, begin, view)
+            else:
+                stream.fill(begin, view)
+                if is_last:
+                    stream.finish()
             near: list[tuple[int, MemoryWire, int, int]] = []
             for taker, low, high in share.takers:
                 wire = self.wires.outbound.get(taker)  # without one, it reads this itself
@@ -386,16 +391,6 @@ class SharedReads(ReadsTogether):
         if isinstance(wire, MemoryWire):
             with contextlib.suppress(LinkBrokenError):  # it has left: no further message comes
                 wire.done()
-
-
-def fill(source: DecodedSource, stream: DecodedStream | None, share: Share, view: memoryview, *, is_last: bool) -> None:
-    """Read what is shared; from a stream, if its file can only be read in order. Blocks."""
-    if stream is None:
-        source.read(share.cells[0].file, share.begin, view)
-        return
-    stream.fill(share.begin, view)
-    if is_last:
-        stream.finish()
 
 
 def jobs_of(share: Share, jobs: SharedJobs) -> list[DeviceJob]:
