@@ -10,6 +10,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+import torch
+
 from aiockpt.core.importing import importing
 from aiockpt.errors import LoadError
 from aiockpt.format.keys import check_patterns
@@ -76,7 +78,7 @@ class Loader:
         try:
             request = replace(request, keys=check_patterns(request.keys))
             check_options(request, into=request.state_dict is not None)
-            if not isinstance(request.share, str | bool):
+            if isinstance(request.share, torch.distributed.ProcessGroup):
                 group = Broadcasts(request.share, self._engine.options.process_group)
             storage, where = self._storages.of(request.path, request.storage, request.storage_options)
         except BaseException as exc:
@@ -101,11 +103,11 @@ class Loader:
 
     def _gathering(self, request: LoadRequest, group: Broadcasts | None = None) -> Gathering | None:
         """Return this rank's part in a load of all ranks; None if this process loads alone."""
-        is_alone = request.state_dict is None and (request.share is False or isinstance(request.share, str))
+        is_alone = request.state_dict is None and (isinstance(request.share, str) or not request.share)
         coordinator = None if is_alone else self._engine.coordinator()
         if coordinator is None:
             return None
-        share = request.share if isinstance(request.share, str | bool) else group or False  # False: it is refused
+        share = group or (request.share if isinstance(request.share, str) else bool(request.share))
         return Gathering(coordinator, self._storages.printable(request.path, request.storage), share)
 
     def _refuse(self, gathering: Gathering, error: BaseException) -> None:

@@ -148,6 +148,30 @@ def test_ranks_whose_loads_have_other_phases(saved: Path, world4: World) -> None
     assert world4.results(load_in_phases, saved) == [""] * 4
 
 
+def restore_over(rank: int, world_size: int, path: Path) -> int:
+    """Restore a run over a group; return how many broadcasts there were."""
+    run, count, state = group_reads.Broadcasts.run, 0, state_of(0.0)
+
+    def counted(*args: Any) -> None:
+        nonlocal count
+        count += 1
+        run(*args)
+
+    with pytest.MonkeyPatch.context() as patch, aiockpt.SyncCheckpointManager(path, mode="read") as manager:
+        patch.setattr(group_reads.Broadcasts, "run", counted)
+        restored = manager.restore(state, share=group_of(((0, 1),)))
+    assert restored is not None
+    assert equal(state, state_of(3.0))
+    return count
+
+
+def test_runs_are_restored_over_a_group(tmp_path: Path, world2: World) -> None:
+    with aiockpt.SyncCheckpointManager(tmp_path / "run", process_group=None) as manager:
+        manager.save(1, state_of(3.0))
+    first, second = world2.results(restore_over, tmp_path / "run")
+    assert first == second > 3
+
+
 # --- failures -------------------------------------------------------------------------------------------
 
 
