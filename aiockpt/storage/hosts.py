@@ -380,19 +380,16 @@ class HostDisks(WrapperStorage):
     async def take_over(
         self, path: str, ticket: str, *, overwrite: bool, workers: Workers, stamp: Stamp | None
     ) -> SharedTransaction:
-        """Take over on each disk; the stamp is that of the transaction on this one."""
+        """Take over what was begun on this host's disk alone: on others, it ends with the trainer that has begun it."""
         known: dict[str, str] = json.loads(ticket)
-        disks = [disk for disk in self.disks if disk.id in known]
-        taken: dict[str, SharedTransaction] = {}
-
-        async def take(disk: Disk) -> None:
-            own = stamp if disk is self.own else None
-            taken[disk.id] = await shared_storage(disk.storage).take_over(
-                path, known[disk.id], overwrite=overwrite, workers=workers, stamp=own
+        if known.keys() != {self.own.id}:
+            raise WriteError(
+                f"{path} was begun on the disks of several hosts, and can't be finished by another process"
             )
-
-        _raise_first(await _each(take, disks), disks, f"take over {path}", WriteError)
-        return _HostsTransaction(self, path, taken, workers, is_taken=True)
+        taken = await shared_storage(self.own.storage).take_over(
+            path, known[self.own.id], overwrite=overwrite, workers=workers, stamp=stamp
+        )
+        return _HostsTransaction(self, path, {self.own.id: taken}, workers, is_taken=True)
 
     async def delete(self, path: str, *, workers: Workers) -> None:
         """Delete it on each disk: first on the one that makes it count."""
