@@ -409,8 +409,8 @@ def test_step_that_a_disk_damages_before_it_is_copied_is_said_to_be_damaged(
         data[1000] ^= 1
     else:
         data[:300] = bytes(300)
-    file.unlink()
-    file.write_bytes(data)
+    (watched.hosts.root / "new").write_bytes(data)
+    (watched.hosts.root / "new").replace(file)  # at once, as it may be looked at just now
     for copies in watched.copies:
         watched.hosts.copy(copies)
     with pytest.raises(aiockpt.CorruptCheckpointError, match=rf"on host-{host}, .*{name}"):
