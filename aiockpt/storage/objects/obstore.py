@@ -63,7 +63,8 @@ _NICE = 10
 _SECRET = re.compile(r"secret|token|key|password|credential|sas", re.IGNORECASE)
 _QUERY = re.compile(r"(https?://[^\s?]+)\?\S*")
 _NO_BUCKET = re.compile("NoSuchBucket|ContainerNotFound|bucket does not exist")
-_DENIED = re.compile("status code: 40[13]|AccessDenied|AuthorizationHeaderMalformed|redirect without LOCATION")
+_DENIED = re.compile("status code: 40[13]|AccessDenied")
+_ELSEWHERE = re.compile("redirect without LOCATION|PermanentRedirect|AuthorizationHeaderMalformed")
 _ANSWERED = re.compile("Server returned|DeleteObjects request failed")
 _DENIALS = (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError)
 _CONDITIONS = (exceptions.AlreadyExistsError, exceptions.PreconditionError, exceptions.NotModifiedError)
@@ -159,8 +160,11 @@ class ObstoreClient(ObjectClient):
             return NoBucketError(f"{self._given[0]} does not exist, or not at this endpoint: {text}")
         if isinstance(exc, exceptions.NotFoundError | FileNotFoundError):
             return FileNotFoundError(f"the object {key} does not exist: {text}")
+        if _ELSEWHERE.search(text):
+            what = "the region or the endpoint in storage_options is not that of this bucket"
+            return PermissionError(f"{self._given[0]}: {what}: {text}")
         if isinstance(exc, _DENIALS) or _DENIED.search(text):
-            advice = "look at the credentials, their rights and the region"
+            advice = "look at the credentials and their rights"
             return PermissionError(f"{self._given[0]}/{key}: access is denied, so {advice}: {text}")
         return (RefusedError if _ANSWERED.search(text) else OSError)(f"{key}: {text}")
 
