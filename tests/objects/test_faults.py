@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import signal
 import time
 from collections import Counter
@@ -200,11 +201,13 @@ def test_deletion_of_which_nothing_is_known_keeps_the_path_for_a_while(
         assert bucket.dead() == []
 
 
-def test_late_commit_finds_its_files(bucket: Bucket, server: ObjectServer) -> None:
+@pytest.mark.parametrize("repeats", [0, 1])
+def test_late_commit_finds_its_files(repeats: int, bucket: Bucket, server: ObjectServer) -> None:
     """It was in vain, as another process was faster; when its checkpoint is deleted, the late one appears."""
     path, commit = bucket / "run/c", "/run/c/.metadata$"
     first, second = (
-        GatedStorage(each.storage(), ["commit"]) for each in (Bucket(bucket.url, bucket.given | NEVER), bucket)
+        GatedStorage(bucket.storage(retry_config=retries), ["commit"])
+        for retries in (NEVER["retry_config"] | {"max_retries": repeats}, {})
     )
     with bucket.checkpointer() as ckpt, bucket.checkpointer() as other:
         late = ckpt.submit(state_of(1), path, storage=first)
@@ -212,9 +215,10 @@ def test_late_commit_finds_its_files(bucket: Bucket, server: ObjectServer) -> No
         for gates in (first, second):
             gates.reached["commit"].result(30)
         unanswered = Rule(f"(GET|HEAD) .*{commit}", count=10**6, status=400, hang_s=0.5)
-        server.rules(Rule(f"PUT .*{commit}", late_s=5.0), unanswered)
+        refused = Rule(f"PUT .*{commit}", first=2, count=repeats, status=500)
+        server.rules(Rule(f"PUT .*{commit}", late_s=5.0), refused, unanswered)
         first.open("commit")
-        until(lambda: any(line.startswith("PUT") and line.endswith("/run/c/.metadata") for line in server.log))
+        until(lambda: len([line for line in server.log if re.search(f"PUT .*{commit}", line)]) > repeats)
         second.open("commit")
         won.written.result(30)
         server.rules()

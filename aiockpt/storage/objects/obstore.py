@@ -65,6 +65,7 @@ _QUERY = re.compile(r"(https?://[^\s?]+)\?\S*")
 _NO_BUCKET = re.compile("NoSuchBucket|ContainerNotFound|bucket does not exist")
 _DENIED = re.compile("status code: 40[13]|AccessDenied")
 _ELSEWHERE = re.compile("redirect without LOCATION|PermanentRedirect|AuthorizationHeaderMalformed")
+_REPEATED = re.compile(r"after \d+ retries")
 _ANSWERED = re.compile("Server returned|DeleteObjects request failed")
 _DENIALS = (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError)
 _CONDITIONS = (exceptions.AlreadyExistsError, exceptions.PreconditionError, exceptions.NotModifiedError)
@@ -160,6 +161,8 @@ class ObstoreClient(ObjectClient):
             return NoBucketError(f"{self._given[0]} does not exist, or not at this endpoint: {text}")
         if isinstance(exc, exceptions.NotFoundError | FileNotFoundError):
             return FileNotFoundError(f"the object {key} does not exist: {text}")
+        if _REPEATED.search(text):  # one that was sent before may have been done, or may be yet
+            return OSError(f"{key}: {text}")
         if _ELSEWHERE.search(text):
             what = "the region or the endpoint in storage_options is not that of this bucket"
             return PermissionError(f"{self._given[0]}: {what}: {text}")
