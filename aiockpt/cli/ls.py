@@ -16,7 +16,7 @@ from aiockpt.cli.output import console, print_json, print_table, shown, size_tex
 from aiockpt.core.wording import time_text
 from aiockpt.format.names import HIDDEN
 from aiockpt.manager.policies import select
-from aiockpt.manager.scan import NO_STEP, StepInfo, scan
+from aiockpt.manager.scan import NO_STEP, StepInfo, StepNames, scan
 from aiockpt.manager.tiers import is_mirrored, replicas_directory, replicated_disks
 from aiockpt.storage.base import Directories
 from aiockpt.storage.registry import directories_for, scheme_of
@@ -27,7 +27,14 @@ _Copies = dict[tuple[int, str], list[str]]
 _STYLES = {"complete": "green", "unfinished": "magenta", "damaged": "bold red"}
 
 
-def ls(directory: str, *, mirror: str | None = None, replicas: str | None = None, as_json: bool = False) -> None:
+def ls(
+    directory: str,
+    *,
+    names: StepNames,
+    mirror: str | None = None,
+    replicas: str | None = None,
+    as_json: bool = False,
+) -> None:
     """Print the checkpoints in a directory; with ``mirror``, whether that one has each step, and what only it has.
 
     Of a run on the own disks of hosts also the replicas that are here: in its directory, or below ``replicas``.
@@ -36,13 +43,14 @@ def ls(directory: str, *, mirror: str | None = None, replicas: str | None = None
         OSError: the directory, the mirror, or the replicas can't be read.
     """
     place, path = directories_for(directory)
-    contents = look_into(path)
+    contents = look_into(path, names=names)
     found, below = with_reasons(place, contents.found), contents.below
-    there = None if mirror is None else {info.step: info for info in scan(mirror)}
+    there = None if mirror is None else {info.step: info for info in scan(mirror, names=names)}
     only_there = [step for step in there or () if step not in {each.info.step for each in found}]
     copies: _Copies = {}
     if not scheme_of(path):  # hosts have their own disks in file systems
-        copies = _replicas(place, replicas_directory(place, path, place.resolve(replicas) if replicas else ""))
+        chosen = place.resolve(replicas) if replicas else ""
+        copies = _replicas(place, replicas_directory(place, path, chosen), names)
     owner = place.owner_of(path)
     if as_json:
         facts = None if owner is None else {"host": owner.host, "pid": owner.pid, "since": _iso(owner.since)}
@@ -62,8 +70,8 @@ def ls(directory: str, *, mirror: str | None = None, replicas: str | None = None
     elif not below:
         why = f": {contents.problem}" if contents.problem else ""
         console().print(f"There are no checkpoints in {shown(path)}{why}.")
-        if names := ", ".join(map(shown, contents.folders[:_MOST_NAMES])):
-            console().print(f"Directories that may have some further below: {names}")
+        if below_them := ", ".join(map(shown, contents.folders[:_MOST_NAMES])):
+            console().print(f"Directories that may have some further below: {below_them}")
     if only_there:
         console().print(f"Only the mirror has step {', '.join(map(str, only_there))}.")
     if below:
@@ -94,11 +102,11 @@ def _state_there(found: Found, there: Mapping[int, StepInfo]) -> str:
     return "another save" if state == "complete" and info.save_id and not is_mirrored(info, there) else state
 
 
-def _replicas(place: Directories, directory: str) -> _Copies:
+def _replicas(place: Directories, directory: str, names: StepNames) -> _Copies:
     """Return the ids of the disks whose files are here, by the step and the id of the save."""
     found: _Copies = {}
     for disk in replicated_disks(place, directory):
-        for info in scan(place.below(directory, disk), is_part=True):
+        for info in scan(place.below(directory, disk), names=names, is_part=True):
             if info.state == "complete" and info.save_id:
                 found.setdefault((info.step, info.save_id), []).append(disk)
     return found

@@ -259,13 +259,18 @@ def examine(
 
 
 def scan(
-    directory: str | os.PathLike[str], storage: Storage | None = None, *, is_part: bool = False
+    directory: str | os.PathLike[str],
+    storage: Storage | None = None,
+    names: StepNames = DEFAULT_NAMES,
+    *,
+    is_part: bool = False,
 ) -> tuple[StepInfo, ...]:
     """Return the steps in a run's directory, in the order of their numbers. Reads no tensors, and needs no torch.
 
     Args:
         directory: the run's directory, or a URL; ``~`` is the home directory.
         storage: where it is; None: by the path, see `aiockpt.storage`.
+        names: those of its steps.
         is_part: a step is complete if its documents are there: the disks of other hosts have the files that it lacks.
 
     Returns:
@@ -276,7 +281,7 @@ def scan(
     """
     from aiockpt.storage.local.storage import LocalStorage  # which needs what `examine` does without
 
-    return StepScanner(*Storages(storage, LocalStorage()).of(directory), is_part=is_part).scan()
+    return StepScanner(*Storages(storage, LocalStorage()).of(directory), names, is_part=is_part).scan()
 
 
 # --- one step -----------------------------------------------------------------------------------------
