@@ -2,8 +2,8 @@
 
 The fixture ``python`` of `tests.conftest` is its command line, to be followed by ``-c CODE`` or ``-m MODULE``, and
 arguments. The command line runs a small client. It sends its files, directory and environment to the server, which
-forks a process for the program; it forwards SIGINT and SIGTERM, and ends as the program ends. Not for tests of imports,
-and not for tests that kill the program: the kill would hit the client.
+forks a process for the program; it forwards SIGINT and SIGTERM, and ends as the program ends. Not for tests of imports.
+A test that kills the program needs the program's own process ID: a kill of the client would miss it.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ def ask(path: str, args: list[str]) -> int:
                 signal.signal(number, lambda number, _: os.kill(pid, number))
             code = int(answers.readline())
     if code < 0:
-        signal.signal(-code, signal.SIG_DFL)
+        if -code != signal.SIGKILL:
+            signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     return code
 
