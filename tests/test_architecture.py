@@ -50,11 +50,13 @@ def _running(node: ast.AST) -> Iterator[ast.AST]:
         yield from _running(inner)
 
 
+MODULES = {".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts): file for file in PACKAGE.rglob("*.py")}
+
+
 @functools.cache
 def _imports() -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
-    for file in PACKAGE.rglob("*.py"):
-        module = ".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts)
+    for module, file in MODULES.items():
         names = set()
         for node in _running(ast.parse(file.read_text())):
             if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("aiockpt"):
@@ -82,7 +84,7 @@ def test_the_root_is_small() -> None:
     assert len([name for name in LEVEL if (PACKAGE / f"{name}.py").exists()]) <= 8
 
 
-@pytest.mark.parametrize("module", sorted(_imports()))
+@pytest.mark.parametrize("module", sorted(MODULES))
 def test_imports_point_downward(module: str) -> None:
     mine = _part(module)
     for imported in _imports()[module]:
