@@ -67,6 +67,14 @@ BOTH = {"cancellation", "core", "engine", "environments"}
 """Folders of tests about waiting, cancelling and closing, where the caller's loop matters."""
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Start one server of programs for all workers; see `tests.forked_python`."""
+    if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
+        servers = contextlib.ExitStack()
+        servers.enter_context(forked_python.shared())
+        config.add_cleanup(servers.close)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="also run the cases that only repeat what others find")
     parser.addoption("--check-order", action="store_true", help="check the order of all accesses in tests/gpu")
@@ -115,10 +123,21 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 @pytest.fixture(scope="session")
-def python() -> Iterator[list[str]]:
+def _pythons() -> Iterator[str]:
+    with forked_python.started() as folder:
+        yield folder
+
+
+@pytest.fixture(scope="session")
+def python(_pythons: str) -> list[str]:
     """Return the command line of a Python that has imported aiockpt; see `tests.forked_python`."""
-    with forked_python.started() as command:
-        yield command
+    return forked_python.command(_pythons, "aiockpt")
+
+
+@pytest.fixture(scope="session")
+def python_with_torch(_pythons: str) -> list[str]:
+    """Return the command line of a Python that has imported torch, but nothing else; see `tests.forked_python`."""
+    return forked_python.command(_pythons, "torch")
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,6 @@ import functools
 import importlib
 import inspect
 import subprocess
-import sys
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -118,13 +117,13 @@ def test_pure_folders_do_no_io() -> None:
                 assert not forbidden & set(names), f"{file.name} imports {forbidden & set(names)}"
 
 
-def test_importing_costs_little_beyond_torch() -> None:
+def test_importing_costs_little_beyond_torch(python_with_torch: list[str]) -> None:
     code = (
         "import sys, torch; before = set(sys.modules); from aiockpt import *; new = set(sys.modules) - before;"
         "bad = [m for m in new if m.split('.')[0] in {'typer', 'rich', 'uvloop'}"
         " or m.startswith('torch.distributed.checkpoint')]; sys.exit(str(bad) if bad else 0)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([*python_with_torch, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -140,7 +139,9 @@ LOAD = "ckpt.load(sys.argv[1])"
     ],
     ids=["save", "load"],
 )
-def test_a_process_imports_only_what_it_uses(call: str, other: str, tmp_path: Path) -> None:
+def test_a_process_imports_only_what_it_uses(
+    call: str, other: str, python_with_torch: list[str], tmp_path: Path
+) -> None:
     with aiockpt.SyncCheckpointer() as ckpt:
         ckpt.save({"x": torch.ones(2)}, tmp_path / "c")
     code = (
@@ -149,7 +150,9 @@ def test_a_process_imports_only_what_it_uses(call: str, other: str, tmp_path: Pa
         f"bad = [m for m in sys.modules if m.startswith({tuple(other.split())})]; sys.exit(str(bad) if bad else 0)"
     )
     path = tmp_path / ("c" if call == LOAD else "d")
-    done = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [*python_with_torch, "-c", code, path], capture_output=True, text=True, timeout=120, check=False
+    )
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -168,9 +171,9 @@ def test_type_checkers_know_every_public_name() -> None:
 
 
 @pytest.mark.parametrize("name", aiockpt._MODULES)
-def test_a_public_module_needs_no_import_of_its_own(name: str) -> None:
+def test_a_public_module_needs_no_import_of_its_own(name: str, python_with_torch: list[str]) -> None:
     code = f"import sys, aiockpt; assert 'aiockpt.{name}' not in sys.modules; aiockpt.{name}.__doc__.strip()"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([*python_with_torch, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stderr) == (0, "")
 
 
