@@ -6,7 +6,6 @@ import contextlib
 import io
 import re
 import signal
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +25,7 @@ from benchmarks.harness.object_server import ObjectServer, Rule
 from tests.objects import servers
 from tests.objects.buckets import Bucket
 from tests.objects.test_faults import ANSWERS, NEVER
+from tests.polling import until
 from tests.ranks import world
 from tests.ranks.conftest import world2
 from tests.ranks.world import RankFailure, World, _context
@@ -427,8 +427,7 @@ def test_how_long_a_tombstone_holds(tomb: Tomb, owner: str, bucket: Bucket, monk
     assert storage.is_going(begun) == ((tomb, owner) != ("put", "dead"))
     if owner == "dead":  # long before it is void for others
         monkeypatch.setattr("aiockpt.storage.objects.cleaning.IN_FLIGHT_S", 10.0)
-        while storage.is_going(begun):
-            time.sleep(0.01)
+        until(lambda: not storage.is_going(begun))
         assert objects.now("") - begun.modified < held_s(tomb, "unknown")[0]
     monkeypatch.setattr("aiockpt.storage.objects.cleaning.IN_FLIGHT_S", 0.0)
     assert not storage.is_going(begun)
@@ -474,8 +473,7 @@ def test_writer_whose_claim_is_not_renewed_calls_its_request_off(
     server.rules(Rule(COMPLETE, count=10**6, status=500, hang_s=60.0), *refusals)
     with bucket.checkpointer(**PARTS) as ckpt:
         save = ckpt.submit(state_of(1), bucket / "m.safetensors")
-        while not any(re.search(COMPLETE, line) for line in server.log):
-            time.sleep(0.01)
+        until(lambda: any(re.search(COMPLETE, line) for line in server.log))
         other = encode_tomb("delete", new_ticket())
         if how == "lost":
             bucket.storage().objects.put("m.safetensors/.metadata", other)
