@@ -118,6 +118,35 @@ def serve(listener: socket.socket) -> list[str]:
     return args
 
 
+@contextlib.contextmanager
+def exiting_at_once() -> Iterator[None]:
+    """Let the process end after all else that is done at exit, but without freeing the modules: that copies each page."""
+    import atexit
+
+    codes: list[int] = []
+
+    @atexit.register  # before all others, so it runs last
+    def end() -> None:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(ValueError):  # it is closed
+                stream.flush()
+        if codes:
+            os._exit(codes[0])
+
+    try:
+        yield
+        codes.append(0)
+    except SystemExit as exc:
+        if exc.code is None or isinstance(exc.code, int):
+            codes.append((exc.code or 0) & 0xFF)
+        else:
+            codes.append(1)
+        raise
+    except Exception:
+        codes.append(1)
+        raise
+
+
 def main() -> None:
     """Run the client, or the servers, whose forks run the programs."""
     path, *args = sys.argv[1:]
@@ -137,11 +166,12 @@ def main() -> None:
     other.close()
     gc.freeze()
     option, what, *sys.argv[1:] = serve(listener)
-    if option == "-m":
-        runpy.run_module(what, run_name="__main__", alter_sys=True)
-    else:
-        sys.argv[0] = "-c"
-        exec(compile(what, "<string>", "exec"), {"__name__": "__main__"})
+    with exiting_at_once():
+        if option == "-m":
+            runpy.run_module(what, run_name="__main__", alter_sys=True)
+        else:
+            sys.argv[0] = "-c"
+            exec(compile(what, "<string>", "exec"), {"__name__": "__main__"})
 
 
 if __name__ == "__main__":
