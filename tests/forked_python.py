@@ -120,7 +120,7 @@ def serve(listener: socket.socket) -> list[str]:
 
 @contextlib.contextmanager
 def exiting_at_once() -> Iterator[None]:
-    """Let the process end after all else that is done at exit, but without freeing the modules: that copies each page."""
+    """End the process after all that is done at exit, but before modules are freed, which would copy each page."""
     import atexit
 
     codes: list[int] = []
