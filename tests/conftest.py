@@ -102,7 +102,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not config.getoption("full"):
         left_out = {"full"} if config.getoption("markexpr") == "slow" else {"full", "slow"}
         kept = [item for item in items if left_out.isdisjoint(mark.name for mark in item.iter_markers())]
-        config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+        config.hook.pytest_deselected(items=list(set(items).difference(kept)))
         items[:] = kept
 
 
