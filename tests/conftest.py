@@ -210,6 +210,7 @@ def no_leaks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     deadline = time.monotonic() + 10  # other threads, such as those of a DataLoader, may still be closing files
     while _open_files(process) > before and time.monotonic() < deadline:
         gc.collect()
+        time.sleep(0.005)
     assert _open_files(process) <= before, f"{_open_files(process) - before} file descriptors left"
 
 
