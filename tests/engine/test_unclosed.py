@@ -75,8 +75,7 @@ def test_thirty_unclosed_checkpointers_leave_nothing(writer: str, tmp_path: Path
     use("first").close()  # what torch starts and opens once in a process stays
     gc.collect()
     before, memory = held(), settled_bytes()
-    for number in range(count):
-        made.append(use(str(number)))
+    made += [use(str(number)) for number in range(count)]
     assert [thread.name for thread in threading.enumerate()].count("aiockpt-engine") == count
     assert len(process.children()) == (count if writer == "process" else 0) + before[2]
     _drop_with_warning(made.clear)
