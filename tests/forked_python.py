@@ -1,10 +1,10 @@
 """Interpreters that have already imported torch: programs start in milliseconds instead of seconds.
 
 The fixtures ``python``, where aiockpt is imported too, and ``python_with_torch``, for tests of imports, are command
-lines, to be followed by ``-c CODE`` or ``-m MODULE``, and arguments. The command line runs a small client. It sends its
-files, directory and environment to the server, which forks a process for the program; it forwards SIGINT and SIGTERM,
-and ends as the program ends. A test that kills the program needs the program's own process ID: a kill of the client
-would miss it. The workers of a test run share the servers.
+lines, to be followed by ``-c CODE``, ``-m MODULE`` or ``-u FILE``, and arguments. The command line runs a small client.
+It sends its files, directory and environment to the server, which forks a process for the program; it forwards SIGINT
+and SIGTERM, and ends as the program ends. A test that kills the program needs the program's own process ID: a kill of
+the client would miss it. The workers of a test run share the servers.
 """
 
 from __future__ import annotations
@@ -169,6 +169,9 @@ def main() -> None:
     with exiting_at_once():
         if option == "-m":
             runpy.run_module(what, run_name="__main__", alter_sys=True)
+        elif option == "-u":  # as torchrun starts its programs
+            sys.argv[0] = what
+            runpy.run_path(what, run_name="__main__")
         else:
             sys.argv[0] = "-c"
             exec(compile(what, "<string>", "exec"), {"__name__": "__main__"})
