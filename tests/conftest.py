@@ -58,6 +58,9 @@ LONG = (
     "notebooks/test_notebook.py",
     "writing/test_orphans.py",
     "crash/test_mounts.py",
+    "objects/test_single.py",
+    "manager/test_own_disks.py",
+    "integrations/test_ray.py",
 )
 """Files that take a minute or so. They come first: at the end, the other processes would have no work left."""
 LONGEST_TEST_S = 300  # then the test fails, with the stacks of all threads
