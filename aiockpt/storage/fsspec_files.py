@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiockpt.errors import AiockptError, SaveError
 from aiockpt.storage.base import Listing, LookBudget, Seen, Source, Storage, Traits, Transaction
-from aiockpt.storage.remote import RemoteListing, open_remote, show
+from aiockpt.storage.remote import RemoteListing, open_remote, put_into
 
 try:
     import fsspec
@@ -151,9 +151,7 @@ class FsspecListing(RemoteListing):
                 raise OSError(f"{url} was sent as a whole, where {length} bytes at {offset} were asked for")
             if len(data) < length:
                 break
-            view[at : at + length] = data
-            at += length
-        show(view[:at], seen)
+            at += put_into(view[at:], data, seen)
         return at
 
     def _read_one(self, url: str, start: int, end: int) -> bytes:

@@ -7,6 +7,8 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from aiockpt.errors import (
     AiockptError,
     CheckpointNotFoundError,
@@ -14,7 +16,7 @@ from aiockpt.errors import (
     LoadError,
     UnsafeCheckpointError,
 )
-from aiockpt.storage.base import Listing, LookBudget, Seen, Source
+from aiockpt.storage.base import Document, Listing, LookBudget, Seen, Source
 
 if TYPE_CHECKING:
     from aiockpt.core.threads import Workers
@@ -128,7 +130,16 @@ async def open_remote(look: Callable[[str], RemoteListing], path: str, workers: 
             raise CheckpointNotFoundError(f"there is no checkpoint at {path}") from exc
 
 
-def show(view: memoryview, seen: Seen | None) -> None:
-    """Call ``seen`` with the pieces of a view, each of which fits in the processor's cache."""
-    for begin in range(0, len(view) if seen is not None else 0, _STEP_BYTES):
-        seen(view[begin : begin + _STEP_BYTES])  # type: ignore[misc] # it is not None
+def put_into(view: memoryview, data: Document, seen: Seen | None) -> int:
+    """Copy bytes to the beginning of a view; return how many.
+
+    In steps that fit in the processor's cache, in which ``seen`` then finds them. Not by assigning to slices of the
+    view: that holds the GIL while the kernel clears the pages of new memory.
+    """
+    source, target = np.frombuffer(data, np.uint8), np.frombuffer(view, np.uint8)
+    for begin in range(0, len(source), _STEP_BYTES):
+        step = slice(begin, min(begin + _STEP_BYTES, len(source)))
+        np.copyto(target[step], source[step])
+        if seen is not None:
+            seen(view[step])
+    return len(source)

@@ -51,9 +51,14 @@ class ObjectPeer(ABC):
 
 
 class PlainObstore(ObjectPeer):
-    """The limit: the same bytes in parts and ranges of the same size, without a checkpoint."""
+    """The limit: the same bytes in parts and ranges of the same size, without a checkpoint.
 
-    name = "obstore, the bytes alone"
+    What it reads is dropped as it comes, or all of it ``is_kept``: new memory takes time to be cleared.
+    """
+
+    def __init__(self, server: ObjectServer, *, is_kept: bool = False) -> None:
+        super().__init__(server)
+        self._is_kept, self.name = is_kept, "obstore, all bytes kept" if is_kept else "obstore, the bytes alone"
 
     @cached_property
     def _store(self) -> Any:
@@ -90,10 +95,14 @@ class PlainObstore(ObjectPeer):
         each = size_of(state) // _FILES
         slots = asyncio.Semaphore(_FILES * _IN_FLIGHT)
 
+        kept: list[object] = []
+
         async def fetch(name: str, begin: int) -> int:
             async with slots:
-                end = min(each, begin + PART_BYTES)
-                return len(await obstore.get_range_async(self._store, name, start=begin, end=end))
+                data = await obstore.get_range_async(self._store, name, start=begin, end=min(each, begin + PART_BYTES))
+                if self._is_kept:
+                    kept.append(data)
+                return len(data)
 
         names = [f"{key}/{at}" for at in range(_FILES)]
         found = await asyncio.gather(*(fetch(name, at) for name in names for at in range(0, each, PART_BYTES)))

@@ -23,16 +23,16 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from aiockpt.core.threads import outlast
+from aiockpt.core.threads import DaemonThreads, outlast
 from aiockpt.errors import AiockptError, WriteError
 from aiockpt.storage.objects.client import ConditionError, NotSentError, ObjectClient, ObjectFacts, ObjectSink
 from aiockpt.storage.objects.storage import ObjectStorage
-from aiockpt.storage.remote import errors
+from aiockpt.storage.remote import errors, put_into
 
 try:
     import obstore
     from obstore import exceptions
-    from obstore.store import from_url
+    from obstore.store import MemoryStore, from_url
 except ImportError as exc:
     raise ImportError("object stores need the package obstore: pip install 'aiockpt[object]'") from exc
 
@@ -46,11 +46,11 @@ CLOCK_NAME = ".aiockpt.clock"
 _LEAST_PART_BYTES = 5 << 20
 _MOST_PARTS = 10_000
 _IN_FLIGHT = 8  # parts of a file
-_STEP_BYTES = 1 << 20
 _TIMEOUT = "300s"  # of a request: a part of 16 MiB at 56 KiB/s
 _CLOCK_S = 600.0
 _STOP_S = 5.0  # for an upload to be aborted, by requests; after that it is left open
 _HASTY_S = 5
+_NICE = 10
 _SECRET = re.compile(r"secret|token|key|password|credential|sas", re.IGNORECASE)
 _QUERY = re.compile(r"(https?://[^\s?]+)\?\S*")
 _NO_BUCKET = re.compile("NoSuchBucket|ContainerNotFound|bucket does not exist")
@@ -108,6 +108,9 @@ class ObstoreClient(ObjectClient):
         global _used_in
         if _used_in is None:
             _used_in = os.getpid()
+            # Its threads have the priority of the one that starts them; their copies must not slow training down.
+            with DaemonThreads(1, "aiockpt-obstore", nice=_NICE) as starting:
+                starting.submit(obstore.put, MemoryStore(), "first", b"").result()
         if _used_in != os.getpid():
             raise AiockptError(
                 "object stores can't be used in a process that was forked from one that has used them: start processes "
@@ -205,13 +208,7 @@ class ObstoreClient(ObjectClient):
         runs, at = [run for run in runs if run[1]], 0
         with self.errors(key):
             for data in self._pieces(key, runs, stamp):
-                piece = memoryview(data).cast("B")
-                for begin in range(0, len(piece), _STEP_BYTES):  # each is in the processor's cache for `seen`
-                    step = piece[begin : begin + _STEP_BYTES]
-                    view[at : at + len(step)] = step
-                    if seen is not None:
-                        seen(view[at : at + len(step)])
-                    at += len(step)
+                at += put_into(view[at:], data, seen)
         return at
 
     def _pieces(self, key: str, runs: Sequence[tuple[int, int]], stamp: Stamp | None) -> Any:

@@ -10,7 +10,7 @@ from aiockpt.storage.objects.cleaning import ticket_of
 from aiockpt.storage.objects.client import ConditionError, ObjectFacts
 from aiockpt.storage.objects.commit import COMMIT_NAME, FILES, Commit, original
 from aiockpt.storage.objects.lease import LEASE_NAME
-from aiockpt.storage.remote import RemoteListing, show
+from aiockpt.storage.remote import RemoteListing, put_into
 
 if TYPE_CHECKING:
     from aiockpt.storage.base import LookBudget, Seen, Stamp
@@ -106,10 +106,7 @@ class ObjectListing(RemoteListing):
         commit, own = self.documents[name]
         at = 0
         for offset, length in runs:
-            data = memoryview(self.storage.document(commit, own, offset, length))
-            view[at : at + len(data)] = data
-            at += len(data)
-        show(view[:at], seen)
+            at += put_into(view[at:], self.storage.document(commit, own, offset, length), seen)
         return at
 
 
