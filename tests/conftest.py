@@ -177,11 +177,17 @@ def _open_files(process: psutil.Process) -> int:
 
 
 def _children(process: psutil.Process) -> set[psutil.Process]:
-    try:  # a cheap check first: psutil looks at all processes of the machine
+    try:  # cheap checks first: psutil looks at all processes of the machine
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
         return set()
-    return set(process.children())
+    if not Path(f"/proc/self/task/{os.getpid()}/children").exists():
+        return set(process.children())
+    found: set[psutil.Process] = set()
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError, psutil.NoSuchProcess):  # it has just ended
+            found |= {psutil.Process(int(pid)) for pid in (task / "children").read_text().split()}
+    return found
 
 
 @pytest.fixture(autouse=True)
