@@ -124,7 +124,7 @@ class RestoreRequest:
         missing: a list for the keys that it lacks.
         safe_globals: classes and functions that pickled objects may use.
         trust: unpickle objects without restriction.
-        share: whether ranks read once what several of them need.
+        share: whether ranks read once what several of them need, or a process group over which they do.
         progress: a function that is called while the load runs.
     """
 

@@ -35,7 +35,14 @@ from aiockpt.reading.jobs import (
     view_of,
 )
 from aiockpt.reading.read_plan import ObjectRead, ReadPlan, TensorRead, annotate_partial_load
-from aiockpt.reading.sharing import DeviceJob, SharedJobs, SharedReads, cell_of_item, needs_of_items, needs_of_payloads
+from aiockpt.reading.sharing import (
+    DeviceJob,
+    ReadsTogether,
+    SharedJobs,
+    cell_of_item,
+    needs_of_items,
+    needs_of_payloads,
+)
 from aiockpt.snapshot.optimizer_hooks import count_change
 from aiockpt.staging.pool import Chunk, ChunkPool, MappedMemory
 from aiockpt.staging.runtime import is_host
@@ -120,7 +127,7 @@ class ReadExecutor:
     _options: LoadOptions
     _tools: LoadTools
     _known: dict[ItemRange, TensorItem] = field(default_factory=dict)  # cache of parsed items
-    shared: SharedReads | None = None  # with other ranks
+    shared: ReadsTogether | None = None  # with other ranks
 
     def __post_init__(self) -> None:
         self._framing = FramingReader(self._source, self._path, verify=self._options.verify)

@@ -24,7 +24,7 @@ from aiockpt.reading.executor import LoadTools, ReadExecutor
 from aiockpt.reading.jobs import view_of
 from aiockpt.reading.open import OpenCheckpoint, open_checkpoint
 from aiockpt.reading.read_plan import NewTensor, ReadPlan, ReadRequest, TensorRead, plan_reads
-from aiockpt.reading.sharing import hash_of
+from aiockpt.reading.sharing import FILLS, hash_of
 from aiockpt.reading.target_plan import TargetPlan, distinct_trees, plan_target
 from aiockpt.reading.targets import Region, find_twins, relocated
 from aiockpt.telemetry.loads import ReadReport
@@ -44,8 +44,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _DAMAGED = (StructureError, KeyError, TypeError, ValueError)
-_FILLS = 2
-"""The phase in which tensors of a target are filled, after those in which new values are read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +127,7 @@ class _OpenLoad:
             if gathering is not None and await gathering.meet(reads=await run(plan.read_hash)):
                 # Another rank of this host reads the same bytes: O_DIRECT would read the disk once for each of them.
                 self._opened.source.share()
-            await self._executor.fill(plan.reads, plan.filled, _FILLS)
+            await self._executor.fill(plan.reads, plan.filled, FILLS)
         # Last, and checked to succeed: a failed read leaves only tensors changed, and its error names them.
         new_values.put(target.tree, state_dict)
         if gathering is not None:
@@ -170,7 +168,8 @@ class _OpenLoad:
     async def _read_planned(self, planned: Sequence[tuple[_OpenLoad, ReadPlan]]) -> dict[str, Any]:
         """Read what `_plan_with_arrays` has planned; return the values by key."""
         values: dict[str, Any] = {}
-        for phase, (loader, plan) in enumerate(planned):
+        # All ranks come to the last phase before FILLS, whether they have one or two.
+        for phase, (loader, plan) in enumerate(planned, FILLS - len(planned)):
             values |= await loader._execute(plan, phase)
         return values | {name: array_of(values[name]) for name in self._arrays(values)}
 
@@ -192,8 +191,8 @@ class _OpenLoad:
         workers = self._tools.workers
         with gc_pause():  # all ranks would wait for a collection of one
             with span("share"):
-                needs: list[Need] = await self._executor.needs((), fills, _FILLS)
-                for phase, (loader, plan) in enumerate(planned):
+                needs: list[Need] = await self._executor.needs((), fills, FILLS)
+                for phase, (loader, plan) in enumerate(planned, FILLS - len(planned)):
                     await loader._executor.allocate(plan)
                     needs += await loader._executor.needs(plan.objects, plan.reads, phase)
                 checkpoint = await workers.run(hash_of, self._opened.index)

@@ -36,14 +36,15 @@ WIDTH = 1500
 
 
 class Counting(WrapperStorage):
-    """Counts the bytes that are read from files of data."""
+    """Counts the bytes that are read from files of data, by their suffix."""
 
-    def __init__(self) -> None:
+    def __init__(self, suffix: str = ".distcp") -> None:
         super().__init__(LocalStorage())
         self.nbytes = 0
+        self._suffix = suffix
 
     def before_read(self, name: str, offset: int, nbytes: int) -> None:
-        if name.endswith(".distcp"):
+        if name.endswith(self._suffix):
             self.nbytes += nbytes
 
 
