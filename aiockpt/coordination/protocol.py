@@ -468,7 +468,7 @@ class Follower(_Side):
         begun = time.monotonic()
         reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         pending = _OpenAsk(Ask(call.key, operation, message), reply)
-        self._pending[call.key] = pending
+        self._pending[pending.ask.key] = pending
         try:
             if self._link is None:
                 await self._wait_for_link(operation, begun + self._timeout_s, reply)
@@ -479,8 +479,8 @@ class Follower(_Side):
             if not reply.done():  # else rank 0 knows
                 await self.give_up(call, operation, coordination_failure(self._address.rank, str(exc)))
             raise
-        finally:
-            del self._pending[call.key]
+        finally:  # the call may be one round on by now
+            del self._pending[pending.ask.key]
         answer = reply.result()
         call.number = answer.number
         return answer.message
