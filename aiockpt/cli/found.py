@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
+from aiockpt.core.wording import naturally
 from aiockpt.format.names import HIDDEN
 from aiockpt.format.recognise import Format, Recognised
 from aiockpt.manager.scan import NO_STEP, StepInfo, examine, is_set_aside, step_of
@@ -74,7 +74,7 @@ def look_into(directory: str, budget: LookBudget | None = None) -> Contents:
             itself = None  # it is listed by the name of its only file
         names = listing.folders if itself else [*listing.folders, *listing.others, *listing.top]
     found, below, folders = [] if itself is None else [itself], {}, []
-    for name in sorted(names, key=lambda name: (name.startswith(HIDDEN), _naturally(name))):
+    for name in sorted(names, key=lambda name: (name.startswith(HIDDEN), naturally(name))):
         try:
             each, count = _look_at(place, name, place.below(directory, name), budget)
         except FileNotFoundError:  # it was removed or renamed meanwhile
@@ -136,11 +136,6 @@ def _unreadable_step(name: str, path: str, changed_s: float, error: OSError) -> 
         return None
     problem = f"it can't be read: {error.strerror}"
     return Found(name=name, info=StepInfo(step, path, "damaged", time=changed_s, problem=problem))
-
-
-def _naturally(name: str) -> list[tuple[int, int, str]]:
-    """Return a sort key that orders step-90 before step-1000."""
-    return [(0, int(p), "") if p.isdecimal() else (1, 0, p) for p in re.split(r"([0-9]+)", name)]
 
 
 # --- leftovers ------------------------------------------------------------------------------------------

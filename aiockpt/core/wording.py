@@ -1,7 +1,8 @@
-"""Parts of messages."""
+"""Parts of messages, and the order of names."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from datetime import datetime
 
@@ -25,3 +26,8 @@ def a(noun: str) -> str:
 def time_text(time_s: float) -> str:
     """Return a time in seconds as in `time.time` as text, in the zone of this machine, which it names."""
     return datetime.fromtimestamp(time_s).astimezone().isoformat(" ", "seconds")
+
+
+def naturally(name: str) -> list[tuple[int, int, str]]:
+    """Return a sort key that orders step-90 before step-1000."""
+    return [(0, int(p), "") if p.isdecimal() else (1, 0, p) for p in re.split(r"([0-9]+)", name)]

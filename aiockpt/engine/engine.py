@@ -32,7 +32,6 @@ from aiockpt.errors import (
     SaveError,
     SaveTimeoutError,
 )
-from aiockpt.saving.turn import Turn
 from aiockpt.staging.pool import ArenaCache
 from aiockpt.staging.runtime import current_streams
 from aiockpt.staging.throttle import Throttle
@@ -263,7 +262,7 @@ class Engine:
 
     def _begin(self, job: SaveJob) -> None:
         try:
-            job.scope, job.turn = anyio.CancelScope(), Turn(None if self._last is None else self._last.turn)
+            job.take_turn(self._last)
             self._tasks.start_soon(self._run, job)
         except BaseException as exc:  # delivered to the waiters of the save
             job.fail(exc)

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Literal, NamedTuple
 
-from aiockpt.core.wording import some_of
+from aiockpt.core.wording import naturally, some_of
 from aiockpt.errors import LoadError, printable_key
 from aiockpt.format.item.ziparchive import LEGACY_MAGIC, ZIP_MAGIC, FramingError, read_directory
 from aiockpt.format.manifest.manifest import (
@@ -353,12 +353,7 @@ def _checkpoints_in(files: Iterable[str]) -> list[str]:
             found.update(indexes)
         else:
             found.update(f"{folder}/{name}".lstrip("/") for name in marks)
-    return sorted((name for name in found if not _DEEPSPEED.fullmatch(name)), key=_naturally, reverse=True)
-
-
-def _naturally(name: str) -> list[tuple[int, str]]:
-    """Return a sort key that orders step-90 before step-1000."""
-    return [(int(part), "") if part.isdecimal() else (0, part) for part in re.split(r"([0-9]+)", name)]
+    return sorted((name for name in found if not _DEEPSPEED.fullmatch(name)), key=naturally, reverse=True)
 
 
 def _foreign_directory(files: Iterable[str]) -> str:

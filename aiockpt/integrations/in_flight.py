@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     import torch
 
     from aiockpt.engine.transaction import SyncTransaction
-    from aiockpt.sync_checkpointer import SyncCheckpointer
 
 logger = logging.getLogger("aiockpt")
 
@@ -53,7 +52,7 @@ class PendingSave:
         return self.transaction.path
 
 
-class SavesInFlight:
+class SavesInFlight(Lifetime):
     """The transactions of a plug-in, in order. For one thread; with several ranks, all call the same methods.
 
     Args:
@@ -63,18 +62,13 @@ class SavesInFlight:
         open: the transaction that the framework writes into just now.
     """
 
-    def __init__(self, **options: Any) -> None:
+    def _forget(self) -> None:
+        super()._forget()
         self.open: SyncTransaction | None = None
-        self._lifetime = Lifetime(**options)
-        self._warns = options.get("on_failure") == "warn"
+        self._warns = self._options.get("on_failure") == "warn"
         self._saves: deque[PendingSave] = deque()
         self._failure: BaseException | None = None
         self._seen: set[str] = set()
-
-    @property
-    def checkpointer(self) -> SyncCheckpointer:
-        """The checkpointer; see `Lifetime`."""
-        return self._lifetime.checkpointer
 
     @property
     def last(self) -> PendingSave | None:
@@ -102,7 +96,7 @@ class SavesInFlight:
             finally:
                 self.open = None
         self._saves.append(save)
-        if not self._lifetime.guard(optimizers):
+        if not self.guard(optimizers):
             transaction.staged.result()
 
     def agree(self, what: str, value: bool, decide: Callable[[Sequence[bool]], bool]) -> bool:
@@ -124,7 +118,7 @@ class SavesInFlight:
         Args:
             wait: block until all are.
         """
-        while self._saves and (wait or self._is_over(self._saves[0])):
+        while self._saves and (wait or self.is_over(self._saves[0].path, self._saves[0].transaction.written)):
             save = self._saves.popleft()
             try:
                 save.transaction.written.result()
@@ -136,18 +130,11 @@ class SavesInFlight:
                 continue
             yield save
 
-    def _is_over(self, save: PendingSave) -> bool:
-        return self.agree(f"whether {save.path} is written", save.transaction.written.done(), all)
-
     def raise_failure(self) -> None:
         """Raise the failure of a finished save, once."""
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
-
-    def end(self) -> None:
-        """Stop guarding, wait for what is in flight, and end all threads. Idempotent."""
-        self._lifetime.end()
 
     # --- directories --------------------------------------------------------------------------------------
 

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch.distributed as dist
 
 from aiockpt.coordination.choose import is_distributed
+from aiockpt.engine.facade import EngineAccess
 from aiockpt.sync_checkpointer import SyncCheckpointer
 
 if TYPE_CHECKING:
     import torch
 
+    from aiockpt.core.futures import Completion
     from aiockpt.saving.fence import StepGuard
 
 IDLE_S = 5.0
@@ -53,7 +55,7 @@ class Lifetime:
         """The checkpointer. With several ranks, all of them use it in the same order."""
         key = os.getpid(), id(dist.group.WORLD) if is_distributed() else None
         if isinstance(self._made_for, tuple) and self._made_for[0] != key[0]:
-            self._forget()  # its lock may be held by a thread of the parent
+            Lifetime._forget(self)  # its lock may be held by a thread of the parent
         with self._lock:
             held = self._checkpointer
             if held is not None and (self._made_for != key or not held._engine.is_open):
@@ -81,6 +83,13 @@ class Lifetime:
             except TypeError:  # its steps call no hooks
                 is_complete = False
         return is_complete
+
+    def is_over(self, path: str, written: Completion[Any]) -> bool:
+        """Return whether the save of a path has ended; with several ranks, when all of them know it."""
+        access = EngineAccess(self.checkpointer)
+        if access.world_size == 1:
+            return written.done()
+        return access.agree(f"whether {path} is written", written.done(), all).result()
 
     def end(self) -> None:
         """Stop guarding, finish the saves in flight and end all threads. Blocks; idempotent.

@@ -16,16 +16,18 @@ import os
 import shutil
 import sys
 import warnings
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
 from typing import Any, Literal
 
+import torch
+
 from aiockpt.errors import CheckpointExistsError, DeleteError, SafeGlobalsWarning
 from aiockpt.integrations.lifetime import missing
 from aiockpt.integrations.lightning_shards import InShards, is_urgent
 from aiockpt.integrations.named_saves import NamedSaves
-from aiockpt.integrations.whole_objects import with_whole_objects
 
 _IS_SEPARATE = find_spec("lightning") is None or ("pytorch_lightning" in sys.modules and "lightning" not in sys.modules)
 _PYTORCH = "pytorch_lightning" if _IS_SEPARATE else "lightning.pytorch"
@@ -121,6 +123,45 @@ class AiockptCheckpointIO(_plugins.TorchCheckpointIO):
 
 def _is_local(path: Any) -> bool:
     return "://" not in os.fspath(path)
+
+
+# --- objects that are stored as pickle stores them ----------------------------------------------------------
+
+_CONTAINERS: tuple[type[Any], ...] = (dict, OrderedDict, defaultdict)
+_KEYS = (str, int, float, bool, type(None))
+_PLAIN = (*_KEYS, bytes, complex)
+
+
+class _Whole:
+    """Is pickled as the value that it holds."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __reduce__(self) -> tuple[Callable[[Any], Any], tuple[Any]]:
+        return _itself, (self.value,)
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
+def with_whole_objects(value: Any) -> Any:
+    """Return a value with the same contents, to be saved as a file of ``torch.save``, which it then equals.
+
+    Modules and all other objects are pickled whole at the call, with their tensors, and so are dicts with keys that are
+    neither text nor numbers. Tensors elsewhere are still copied beside training.
+    """
+    kind = type(value)
+    if kind in _CONTAINERS and all(type(key) in _KEYS for key in value):
+        items = {key: with_whole_objects(part) for key, part in value.items()}
+        if all(items[key] is part for key, part in value.items()):
+            return value
+        return _Whole(value) if kind is defaultdict else kind(items)
+    if kind is list or kind is tuple:
+        parts = [with_whole_objects(part) for part in value]
+        return value if all(a is b for a, b in zip(parts, value, strict=True)) else kind(parts)
+    return value if kind in _PLAIN or isinstance(value, torch.Tensor) else _Whole(value)
 
 
 # --- beside training ----------------------------------------------------------------------------------------

@@ -24,11 +24,10 @@ if TYPE_CHECKING:
     from aiockpt.saving.handle import SaveHandle
 
 
-class NamedSaves:
+class NamedSaves(Lifetime):
     """Saves under names that a framework chooses, and removals that wait for them. For one thread.
 
-    With several ranks, all of them call `save`, `raise_failure` and `end` in the same order. Copies and pickles of it
-    have the options alone.
+    With several ranks, all of them call `save`, `raise_failure` and `end` in the same order.
 
     Args:
         options: those of `SyncCheckpointer`.
@@ -40,11 +39,11 @@ class NamedSaves:
         links: whether the framework keeps links beside the checkpoints, made in `link`.
     """
 
-    def __init__(self, **options: Any) -> None:
-        self._lifetime = Lifetime(**options)
-        self._forget()
-
     def _forget(self) -> None:
+        super()._forget()
+        self._forget_saves()
+
+    def _forget_saves(self) -> None:
         self.beside = self.links = False
         self._held: list[str] = []  # to be removed when no link names them
         self._to_link: list[str] = []
@@ -53,18 +52,6 @@ class NamedSaves:
         self._last: tuple[str, SaveHandle] | None = None
         self._removals: dict[str, Completion[None]] = {}
         self._due: deque[tuple[SaveHandle | None, Callable[[], object]]] = deque()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"_lifetime": self._lifetime}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._forget()
-
-    @property
-    def checkpointer(self) -> SyncCheckpointer:
-        """The checkpointer; see `Lifetime`."""
-        return self._lifetime.checkpointer
 
     # --- saving -------------------------------------------------------------------------------------------
 
@@ -95,7 +82,7 @@ class NamedSaves:
             self._submit(state, path, options)
 
     def _submit(self, state: Any, path: str, options: dict[str, Any]) -> None:
-        is_ordered = self._lifetime.guard(self.optimizers())
+        is_ordered = self.guard(self.optimizers())
         handle = self.checkpointer.submit(state, path, overwrite=True, **options)
         self._last = path, handle
         self._flying.append(self._last)
@@ -187,18 +174,12 @@ class NamedSaves:
     def raise_failure(self) -> None:
         """Raise the failure of a save that nobody has got, once. With several ranks, when all know of it."""
         failed: list[SaveHandle] = []
-        while self._flying and self._is_over(*self._flying[0]):
+        while self._flying and self.is_over(self._flying[0][0], self._flying[0][1].written):
             _, handle = self._flying.popleft()
             failed += [handle] if handle.written._exception is not None else []
         self._do_due()
         if failed and (error := EngineAccess(self.checkpointer).take_failure()) is not None:
             raise error
-
-    def _is_over(self, path: str, handle: SaveHandle) -> bool:
-        access = EngineAccess(self.checkpointer)
-        if access.world_size == 1:
-            return handle.written.done()
-        return access.agree(f"whether {path} is written", handle.written.done(), all).result()
 
     def end(self) -> None:
         """Wait until every save is durable and what they replace is removed, and end all threads. Idempotent.
@@ -210,8 +191,8 @@ class NamedSaves:
         try:
             self._do_due()
         finally:
-            self._forget()
-            self._lifetime.end()
+            self._forget_saves()
+            super().end()
 
     def end_after(self, error: BaseException) -> None:
         """Do as `end` after an error that ends the program: a failure of a save becomes a note to that."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, get_args
+
+import anyio
 
 from aiockpt.core.futures import Completion
 from aiockpt.errors import AiockptError, SaveCancelledError, SaveError, SaveSkippedError, TornSnapshotError
@@ -16,8 +18,6 @@ from aiockpt.staging.runtime import is_capturing
 from aiockpt.staging.throttle import SaveThrottle
 
 if TYPE_CHECKING:
-    import anyio
-
     from aiockpt.coordination.protocol import RankCall
     from aiockpt.core.spans import Span
     from aiockpt.engine.engine import Engine
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from aiockpt.planning.planner import FileFormat, Planner
     from aiockpt.saving.joint import Joint
     from aiockpt.saving.pipeline import SavePipeline
-    from aiockpt.saving.turn import Turn
     from aiockpt.storage.base import Storage
     from aiockpt.telemetry.saves import SaveResult
 
@@ -70,7 +69,7 @@ class SaveSpec:
 class SaveJob:
     """A save in flight: its specification, how far it is, and how it ends."""
 
-    turn: Turn  # since it is on the engine's loop
+    turn: Turn  # since `take_turn`
     scope: anyio.CancelScope  # since then too
     pipeline: SavePipeline | None = None  # while it runs
 
@@ -133,6 +132,10 @@ class SaveJob:
     def parts(self) -> list[SaveJob]:
         """The saves of the transaction that this one ends."""
         return [] if self.spec.joint is None else list(self.spec.joint.jobs.values())
+
+    def take_turn(self, before: SaveJob | None) -> None:
+        """Take its turn behind the save before. On the engine's loop."""
+        self.turn, self.scope = Turn(None if before is None else before.turn), anyio.CancelScope()
 
     # --- for the caller -----------------------------------------------------------------------------
 
@@ -260,3 +263,57 @@ def check_timeout(timeout: float | None) -> float:
     if not timeout >= 0:
         raise ValueError(f"timeout must not be negative, nor NaN; it is {timeout!r}")
     return min(timeout, threading.TIMEOUT_MAX)
+
+
+# --- the order of saves -----------------------------------------------------------------------------
+
+
+Milestone = Literal["planned", "staged", "over", "reported"]
+
+
+class Turn:
+    """The order of saves: each milestone of a save waits until the save before it is past the same milestone.
+
+    For the engine's loop.
+
+    ==============  ===================================================================================
+    past               what the next save may do then
+    ==============  ===================================================================================
+    ``planned``     meet the other ranks to plan: all ranks plan in the same order
+    ``staged``      copy its tensors
+    ``over``        create files, run its pre_commit hook and commit: commits keep the order of the calls
+    ``reported``    count its save_timeout: the callers know how this one has ended
+    ==============  ===================================================================================
+    """
+
+    def __init__(self, before: Turn | None) -> None:
+        self._before = before
+        self._past: dict[Milestone, anyio.Event] = {milestone: anyio.Event() for milestone in get_args(Milestone)}
+
+    async def wait_for(self, milestone: Milestone) -> None:
+        """Wait until the save before is past a milestone."""
+        if self._before is not None:
+            await self._before._past[milestone].wait()
+
+    @property
+    def before_is_over(self) -> anyio.Event | None:
+        """Set when the save before is over; None if there is none."""
+        return None if self._before is None else self._before._past["over"]
+
+    def pass_milestone(self, milestone: Milestone) -> None:
+        """Allow the next save to enter a milestone."""
+        self._past[milestone].set()
+
+    def finish(self) -> None:
+        """Allow the next save to enter every milestone, at once."""
+        for event in self._past.values():
+            event.set()
+        self._before = None  # else the chain of turns would keep every save of the run alive
+
+    async def finish_in_order(self) -> None:
+        """Allow the next save to enter each milestone, once the saves before are past it. Not to be cancelled."""
+        milestones: tuple[Milestone, ...] = ("planned", "staged", "over")
+        for milestone in milestones:
+            await self.wait_for(milestone)
+            self.pass_milestone(milestone)
+        self.finish()

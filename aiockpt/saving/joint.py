@@ -16,10 +16,9 @@ from aiockpt.format.manifest.manifest import FileFacts, Manifest, decode_head, e
 from aiockpt.format.names import MANIFEST_NAME
 from aiockpt.format.recognise import facts_in
 from aiockpt.planning.dcp_plan import DcpLayout, DcpPlan
-from aiockpt.planning.planner import SavePlan, StateSummary
-from aiockpt.saving.strategy import SaveStrategy
+from aiockpt.planning.planner import SavePlan, StateSummary, Summary
+from aiockpt.saving.strategy import SaveStrategy, result_of
 from aiockpt.storage.part import PartStorage
-from aiockpt.telemetry.saves import SaveResult
 from aiockpt.writing.commit import now, writer_name
 
 if TYPE_CHECKING:
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from aiockpt.core.threads import Workers
     from aiockpt.saving.job import SaveJob
     from aiockpt.storage.base import SharedStorage, SharedTransaction
+    from aiockpt.telemetry.saves import SaveResult
     from aiockpt.writing.file_writer import ChunkWriter
 
 _SHOWN = 5
@@ -228,19 +228,15 @@ class JointSave(SaveStrategy):
         """Publish, on rank 0, when all parts are written."""
         self._job.consistency.raise_if_aborted()
         files = await self._last_round(None)
-        job, results = self._job, [part.result for part in self._joint.jobs.values() if part.result is not None]
-        return SaveResult(
-            path=job.path,
-            nbytes=sum(files.values()),
-            tensor_bytes=sum(each.tensor_bytes for each in results),
-            tensors=sum(each.tensors for each in results),
-            objects=sum(each.objects for each in results),
-            files=files,
-            captured_s=times_s["captured"],
-            planned_s=times_s["planned"],
-            staged_s=times_s["staged"],
-            written_s=job.handle._elapsed(),
+        results = [part.result for part in self._joint.jobs.values() if part.result is not None]
+        summary = Summary(
+            files,
+            sum(files.values()),
+            sum(each.tensor_bytes for each in results),
+            sum(each.tensors for each in results),
+            sum(each.objects for each in results),
         )
+        return result_of(self._job, plan, summary, times_s)
 
     async def _first_round(self) -> None:
         """Meet the other ranks in the order of the calls: they may plan the next save before this one is published."""
