@@ -74,8 +74,7 @@ async def trains(rank: int, size: int, disks: Disks, steps: list[int], options: 
 def restores(rank: int, size: int, disks: Disks, there: str = "", replica_directory: str | None = None) -> Any:
     """Restore; return the step, what is repaired, and how many payload bytes were read from the mirror."""
     gate = Gate(storage_of(there), there) if there else None
-    # What is lost or damaged can't be replicated, and closing would wait for it as long as it may.
-    given = options_of(mirror="gate://here" if there else None, replica_directory=replica_directory, drain_timeout=1)
+    given = options_of(mirror="gate://here" if there else None, replica_directory=replica_directory)
     state = state_of(rank, 0)
     with (
         aiockpt.SyncCheckpointManager(RUN, storage=disks.of_rank(rank, size), **given) as run,
