@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from aiockpt.core.wording import naturally
 from aiockpt.format.names import HIDDEN
 from aiockpt.format.recognise import Format, Recognised
-from aiockpt.manager.scan import NO_STEP, StepInfo, examine, is_set_aside, step_of
+from aiockpt.manager.scan import DEFAULT_NAMES, NO_STEP, StepInfo, StepNames, examine, is_set_aside
 from aiockpt.storage.base import Directories, Listing, LookBudget
 from aiockpt.storage.registry import directories_for
 
@@ -58,8 +58,8 @@ def find(directory: str) -> list[Found]:
     return look_into(directory).found
 
 
-def look_into(directory: str, budget: LookBudget | None = None) -> Contents:
-    """Return the checkpoints in a directory, or the one that a file is.
+def look_into(directory: str, budget: LookBudget | None = None, names: StepNames = DEFAULT_NAMES) -> Contents:
+    """Return the checkpoints in a directory, or the one that a file is; ``names`` are those of a run's steps.
 
     Raises:
         OSError: the directory can't be read.
@@ -67,20 +67,23 @@ def look_into(directory: str, budget: LookBudget | None = None) -> Contents:
     budget = budget or LookBudget()
     place, directory = directories_for(directory)
     with place.look(directory, budget) as listing:
-        about, itself = _examined(place.split(directory)[1] or directory, listing)
+        about, itself = _examined(place.split(directory)[1] or directory, listing, names)
         if listing.is_file or about.layout == "dcp" or about.ranks:
             return Contents(found=[] if itself is None else [itself], problem="" if itself else about.problem)
         if itself is not None and not about.is_described and not about.files[1:]:
             itself = None  # it is listed by the name of its only file
-        names = listing.folders if itself else [*listing.folders, *listing.others, *listing.top]
+        inside = listing.folders if itself else [*listing.folders, *listing.others, *listing.top]
     found, below, folders = [] if itself is None else [itself], {}, []
-    for name in sorted(names, key=lambda name: (name.startswith(HIDDEN), naturally(name))):
+    for name in sorted(inside, key=lambda name: (name.startswith(HIDDEN), naturally(name))):
         try:
-            each, count = _look_at(place, name, place.below(directory, name), budget)
+            each, count = _look_at(place, name, place.below(directory, name), budget, names)
         except FileNotFoundError:  # it was removed or renamed meanwhile
             continue
         except OSError as exc:  # it belongs to another user, or is a link to itself
-            each, count = _unreadable_step(name, place.below(directory, name), listing.changed_s, exc), 0
+            each, count = (
+                _unreadable_step(names.step_of(name), name, place.below(directory, name), listing.changed_s, exc),
+                0,
+            )
         if each is not None:
             found.append(each)
         elif count:
@@ -108,7 +111,9 @@ def walk(directory: str, budget: LookBudget | None = None, levels: int = _MOST_L
         yield from walk(path, budget, levels - 1)
 
 
-def _look_at(place: Directories, name: str, path: str, budget: LookBudget) -> tuple[Found | None, int]:
+def _look_at(
+    place: Directories, name: str, path: str, budget: LookBudget, names: StepNames
+) -> tuple[Found | None, int]:
     """Return the checkpoint of a name, and how many are in a directory that is none."""
     leftover = place.leftover(name)
     if leftover is None and name.startswith("."):
@@ -116,12 +121,14 @@ def _look_at(place: Directories, name: str, path: str, budget: LookBudget) -> tu
     with place.look(path, budget) as listing:
         if leftover is not None:
             return None if listing.is_file else _leftover(leftover, name, listing), 0
-        about, found = _examined(name, listing, counts=True)
+        about, found = _examined(name, listing, names, counts=True)
         return found, len(about.choices)
 
 
-def _examined(name: str, listing: Listing, *, counts: bool = False) -> tuple[Recognised, Found | None]:
-    step = step_of(name)
+def _examined(
+    name: str, listing: Listing, names: StepNames, *, counts: bool = False
+) -> tuple[Recognised, Found | None]:
+    step = names.step_of(name)
     about, info = examine(listing, NO_STEP if step is None else step, counts=counts)
     if not about.layout and (step is None or listing.is_file or listing.folders):
         return about, None
@@ -130,8 +137,7 @@ def _examined(name: str, listing: Listing, *, counts: bool = False) -> tuple[Rec
     return about, Found(name=name, info=info, format=about.format)
 
 
-def _unreadable_step(name: str, path: str, changed_s: float, error: OSError) -> Found | None:
-    step = step_of(name)
+def _unreadable_step(step: int | None, name: str, path: str, changed_s: float, error: OSError) -> Found | None:
     if step is None:
         return None
     problem = f"it can't be read: {error.strerror}"

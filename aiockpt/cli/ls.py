@@ -16,7 +16,7 @@ from aiockpt.cli.output import console, print_json, print_table, shown, size_tex
 from aiockpt.core.wording import time_text
 from aiockpt.format.names import HIDDEN
 from aiockpt.manager.policies import select
-from aiockpt.manager.scan import NO_STEP, StepInfo, scan
+from aiockpt.manager.scan import NO_STEP, StepInfo, StepNames, scan
 from aiockpt.manager.tiers import is_mirrored
 from aiockpt.storage.base import Directories
 from aiockpt.storage.registry import directories_for
@@ -25,16 +25,16 @@ _MOST_NAMES = 20  # of directories in which no checkpoint was found
 _STYLES = {"complete": "green", "unfinished": "magenta", "damaged": "bold red"}
 
 
-def ls(directory: str, *, mirror: str | None = None, as_json: bool = False) -> None:
+def ls(directory: str, *, names: StepNames, mirror: str | None = None, as_json: bool = False) -> None:
     """Print the checkpoints in a directory; with ``mirror``, whether that one has each step, and what only it has.
 
     Raises:
         OSError: the directory, or the mirror, can't be read.
     """
     place, path = directories_for(directory)
-    contents = look_into(path)
+    contents = look_into(path, names=names)
     found, below = with_reasons(place, contents.found), contents.below
-    there = None if mirror is None else {info.step: info for info in scan(mirror)}
+    there = None if mirror is None else {info.step: info for info in scan(mirror, names=names)}
     only_there = [step for step in there or () if step not in {each.info.step for each in found}]
     owner = place.owner_of(path)
     if as_json:
@@ -50,8 +50,8 @@ def ls(directory: str, *, mirror: str | None = None, as_json: bool = False) -> N
     elif not below:
         why = f": {contents.problem}" if contents.problem else ""
         console().print(f"There are no checkpoints in {shown(path)}{why}.")
-        if names := ", ".join(map(shown, contents.folders[:_MOST_NAMES])):
-            console().print(f"Directories that may have some further below: {names}")
+        if below_them := ", ".join(map(shown, contents.folders[:_MOST_NAMES])):
+            console().print(f"Directories that may have some further below: {below_them}")
     if only_there:
         console().print(f"Only the mirror has step {', '.join(map(str, only_there))}.")
     if below:

@@ -38,6 +38,25 @@ _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 _UNITS_BYTES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([kmgt]?)(?:i?b)?", re.IGNORECASE)
 
+
+def parse_names(text: str) -> Any:
+    """Return the names of a manager's steps by a text such as checkpoint-{}; raise typer.BadParameter for another."""
+    from aiockpt.manager.scan import StepNames
+
+    try:
+        return StepNames(text)
+    except ValueError as exc:
+        raise typer.BadParameter(str(exc)) from None
+
+
+Names = Annotated[
+    Any,
+    typer.Option(
+        "--names", parser=parse_names, metavar="NAME", help="How the manager names its steps: 'checkpoint-{}'."
+    ),
+]
+_STEPS: Any = "step-{:08d}"
+
 app = typer.Typer(
     name="aiockpt",
     cls=Commands,
@@ -48,11 +67,10 @@ app = typer.Typer(
 
 
 def parse_duration(text: str) -> float:
-    """Return the seconds of a text such as 90, 90s, 15m, 12h, 7d or 2w; raise typer.BadParameter for another."""
-    number, unit = (text[:-1], text[-1:]) if text[-1:] in _UNITS_S else (text, "s")
+    """Return the seconds of a text such as 90s, 15m, 12h, 7d or 2w; raise typer.BadParameter for another."""
     try:
-        seconds = float(number) * _UNITS_S[unit]
-    except ValueError:
+        seconds = float(text[:-1]) * _UNITS_S[text[-1:]]
+    except (ValueError, KeyError):
         seconds = -1
     if not 0 <= seconds < float("inf"):
         raise typer.BadParameter(f"{text!r} is no duration: use a number with s, m, h, d or w, such as 12h")
@@ -119,6 +137,7 @@ def ls(
     mirror: Annotated[
         str | None, typer.Option(metavar="URL", help="The mirror of the run: whether it has each step, too.")
     ] = None,
+    names: Names = _STEPS,
     as_json: Json = False,
 ) -> None:
     """List the checkpoints in a directory: state, size, time, metrics, and which policy keeps them.
@@ -127,7 +146,7 @@ def ls(
     """
     from aiockpt.cli.ls import ls
 
-    ls(directory, mirror=mirror, as_json=as_json)
+    ls(directory, mirror=mirror, names=names, as_json=as_json)
 
 
 @app.command()
@@ -267,6 +286,7 @@ def prune(
         list[str] | None,
         typer.Option("--keep-best", metavar="N:METRIC[:max]", help="Keep the best: 2:loss, 1:accuracy:max."),
     ] = None,
+    names: Names = _STEPS,
     dry_run: Annotated[bool, typer.Option("--dry-run", "-n", help="Only show what would be removed.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -282,7 +302,7 @@ def prune(
         policies = policies_of(latest, every or (), within, best or ())
     except ValueError as exc:
         raise typer.BadParameter(str(exc)) from None
-    raise typer.Exit(prune(directory, policies, dry_run=dry_run, as_json=as_json))
+    raise typer.Exit(prune(directory, policies, names=names, dry_run=dry_run, as_json=as_json))
 
 
 @app.command()
@@ -323,6 +343,7 @@ def mirror(
     bandwidth: Annotated[
         int | None, typer.Option(parser=parse_size, metavar="BYTES", help="Copy at most so much per second: 200M.")
     ] = None,
+    names: Names = _STEPS,
     as_json: Json = False,
 ) -> None:
     """Copy the steps of a run that its mirror lacks, such as after the job has ended before its uploads.
@@ -332,7 +353,7 @@ def mirror(
     """
     from aiockpt.cli.mirror import mirror
 
-    raise typer.Exit(mirror(directory, url, bytes_per_s=bandwidth, as_json=as_json))
+    raise typer.Exit(mirror(directory, url, names=names, bytes_per_s=bandwidth, as_json=as_json))
 
 
 @app.command()

@@ -9,7 +9,7 @@ from aiockpt.cli.app import Code, CommandError
 from aiockpt.cli.output import console, print_json, shown, size_text, time_text
 from aiockpt.engine.facade import EngineAccess
 from aiockpt.manager.mirror import Mirror, MirrorSettings, Tier
-from aiockpt.manager.scan import DEFAULT_NAMES
+from aiockpt.manager.scan import StepNames
 from aiockpt.storage.registry import storage_for
 
 
@@ -31,7 +31,9 @@ class _Copied(aiockpt.Observer):
             console().print(f"{shown(result.path)}  {size_text(result.nbytes)}, sent {sent}")
 
 
-def mirror(directory: str, url: str, *, bytes_per_s: float | None = None, as_json: bool = False) -> Code:
+def mirror(
+    directory: str, url: str, *, names: StepNames, bytes_per_s: float | None = None, as_json: bool = False
+) -> Code:
     """Copy what is missing, and print it.
 
     Raises:
@@ -41,17 +43,17 @@ def mirror(directory: str, url: str, *, bytes_per_s: float | None = None, as_jso
     """
     storage, path = storage_for(directory)
     with storage.look(path) as listing:
-        if all(DEFAULT_NAMES.step_of(name) is None for name in listing.folders):
+        if all(names.step_of(name) is None for name in listing.folders):
             raise CommandError(
-                f"{path} has no steps to copy: name a run, with steps such as {DEFAULT_NAMES.name_of(100)}"
+                f"{path} has no steps to copy: name a run, with steps such as {names.name_of(100)}, or pass --names"
             )
-    there = Tier(*storage_for(url), DEFAULT_NAMES)
+    there = Tier(*storage_for(url), names)
     if f"{there.directory}/".startswith(f"{path}/") or f"{path}/".startswith(f"{there.directory}/"):
         raise CommandError(f"the mirror is {there.directory}, and the run {path}: one must not be in the other")
     copied = _Copied(quiet=as_json)
     with aiockpt.SyncCheckpointer(process_group=None, observers=[copied]) as ckpt:
         settings = MirrorSettings(bytes_per_s=bytes_per_s)
-        work = Mirror(Tier(storage, path, DEFAULT_NAMES), there, settings, EngineAccess(ckpt).reports)
+        work = Mirror(Tier(storage, path, names), there, settings, EngineAccess(ckpt).reports)
         try:
             work.poke()
             if (ended := work.finish()) is not None:

@@ -17,7 +17,7 @@ from aiockpt.cli.output import console, print_json, print_table, shown, size_tex
 from aiockpt.errors import AiockptError
 from aiockpt.format.names import HIDDEN
 from aiockpt.manager.policies import KeepAny, KeepPolicy, select, to_delete
-from aiockpt.manager.scan import StepInfo, scan
+from aiockpt.manager.scan import StepInfo, StepNames, scan
 from aiockpt.storage.registry import directories_for
 
 
@@ -68,7 +68,9 @@ def _ask(paths: Sequence[str]) -> None:
 # --- steps of a run -------------------------------------------------------------------------------------
 
 
-def prune(directory: str, policies: Sequence[KeepPolicy], *, dry_run: bool = False, as_json: bool = False) -> Code:
+def prune(
+    directory: str, policies: Sequence[KeepPolicy], *, names: StepNames, dry_run: bool = False, as_json: bool = False
+) -> Code:
     """Delete the steps of a run that no policy keeps, and print what is kept and why.
 
     The newest complete step always stays, and so does everything that is not a complete step of a manager.
@@ -79,12 +81,12 @@ def prune(directory: str, policies: Sequence[KeepPolicy], *, dry_run: bool = Fal
     """
     place, directory = directories_for(directory)
     with place.look(directory):  # it is there
-        infos = scan(directory)
-    _check(directory, infos, policies)
+        infos = scan(directory, names=names)
+    _check(directory, infos, policies, names)
     lock = None if dry_run else place.lease(directory)
     try:
-        infos = scan(directory)  # again: no manager starts between this list and the deletions
-        _check(directory, infos, policies)
+        infos = scan(directory, names=names)  # again: no manager starts between this list and the deletions
+        _check(directory, infos, policies, names)
         policy, now = KeepAny(tuple(policies)), time.time()
         doomed = to_delete(policy, infos, now)
         fates = [] if dry_run else list(_deleted([info.path for info in doomed]))
@@ -121,10 +123,10 @@ def _reasons(info: StepInfo, kept: Mapping[int, Sequence[str]], failed: Abstract
     return kept.get(info.step) or ["the newest"]
 
 
-def _check(directory: str, infos: Sequence[StepInfo], policies: Sequence[KeepPolicy]) -> None:
+def _check(directory: str, infos: Sequence[StepInfo], policies: Sequence[KeepPolicy], names: StepNames) -> None:
     if not infos:
         raise CommandError(
-            f"{directory} has no steps of a manager, such as step-00000100; what has other names is never pruned"
+            f"{directory} has no steps of a manager, such as {names.name_of(100)}; for others pass --names"
         )
     known = sorted({metric for info in infos for metric in info.metrics})
     for policy in policies:

@@ -528,13 +528,12 @@ async def _watch(
     job.settle(
         None,
         SaveTimeoutError(
-            f"{what}; a thread of it hangs in the file system, and holds its memory until it returns. What was "
-            "written is removed then, unless the system was just renaming it. Check the disk, and save elsewhere "
-            "meanwhile"
+            f"{what}; a thread of it hangs in the storage, and holds its memory until it returns. What was written is "
+            "removed then, unless it was just being published. Look after the storage, and save elsewhere meanwhile"
         ),
     )
     job.turn.pass_milestone("reported")
-    logger.error("a thread of the save of %s hangs in the file system; saving goes on without it", job.path)
+    logger.error("a thread of the save of %s hangs in the storage; saving goes on without it", job.path)
     world = resources.world()
     if world is not None and job.spec.call is not None:
         await world.coordinator.give_up(job.spec.call, f"the save of {job.path}", SaveTimeoutError(what))
@@ -554,7 +553,7 @@ def _late_error(jobs: list[SaveJob], timeout_s: float) -> SaveCancelledError | N
     publishing = [job for job in hanging if (pipeline := job.pipeline) is not None and pipeline.revoke()]
     failed = [job for job in jobs if job.handle.written._exception is not None]
     uncertain = [job for job in failed if isinstance(job.handle.written._exception, CommitUncertainError)]
-    left = "a thread hangs in the file system; it is left behind"
+    left = "a thread hangs in the storage; it is left behind"
     outcomes: Sequence[tuple[list[SaveJob], str, type[SaveError]]] = (
         (publishing, f"{left}, and it is not known whether it was published", CommitUncertainError),
         ([job for job in hanging if job not in publishing], left, SaveCancelledError),

@@ -51,7 +51,7 @@ class NamedSaves(Lifetime):
         self._flying: deque[tuple[str, SaveHandle]] = deque()
         self._last: tuple[str, SaveHandle] | None = None
         self._removals: dict[str, Completion[None]] = {}
-        self._due: deque[tuple[SaveHandle | None, Callable[[], object]]] = deque()
+        self._due: deque[tuple[SaveHandle | None, Callable[[], object], Callable[[], object]]] = deque()
 
     # --- saving -------------------------------------------------------------------------------------------
 
@@ -142,30 +142,33 @@ class NamedSaves(Lifetime):
         path = os.path.abspath(path)
         self._to_link.append(path)
 
-        def make_it() -> None:
-            make()
+        def forget() -> None:
             self._to_link.remove(path)
+
+        def make_it() -> None:
+            forget()
+            make()
             held, self._held = self._held, []
             for each in held:
                 self.remove(each)
 
-        self.then(make_it)
+        self.then(make_it, forget)
 
     # --- outcomes -----------------------------------------------------------------------------------------
 
-    def then(self, function: Callable[[], object]) -> None:
+    def then(self, function: Callable[[], object], otherwise: Callable[[], object] = lambda: None) -> None:
         """Call a function when the save that was begun last is durable: now, or in `raise_failure` or `end`.
 
-        If the save fails, the function is not called.
+        If the save fails, ``otherwise`` is called instead.
         """
-        self._due.append((None if self._last is None else self._last[1], function))
+        self._due.append((None if self._last is None else self._last[1], function, otherwise))
         self._do_due()
 
     def _do_due(self) -> None:
         while self._due and (self._due[0][0] is None or self._due[0][0].written.done()):
-            handle, function = self._due.popleft()
-            if handle is None or handle.written._exception is None:  # read by itself, it is not delivered
-                function()
+            handle, function, otherwise = self._due.popleft()
+            is_durable = handle is None or handle.written._exception is None  # read by itself, it is not delivered
+            (function if is_durable else otherwise)()
 
     def wait(self) -> None:
         """Block until no save is in flight. Raises no error of a save."""

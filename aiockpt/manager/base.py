@@ -278,13 +278,17 @@ class ManagerBase:
         except AiockptError as exc:  # orphans cost space, no more
             logger.warning("can't look for what killed processes have left in %s: %s", self.directory, exc)
         deadline = time.monotonic() + _WRITER_S
-        while await self._run(
-            self._storage.is_finishing, self.directory
-        ):  # else its step would appear after the restore
+        while await self._run(self._is_finishing):  # else its step would appear after the restore
             if time.monotonic() > deadline:
                 logger.warning("a writer process of a killed trainer still writes to %s", self.directory)
                 break
             await self._run(time.sleep, _WRITER_POLL_S)
+
+    def _is_finishing(self) -> bool:
+        try:
+            return self._storage.is_finishing(self.directory)
+        except OSError as exc:
+            raise AiockptError(f"the run {self.directory} can't be looked at: {exc}") from exc
 
     async def _close(self, close_checkpointer: str) -> None:
         """Close the checkpointer by a method of it, wait for deletions, and let others write to the run."""

@@ -251,12 +251,15 @@ def examine(
     return found, info if head is None else _with_facts(info, head)
 
 
-def scan(directory: str | os.PathLike[str], storage: Storage | None = None) -> tuple[StepInfo, ...]:
+def scan(
+    directory: str | os.PathLike[str], storage: Storage | None = None, names: StepNames = DEFAULT_NAMES
+) -> tuple[StepInfo, ...]:
     """Return the steps in a run's directory, in the order of their numbers. Reads no tensors, and needs no torch.
 
     Args:
         directory: the run's directory, or a URL; ``~`` is the home directory.
         storage: where it is; None: by the path, see `aiockpt.storage`.
+        names: those of its steps.
 
     Returns:
         A `StepInfo` for each directory with the name of a step; none if the run's directory does not exist.
@@ -266,7 +269,7 @@ def scan(directory: str | os.PathLike[str], storage: Storage | None = None) -> t
     """
     from aiockpt.storage.local.storage import LocalStorage  # which needs what `examine` does without
 
-    return StepScanner(*Storages(storage, LocalStorage()).of(directory)).scan()
+    return StepScanner(*Storages(storage, LocalStorage()).of(directory), names).scan()
 
 
 # --- one step -----------------------------------------------------------------------------------------

@@ -38,6 +38,7 @@ from isal.isal_zlib import crc32
 
 _PAGE = 1000  # keys of a list
 _STEP_BYTES = 1 << 20
+_LEAST_PART_BYTES = 5 << 20  # of a part that is not the last
 
 
 @dataclass(frozen=True)
@@ -45,13 +46,15 @@ class Rule:
     """What happens to some requests.
 
     Args:
-        match: a regular expression of ``METHOD /bucket/key?query``; the parts of an upload have ``partNumber``.
+        match: a regular expression of ``METHOD /bucket/key?query``; the parts of an upload have ``partNumber``. The
+            deletion of several is followed by their keys.
         first: the number of the first request that matches and to which it happens, from 1.
         count: to how many.
         status: it is answered with this status, such as 409, 412, 500 or 503; 0: not at all, the connection is closed.
         does: it is done before that.
         kill: the process that is killed then; 0: none.
         hang_s: the answer takes so much longer, in seconds.
+        late_s: the connection is closed, or the process killed, and so much later it is done after all, in seconds.
         ignores_conditions: it is done as if it had no conditions, and answered.
     """
 
@@ -62,6 +65,7 @@ class Rule:
     does: bool = False
     kill: int = 0
     hang_s: float = 0.0
+    late_s: float = 0.0
     ignores_conditions: bool = False
 
 
@@ -102,6 +106,11 @@ def _holds(headers: Mapping[str, str], found: _Object | None) -> bool:
         return False
     generation = headers.get("x-goog-if-generation-match")
     return generation is None or int(generation) == (0 if found is None else found.generation)
+
+
+def _keys(body: bytearray) -> list[str]:
+    """Return the keys in a request to delete several objects."""
+    return [unescape(found) for found in re.findall("<Key>(.*?)</Key>", body.decode())]
 
 
 def _facts(found: _Object) -> dict[str, str]:
@@ -158,6 +167,8 @@ class _Talk(socketserver.BaseRequestHandler):
             self._answer(method, 200, {}, self._control(key[2:], body))
             return
         line = f"{method} /{key}" + (f"?{query}" if query else "")
+        if "delete" in asked:
+            line = " ".join([line, *_keys(body)])
         with store.lock:
             store.log.append(line)
             rules = [
@@ -175,8 +186,11 @@ class _Talk(socketserver.BaseRequestHandler):
                 self._do(method, key, asked, headers, body)
             if rule.kill:
                 os.kill(rule.kill, signal.SIGKILL)
-            if rule.hang_s:
-                time.sleep(rule.hang_s)
+            if rule.late_s:
+                self.request.shutdown(socket.SHUT_RDWR)
+                time.sleep(rule.late_s)
+                self._do(method, key, asked, headers, body)
+            time.sleep(rule.hang_s)
             if rule.status:
                 self._answer(method, rule.status, {}, f"<Error><Code>Scripted{rule.status}</Code></Error>".encode())
                 return
@@ -230,10 +244,12 @@ class _Talk(socketserver.BaseRequestHandler):
             parts = store.uploads.pop(asked["uploadId"], None)
             if parts is None:
                 return 404, {}, _xml("Error", Code="NoSuchUpload")
+            if any(len(parts[number]) < _LEAST_PART_BYTES for number in sorted(parts)[:-1]):
+                return 400, {}, _xml("Error", Code="EntityTooSmall")
             status, facts = store.put(key, bytearray().join(parts[number] for number in sorted(parts)), headers)
             return status, {}, _xml("CompleteMultipartUploadResult", ETag=facts.get("ETag", ""))
         if method == "POST" and "delete" in asked:
-            keys = [unescape(found) for found in re.findall("<Key>(.*?)</Key>", body.decode())]
+            keys = _keys(body)
             for each in keys:
                 store.objects.pop(f"{key}/{each}", None)
             return 200, {}, _xml("DeleteResult", Deleted=[{"Key": each} for each in keys])

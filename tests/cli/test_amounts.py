@@ -4,12 +4,12 @@ import typer
 from aiockpt.cli.main import parse_duration, parse_size
 
 
-@pytest.mark.parametrize(("text", "seconds"), [("90", 90), ("90s", 90), ("1.5m", 90), ("12h", 43200), ("2w", 1209600)])
+@pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("0s", 0), ("1.5m", 90), ("12h", 43200), ("2w", 1209600)])
 def test_durations(text, seconds):
     assert parse_duration(text) == seconds
 
 
-@pytest.mark.parametrize("text", ["", "h", "1y", "-1h", "nan", "inf", "one"])
+@pytest.mark.parametrize("text", ["", "h", "3", "0", "1y", "-1h", "nan", "inf", "one"])
 def test_invalid_durations(text):
     with pytest.raises(typer.BadParameter, match="is no duration"):
         parse_duration(text)

@@ -42,6 +42,22 @@ def test_missing_steps_are_copied(here: Path, anywhere: Any) -> None:
     assert record["error"] is None
 
 
+def test_steps_with_names_of_their_own(tmp_path: Path, anywhere: Any) -> None:
+    here, there, named = tmp_path / "here", anywhere / "there", ("--names", "checkpoint-{}")
+    with aiockpt.SyncCheckpointManager(here, names="checkpoint-{}") as run:
+        for step in (5, 10):
+            run.save(step, state_of(step))
+    assert "has no steps to copy" in invoke("mirror", here, there, code=3)
+    assert invoke("mirror", here, there, *named).count("checkpoint-") == 2
+    found = json.loads(invoke("ls", here, "--mirror", there, "--json", *named))["checkpoints"]
+    assert [(each["step"], each["mirror"]) for each in found] == [(5, "complete"), (10, "complete")]
+    assert "such as step-00000100" in invoke("prune", here, "--keep-latest", 1, code=3)
+    invoke("prune", here, "--keep-latest", 1, *named)
+    assert json.loads(invoke("ls", here, "--mirror", there, "--json", *named))["only_in_mirror"] == [5]
+    for wrong in ("checkpoint", "{}/a", "a-{}-{}"):
+        assert "must be the name of a step" in invoke("ls", here, "--names", wrong, code=2)
+
+
 def test_damaged_step_is_said(here: Path, anywhere: Any) -> None:
     flip(here, 2)
     assert "does not match its CRC" in invoke("mirror", here, anywhere / "there", code=3)

@@ -244,7 +244,7 @@ async def test_later_saves_go_on_when_one_hangs(step: str, tmp_path: Path) -> No
     try:
         stuck = ckpt.save(state, tmp_path / "stuck", storage=storage)
         behind = ckpt.save(expected, tmp_path / "behind")
-        with pytest.raises(aiockpt.SaveTimeoutError, match="a thread of it hangs in the file system"):
+        with pytest.raises(aiockpt.SaveTimeoutError, match="a thread of it hangs in the storage"):
             await stuck.written
         await behind
         found = ckpt.statistics()

@@ -138,7 +138,7 @@ def cell_with(notebook: Any, words: str) -> Any:
 def test_save_completes_while_a_cell_blocks(executed: tuple[Any, Path]) -> None:
     notebook, folder = executed
     text = text_of(cell_with(notebook, "while not save.written.done()"))
-    found = re.search(r"(\d+) steps while the checkpoint was written", text)
+    found = re.search(r"steps while the checkpoint was written: (\d+)", text)
     assert found, text
     with aiockpt.SyncCheckpointer() as ckpt:
         assert ckpt.verify(folder / "runs" / "first").ok

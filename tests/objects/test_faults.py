@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import signal
+import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +16,7 @@ import pytest
 import torch
 
 import aiockpt
+from aiockpt.testing import GatedStorage
 from benchmarks.harness.object_server import ObjectServer, Rule
 from tests.objects.buckets import Bucket
 from tests.ranks import world
@@ -143,6 +146,86 @@ def test_store_that_ignores_conditions_is_refused(bucket: Bucket, server: Object
             ckpt.save(state_of(1), path)
         ckpt.save(state_of(2), path, overwrite=True)
     assert version_in(bucket, path) == 2
+
+
+# --- requests that arrive twice, or late --------------------------------------------------------------------
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30.0
+    while not condition():
+        assert time.monotonic() < deadline, "it has not come in time"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("answer", [{}, {"status": 500}, {"status": 503}], ids=["dropped", "500", "503"])
+def test_deletion_whose_answer_is_lost_spares_what_is_saved_meanwhile(
+    answer: dict[str, Any], bucket: Bucket, server: ObjectServer
+) -> None:
+    path = bucket / "run/c"
+    with bucket.checkpointer() as ckpt, bucket.checkpointer() as other, ThreadPoolExecutor(1) as threads:
+        ckpt.save(state_of(1), path)
+        server.rules(Rule("(DELETE|POST) .*/c/.metadata$", does=True, hang_s=2.0, **answer))
+        deleting = threads.submit(ckpt.delete, path)
+        until(lambda: "run/c/.metadata" not in bucket.listed())
+        other.save(state_of(2), path)
+        deleting.result()
+    assert version_in(bucket, path) == 2
+
+
+@pytest.mark.parametrize("status", [500, 503])
+def test_deletion_that_is_refused_is_asked_for_again(status: int, bucket: Bucket, server: ObjectServer) -> None:
+    path = bucket / "run/c"
+    with bucket.checkpointer() as ckpt:
+        ckpt.save(state_of(1), path)
+        server.rules(Rule("(DELETE|POST) .*/c/.metadata$", count=3, status=status))
+        ckpt.delete(path)
+    assert bucket.listed() == []
+
+
+def test_deletion_of_which_nothing_is_known_keeps_the_path_for_a_while(
+    bucket: Bucket, server: ObjectServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("aiockpt.storage.objects.cleaning.IN_FLIGHT_S", 4.0)
+    path = bucket / "run/c"
+    with bucket.checkpointer() as ckpt:
+        ckpt.save(state_of(1), path)
+        server.rules(Rule("(DELETE|POST) .*/c/.metadata$", late_s=2.0))
+        with pytest.raises(aiockpt.DeleteError):
+            ckpt.delete(path)
+        assert version_in(bucket, path) == 0
+        ckpt.save(state_of(2), path)
+        limit = time.monotonic() + 3.0
+        while time.monotonic() < limit:
+            assert version_in(bucket, path) == 2
+        assert bucket.dead() == []
+
+
+@pytest.mark.parametrize("repeats", [0, 1])
+def test_late_commit_finds_its_files(repeats: int, bucket: Bucket, server: ObjectServer) -> None:
+    """It was in vain, as another process was faster; when its checkpoint is deleted, the late one appears."""
+    path, commit = bucket / "run/c", "/run/c/.metadata$"
+    first, second = (
+        GatedStorage(bucket.storage(retry_config=retries), ["commit"])
+        for retries in (NEVER["retry_config"] | {"max_retries": repeats}, {})
+    )
+    with bucket.checkpointer() as ckpt, bucket.checkpointer() as other:
+        late = ckpt.submit(state_of(1), path, storage=first)
+        won = other.submit(state_of(2), path, storage=second)
+        for gates in (first, second):
+            gates.reached["commit"].result(30)
+        unanswered = Rule(f"(GET|HEAD) .*{commit}", count=10**6, status=400, hang_s=0.5)
+        refused = Rule(f"PUT .*{commit}", first=2, count=repeats, status=500)
+        server.rules(Rule(f"PUT .*{commit}", late_s=5.0), refused, unanswered)
+        first.open("commit")
+        until(lambda: len([line for line in server.log if re.search(f"PUT .*{commit}", line)]) > repeats)
+        second.open("commit")
+        won.written.result(30)
+        server.rules()
+        with pytest.raises(aiockpt.CheckpointExistsError):
+            late.written.result(30)
+        other.delete(path)
+        until(lambda: version_in(bucket, path) == 1)
 
 
 # --- races and kills ----------------------------------------------------------------------------------------

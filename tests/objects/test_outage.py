@@ -81,19 +81,31 @@ def outcome(call: Callable[[], Any], limit_s: float = _LIMIT_S) -> Any:
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["refuses", "hangs"])
-@pytest.mark.parametrize("what", ["cancel", "close", "timeout"])
+@pytest.mark.parametrize(
+    ("at", "what"),
+    [("begin", "close"), ("begin", "timeout"), ("parts", "cancel"), ("parts", "close"), ("parts", "timeout")],
+)
 def test_nobody_waits_for_ever(
-    what: str, how: signal.Signals, bucket: Bucket, server: ObjectServer, process: psutil.Process
+    at: str, what: str, how: signal.Signals, bucket: Bucket, server: ObjectServer, process: psutil.Process
 ) -> None:
     ckpt = bucket.checkpointer(**OPTIONS, save_timeout=3.0 if what == "timeout" else None)
+    if at == "begin":
+        ckpt.save({"x": torch.arange(3)}, bucket / "a")
+        process.send_signal(how)
     save = ckpt.submit(STATE, bucket / "c")
-    until(lambda: any("partNumber=2" in line for line in server.log))
-    process.send_signal(how)
+    if at == "parts":
+        until(lambda: any("partNumber=2" in line for line in server.log))
+        process.send_signal(how)
     if what == "cancel":
         assert outcome(save.cancel().result) is True
     if what == "close":
-        assert isinstance(outcome(ckpt.close, _CLOSING_S), aiockpt.SaveCancelledError)
-    expected = (aiockpt.SaveTimeoutError, aiockpt.WriteError) if what == "timeout" else aiockpt.SaveCancelledError
+        error = outcome(ckpt.close, _CLOSING_S)
+        assert isinstance(error, aiockpt.SaveCancelledError) or (at == "begin" and how == signal.SIGKILL)
+    expected: tuple[type[aiockpt.AiockptError], ...] = (aiockpt.SaveCancelledError,)
+    if what == "timeout":
+        expected = aiockpt.SaveTimeoutError, aiockpt.WriteError
+    elif (at, how) == ("begin", signal.SIGKILL):  # it may have failed before
+        expected = aiockpt.SaveCancelledError, aiockpt.WriteError
     assert isinstance(outcome(save.written.result), expected)
     outcome(ckpt.close)
 
@@ -128,6 +140,34 @@ def test_closing_a_manager_whose_store_hangs(bucket: Bucket, server: ObjectServe
     process.send_signal(signal.SIGSTOP)
     assert isinstance(outcome(run.close, _CLOSING_S + 2.0), aiockpt.SaveCancelledError)
     assert isinstance(outcome(save.written.result), aiockpt.SaveCancelledError)
+
+
+@pytest.mark.parametrize("what", ["cancel", "close", "timeout"])
+@pytest.mark.parametrize("of", ["deletions", "lists"])
+def test_discard_in_a_store_that_hangs_in(of: str, what: str, bucket: Bucket, server: ObjectServer) -> None:
+    """It ends, and what it has left is removed by the next cleaning."""
+    ckpt = bucket.checkpointer(**OPTIONS, save_timeout=3.0 if what == "timeout" else None)
+    hanging = {"deletions": "(DELETE|POST .*[?]delete) ", "lists": "GET .*list-type"}[of]
+    with bucket.checkpointer() as other:
+        other.save({"x": torch.arange(3)}, bucket / "a")
+    save = ckpt.submit(STATE, bucket / "c")
+    until(lambda: any("partNumber=2" in line for line in server.log))
+    server.rules(
+        Rule("partNumber|uploadId|DELETE .*uploadId", count=10**6, status=503), Rule(hanging, 1, 10**6, hang_s=60.0)
+    )
+    if what == "cancel":
+        assert outcome(save.cancel().result) is True
+    if what == "close":
+        assert isinstance(outcome(ckpt.close, _CLOSING_S), aiockpt.SaveCancelledError)
+    expected = aiockpt.SaveTimeoutError if what == "timeout" else aiockpt.SaveCancelledError
+    assert isinstance(outcome(save.written.result), expected)
+    outcome(ckpt.close)
+    until(lambda: not [thread for thread in threading.enumerate() if thread.name.startswith("aiockpt-engine")])
+    server.rules()
+    with bucket.checkpointer() as other:
+        other.clean(bucket.url)
+        assert bucket.dead() == []
+        assert torch.equal(other.load(bucket / "a")["x"], torch.arange(3))
 
 
 def test_what_a_failed_discard_has_left_is_removed_by_the_next_save(bucket: Bucket, server: ObjectServer) -> None:

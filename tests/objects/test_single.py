@@ -6,6 +6,7 @@ import contextlib
 import io
 import re
 import signal
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -234,7 +235,7 @@ REQUESTS = {
     "claim": "PUT .*/.metadata$",
     "look": "HEAD .*/m.safetensors$",
     "complete": "POST .*uploadId|PUT .*/m.safetensors$",
-    "release": "(DELETE|POST) .*(/.metadata|delete)$",
+    "release": "(DELETE|POST) .*/.metadata( |$)",
 }
 
 
@@ -312,8 +313,8 @@ def _work(bucket: Bucket, task: str, ready: Any) -> None:
         if task == "delete":
             ckpt.delete(bucket / "m.safetensors")
         else:
-            count = 3 if task == "small" else 1_500_000
-            ckpt.save(state_of(2, count), bucket / "m.safetensors", overwrite=True)
+            count = 1_500_000 if task == "save" else 3
+            ckpt.save(state_of(2, count), bucket / ("m.pt" if task == "pt" else "m.safetensors"), overwrite=True)
     ready.send(2)
 
 
@@ -447,6 +448,22 @@ def test_nobody_waits_for_a_small_file_of_a_killed_process(bucket: Bucket, serve
         assert [key for key in bucket.listed() if "/.aiockpt" not in f"/{key}" and "aiockpt-" not in key] == [
             "m.safetensors"
         ]
+
+
+def test_late_release_of_a_killed_process_removes_nothing_of_others(
+    bucket: Bucket, server: ObjectServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("aiockpt.storage.objects.cleaning.IN_FLIGHT_S", 30.0)
+    rule = lambda pid: Rule(REQUESTS["release"], kill=pid, late_s=1.0)  # noqa: E731
+    assert _killed(bucket, server, "pt", rule) == (-signal.SIGKILL, False)
+    with bucket.checkpointer() as ckpt:
+        assert int(ckpt.load(bucket / "m.pt")["version"]) == 2
+        ckpt.delete(bucket / "m.pt")
+        ckpt.save(state_of(3, 3), bucket / "m.pt", format="dcp")
+        limit = time.monotonic() + 3.0
+        while time.monotonic() < limit:
+            assert int(ckpt.load(bucket / "m.pt")["version"]) == 3
+            time.sleep(0.1)
 
 
 def test_claim_is_renewed_as_long_as_the_store_takes_to_answer(

@@ -76,6 +76,77 @@ def test_what_cannot_be_is_refused_with_the_way_out(bucket: Bucket) -> None:
         ckpt.load(bucket / "c")
 
 
+DENIED = {
+    "no bucket": ("nothing", 0, "does not exist, or not at this endpoint"),
+    "wrong key": (".", 403, "access is denied.*look at the credentials and their rights"),
+    "wrong region": (".", 301, "the region or the endpoint in storage_options is not that of this bucket"),
+    "no list": ("GET .*list-type", 403, "access is denied"),
+    "only reads": ("(PUT|POST|DELETE) ", 403, "access is denied"),
+}
+
+
+@pytest.mark.parametrize("case", DENIED)
+def test_what_will_never_succeed_is_told_at_once(case: str, server: ObjectServer) -> None:
+    match, status, said = DENIED[case]
+    bucket = Bucket(
+        f"s3://no-bucket-{uuid.uuid4().hex}" if case == "no bucket" else "s3://denied", server.options("s3")
+    )
+    with bucket.checkpointer() as ckpt:
+        server.rules(Rule(match, count=10**6, status=status))
+        for name in ("c", "m.safetensors"):
+            with pytest.raises(aiockpt.SaveError, match=f"{bucket.url}.*{said}"):
+                ckpt.save({"x": torch.arange(3)}, bucket / name)
+        assert len(server.log) <= 20, server.log
+        if "no" in case or case == "wrong key":
+            with pytest.raises(aiockpt.LoadError, match=f"{bucket.url}.*{said}"):
+                ckpt.load(bucket / "c")
+        server.rules(Rule(match, count=10**6, status=status))
+        locked = pytest.raises(aiockpt.AiockptError, match=f"{bucket.url}.*{said}")
+        with locked, aiockpt.SyncCheckpointManager(bucket / "run", storage_options=bucket.options) as run:
+            run.save(1, {"x": torch.arange(3)})
+        assert len(server.log) <= 20, server.log
+        server.rules()
+
+
+def test_who_may_not_delete_loses_nothing(bucket: Bucket, server: ObjectServer) -> None:
+    with bucket.checkpointer() as ckpt:
+        ckpt.save(STATE, bucket / "c")
+        ckpt.save({"x": torch.arange(3)}, bucket / "m.safetensors")
+        server.rules(Rule("DELETE|[?]delete", count=10**6, status=403))
+        for name in ("c", "m.safetensors"):
+            with pytest.raises(aiockpt.DeleteError, match=f"{bucket / name}.*access is denied"):
+                ckpt.delete(bucket / name)
+        server.rules()
+        assert ckpt.load(bucket / "c")["n"] == 3
+        assert torch.equal(ckpt.load(bucket / "m.safetensors")["x"], torch.arange(3))
+        ckpt.save(STATE, bucket / "c", overwrite=True)
+        ckpt.delete(bucket / "m.safetensors")
+        assert ckpt.verify(bucket / "c").ok
+
+
+def test_what_is_there_is_said(bucket: Bucket) -> None:
+    """Checkpoints within checkpoints, and objects of others."""
+    objects = bucket.storage().objects
+    objects.put("notes/a.txt", b"a")
+    objects.put("model", b"an object of this name")
+    with bucket.checkpointer() as first:
+        first.save(STATE, bucket / "c")
+        first.save(STATE, bucket / "run/step-1")
+    with bucket.checkpointer() as ckpt:
+        for name, match in {
+            "model": "is one object; delete it before, or save under another name",
+            "c/inner": f"is within the checkpoint {bucket / 'c'}: save under another name",
+            "c/inner/most": f"is within the checkpoint {bucket / 'c'}: save under another name",
+            "run": f"other objects below it, such as {bucket / 'run/step-1/.metadata'}",
+            "notes": f"other objects below it, such as {bucket / 'notes/a.txt'}",
+        }.items():
+            for overwrite in (False, True):
+                with pytest.raises(aiockpt.CheckpointExistsError, match=re.escape(match)):
+                    ckpt.save(STATE, bucket / name, overwrite=overwrite)
+    assert objects.get("model")[1] == b"an object of this name"
+    assert bucket.dead() == ["model", "notes/a.txt"]
+
+
 def test_credentials_are_in_no_text(bucket: Bucket, server: ObjectServer, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(0)
     secret = "not-so-secret"
@@ -166,6 +237,31 @@ def test_credentials_that_expire_within_a_save(server: ObjectServer) -> None:
         ckpt.clean(bucket.url)
     assert bucket.dead() == []
     server.clear()
+
+
+def test_a_fork_is_refused_with_words(bucket: Bucket) -> None:
+    with bucket.checkpointer() as ckpt:
+        ckpt.save({"x": torch.arange(3)}, bucket / "c")
+    program = (
+        "import os, sys, aiockpt\n"
+        "path, options = sys.argv[1], eval(sys.argv[2])\n"
+        "def load():\n"
+        "    with aiockpt.SyncCheckpointer(storage_options=options) as ckpt:\n"
+        "        ckpt.load(path)\n"
+        "load()\n"
+        "if os.fork():\n"
+        "    sys.exit(os.waitstatus_to_exitcode(os.wait()[1]))\n"
+        "try:\n"
+        "    load()\n"
+        "except aiockpt.AiockptError as exc:\n"
+        "    print(exc, flush=True)\n"
+        "    os._exit(7)\n"
+    )
+    argv = [sys.executable, "-c", program, bucket / "c", repr(bucket.options)]
+    done = subprocess.run(argv, text=True, capture_output=True, timeout=120, check=False)
+    assert done.returncode == 7, done.stderr
+    assert "can't be used in a process that was forked" in done.stdout
+    assert "'spawn' or 'forkserver'" in done.stdout
 
 
 def test_upload_that_fails_before_it_takes_its_parts_gives_them_back(bucket: Bucket, server: ObjectServer) -> None:

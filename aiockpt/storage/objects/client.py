@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from abc import ABC, abstractmethod
@@ -20,6 +21,14 @@ _PAUSE_S = 0.05
 
 class ConditionError(OSError):
     """An object has another stamp than a request asks for."""
+
+
+class RefusedError(OSError):
+    """A store has answered that it has not done what it was asked for."""
+
+
+class NoBucketError(NotADirectoryError):
+    """There is no such bucket; no FileNotFoundError, which says that an object is missing."""
 
 
 class NotSentError(OSError):
@@ -126,6 +135,15 @@ class ObjectClient(ABC):
     def delete(self, keys: Iterable[str]) -> None:
         """Delete objects, if they exist."""
 
+    def delete_once(self, key: str) -> None:
+        """Delete an object, if it exists, by a request that is not repeated.
+
+        Raises:
+            RefusedError: it was not deleted.
+            OSError: it may have been deleted all the same, or may be yet.
+        """
+        self.delete([key])
+
     @abstractmethod
     def now(self, near: str) -> float:
         """Return the time of the store's clock, in seconds; an object below ``near`` may be written to find it."""
@@ -154,10 +172,32 @@ class ObjectClient(ABC):
                 # Otherwise nobody has won: some stores say so to all that try at once.
                 is_taken = (facts.stamp if facts else "") != only_if
                 is_last = attempt + 1 == _ATTEMPTS or time.monotonic() - begun > self.longest_s
+                is_last |= isinstance(exc, PermissionError | NoBucketError)
                 if is_last or (isinstance(exc, ConditionError) and is_taken):
                     raise
                 time.sleep(_PAUSE_S * 2**attempt)
         raise AssertionError("unreachable")
+
+    def drop(self, key: str, stamp: Stamp) -> None:
+        """Delete an object that has this stamp, and that no other process replaces before it is gone.
+
+        A deletion that is repeated since its answer was lost would remove what another process has put there since. So
+        it is asked for again only if the store has refused it.
+        """
+        begun = time.monotonic()
+        for attempt in itertools.count():
+            try:
+                self.delete_once(key)
+            except OSError as exc:
+                found = self.facts(key)
+                if found is None or found.stamp != stamp:
+                    return
+                is_last = attempt + 1 == _ATTEMPTS or time.monotonic() - begun > self.longest_s
+                if is_last or not isinstance(exc, RefusedError):
+                    raise
+                time.sleep(_PAUSE_S * 2**attempt)
+            else:
+                return
 
     def remove(self, prefix: str, last: str = "state") -> None:
         """Delete everything below a prefix, one object as the last."""

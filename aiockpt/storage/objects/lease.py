@@ -33,6 +33,7 @@ STALE_S = 120.0
 _RELEASE_S = 2.0  # for the store to answer when a manager is closed; after that a thread goes on waiting for it
 
 logger = logging.getLogger("aiockpt")
+_given_up: set[str] = set()  # tickets of this process that the store may still show
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,29 +56,54 @@ class ObjectLease(RunLease):
         if found is not None and not _is_free(objects, prefix, found):
             raise _locked(directory, found[0])
         try:
-            self._stamp = self._put("" if found is None else found[1])
+            self._stamp = self._put(objects, "" if found is None else found[1])
         except ConditionError as exc:  # another one was faster
             raise _locked(directory, None) from exc
+        except OSError:  # it may have been taken all the same
+            _given_up.add(self._facts.ticket)
+            raise
+        self._renewed_s = time.monotonic()
         # A daemon: a process that is ending anyway does not wait for it.
         renewing = weakref.ref(self), self._ended
         self._thread = threading.Thread(target=_renew, args=renewing, name="aiockpt-lease", daemon=True)
         self._thread.start()
 
-    def _put(self, before: Stamp, ticket: str | None = None) -> Stamp:
+    def _put(self, objects: ObjectClient, before: Stamp, ticket: str | None = None) -> Stamp:
         facts = asdict(self._facts) | {"beat": secrets.token_hex(8)} | ({} if ticket is None else {"ticket": ticket})
-        return self._objects.put_surely(self._key, json.dumps(facts).encode(), before)
+        return objects.put_surely(self._key, json.dumps(facts).encode(), before)
+
+    def _replace(self, ticket: str | None = None) -> None:
+        begun = time.monotonic()
+        try:
+            self._stamp = self._put(self._objects.hasty, self._stamp, ticket)
+        except ConditionError:
+            found = _read(self._objects.hasty, self._key)
+            if found is None or found[0].ticket != self._facts.ticket:
+                raise
+            # An earlier one has arrived, of which nothing could be found out.
+            self._stamp = self._put(self._objects.hasty, found[1], ticket)
+        self._renewed_s = begun
 
     def renew(self) -> None:
         """Show that this process lives."""
         with self._lock:
             try:
                 if not self._ended.is_set():
-                    self._stamp = self._put(self._stamp)
+                    self._replace()
             except ConditionError:
                 self._ended.set()
                 logger.exception("the lease of %s was taken by another process", self._directory)
             except OSError as exc:
                 logger.warning("the lease of %s can't be renewed: %s", self._directory, exc)
+
+    def check_lately(self) -> None:
+        """Do as `check`, by a request only if the lease was not renewed for long: the process may have been stopped."""
+        if self._pid != os.getpid():  # it was released
+            return
+        if time.monotonic() - self._renewed_s > STALE_S / 2:
+            self.renew()
+        if self._ended.is_set():
+            raise RunLockedError(f"the lease of {self._directory} was taken by another process; make a new manager")
 
     def check(self) -> None:
         with self._lock:
@@ -86,7 +112,7 @@ class ObjectLease(RunLease):
             except OSError as exc:  # the save may succeed all the same
                 logger.warning("the lease of %s can't be looked at: %s", self._directory, exc)
                 return
-            if found is not None and found[1] == self._stamp and not self._ended.is_set():
+            if found is not None and found[0].ticket == self._facts.ticket and not self._ended.is_set():
                 return
         who = "removed" if found is None else f"taken by {found[0]}"
         raise RunLockedError(f"the lease of {self._directory} was {who}; nothing was saved. Make a new manager")
@@ -96,6 +122,7 @@ class ObjectLease(RunLease):
         if pid != os.getpid():
             return
         self._ended.set()
+        _given_up.add(self._facts.ticket)
         freeing = threading.Thread(target=self._free, name="aiockpt-lease", daemon=True)
         with contextlib.suppress(RuntimeError):  # the interpreter ends
             freeing.start()
@@ -104,8 +131,8 @@ class ObjectLease(RunLease):
             self._thread.join(0.0 if freeing.is_alive() else None)
 
     def _free(self) -> None:
-        with self._lock, contextlib.suppress(OSError):  # it stays, and names a process that is dead soon
-            self._put(self._stamp, ticket="")
+        with self._lock, contextlib.suppress(OSError):  # it stays, and others wait for the end of this process
+            self._replace(ticket="")
 
     def __del__(self) -> None:
         if hasattr(self, "_thread"):
@@ -137,7 +164,7 @@ def _read(objects: ObjectClient, key: str) -> tuple[ObjectLeaseFacts, Stamp, flo
 
 def _is_free(objects: ObjectClient, prefix: str, found: tuple[ObjectLeaseFacts, Stamp, float]) -> bool:
     facts, _, modified = found
-    if not facts.ticket:
+    if not facts.ticket or facts.ticket in _given_up:
         return True
     state = liveness_of([facts.ticket])
     return state == "dead" or (state == "unknown" and objects.now(prefix) - modified > STALE_S)

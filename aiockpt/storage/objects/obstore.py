@@ -25,7 +25,15 @@ from typing import TYPE_CHECKING, Any
 
 from aiockpt.core.threads import DaemonThreads, outlast
 from aiockpt.errors import AiockptError, WriteError
-from aiockpt.storage.objects.client import ConditionError, NotSentError, ObjectClient, ObjectFacts, ObjectSink
+from aiockpt.storage.objects.client import (
+    ConditionError,
+    NoBucketError,
+    NotSentError,
+    ObjectClient,
+    ObjectFacts,
+    ObjectSink,
+    RefusedError,
+)
 from aiockpt.storage.objects.storage import ObjectStorage
 from aiockpt.storage.remote import errors, put_into
 
@@ -50,10 +58,16 @@ _TIMEOUT = "300s"  # of a request: a part of 16 MiB at 56 KiB/s
 _CLOCK_S = 600.0
 _STOP_S = 5.0  # for an upload to be aborted, by requests; after that it is left open
 _HASTY_S = 5
+_ONCE_S = 60  # much less than others wait for a request that is on its way
 _NICE = 10
 _SECRET = re.compile(r"secret|token|key|password|credential|sas", re.IGNORECASE)
 _QUERY = re.compile(r"(https?://[^\s?]+)\?\S*")
 _NO_BUCKET = re.compile("NoSuchBucket|ContainerNotFound|bucket does not exist")
+_DENIED = re.compile("status code: 40[13]|AccessDenied")
+_ELSEWHERE = re.compile("redirect without LOCATION|PermanentRedirect|AuthorizationHeaderMalformed")
+_REPEATED = re.compile(r"after \d+ retries")
+_ANSWERED = re.compile("Server returned|DeleteObjects request failed")
+_DENIALS = (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError)
 _CONDITIONS = (exceptions.AlreadyExistsError, exceptions.PreconditionError, exceptions.NotModifiedError)
 
 logger = logging.getLogger("aiockpt")
@@ -73,6 +87,7 @@ class ObstoreClient(ObjectClient):
         self.kind, self._conditions = url.partition("://")[0], conditions
         self._given = url, options
         self._hasty: ObstoreClient | None = None
+        self._once: ObstoreClient | None = None
         options = {"client_options": {}, **options}
         # Obstore looks at no client option of the environment if one is given.
         is_plain = os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("true", "1") and self.kind == "s3"
@@ -90,17 +105,19 @@ class ObstoreClient(ObjectClient):
     @property
     def hasty(self) -> ObstoreClient:
         if self._hasty is None:
-            url, options = self._given
-            retries = {
-                "max_retries": 3,
-                **options.get("retry_config", {}),
-                "retry_timeout": timedelta(seconds=_HASTY_S),
-            }
-            client = {**options.get("client_options", {}), "timeout": f"{_HASTY_S}s", "connect_timeout": f"{_HASTY_S}s"}
-            given = {**options, "retry_config": retries, "client_options": client}
-            self._hasty = ObstoreClient(url, given, conditions=self._conditions)
+            self._hasty = self._limited(_HASTY_S, {"max_retries": 3} | self._given[1].get("retry_config", {}))
             self._hasty.longest_s = _HASTY_S
         return self._hasty
+
+    def _limited(self, limit_s: int, retries: Mapping[str, Any]) -> ObstoreClient:
+        """Return a client whose requests end after so long."""
+        url, options = self._given
+        limits = {"timeout": f"{limit_s}s", "connect_timeout": f"{_HASTY_S}s"}
+        given = {
+            "retry_config": {**retries, "retry_timeout": timedelta(seconds=limit_s)},
+            "client_options": {**options.get("client_options", {}), **limits},
+        }
+        return ObstoreClient(url, {**options, **given}, conditions=self._conditions)
 
     @property
     def store(self) -> Any:
@@ -133,17 +150,26 @@ class ObstoreClient(ObjectClient):
         """Raise errors of obstore as OSError."""
         try:
             yield
-        except _CONDITIONS as exc:
-            raise ConditionError(f"the object {key} is not the one that was expected: {self._wording(exc)}") from None
-        except (exceptions.NotFoundError, FileNotFoundError) as exc:
-            text = self._wording(exc)
-            is_bucket = _NO_BUCKET.search(text) is not None
-            what = f"{self._given[0]} does not exist here" if is_bucket else f"the object {key} does not exist"
-            raise FileNotFoundError(f"{what}: {text}") from None
-        except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as exc:
-            raise PermissionError(f"{key}: access is denied: {self._wording(exc)}") from None
-        except exceptions.BaseError as exc:
-            raise OSError(f"{key}: {self._wording(exc)}") from None
+        except (exceptions.BaseError, FileNotFoundError) as exc:
+            raise self._error(key, exc) from None
+
+    def _error(self, key: str, exc: Exception) -> OSError:
+        text = self._wording(exc)
+        if isinstance(exc, _CONDITIONS):
+            return ConditionError(f"the object {key} is not the one that was expected: {text}")
+        if _NO_BUCKET.search(text):
+            return NoBucketError(f"{self._given[0]} does not exist, or not at this endpoint: {text}")
+        if isinstance(exc, exceptions.NotFoundError | FileNotFoundError):
+            return FileNotFoundError(f"the object {key} does not exist: {text}")
+        if _REPEATED.search(text):  # one that was sent before may have been done, or may be yet
+            return OSError(f"{key}: {text}")
+        if _ELSEWHERE.search(text):
+            what = "the region or the endpoint in storage_options is not that of this bucket"
+            return PermissionError(f"{self._given[0]}: {what}: {text}")
+        if isinstance(exc, _DENIALS) or _DENIED.search(text):
+            advice = "look at the credentials and their rights"
+            return PermissionError(f"{self._given[0]}/{key}: access is denied, so {advice}: {text}")
+        return (RefusedError if _ANSWERED.search(text) else OSError)(f"{key}: {text}")
 
     def _stamp(self, meta: Mapping[str, Any]) -> Stamp:
         if self.kind == "gs":  # which compares generations, but does not list them
@@ -181,12 +207,15 @@ class ObstoreClient(ObjectClient):
     def tail(self, key: str, nbytes: int) -> tuple[ObjectFacts, bytes] | None:
         if nbytes and self.kind != "az":  # which has no ranges from the end
             try:
-                result = obstore.get(self.store, key, options={"range": {"suffix": nbytes}})
-                return self._facts(result.meta), bytes(result.bytes())[-nbytes:]
-            except (exceptions.NotFoundError, FileNotFoundError):
+                with self.errors(key):
+                    result = obstore.get(self.store, key, options={"range": {"suffix": nbytes}})
+                    return self._facts(result.meta), bytes(result.bytes())[-nbytes:]
+            except FileNotFoundError:
                 return None
-            except exceptions.BaseError as exc:  # some stores refuse it for an empty object
-                logger.debug("%s: no last bytes: %s", key, self._wording(exc))
+            except (PermissionError, NoBucketError):
+                raise
+            except OSError as exc:  # some stores refuse it for an empty object
+                logger.debug("no last bytes: %s", exc)
         for _ in range(_IN_FLIGHT):
             facts = self._head(key)
             if facts is None:
@@ -247,12 +276,17 @@ class ObstoreClient(ObjectClient):
         keys = list(keys)
         if not keys:
             return
-        with self.errors(keys[0]):
-            try:
+        try:
+            with self.errors(keys[0]):
                 obstore.delete(self.store, keys)
-            except (exceptions.NotFoundError, FileNotFoundError):  # of one of them; only some stores say so
-                for key in keys if keys[1:] else ():
-                    self.delete([key])
+        except FileNotFoundError:  # of one of them; only some stores say so
+            for key in keys if keys[1:] else ():
+                self.delete([key])
+
+    def delete_once(self, key: str) -> None:
+        if self._once is None:
+            self._once = self._limited(_ONCE_S, {"max_retries": 0})
+        self._once.delete([key])
 
     def now(self, near: str) -> float:
         if self._clock is None or time.monotonic() - self._clock[0] > _CLOCK_S:

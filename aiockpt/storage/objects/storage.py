@@ -9,10 +9,17 @@ import secrets
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
-from aiockpt.errors import AiockptError, CheckpointNotFoundError, DeleteError, SaveError, WriteError
+from aiockpt.errors import (
+    AiockptError,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    DeleteError,
+    SaveError,
+    WriteError,
+)
 from aiockpt.format.recognise import recognise
 from aiockpt.storage.base import (
     LeaseFacts,
@@ -90,6 +97,8 @@ class ObjectStorage(SharedStorage):
         self._free: dict[str, None] = {}  # paths above others that are no checkpoints
         self._documents = Documents()
         self._found_dead: dict[Stamp, float] = {}  # tombstones, and when their owners were
+        self._may_delete = False  # as far as is known
+        self._leases: WeakValueDictionary[str, ObjectLease] = WeakValueDictionary()  # by prefix
 
     def resolve(self, path: str) -> str:
         names = [name for name in path.removeprefix(self._root).split("/") if name not in ("", ".")]
@@ -153,10 +162,17 @@ class ObjectStorage(SharedStorage):
         """Return bytes of a file that is in a commit object."""
         return self._documents.bytes_of(self, commit, name, offset, length)
 
-    def free_for(self, path: str, *, overwrite: bool, own: str) -> Commit | None:
+    def free_for(self, path: str, *, overwrite: bool, own: str) -> tuple[Commit | None, bool]:
         """Remove what is left at a path; return what a save replaces, or raise CheckpointExistsError if it may not.
 
-        ``own``: the token of the save, whose objects may be there already.
+        Args:
+            path: where the save goes.
+            overwrite: what is there may be replaced.
+            own: the token of the save, whose objects may be there already.
+
+        Returns:
+            The commit that is there, and whether there is an object of this very name. The latter costs a request, so
+            it is known only of the first paths beside each other that this process saves to.
         """
         key = self.key(path)
         if not key:
@@ -167,15 +183,24 @@ class ObjectStorage(SharedStorage):
         if now is None and COMMIT_NAME in found and self.objects.facts(key + COMMIT_NAME) is not None:
             raise SaveError(f"{path} holds a checkpoint that aiockpt has not written; save under another name")
         others = [name for name in found if name not in (COMMIT_NAME, LEASE_NAME) and not split_token(name)[0]]
-        if others or (now is not None and now.token and not overwrite):
+        if others:
+            raise CheckpointExistsError(
+                f"{path} has other objects below it, such as {self._root}/{key}{others[0]}, which no save replaces: "
+                "save under another name, or remove them"
+            )
+        if now is not None and now.token and not overwrite:
             raise is_taken(path)
         above = self.split(path)[0]
-        if above not in self._free:
-            if self.above(path) is not None:
-                raise is_taken(path)
-            if len(self._free) < _MOST_FREE:
-                self._free[above] = None
-        return now
+        if above in self._free:
+            return now, False
+        if (found_above := self.above(path)) is not None:
+            checkpoint = path.removesuffix(f"/{found_above[1]}")
+            raise CheckpointExistsError(f"{path} is within the checkpoint {checkpoint}: save under another name")
+        if self.objects.facts(key[:-1]) is not None:
+            return now, True
+        if len(self._free) < _MOST_FREE:
+            self._free[above] = None
+        return now, False
 
     def check_conditions(self, key: str) -> None:
         """Find out whether the store honours conditions, by an object that exists; once."""
@@ -231,12 +256,31 @@ class ObjectStorage(SharedStorage):
 
     def _delete_object(self, path: str) -> bool:
         """Delete the object of this very name; return whether there was one."""
-        if not self.object_of(path):
+        if not (stamp := self.object_of(path)):
             return False
+        self._check_deletion(self.key(path))
         claim = self.claim(path, "delete", lambda: None)
-        self.objects.delete([self.key(path)[:-1]])
-        self.objects.delete([claim.key])
+        self.objects.drop(self.key(path)[:-1], stamp)
+        self.unpublish(claim.key, claim.stamp)
         return True
+
+    def _check_deletion(self, prefix: str) -> None:
+        """Find out whether objects may be deleted, before there is a tombstone that would have to stay; once."""
+        if not self._may_delete:
+            self.objects.delete([f"{prefix}none"])
+            self._may_delete = True
+
+    def _delete_commit(self, commit: Commit) -> None:
+        """Delete a checkpoint, if it is still the same; raise ConditionError."""
+        tomb = self._bury(commit.key, commit.stamp)
+        try:
+            self.objects.drop(commit.key, tomb)
+        finally:
+            try:
+                self.retire(commit.token)
+            except OSError:
+                self.give_up(commit.token)
+                raise
 
     def give_up(self, token: str) -> None:
         """Note that this process has stopped writing below a token: it is cleaned, though this process lives."""
@@ -305,16 +349,19 @@ class ObjectStorage(SharedStorage):
         now = self.record(path, deleted=True)
         if now is not None and now.tomb is not None and not self.is_going(now):
             with contextlib.suppress(ConditionError):
-                self._unpublish(now)
+                self.unpublish(now.key, now.stamp)
 
-    def _unpublish(self, commit: Commit) -> None:
-        """Remove a commit object, if it still has this stamp; raise ConditionError.
+    def _bury(self, key: str, stamp: Stamp) -> Stamp:
+        """Replace an object by a tombstone, if it has this stamp; return that of the tombstone; raise ConditionError.
 
-        Not every store has conditional deletion. So the object is replaced before: from then on there is no checkpoint,
-        and nobody publishes one until it is gone, or void by `held_s`.
+        Not every store has conditional deletion. But from then on there is no checkpoint, and nobody publishes one
+        until the tombstone is gone, or void by `held_s`.
         """
-        self.objects.put_surely(commit.key, encode_tomb("delete", new_ticket()), commit.stamp)
-        self.objects.delete([commit.key])
+        return self.objects.put_surely(key, encode_tomb("delete", new_ticket()), stamp)
+
+    def unpublish(self, key: str, stamp: Stamp) -> None:
+        """Remove a commit object or a tombstone, if it has this stamp; raise ConditionError."""
+        self.objects.drop(key, self._bury(key, stamp))
 
     # --- checkpoints ----------------------------------------------------------------------------------------
 
@@ -367,10 +414,11 @@ class ObjectStorage(SharedStorage):
         path = self.resolve(path)
 
         def delete() -> None:
+            self.check_lease(path)
             while (now := self.record(path)) is not None:
+                self._check_deletion(now.token)
                 with contextlib.suppress(ConditionError):  # it was replaced just now
-                    self._unpublish(now)
-                    self.retire(now.token)
+                    self._delete_commit(now)
                     return
             if self._delete_object(path):
                 return
@@ -413,11 +461,18 @@ class ObjectStorage(SharedStorage):
         else:
             raise FileExistsError(f"each name for {path} is taken")
         self.objects.put(f"{now.token}state", b"aside")
-        self._unpublish(replace(now, stamp=found[0].stamp))
+        self.unpublish(now.key, found[0].stamp)
         return aside
 
     def lease(self, directory: str) -> RunLease:
-        return ObjectLease(self.objects, self.key(directory), directory)
+        found = self._leases[self.key(directory)] = ObjectLease(self.objects, self.key(directory), directory)
+        return found
+
+    def check_lease(self, path: str) -> None:
+        """Raise RunLockedError if this process had the lease of a run that a path is in, and has lost it."""
+        for prefix, lease in list(self._leases.items()):
+            if self.key(path).startswith(prefix):
+                lease.check_lately()
 
     def owner_of(self, directory: str) -> LeaseFacts | None:
         return owner_of(self.objects, self.key(directory))

@@ -19,13 +19,14 @@ from aiockpt.errors import (
     CommitError,
     CommitUncertainError,
     DeleteError,
+    RunLockedError,
     WriteError,
 )
 from aiockpt.storage.base import Document, FileSink, SharedTransaction, Stamp, Status
 from aiockpt.storage.local.temp_dir import new_ticket, read_ticket, this_process
 from aiockpt.storage.objects import cleaning
 from aiockpt.storage.objects.cleaning import token_name
-from aiockpt.storage.objects.client import ConditionError, NotSentError, ObjectSink
+from aiockpt.storage.objects.client import ConditionError, NotSentError, ObjectSink, RefusedError
 from aiockpt.storage.objects.commit import COMMIT_NAME, FILES, Claim, Commit, Tomb, encode_commit, encode_tomb
 from aiockpt.storage.remote import errors
 
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 _ATTEMPTS = 8  # of a commit
 _PAUSE_S = 0.05
 _MOST_PAUSE_S = 2.0
+_REFUSALS = (RefusedError, PermissionError)
 
 _One = TypeVar("_One")
 _Other = TypeVar("_Other")
@@ -86,6 +88,7 @@ class ObjectTransaction(SharedTransaction):
     _keys: set[str] = field(default_factory=set)  # of the files of this process
     _single: ObjectSink | None = None  # of a checkpoint that is one object
     _is_held: bool = False
+    _would_hide: bool = False  # an object of this very name
     _over: bool = False
     _revoked: bool = False
     _is_sent: bool = False  # the commit object
@@ -103,13 +106,13 @@ class ObjectTransaction(SharedTransaction):
 
     async def begin(self) -> SharedTransaction:
         """Take the token while it is found out whether the path is free."""
-        self._seen, _ = await _both(
+        (self._seen, self._would_hide), _ = await _both(
             self._workers.run(self._find_free),
             self._workers.run(self._open),
         )
         return self
 
-    def _find_free(self) -> Commit | None:
+    def _find_free(self) -> tuple[Commit | None, bool]:
         return self._storage.free_for(self._path, overwrite=self._overwrite, own=self._token)
 
     def _open(self) -> None:
@@ -143,6 +146,8 @@ class ObjectTransaction(SharedTransaction):
             return await self._workers.run(function, *args)
 
     def _file(self, name: str) -> str:
+        if self._would_hide:
+            raise CheckpointExistsError(f"{self._path} is one object; delete it before, or save under another name")
         self._keys.add(key := f"{self._token}{FILES}{name}")
         return key
 
@@ -228,7 +233,7 @@ class ObjectTransaction(SharedTransaction):
         await run(self._to_publish)
         tomb: Tomb = "put" if sink.is_conditional else "parts"
         claim = await run(self._storage.claim, self._path, tomb, self._check_revoked)
-        gone = [claim.key]
+        is_settled = True
         try:
             before = await run(self._objects.facts, key)
             if before is not None and not self._overwrite:
@@ -241,13 +246,15 @@ class ObjectTransaction(SharedTransaction):
                 raise CommitError(f"can't write {self._path}: {exc}") from exc
             except OSError as exc:
                 await self._settle(key, sink, only_if, exc)
-            gone.append(self._state)
+            with contextlib.suppress(OSError):  # it is cleaned
+                await run(self._objects.delete, [self._state])
         except CommitUncertainError:
-            gone, self._over = [], True  # nobody else may publish while it may still appear
+            is_settled, self._over = False, True  # nobody else may publish while it may still appear
             raise
         finally:
-            with contextlib.suppress(OSError):  # a claim is void after a while, and a state is cleaned
-                await run(self._objects.delete, gone[claim.is_lost :])
+            with contextlib.suppress(OSError):  # it is void after a while, or another process has it
+                if is_settled:
+                    await run(self._storage.unpublish, claim.key, claim.stamp)
 
     async def _appear(self, sink: ObjectSink, only_if: Stamp, claim: Claim) -> None:
         """Send the last request. Meanwhile renew the claim; if that can't be done in time, call the request off."""
@@ -284,7 +291,7 @@ class ObjectTransaction(SharedTransaction):
 
     def _publish(self, files: Mapping[str, int], documents: Mapping[str, Document]) -> None:
         problem: OSError = ConditionError(f"{self._path} was replaced again and again by other processes")
-        before, attempt = self._seen, 0
+        before, attempt, is_late = self._seen, 0, False
         while attempt < _ATTEMPTS:
             if attempt:
                 try:
@@ -295,9 +302,13 @@ class ObjectTransaction(SharedTransaction):
                     continue
                 if before is not None and before.token == self._token:
                     return self._retire(before.replaces)
+                if isinstance(problem, PermissionError) and not is_late:  # nor will it ever appear
+                    self._is_sent = False
+                    raise problem
             self._check_revoked()
             if before is not None and before.token and not self._overwrite:
                 self._is_sent = False  # or it was refused
+                self._over = is_late  # it may come when nothing is there any more: it must find its files
                 raise is_taken(self._path)
             if self._storage.is_going(before):  # it is deleted just now
                 time.sleep(_PAUSE_S)
@@ -312,7 +323,7 @@ class ObjectTransaction(SharedTransaction):
             except ConditionError:  # another one was faster; or this one, and the answer was lost
                 pass
             except OSError as exc:
-                problem = exc
+                problem, is_late = exc, is_late or not isinstance(exc, _REFUSALS)
                 time.sleep(min(_MOST_PAUSE_S, _PAUSE_S * 2**attempt))
             attempt += 1
         if self._is_sent:
@@ -324,6 +335,10 @@ class ObjectTransaction(SharedTransaction):
     def _check_revoked(self) -> None:
         if self._revoked:
             raise CommitError(f"{self._path} was given up before it was published")
+        try:
+            self._storage.check_lease(self._path)
+        except RunLockedError as exc:
+            raise CommitError(f"{self._path} was not published: {exc}") from exc
 
     def _retire(self, token: str) -> None:
         try:
@@ -335,9 +350,11 @@ class ObjectTransaction(SharedTransaction):
         await asyncio.gather(*(sink.stop() for sink in self._sinks))
         over, self._over = self._over, True
         if not over and self._joins:  # the owner, which can't publish without them, removes those of all
-            await self._run(self._objects.delete, self._keys)
+            await self._run(self._objects.hasty.delete, self._keys)
         elif not over and self.stamp is not None:
             await self._run(self._discard)
+        elif not over:  # its state may have been written all the same
+            self._storage.give_up(self._token)
         await self.release()
 
     async def whole_files(self) -> Mapping[str, int]:
@@ -360,11 +377,11 @@ class ObjectTransaction(SharedTransaction):
         if self._may_appear:  # a request without an answer may arrive yet, and publish the files
             self._storage.give_up(self._token)
             return
-        discard = f"discard {secrets.token_hex(8)}".encode()
+        objects, discard = self._objects.hasty, f"discard {secrets.token_hex(8)}".encode()
         try:
-            self._objects.hasty.put_surely(self._state, discard, str(self.stamp))
+            objects.put_surely(self._state, discard, str(self.stamp))
         except ConditionError as exc:
-            _, state = self._objects.get(self._state) or (None, b"")
+            _, state = objects.get(self._state) or (None, b"")
             if state.startswith(b"open"):  # another save has begun by this name
                 return
             if state.startswith(b"publish") and (self._is_sent or state != self._publish_state):
@@ -374,7 +391,7 @@ class ObjectTransaction(SharedTransaction):
         except OSError:
             self._storage.give_up(self._token)
             raise
-        self._objects.remove(self._token)
+        objects.remove(self._token)
 
     def _is_published(self) -> bool:
         now = self._storage.record(self._path)
@@ -399,4 +416,4 @@ class ObjectTransaction(SharedTransaction):
         held, self._is_held = self._is_held, False
         if held:
             with contextlib.suppress(OSError):  # it ends with the process at the latest
-                await self._workers.run(self._objects.delete, [self._held])
+                await self._workers.run(self._objects.hasty.delete, [self._held])
