@@ -36,15 +36,15 @@ settings.load_profile("busy")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Run the whole suite in four processes, each file in one of them; named tests and GPU tests in one process.
+    """Run the whole suite in five processes, each file in one of them; named tests and GPU tests in one process.
 
-    Half of the time the tests wait for disks and for other processes, so two cores are enough for four processes. The
-    files of `LONG` come first, the others in the order of their names.
+    Half of the time the tests wait for disks and for other processes: four processes leave two cores idle for a quarter
+    of the time. The files of `LONG` come first, the others in the order of their names.
     """
     whole = config.args_source is not pytest.Config.ArgsSource.ARGS and config.option.markexpr != "gpu"
     is_worker = hasattr(config, "workerinput")  # a worker must not start workers of its own
     if whole and not is_worker and config.pluginmanager.hasplugin("xdist") and config.option.numprocesses is None:
-        config.option.numprocesses, config.option.dist, config.option.loadscopereorder = 4, "loadfile", False
+        config.option.numprocesses, config.option.dist, config.option.loadscopereorder = 5, "loadfile", False
     if config.pluginmanager.hasplugin("timeout") and config.option.timeout is None and not config.option.full:
         config.option.timeout = LONGEST_TEST_S
 
@@ -58,6 +58,9 @@ LONG = (
     "notebooks/test_notebook.py",
     "writing/test_orphans.py",
     "crash/test_mounts.py",
+    "objects/test_single.py",
+    "manager/test_own_disks.py",
+    "integrations/test_ray.py",
 )
 """Files that take a minute or so. They come first: at the end, the other processes would have no work left."""
 LONGEST_TEST_S = 300  # then the test fails, with the stacks of all threads
@@ -65,6 +68,14 @@ LONGEST_TEST_S = 300  # then the test fails, with the stacks of all threads
 LOOPS = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
 BOTH = {"cancellation", "core", "engine", "environments"}
 """Folders of tests about waiting, cancelling and closing, where the caller's loop matters."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Start one server of programs for all workers; see `tests.forked_python`."""
+    if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
+        servers = contextlib.ExitStack()
+        servers.enter_context(forked_python.shared())
+        config.add_cleanup(servers.close)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -94,7 +105,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not config.getoption("full"):
         left_out = {"full"} if config.getoption("markexpr") == "slow" else {"full", "slow"}
         kept = [item for item in items if left_out.isdisjoint(mark.name for mark in item.iter_markers())]
-        config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+        config.hook.pytest_deselected(items=list(set(items).difference(kept)))
         items[:] = kept
 
 
@@ -115,10 +126,21 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 @pytest.fixture(scope="session")
-def python() -> Iterator[list[str]]:
+def _pythons() -> Iterator[str]:
+    with forked_python.started() as folder:
+        yield folder
+
+
+@pytest.fixture(scope="session")
+def python(_pythons: str) -> list[str]:
     """Return the command line of a Python that has imported aiockpt; see `tests.forked_python`."""
-    with forked_python.started() as command:
-        yield command
+    return forked_python.command(_pythons, "aiockpt")
+
+
+@pytest.fixture(scope="session")
+def python_with_torch(_pythons: str) -> list[str]:
+    """Return the command line of a Python that has imported torch, but nothing else; see `tests.forked_python`."""
+    return forked_python.command(_pythons, "torch")
 
 
 @pytest.fixture(scope="session")
@@ -155,11 +177,17 @@ def _open_files(process: psutil.Process) -> int:
 
 
 def _children(process: psutil.Process) -> set[psutil.Process]:
-    try:  # a cheap check first: psutil looks at all processes of the machine
+    try:  # cheap checks first: psutil looks at all processes of the machine
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
         return set()
-    return set(process.children())
+    if not Path(f"/proc/self/task/{os.getpid()}/children").exists():
+        return set(process.children())
+    found: set[psutil.Process] = set()
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError, psutil.NoSuchProcess):  # it has just ended
+            found |= {psutil.Process(int(pid)) for pid in (task / "children").read_text().split()}
+    return found
 
 
 @pytest.fixture(autouse=True)
@@ -191,6 +219,7 @@ def no_leaks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     deadline = time.monotonic() + 10  # other threads, such as those of a DataLoader, may still be closing files
     while _open_files(process) > before and time.monotonic() < deadline:
         gc.collect()
+        time.sleep(0.005)
     assert _open_files(process) <= before, f"{_open_files(process) - before} file descriptors left"
 
 
@@ -202,4 +231,7 @@ def no_known_exchanges(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def seeded() -> None:
-    torch.manual_seed(0)
+    if torch.accelerator.is_available():
+        torch.manual_seed(0)
+    else:  # for devices that may come later, torch would keep a stack trace of each test
+        torch.default_generator.manual_seed(0)

@@ -1,9 +1,10 @@
-"""An interpreter that has already imported torch and aiockpt: programs start in milliseconds instead of seconds.
+"""Interpreters that have already imported torch: programs start in milliseconds instead of seconds.
 
-The fixture ``python`` of `tests.conftest` is its command line, to be followed by ``-c CODE`` or ``-m MODULE``, and
-arguments. The command line runs a small client. It sends its files, directory and environment to the server, which
-forks a process for the program; it forwards SIGINT and SIGTERM, and ends as the program ends. Not for tests of imports,
-and not for tests that kill the program: the kill would hit the client.
+The fixtures ``python``, where aiockpt is imported too, and ``python_with_torch``, for tests of imports, are command
+lines, to be followed by ``-c CODE``, ``-m MODULE`` or ``-u FILE``, and arguments. The command line runs a small client.
+It sends its files, directory and environment to the server, which forks a process for the program; it forwards SIGINT
+and SIGTERM, and ends as the program ends. A test that kills the program needs the program's own process ID: a kill of
+the client would miss it. The workers of a test run share the servers.
 """
 
 from __future__ import annotations
@@ -11,14 +12,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
 import signal
 import socket
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 
+_FOLDER = "AIOCKPT_TESTS_PYTHON"
 PRELOAD = (
     "aiockpt.checkpointer",
     "aiockpt.cli.main",
@@ -32,15 +31,39 @@ PRELOAD = (
 
 
 @contextlib.contextmanager
-def started() -> Iterator[list[str]]:
-    """Start the server; yield the command line of its client."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = f"{folder}/s"
-        server = subprocess.Popen([sys.executable, "-m", __name__, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        with server:  # the server ends when its standard input is closed
-            assert server.stdout is not None
-            assert server.stdout.readline() == b"ready\n"
-            yield [sys.executable, "-SE", __file__, path]
+def started() -> Iterator[str]:
+    """Start the servers, or find those of the test run; yield the folder that `command` needs."""
+    import subprocess
+    import tempfile
+
+    if folder := os.environ.get(_FOLDER):
+        yield folder
+        return
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as listeners:
+        fds = []
+        for name in ("torch", "aiockpt"):  # clients may connect before the servers have imported anything
+            listener = listeners.enter_context(socket.socket(socket.AF_UNIX))
+            listener.bind(f"{folder}/{name}")
+            listener.listen()
+            fds.append(listener.fileno())
+        serving = [sys.executable, "-m", __name__, "serve", *map(str, fds)]
+        # The servers end when their standard input is closed.
+        with subprocess.Popen(serving, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, pass_fds=fds):
+            listeners.close()
+            yield folder
+
+
+@contextlib.contextmanager
+def shared() -> Iterator[None]:
+    """Start servers that processes which are started meanwhile will find."""
+    with started() as os.environ[_FOLDER]:
+        yield
+    del os.environ[_FOLDER]
+
+
+def command(folder: str, name: str) -> list[str]:
+    """Return the command line of the client of the server with ``aiockpt``, or with ``torch`` alone."""
+    return [sys.executable, "-SE", __file__, f"{folder}/{name}"]
 
 
 def ask(path: str, args: list[str]) -> int:
@@ -56,18 +79,18 @@ def ask(path: str, args: list[str]) -> int:
                 signal.signal(number, lambda number, _: os.kill(pid, number))
             code = int(answers.readline())
     if code < 0:
-        signal.signal(-code, signal.SIG_DFL)
+        if -code != signal.SIGKILL:
+            signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     return code
 
 
-def serve(path: str) -> list[str]:
+def serve(listener: socket.socket) -> list[str]:
     """Accept commands until standard input ends; return each command in a forked process, which has to run it."""
+    import select
+
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(path)
-        listener.listen()
-        os.write(1, b"ready\n")
+    with listener:
         while True:
             if sys.stdin in select.select([listener, sys.stdin], [], [])[0]:
                 os._exit(0)
@@ -95,24 +118,63 @@ def serve(path: str) -> list[str]:
     return args
 
 
+@contextlib.contextmanager
+def exiting_at_once() -> Iterator[None]:
+    """End the process after all that is done at exit, but before modules are freed, which would copy each page."""
+    import atexit
+
+    codes: list[int] = []
+
+    @atexit.register  # before all others, so it runs last
+    def end() -> None:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(ValueError):  # it is closed
+                stream.flush()
+        if codes:
+            os._exit(codes[0])
+
+    try:
+        yield
+        codes.append(0)
+    except SystemExit as exc:
+        if exc.code is None or isinstance(exc.code, int):
+            codes.append((exc.code or 0) & 0xFF)
+        else:
+            codes.append(1)
+        raise
+    except Exception:
+        codes.append(1)
+        raise
+
+
 def main() -> None:
-    """Run the client, or the server, whose forks run the programs."""
+    """Run the client, or the servers, whose forks run the programs."""
     path, *args = sys.argv[1:]
-    if args:
+    if path != "serve":
         sys.exit(ask(path, args))
     import gc
     import importlib
     import runpy
 
-    for name in PRELOAD:
-        importlib.import_module(name)
+    import torch  # noqa: F401
+
+    listener, other = (socket.socket(fileno=int(fd)) for fd in args)
+    if os.fork() == 0:
+        listener, other = other, listener
+        for name in PRELOAD:
+            importlib.import_module(name)
+    other.close()
     gc.freeze()
-    option, what, *sys.argv[1:] = serve(path)
-    if option == "-m":
-        runpy.run_module(what, run_name="__main__", alter_sys=True)
-    else:
-        sys.argv[0] = "-c"
-        exec(compile(what, "<string>", "exec"), {"__name__": "__main__"})
+    option, what, *sys.argv[1:] = serve(listener)
+    with exiting_at_once():
+        if option == "-m":
+            runpy.run_module(what, run_name="__main__", alter_sys=True)
+        elif option == "-u":  # as torchrun starts its programs
+            sys.argv[0] = what
+            runpy.run_path(what, run_name="__main__")
+        else:
+            sys.argv[0] = "-c"
+            exec(compile(what, "<string>", "exec"), {"__name__": "__main__"})
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""The peak memory of this process."""
+"""The memory of this process."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +15,13 @@ def peak_growth(call: Callable[[], object]) -> int:
     before = _status_bytes("VmRSS")
     call()
     return _status_bytes("VmHWM") - before
+
+
+def settled_bytes() -> int:
+    """Return the size of the resident memory, without what was freed and is kept for later by glibc."""
+    with contextlib.suppress(AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+    return _status_bytes("VmRSS")
 
 
 def _status_bytes(name: str) -> int:

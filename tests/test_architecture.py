@@ -7,7 +7,6 @@ import functools
 import importlib
 import inspect
 import subprocess
-import sys
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -82,15 +81,19 @@ def test_the_root_is_small() -> None:
     assert len([name for name in LEVEL if (PACKAGE / f"{name}.py").exists()]) <= 8
 
 
-@pytest.mark.parametrize("module", sorted(_imports()))
-def test_imports_point_downward(module: str) -> None:
-    mine = _part(module)
-    for imported in _imports()[module]:
-        theirs = _part(imported)
-        if mine == theirs or module == "aiockpt" or mine in BESIDE:
-            continue
-        assert theirs not in BESIDE, f"{module} imports {imported}, which is for tests"
-        assert LEVEL[mine] < LEVEL[theirs], f"{module} imports {imported}, which is not below it"
+def test_imports_point_downward() -> None:
+    wrong = []
+    for module, names in _imports().items():
+        mine = _part(module)
+        for imported in names:
+            theirs = _part(imported)
+            if mine == theirs or module == "aiockpt" or mine in BESIDE:
+                continue
+            if theirs in BESIDE:
+                wrong.append(f"{module} imports {imported}, which is for tests")
+            elif LEVEL[mine] >= LEVEL[theirs]:
+                wrong.append(f"{module} imports {imported}, which is not below it")
+    assert wrong == []
 
 
 def test_every_folder_states_its_purpose() -> None:
@@ -116,13 +119,13 @@ def test_pure_folders_do_no_io() -> None:
                 assert not forbidden & set(names), f"{file.name} imports {forbidden & set(names)}"
 
 
-def test_importing_costs_little_beyond_torch() -> None:
+def test_importing_costs_little_beyond_torch(python_with_torch: list[str]) -> None:
     code = (
         "import sys, torch; before = set(sys.modules); from aiockpt import *; new = set(sys.modules) - before;"
         "bad = [m for m in new if m.split('.')[0] in {'typer', 'rich', 'uvloop'}"
         " or m.startswith('torch.distributed.checkpoint')]; sys.exit(str(bad) if bad else 0)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([*python_with_torch, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -138,7 +141,9 @@ LOAD = "ckpt.load(sys.argv[1])"
     ],
     ids=["save", "load"],
 )
-def test_a_process_imports_only_what_it_uses(call: str, other: str, tmp_path: Path) -> None:
+def test_a_process_imports_only_what_it_uses(
+    call: str, other: str, python_with_torch: list[str], tmp_path: Path
+) -> None:
     with aiockpt.SyncCheckpointer() as ckpt:
         ckpt.save({"x": torch.ones(2)}, tmp_path / "c")
     code = (
@@ -147,7 +152,9 @@ def test_a_process_imports_only_what_it_uses(call: str, other: str, tmp_path: Pa
         f"bad = [m for m in sys.modules if m.startswith({tuple(other.split())})]; sys.exit(str(bad) if bad else 0)"
     )
     path = tmp_path / ("c" if call == LOAD else "d")
-    done = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [*python_with_torch, "-c", code, path], capture_output=True, text=True, timeout=120, check=False
+    )
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -166,9 +173,9 @@ def test_type_checkers_know_every_public_name() -> None:
 
 
 @pytest.mark.parametrize("name", aiockpt._MODULES)
-def test_a_public_module_needs_no_import_of_its_own(name: str) -> None:
+def test_a_public_module_needs_no_import_of_its_own(name: str, python_with_torch: list[str]) -> None:
     code = f"import sys, aiockpt; assert 'aiockpt.{name}' not in sys.modules; aiockpt.{name}.__doc__.strip()"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([*python_with_torch, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stderr) == (0, "")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import io
 import re
 import tokenize
@@ -31,6 +32,7 @@ FLOORS = [
 ]
 
 
+@functools.cache
 def _imports(root: Path) -> dict[str, set[str]]:
     """Return the modules below a folder that each of them imports."""
     found: dict[str, set[str]] = {}
@@ -62,6 +64,11 @@ def test_every_folder_of_benchmarks_states_its_purpose() -> None:
         assert purpose.partition("\n")[0].endswith("."), file.parent.name
 
 
+@functools.cache
+def _trees() -> list[ast.Module]:
+    return [ast.parse(file.read_text()) for file in PACKAGE.rglob("*.py")]
+
+
 # --- the map of threads -----------------------------------------------------------------------------------
 
 CONTRIBUTING = (PACKAGE / "docs" / "contributing.md").read_text()
@@ -71,15 +78,15 @@ def _thread_names() -> set[str]:
     """Return the names that the package gives its threads, with dots for what is not constant."""
     kinds = {"Thread", "Timer", "Workers", "DaemonThreads", "ThreadPoolExecutor"}
     names = set()
-    for file in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in kinds:
+    for tree in _trees():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in kinds:
                 for value in [*node.args, *(keyword.value for keyword in node.keywords)]:
                     if isinstance(value, ast.JoinedStr) and isinstance(value.values[0], ast.Constant):
                         names.add(f"{value.values[0].value}...")
                     elif isinstance(value, ast.Constant) and isinstance(value.value, str):
                         names.add(value.value)
-            elif isinstance(node, ast.Assign) and ".name" in ast.unparse(node.targets[0]):  # of a timer
+            elif isinstance(node, ast.Assign) and getattr(node.targets[0], "attr", "") == "name":  # of a timer
                 names |= {each.value for each in ast.walk(node.value) if isinstance(each, ast.Constant)}
     return {name for name in names if str(name).startswith("aiockpt-")} - {"aiockpt-conformance"}
 
@@ -100,12 +107,7 @@ Bar Contents Follower Record Trainer
 
 def test_no_two_classes_have_one_name() -> None:
     """Leading underscores don't count."""
-    count = Counter(
-        node.name.lstrip("_")
-        for file in PACKAGE.rglob("*.py")
-        for node in ast.parse(file.read_text()).body
-        if isinstance(node, ast.ClassDef)
-    )
+    count = Counter(node.name.lstrip("_") for tree in _trees() for node in tree.body if isinstance(node, ast.ClassDef))
     assert {name for name, times in count.items() if times > 1} <= set(ALIKE.split())
 
 

@@ -7,7 +7,6 @@ import inspect
 import os
 import signal
 import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
@@ -162,11 +161,12 @@ def test_a_forked_process_has_its_own(lasting: None, tmp_path: Path) -> None:
     assert_same(STATE, aiockpt.load(tmp_path / "child"))
 
 
-def test_a_process_that_has_saved_ends_at_once(tmp_path: Path) -> None:
-    code = "import sys, torch, aiockpt; aiockpt.save({'x': torch.ones(9)}, sys.argv[1])"
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code, tmp_path / "c"], capture_output=True, text=True, timeout=60
+def test_a_process_that_has_saved_ends_at_once(python: list[str], tmp_path: Path) -> None:
+    code = (
+        "import sys, torch, warnings, aiockpt; warnings.simplefilter('error')\n"
+        "aiockpt.save({'x': torch.ones(9)}, sys.argv[1])"
     )
+    done = subprocess.run([*python, "-c", code, tmp_path / "c"], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
     assert aiockpt.verify(tmp_path / "c").ok
 

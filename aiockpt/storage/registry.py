@@ -27,6 +27,7 @@ Factory: TypeAlias = Callable[..., Storage]
 
 _FILE, _TESTING = "file", "aiockpt-test"
 _factories: dict[str, Factory] = {}
+_installed: dict[str, Factory] = {}  # of entry points: to look for one reads the metadata of all installed packages
 _defaults: dict[str, Any] = {}
 
 
@@ -172,11 +173,11 @@ def _is_registered(scheme: str) -> bool:
 
 
 def _factory_of(scheme: str, path: str) -> Factory:
-    if scheme in _factories:
-        return _factories[scheme]
-    for found in entry_points(group=GROUP, name=scheme):
-        factory: Factory = found.load()
+    if factory := _factories.get(scheme) or _installed.get(scheme):
         return factory
+    for found in entry_points(group=GROUP, name=scheme):
+        loaded: Factory = found.load()
+        return _installed.setdefault(scheme, loaded)
     found_there = (found.name for found in entry_points(group=GROUP) if found.name != _TESTING)
     known = sorted({_FILE, *_factories, *found_there})
     raise AiockptError(

@@ -4,8 +4,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +12,8 @@ from typer.testing import CliRunner
 from aiockpt.cli.bench import Advice, Measured, MeasuredDisk, Setting, best, best_direct_io
 from aiockpt.cli.main import app
 from aiockpt.options import CheckpointerOptions
+from aiockpt.storage.local.temp_dir import read_ticket
+from tests.polling import until
 
 MIB = 1 << 20
 SMALL = ("--size", "16M", "--seconds", "0.05")
@@ -83,15 +83,14 @@ def test_too_little_space_is_exit_code_3(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.full), signal.SIGKILL]
 )
-def test_interrupt_leaves_no_file(number, tmp_path):
-    command = [sys.executable, "-m", "aiockpt", "bench", str(tmp_path), "--seconds", "60", "--size", "1T"]
+def test_interrupt_leaves_no_file(number, python, tmp_path):
+    command = [*python, "-m", "aiockpt", "bench", str(tmp_path), "--seconds", "60", "--size", "1T"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
-        until = time.monotonic() + TIMEOUT_S
-        while not any(tmp_path.glob(".aiockpt-*/__0_0.distcp")):
-            assert process.poll() is None, process.communicate()
-            assert time.monotonic() < until
-        process.send_signal(number)
+        until(lambda: any(tmp_path.glob(".aiockpt-*/__0_0.distcp")) or process.poll() is not None, TIMEOUT_S)
+        assert process.poll() is None, process.communicate()
+        (hidden,) = tmp_path.glob(".aiockpt-*")
+        os.kill(read_ticket(hidden.name).owner.pid, number)
         out, err = process.communicate(timeout=TIMEOUT_S)
     finally:
         process.kill()

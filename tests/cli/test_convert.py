@@ -99,7 +99,7 @@ def test_target_inside_the_source_is_refused(anywhere):
 @pytest.mark.parametrize("to", TARGETS)
 def test_interrupt_leaves_no_file(to, number, python, tmp_path):
     with aiockpt.SyncCheckpointer() as ckpt:
-        ckpt.save({f"w{n}": torch.full((3 << 20,), float(n)) for n in range(8)}, tmp_path / "c")
+        ckpt.save({f"w{n}": torch.full((3 << 20,), float(n)) for n in range(4)}, tmp_path / "c")
     code = f"""
 import os, threading
 from aiockpt.cli.main import app

@@ -18,7 +18,8 @@ from aiockpt.cli.demo.run import compare, run_until_killed, show_costs, workspac
 from aiockpt.cli.demo.watch import OURS, TORCH_SAVE, Watch
 from aiockpt.cli.main import app
 
-COMMAND = (sys.executable, "-m", "aiockpt", "demo", "--layers", "2", "--width", "128", "--steps", "12", "--every", "2")
+PYTHON = (sys.executable,)
+DEMO = ("-m", "aiockpt", "demo", "--layers", "2", "--width", "128", "--steps", "12", "--every", "2")
 TIMEOUT_S = 300
 
 
@@ -26,14 +27,14 @@ def demo_directories(temporary):
     return [name for name in os.listdir(temporary) if name.startswith("aiockpt-")]
 
 
-def start(temporary, *options, **kwargs):
+def start(temporary, *options, python=PYTHON, **kwargs):
     environment = os.environ | {"TMPDIR": str(temporary), "COLUMNS": "200"}
-    return subprocess.Popen([*COMMAND, *options], env=environment, **kwargs)
+    return subprocess.Popen([*python, *DEMO, *options], env=environment, **kwargs)
 
 
-def run_demo(home, *options):
+def run_demo(python, home, *options):
     """Run the demo; return its output and exit code."""
-    process = start(home, *options, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = start(home, *options, python=python, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         return process.communicate(timeout=TIMEOUT_S)[0], process.returncode
     finally:
@@ -41,8 +42,8 @@ def run_demo(home, *options):
         process.wait()
 
 
-def test_resumed_run_is_identical(tmp_path):
-    output, code = run_demo(tmp_path, "--dir", str(tmp_path / "runs"))
+def test_resumed_run_is_identical(python, tmp_path):
+    output, code = run_demo(python, tmp_path, "--dir", str(tmp_path / "runs"))
     assert code == 0, output
     assert "Killed (SIGKILL) while step-0000" in output
     assert "Left behind, and removed by the next run: .aiockpt-" in output
@@ -64,8 +65,8 @@ def test_resumed_run_is_identical(tmp_path):
 
 
 @pytest.mark.full
-def test_runs_differ_without_the_random_numbers(tmp_path):
-    output, code = run_demo(tmp_path, "--forget-rng")
+def test_runs_differ_without_the_random_numbers(python, tmp_path):
+    output, code = run_demo(python, tmp_path, "--forget-rng")
     assert code == 1, output
     assert "The losses differ, first at step " in output
     assert "The resumed run differs from the one that was never interrupted." in output

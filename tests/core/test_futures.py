@@ -8,7 +8,6 @@ import gc
 import os
 import signal
 import subprocess
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -282,7 +281,7 @@ def test_callbacks_are_called_even_if_no_thread_can_be_started(monkeypatch: pyte
     assert seen == [future]
 
 
-def test_a_process_ends_only_after_its_callbacks(tmp_path: Path) -> None:
+def test_a_process_ends_only_after_its_callbacks(python: list[str], tmp_path: Path) -> None:
     code = (
         "import sys, threading, torch, aiockpt\n"
         "def tell(written):\n"
@@ -291,9 +290,7 @@ def test_a_process_ends_only_after_its_callbacks(tmp_path: Path) -> None:
         "ckpt = aiockpt.SyncCheckpointer()\n"
         "ckpt.submit({'x': torch.ones(50_000)}, sys.argv[1] + '/a').written.add_done_callback(tell)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, tmp_path], capture_output=True, text=True, timeout=120, check=False
-    )
+    done = subprocess.run([*python, "-c", code, tmp_path], capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, f"{tmp_path}/a\n", "")
 
 

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import asyncio
 import subprocess
-import sys
 import warnings
 import zipfile
 from pathlib import Path
@@ -378,7 +377,7 @@ def test_one_rank_of_several_converts_alone(world2: World, tmp_path: Path) -> No
     assert_same({"w": torch.full((3,), 7.0)}, torch.load(tmp_path / "n.pt", weights_only=True))
 
 
-def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line(python: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.save({"w": torch.full((3,), 7.0)}, tmp_path / "m.pt")
     for mode, source, target in (("torch_to_dcp", "m.pt", "c"), ("dcp_to_torch", "c", "n.pt")):
         assert ours.main([mode, str(tmp_path / source), str(tmp_path / target)]) == 0
@@ -386,7 +385,7 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         assert said.err == ""
         assert str(tmp_path / target) in said.out
     assert_same({"w": torch.full((3,), 7.0)}, torch.load(tmp_path / "n.pt", weights_only=True))
-    command = [sys.executable, "-W", "error", "-m", "aiockpt.dcp.format_utils"]
+    command = [*python, "-m", "aiockpt.dcp.format_utils"]
     done = subprocess.run(
         [*command, "dcp_to_torch", tmp_path / "none", tmp_path / "x"], capture_output=True, text=True, check=False
     )

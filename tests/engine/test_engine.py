@@ -7,7 +7,6 @@ import contextlib
 import contextvars
 import logging
 import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -191,7 +190,9 @@ def current_async_library():
 """
 
 
-def test_saves_work_where_anyio_detects_the_library_by_a_context_variable(tmp_path: Path) -> None:
+def test_saves_work_where_anyio_detects_the_library_by_a_context_variable(
+    python_with_torch: list[str], tmp_path: Path
+) -> None:
     """As with sniffio: the module has the parts of sniffio that anyio uses."""
     (tmp_path / "sniffio.py").write_text(_SNIFFIO)
     code = (
@@ -202,7 +203,7 @@ def test_saves_work_where_anyio_detects_the_library_by_a_context_variable(tmp_pa
         "        ckpt.load(f'{sys.argv[1]}/{name}')\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", "import sys; sys.path.insert(0, sys.argv[1])\n" + code, tmp_path],
+        [*python_with_torch, "-c", "import sys; sys.path.insert(0, sys.argv[1])\n" + code, tmp_path],
         capture_output=True,
         text=True,
         timeout=120,
@@ -212,7 +213,7 @@ def test_saves_work_where_anyio_detects_the_library_by_a_context_variable(tmp_pa
 
 
 PROGRAM_WITH_A_HANDLER = """
-import os, signal, sys, torch, aiockpt
+import os, signal, sys, torch, warnings, aiockpt
 from importlib.abc import MetaPathFinder
 
 class Interrupts(MetaPathFinder):
@@ -226,6 +227,7 @@ def handle(*_):
     handled.append(ckpt.submit({"x": torch.ones(2)}, sys.argv[1] + "/last"))
     ckpt.load(sys.argv[1] + "/0")
 
+warnings.simplefilter("ignore")
 handled = []
 state = {"x": torch.arange(3.0)}
 with aiockpt.SyncCheckpointer() as ckpt:
@@ -244,9 +246,11 @@ with aiockpt.SyncCheckpointer() as ckpt:
 
 
 @pytest.mark.parametrize("part", ["submit", "loader"])
-def test_a_signal_handler_may_save_and_load_within_the_first_call(tmp_path: Path, part: str) -> None:
+def test_a_signal_handler_may_save_and_load_within_the_first_call(
+    python_with_torch: list[str], tmp_path: Path, part: str
+) -> None:
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", PROGRAM_WITH_A_HANDLER, tmp_path, f"aiockpt.engine.{part}"],
+        [*python_with_torch, "-c", PROGRAM_WITH_A_HANDLER, tmp_path, f"aiockpt.engine.{part}"],
         capture_output=True,
         text=True,
         timeout=60,

@@ -12,7 +12,6 @@ import multiprocessing
 import os
 import signal
 import subprocess
-import sys
 import threading
 import traceback
 import warnings
@@ -226,14 +225,15 @@ ckpt.close()
 """
 
 
-def test_a_fork_while_the_engine_starts_leaves_a_child_that_can_save(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", _WHILE_IT_STARTS, tmp_path], capture_output=True, text=True, timeout=300, check=False
-    )
+def test_a_fork_while_the_engine_starts_leaves_a_child_that_can_save(
+    python_with_torch: list[str], tmp_path: Path
+) -> None:
+    command = [*python_with_torch, "-c", _WHILE_IT_STARTS, tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_the_threads_of_an_engine_import_nothing(tmp_path: Path) -> None:
+def test_the_threads_of_an_engine_import_nothing(python_with_torch: list[str], tmp_path: Path) -> None:
     """A fork during a thread's import would leave the child with a half-imported module."""
     code = """
 import sys, threading, torch, aiockpt
@@ -262,7 +262,7 @@ assert found == [], found
     for writer in ("thread", "process"):
         (tmp_path / writer).mkdir()
         done = subprocess.run(
-            [sys.executable, "-c", code, tmp_path / writer, writer],
+            [*python_with_torch, "-c", code, tmp_path / writer, writer],
             capture_output=True,
             text=True,
             timeout=120,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import threading
-import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,6 +16,7 @@ import aiockpt
 from aiockpt import AsyncCheckpointer, Observer, SyncCheckpointer
 from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.testing import GatedStorage
+from tests.polling import until
 from tests.states import assert_same
 
 STATE: dict[str, Any] = {"w": torch.arange(100_000.0), "step": 3}
@@ -37,10 +37,7 @@ def _assert_awake(ckpt: SyncCheckpointer, path: Path) -> None:
 
 
 def _wait_for_rest() -> None:
-    deadline = time.monotonic() + 30
-    while _threads() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not _threads()
+    until(lambda: not _threads())
 
 
 @pytest.mark.parametrize("writer", ["thread", "process"])

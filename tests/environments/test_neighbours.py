@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -47,21 +46,24 @@ asyncio.run(nested())
 """
 
 
-def _run(program: str, folder: Path) -> None:
-    subprocess.run([sys.executable, "-W", "error", "-c", program], cwd=folder, check=True, timeout=300)
+def _run(python: list[str], program: str, folder: Path) -> None:
+    program = f"import warnings\nwarnings.simplefilter('error')\n{program}"
+    subprocess.run([*python, "-c", program], cwd=folder, check=True, timeout=300)
 
 
 @pytest.mark.parametrize("neighbour", NEIGHBOURS)
 @pytest.mark.parametrize("first", [True, False], ids=["before", "after"])
-def test_a_program_that_imports_a_neighbour(neighbour: str, first: bool, tmp_path: Path) -> None:
+def test_a_program_that_imports_a_neighbour(
+    neighbour: str, first: bool, python_with_torch: list[str], tmp_path: Path
+) -> None:
     """Warnings of the neighbour's own import are ignored."""
-    load = f"import warnings\nwith warnings.catch_warnings(action='ignore'):\n    import {neighbour}\n"
-    _run(f"{load if first else ''}{PROGRAM}{'' if first else load}in_turn()", tmp_path)
+    load = f"with warnings.catch_warnings(action='ignore'):\n    import {neighbour}\n"
+    _run(python_with_torch, f"{load if first else ''}{PROGRAM}{'' if first else load}in_turn()", tmp_path)
 
 
 @pytest.mark.parametrize("when", ["before", "between"])
-def test_nest_asyncio(when: str, tmp_path: Path) -> None:
+def test_nest_asyncio(when: str, python_with_torch: list[str], tmp_path: Path) -> None:
     pytest.importorskip("nest_asyncio")
     apply = "import nest_asyncio\nnest_asyncio.apply()\n"
     begin = f"{apply}{PROGRAM}" if when == "before" else f"{PROGRAM}in_turn()\n{apply}"
-    _run(f"{begin}in_turn()\n{NESTED}", tmp_path)
+    _run(python_with_torch, f"{begin}in_turn()\n{NESTED}", tmp_path)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,9 +17,11 @@ import pytest
         pytest.param("uvloop", "process", marks=pytest.mark.full),
     ],
 )
-def test_a_lack_of_descriptors_never_ends_the_process(loop: str, writer: str, tmp_path: Path) -> None:
+def test_a_lack_of_descriptors_never_ends_the_process(
+    loop: str, writer: str, python: list[str], tmp_path: Path
+) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.faults.few_descriptors", tmp_path, loop, writer],
+        [*python, "-m", "tests.faults.few_descriptors", tmp_path, loop, writer],
         capture_output=True,
         text=True,
         timeout=500,

@@ -6,7 +6,6 @@ import contextlib
 import os
 import shutil
 import socket
-import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,9 @@ import aiockpt
 from aiockpt.cli.completion import _names
 from aiockpt.cli.main import app
 from tests.kinds import files, indexed, save_ours
+from tests.memory import peak_growth
 
-MOST_BYTES = 64 << 20
+MOST_BYTES = 256 << 20  # what is imported is part of it; a device or a hole would give far more
 
 
 def _socket(path: Path) -> None:
@@ -130,13 +130,12 @@ def test_special_files_neither_block_nor_fill_the_memory(special: str, place: st
     if path.exists():
         path.unlink()
     SPECIAL[special](path)
-    tracemalloc.start()
-    try:
+
+    def meet() -> None:
         for operation in operations(run, path):
             with contextlib.suppress(aiockpt.AiockptError):
                 operation()
-        assert tracemalloc.get_traced_memory()[1] < MOST_BYTES
-    finally:
-        tracemalloc.stop()
+
+    assert peak_growth(meet) < MOST_BYTES
     assert (run / "step-00000001").is_dir()
     shutil.rmtree(run)

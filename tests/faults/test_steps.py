@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import random
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,6 +15,7 @@ from aiockpt.storage.base import Storage
 from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.testing import Chances, Fault, FaultyStorage, HangingStorage
 from tests.faults.checks import assert_failed_rightly, assert_nothing_happened, names
+from tests.polling import until
 from tests.states import assert_same, large_state
 
 KINDS = {"commit": aiockpt.CommitError}
@@ -207,14 +206,6 @@ def test_a_hanging_disk_blocks_saves_but_not_the_caller(step: str, tmp_path: Pat
     assert_nothing_happened(tmp_path, {str(number): state for number, state in enumerate(states)})
 
 
-def _wait_until(condition: Callable[[], bool]) -> None:
-    """Poll until another thread has made the condition true."""
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-
-
 def test_closing_cancels_saves_on_a_hanging_disk_after_drain_timeout(tmp_path: Path) -> None:
     """The cancellation takes effect when the disk answers again."""
     storage = HangingStorage(LocalStorage(fsync=False), "write")
@@ -222,7 +213,7 @@ def test_closing_cancels_saves_on_a_hanging_disk_after_drain_timeout(tmp_path: P
     save = ckpt.submit(large_state(2), tmp_path / "c", storage=storage)
     storage.reached.result(60)
     closed = ckpt._engine.close()
-    _wait_until(lambda: save._job.cancel_asked)
+    until(lambda: save._job.cancel_asked)
     assert not save.written.done()
     storage.recover()
     with pytest.raises(aiockpt.SaveCancelledError, match=r"drain_timeout = 0\.01 s .*nothing of it is left"):

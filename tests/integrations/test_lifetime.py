@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ import torch
 
 from aiockpt.integrations import lifetime
 from aiockpt.integrations.lifetime import Lifetime
+from tests.polling import until
 
 STATE = {"x": torch.arange(10_000.0)}
 
@@ -39,10 +39,7 @@ def test_it_ends_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(lifetime, "IDLE_S", 0.05)
     held = Lifetime()
     held.checkpointer.save(STATE, tmp_path / "a")
-    deadline = time.monotonic() + 30
-    while _threads() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not _threads()
+    until(lambda: not _threads())
     assert held.checkpointer.verify(tmp_path / "a").ok
     held.end()
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+pytest.importorskip("accelerate")  # first: the other import takes seconds in each process
 pytest.importorskip("transformers.trainer")
-pytest.importorskip("accelerate")
 
 import torch
 import transformers

@@ -28,6 +28,7 @@ from aiockpt.telemetry.observer import CallEvent
 from tests.manager.gates import Gate
 from tests.manager.runs import flip, names, state_of
 from tests.places import ServerPath, left_in, storage_of
+from tests.polling import until
 
 STATE = {"x": torch.arange(10.0)}
 
@@ -491,10 +492,7 @@ def test_closing_does_not_wait_for_a_mirror_without_need(
     with run_of(here, "gate://here", mirror_timeout=0.1, drain_timeout=1e9) as run:
         with pytest.raises(aiockpt.LoadError, match="can't be read"):
             run.restore(dict(STATE))
-        deadline = time.monotonic() + 60
-        while not (run._mirror and run._mirror._state.has_looked):
-            assert time.monotonic() < deadline
-            threading.Event().wait(0.01)
+        until(lambda: run._mirror and run._mirror._state.has_looked)
     if gate.hangs is not None:
         gate.hangs.set()
         for thread in threading.enumerate():
@@ -575,10 +573,7 @@ def test_equal_errors_are_logged_once(here: Path, there: Any, caplog: pytest.Log
     gate.is_away = True
     with run_of(here, "gate://here", observers=[heard]) as run:
         save = run.submit(1, STATE)
-        deadline = time.monotonic() + 60
-        while len(heard.events) < 4:
-            assert time.monotonic() < deadline
-            threading.Event().wait(0.01)
+        until(lambda: len(heard.events) >= 4)
         gate.is_away = False
         save.mirrored.result(60)
     assert caplog.text.count("can't be mirrored to") == 1

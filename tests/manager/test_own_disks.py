@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import signal
-import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from aiockpt.storage.local.identity import DISK_NAME
 from tests.disks import HostDisk
 from tests.manager.runs import names
 from tests.manager.test_ranks import LIMITS, state_of, step_in
+from tests.polling import until
 from tests.ranks.world import RankFailure, World
 
 RUN = "/run"
@@ -293,7 +293,8 @@ def leaves(rank: int, size: int, folder: Path, hosts: list[str], fails: bool) ->
                 pass
             mark.touch()
         elif fails:
-            return any(mark.exists() or time.sleep(0.01) for _ in range(2000))
+            until(mark.exists)
+            return True
         else:
             assert [info.state for info in run._scanner.scan()] == ["complete"]
             return mark.exists()

@@ -8,7 +8,6 @@ import shutil
 import signal
 import tempfile
 import threading
-import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from tests.disks import HostDisk
 from tests.manager.gates import Gate
 from tests.manager.test_ranks import LIMITS, state_of, step_in
 from tests.places import storage_of
+from tests.polling import until
 from tests.ranks.world import World
 
 RUN = "/runs/a"
@@ -314,10 +314,7 @@ def trains_until_its_peer_is_killed(rank: int, size: int, disks: Disks) -> Any:
         if rank == 1:
             threading.Event().wait()  # until it is killed
         (copies,) = [each for each in run._behind if isinstance(each, ReplicaCopies)]
-        deadline = time.monotonic() + 60
-        while copies.backlog.error is None:
-            assert time.monotonic() < deadline
-            threading.Event().wait(0.01)
+        until(lambda: copies.backlog.error is not None)
     with pytest.raises(aiockpt.SaveError, match="step 3 is not replicated: the manager was closed before"):
         save.replicated.result(60)
     return str(copies.backlog.error)

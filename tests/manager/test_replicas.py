@@ -7,9 +7,7 @@ import logging
 import os
 import shutil
 import signal
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +29,7 @@ from aiockpt.storage.wrapper import WrapperStorage
 from aiockpt.telemetry.observer import CallEvent
 from tests.manager.gates import Gate
 from tests.manager.runs import names, path_of, state_of
+from tests.polling import until
 
 OF_A, OF_B = "__0_0.distcp", "more.dat"
 
@@ -381,7 +380,7 @@ def test_last_replicated_step_stays_until_a_later_one_is_replicated(watched: Wat
     for copies in watched.copies:
         watched.hosts.copy(copies)
     assert replicated.result(60)
-    assert _within(lambda: watched.steps() == [4])
+    until(lambda: watched.steps() == [4])
 
 
 def test_nothing_is_deleted_before_it_is_known_what_is_replicated(watched: Watched) -> None:
@@ -391,9 +390,9 @@ def test_nothing_is_deleted_before_it_is_known_what_is_replicated(watched: Watch
     for step in (1, 2, 3):
         watched.save(step)
     assert watched.steps() == [1, 2, 3]
-    assert _within(lambda: watched.watch.backlog.error is not None)
+    until(lambda: watched.watch.backlog.error is not None)
     gate.is_away = False
-    assert _within(lambda: len(watched.steps()) < 3)
+    until(lambda: len(watched.steps()) < 3)
 
 
 @pytest.mark.parametrize(("host", "how"), [("a", "flipped"), ("b", "flipped"), ("b", "replaced"), ("b", "manifest")])
@@ -435,13 +434,3 @@ def test_save_that_is_not_replicated_fails_when_the_run_is_closed(
     watched.watch.close()
     with pytest.raises(aiockpt.SaveError, match="step 1 is not replicated: the manager was closed before"):
         replicated.result(60)
-
-
-def _within(condition: Callable[[], bool], limit_s: float = 60.0) -> bool:
-    """Wait until a condition holds; return whether it does in time."""
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        threading.Event().wait(0.01)
-    return True

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import subprocess
-import sys
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -242,6 +241,6 @@ def test_each_rank_restores_its_own_streams(world2: World, world4: World, tmp_pa
     assert draw() == drawn[0]
 
 
-def test_import_does_not_load_the_engine() -> None:
+def test_import_does_not_load_the_engine(python_with_torch: list[str]) -> None:
     code = "import aiockpt, sys; aiockpt.RngState; assert 'aiockpt.engine.engine' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([*python_with_torch, "-c", code], check=True, timeout=60)

@@ -44,7 +44,8 @@ class Bucket:
 
     def dead(self) -> list[str]:
         """Return the keys that belong to no checkpoint."""
-        storage, keys = self.storage(), self.listed()
+        storage = self.storage()
+        keys = sorted(storage.objects.below(""))
         paths = [key.rpartition("/")[0] for key in keys if key.endswith("/.metadata") and not split_token(key)[0]]
         live = {commit.token for path in paths if (commit := storage.record(self / path)) is not None}
         return [key for key in keys if not key.endswith("/.metadata") and not key.startswith(tuple(live))]

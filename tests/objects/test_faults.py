@@ -40,7 +40,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def state_of(version: int) -> dict[str, Any]:
     """Return a state whose values all differ between versions, in one file of several parts."""
-    return {"x": torch.arange(3_000_000.0) + version, "version": version}
+    return {"x": torch.arange(1_500_000.0) + version, "version": version}
 
 
 def version_in(bucket: Bucket, path: str) -> int:

@@ -23,9 +23,12 @@ def forks() -> None:
     start_server()
 
 
-@pytest.mark.parametrize("scheme", ["s3", pytest.param("gs", marks=pytest.mark.full)])
-@pytest.mark.parametrize("count", [3, pytest.param(50, marks=pytest.mark.full)])
-def test_runs_and_restores_match_the_model(count: int, scheme: str, server: ObjectServer) -> None:
+# What a manager does depends little on the requests: in Google's ways fewer histories are enough.
+@pytest.mark.parametrize(
+    ("scheme", "count"),
+    [("s3", 3), *(pytest.param(*each, marks=pytest.mark.full) for each in (("s3", 50), ("gs", 12)))],
+)
+def test_runs_and_restores_match_the_model(scheme: str, count: int, server: ObjectServer) -> None:
     check(count, lambda: Histories(path_in(server, scheme, uuid.uuid4().hex)))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -17,6 +16,7 @@ import aiockpt
 from benchmarks.harness import object_server
 from benchmarks.harness.object_server import ObjectServer, Rule
 from tests.objects.buckets import Bucket
+from tests.polling import until
 
 pytestmark = pytest.mark.slow
 _LIMIT_S = 30.0  # of a wait that must end
@@ -61,13 +61,6 @@ def process(server: ObjectServer) -> Iterator[psutil.Process]:
     found.send_signal(signal.SIGCONT)
     until(lambda: own.num_fds() <= before)  # threads of obstore close its connections
     until(lambda: not [thread for thread in threading.enumerate() if thread.name.startswith("aiockpt")])
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + _LIMIT_S
-    while not condition():
-        assert time.monotonic() < deadline, "it has not come in time"
-        time.sleep(0.01)
 
 
 def outcome(call: Callable[[], Any], limit_s: float = _LIMIT_S) -> Any:

@@ -6,7 +6,6 @@ import asyncio
 import os
 import socket
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -157,14 +156,14 @@ with aiockpt.SyncCheckpointer(coordination_timeout=3) as ckpt:
 """
 
 
-def test_a_store_that_has_ended_with_rank_0_ends_the_wait(tmp_path: Path) -> None:
+def test_a_store_that_has_ended_with_rank_0_ends_the_wait(python: list[str], tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     common = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
     first, second = (
         subprocess.Popen(
-            [sys.executable, "-c", _STORE_ENDS, str(tmp_path)],
+            [*python, "-c", _STORE_ENDS, str(tmp_path)],
             env=common | {"RANK": str(rank)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -197,10 +196,10 @@ else:
 """
 
 
-def test_a_process_exits_although_another_rank_never_calls(tmp_path: Path) -> None:
+def test_a_process_exits_although_another_rank_never_calls(python: list[str], tmp_path: Path) -> None:
     stays, leaves = (
         subprocess.Popen(
-            [sys.executable, "-c", _LEAVES, str(rank), str(tmp_path)],
+            [*python, "-c", _LEAVES, str(rank), str(tmp_path)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

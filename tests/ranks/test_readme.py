@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import aiockpt
@@ -13,14 +13,17 @@ import aiockpt
 PAGE = Path(aiockpt.__file__).parent / "docs/ranks.md"
 
 
-def test_the_program_runs_under_torchrun(tmp_path: Path) -> None:
+def test_the_program_runs_under_torchrun(python: list[str], tmp_path: Path) -> None:
     (program,) = re.findall(r"```python\n# train\.py\n(.*?)```", PAGE.read_text(), re.DOTALL)
     (tmp_path / "train.py").write_text(program)
     (command,) = re.findall(r"```\ntorchrun (.*?) train\.py runs/fsdp\n```", PAGE.read_text())
+    (tmp_path / "python").write_text(f'#!/bin/sh\nexec {shlex.join(python)} "$@"\n')
+    (tmp_path / "python").chmod(0o755)
+    given = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHON_EXEC": str(tmp_path / "python")}
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", *command.split(), "train.py", "runs/fsdp"],
+        [*python, "-m", "torch.distributed.run", *command.split(), "train.py", "runs/fsdp"],
         cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        env=os.environ | given,
         capture_output=True,
         text=True,
         timeout=240,

@@ -7,7 +7,6 @@ import os
 import pickle
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -333,7 +332,7 @@ with aiockpt.SyncCheckpointer() as ckpt:
 """
 
 
-def test_bombs_cost_neither_memory_nor_time(places, tmp_path: Path, record_property) -> None:
+def test_bombs_cost_neither_memory_nor_time(places, python: list[str], tmp_path: Path, record_property) -> None:
     """One process loads all bombs, with a limit of 1 GiB above its memory after loading a good checkpoint."""
     paths = []
     for n, (name, program) in enumerate(OBJECT_BOMBS.items()):
@@ -343,7 +342,7 @@ def test_bombs_cost_neither_memory_nor_time(places, tmp_path: Path, record_prope
         paths.append(tmp_path / f"metadata {n} {name}")
         shutil.copytree(places["stock"], paths[-1])
         (paths[-1] / ".metadata").write_bytes(data)
-    command = [sys.executable, "-c", RUNNER, str(places["stock"]), *map(str, paths)]
+    command = [*python, "-c", RUNNER, str(places["stock"]), *map(str, paths)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     outcomes = done.stdout.splitlines()
     assert len(outcomes) == len(paths), (outcomes[-1:], done.stderr[-2000:])

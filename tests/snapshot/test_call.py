@@ -53,10 +53,9 @@ with aiockpt.SyncCheckpointer() as ckpt:
 """
 
 
-def test_the_first_call_after_prewarm_imports_nothing(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", _FIRST_CALL, tmp_path / "c"], capture_output=True, text=True, check=False, timeout=100
-    )
+def test_the_first_call_after_prewarm_imports_nothing(python_with_torch: list[str], tmp_path: Path) -> None:
+    command = [*python_with_torch, "-c", _FIRST_CALL, tmp_path / "c"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
     assert (done.stdout, done.stderr) == ("imported []\n", "")
 
 

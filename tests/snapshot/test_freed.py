@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-CASES = Path(__file__).with_name("freed_cases.py")
+CASES = "tests.snapshot.freed_cases"
 
 
 @pytest.fixture(scope="module")
-def outcomes() -> dict[str, str]:
+def outcomes(python: list[str]) -> dict[str, str]:
     """Return the outcome of each case, run in another process because a bad read would crash this one."""
-    done = subprocess.run([sys.executable, CASES], capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run([*python, "-m", CASES], capture_output=True, text=True, timeout=200, check=False)
     lines = done.stdout.splitlines()
     assert done.returncode == 0, (done.returncode, lines[-1:], done.stderr[-2000:])
     return dict(line.split(": ", 1) for line in lines)

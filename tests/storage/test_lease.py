@@ -28,21 +28,20 @@ from tests.interruption import Interruption
 from tests.manager.runs import empty, names, path_of, state_of
 
 HOLD = """
-import sys, aiockpt
+import os, sys, aiockpt
 with aiockpt.SyncCheckpointManager(sys.argv[1]) as run:
-    print("held", flush=True)
+    print(os.getpid(), flush=True)
     sys.stdin.read()
 """
 
 
 @pytest.fixture
-def held(tmp_path: Path) -> Any:
-    """A process that owns the run."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLD, tmp_path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+def held(tmp_path: Path, python: list[str]) -> Any:
+    """A process that owns the run; its `owner` is the process ID of the program."""
+    process: Any = subprocess.Popen(
+        [*python, "-c", HOLD, tmp_path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "held\n"
+    process.owner = int(process.stdout.readline())
     yield process
     process.communicate()
 
@@ -51,9 +50,9 @@ def test_second_owner_is_refused_and_told_the_first(tmp_path: Path, held: Any) -
     before = time.time()
     with pytest.raises(aiockpt.RunLockedError) as caught, aiockpt.SyncCheckpointManager(tmp_path):
         pass
-    assert (caught.value.host, caught.value.pid) == (socket.gethostname(), held.pid)
+    assert (caught.value.host, caught.value.pid) == (socket.gethostname(), held.owner)
     assert before - 60 < caught.value.since < time.time()
-    assert f"process {held.pid} on host {socket.gethostname()}" in str(caught.value)
+    assert f"process {held.owner} on host {socket.gethostname()}" in str(caught.value)
     assert str(tmp_path) in str(caught.value)
     run = aiockpt.SyncCheckpointManager(tmp_path)
     for use in (lambda: run.restore(empty()), lambda: run.save(1, state_of(1))):
@@ -66,7 +65,7 @@ def test_second_owner_is_refused_and_told_the_first(tmp_path: Path, held: Any) -
     assert names(tmp_path) == [LOCK_NAME]
     facts = owner_of(str(tmp_path))
     assert facts is not None
-    assert facts.pid == held.pid
+    assert facts.pid == held.owner
     held.communicate()
     assert names(tmp_path) == []
     assert owner_of(str(tmp_path)) is None
@@ -76,7 +75,7 @@ def test_second_owner_is_refused_and_told_the_first(tmp_path: Path, held: Any) -
 def test_lock_of_a_killed_owner_is_taken_over(
     tmp_path: Path, held: Any, locks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    held.send_signal(signal.SIGKILL)
+    os.kill(held.owner, signal.SIGKILL)
     held.wait()
     assert names(tmp_path) == [LOCK_NAME]
     if not locks:
@@ -97,7 +96,7 @@ def test_without_flock_a_running_owner_is_known_by_its_lock_file(
     monkeypatch.setattr(fcntl, "flock", _unsupported)
     with pytest.raises(aiockpt.RunLockedError) as caught:
         take(str(tmp_path))
-    assert caught.value.pid == held.pid
+    assert caught.value.pid == held.owner
 
 
 def test_two_managers_of_one_process(tmp_path: Path) -> None:
@@ -458,9 +457,9 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_checkpoint_finished_by_the_writer_process_of_a_killed_trainer_is_restored(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, python: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with subprocess.Popen([sys.executable, "-c", KILLED, tmp_path], stdout=subprocess.PIPE, text=True) as trainer:
+    with subprocess.Popen([*python, "-c", KILLED, tmp_path], stdout=subprocess.PIPE, text=True) as trainer:
         assert trainer.stdout is not None
         writer = int(trainer.stdout.readline())
         assert trainer.wait() == -signal.SIGKILL

@@ -9,8 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -27,6 +26,7 @@ from aiockpt.storage.remote_disk import DiskEndpoint, RemoteDisk
 from aiockpt.storage.remote_server import DiskServer
 from aiockpt.storage.wrapper import WrapperStorage
 from aiockpt.testing import GatedStorage, HangingStorage, StorageConformance
+from tests.polling import until
 from tests.storage.relay import relay_to
 
 DATA, MORE, METADATA = "__0_0.distcp", "__0_1.distcp", ".metadata"
@@ -75,14 +75,6 @@ class TestRemoteDisk(StorageConformance):
 def moved(endpoint: DiskEndpoint, *addresses: tuple[str, int], **changed: Any) -> DiskEndpoint:
     """Return an endpoint with other addresses, or another secret."""
     return endpoint._replace(link=endpoint.link._replace(addresses=addresses or endpoint.link.addresses, **changed))
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Wait until a condition holds."""
-    deadline = time.monotonic() + _LIMIT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def hidden_in(directory: Path) -> list[str]:

@@ -397,7 +397,7 @@ def test_without_grace_a_put_that_may_be_in_flight_is_waited_for() -> None:
 
 
 def test_save_of_a_killed_process_is_removed_by_the_next_one(
-    storage: ServerStorage, server_url: str, path: str
+    storage: ServerStorage, server_url: str, path: str, python: list[str]
 ) -> None:
     code = (
         "import os, signal, sys, torch, aiockpt; from aiockpt.testing import FaultyStorage, ServerStorage\n"
@@ -408,7 +408,7 @@ def test_save_of_a_killed_process_is_removed_by_the_next_one(
         "    ckpt.save({'x': torch.ones(9)}, sys.argv[2], storage=Killing(ServerStorage(sys.argv[1])))"
     )
     for again in ("save", "clean"):
-        done = subprocess.run([sys.executable, "-c", code, server_url, path], timeout=60, check=False)
+        done = subprocess.run([*python, "-c", code, server_url, path], timeout=60, check=False)
         assert done.returncode == -signal.SIGKILL
         assert [key for key in left_in(server_url) if key.endswith("__0_0.distcp")]
         with aiockpt.SyncCheckpointer() as ckpt:

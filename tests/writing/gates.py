@@ -18,6 +18,7 @@ from aiockpt.errors import WriteError
 from aiockpt.storage.base import Storage, Transaction
 from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.storage.wrapper import WrapperStorage, WrapperTransaction
+from tests.polling import until
 
 WAIT_S = 60.0
 
@@ -130,15 +131,15 @@ class Gate:
 
 def writers_of(pid: int) -> list[psutil.Process]:
     """Return the writer processes of a trainer; wait until there is one."""
-    deadline = time.monotonic() + WAIT_S
-    while time.monotonic() < deadline:
-        found = [
-            child for child in psutil.Process(pid).children() if "aiockpt.writing.process" in " ".join(child.cmdline())
-        ]
-        if found:
-            return found
-        os.sched_yield()
-    raise AssertionError(f"process {pid} has started no writer")
+    found: list[psutil.Process] = []
+
+    def look() -> bool:
+        children = psutil.Process(pid).children()
+        found[:] = [child for child in children if "aiockpt.writing.process" in " ".join(child.cmdline())]
+        return bool(found)
+
+    until(look, WAIT_S)
+    return found
 
 
 def ended(pid: int, timeout_s: float = WAIT_S) -> bool:
