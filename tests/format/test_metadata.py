@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import gc
 import io
 import pickle
@@ -277,10 +278,39 @@ def test_odd_transforms_are_corrupt(wrong: object) -> None:
         decode_metadata(pickle.dumps(metadata))
 
 
-@pytest.mark.parametrize("what", [eval, print, __import__, getattr, torch.load, type, object])
+@pytest.mark.parametrize("what", [eval, print, __import__, torch.load, type, object])
 def test_any_other_global_is_unsafe(what) -> None:
     with pytest.raises(UnsafeCheckpointError, match="which no checkpoint's metadata needs"):
         decode_metadata(pickle.dumps(what))
+
+
+class _ByName(pickle.Pickler):
+    """Pickles members of Enums as Python 3.11.0 to 3.11.3 do."""
+
+    def reducer_override(self, value: object) -> object:
+        return (getattr, (type(value), value.name)) if isinstance(value, enum.Enum) else NotImplemented
+
+
+@pytest.mark.parametrize("protocol", [2, 4, 5])
+def test_enums_may_be_pickled_by_name(protocol: int) -> None:
+    stored = io.BytesIO()
+    _ByName(stored, protocol).dump(_stock())
+    assert b"getattr" in stored.getvalue()
+    assert decode_metadata(stored.getvalue()) == decode_metadata(pickle.dumps(_stock()))
+
+
+class _Attribute:
+    def __init__(self, *args: object) -> None:
+        self._args = args
+
+    def __reduce__(self) -> object:
+        return getattr, self._args
+
+
+@pytest.mark.parametrize("args", [(torch.Size, "__init__"), (Metadata, "__init__"), (TensorProperties, "x")], ids=str)
+def test_other_attributes_are_unsafe(args: tuple[object, str]) -> None:
+    with pytest.raises(UnsafeCheckpointError, match=r"names builtins\.getattr, which no checkpoint's metadata needs"):
+        decode_metadata(pickle.dumps(_Attribute(*args)))
 
 
 def test_plans_in_the_metadata_are_ignored() -> None:

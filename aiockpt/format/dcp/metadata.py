@@ -67,13 +67,29 @@ def _ignored(*_args: Any) -> None:
     return None
 
 
+_ENUM = Function(_ignored)
+
+
+def _unsafe(module: str, name: str) -> UnsafeCheckpointError:
+    return UnsafeCheckpointError(
+        f"{METADATA_NAME} names {module[:200]}.{name[:200]}, which no checkpoint's metadata needs; it was not "
+        "loaded. Do not open this checkpoint with tools that unpickle it."
+    )
+
+
+def _member(kind: Any, name: Any) -> None:
+    """Stand for a member of an Enum, as Python 3.11.0 to 3.11.3 pickle it: by its name."""
+    if kind is not _ENUM or type(name) is not str:
+        raise _unsafe("builtins", "getattr")
+
+
 _NAMES: dict[tuple[str, str], Any] = {
     (DCP_MODULE, "Metadata"): _Metadata,
     (DCP_MODULE, "TensorStorageMetadata"): _TensorStorageMetadata,
     (DCP_MODULE, "TensorProperties"): _TensorProperties,
     (_SHARDED_MODULE, "TensorProperties"): _TensorProperties,
-    (DCP_MODULE, "_MEM_FORMAT_ENCODING"): Function(_ignored),
-    (_SHARDED_MODULE, "MEM_FORMAT_ENCODING"): Function(_ignored),
+    (DCP_MODULE, "_MEM_FORMAT_ENCODING"): _ENUM,
+    (_SHARDED_MODULE, "MEM_FORMAT_ENCODING"): _ENUM,
     (DCP_MODULE, "ChunkStorageMetadata"): _ChunkStorageMetadata,
     (DCP_MODULE, "BytesStorageMetadata"): _BytesStorageMetadata,
     (DCP_MODULE, "MetadataIndex"): _MetadataIndex,
@@ -81,8 +97,9 @@ _NAMES: dict[tuple[str, str], Any] = {
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _StorageInfo,
     ("torch.distributed.checkpoint.filesystem", "_StoragePrefix"): _Plan,
     **{(_PLANNER_MODULE, name): _Plan for name in ("SavePlan", "WriteItem", "TensorWriteData", "BytesIOWriteData")},
-    (_PLANNER_MODULE, "WriteItemType"): Function(_ignored),
+    (_PLANNER_MODULE, "WriteItemType"): _ENUM,
     ("megatron.core.dist_checkpointing.strategies.torch", "MCoreSavePlan"): _Plan,
+    **{(module, "getattr"): Function(_member) for module in ("builtins", "__builtin__")},
     ("torch.serialization", "_get_layout"): Function(_ignored),
     **{
         (module, name): Function(_path)
@@ -133,10 +150,7 @@ class _MetadataDecoder:
             return DTYPES[name]
         if (module, name) == ("torch", "Size"):
             return Function(self._size)
-        raise UnsafeCheckpointError(
-            f"{METADATA_NAME} names {module[:200]}.{name[:200]}, which no checkpoint's metadata needs; it was not "
-            "loaded. Do not open this checkpoint with tools that unpickle it."
-        )
+        raise _unsafe(module, name)
 
     def _size(self, values: Any = ()) -> Sizes:
         if type(values) not in (tuple, list) or len(values) > MAX_DIMS:
