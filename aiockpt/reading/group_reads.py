@@ -106,6 +106,8 @@ class Broadcasts:
                 self._group.broadcast([message], options).wait(options.timeout + _GRACE)
             else:  # the timeout stays that of the group: NCCL ends the process when it is over
                 self._run_through_device(message, options, timeout_s)
+        except Warning:  # an error only because the program turns warnings into errors
+            raise
         except Exception as exc:  # each backend has its own
             _broken.add(self._group)
             raise LinkBrokenError(str(exc).partition("\n")[0]) from exc

@@ -165,11 +165,15 @@ class SavePipeline:
             with span("plan"):
                 self._plan = plan = await self._strategy.plan()
         self._planned_s = time.perf_counter() - begin
+        # No cancellation in between: other ranks that have planned with this one wait for what becomes of it.
+        return await self._write_and_commit(plan, self._stage_planned)
+
+    async def _stage_planned(self, plan: SavePlan, writer: Writer) -> None:
         await self._job.turn.wait_for("planned")  # else one without other ranks would let the next one overtake
         self._job.turn.pass_milestone("planned")
         self._staged_bytes = self._written_bytes = 0
         self._report("planned")
-        return await self._write_and_commit(plan, self._stage)
+        await self._stage(plan, writer)
 
     async def _write_and_commit(self, plan: SavePlan, fill: FillWriter) -> SaveResult:
         """Write all files and publish them, or remove them. Every save takes this course.

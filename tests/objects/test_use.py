@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import traceback
 import uuid
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -147,18 +148,46 @@ def test_what_is_there_is_said(bucket: Bucket) -> None:
     assert bucket.dead() == ["model", "notes/a.txt"]
 
 
+class _Texts(aiockpt.Observer):
+    """Keeps the text of each event, with what it is about."""
+
+    def __init__(self) -> None:
+        self.of: dict[str, str] = {}
+
+    def written(self, *about: object) -> None:
+        self.of["written"] = repr(about)
+
+    def failed(self, *about: object) -> None:
+        self.of["failed"] = repr(about) + str(about[-1])
+
+    def loaded(self, *about: object) -> None:
+        self.of["loaded"] = repr(about)
+
+    def deleted(self, *about: object) -> None:
+        self.of["deleted"] = repr(about)
+
+
 def test_credentials_are_in_no_text(bucket: Bucket, server: ObjectServer, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(0)
     secret = "not-so-secret"
     options = bucket.options | {"secret_access_key": secret} if bucket.url.startswith("s3") else bucket.options
-    with aiockpt.SyncCheckpointer(storage_options=options) as ckpt:
+    observer = _Texts()
+    with aiockpt.SyncCheckpointer(storage_options=options, observers=[observer]) as ckpt:
         ckpt.save(STATE, bucket / "c")
         texts = [repr(ckpt), repr(aiockpt.storage.storage_for(bucket / "c", **options))]
         with ckpt.open(bucket / "c") as reader:
             texts.append(repr(reader))
-    objects = bucket.storage().objects
-    stored = b"".join(objects.get(key)[1] for key in bucket.listed())
-    assert secret not in "".join(texts) + caplog.text
+        ckpt.load(bucket / "c")
+        server.rules(Rule("(PUT|POST) .*/files/", count=10**6, status=403))
+        with pytest.raises(aiockpt.WriteError) as refused:
+            ckpt.save(STATE, bucket / "d")
+        server.rules()
+        objects = bucket.storage().objects
+        stored = b"".join(objects.get(key)[1] for key in bucket.listed())
+        ckpt.delete(bucket / "c")
+    assert observer.of.keys() == {"written", "failed", "loaded", "deleted"}
+    texts += [caplog.text, *observer.of.values(), "".join(traceback.format_exception(refused.value))]
+    assert secret not in "".join(texts)
     assert secret.encode() not in stored
 
 

@@ -401,6 +401,27 @@ async def cancel_early(rank: int, size: int, folder: Path, failing: Sequence[int
     return ended
 
 
+async def cancel_while_planning(rank: int, size: int, folder: Path, failing: Sequence[int]) -> Ended:
+    """Cancel on some ranks while rank 0 begins a save whose layout all know, behind one that is not over."""
+    before, storage = (GatedStorage(storage_of(folder), [step] if rank == 0 else []) for step in ("commit", "begin"))
+    async with aiockpt.AsyncCheckpointer(coordination_timeout=20.0, **SMALL) as ckpt:
+        state = state_of(rank, size, 1)
+        first = ckpt.save(state, folder / "first", storage=before)
+        save = ckpt.save(state, folder / "c", storage=storage)
+        if rank == 0:
+            await storage.reached["begin"]
+        dist.barrier()
+        asked = save.cancel() if rank in failing else None
+        dist.barrier()
+        if rank == 0:
+            storage.open("begin")
+            before.open("commit")
+        ended = await _cancelled_end(rank, save, asked)
+        await first
+        await ckpt.save(state_of(rank, size, 2), folder / "next")
+    return ended
+
+
 async def cancel_while_copying(rank: int, size: int, folder: Path, failing: Sequence[int]) -> Ended:
     """Cancel on some ranks while these can neither copy nor write."""
     async with aiockpt.AsyncCheckpointer(**SMALL) as ckpt:

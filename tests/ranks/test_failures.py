@@ -302,6 +302,14 @@ def test_a_cancellation_on_some_ranks_cancels_all(
     check_next(anywhere, 4)
 
 
+@pytest.mark.parametrize("ranks", [[0], [1]], ids=str)
+def test_a_cancellation_when_all_have_planned_cancels_all(world2: World, anywhere: Path, ranks: list[int]) -> None:
+    ends = world2.results(failing.cancel_while_planning, anywhere, ranks)
+    text = same_error(ends, "SaveCancelledError")
+    assert text.startswith(f"rank {ranks[0]}: the save of {anywhere / 'c'} was cancelled")
+    assert [end.cancelled for end in ends] == [True if rank in ranks else None for rank in range(2)]
+
+
 @pytest.mark.parametrize("step", ["finish", "commit"])
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_cancellation_is_too_late_once_other_ranks_may_publish(
