@@ -33,6 +33,10 @@ class ObjectListing(RemoteListing):
             commit, inside = storage.above(path) or (None, "")
             if commit is None and not self._find_object():
                 raise FileNotFoundError(f"nothing is at {path}")
+        if commit is None and COMMIT_NAME in self.files:  # of another's checkpoint; or it has appeared since
+            commit = storage.record(path)
+            if commit is not None:
+                self.files.clear()
         if commit is not None:
             self._add(commit, inside)
             if not self.files:
