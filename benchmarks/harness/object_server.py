@@ -85,6 +85,7 @@ class _Store:
     rules: list[tuple[Rule, Iterator[int]]] = field(default_factory=list)
     log: list[str] = field(default_factory=list)
     sent: int = 0  # bytes of answers
+    late: int = 0  # requests that were done late
     numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -190,6 +191,8 @@ class _Talk(socketserver.BaseRequestHandler):
                 self.request.shutdown(socket.SHUT_RDWR)
                 time.sleep(rule.late_s)
                 self._do(method, key, asked, headers, body)
+                with store.lock:
+                    store.late += 1
             time.sleep(rule.hang_s)
             if rule.status:
                 self._answer(method, rule.status, {}, f"<Error><Code>Scripted{rule.status}</Code></Error>".encode())
@@ -203,10 +206,12 @@ class _Talk(socketserver.BaseRequestHandler):
             with store.lock:
                 store.rules = [(Rule(**each), itertools.count(1)) for each in json.loads(body)]
                 store.log.clear()
-                store.sent = 0
+                store.sent = store.late = 0
         if name == "clear":
             store.objects, store.uploads = {}, {}
-        return json.dumps({"log": store.log, "uploads": len(store.uploads), "sent": store.sent}).encode()
+        return json.dumps(
+            {"log": store.log, "uploads": len(store.uploads), "sent": store.sent, "late": store.late}
+        ).encode()
 
     def _answer(self, method: str, status: int, headers: Mapping[str, str], body: bytes | memoryview) -> None:
         given = {"Content-Length": str(len(body)), **headers}
@@ -352,6 +357,11 @@ class ObjectServer:
     def sent(self) -> int:
         """The bytes of all answers since the rules were set."""
         return int(self._ask("log")["sent"])
+
+    @property
+    def late(self) -> int:
+        """How many requests were done late since the rules were set; see `Rule`."""
+        return int(self._ask("log")["late"])
 
     @property
     def uploads(self) -> int:

@@ -33,7 +33,7 @@ STALE_S = 120.0
 _RELEASE_S = 2.0  # for the store to answer when a manager is closed; after that a thread goes on waiting for it
 
 logger = logging.getLogger("aiockpt")
-_given_up: set[str] = set()  # tickets of this process that the store may still show
+_released: set[str] = set()  # tickets of this process that the store may still show
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class ObjectLease(RunLease):
         except ConditionError as exc:  # another one was faster
             raise _locked(directory, None) from exc
         except OSError:  # it may have been taken all the same
-            _given_up.add(self._facts.ticket)
+            _released.add(self._facts.ticket)
             raise
         self._renewed_s = time.monotonic()
         # A daemon: a process that is ending anyway does not wait for it.
@@ -122,7 +122,7 @@ class ObjectLease(RunLease):
         if pid != os.getpid():
             return
         self._ended.set()
-        _given_up.add(self._facts.ticket)
+        _released.add(self._facts.ticket)
         freeing = threading.Thread(target=self._free, name="aiockpt-lease", daemon=True)
         with contextlib.suppress(RuntimeError):  # the interpreter ends
             freeing.start()
@@ -164,7 +164,7 @@ def _read(objects: ObjectClient, key: str) -> tuple[ObjectLeaseFacts, Stamp, flo
 
 def _is_free(objects: ObjectClient, prefix: str, found: tuple[ObjectLeaseFacts, Stamp, float]) -> bool:
     facts, _, modified = found
-    if not facts.ticket or facts.ticket in _given_up:
+    if not facts.ticket or facts.ticket in _released:
         return True
     state = liveness_of([facts.ticket])
     return state == "dead" or (state == "unknown" and objects.now(prefix) - modified > STALE_S)
