@@ -41,6 +41,10 @@ Undo = Callable[[], Awaitable[None]]
 _END_S = 5.0
 
 
+class _AbandonedError(CoordinationError):
+    """This rank has stopped waiting for the others, as its checkpointer closes."""
+
+
 class _Decision(NamedTuple):
     """A round's outcome on rank 0: a reply for each rank, or the failure and, if it happened here, the error."""
 
@@ -72,6 +76,7 @@ class Coordinator:
         self._calls: defaultdict[Kind, Iterator[int]] = defaultdict(itertools.count)
         self._turns: defaultdict[Kind, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._abandoned = asyncio.Event()
+        self._is_abandoned = False
         self._loop: asyncio.AbstractEventLoop | None = None
 
     @property
@@ -117,6 +122,8 @@ class Coordinator:
         A cancellation is delivered when the round is over: a rank that left alone would leave the others waiting.
         """
         self._loop = asyncio.get_running_loop()
+        if self._is_abandoned:  # before there was a loop to tell
+            self._abandoned.set()
         return await outlast(self._round_in_turn(call, operation, value, decide, undo))
 
     async def give_up(self, call: RankCall, operation: str, error: BaseException) -> None:
@@ -126,6 +133,7 @@ class Coordinator:
 
     def abandon(self) -> None:
         """Make current and later rounds of this rank fail instead of wait. From any thread; does not block."""
+        self._is_abandoned = True
         if self._loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop is closed, and nothing waits in it
                 self._loop.call_soon_threadsafe(self._abandoned.set)
@@ -158,7 +166,10 @@ class Coordinator:
         outcome = await self._decide(leader, call, operation, value, decide)
         if outcome.failure is not None:
             outcome = await self._undo(outcome.failure, outcome.cause, undo)
-        await leader.reply(call, operation, outcome.messages, failed=outcome.failure is not None)
+        if outcome.failure is not None and isinstance(outcome.cause, _AbandonedError):
+            await leader.give_up(call, operation, outcome.failure)  # also to ranks that it has not heard of yet
+        else:
+            await leader.reply(call, operation, outcome.messages, failed=outcome.failure is not None)
         if outcome.failure is not None:
             raise _with_note(to_exception(outcome.failure, operation, outcome.cause), value)
         return outcome.replies[0]
@@ -166,7 +177,10 @@ class Coordinator:
     async def _decide(self, leader: Leader, call: RankCall, operation: str, value: Any, decide: Decide) -> _Decision:
         """Collect the messages of all ranks, and decide unless one has failed. Never raises."""
         try:
-            arrivals = [Arrived(_sent(0, value)), *await self._unless_abandoned(leader.collect(call, operation))]
+            arrivals = [
+                Arrived(_sent(0, value)),
+                *await self._unless_abandoned(operation, leader.collect(call, operation)),
+            ]
         except Exception as exc:
             return _Decision(failure=coordination_failure(0, str(exc)), cause=exc)
         found = first_failure(arrivals, operation)
@@ -199,14 +213,18 @@ class Coordinator:
         except Exception as exc:  # it can't be pickled
             value = exc
             message = pickle.dumps(_sent(self.rank, value))
-        reply = pickle.loads(await self._unless_abandoned(follower.ask(call, operation, message)))
+        try:
+            reply = pickle.loads(await self._unless_abandoned(operation, follower.ask(call, operation, message)))
+        except _AbandonedError as exc:  # rank 0 can't miss a rank that it has not heard of yet
+            await follower.give_up(call, operation, coordination_failure(self.rank, str(exc)))
+            raise
         if not isinstance(reply, RemoteError):
             return reply[0]
         # A CoordinationError about this rank is what rank 0 found, not the error that this rank has sent.
         is_own = isinstance(value, BaseException) and reply.rank == self.rank and reply.kind != "CoordinationError"
         raise _with_note(to_exception(reply, operation, value if is_own else None), value)
 
-    async def _unless_abandoned(self, coroutine: Coroutine[Any, Any, T]) -> T:
+    async def _unless_abandoned(self, operation: str, coroutine: Coroutine[Any, Any, T]) -> T:
         """Await a wait for other ranks; end it if the coordinator is abandoned."""
         waiting, abandoned = asyncio.ensure_future(coroutine), asyncio.ensure_future(self._abandoned.wait())
         either: list[asyncio.Future[Any]] = [waiting, abandoned]
@@ -217,7 +235,10 @@ class Coordinator:
         if waiting.done():
             return waiting.result()
         waiting.cancel()
-        raise CoordinationError("this rank's checkpointer was closed while it waited for the other ranks")
+        raise _AbandonedError(
+            f"rank {self.rank} has closed its checkpointer, so the ranks can't agree on {operation}; close it when "
+            "every rank has made its last save and load"
+        )
 
 
 def _sent(rank: int, value: Any) -> Any:

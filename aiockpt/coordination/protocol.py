@@ -227,6 +227,9 @@ class Leader(_Side):
 
     async def give_up(self, call: RankCall, operation: str, failure: RemoteError) -> None:
         """Fail a call on all ranks, though this one hangs in it."""
+        if self._server is None:  # no rank can connect
+            with contextlib.suppress(CoordinationError):
+                await self._rendezvous.notify(Left(0, call.key, operation, failure), time.monotonic() + _NOTIFY_S)
         await self.reply(call, operation, [pickle.dumps(failure)] * len(self._peers), failed=True)
         for round_ in self._rounds:
             if round_.key == call.key:

@@ -55,6 +55,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 CANCEL_GRACE_S = 30.0  # for what was cancelled at the end to stop
+_LEAVING_S = 5.0  # for a rank to tell the others that it closes
 _TIMEOUT_GRACE_S = 5.0  # for a save past its `save_timeout` to stop; after that a thread of it hangs
 
 
@@ -165,6 +166,7 @@ class Engine:
                     if tools.writer is not None:
                         with anyio.CancelScope(shield=True):
                             await tools.writer.aclose()
+                    tasks.cancel_scope.deadline = anyio.current_time() + _LEAVING_S
         finally:
             try:
                 tools.close()
@@ -315,6 +317,10 @@ class Engine:
             self._calls.add(call)
             self.loop.post(lambda: self._tasks.start_soon(self._run_call, call), call)
         return call
+
+    def start_behind(self, function: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Run what no caller waits for; closing gives it a few seconds to end. On the engine's loop."""
+        self._tasks.start_soon(function)
 
     async def _run_call(self, call: Call[Any]) -> None:
         await call.run()

@@ -108,7 +108,8 @@ class Loader:
         if coordinator is None:
             return None
         share = group or (request.share if isinstance(request.share, str) else bool(request.share))
-        return Gathering(coordinator, self._storages.printable(request.path, request.storage), share)
+        path = self._storages.printable(request.path, request.storage)
+        return Gathering(coordinator, path, share, self._engine.start_behind)
 
     def _refuse(self, gathering: Gathering, error: BaseException) -> None:
         """Fail a load on the other ranks, which have called it too."""

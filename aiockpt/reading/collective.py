@@ -43,10 +43,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("aiockpt")
 
-_leavers: set[asyncio.Future[None]] = set()
-"""Tasks that notify the other ranks of a cancellation; asyncio itself holds tasks only weakly."""
-
-
 _MOST_RANKS = 64
 """Ranks that share: each has a connection to all others, and sends to them."""
 
@@ -80,10 +76,17 @@ class _Sharing(NamedTuple):
 
 
 class Gathering:
-    """This rank's part in one load of all ranks."""
+    """This rank's part in one load of all ranks; ``start_behind`` starts the task that reports a cancellation."""
 
-    def __init__(self, coordinator: Coordinator, path: str, share: Literal["auto"] | bool | Broadcasts) -> None:
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        path: str,
+        share: Literal["auto"] | bool | Broadcasts,
+        start_behind: Callable[[Callable[[], Coroutine[Any, Any, None]]], object],
+    ) -> None:
         self._coordinator = coordinator
+        self.start_behind = start_behind
         self._call = coordinator.call("load")
         self._share = share
         self.what = f"the load of {path}"
@@ -251,9 +254,7 @@ def _ending_turn(gathering: Gathering, turn: asyncio.Lock, mine: asyncio.Future[
     try:
         yield
     except asyncio.CancelledError:
-        leaving = asyncio.ensure_future(_leave(gathering, mine, turn))
-        _leavers.add(leaving)
-        leaving.add_done_callback(_leavers.discard)
+        gathering.start_behind(partial(_leave, gathering, mine, turn))
         raise
     except BaseException:
         turn.release()
@@ -266,6 +267,8 @@ async def _leave(gathering: Gathering, mine: asyncio.Future[Any] | None, turn: a
         await mine
     try:
         await gathering.leave()
+    except Exception:  # the engine must not end with it
+        logger.exception("%s: the other ranks could not be told that it was cancelled", gathering.what)
     finally:
         turn.release()
 

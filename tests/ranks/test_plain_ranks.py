@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import re
 import subprocess
 import threading
@@ -101,6 +103,35 @@ def test_a_rank_that_was_restarted_joins_the_next_generation(tmp_path: Path) -> 
     assert on_all(once_more, 2) == [3, 3]
     assert aiockpt.verify(tmp_path / "2").ok
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2"]
+
+
+@pytest.mark.parametrize("what", ["save", "load", "shared load"])
+@pytest.mark.parametrize("leaver", [0, 1])
+@pytest.mark.asyncio
+async def test_a_rank_that_stops_waiting_and_closes_tells_the_others(what: str, leaver: int, tmp_path: Path) -> None:
+    store, path = dist.HashStore(), tmp_path / "c"
+    aiockpt.save(state_of(0, 1), path)
+
+    def ranks_of(rank: int, **options: Any) -> aiockpt.AsyncCheckpointer:
+        ranks = aiockpt.Ranks(rank, 2, store, address="127.0.0.1")
+        return aiockpt.AsyncCheckpointer(process_group=ranks, coordination_timeout=600, **options)
+
+    def called(ckpt: aiockpt.AsyncCheckpointer) -> asyncio.Future[Any]:
+        if what == "save":
+            return asyncio.ensure_future(ckpt.save(state_of(0, 2), tmp_path / "new").written)
+        target = {"same": torch.zeros(5000).long()}
+        return asyncio.ensure_future(ckpt.load(path, target, share=what == "shared load"))
+
+    async with contextlib.AsyncExitStack() as stack:
+        if what == "save":
+            stack.enter_context(pytest.raises(aiockpt.SaveCancelledError))  # at closing
+        call = called(await stack.enter_async_context(ranks_of(leaver, drain_timeout=0)))
+        await asyncio.sleep(0)  # it begins
+        call.cancel()
+    async with ranks_of(1 - leaver) as ckpt:
+        with pytest.raises(aiockpt.CoordinationError, match=rf"rank {leaver} has closed|rank {leaver} .* is gone"):
+            await asyncio.wait_for(called(ckpt), 60)
+    assert not (tmp_path / "new").exists()
 
 
 def test_managers_of_plain_ranks_restore_one_step(tmp_path: Path) -> None:
