@@ -105,6 +105,7 @@ def test_an_unknown_option_is_named() -> None:
         ({"missing": 3}, TypeError, "missing must be a list"),
         ({"state_dict": {}, "mmap": True}, ValueError, "mmap=True returns tensors"),
         ({"path": b"a"}, TypeError, "path must be text"),
+        ({"path": {"w": 1}}, TypeError, "path must be text or an os.PathLike of text, not a dict"),
     ],
     ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
 )

@@ -50,6 +50,8 @@ def make_failing(error):
         (CommandError("no\nsuch thing"), "aiockpt: no such thing\n"),
         (CorruptCheckpointError("a/b is \x1b[31mdamaged"), "aiockpt: a/b is \\x1b[31mdamaged\n"),
         (FileNotFoundError(2, "No such file", "x"), "aiockpt: x: No such file\n"),
+        (ImportError("this needs x: pip install x"), "aiockpt: this needs x: pip install x\n"),
+        (ImportError("a bug"), "aiockpt: ImportError: a bug (--debug shows the trace)\n"),
         (ValueError("a bug"), "aiockpt: ValueError: a bug (--debug shows the trace)\n"),
     ],
 )
@@ -266,6 +268,15 @@ def test_commands_that_read_no_tensor_do_not_import_torch(arguments, tmp_path, m
     ("message", "shown"),
     [
         ("leave it out with keys=", "leave it out by naming their keys"),
+        (
+            "x is no tensor: choose the tensors with keys=",
+            "x is no tensor: choose the tensors by their keys (--keys of convert), such as model",
+        ),
+        (
+            "no 'a'; see what it holds with aiockpt.open(path), or pass strict=False.",
+            "no 'a'; aiockpt inspect shows what it holds.",
+        ),
+        ("Install it, or register one by aiockpt.storage.register('a', factory)", "Install it"),
         ("If you trust it, pass trust=True.", "If you trust it, pass --trust."),
         ("pass safe_globals=[a.B, c.D] and more, or trust=True.", "pass --trust."),
         ("or pass overwrite=True to replace it", "or pass --overwrite to replace it"),

@@ -125,6 +125,7 @@ def test_documentation_is_rendered(in_terminal):
         ["ls", "other"],
         ["diff", "other/step-00000007", "other/step-00000008"],
         ["inspect", "a path of some words that is not there, and that is longer than a line"],
+        ["inspect", "other/step-00000007", "--stats"],
         ["verify", "other"],
         ["docs"],
     ],
