@@ -86,13 +86,7 @@ def check_free(path: str, *, overwrite: bool, keep: bool = False, within: bool =
         raise CheckpointExistsError(
             f"{path} is in the directory of a checkpoint, {above}, which is replaced and deleted as one; save beside it"
         )
-    try:
-        os.lstat(path)
-    except NotADirectoryError:
-        raise CheckpointExistsError(
-            f"{path} is below a file, where no directory can be; save beside that, or under another name"
-        ) from None
-    except OSError:
+    if not os.path.lexists(path):
         return
     if not overwrite:
         raise CheckpointExistsError(
