@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -14,9 +13,6 @@ from aiockpt.cli.output import console, print_json, shown
 from aiockpt.cli.progress import bar
 from aiockpt.errors import AiockptError, LoadError
 from aiockpt.storage.registry import directories_for
-
-_ADVICE = re.compile(r" If you trust it, pass .*$")
-"""What warnings advise a program to do: nothing is unpickled here, whatever is trusted."""
 
 
 async def verify(paths: Sequence[str], *, as_json: bool = False) -> Code:
@@ -77,7 +73,7 @@ def _print(outcome: aiockpt.VerifyReport) -> None:
     summary, *problems = str(outcome).splitlines()
     out.print(summary, style="green" if outcome.ok else "bold red")
     for problem in problems:
-        out.print(_ADVICE.sub("", problem))
+        out.print(problem)
 
 
 def _record(path: str, outcome: aiockpt.VerifyReport | LoadError) -> dict[str, Any]:
