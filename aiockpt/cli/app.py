@@ -14,7 +14,7 @@ from enum import IntEnum
 from typing import Any, NoReturn, TypeVar
 
 import typer
-from typer.core import TyperGroup, TyperOption
+from typer.core import TyperArgument, TyperGroup, TyperOption
 
 T = TypeVar("T")
 
@@ -129,8 +129,9 @@ def _choose_help_styles() -> None:
         setattr(rich_utils, f"STYLE_{name}", "magenta")
     for name in ("HELPTEXT", "USAGE_COMMAND"):
         setattr(rich_utils, f"STYLE_{name}", "")
-    # typer would put <bool> behind a flag.
+    # typer would put <bool> behind a flag, and <list[str]> behind KEY.
     TyperOption.display_type_rich = _value_type  # type: ignore[assignment,method-assign]
+    TyperArgument.display_type_rich = lambda *_, **__: None  # type: ignore[method-assign]
 
 
 def _value_type(option: Any, ctx: Any) -> str | None:
