@@ -119,6 +119,14 @@ def test_documentation_is_rendered(in_terminal):
     assert "# The command line" not in shown
 
 
+@pytest.mark.parametrize("topic", ["observing", "scale"])
+def test_documentation_is_not_cut_in_a_narrow_terminal(topic, in_terminal):
+    shown, code = in_terminal("docs", topic, columns=80, PAGER="cat")
+    assert code == 0
+    assert "…" not in shown
+    assert max(map(cells, shown.splitlines())) <= 80
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
