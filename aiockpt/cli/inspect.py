@@ -238,12 +238,14 @@ def _segments(style: Style, row: Sequence[str], widths: Sequence[int], *, folds:
         return first + (_segments(style, ("  ", "", "", *row[4:]), (2, 0, 0, *widths[4:])) if any(row[4:]) else [])
     label, kind, shape, *numbers = row
     figures = [_padded(cell, width, right=True) for cell, width in zip(numbers, widths[3:], strict=True) if width]
+    # A container has neither: its name goes on there.
+    width, widths = (widths[0], widths) if kind or shape else (widths[0] + _taken(widths[1:3]), [0, 0, 0])
     rest = "".join((f"  {_padded(shape, widths[2])}" if widths[2] else "", *(f"  {cell}" for cell in figures[:-1])))
     last = f"  {figures[-1]}" if figures else ""
     is_bad = len(numbers) > 1 and numbers[-1].isdecimal() and numbers[-1] != "0"
     if not is_bad:
         rest, last = (rest + last).rstrip(), ""
-    ahead = _padded(_fitted(label, widths[0]), widths[0])
+    ahead = _padded(_fitted(label, width), width)
     between = f"  {_padded(kind, widths[1])}" if widths[1] else ""
     if not rest + last:
         between = between.rstrip()

@@ -30,6 +30,8 @@ def home(tmp_path_factory):
     state = {f"h.{n}.{'模型' * 30}.weight": torch.full((2, n + 1), float(n)) for n in range(30)}
     with aiockpt.SyncCheckpointer() as ckpt:
         ckpt.save({f"block{b}": state for b in range(8)}, home / "wide")
+        long = "container_of_" * 4
+        ckpt.save({f"{long}.{name}": torch.ones(300, 300) for name in ("weight", "bias")}, home / "long")
         ckpt.save({"nan": torch.tensor([float("nan"), 1.0])}, home / "nan")
     return home
 
@@ -87,6 +89,13 @@ def test_deep_tree_is_cut_to_the_levels_that_fit(in_terminal):
     everything, code = in_terminal("inspect", "wide", "--all", columns=100)
     assert code == 0, everything
     assert len(everything.splitlines()) > 240
+
+
+def test_name_of_a_container_is_as_long_as_its_line_allows(in_terminal):
+    shown, _ = in_terminal("inspect", "long", columns=80)
+    (line,) = [ESCAPE.sub("", line) for line in shown.splitlines() if "container" in line]
+    assert line.split() == ["container_of_" * 4, "703.1", "KiB"]
+    assert cells(line) == cells(next(line for line in shown.splitlines() if "weight" in line))
 
 
 def test_nan_counts_are_highlighted(in_terminal):
