@@ -129,32 +129,6 @@ class CheckpointerOptions:
     """Options of a checkpointer.
 
     Attributes:
-        process_group: the ranks that save together. Each of them calls `save` with its part of the state, the same
-            number of times and in the same order; together they write one checkpoint. "default": all ranks of
-            ``torch.distributed`` if that is initialised at the first use, else this process alone. None: this process
-            alone. The group itself is not used to communicate: the ranks connect to rank 0 by TCP at the first save.
-            `Ranks`: processes without ``torch.distributed``.
-        coordination_timeout: seconds that a rank waits for the others before the save fails. The time that the others
-            take to write counts too. It is also the time that rank 0 may be silent while it publishes.
-        planning: how the ranks plan what each of them writes, at the first save and after a change of the state.
-            "central": rank 0 decides, so that everything is written once and the work is balanced. "decentralized":
-            each rank decides for itself and waits for no other. One copy of each DTensor is written; plain tensors and
-            objects are written by every rank that has them, and those of the lowest rank are used.
-        staging_bytes: upper limit of the staging memory, in bytes. None: the size of the state, but at most half of
-            the available memory. A larger state streams through the staging memory: it is written as fast, but
-            `staged` comes later.
-        chunk_bytes: size of one piece of staging memory and of one write, in bytes. None: 16 MiB.
-        io_threads: number of threads that write, and of files for a large state; twice as many threads read. None: 4.
-        direct_io: bypass the page cache where the file system allows it.
-        fsync: make every file and directory durable before `written`. Without it, a crash of the machine can lose a
-            checkpoint that was reported as written.
-        retries: how often and how fast to repeat a write or another operation that the file system refused for a
-            reason that may pass, such as a server that restarts. A full disk or a failing device is not retried. A
-            number: that many attempts after the first. None or 0: no retry.
-        drain_timeout: seconds that closing waits for saves in flight before it cancels them.
-        idle_timeout: seconds without a save, a load or another call after which all threads end and the staging memory
-            is freed; the next call starts them again. None: when the checkpointer is closed. For programs that have no
-            place to close it. Nothing ends while it saves together with other ranks.
         on_busy: what happens to a save while ``max_in_flight`` others are in flight, that is, not yet written.
             "wait": it is queued; its tensors must not change until `staged`. `ready` waits until a save would not be
             queued. "skip": it is not made. "supersede": it is queued, and cancels the queued saves before it that are
@@ -177,14 +151,40 @@ class CheckpointerOptions:
             the error as ``fallback_error``. Nothing is overwritten there. The staging memory of the save is kept until
             it is published, so a state larger than the staging memory can use the fallback only while it is not staged.
             Of several ranks all save to the fallback of rank 0, or none do.
-        staging_window: a throttle for copying: a rate, or an allowance after each `window()`. None: no limit.
         writer: what computes CRCs, writes and commits. "thread": threads of this process. "process", or a
             `ProcessWriter`: a separate process, which is started in the background at the first use, shares staging
             memory with this one and outlives it. A save that was staged becomes a checkpoint even if this process is
             killed, unless it has a ``pre_commit`` hook. Linux only; a ``storage`` must be picklable.
+        staging_bytes: upper limit of the staging memory, in bytes. None: the size of the state, but at most half of
+            the available memory. A larger state streams through the staging memory: it is written as fast, but
+            `staged` comes later.
+        chunk_bytes: size of one piece of staging memory and of one write, in bytes. None: 16 MiB.
+        io_threads: number of threads that write, and of files for a large state; twice as many threads read. None: 4.
+        direct_io: bypass the page cache where the file system allows it.
+        fsync: make every file and directory durable before `written`. Without it, a crash of the machine can lose a
+            checkpoint that was reported as written.
+        retries: how often and how fast to repeat a write or another operation that the file system refused for a
+            reason that may pass, such as a server that restarts. A full disk or a failing device is not retried. A
+            number: that many attempts after the first. None or 0: no retry.
+        drain_timeout: seconds that closing waits for saves in flight before it cancels them.
+        idle_timeout: seconds without a save, a load or another call after which all threads end and the staging memory
+            is freed; the next call starts them again. None: when the checkpointer is closed. For programs that have no
+            place to close it. Nothing ends while it saves together with other ranks.
+        validate: how changes of tensors before `staged` are detected, unless `save` says otherwise; see there.
+        process_group: the ranks that save together. Each of them calls `save` with its part of the state, the same
+            number of times and in the same order; together they write one checkpoint. "default": all ranks of
+            ``torch.distributed`` if that is initialised at the first use, else this process alone. None: this process
+            alone. The group itself is not used to communicate: the ranks connect to rank 0 by TCP at the first save.
+            `Ranks`: processes without ``torch.distributed``.
+        coordination_timeout: seconds that a rank waits for the others before the save fails. The time that the others
+            take to write counts too. It is also the time that rank 0 may be silent while it publishes.
+        planning: how the ranks plan what each of them writes, at the first save and after a change of the state.
+            "central": rank 0 decides, so that everything is written once and the work is balanced. "decentralized":
+            each rank decides for itself and waits for no other. One copy of each DTensor is written; plain tensors and
+            objects are written by every rank that has them, and those of the lowest rank are used.
+        staging_window: a throttle for copying: a rate, or an allowance after each `window()`. None: no limit.
         transforms: encodings of every item in checkpoints of DCP's format, such as encryption. They are applied in
             this order when saving, after compression, and undone when loading; see `Transform`.
-        validate: how changes of tensors before `staged` are detected, unless `save` says otherwise; see there.
         observers: are told of every save, load and deletion, in a thread of their own; see `Observer`, and
             `aiockpt.observers` for those that log, and those that export metrics and traces.
         storage: where all checkpoints are kept, unless a call says otherwise; None: by the path, which is one of the
@@ -193,9 +193,12 @@ class CheckpointerOptions:
         storage_options: options of the storages of URLs, unless a call has its own.
     """
 
-    process_group: ProcessGroupLike = "default"
-    coordination_timeout: float = 1800.0
-    planning: Planning = "central"
+    on_busy: OnBusy = "wait"
+    max_in_flight: int = 1
+    on_failure: OnFailure = "raise"
+    save_timeout: float | None = None
+    fallback_path: Path | Callable[[str], Path] | None = None
+    writer: Literal["thread", "process"] | ProcessWriter = "thread"
     staging_bytes: int | None = None
     chunk_bytes: int | None = None
     io_threads: int | None = None
@@ -204,15 +207,12 @@ class CheckpointerOptions:
     retries: Retries | int | None = DEFAULT_RETRIES
     drain_timeout: float = 1800.0
     idle_timeout: float | None = None
-    on_busy: OnBusy = "wait"
-    max_in_flight: int = 1
-    on_failure: OnFailure = "raise"
-    save_timeout: float | None = None
-    fallback_path: Path | Callable[[str], Path] | None = None
-    staging_window: StagingWindow | None = None
-    writer: Literal["thread", "process"] | ProcessWriter = "thread"
-    transforms: Sequence[Transform] = ()
     validate: Validation = "versions"
+    process_group: ProcessGroupLike = "default"
+    coordination_timeout: float = 1800.0
+    planning: Planning = "central"
+    staging_window: StagingWindow | None = None
+    transforms: Sequence[Transform] = ()
     observers: Sequence[Observer] = ()
     storage: Storage | None = None
     storage_options: Mapping[str, Any] | None = field(default=None, repr=False)

@@ -250,6 +250,12 @@ def test_the_longest_step_is_that_of_the_table() -> None:
     assert [text.get_text() for text in longest.texts] == [" 700 ms", " 900 ms"]
 
 
+def test_titles_name_the_size_that_the_tables_name() -> None:
+    pytest.importorskip("matplotlib")
+    for picture in (pictures.ratios, pictures.timeline):
+        assert "2 GiB, " in picture(RESULTS).axes[0].get_title("left")
+
+
 def test_sections_without_results_have_no_picture(drawn: Path) -> None:
     assert [file.name for file in (drawn / "one").glob("*.png")] == ["training.png"]
 

@@ -151,11 +151,12 @@ def test_two_saves_to_one_path_at_once(tmp_path: Path) -> None:
         assert (tmp_path / "c" / "precious").read_text() == "mine"
 
 
-def test_a_directory_that_can_not_be_made(tmp_path: Path) -> None:
+def test_a_directory_that_can_not_be_made(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("x")
     with aiockpt.SyncCheckpointer() as ckpt:
         with pytest.raises(aiockpt.WriteError, match=r"can't make the directory for .*file/c"):
             ckpt.save({"x": torch.ones(1)}, tmp_path / "file" / "c")
+        assert not [each for each in caplog.records if each.levelname == "WARNING"]  # the error says it
         with pytest.raises(aiockpt.WriteError, match="/proc/nowhere/c"):
             ckpt.save({"x": torch.ones(1)}, "/proc/nowhere/c")
 

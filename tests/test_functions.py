@@ -93,7 +93,9 @@ def test_signature_and_help_have_every_option(function: Any, request_type: type[
 
 
 def test_wrong_arguments_name_the_function() -> None:
-    with pytest.raises(TypeError, match=r"^save\(\) got an unexpected keyword argument 'overwrit'"):
+    with pytest.raises(
+        TypeError, match=r"^save\(\) got an unexpected keyword argument 'overwrit'. Did you mean 'overwrite'\?$"
+    ):
         aiockpt.save({}, "a", overwrit=True)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match=r"^load\(\) missing a required argument: 'path'"):
         aiockpt.load()  # type: ignore[call-arg]

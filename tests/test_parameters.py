@@ -69,6 +69,7 @@ def test_signature_and_help_have_every_option(kind: Any, name: str, request_type
         *((kind, ["directory", "keep", "save", "mode"]) for kind in (*MANAGERS, *(each.__init__ for each in MANAGERS))),
         *((kind.save, ["self", "step", "state_dict", "metrics", "overwrite"]) for kind in MANAGERS),
         *((kind.load, ["self", "path", "state_dict", "map_location", "keys", "dtype", "strict"]) for kind in KINDS),
+        *((kind, ["on_busy", "max_in_flight", "on_failure"]) for kind in KINDS),
     ],
 )
 def test_what_everybody_needs_comes_first(method: Any, first: list[str]) -> None:
@@ -105,6 +106,7 @@ def test_an_unknown_option_is_named() -> None:
         ({"missing": 3}, TypeError, "missing must be a list"),
         ({"state_dict": {}, "mmap": True}, ValueError, "mmap=True returns tensors"),
         ({"path": b"a"}, TypeError, "path must be text"),
+        ({"path": {"w": 1}}, TypeError, "path must be text or an os.PathLike of text, not a dict"),
     ],
     ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
 )

@@ -14,7 +14,7 @@ from enum import IntEnum
 from typing import Any, NoReturn, TypeVar
 
 import typer
-from typer.core import TyperGroup, TyperOption
+from typer.core import TyperArgument, TyperGroup, TyperOption
 
 T = TypeVar("T")
 
@@ -92,13 +92,15 @@ def run(command: Coroutine[Any, Any, T]) -> T:
 
 
 _FLAGS = {
+    r"choose the tensors with keys=": "choose the tensors by their keys (--keys of convert), such as model",
     r"with keys=": "by naming their keys",
     r"\bkeys=": "the keys to name",
     r"safe_globals=\[.*\].*, or trust=True": "--trust",
     r"trust=True": "--trust",
     r"overwrite=True": "--overwrite",
     r", (or pass|choose another directory, or only read with) mode='read'": "",
-    r"see what it holds with open\(path\), or pass strict=False": "aiockpt inspect shows what it holds",
+    r", or register one by aiockpt\.storage\.register\(.*\)": "",
+    r"see what it holds with aiockpt\.open\(path\), or pass strict=False": "aiockpt inspect shows what it holds",
 }
 """Patterns of what messages for programs advise, and the same for the command line."""
 
@@ -127,8 +129,9 @@ def _choose_help_styles() -> None:
         setattr(rich_utils, f"STYLE_{name}", "magenta")
     for name in ("HELPTEXT", "USAGE_COMMAND"):
         setattr(rich_utils, f"STYLE_{name}", "")
-    # typer would put <bool> behind a flag.
+    # typer would put <bool> behind a flag, and <list[str]> behind KEY.
     TyperOption.display_type_rich = _value_type  # type: ignore[assignment,method-assign]
+    TyperArgument.display_type_rich = lambda *_, **__: None  # type: ignore[method-assign]
 
 
 def _value_type(option: Any, ctx: Any) -> str | None:
@@ -155,7 +158,8 @@ def _reported(exc: Exception, *, debug: bool) -> int:
         message = exc.format_message().replace(": Value error, ", ": ")  # pydantic, in newer versions of typer
         report(f"{printable(message)} ({where} --help shows the usage)")
         return Code.USAGE
-    known = isinstance(exc, CommandError | AiockptError | OSError)
+    is_missing = isinstance(exc, ImportError) and "pip install" in str(exc)  # an extra
+    known = is_missing or isinstance(exc, CommandError | AiockptError | OSError)
     message = str(exc) if known else f"{type(exc).__name__}: {exc}"
     if isinstance(exc, OSError) and not isinstance(exc, AiockptError) and exc.filename is not None:
         message = f"{exc.filename}: {exc.strerror}"

@@ -136,8 +136,7 @@ def bench(directory: str, *, size_bytes: int, seconds: float, as_json: bool = Fa
         writes = [each for each in raw if each.setting.kind == "write"]
         direct = best_direct_io(writes)
         threads = best([each for each in writes if each.setting.direct == direct], "threads", DEFAULT_THREADS)
-        sizes = [chunk for chunk in _CHUNKS if chunk * threads <= nbytes]
-        chunks = list(measured(Setting("write", direct, threads, size) for size in sizes))
+        chunks = list(measured(Setting("write", direct, threads, size) for size in chunk_sizes(threads, nbytes)))
         raw += [each for each in chunks if each.setting.chunk_bytes != DEFAULT_CHUNK_BYTES]
         advice = Advice(threads, best(chunks, "chunk_bytes", DEFAULT_CHUNK_BYTES), direct)
         syncs = disk.sync_s()
@@ -219,6 +218,11 @@ def best_direct_io(writes: Collection[Measured]) -> bool:
     direct = [each.bytes_per_s for each in writes if each.setting.direct]
     buffered = [each.bytes_per_s for each in writes if not each.setting.direct]
     return bool(direct) and max(direct) * _BUFFERED_GAIN >= max(buffered, default=0.0)
+
+
+def chunk_sizes(threads: int, nbytes: int) -> list[int]:
+    """Return the bytes of a chunk to measure: the default always, as it is what others are compared with."""
+    return [chunk for chunk in _CHUNKS if chunk == DEFAULT_CHUNK_BYTES or chunk * threads <= nbytes]
 
 
 def best(writes: Collection[Measured], name: Literal["threads", "chunk_bytes"], default: int) -> int:

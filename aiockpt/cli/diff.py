@@ -139,7 +139,7 @@ def _chosen(
     names, unmatched = matching(both.keys(), patterns)
     if unmatched:
         raise CommandError(
-            f"neither {a.path} nor {b.path} has anything that {unmatched[0]} means.{hint(unmatched, both)}"
+            f"neither {a.path} nor {b.path} has a key that matches {unmatched[0]}.{hint(unmatched, both)}"
         )
     return {key: a[key] for key in a if key in names}, {key: b[key] for key in b if key in names}
 

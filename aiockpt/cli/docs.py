@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import sys
 import textwrap
+from collections.abc import Iterator
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
+from typing import Any
 
 import typer
 
@@ -49,11 +51,9 @@ def show_topic(topic: str) -> None:
         raise typer.BadParameter(f"there is no topic {topic!r}; the topics are {', '.join(known)}", param_hint="TOPIC")
     out = console()
     if out.is_terminal:
-        from rich.markdown import Markdown  # takes longer to import than everything else
-
         os.environ.setdefault("LESS", "-FRX")  # no paging of what fits; colors; the page stays on the screen
         with out.pager(styles=True):
-            out.print(Markdown(_text_of(topic)))
+            out.print(_rendered(_text_of(topic)))
     else:
         print(_text_of(topic), end="")
 
@@ -72,6 +72,22 @@ def _pages() -> dict[str, Traversable]:
     """Return the file of each page by its name, which is unique: also of those in folders below."""
     found = (page for folder in _FOLDERS for page in folder.iterdir())
     return {page.name.removesuffix(_SUFFIX): page for page in found if page.name.endswith(_SUFFIX)}
+
+
+def _rendered(text: str) -> Any:
+    """Return Markdown for a terminal, of which nothing is cut: in narrow cells rich would end a long word with "…"."""
+    from rich.markdown import Markdown, TableElement  # takes longer to import than everything else
+
+    class Table(TableElement):
+        def __rich_console__(self, *where: Any) -> Iterator[Any]:
+            for table in super().__rich_console__(*where):
+                for column in table.columns:  # type: ignore[union-attr]
+                    column.overflow = "fold"
+                yield table
+
+    page = Markdown(text)
+    page.elements = {**page.elements, "table_open": Table}  # type: ignore[misc] # of this page alone
+    return page
 
 
 def _text_of(topic: str) -> str:

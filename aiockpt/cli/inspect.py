@@ -125,6 +125,8 @@ def _check_file(file: Path) -> None:
     """Refuse to replace a checkpoint by a page."""
     if file.is_dir():
         raise CommandError(f"{file} is a directory; name the file to write")
+    if not file.absolute().parent.is_dir():
+        raise CommandError(f"{file.parent} is no directory; make it, or name another file")
     if file.exists() and find(str(file)):
         raise CommandError(f"{file} is a checkpoint; choose another name for the page")
 
@@ -132,7 +134,9 @@ def _check_file(file: Path) -> None:
 def _choose(reader: CheckpointReader, patterns: Sequence[str]) -> Chosen:
     found, unmatched = matching(reader.keys(), patterns) if patterns else (reader, ())
     if unmatched:
-        raise CommandError(f"{reader.path} has no key that matches {unmatched[0]}.{hint(unmatched, reader)}")
+        raise CommandError(
+            f"{reader.path} has no key that matches {unmatched[0]}; omit KEY to see all.{hint(unmatched, reader)}"
+        )
     with gc_pause():
         return Chosen(reader, {key: reader[key] for key in reader if key in found})
 
@@ -204,32 +208,47 @@ def _print_tree(lines: Sequence[tree.Line], chosen: Chosen) -> None:
     widths = [max(map(cell_len, column)) for column in zip(titles, *sized, strict=True)]
     widths[:2] = [max(map(cell_len, column), default=0) for column in list(zip(titles, *rows, strict=True))[:2]]
     out = console()
-    if out.is_terminal:
-        rest = sum(width + 2 for width in widths[1:] if width)
-        widths[0] = min(widths[0], max(_LEAST_CELLS, out.width - rest))
+    room = out.width if out.is_terminal else None
+    folds = bool(chosen.statistics) and room is not None and widths[0] + _taken(widths[1:]) > room
+    if room is not None:
+        widths[0] = min(widths[0], max(_LEAST_CELLS, room - _taken(widths[1 : 4 if folds else None])))
     if chosen.statistics:
-        out.print(Segments(_segments(_DIM, titles, widths)), end="", soft_wrap=True)
+        out.print(Segments(_segments(_DIM, titles, widths, folds=folds)), end="", soft_wrap=True)
     for start in range(0, len(rows), _BATCH):
         segments: list[Segment] = []
         for line, row in zip(lines[start : start + _BATCH], rows[start : start + _BATCH], strict=True):
-            segments += _segments(_BOLD if line.node.children else _PLAIN, row, widths)
+            segments += _segments(_BOLD if line.node.children else _PLAIN, row, widths, folds=folds)
         if out.is_terminal:
             out.print(Segments(segments), end="", soft_wrap=True)
         else:
             sys.stdout.write("".join(segment.text for segment in segments))
 
 
-def _segments(style: Style, row: Sequence[str], widths: Sequence[int]) -> list[Segment]:
-    """Return a line: the name, the dtype, and the rest, of which a number of nan stands out."""
+def _taken(widths: Sequence[int]) -> int:
+    return sum(width + 2 for width in widths if width)
+
+
+def _segments(style: Style, row: Sequence[str], widths: Sequence[int], *, folds: bool = False) -> list[Segment]:
+    """Return a line: the name, the dtype, and the rest, of which a number of nan stands out.
+
+    ``folds``: statistics, if there are any, are on a second line.
+    """
+    if folds:
+        first = _segments(style, row[:4], widths[:4]) if any(row[:4]) else []
+        return first + (_segments(style, ("  ", "", "", *row[4:]), (2, 0, 0, *widths[4:])) if any(row[4:]) else [])
     label, kind, shape, *numbers = row
     figures = [_padded(cell, width, right=True) for cell, width in zip(numbers, widths[3:], strict=True) if width]
+    # A container has neither: its name goes on there.
+    width, widths = (widths[0], widths) if kind or shape else (widths[0] + _taken(widths[1:3]), [0, 0, 0])
     rest = "".join((f"  {_padded(shape, widths[2])}" if widths[2] else "", *(f"  {cell}" for cell in figures[:-1])))
     last = f"  {figures[-1]}" if figures else ""
     is_bad = len(numbers) > 1 and numbers[-1].isdecimal() and numbers[-1] != "0"
     if not is_bad:
         rest, last = (rest + last).rstrip(), ""
-    ahead = _padded(_fitted(label, widths[0]), widths[0])
+    ahead = _padded(_fitted(label, width), width)
     between = f"  {_padded(kind, widths[1])}" if widths[1] else ""
+    if not rest + last:
+        between = between.rstrip()
     found = [Segment(ahead, style), Segment(between, _KIND), Segment(rest), Segment(last, _BAD), Segment("\n")]
     return [segment for segment in found if segment.text]
 
@@ -254,7 +273,8 @@ def _row(line: tree.Line, chosen: Chosen) -> tuple[str, ...]:
     label = "  " * line.depth + shown(line.label)
     empty = ("",) * 4 if chosen.statistics else ()
     if leaf is None or line.is_cut:
-        counted = plural(node.tensors * line.times, "tensor") if line.is_cut else ""
+        kind, number = ("tensor", node.tensors) if node.tensors else ("object", node.objects)
+        counted = plural(number * line.times, kind) if line.is_cut else ""
         return label, counted, "", _size(node.nbytes, line.times) if node.tensors else "", *empty
     key = leaf.key
     if isinstance(leaf, ObjectInfo):

@@ -70,13 +70,13 @@ def ls(
     elif not below:
         why = f": {contents.problem}" if contents.problem else ""
         console().print(f"There are no checkpoints in {shown(path)}{why}.")
-        if below_them := ", ".join(map(shown, contents.folders[:_MOST_NAMES])):
-            console().print(f"Directories that may have some further below: {below_them}")
     if only_there:
         console().print(f"Only the mirror has step {', '.join(map(str, only_there))}.")
     if below:
         text = ", ".join(f"{shown(name)} ({count})" for name, count in below.items())
         console().print(f"Directories with checkpoints: {text}")
+    if not found and (below_them := ", ".join(map(shown, contents.folders[:_MOST_NAMES]))):
+        console().print(f"Directories that may have some further below: {below_them}")
     if contents.is_cut:
         console().print("There is more: not all of it was looked at. List its subdirectories.")
 

@@ -275,9 +275,11 @@ def verify(
 @app.command()
 def prune(
     directory: Annotated[str, typer.Argument(metavar="DIR", help="The directory of a manager's run.")],
-    latest: Annotated[int | None, typer.Option("--keep-latest", min=1, help="Keep so many of the newest.")] = None,
+    latest: Annotated[
+        int | None, typer.Option("--keep-latest", min=1, metavar="N", help="Keep so many of the newest.")
+    ] = None,
     every: Annotated[
-        list[int] | None, typer.Option("--keep-every", min=1, help="Keep the multiples of this number.")
+        list[int] | None, typer.Option("--keep-every", min=1, metavar="N", help="Keep the multiples of this number.")
     ] = None,
     within: Annotated[
         float | None,

@@ -21,6 +21,7 @@ class Node:
     leaf: Info | None = None
     children: dict[str, Node] = field(default_factory=dict)
     tensors: int = 0  # in and below it
+    objects: int = 0
     nbytes: int = 0
     shape_id: int = 0  # equal for nodes that have the same below them, whatever their own names
 
@@ -64,6 +65,9 @@ def build(infos: Iterable[Info]) -> Node:
             for node in path:
                 node.tensors += 1
                 node.nbytes += nbytes
+        else:
+            for node in path:
+                node.objects += 1
     for node in list(_walk(root)):
         if len(node.children) > 1 and all(name.isdecimal() for name in node.children):
             node.children = dict(sorted(node.children.items(), key=lambda child: int(child[0])))

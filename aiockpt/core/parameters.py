@@ -56,7 +56,11 @@ def _bound(request: Callable[P, R], name: str, /, *args: P.args, **kwargs: P.kwa
     try:
         _signature(request).bind(*args, **kwargs)
     except TypeError as exc:  # Python's own message would name the dataclass
-        raise TypeError(f"{name}() {exc}") from None
+        from difflib import get_close_matches
+
+        known = _signature(request).parameters
+        meant = [like for each in kwargs if each not in known for like in get_close_matches(each, known, 1)]
+        raise TypeError(f"{name}() {exc}{f'. Did you mean {meant[0]!r}?' if meant else ''}") from None
     return request(*args, **kwargs)
 
 

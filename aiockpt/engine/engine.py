@@ -441,7 +441,7 @@ class Engine:
         self._is_orphan = True  # which the loop checks as it begins, if it hasn't yet
         self.loop.post_without_lock(self._end_if_orphan)
         warnings.warn(
-            f"unclosed {what}: use it in a `with` block, or close it; what is in flight is finished",
+            f"unclosed {what}: leave it by `with` or `async with`, or close it; what is in flight is finished",
             ResourceWarning,
             stacklevel=2,
         )

@@ -43,6 +43,7 @@ logger = logging.getLogger("aiockpt")
 _MOST_NAMES = 1000
 _MOST_SHOWN = 8
 _END_S = 5.0
+_SHOWN = 10  # steps and metrics that an error lists
 _ADVICE = re.compile(r"[.;,]( so)? use an older (checkpoint|one)\b.*", re.IGNORECASE | re.DOTALL)  # it is taken
 _MOST_LISTS = 20  # of a run whose steps are deleted or replaced while they are read
 
@@ -259,11 +260,15 @@ class Restore:
         if choice == "best":
             found = ranked(infos, self.metric, self.mode)
             if infos and not found:
-                raise CheckpointNotFoundError(f"no complete step of {directory} has the metric {self.metric!r}")
+                known = some_of(sorted({metric for info in infos for metric in info.metrics}), _SHOWN) or "none"
+                raise CheckpointNotFoundError(
+                    f"no complete step of {directory} has the metric {self.metric!r}; there are: {known}"
+                )
             return found
         found = [info for info in infos if info.step == choice]
         if not found:
-            raise CheckpointNotFoundError(f"there is no step {choice} in {directory}")
+            known = some_of([str(info.step) for info in infos[::-1]], _SHOWN) or "none"
+            raise CheckpointNotFoundError(f"there is no step {choice} in {directory}; there are: {known}")
         return found
 
     async def _damage(self, damaged: _Listed) -> tuple[Patches, tuple[str, ...]]:

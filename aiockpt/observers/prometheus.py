@@ -52,7 +52,13 @@ class PrometheusObserver(Observer):
         def histogram(name: str, text: str) -> client.Histogram:
             return client.Histogram(name, text, namespace=namespace, registry=registry, buckets=_SECONDS)
 
-        self._saves = counter("saves_total", "Saves that have ended, by outcome", "outcome")
+        try:
+            self._saves = counter("saves_total", "Saves that have ended, by outcome", "outcome")
+        except ValueError as exc:
+            raise ValueError(
+                f"the registry has the metrics of a PrometheusObserver already ({exc}): give that one to several "
+                "checkpointers, or pass namespace= or registry="
+            ) from exc
         self._in_flight = gauge("saves_in_flight", "Saves that have begun and not ended")
         self._captured = histogram("save_captured_seconds", "How long save() held its caller")
         self._staged = histogram("save_staged_seconds", "From the call of save until all tensors were copied")

@@ -11,6 +11,7 @@ from itertools import islice
 
 import torch
 
+from aiockpt.core.wording import plural
 from aiockpt.errors import printable_key
 from aiockpt.format.index import Entry, ObjectEntry, TensorEntry
 from aiockpt.telemetry.card import size_text
@@ -161,7 +162,8 @@ def _headline(path: str, kind: str, infos: Mapping[str, TensorInfo | ObjectInfo]
     tensors = [info for info in infos.values() if isinstance(info, TensorInfo)]
     nbytes = stored_bytes(tensors)
     objects = len(infos) - len(tensors)
-    return f"{printable_key(path)} ({kind}): {len(tensors)} tensors, {size_text(nbytes)}; {objects} objects"
+    counted = f"{plural(len(tensors), 'tensor')}, {size_text(nbytes)}; {plural(objects, 'object')}"
+    return f"{printable_key(path)} ({kind}): {counted}"
 
 
 def text_table(

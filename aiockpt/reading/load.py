@@ -228,7 +228,7 @@ def chosen_entries(path: str, index: Index, options: LoadOptions) -> tuple[Mappi
     if unmatched and options.strict:
         raise MissingKeysError(
             f"{path} has no key that matches {', '.join(map(repr, unmatched[:10]))}; see what it holds with "
-            f"open(path), or pass strict=False.{hint(unmatched, index.entries, names)}",
+            f"aiockpt.open(path), or pass strict=False.{hint(unmatched, index.entries, names)}",
             unmatched,
         )
     return {name: index.entries[name] for name in index.entries if name in names}, unmatched

@@ -6,7 +6,7 @@ import contextlib
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, Self, TypeVar
 
 import anyio
 import torch
@@ -111,11 +111,12 @@ class _Reader(Mapping[str, "TensorInfo | ObjectInfo"]):
     _checkpointer: object  # a checkpointer that closes itself when its last reference goes
     _close_checkpointer: Callable[[], Awaitable[None]] | None = None  # if the checkpointer is the reader's alone
     _open: OpenCheckpoint | None = None
+    _block: ClassVar[str] = "`with`"
 
     @property
     def _opened(self) -> OpenCheckpoint:
         if self._open is None:
-            raise LoadError(f"the reader of {self.path} is not open: use it within its `with` block")
+            raise LoadError(f"the reader of {self.path} is not open: use it within its {self._block} block")
         return self._open
 
     @property
@@ -302,7 +303,13 @@ class CheckpointReader(_Reader):
     `aiockpt.AsyncCheckpointer.load`. Several tasks may use one reader at the same time.
     """
 
+    _block = "`async with`"
     _openers = 0  # tasks that open it at the moment
+
+    def __enter__(self) -> NoReturn:
+        raise TypeError("reading is awaited: write `async with`, or use `open` of a SyncCheckpointer")
+
+    __exit__ = None  # type checkers refuse `with` as well
 
     async def __aenter__(self) -> Self:
         check_asyncio(f"a reader of {self.path}", _INSTEAD)

@@ -166,7 +166,10 @@ def cast(stored: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
 
 def _check_shape(path: str, name: str, stored: tuple[int, ...], wanted: tuple[int, ...]) -> None:
     if wanted != stored:
-        raise ShapeMismatchError(f"{name} has the shape {wanted} in the target but {stored} in {path}")
+        raise ShapeMismatchError(
+            f"{name} has the shape {wanted} in the target but {stored} in {path}. Make the target as it was saved, or "
+            "load the rest by keys="
+        )
 
 
 def _check_dtype(path: str, name: str, stored: torch.dtype, wanted: torch.dtype, dtype: torch.dtype | None) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import entry_points
 from typing import Any, TypeAlias
 
+from aiockpt.core.wording import a
 from aiockpt.errors import AiockptError
 from aiockpt.storage.base import Directories, Storage
 
@@ -156,9 +157,9 @@ class Storages:
 
 def text_of(path: str | os.PathLike[str]) -> str:
     """Return a path as text; raise TypeError if it is bytes, and AiockptError for what `pathlib` makes of a URL."""
-    text = os.fspath(path)
+    text = path if isinstance(path, str) else path.__fspath__() if isinstance(path, os.PathLike) else None
     if not isinstance(text, str):
-        raise TypeError(f"path must be text or an os.PathLike of text, not {path!r}")
+        raise TypeError(f"path must be text or an os.PathLike of text, not {a(type(path).__name__)}")
     scheme, found, rest = text.partition(":/")
     if found and not rest.startswith("/") and "/" not in scheme and _is_registered(scheme):
         raise AiockptError(

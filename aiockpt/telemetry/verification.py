@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Literal
 
 from aiockpt.core.wording import plural
 from aiockpt.errors import CorruptCheckpointError, printable, printable_key
+from aiockpt.telemetry.card import size_text
 from aiockpt.telemetry.timeline import Timed
+
+_ADVICE = re.compile(r" If you trust it, pass .*$")  # of errors of a load: a verification takes no such option
 
 ProblemKind = Literal[
     "missing file",
@@ -138,7 +142,7 @@ class VerifyReport(Timed):
         return self._text(_SHOWN)
 
     def _repr_html_(self) -> str:
-        from aiockpt.telemetry.card import card, size_text, time_text
+        from aiockpt.telemetry.card import card, time_text
 
         speed = self.checked_bytes / self.elapsed_s if self.elapsed_s else 0.0
         facts = {
@@ -166,7 +170,7 @@ class VerifyReport(Timed):
             state += f", {plural(self.unverifiable, 'item')} without CRC"
         return (
             f"{printable_key(self.path)}: {state} ({self.format}; {plural(self.files, 'file')}, "
-            f"{plural(self.items, 'item')}, {self.checked_bytes / 2**20:.1f} MiB in {self.elapsed_s:.2f} s)"
+            f"{plural(self.items, 'item')}, {size_text(self.checked_bytes)} in {self.elapsed_s:.2f} s)"
         )
 
 
@@ -187,7 +191,8 @@ class Findings:
         severity: Severity = "error",
     ) -> None:
         """Add a problem; control characters in its message are escaped."""
-        self.problems.append(Problem(kind, file, printable(message), key, offset, severity))
+        message = printable(_ADVICE.sub("", message))
+        self.problems.append(Problem(kind, file, message, key, offset, severity))
 
     def ordered(self) -> tuple[Problem, ...]:
         """Return the distinct problems by file, offset and key."""

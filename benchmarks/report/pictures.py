@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ OURS_COLOUR, PEER_COLOUR, LIMIT_COLOUR = "#2563eb", "#9ca3af", "#d1d5db"
 COLOURS = ("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2", "#be185d", "#4b5563", "#84cc16", "#f472b6")
 _STYLE = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "figure.facecolor": "white"}
 _BEHIND_TEXT = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
+_LONG_TITLE = 10.5  # points, of one that is as wide as its panel
 _MOST = 12
 
 _RATIOS = (
@@ -60,7 +62,7 @@ def _canvas(rows: int, columns: int, width: float, height: float) -> tuple[Canva
 def ratios(results: Mapping[str, Any]) -> Canvas | None:
     """Draw each contender's speed as a share of the limit."""
     panels = [
-        (title_of(f"{title}, medians of 0 rounds", rounds_of(table)), best_of(_with_ratio(table)))
+        (title_of(f"{title}, {_size_in(table)}medians of 0 rounds", rounds_of(table)), best_of(_with_ratio(table)))
         for title, section, begin in _RATIOS
         for table in tables(results, section, begin)[:1]
     ]
@@ -72,7 +74,7 @@ def ratios(results: Mapping[str, Any]) -> Canvas | None:
     for (title, known), axis in zip(panels, axes, strict=False):
         _bars(axis, known, [each.ratio or 0 for each in known], [seconds(each.value) for each in known])
         axis.axvline(1, color="black", linewidth=1)
-        axis.set_title(title, loc="left", fontweight="bold")
+        axis.set_title(title, loc="left", fontweight="bold", fontsize=_LONG_TITLE)
         into_new = max(each.ratio or 0 for each in known) > 1.05  # no limit: the kernel clears pages one by one
         axis.set_xlabel(
             "speed, compared with raw I/O into new memory in two threads (the line)"
@@ -82,6 +84,12 @@ def ratios(results: Mapping[str, Any]) -> Canvas | None:
     for axis in axes[len(panels) :]:
         axis.set_visible(False)
     return canvas
+
+
+def _size_in(table: Mapping[str, Any]) -> str:
+    """Return the size that a table's title names, with a comma behind it."""
+    found = re.search(r"[0-9.]+ [GM]iB", table["title"])
+    return f"{found[0]}, " if found else ""
 
 
 def _with_ratio(table: Mapping[str, Any]) -> list[Figure]:
@@ -130,7 +138,8 @@ def timeline(results: Mapping[str, Any]) -> Canvas | None:
     axis.set_yticks(range(len(lanes)), lanes)
     axis.invert_yaxis()
     axis.set_xlabel("milliseconds since the call")
-    axis.set_title("One durable save", loc="left", fontweight="bold")
+    size = next(map(_size_in, tables(results, "save")), "")
+    axis.set_title(f"{size}saved durably once: what each thread does", loc="left", fontweight="bold")
     shown = dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
     axis.legend(shown.values(), shown.keys(), loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
     return canvas
@@ -209,8 +218,8 @@ def training(results: Mapping[str, Any]) -> Canvas | None:
         _bars(axes[0], known, [alone / each.value for each in known], [seconds(each.value) for each in known])
         axes[0].axvline(1, color="black", linewidth=1)
         axes[0].set_xlabel("steps per second, as a share of those without checkpoints")
-        title = title_of("throughput kept, medians of 0 rounds", rounds_of(table))
-        axes[0].set_title(title, loc="left", fontweight="bold")
+        title = title_of(f"throughput kept, {_size_in(table)}medians of 0 rounds", rounds_of(table))
+        axes[0].set_title(title, loc="left", fontweight="bold", fontsize=_LONG_TITLE)
         step = {run["name"]: _most(run, "step_max_s") * 1e3 for run in table["runs"] if run["samples"]}
         lengths = [step[each.name] for each in known]
         axes[1].barh(range(len(known)), lengths, color=[OURS_COLOUR if each.ours else PEER_COLOUR for each in known])
@@ -221,7 +230,7 @@ def training(results: Mapping[str, Any]) -> Canvas | None:
         axes[1].invert_yaxis()
         axes[1].set_xlim(0, max(lengths) * 1.15)
         axes[1].set_xlabel("ms, of all rounds, the first included; the line: without checkpoints")
-        axes[1].set_title("longest step", loc="left", fontweight="bold")
+        axes[1].set_title("longest step", loc="left", fontweight="bold", fontsize=_LONG_TITLE)
         return canvas
     return None
 

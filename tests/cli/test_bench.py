@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner
 
-from aiockpt.cli.bench import Advice, Measured, MeasuredDisk, Setting, best, best_direct_io
+from aiockpt.cli.bench import Advice, Measured, MeasuredDisk, Setting, best, best_direct_io, chunk_sizes
 from aiockpt.cli.main import app
 from aiockpt.options import CheckpointerOptions
 from aiockpt.storage.local.temp_dir import read_ticket
@@ -168,6 +168,11 @@ def test_other_settings_are_proposed_only_if_clearly_faster(speeds, expected):
     chunks = {1: MIB, 2: 4 * MIB, 4: 16 * MIB, 8: 64 * MIB}
     measured = [at(speed, chunk_bytes=c) for c, speed in zip(chunks.values(), speeds, strict=True)]
     assert best(measured, "chunk_bytes", 16 * MIB) == chunks[expected]
+
+
+@pytest.mark.parametrize(("nbytes", "sizes"), [(16, [1, 4, 16]), (32, [1, 4, 16]), (512, [1, 4, 16, 64])])
+def test_others_are_compared_with_the_default_however_little_is_written(nbytes, sizes):
+    assert chunk_sizes(4, nbytes * MIB) == [size * MIB for size in sizes]
 
 
 def test_defaults_are_those_of_a_checkpointer():

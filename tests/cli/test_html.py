@@ -291,7 +291,7 @@ def test_page_never_replaces_a_checkpoint(tmp_path):
 
 @pytest.mark.parametrize(
     ("page", "message"),
-    [("", "is a directory"), ("aiockpt-test://server/page.html", "the file system was asked for it")],
+    [("", "is a directory"), ("aiockpt-test://server/page.html", "is a URL: name a path of the file system")],
 )
 def test_page_is_a_file_of_the_file_system(page, message, tmp_path):
     result = inspect_html(make("dcp", tmp_path / "c"), page or tmp_path)

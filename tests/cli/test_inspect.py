@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 
 import aiockpt
 from aiockpt.cli import statistics
+from aiockpt.cli.app import Code
 from aiockpt.cli.main import app
 from aiockpt.cli.statistics import part_indices
 from tests.cli.checkpoints import FORMATS, make, tensors
@@ -73,6 +74,12 @@ def test_statistics_in_the_table(tmp_path):
     assert ["min", "max", "mean", "nan"] in lines
     assert ["weight", "float32", "3x4", "48", "B", "-2", "9", "3.5", "0"] in lines
     assert ["bias", "bfloat16", "3", "6", "B", "-0.5", "1.5", "0.5", "1"] in lines
+
+
+def test_page_is_not_written_where_there_is_no_directory(tmp_path):
+    result = invoke(make("aiockpt", tmp_path / "c"), "--html", tmp_path / "none" / "page.html")
+    assert result.exit_code == Code.FAILED
+    assert result.stderr == f"aiockpt: {tmp_path / 'none'} is no directory; make it, or name another file\n"
 
 
 def test_metadata_and_objects_are_shown(anywhere):

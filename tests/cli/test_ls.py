@@ -238,6 +238,9 @@ def test_directories_that_are_not_looked_into_are_named(anywhere):
     make("aiockpt", anywhere / "all" / "runs" / "a" / "step-1")
     text = f"There are no checkpoints in {anywhere / 'all'}.\nDirectories that may have some further below: runs\n"
     assert invoke(anywhere / "all") == text
+    make("aiockpt", anywhere / "all" / "models" / "best")  # which does not hide the others
+    lines = ["Directories with checkpoints: models (1)", "Directories that may have some further below: runs"]
+    assert invoke(anywhere / "all").splitlines() == lines
 
 
 def test_empty_directory(tmp_path):

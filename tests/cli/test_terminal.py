@@ -30,6 +30,8 @@ def home(tmp_path_factory):
     state = {f"h.{n}.{'模型' * 30}.weight": torch.full((2, n + 1), float(n)) for n in range(30)}
     with aiockpt.SyncCheckpointer() as ckpt:
         ckpt.save({f"block{b}": state for b in range(8)}, home / "wide")
+        long = "container_of_" * 4
+        ckpt.save({f"{long}.{name}": torch.ones(300, 300) for name in ("weight", "bias")}, home / "long")
         ckpt.save({"nan": torch.tensor([float("nan"), 1.0])}, home / "nan")
     return home
 
@@ -89,6 +91,13 @@ def test_deep_tree_is_cut_to_the_levels_that_fit(in_terminal):
     assert len(everything.splitlines()) > 240
 
 
+def test_name_of_a_container_is_as_long_as_its_line_allows(in_terminal):
+    shown, _ = in_terminal("inspect", "long", columns=80)
+    (line,) = [ESCAPE.sub("", line) for line in shown.splitlines() if "container" in line]
+    assert line.split() == ["container_of_" * 4, "703.1", "KiB"]
+    assert cells(line) == cells(next(line for line in shown.splitlines() if "weight" in line))
+
+
 def test_nan_counts_are_highlighted(in_terminal):
     shown, _ = in_terminal("inspect", "nan", "--stats", columns=80)
     assert re.search(r"\x1b\[1;31m +1\x1b\[0m", shown)
@@ -119,12 +128,21 @@ def test_documentation_is_rendered(in_terminal):
     assert "# The command line" not in shown
 
 
+@pytest.mark.parametrize("topic", ["observing", "scale"])
+def test_documentation_is_not_cut_in_a_narrow_terminal(topic, in_terminal):
+    shown, code = in_terminal("docs", topic, columns=80, PAGER="cat")
+    assert code == 0
+    assert "…" not in shown
+    assert max(map(cells, shown.splitlines())) <= 80
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
         ["ls", "other"],
         ["diff", "other/step-00000007", "other/step-00000008"],
         ["inspect", "a path of some words that is not there, and that is longer than a line"],
+        ["inspect", "other/step-00000007", "--stats"],
         ["verify", "other"],
         ["docs"],
     ],

@@ -2,6 +2,7 @@ import io
 import json
 
 import pytest
+import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -71,3 +72,16 @@ def test_progress_bar_shows_markup_in_names_as_text(monkeypatch):
     with progress.bar("checking [red]step[/bold]", 10) as shown_bar:
         terminal.print(shown_bar._progress)
     assert terminal.file.getvalue().startswith("checking [red]step[/bold] ")
+
+
+class Unknown:
+    """Of no class that torch allows."""
+
+
+def test_a_refused_pickle_is_a_warning_without_advice(tmp_path):
+    torch.save({"w": torch.ones(3), "other": Unknown()}, tmp_path / "a.pt")
+    result = invoke(tmp_path / "a.pt")
+    assert result.exit_code == 0
+    name = f"{__name__}.Unknown"
+    line = f"  warning: metadata: a.pt: the pickle in a.pt needs {name}, which could run code."
+    assert result.stdout.splitlines()[1:] == [line]

@@ -90,7 +90,7 @@ def test_saves_in_flight_are_finished(is_handle_kept: bool, tmp_path: Path) -> N
     made = [aiockpt.SyncCheckpointer()]
     saves = [made[0].submit(STATE, tmp_path / name, storage=gate, post_commit=lambda _: made) for name in "ab"]
     gate.reached["commit"].result(60)
-    with pytest.warns(ResourceWarning, match="unclosed SyncCheckpointer: use it in a `with` block"):
+    with pytest.warns(ResourceWarning, match="unclosed SyncCheckpointer: leave it by `with` or `async with`"):
         _drop_and_collect(made.clear)
     assert not saves[0].written.done()
     if not is_handle_kept:

@@ -91,7 +91,7 @@ async def test_best_step_is_found_and_restored(anywhere: Path) -> None:
         start = await run.restore(state, step="best", metric="acc", mode="max")
         assert start is not None
         assert start.step == 5
-        with pytest.raises(aiockpt.CheckpointNotFoundError, match="nothing"):
+        with pytest.raises(aiockpt.CheckpointNotFoundError, match="the metric 'nothing'; there are: acc, loss"):
             await run.restore(state, step="best", metric="nothing")
 
 

@@ -295,6 +295,20 @@ async def test_reader_outlives_a_replaced_checkpoint_and_its_checkpointer(anywhe
     await left.aclose()
 
 
+async def test_plain_with_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    with aiockpt.SyncCheckpointer() as ckpt:
+        ckpt.save({"a": torch.arange(5)}, tmp_path / "c")
+        with ckpt.open(tmp_path / "c") as reader:
+            assert "1 tensor, 40 B; 0 objects" in str(reader)
+        with pytest.raises(aiockpt.LoadError, match="use it within its `with` block"):
+            reader.metadata  # noqa: B018
+    reader = aiockpt.open(tmp_path / "c")
+    with pytest.raises(TypeError, match="write `async with`, or use `open` of a SyncCheckpointer"):
+        reader.__enter__()
+    with pytest.raises(aiockpt.LoadError, match="use it within its `async with` block"):
+        reader["a"]
+
+
 async def test_concurrent_opens_of_one_reader(anywhere: Path) -> None:
     async with aiockpt.AsyncCheckpointer() as ckpt:
         await ckpt.save({"a": torch.arange(5)}, anywhere / "c")

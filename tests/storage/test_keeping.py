@@ -85,6 +85,24 @@ def test_without_the_means_of_the_file_system(
     assert_kept(export, 1)
 
 
+@pytest.mark.parametrize("refuse", [lambda _: None, refuse_exchange, refuse_links], ids=["exchange", "steps", "copies"])
+def test_a_first_export_beside_them(
+    refuse: Callable[[pytest.MonkeyPatch], None], export: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in (".aiockpt.json", "model.safetensors"):
+        (export / name).unlink()
+    with aiockpt.SyncCheckpointer() as ckpt:
+        with pytest.raises(aiockpt.CheckpointExistsError, match="exists already"):
+            ckpt.submit(NEW, export, format="safetensors")
+        with pytest.raises(aiockpt.CheckpointExistsError, match="config"):
+            ckpt.submit(NEW, export, overwrite=True)
+        with pytest.raises(aiockpt.DeleteError, match="config"):
+            ckpt.delete(export)
+    refuse(monkeypatch)
+    aiockpt.save(NEW, export, format="safetensors", overwrite=True)
+    assert_kept(export, 1)
+
+
 def test_shards_of_before_go(export: Path) -> None:
     state = large_state(2)
     aiockpt.save(state, export, format="safetensors", shard_bytes=100, overwrite=True)

@@ -235,7 +235,8 @@ class _Reading:
             if not damaged and not is_archive:
                 raise
             name = names[0] if len(names) == 1 else ""
-            self.findings.add("metadata", name, str(exc), severity="error" if damaged else "warning")
+            message = str(exc).removeprefix(f"{self.path}: ")
+            self.findings.add("metadata", name, message, severity="error" if damaged else "warning")
             if is_archive:  # the CRCs of its records can be checked although its pickle is refused
                 self.format = "torch"
                 inventory.add_archive(name)

@@ -126,7 +126,7 @@ def why_not_of_contents(directory: int, *, keep: bool = False) -> str | None:
 
 
 def kept_beside(path: str) -> dict[str, Version]:
-    """Return the files of a model repository beside the safetensors of a directory."""
+    """Return the files of a model repository beside the safetensors of a directory, or where there are none yet."""
     if os.path.islink(path) or not os.path.isdir(path):
         return {}
     with open_directory(path) as directory:
@@ -134,7 +134,7 @@ def kept_beside(path: str) -> dict[str, Version]:
 
 
 def _kept(directory: int, found: Contents) -> dict[str, Version]:
-    if not belonging.is_safetensors(found.files):
+    if found.files and not belonging.is_safetensors(found.files):
         return {}
     names = filter(belonging.is_of_repository, found.others)
     states = {name: os.stat(name, dir_fd=directory, follow_symlinks=False) for name in names}

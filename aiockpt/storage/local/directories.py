@@ -31,7 +31,7 @@ class LocalDirectories(Directories):
                 raise AiockptError(f"file://{host}{slash}{path} names a host: write file:///path of this machine")
             path = unquote(slash + path)
         elif "://" in path:
-            raise AiockptError(f"{path} is a URL, but the file system was asked for it, which has paths")
+            raise AiockptError(f"{path} is a URL: name a path of the file system")
         if not path:
             raise AiockptError("the path is empty; name a directory or a file")
         return absolute(path)

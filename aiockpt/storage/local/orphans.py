@@ -107,6 +107,8 @@ class OrphanCleaner:
         self._looked.add(directory)
         try:
             removed, later = clean(directory, fsync=self._fsync)
+        except NotADirectoryError:
+            return  # which the save will say
         except OSError as exc:
             logger.warning("can't look for what killed processes have left in %s: %s", directory, exc)
             return
