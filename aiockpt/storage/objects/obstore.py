@@ -20,12 +20,14 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aiockpt.core.threads import DaemonThreads, outlast
 from aiockpt.errors import AiockptError, WriteError
 from aiockpt.storage.objects.client import (
+    LONGEST_S,
     ConditionError,
     NoBucketError,
     NotSentError,
@@ -81,13 +83,14 @@ class ObstoreClient(ObjectClient):
         url: ``s3://bucket``, ``gs://bucket`` or ``az://container``.
         options: of obstore's store.
         conditions: the store honours conditions; else they are looked at before a put.
+        longest_s: see `ObjectClient`.
     """
 
-    def __init__(self, url: str, options: Mapping[str, Any], *, conditions: bool = True) -> None:
-        self.kind, self._conditions = url.partition("://")[0], conditions
+    def __init__(
+        self, url: str, options: Mapping[str, Any], *, conditions: bool = True, longest_s: float = LONGEST_S
+    ) -> None:
+        self.kind, self._conditions, self.longest_s = url.partition("://")[0], conditions, longest_s
         self._given = url, options
-        self._hasty: ObstoreClient | None = None
-        self._once: ObstoreClient | None = None
         options = {"client_options": {}, **options}
         # Obstore looks at no client option of the environment if one is given.
         is_plain = os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("true", "1") and self.kind == "s3"
@@ -102,12 +105,13 @@ class ObstoreClient(ObjectClient):
             raise AiockptError(f"{url}: {self._wording(exc)}; see storage_options") from None
         self._clock: tuple[float, float] | None = None  # when it was looked at, and what it was ahead then
 
-    @property
+    @cached_property
     def hasty(self) -> ObstoreClient:
-        if self._hasty is None:
-            self._hasty = self._limited(_HASTY_S, {"max_retries": 3} | self._given[1].get("retry_config", {}))
-            self._hasty.longest_s = _HASTY_S
-        return self._hasty
+        return self._limited(_HASTY_S, {"max_retries": 3} | self._given[1].get("retry_config", {}))
+
+    @cached_property
+    def _once(self) -> ObstoreClient:
+        return self._limited(_ONCE_S, {"max_retries": 0})
 
     def _limited(self, limit_s: int, retries: Mapping[str, Any]) -> ObstoreClient:
         """Return a client whose requests end after so long."""
@@ -117,7 +121,7 @@ class ObstoreClient(ObjectClient):
             "retry_config": {**retries, "retry_timeout": timedelta(seconds=limit_s)},
             "client_options": {**options.get("client_options", {}), **limits},
         }
-        return ObstoreClient(url, {**options, **given}, conditions=self._conditions)
+        return ObstoreClient(url, {**options, **given}, conditions=self._conditions, longest_s=limit_s)
 
     @property
     def store(self) -> Any:
@@ -267,9 +271,7 @@ class ObstoreClient(ObjectClient):
         with self.errors(prefix):
             found = obstore.list_with_delimiter(self.store, prefix[:-1] or None)
         objects = {meta["path"][len(prefix) :]: self._facts(meta) for meta in found["objects"]}
-        is_clock = [name for name in objects if name.startswith(CLOCK_NAME)]
-        for name in is_clock:
-            del objects[name]
+        objects = {name: facts for name, facts in objects.items() if not name.startswith(CLOCK_NAME)}
         return objects, [name[len(prefix) :].rstrip("/") for name in found["common_prefixes"]]
 
     def delete(self, keys: Iterable[str]) -> None:
@@ -284,8 +286,6 @@ class ObstoreClient(ObjectClient):
                 self.delete([key])
 
     def delete_once(self, key: str) -> None:
-        if self._once is None:
-            self._once = self._limited(_ONCE_S, {"max_retries": 0})
         self._once.delete([key])
 
     def now(self, near: str) -> float:
@@ -479,13 +479,7 @@ class _Upload(ObjectSink):
 
     async def _complete(self) -> None:
         if self._rest or self._sending is None:
-            is_whole = self._sending is None
-            if self._rest:
-                await self._send_rest(is_whole=is_whole)
-            else:
-                self._sending = asyncio.ensure_future(
-                    obstore.put_async(self._client.store, self._key, b"", use_multipart=False)
-                )
+            await self._send_rest(is_whole=self._sending is None)
         self._feed.queue.put_nowait(StopAsyncIteration)
         await self._sent()
         await self._all_free()

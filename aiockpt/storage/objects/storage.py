@@ -95,7 +95,7 @@ class ObjectStorage(SharedStorage):
         self.objects = objects
         self._is_checked = conditions == "off"
         self._free: dict[str, None] = {}  # paths above others that are no checkpoints
-        self._documents = Documents()
+        self.documents = Documents(objects)
         self._found_dead: dict[Stamp, float] = {}  # tombstones, and when their owners were
         self._may_delete = False  # as far as is known
         self._leases: WeakValueDictionary[str, ObjectLease] = WeakValueDictionary()  # by prefix
@@ -157,10 +157,6 @@ class ObjectStorage(SharedStorage):
             if found is not None:
                 return found, path[len(at) + 1 :]
         return None
-
-    def document(self, commit: Commit, name: str, offset: int, length: int) -> bytes:
-        """Return bytes of a file that is in a commit object."""
-        return self._documents.bytes_of(self, commit, name, offset, length)
 
     def free_for(self, path: str, *, overwrite: bool, own: str) -> tuple[Commit | None, bool]:
         """Remove what is left at a path; return what a save replaces, or raise CheckpointExistsError if it may not.

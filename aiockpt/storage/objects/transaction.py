@@ -107,13 +107,10 @@ class ObjectTransaction(SharedTransaction):
     async def begin(self) -> SharedTransaction:
         """Take the token while it is found out whether the path is free."""
         (self._seen, self._would_hide), _ = await _both(
-            self._workers.run(self._find_free),
+            self._workers.run(self._storage.free_for, self._path, overwrite=self._overwrite, own=self._token),
             self._workers.run(self._open),
         )
         return self
-
-    def _find_free(self) -> tuple[Commit | None, bool]:
-        return self._storage.free_for(self._path, overwrite=self._overwrite, own=self._token)
 
     def _open(self) -> None:
         ticket = read_ticket(self.ticket)
