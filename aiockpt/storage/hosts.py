@@ -65,7 +65,7 @@ from aiockpt.storage.base import (
     Traits,
     shared_storage,
 )
-from aiockpt.storage.remote import errors
+from aiockpt.storage.faults import errors
 from aiockpt.storage.wrapper import WrapperStorage, WrapperTransaction
 
 if TYPE_CHECKING:

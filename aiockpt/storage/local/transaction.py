@@ -17,6 +17,7 @@ from aiockpt.errors import CommitError, WriteError
 from aiockpt.format.manifest.manifest import FileFacts
 from aiockpt.format.names import OPEN_MARK, SINGLE_NAME
 from aiockpt.storage.base import Document, FileSink, PartSink, SharedTransaction, Stamp, Status
+from aiockpt.storage.faults import errors
 from aiockpt.storage.local.belonging import OtherThingsError, remove
 from aiockpt.storage.local.commit import (
     NotDurableError,
@@ -28,7 +29,7 @@ from aiockpt.storage.local.commit import (
 )
 from aiockpt.storage.local.entries import open_regular
 from aiockpt.storage.local.replacing import complete, is_between, remove_record
-from aiockpt.storage.local.retries import Repeater, sync_fd, write_errors
+from aiockpt.storage.local.retries import Repeater, sync_fd
 from aiockpt.storage.local.sink import LocalPartSink, LocalSink, NewFile, write_small
 from aiockpt.storage.local.temp_dir import REPLACED, Hold, read_sidecar, sizes_in, sweep, write_sidecar
 from aiockpt.storage.syscalls import Identity, identity
@@ -90,13 +91,13 @@ class LocalTransaction(SharedTransaction):
         return self._hidden
 
     async def seal_folder(self, known: Container[str] | None) -> Mapping[str, FileFacts]:
-        with write_errors(f"make durable what was put into {self._hidden}"):
+        with errors(WriteError, f"make durable what was put into {self._hidden}"):
             return await self._workers.run(partial(seal, self._hidden, known, fsync=self._policy.fsync))
 
     async def _make_folders(self, *names: str) -> None:
         folders = {os.path.dirname(os.path.join(self._hidden, name)) for name in names if "/" in name} - self._folders
         for folder in folders:
-            with write_errors(f"make {folder}"):
+            with errors(WriteError, f"make {folder}"):
                 await self._again("make a directory for", partial(os.makedirs, folder, exist_ok=True))
             self._folders.add(folder)
 
@@ -157,12 +158,10 @@ class LocalTransaction(SharedTransaction):
             for name in documents:  # the process before may have written them
                 await self._remove(os.path.join(self._hidden, name))
         await self.write_files(documents)
-        try:
+        with errors(CommitError, f"make the files of {self._path} durable"):
             await self._sync_folders()
             if self._is_open:
                 await self._remove(os.path.join(self._hidden, OPEN_MARK))
-        except OSError as exc:
-            raise CommitError(f"can't make the files of {self._path} durable: {exc}") from exc
         policy = self._policy
         publication = Publication(
             self._hidden, self._path, self._single, self._overwrite, policy.fsync, self._identity, self._check
@@ -226,7 +225,7 @@ class LocalTransaction(SharedTransaction):
 
     async def _look(self, verb: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Do as `_again`; raise WriteError for an OSError."""
-        with write_errors(f"look at what was written for {self._path}"):
+        with errors(WriteError, f"look at what was written for {self._path}"):
             return await self._again(verb, function, *args, **kwargs)
 
     @property
@@ -241,7 +240,7 @@ class LocalTransaction(SharedTransaction):
         return None if self._identity is None else "{}:{}".format(*self._identity)
 
     async def put_sidecar(self, name: str, data: bytes) -> None:
-        with write_errors(f"write a sidecar file beside {self._path}"):
+        with errors(WriteError, f"write a sidecar file beside {self._path}"):
             await self._workers.run(write_sidecar, f"{self._hidden}-{name}", data)
 
     async def get_sidecar(self, name: str) -> bytes | None:
@@ -251,7 +250,7 @@ class LocalTransaction(SharedTransaction):
         await self._remove(f"{self._hidden}-{name}")
 
     async def _remove(self, path: str) -> None:
-        with write_errors(f"remove {path}", advice=_BY_HAND):
+        with errors(WriteError, f"remove {path}", advice=_BY_HAND):
             await self._again("remove", remove, path)
 
     async def status(self) -> Status:
@@ -294,11 +293,9 @@ class JoinedTransaction(LocalTransaction):
         """Sync the directory, from this host, for the entries of this rank's files; its owner publishes it."""
         await self.write_files(documents)
         if self._policy.fsync:
-            try:
+            with errors(CommitError, f"make the files of {self._path} durable"):
                 await self._sync_folders()
                 await self._workers.run(sync_directory, self._hidden)
-            except OSError as exc:
-                raise CommitError(f"can't make the files of {self._path} durable: {exc}") from exc
         self._over = True
 
     async def open_folder(self) -> str:
@@ -313,7 +310,7 @@ class JoinedTransaction(LocalTransaction):
         shared = {sink.path for sink in self._sinks if isinstance(sink, LocalPartSink)}
         for file in self._files:
             if file.path not in shared and not self._over:  # else the owner may be publishing them
-                with write_errors(f"remove the unfinished file {file.path}", advice=_BY_HAND):
+                with errors(WriteError, f"remove the unfinished file {file.path}", advice=_BY_HAND):
                     await self._workers.run(remove, file.path)
 
     async def discard_all(self) -> None:
@@ -321,7 +318,7 @@ class JoinedTransaction(LocalTransaction):
 
     async def _discard_all(self) -> None:
         await self._close()
-        with write_errors(f"remove the unfinished checkpoint {self._hidden}", advice=_BY_HAND):
+        with errors(WriteError, f"remove the unfinished checkpoint {self._hidden}", advice=_BY_HAND):
             await self._workers.run(sweep, self._hidden, self._identity)
 
     async def _close(self) -> None:

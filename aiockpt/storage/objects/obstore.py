@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiockpt.core.threads import DaemonThreads, outlast
 from aiockpt.errors import AiockptError, WriteError
+from aiockpt.storage.faults import errors
 from aiockpt.storage.objects.client import (
     LONGEST_S,
     ConditionError,
@@ -37,7 +38,7 @@ from aiockpt.storage.objects.client import (
     RefusedError,
 )
 from aiockpt.storage.objects.storage import ObjectStorage
-from aiockpt.storage.remote import errors, put_into
+from aiockpt.storage.remote import put_into
 
 try:
     import obstore

@@ -32,6 +32,7 @@ from aiockpt.storage.base import (
     Stamp,
     Traits,
 )
+from aiockpt.storage.faults import errors
 from aiockpt.storage.local.temp_dir import copy_ticket, new_ticket
 from aiockpt.storage.objects import cleaning
 from aiockpt.storage.objects.cleaning import (
@@ -62,7 +63,7 @@ from aiockpt.storage.objects.commit import (
 from aiockpt.storage.objects.lease import LEASE_NAME, ObjectLease, owner_of
 from aiockpt.storage.objects.reading import Documents, ObjectListing
 from aiockpt.storage.objects.transaction import ObjectTransaction, entered, is_taken
-from aiockpt.storage.remote import errors, open_remote
+from aiockpt.storage.remote import open_remote
 
 if TYPE_CHECKING:
     from aiockpt.core.threads import Workers

@@ -23,12 +23,12 @@ from aiockpt.errors import (
     WriteError,
 )
 from aiockpt.storage.base import Document, FileSink, SharedTransaction, Stamp, Status
+from aiockpt.storage.faults import errors
 from aiockpt.storage.local.temp_dir import new_ticket, read_ticket, this_process
 from aiockpt.storage.objects import cleaning
 from aiockpt.storage.objects.cleaning import token_name
 from aiockpt.storage.objects.client import ConditionError, NotSentError, ObjectSink, RefusedError
 from aiockpt.storage.objects.commit import COMMIT_NAME, FILES, Claim, Commit, Tomb, encode_commit, encode_tomb
-from aiockpt.storage.remote import errors
 
 if TYPE_CHECKING:
     from aiockpt.core.threads import Workers
