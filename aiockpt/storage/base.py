@@ -67,7 +67,7 @@ Seen = Callable[[memoryview], object]
 
 Document = bytes | bytearray | memoryview
 
-_NO_DOCUMENTS: Mapping[str, Document] = MappingProxyType({})
+NO_DOCUMENTS: Mapping[str, Document] = MappingProxyType({})
 
 
 def _nothing() -> None:
@@ -190,7 +190,7 @@ class Transaction(ABC):
             await sink.finish()
 
     @abstractmethod
-    async def commit(self, documents: Mapping[str, Document] = _NO_DOCUMENTS) -> None:
+    async def commit(self, documents: Mapping[str, Document] = NO_DOCUMENTS) -> None:
         """Write the last files, in this order, and publish the checkpoint, durably and atomically.
 
         If it fails, nothing was published, or it was taken back; `abort` removes what was written.

@@ -28,7 +28,6 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 import anyio
@@ -51,6 +50,7 @@ from aiockpt.format.manifest.manifest import DiskFacts, decode_head, disks_in, w
 from aiockpt.format.names import MANIFEST_NAME
 from aiockpt.format.recognise import facts_in
 from aiockpt.storage.base import (
+    NO_DOCUMENTS,
     Document,
     Listing,
     LookBudget,
@@ -659,7 +659,7 @@ class _HostsTransaction(WrapperTransaction):
         await _on_each(look, self._disks, f"look at what was written for {self._path}", WriteError)
         return found
 
-    async def commit(self, documents: Mapping[str, Document] = MappingProxyType({})) -> None:
+    async def commit(self, documents: Mapping[str, Document] = NO_DOCUMENTS) -> None:
         """Write the documents to each disk; then publish on the other disks, and on rank 0's, which makes it count."""
         if self._is_joined:
             await self._own.commit(documents)

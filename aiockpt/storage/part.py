@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from aiockpt.errors import CommitError, SaveError
 from aiockpt.format.names import MANIFEST_NAME
 from aiockpt.storage.base import (
+    NO_DOCUMENTS,
     Document,
     FileSink,
     PartSink,
@@ -29,8 +29,6 @@ from aiockpt.storage.wrapper import WrapperStorage, WrapperTransaction
 
 if TYPE_CHECKING:
     from aiockpt.core.threads import Workers
-
-_NO_DOCUMENTS: Mapping[str, Document] = MappingProxyType({})
 
 
 class PartStorage(WrapperStorage):
@@ -96,7 +94,7 @@ class PartTransaction(WrapperTransaction):
     async def write_files(self, files: Mapping[str, Document]) -> None:
         await self._whole.write_files({self._place(name): data for name, data in files.items()})
 
-    async def commit(self, documents: Mapping[str, Document] = _NO_DOCUMENTS) -> None:
+    async def commit(self, documents: Mapping[str, Document] = NO_DOCUMENTS) -> None:
         await self.write_files({name: data for name, data in documents.items() if name != MANIFEST_NAME})
         await self._whole.commit()
         if self._is_revoked:

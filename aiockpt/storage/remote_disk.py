@@ -36,6 +36,7 @@ from aiockpt.core.forks import ModuleLock
 from aiockpt.core.threads import Workers, outlast
 from aiockpt.errors import AiockptError, CommitError, CommitUncertainError, DeleteError, LoadError, WriteError
 from aiockpt.storage.base import (
+    NO_DOCUMENTS,
     Document,
     FileSink,
     Listing,
@@ -553,7 +554,7 @@ class _DiskTransaction(SharedTransaction):
     async def write_files(self, files: Mapping[str, Document]) -> None:
         await self._ask(DiskRequest("write_files", (_plain(files),)))
 
-    async def commit(self, documents: Mapping[str, Document] = MappingProxyType({})) -> None:
+    async def commit(self, documents: Mapping[str, Document] = NO_DOCUMENTS) -> None:
         if self._is_revoked:
             raise CommitError(f"{self._path} was given up before it was published")
         self._is_committing = True

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 from aiockpt.storage.base import (
+    NO_DOCUMENTS,
     Document,
     FileSink,
     LeaseFacts,
@@ -188,7 +188,7 @@ class WrapperTransaction(SharedTransaction):
     async def seal_folder(self, known: Container[str] | None) -> Mapping[str, FileFacts]:
         return await self._inner.seal_folder(known)
 
-    async def commit(self, documents: Mapping[str, Document] = MappingProxyType({})) -> None:
+    async def commit(self, documents: Mapping[str, Document] = NO_DOCUMENTS) -> None:
         await self.write_files(documents)  # so that each step of a document is met
         await self._storage.before("commit", self._path)
         await self._inner.commit()

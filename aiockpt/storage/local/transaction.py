@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from types import MappingProxyType
 from typing import TYPE_CHECKING, NoReturn, ParamSpec, TypeVar
 
 from isal.isal_zlib import crc32
@@ -16,7 +15,7 @@ from aiockpt.core.threads import SHORT_BYTES, Workers, outlast
 from aiockpt.errors import CommitError, WriteError
 from aiockpt.format.manifest.manifest import FileFacts
 from aiockpt.format.names import OPEN_MARK, SINGLE_NAME
-from aiockpt.storage.base import Document, FileSink, PartSink, SharedTransaction, Stamp, Status
+from aiockpt.storage.base import NO_DOCUMENTS, Document, FileSink, PartSink, SharedTransaction, Stamp, Status
 from aiockpt.storage.faults import errors
 from aiockpt.storage.local.belonging import OtherThingsError, remove
 from aiockpt.storage.local.commit import (
@@ -37,7 +36,6 @@ from aiockpt.storage.syscalls import Identity, identity
 if TYPE_CHECKING:
     from aiockpt.storage.local.orphans import OrphanCleaner
 
-_NO_DOCUMENTS: Mapping[str, Document] = MappingProxyType({})
 _STEP_BYTES = 1 << 20
 _BY_HAND = "; remove it by hand"
 
@@ -152,7 +150,7 @@ class LocalTransaction(SharedTransaction):
         self._files.append(NewFile(path, final, self._policy.fsync, self._workers, self._policy.repeater))
         return self._files[-1]
 
-    async def commit(self, documents: Mapping[str, Document] = _NO_DOCUMENTS) -> None:
+    async def commit(self, documents: Mapping[str, Document] = NO_DOCUMENTS) -> None:
         if self._is_taken:
             await self._look("look at", check_own, self._path, self._hidden, self._identity)
             for name in documents:  # the process before may have written them
@@ -162,12 +160,10 @@ class LocalTransaction(SharedTransaction):
             await self._sync_folders()
             if self._is_open:
                 await self._remove(os.path.join(self._hidden, OPEN_MARK))
-        policy = self._policy
+        policy, hidden = self._policy, self._hidden
         publication = Publication(
-            self._hidden, self._path, self._single, self._overwrite, policy.fsync, self._identity, self._check
+            hidden, self._path, self._single, self._overwrite, policy.fsync, self._identity, self._check, self._held
         )
-        if self._held is not None:
-            publication.release = self._held.release
         try:
             await publish_repeatedly(publication, policy.repeater, self._workers)
         except NotDurableError as exc:
@@ -289,7 +285,7 @@ class LocalTransaction(SharedTransaction):
 class JoinedTransaction(LocalTransaction):
     """Files of this process in a checkpoint that another process commits or aborts."""
 
-    async def commit(self, documents: Mapping[str, Document] = _NO_DOCUMENTS) -> None:
+    async def commit(self, documents: Mapping[str, Document] = NO_DOCUMENTS) -> None:
         """Sync the directory, from this host, for the entries of this rank's files; its owner publishes it."""
         await self.write_files(documents)
         if self._policy.fsync:
@@ -360,7 +356,7 @@ class ResumableTransaction(LocalTransaction):
         self._is_open = False
         await self.open_folder()
 
-    async def commit(self, documents: Mapping[str, Document] = _NO_DOCUMENTS) -> None:
+    async def commit(self, documents: Mapping[str, Document] = NO_DOCUMENTS) -> None:
         # Before: the directory may be exchanged for that of an older checkpoint, of which nothing is whole.
         for name in await self.sizes():
             await self.delete_sidecar(mark_of(name))

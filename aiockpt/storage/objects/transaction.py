@@ -9,7 +9,6 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from aiockpt.core.threads import outlast
@@ -22,7 +21,7 @@ from aiockpt.errors import (
     RunLockedError,
     WriteError,
 )
-from aiockpt.storage.base import Document, FileSink, SharedTransaction, Stamp, Status
+from aiockpt.storage.base import NO_DOCUMENTS, Document, FileSink, SharedTransaction, Stamp, Status
 from aiockpt.storage.faults import errors
 from aiockpt.storage.local.temp_dir import new_ticket, read_ticket, this_process
 from aiockpt.storage.objects import cleaning
@@ -192,7 +191,7 @@ class ObjectTransaction(SharedTransaction):
 
     # --- the end ------------------------------------------------------------------------------------------
 
-    async def commit(self, documents: Mapping[str, Document] = MappingProxyType({})) -> None:
+    async def commit(self, documents: Mapping[str, Document] = NO_DOCUMENTS) -> None:
         if self._single is not None:
             with errors(CommitError, f"publish {self._path}"):
                 await outlast(self._publish_single(self._single))
