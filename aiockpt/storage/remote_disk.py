@@ -24,7 +24,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import anyio
@@ -49,8 +49,6 @@ from aiockpt.storage.base import (
     Traits,
 )
 from aiockpt.storage.local.directories import LocalDirectories
-
-T = TypeVar("T")
 
 STALL_S = 60.0
 """How long the other side may be silent within a message, or before its answer."""
@@ -449,14 +447,21 @@ class RemoteDisk(LocalDirectories, SharedStorage):
         )
 
     async def _begun(self, request: DiskRequest, workers: Workers) -> SharedTransaction:
-        def begin() -> _DiskTransaction:
-            return _DiskTransaction(self, self._client.ask(WriteError, request), request.args[0], workers)
+        begun: list[_DiskTransaction] = []
 
-        return await _opened(begin, workers, _DiskTransaction.abort)
+        def begin() -> None:
+            begun.append(_DiskTransaction(self, self._client.ask(WriteError, request), request.args[0], workers))
+
+        try:
+            await workers.run(begin)
+        except BaseException:
+            for each in begun:  # the caller was cancelled, and gets none
+                await each.abort()
+            raise
+        return begun[0]
 
     async def open(self, path: str, *, workers: Workers) -> Source:
-        opening = partial(_DiskSource, self._client, path)
-        return await _opened(opening, workers, lambda source: workers.run(source.close))
+        return await workers.run(_DiskSource, self._client, path)  # one that nobody gets is closed as garbage
 
     async def delete(self, path: str, *, workers: Workers) -> None:
         await workers.run(self._client.ask, DeleteError, DiskRequest("delete", (path,)))
@@ -465,18 +470,6 @@ class RemoteDisk(LocalDirectories, SharedStorage):
         request = DiskRequest("clean", (directory,), {"older_than_s": older_than_s})
         removed: list[str] = await workers.run(self._client.ask, DeleteError, request)
         return removed
-
-
-async def _opened(function: Callable[[], T], workers: Workers, undo: Callable[[T], Any]) -> T:
-    """Return what a function opens in a thread; undo it if the caller is cancelled, and gets nothing."""
-    opened: list[T] = []
-    try:
-        await workers.run(lambda: opened.append(function()))
-    except BaseException:
-        for each in opened:
-            await outlast(undo(each))
-        raise
-    return opened[0]
 
 
 class _DiskListing(Listing):
