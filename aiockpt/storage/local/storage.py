@@ -49,6 +49,7 @@ from aiockpt.storage.local.temp_dir import (
     liveness,
     lock,
     make_hidden,
+    make_new,
     new_ticket,
     read_ticket,
     this_process,
@@ -139,19 +140,15 @@ class LocalStorage(LocalDirectories, SharedStorage):
         self.check_repository(path, overwrite=overwrite)
         with errors(WriteError, f"make the directory for {path}"):
             make_parents(path, self._policy.fsync, self._settled)
-            for attempt in range(_ATTEMPTS):
-                # Beside the path, and so on the same file system: else the commit could not be a rename.
-                hidden = _beside(path, ticket or self.new_ticket(path))
-                try:
-                    held = make_hidden(hidden)
-                except FileExistsError:  # never use what another process has made
-                    if ticket is not None or attempt == _ATTEMPTS - 1:
-                        raise
-                else:
-                    if overwrite:
-                        _ask(hidden, path, held)
-                    return hidden, held
-        raise AssertionError("the last attempt returns or raises")
+            # Beside the path, and so on the same file system: else the commit could not be a rename.
+            if ticket is None:
+                hidden, held = make_new(os.path.dirname(path))
+            else:
+                hidden = _beside(path, ticket)
+                held = make_hidden(hidden)
+            if overwrite:
+                _ask(hidden, path, held)
+        return hidden, held
 
     async def join(self, path: str, ticket: str, *, workers: Workers) -> SharedTransaction:
         path = self.resolve(path)
