@@ -262,8 +262,9 @@ class ObjectTransaction(SharedTransaction):
                 claim.stamp = await self._workers.run(self._objects.hasty.put_surely, claim.key, data, claim.stamp)
                 renewed = begun
             except OSError as exc:
-                problem, claim.is_lost = exc, isinstance(exc, ConditionError)
-            if claim.is_lost or time.monotonic() - renewed > cleaning.FENCE_S:
+                problem = exc
+            is_lost = isinstance(problem, ConditionError)  # to another process
+            if is_lost or time.monotonic() - renewed > cleaning.FENCE_S:
                 await sink.stop()
                 await asyncio.wait([appearing])
                 appearing.cancelled() or appearing.exception()
