@@ -25,14 +25,13 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
-from weakref import WeakSet
 
 import anyio
 from isal.isal_zlib import crc32
 
 from aiockpt.coordination.link import HELLO_S, Endpoint, Link, LinkBrokenError, connect, network_namespace, reachable
 from aiockpt.coordination.wires import Wire
-from aiockpt.core.forks import ModuleLock
+from aiockpt.core.forks import ModuleLock, called_in_children
 from aiockpt.core.threads import Workers, outlast
 from aiockpt.errors import AiockptError, CommitError, CommitUncertainError, DeleteError, LoadError, WriteError
 from aiockpt.storage.base import (
@@ -153,16 +152,7 @@ class Connection(Wire):
         super().close()
 
 
-_every: WeakSet[Connection] = WeakSet()
-
-
-def _leave_to_parent() -> None:
-    """Close what a forked child has inherited: else the other side would not see the end of its parent."""
-    for wire in list(_every):
-        wire.close()
-
-
-os.register_at_fork(after_in_child=_leave_to_parent)
+_every = called_in_children(Connection.close)  # else the other side would not see the end of the parent
 
 
 async def detached(link: Link, stall_s: float, *, connected: bool) -> Connection:

@@ -25,7 +25,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeVar
-from weakref import WeakSet
 
 from isal.isal_zlib import crc32
 
@@ -37,6 +36,7 @@ from aiockpt.coordination.link import (
     listen,
     network_namespace,
 )
+from aiockpt.core.forks import called_in_children
 from aiockpt.core.threads import Workers, new_event_loop
 from aiockpt.errors import AiockptError, printable_key
 from aiockpt.storage.base import LookBudget, SharedStorage, SharedTransaction
@@ -211,15 +211,7 @@ class DiskServer:
         os.close(null)
 
 
-_servers: WeakSet[DiskServer] = WeakSet()
-
-
-def _leave_to_parent() -> None:
-    for server in list(_servers):
-        server.leave()
-
-
-os.register_at_fork(after_in_child=_leave_to_parent)
+_servers = called_in_children(DiskServer.leave)
 
 
 @dataclass(eq=False)

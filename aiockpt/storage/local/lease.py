@@ -31,10 +31,10 @@ import os
 import socket
 import sys
 import time
-import weakref
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from aiockpt.core.forks import called_in_children
 from aiockpt.errors import RunLockedError, printable_key
 from aiockpt.storage.base import LeaseFacts, RunLease
 from aiockpt.storage.local.entries import NotRegularError, open_regular
@@ -128,15 +128,7 @@ class RunLock(RunLease):
         self.release()
 
 
-_held: weakref.WeakSet[RunLock] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    for held in list(_held):
-        held._leave_to_parent()
-
-
-os.register_at_fork(after_in_child=_after_fork)
+_held = called_in_children(RunLock._leave_to_parent)
 
 
 def take(directory: str) -> RunLock:

@@ -374,7 +374,7 @@ class _Upload(ObjectSink):
             self._part_bytes = max(_LEAST_PART_BYTES, len(view), least)
         self.nbytes += len(view)
         is_last = self.nbytes == self._nbytes
-        # Of an object that is held, a last part that is short rests in obstore, and a single one rests here.
+        # Of an object that is held, a last part that is short rests here, and so does a single one.
         is_ready = len(view) == self._part_bytes if self._held else len(view) == self._part_bytes or is_last
         is_ready = is_ready and not (self._held and is_last and self._sending is None)
         if not self._rest and not view.readonly and is_ready:
@@ -450,13 +450,10 @@ class _Upload(ObjectSink):
     async def finish(self) -> None:
         if not self._held:
             await self._complete()
-        elif self._sending is not None:
-            resting = bool(self._rest)
-            if resting:
-                await self._send_rest()
+        elif self._sending is not None:  # but for a last part that is short, as that of a single one
             free = 0
             try:
-                while free < _IN_FLIGHT - resting:
+                while free < _IN_FLIGHT:
                     await self._slot()
                     free += 1
             finally:
