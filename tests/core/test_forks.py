@@ -8,6 +8,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from weakref import WeakSet
 
 import pytest
 
@@ -102,7 +103,7 @@ def test_objects_that_live_are_called_in_the_child_alone() -> None:
         def __init__(self, name: str) -> None:
             self.name = name
 
-    objects = called_in_children(lambda each: called.append(each.name))
+    objects: WeakSet[Named] = called_in_children(lambda each: called.append(each.name))
     kept = Named("kept")
     objects.add(kept)
     objects.add(Named("gone"))
