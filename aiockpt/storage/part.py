@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from aiockpt.errors import CommitError, SaveError
+from aiockpt.errors import SaveError
 from aiockpt.format.names import MANIFEST_NAME
 from aiockpt.storage.base import (
     NO_DOCUMENTS,
@@ -77,13 +77,13 @@ class PartTransaction(WrapperTransaction):
     """One part of a transaction of the whole, which this process has joined; `commit` only makes it durable."""
 
     open_folder, seal_folder = SharedTransaction.open_folder, SharedTransaction.seal_folder
+    revoke = SharedTransaction.revoke
 
     def __init__(self, storage: PartStorage, whole: SharedTransaction, path: str, name: str, prefix: str) -> None:
         super().__init__(storage, whole, path)
         self._whole = whole
         self._name = name
         self._prefix = prefix  # of sidecar files
-        self._is_revoked = False
 
     def _place(self, name: str) -> str:
         return "/".join(filter(None, (self._name, name)))
@@ -97,14 +97,10 @@ class PartTransaction(WrapperTransaction):
     async def commit(self, documents: Mapping[str, Document] = NO_DOCUMENTS) -> None:
         await self.write_files({name: data for name, data in documents.items() if name != MANIFEST_NAME})
         await self._whole.commit()
-        if self._is_revoked:
-            raise CommitError(f"{self._path} was given up before it was published")
+        self._refuse_if_revoked(self._path)
         if MANIFEST_NAME in documents:
             await self.put_sidecar("manifest", bytes(documents[MANIFEST_NAME]))
         await self._whole.release()
-
-    def revoke(self) -> None:
-        self._is_revoked = True
 
     async def sizes(self) -> Mapping[str, int]:
         start, sizes = f"{self._name}/" if self._name else "", await self._whole.sizes()

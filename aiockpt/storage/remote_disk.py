@@ -518,7 +518,7 @@ class _DiskTransaction(SharedTransaction):
     def __init__(self, disk: RemoteDisk, line: _Lifeline, path: str, workers: Workers) -> None:
         self._disk, self._line, self._path, self._workers = disk, line, path, workers
         self._ticket, self._stamp = line.facts
-        self._is_revoked = self._is_committing = self._is_over = False
+        self._is_committing = self._is_over = False
 
     async def _ask(self, request: DiskRequest, failure: type[Exception] = WriteError, **given: Any) -> Any:
         return await self._workers.run(partial(self._disk._client.ask, failure, request, self._line, **given))
@@ -538,8 +538,7 @@ class _DiskTransaction(SharedTransaction):
         await self._ask(DiskRequest("write_files", (_plain(files),)))
 
     async def commit(self, documents: Mapping[str, Document] = NO_DOCUMENTS) -> None:
-        if self._is_revoked:
-            raise CommitError(f"{self._path} was given up before it was published")
+        self._refuse_if_revoked(self._path)
         self._is_committing = True
         try:
             await self._ask(DiskRequest("commit", (_plain(documents),)), CommitError)
@@ -575,7 +574,7 @@ class _DiskTransaction(SharedTransaction):
 
     def revoke(self) -> None:
         """End the connection, on which nothing can be sent now: so the server learns of it."""
-        self._is_revoked = True
+        super().revoke()
         if self._is_committing:
             self._line.home.end()
 

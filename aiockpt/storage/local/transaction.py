@@ -70,7 +70,6 @@ class LocalTransaction(SharedTransaction):
     _sinks: list[LocalSink | LocalPartSink] = field(default_factory=list)
     _files: list[NewFile] = field(default_factory=list)
     _over: bool = False
-    _revoked: bool = False
     _folders: set[str] = field(default_factory=set)  # directories below that hold files of this process
     _is_open: bool = False  # others write into the folder, too
 
@@ -160,9 +159,9 @@ class LocalTransaction(SharedTransaction):
             await self._sync_folders()
             if self._is_open:
                 await self._remove(os.path.join(self._hidden, OPEN_MARK))
-        policy, hidden = self._policy, self._hidden
+        policy, hidden, check = self._policy, self._hidden, partial(self._refuse_if_revoked, self._path)
         publication = Publication(
-            hidden, self._path, self._single, self._overwrite, policy.fsync, self._identity, self._check, self._held
+            hidden, self._path, self._single, self._overwrite, policy.fsync, self._identity, check, self._held
         )
         try:
             await publish_repeatedly(publication, policy.repeater, self._workers)
@@ -174,13 +173,6 @@ class LocalTransaction(SharedTransaction):
             policy.orphans.add(*publication.rest)
         self._over = True
         await self.release()
-
-    def revoke(self) -> None:
-        self._revoked = True
-
-    def _check(self) -> None:
-        if self._revoked:
-            raise CommitError(f"{self._path} was given up before it was published")
 
     async def abort(self) -> None:
         if not self._over:

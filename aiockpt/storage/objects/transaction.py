@@ -89,7 +89,6 @@ class ObjectTransaction(SharedTransaction):
     _is_held: bool = False
     _would_hide: bool = False  # an object of this very name
     _over: bool = False
-    _revoked: bool = False
     _is_sent: bool = False  # the commit object
     _may_appear: bool = False  # it may have been sent before this took part
 
@@ -212,9 +211,6 @@ class ObjectTransaction(SharedTransaction):
                 raise CommitError(f"{self._path} was given up by another process, which has removed {self._token}")
         self._over = True
 
-    def revoke(self) -> None:
-        self._revoked = True
-
     def _to_publish(self) -> None:
         """Replace the state; from then on nobody discards the files."""
         try:
@@ -330,8 +326,7 @@ class ObjectTransaction(SharedTransaction):
         raise problem
 
     def _check_revoked(self) -> None:
-        if self._revoked:
-            raise CommitError(f"{self._path} was given up before it was published")
+        self._refuse_if_revoked(self._path)
         try:
             self._storage.check_lease(self._path)
         except RunLockedError as exc:
