@@ -27,7 +27,6 @@ import os
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 import anyio
@@ -119,25 +118,26 @@ class _ManifestFacts:
     disks: Sequence[DiskFacts]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _DiskPart(Generic[At]):
     """The part of a checkpoint on one disk."""
 
     disk: Disk
     at: At
+    _mark: str | None = None
 
     def fetch(self, name: str, offset: int, length: int) -> bytes:
         fetch = self.at.fetch if isinstance(self.at, Listing) else self.at.read_bytes
         return fetch(name, offset, length)
 
-    @cached_property
+    @property
     def mark(self) -> str:
         """The same for copies of one manifest; empty without one. Blocks at first."""
-        nbytes = self.at.files.get(MANIFEST_NAME)
-        if nbytes is None:
-            return ""
-        begin = max(0, nbytes - _SEAL_BYTES)
-        return f"{nbytes}:{self.fetch(MANIFEST_NAME, begin, nbytes - begin).hex()}"
+        if self._mark is None:
+            nbytes = self.at.files.get(MANIFEST_NAME, 0)
+            begin = max(0, nbytes - _SEAL_BYTES)
+            self._mark = f"{nbytes}:{self.fetch(MANIFEST_NAME, begin, nbytes - begin).hex()}" if nbytes else ""
+        return self._mark
 
 
 @dataclass(frozen=True, slots=True)

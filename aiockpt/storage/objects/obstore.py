@@ -20,7 +20,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -92,6 +91,8 @@ class ObstoreClient(ObjectClient):
     ) -> None:
         self.kind, self._conditions, self.longest_s = url.partition("://")[0], conditions, longest_s
         self._given = url, options
+        self._hasty: ObstoreClient | None = None
+        self._once: ObstoreClient | None = None
         options = {"client_options": {}, **options}
         # Obstore looks at no client option of the environment if one is given.
         is_plain = os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("true", "1") and self.kind == "s3"
@@ -106,13 +107,11 @@ class ObstoreClient(ObjectClient):
             raise AiockptError(f"{url}: {self._wording(exc)}; see storage_options") from None
         self._clock: tuple[float, float] | None = None  # when it was looked at, and what it was ahead then
 
-    @cached_property
+    @property
     def hasty(self) -> ObstoreClient:
-        return self._limited(_HASTY_S, {"max_retries": 3} | self._given[1].get("retry_config", {}))
-
-    @cached_property
-    def _once(self) -> ObstoreClient:
-        return self._limited(_ONCE_S, {"max_retries": 0})
+        if self._hasty is None:
+            self._hasty = self._limited(_HASTY_S, {"max_retries": 3} | self._given[1].get("retry_config", {}))
+        return self._hasty
 
     def _limited(self, limit_s: int, retries: Mapping[str, Any]) -> ObstoreClient:
         """Return a client whose requests end after so long."""
@@ -287,6 +286,8 @@ class ObstoreClient(ObjectClient):
                 self.delete([key])
 
     def delete_once(self, key: str) -> None:
+        if self._once is None:
+            self._once = self._limited(_ONCE_S, {"max_retries": 0})
         self._once.delete([key])
 
     def now(self, near: str) -> float:
