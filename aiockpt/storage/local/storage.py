@@ -146,7 +146,7 @@ class LocalStorage(LocalDirectories, SharedStorage):
             make_parents(path, self._policy.fsync, self._settled)
             # Beside the path, and so on the same file system: else the commit could not be a rename.
             if ticket is None:
-                hidden, held = make_new(os.path.dirname(path))
+                hidden, held = make_new(os.path.dirname(path), partial(self.new_ticket, path))
             else:
                 hidden = _beside(path, ticket)
                 held = make_hidden(hidden)

@@ -26,6 +26,7 @@ import socket
 import sys
 import time
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Literal
@@ -265,10 +266,10 @@ def _unlock(fd: int, pid: int) -> None:
 # --- making and removing ------------------------------------------------------------------------------
 
 
-def make_new(folder: str) -> tuple[str, Hold]:
+def make_new(folder: str, choose: Callable[[], str] = new_ticket) -> tuple[str, Hold]:
     """Make a temporary directory under a new name, and hold it."""
     for attempt in range(_NAME_ATTEMPTS):
-        hidden = os.path.join(folder, new_ticket())
+        hidden = os.path.join(folder, choose())
         try:
             return hidden, _make(hidden)
         except FileExistsError:  # never use what another process has made
