@@ -6,6 +6,10 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
+from weakref import WeakSet
+
+T = TypeVar("T")
 
 
 class ModuleLock:
@@ -24,3 +28,15 @@ class ModuleLock:
 
     def _renew(self) -> None:
         self._lock = self._make()
+
+
+def called_in_children(function: Callable[[T], object]) -> WeakSet[T]:
+    """Return a set of objects, for each of which a function is called in every forked child as long as it lives."""
+    found: WeakSet[T] = WeakSet()
+
+    def call() -> None:
+        for each in list(found):
+            function(each)
+
+    os.register_at_fork(after_in_child=call)
+    return found

@@ -36,9 +36,9 @@ from aiockpt.format.names import DCP_VERSION, SUFFIX
 from aiockpt.format.safetensors.writer import Stored, describe_tensors, encode_header, file_order, has_name
 from aiockpt.planning.dcp_plan import DcpFormat
 from aiockpt.planning.planner import Planner
+from aiockpt.storage.faults import errors
 from aiockpt.storage.local import beside
 from aiockpt.storage.local.directories import absolute
-from aiockpt.storage.local.retries import write_errors
 from aiockpt.storage.local.temp_dir import hold
 from aiockpt.storage.registry import scheme_of, text_of
 
@@ -467,14 +467,14 @@ def write_safetensors(
         path = os.path.join(directory, name)
         task = f"write {path}"
         with contextlib.ExitStack() as stack:
-            with write_errors(task):  # a planner's own errors pass
+            with errors(WriteError, task):  # a planner's own errors pass
                 file = stack.enter_context(open(path, "xb"))
             for at, part in _parts(group, resolve):
-                with write_errors(task):
+                with errors(WriteError, task):
                     if at is not None:
                         places[at] = ItemRange(name, file.tell(), len(part))
                     file.write(part)
-            with write_errors(task):
+            with errors(WriteError, task):
                 file.flush()
                 if fsync:
                     os.fsync(file.fileno())

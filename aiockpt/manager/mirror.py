@@ -475,7 +475,7 @@ class Mirror:
         path, begun = self.there.path_of(info.step), time.perf_counter()
         self._state.begun[info.save_id] = path
         try:
-            facts = await copy_checkpoint(
+            result = await copy_checkpoint(
                 self.here.storage,
                 info.path,
                 self.there.storage,
@@ -498,7 +498,6 @@ class Mirror:
         except LoadError:
             self._state.unreadable.add(info.save_id)
             raise
-        result = MirrorResult(path, facts.nbytes, facts.sent_bytes, time.perf_counter() - begun)
         self._state.took_s.append(result.mirrored_s)
         self._state.note_copied(info, path)
         self._report(path, result.mirrored_s, result, None)

@@ -25,7 +25,7 @@ from aiockpt.errors import (
 from aiockpt.manager.policies import Mode, ranked
 from aiockpt.manager.requests import Restored, RestoreRequest, SkippedStep, StepChoice
 from aiockpt.manager.scan import is_unreadable
-from aiockpt.manager.tiers import copies_in_order, other_run
+from aiockpt.manager.tiers import StepCopy, copies_in_order, other_run
 from aiockpt.reading.info import TensorInfo
 from aiockpt.storage.hosts import HostDisks
 from aiockpt.storage.patched import PatchedStorage, Patches
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from aiockpt.manager.base import ManagerBase
     from aiockpt.manager.scan import StepInfo
-    from aiockpt.storage.base import Stamp, Storage
+    from aiockpt.storage.base import Storage
     from aiockpt.telemetry.verification import Problem, VerifyReport
 
 logger = logging.getLogger("aiockpt")
@@ -54,23 +54,6 @@ class _Gone:
 
     path: str
     touched_by: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Listed:
-    """A copy of a step, and its stamp, which changes if it is replaced."""
-
-    info: StepInfo
-    stamp: Stamp | None
-    is_mirror: bool
-    repairs: _Listed | None = None  # the damaged copy that is tried once more with what it lacks from this one
-    is_replica: bool = False  # as the other hosts have it
-
-    def is_copy_of(self, other: _Listed) -> bool:
-        """Return whether another one, of the mirror, has the same bytes as this one of the run's directory."""
-        ids = {self.info.save_id, other.info.save_id}
-        is_one = self.info.step == other.info.step and len(ids) == 1 and "" not in ids
-        return is_one and other.is_mirror and not self.is_mirror
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,9 +100,9 @@ class Restore:
             f"the run keep more of them{_touched(touched_by)}"
         )
 
-    async def _try(self, listed: Sequence[_Listed], touched_by: str) -> Restored | _Gone | None:
+    async def _try(self, listed: Sequence[StepCopy], touched_by: str) -> Restored | _Gone | None:
         run = self.manager
-        skipped: list[tuple[_Listed, LoadError]] = []
+        skipped: list[tuple[StepCopy, LoadError]] = []
         for at, each in enumerate(listed):
             has_copy = each.repairs is not None or any(map(each.is_copy_of, listed[at + 1 : at + 3]))
             place = _Place(run._storage_at(is_mirror=each.is_mirror), each.info.path)
@@ -180,7 +163,7 @@ class Restore:
             raise CheckpointNotFoundError(f"{run.directory} has no step any more{_touched(touched_by)}")
         return None
 
-    async def _patched(self, damaged: _Listed, copy: _Listed) -> _Place:
+    async def _patched(self, damaged: StepCopy, copy: StepCopy) -> _Place:
         """Return the damaged copy of a step, with what it has damaged from another copy: all ranks the same."""
         run = self.manager
         find = partial(self._damage, damaged)
@@ -195,7 +178,7 @@ class Restore:
 
     # --- on rank 0 --------------------------------------------------------------------------------------
 
-    def _listed(self) -> list[_Listed]:
+    def _listed(self) -> list[StepCopy]:
         """Return the copies of steps to try, the preferred one first."""
         run, choice = self.manager, self.choice
         tier = run._mirror_tier
@@ -211,10 +194,10 @@ class Restore:
             raise AiockptError(f"the run {run.directory} can't be read: {exc}") from exc
         finally:
             threads.end(_END_S if looking is None or looking.done() else 0.0)
-        found: list[_Listed] = []
+        found: list[StepCopy] = []
         for copy in copies_in_order(infos, mirror, self._chosen):
             at = scanner if copy.is_mirror and scanner is not None else run._scanner
-            listed = _Listed(copy.info, at.stamp(copy.info.path), copy.is_mirror)
+            listed = replace(copy, stamp=at.stamp(copy.info.path))
             if found and found[-1].is_copy_of(listed):
                 found.append(replace(listed, repairs=found[-1]))
             found.append(listed)
@@ -222,7 +205,7 @@ class Restore:
                 found.append(replace(listed, repairs=listed, is_replica=True))
         return found
 
-    def _is_gone(self, listed: _Listed) -> bool:
+    def _is_gone(self, listed: StepCopy) -> bool:
         """Return whether a step, or the copy that it repairs, was deleted or replaced since it was listed."""
         now = self.manager._storage_at(is_mirror=listed.is_mirror).stamp(listed.info.path)
         # If none, though it is there, listing it again finds that out.
@@ -271,7 +254,7 @@ class Restore:
             raise CheckpointNotFoundError(f"there is no step {choice} in {directory}; there are: {known}")
         return found
 
-    async def _damage(self, damaged: _Listed) -> tuple[Patches, tuple[str, ...]]:
+    async def _damage(self, damaged: StepCopy) -> tuple[Patches, tuple[str, ...]]:
         """Return which bytes of a copy are damaged or can't be read, and the keys or files that they belong to.
 
         Nothing, if that can't be said.
@@ -290,7 +273,7 @@ class Restore:
             infos = await self.manager._inspect(path, storage)
         return _patches_of(report.errors, infos)
 
-    async def _judge(self, place: _Place, older: Sequence[_Listed], is_touched: bool) -> None:
+    async def _judge(self, place: _Place, older: Sequence[StepCopy], is_touched: bool) -> None:
         """Check a step as far as it must be before the load; raise CorruptCheckpointError if it is damaged."""
         found = await self.manager._inspect(place.path, place.storage)
         if self.request.verify == "while":
@@ -303,7 +286,7 @@ class Restore:
             raise LoadError(f"{place.path} can't be read: {unreadable[0]}; nothing was changed")
         report.raise_if_bad()
 
-    async def _can_be_undone(self, found: Mapping[str, Any], older: Sequence[_Listed]) -> bool:
+    async def _can_be_undone(self, found: Mapping[str, Any], older: Sequence[StepCopy]) -> bool:
         """Return whether the next older step that opens would overwrite every tensor that this one fills."""
         for each in older:
             try:
@@ -317,7 +300,7 @@ class Restore:
         return False
 
     async def _set_aside(
-        self, restored: _Listed, skipped: Sequence[tuple[_Listed, LoadError]]
+        self, restored: StepCopy, skipped: Sequence[tuple[StepCopy, LoadError]]
     ) -> tuple[SkippedStep, ...]:
         """Rename the damaged steps of the run's directory, as an older one, or a copy, was restored in their place."""
         found = []
@@ -335,7 +318,7 @@ class Restore:
         where = f"which is now {skipped.path}" if is_renamed else f"of which {skipped.path} is passed over"
         return f"step {skipped.step}, {where} ({skipped.reason})"
 
-    def _warn(self, restored: _Listed, skipped: tuple[SkippedStep, ...]) -> None:
+    def _warn(self, restored: StepCopy, skipped: tuple[SkippedStep, ...]) -> None:
         what = "; ".join(map(self._described, skipped))
         what = what.replace(self.manager._storage.below(self.manager.directory, ""), "")
         by = f", of which {restored.info.path} is a copy" if restored.is_mirror else ""

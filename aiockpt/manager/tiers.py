@@ -16,7 +16,7 @@ from aiockpt.manager.policies import KeepPolicy, SavePolicy, StepFacts, select, 
 
 if TYPE_CHECKING:
     from aiockpt.manager.scan import StepInfo
-    from aiockpt.storage.base import Directories
+    from aiockpt.storage.base import Directories, Stamp
 
 REPLICAS_NAME = ".aiockpt.replicas"
 """The directory for replicas in that of a run, unless another one is given."""
@@ -46,6 +46,15 @@ class StepCopy:
 
     info: StepInfo
     is_mirror: bool
+    stamp: Stamp | None = None  # changes if it is replaced
+    repairs: StepCopy | None = None  # the damaged copy that is tried once more with what it lacks from this one
+    is_replica: bool = False  # as the other hosts have it
+
+    def is_copy_of(self, other: StepCopy) -> bool:
+        """Return whether another one, of the mirror, has the same bytes as this one of the run's directory."""
+        ids = {self.info.save_id, other.info.save_id}
+        is_one = self.info.step == other.info.step and len(ids) == 1 and "" not in ids
+        return is_one and other.is_mirror and not self.is_mirror
 
 
 def due_steps(policy: SavePolicy | None, times: Mapping[int, float]) -> set[int]:

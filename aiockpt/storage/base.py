@@ -46,7 +46,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 from aiockpt.core.wording import time_text
-from aiockpt.errors import AiockptError, DeleteError, LoadError, SaveError, printable_key
+from aiockpt.errors import AiockptError, CommitError, DeleteError, LoadError, SaveError, printable_key
 from aiockpt.storage.first_edition import adapt_sink, adapt_storage, adapt_transaction
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ Seen = Callable[[memoryview], object]
 
 Document = bytes | bytearray | memoryview
 
-_NO_DOCUMENTS: Mapping[str, Document] = MappingProxyType({})
+NO_DOCUMENTS: Mapping[str, Document] = MappingProxyType({})
 
 
 def _nothing() -> None:
@@ -145,6 +145,8 @@ class Transaction(ABC):
     Besides what is listed, its methods raise `WriteError`, with the cause chained.
     """
 
+    _is_revoked = False
+
     def __init_subclass__(cls, **options: object) -> None:
         super().__init_subclass__(**options)
         adapt_transaction(cls)
@@ -190,7 +192,7 @@ class Transaction(ABC):
             await sink.finish()
 
     @abstractmethod
-    async def commit(self, documents: Mapping[str, Document] = _NO_DOCUMENTS) -> None:
+    async def commit(self, documents: Mapping[str, Document] = NO_DOCUMENTS) -> None:
         """Write the last files, in this order, and publish the checkpoint, durably and atomically.
 
         If it fails, nothing was published, or it was taken back; `abort` removes what was written.
@@ -205,6 +207,11 @@ class Transaction(ABC):
 
     def revoke(self) -> None:
         """Make a hanging `commit` fail instead of publishing, if that is still possible. Does not block."""
+        self._is_revoked = True
+
+    def _refuse_if_revoked(self, path: str) -> None:
+        if self._is_revoked:
+            raise CommitError(f"{path} was given up before it was published")
 
     @abstractmethod
     async def abort(self) -> None:

@@ -11,7 +11,6 @@ import math
 import mmap
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -22,6 +21,7 @@ from aiockpt.errors import CheckpointNotFoundError, CorruptCheckpointError, Writ
 from aiockpt.format.manifest.manifest import FileFacts, decode_head, disks_in, save_id_of
 from aiockpt.format.names import MANIFEST_NAME, METADATA_NAME
 from aiockpt.format.recognise import facts_in
+from aiockpt.telemetry.mirrors import MirrorResult
 
 if TYPE_CHECKING:
     from aiockpt.core.threads import Workers
@@ -31,21 +31,6 @@ _CHUNK_BYTES = 16 << 20
 _BUFFERS = 8
 _FILES = 4  # at once
 _DOCUMENTS = (METADATA_NAME, MANIFEST_NAME)
-
-
-@dataclass(frozen=True, slots=True)
-class CopyFacts:
-    """The result of a copy.
-
-    Attributes:
-        nbytes: the bytes of all files.
-        sent_bytes: those that this call has written; the rest was there.
-        sent: the names of the files that it has written.
-    """
-
-    nbytes: int
-    sent_bytes: int
-    sent: tuple[str, ...] = field(repr=False)
 
 
 class RateLimit:
@@ -93,7 +78,7 @@ async def copy_checkpoint(
     limit: RateLimit,
     check: Callable[[], object] = lambda: None,
     disk: str = "",
-) -> CopyFacts:
+) -> MirrorResult:
     """Copy a checkpoint that has a manifest, replacing what is at the target.
 
     If this fails or is cancelled, the files that were copied as a whole stay, invisible, for the next call.
@@ -114,6 +99,7 @@ async def copy_checkpoint(
         CorruptCheckpointError: it is damaged. Nothing of the copy stays.
         SaveError: the target can't be written; the cause is chained.
     """
+    begun = time.perf_counter()
     opened = await source.open(path, workers=workers)
     try:
         documents, files = await workers.run(partial(_contents, opened, path, save_id, disk))
@@ -132,8 +118,8 @@ async def copy_checkpoint(
         with anyio.CancelScope(shield=True):
             await workers.run(opened.close)
     of_documents = sum(map(len, documents.values()))
-    nbytes = of_documents + sum(facts.nbytes for facts in files.values())
-    return CopyFacts(nbytes, of_documents + sum(facts.nbytes for facts in left.values()), tuple(left))
+    nbytes, sent_bytes = (of_documents + sum(facts.nbytes for facts in each.values()) for each in (files, left))
+    return MirrorResult(target_path, nbytes, sent_bytes, time.perf_counter() - begun)
 
 
 def _contents(source: Source, path: str, save_id: str, disk: str) -> tuple[dict[str, bytes], Mapping[str, FileFacts]]:

@@ -6,12 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from aiockpt.errors import CheckpointNotFoundError
-from aiockpt.storage.base import Seen, Source, Storage
+from aiockpt.storage.wrapper import WrapperSource
 
 if TYPE_CHECKING:
     import mmap
 
     from aiockpt.core.threads import Workers
+    from aiockpt.storage.base import Seen, Source, Storage
 
 
 async def open_below(storage: Storage, path: str, *, workers: Workers) -> Source:
@@ -34,34 +35,27 @@ async def open_below(storage: Storage, path: str, *, workers: Workers) -> Source
         raise
 
 
-class FolderSource(Source):
+class FolderSource(WrapperSource):
     """The files in a directory of another source, or one of its files."""
 
     def __init__(self, whole: Source, name: str) -> None:
-        self.gap_bytes, self.most_reads, self.is_remote = whole.gap_bytes, whole.most_reads, whole.is_remote
-        self._whole = whole
+        super().__init__(whole)
         self._places = {each.removeprefix(f"{name}/"): each for each in whole.files if each.startswith(f"{name}/")}
         if name in whole.files:
             self._places = {name: name}
 
     @property
     def files(self) -> Mapping[str, int]:
-        return {name: self._whole.files[place] for name, place in self._places.items()}
+        return {name: self._inner.files[place] for name, place in self._places.items()}
 
     def _place(self, name: str) -> str:
         return self._places.get(name, name)
 
     def read(self, name: str, offset: int, view: memoryview, seen: Seen | None = None) -> None:
-        self._whole.read(self._place(name), offset, view, seen)
+        super().read(self._place(name), offset, view, seen)
 
     def read_runs(self, name: str, runs: Sequence[tuple[int, int]], view: memoryview) -> None:
-        self._whole.read_runs(self._place(name), runs, view)
+        super().read_runs(self._place(name), runs, view)
 
     def map(self, name: str) -> mmap.mmap:
-        return self._whole.map(self._place(name))
-
-    def share(self) -> None:
-        self._whole.share()
-
-    def close(self) -> None:
-        self._whole.close()
+        return super().map(self._place(name))

@@ -18,6 +18,7 @@ Replicas are copies of a disk's files on other hosts. They complete a checkpoint
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import errno
 import json
@@ -26,8 +27,7 @@ import os
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import anyio
 
@@ -49,6 +49,7 @@ from aiockpt.format.manifest.manifest import DiskFacts, decode_head, disks_in, w
 from aiockpt.format.names import MANIFEST_NAME
 from aiockpt.format.recognise import facts_in
 from aiockpt.storage.base import (
+    NO_DOCUMENTS,
     Document,
     Listing,
     LookBudget,
@@ -63,6 +64,7 @@ from aiockpt.storage.base import (
     Traits,
     shared_storage,
 )
+from aiockpt.storage.faults import errors
 from aiockpt.storage.wrapper import WrapperStorage, WrapperTransaction
 
 if TYPE_CHECKING:
@@ -71,6 +73,7 @@ if TYPE_CHECKING:
     from aiockpt.core.threads import Workers
 
 T = TypeVar("T")
+At = TypeVar("At", bound=Listing | Source)
 
 logger = logging.getLogger("aiockpt")
 
@@ -115,35 +118,44 @@ class _ManifestFacts:
     disks: Sequence[DiskFacts]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _DiskPart:
-    """The part of a checkpoint on one disk. Copies of one manifest have the same ``mark``; it is empty without one."""
+@dataclass(slots=True, eq=False)
+class _DiskPart(Generic[At]):
+    """The part of a checkpoint on one disk."""
 
     disk: Disk
-    at: Listing | Source
-    mark: str
+    at: At
+    _mark: str | None = None
 
     def fetch(self, name: str, offset: int, length: int) -> bytes:
         fetch = self.at.fetch if isinstance(self.at, Listing) else self.at.read_bytes
         return fetch(name, offset, length)
 
+    @property
+    def mark(self) -> str:
+        """The same for copies of one manifest; empty without one. Blocks at first."""
+        if self._mark is None:
+            nbytes = self.at.files.get(MANIFEST_NAME, 0)
+            begin = max(0, nbytes - _SEAL_BYTES)
+            self._mark = f"{nbytes}:{self.fetch(MANIFEST_NAME, begin, nbytes - begin).hex()}" if nbytes else ""
+        return self._mark
+
 
 @dataclass(frozen=True, slots=True)
-class _Union:
+class _Union(Generic[At]):
     """A checkpoint as all disks have it together."""
 
-    parts: Sequence[_DiskPart] = ()  # those of this very checkpoint, the nearest first
+    parts: Sequence[_DiskPart[At]] = ()  # those of this very checkpoint, the nearest first
     head: _ManifestFacts | None = None
     missing: Collection[str] = ()  # files
     is_torn: bool = False  # it was never announced, or is being deleted
 
-    def holders(self) -> dict[str, list[_DiskPart]]:
-        """Return the parts that have each file, the nearest first."""
-        found: dict[str, list[_DiskPart]] = {}
+    def holders(self) -> dict[str, list[At]]:
+        """Return where each file is, the nearest place first."""
+        found: dict[str, list[At]] = {}
         for part in self.parts:
             for name, nbytes in part.at.files.items():
                 if self.head is None or self.head.files.get(name, nbytes) == nbytes:
-                    found.setdefault(name, []).append(part)
+                    found.setdefault(name, []).append(part.at)
         return found
 
     @property
@@ -178,9 +190,7 @@ class HostDisks(WrapperStorage):
         self.disks = (self.own, *(disk for disk in disks if disk is not self.own))
         self.replicas = tuple(sorted(replicas, key=lambda disk: not disk.is_near))
 
-    @property
-    def traits(self) -> Traits:  # type: ignore[override]
-        return Traits(single_files=False)
+    traits = Traits(single_files=False)
 
     def partial(self) -> HostDisks:
         """Return a storage that also opens what lacks files, for those that have these from elsewhere."""
@@ -230,7 +240,7 @@ class HostDisks(WrapperStorage):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
         return _WholeListing(path, parts, whole)
 
-    def _look(self, path: str, budget: LookBudget) -> tuple[list[_DiskPart], _Union]:
+    def _look(self, path: str, budget: LookBudget) -> tuple[list[_DiskPart[Listing]], _Union[Listing]]:
         """Return all parts, and those that are one checkpoint. Blocks."""
 
         def look(disk: Disk) -> None:
@@ -238,9 +248,9 @@ class HostDisks(WrapperStorage):
                 listing = disk.storage.look(disk.place_of(path), budget)
             except (FileNotFoundError, NotADirectoryError):
                 return
-            parts.append(_DiskPart(disk, listing, ""))
+            parts.append(_DiskPart(disk, listing))
 
-        parts: list[_DiskPart] = []
+        parts: list[_DiskPart[Listing]] = []
         try:
             self._of_each(look, self.disks)
             whole = self._whole(parts)
@@ -255,7 +265,7 @@ class HostDisks(WrapperStorage):
             raise
         return parts, whole
 
-    def _seen(self, path: str) -> _Union:
+    def _seen(self, path: str) -> _Union[Listing]:
         """Return what all disks together have of a checkpoint. Blocks; raises OSError."""
         parts, whole = self._look(path, LookBudget())
         for part in parts:
@@ -270,18 +280,18 @@ class HostDisks(WrapperStorage):
         with ThreadPoolExecutor(min(len(disks), _AT_ONCE), "aiockpt-disks") as threads:
             return list(threads.map(function, disks))
 
-    def _whole(self, parts: Sequence[_DiskPart]) -> _Union:
+    def _whole(self, parts: Sequence[_DiskPart[At]]) -> _Union[At]:
         """Choose the parts that are one checkpoint: another save may have left some of its own. Blocks."""
         near = [each for each in self.replicas if each.is_near or self._prefers_replicas]
         order = [*(near if self._prefers_replicas else ()), self.own, *near, *self.disks[1:], *self.replicas]
-        sorted_parts = sorted((_marked(part) for part in parts), key=lambda part: order.index(part.disk))
+        sorted_parts = sorted(parts, key=lambda part: order.index(part.disk))
         marks = dict.fromkeys(part.mark for part in sorted_parts if part.mark and not part.disk.directory)
         if not marks:
             return _Union([part for part in sorted_parts if not part.disk.directory])
         found = [self._whole_of([part for part in sorted_parts if part.mark == mark]) for mark in marks]
         return max(found, key=lambda each: (not each.is_torn, each.head.created if each.head else ""))
 
-    def _whole_of(self, parts: Sequence[_DiskPart]) -> _Union:
+    def _whole_of(self, parts: Sequence[_DiskPart[At]]) -> _Union[At]:
         head = self._head_of(parts)
         if head is None:
             return _Union(parts)
@@ -292,7 +302,7 @@ class HostDisks(WrapperStorage):
         is_torn = bool(missing) and whole.last not in on and any(disk.id == whole.last for disk in self.disks)
         return replace(whole, is_torn=is_torn)
 
-    def _head_of(self, parts: Sequence[_DiskPart]) -> _ManifestFacts | None:
+    def _head_of(self, parts: Sequence[_DiskPart[At]]) -> _ManifestFacts | None:
         """Read a manifest; None if it is damaged."""
         for part in () if parts[0].mark in self._heads else parts:
             decoded = decode_head(part.fetch(MANIFEST_NAME, 0, part.at.files[MANIFEST_NAME]))
@@ -309,13 +319,13 @@ class HostDisks(WrapperStorage):
         """Return whether the disk that makes a checkpoint count has what this host's has. Blocks; raises OSError."""
         try:
             with self.own.storage.look(path) as listing:
-                part = _marked(_DiskPart(self.own, listing, ""))
+                part = _DiskPart(self.own, listing)
                 head = self._head_of([part]) if part.mark else None
             last = head.disks[0].id if head is not None and head.disks else self.own.id
             for disk in self.disks[1:]:
                 if disk.id == last:
                     with disk.storage.look(path) as listing:
-                        return _marked(_DiskPart(disk, listing, "")).mark == part.mark
+                        return _DiskPart(disk, listing).mark == part.mark
         except (FileNotFoundError, NotADirectoryError):
             return False
         return last == self.own.id
@@ -354,18 +364,18 @@ class HostDisks(WrapperStorage):
         self, path: str, *, overwrite: bool, workers: Workers, ticket: str | None = None
     ) -> SharedTransaction:
         """Begin on each disk."""
-        begun: dict[str, SharedTransaction] = {}
+        begun: dict[Disk, SharedTransaction] = {}
         known = {} if ticket is None else json.loads(ticket)
 
         async def begin(disk: Disk) -> None:
             storage = shared_storage(disk.storage)
-            begun[disk.id] = await storage.begin(path, overwrite=overwrite, workers=workers, ticket=known.get(disk.id))
+            begun[disk] = await storage.begin(path, overwrite=overwrite, workers=workers, ticket=known.get(disk.id))
 
         try:
-            _raise_first(await _each(begin, self.disks), self.disks, f"begin {path}", WriteError)
+            await _on_each(begin, self.disks, f"begin {path}", WriteError)
         except BaseException:
             with anyio.CancelScope(shield=True):
-                await _each(lambda each: each.abort(), list(begun.values()))
+                await _errors_of(lambda disk: begun[disk].abort(), list(begun))
             raise
         return _HostsTransaction(self, path, begun, workers)
 
@@ -375,7 +385,7 @@ class HostDisks(WrapperStorage):
         if own is None:
             raise WriteError(f"rank 0 has not begun {path} on {self.own}, which was not there when the disks met")
         joined = await shared_storage(self.own.storage).join(path, own, workers=workers)
-        return _HostsTransaction(self, path, {self.own.id: joined}, workers, ticket)
+        return _HostsTransaction(self, path, {self.own: joined}, workers, ticket)
 
     async def take_over(
         self, path: str, ticket: str, *, overwrite: bool, workers: Workers, stamp: Stamp | None
@@ -389,23 +399,25 @@ class HostDisks(WrapperStorage):
         taken = await shared_storage(self.own.storage).take_over(
             path, known[self.own.id], overwrite=overwrite, workers=workers, stamp=stamp
         )
-        return _HostsTransaction(self, path, {self.own.id: taken}, workers, is_taken=True)
+        return _HostsTransaction(self, path, {self.own: taken}, workers, is_taken=True)
 
     async def delete(self, path: str, *, workers: Workers) -> None:
         """Delete it on each disk: first on the one that makes it count."""
-        try:
+        with errors(DeleteError, f"delete {path}"):
             first, *others = await workers.run(self._in_order_of_removal, path)
-        except OSError as exc:
-            raise DeleteError(f"can't delete {path}: {exc}") from exc
         await outlast(self._delete(path, [[first], others], workers))
 
     async def _delete(self, path: str, turns: Sequence[Sequence[Disk]], workers: Workers) -> None:
         gone: list[Exception] = []
+
+        async def delete(disk: Disk) -> None:
+            try:
+                await disk.storage.delete(path, workers=workers)
+            except CheckpointNotFoundError as exc:
+                gone.append(exc)
+
         for turn in turns:
-            errors = await _each(lambda disk: disk.storage.delete(path, workers=workers), turn)
-            gone += [each for each in errors if isinstance(each, CheckpointNotFoundError)]
-            errors = [None if isinstance(each, CheckpointNotFoundError) else each for each in errors]
-            _raise_first(errors, turn, f"delete {path}", DeleteError)
+            await _on_each(delete, turn, f"delete {path}", DeleteError)
         if len(gone) == len(self.disks):
             raise gone[0]
 
@@ -417,11 +429,9 @@ class HostDisks(WrapperStorage):
             found = await disk.storage.clean(directory, older_than_s=older_than_s, workers=workers)
             removed.update(dict.fromkeys(found))
 
-        _raise_first(await _each(clean, self.disks), self.disks, f"clean {directory}", DeleteError)
-        try:
+        await _on_each(clean, self.disks, f"clean {directory}", DeleteError)
+        with errors(DeleteError, f"look for what killed processes have left in {directory}"):
             torn = await workers.run(self._torn, directory)
-        except OSError as exc:
-            raise DeleteError(f"can't look for what killed processes have left in {directory}: {exc}") from exc
         for path in torn:
             await outlast(self._delete(path, [self.disks], workers))
             removed[path] = None
@@ -444,7 +454,7 @@ class HostDisks(WrapperStorage):
     # --- reading ----------------------------------------------------------------------------------------
 
     async def open(self, path: str, *, workers: Workers) -> Source:
-        parts: list[_DiskPart] = []
+        parts: list[_DiskPart[Source]] = []
         failed: dict[Disk, Exception] = {}
 
         async def open_on(disk: Disk) -> None:
@@ -455,26 +465,25 @@ class HostDisks(WrapperStorage):
             except LoadError as exc:  # of a host that can't be reached
                 failed[disk] = exc
                 return
-            parts.append(_DiskPart(disk, source, ""))
+            parts.append(_DiskPart(disk, source))
 
-        used: Sequence[_DiskPart] = ()
+        used: Sequence[_DiskPart[Source]] = ()
         try:
-            _raise_first(await _each(open_on, self.disks), self.disks, f"open {path}", LoadError)
+            await _on_each(open_on, self.disks, f"open {path}", LoadError)
             whole = await workers.run(self._whole, parts)
             if self.replicas and (whole.missing or self._prefers_replicas):
-                _raise_first(await _each(open_on, self.replicas), self.replicas, f"open {path}", LoadError)
+                await _on_each(open_on, self.replicas, f"open {path}", LoadError)
                 whole = await workers.run(self._whole, parts)
             self._check(path, whole, failed)
             used = whole.parts
             return _WholeSource(whole)
         finally:
-            sources = {id(part.at) for part in used}
             for part in parts:
-                if id(part.at) not in sources:
+                if part not in used:
                     with anyio.CancelScope(shield=True):
                         await workers.run(part.at.close)
 
-    def _check(self, path: str, whole: _Union, failed: Mapping[Disk, Exception]) -> None:
+    def _check(self, path: str, whole: _Union[Source], failed: Mapping[Disk, Exception]) -> None:
         """Raise an error if a checkpoint is not there, or lacks files."""
         if not whole.parts or whole.is_torn:
             for error in failed.values():
@@ -499,62 +508,51 @@ class HostDisks(WrapperStorage):
         raise CorruptCheckpointError(f"{path} lacks its file {missing}, which {held} had; use another checkpoint")
 
 
-def _marked(part: _DiskPart) -> _DiskPart:
-    """Return a part with its mark. Blocks."""
-    nbytes = part.at.files.get(MANIFEST_NAME)
-    if nbytes is None or part.mark:
-        return part
-    begin = max(0, nbytes - _SEAL_BYTES)
-    return _DiskPart(part.disk, part.at, f"{nbytes}:{part.fetch(MANIFEST_NAME, begin, nbytes - begin).hex()}")
+async def _errors_of(call: Callable[[Disk], Awaitable[object]], disks: Sequence[Disk]) -> dict[Disk, Exception]:
+    """Call a coroutine function for each disk, all at once; return the errors when all have ended."""
+    found: dict[Disk, Exception] = {}
 
-
-async def _each(call: Callable[[T], Awaitable[object]], items: Sequence[T]) -> list[Exception | None]:
-    """Call a coroutine function for each item, all at once; return their errors when all have ended."""
-    errors: list[Exception | None] = [None] * len(items)
-
-    async def run(at: int, item: T) -> None:
+    async def run(disk: Disk) -> None:
         try:
-            await call(item)
+            await call(disk)
         except Exception as exc:
-            errors[at] = exc
+            found[disk] = exc
 
     async with anyio.create_task_group() as group:
-        for at, item in enumerate(items):
-            group.start_soon(run, at, item)
-    return errors
+        for disk in disks:
+            group.start_soon(run, disk)
+    return {disk: found[disk] for disk in disks if disk in found}
 
 
-def _raise_first(
-    errors: Sequence[Exception | None], disks: Sequence[Disk], what: str, kind: type[AiockptError]
+async def _on_each(
+    call: Callable[[Disk], Awaitable[object]], disks: Sequence[Disk], what: str, kind: type[AiockptError]
 ) -> None:
-    """Raise the first error, which names the host unless it is of this one."""
-    for error, disk in zip(errors, disks, strict=True):
+    """Do as `_errors_of`; raise the first error, which names the host unless it is of this one."""
+    for disk, error in (await _errors_of(call, disks)).items():
         if isinstance(error, CheckpointExistsError):
             raise error
-        if error is not None:
-            raise kind(f"can't {what} on {disk}: {error}") from error
+        raise kind(f"can't {what} on {disk}: {error}") from error
 
 
 class _WholeListing(Listing):
-    def __init__(self, path: str, parts: Sequence[_DiskPart], whole: _Union) -> None:
+    def __init__(self, path: str, parts: Sequence[_DiskPart[Listing]], whole: _Union[Listing]) -> None:
         self._parts = parts
         self._whole = whole
-        listings = [part.at for part in whole.parts if isinstance(part.at, Listing)]
+        listings = [part.at for part in whole.parts]
         self.path, self.is_file = path, listings[0].is_file
         self.folders = list(dict.fromkeys(name for each in listings for name in each.folders))
         self.others = list(dict.fromkeys(name for each in listings for name in each.others))
         self.changed_s = max(each.changed_s for each in listings)
-        self.stamp = repr([(part.disk.id, part.at.stamp) for part in whole.parts if isinstance(part.at, Listing)])
+        self.stamp = repr([(part.disk.id, part.at.stamp) for part in whole.parts])
         self._merge()
 
     def _merge(self) -> None:
         self._holders = self._whole.holders()
-        self.files = {name: parts[0].at.files[name] for name, parts in self._holders.items()}
+        self.files = {name: listings[0].files[name] for name, listings in self._holders.items()}
 
     def list_below(self) -> None:
         for part in self._whole.parts:
-            if isinstance(part.at, Listing):
-                part.at.list_below()
+            part.at.list_below()
         self._merge()
 
     def fetch(self, name: str, offset: int, length: int) -> bytes:
@@ -568,12 +566,10 @@ class _WholeListing(Listing):
 
 
 class _WholeSource(Source):
-    def __init__(self, whole: _Union) -> None:
-        self._sources = [part.at for part in whole.parts if isinstance(part.at, Source)]
-        self._holders = {
-            name: [part.at for part in parts if isinstance(part.at, Source)] for name, parts in whole.holders().items()
-        }
-        first = list({id(each[0]): each[0] for each in self._holders.values()}.values()) or self._sources
+    def __init__(self, whole: _Union[Source]) -> None:
+        self._sources = [part.at for part in whole.parts]
+        self._holders = whole.holders()
+        first = list(dict.fromkeys(each[0] for each in self._holders.values())) or self._sources
         self.gap_bytes = max(each.gap_bytes for each in first)
         self.most_reads = max(each.most_reads for each in first)
         self.is_remote = any(each.is_remote for each in first)
@@ -585,6 +581,15 @@ class _WholeSource(Source):
     def _of(self, name: str) -> Sequence[Source]:
         return self._holders.get(name, self._sources[:1])  # which says what is wrong with the name
 
+    def _read_from_first(self, name: str, read: Callable[[Source], None]) -> None:
+        """Read from the nearest source of a file; if that fails, from the next one."""
+        *others, last = self._of(name)
+        for source in others:
+            with contextlib.suppress(LoadError):
+                read(source)
+                return
+        read(last)
+
     def read(self, name: str, offset: int, view: memoryview, seen: Seen | None = None) -> None:
         done = 0
 
@@ -594,24 +599,14 @@ class _WholeSource(Source):
             if seen is not None:
                 seen(piece)
 
-        *others, last = self._of(name)
-        for source in others:
-            try:
-                source.read(name, offset + done, view[done:], None if seen is None else note)
-            except LoadError:  # the next one goes on where it ended
-                continue
-            return
-        last.read(name, offset + done, view[done:], None if seen is None else note)
+        def go_on(source: Source) -> None:
+            """Read what the source before has not."""
+            source.read(name, offset + done, view[done:], None if seen is None else note)
+
+        self._read_from_first(name, go_on)
 
     def read_runs(self, name: str, runs: Sequence[tuple[int, int]], view: memoryview) -> None:
-        *others, last = self._of(name)
-        for source in others:
-            try:
-                source.read_runs(name, runs, view)
-            except LoadError:
-                continue
-            return
-        last.read_runs(name, runs, view)
+        self._read_from_first(name, lambda source: source.read_runs(name, runs, view))
 
     def map(self, name: str) -> mmap.mmap:
         return self._of(name)[0].map(name)
@@ -635,21 +630,18 @@ class _HostsTransaction(WrapperTransaction):
         self,
         storage: HostDisks,
         path: str,
-        begun: Mapping[str, SharedTransaction],
+        begun: Mapping[Disk, SharedTransaction],
         workers: Workers,
         ticket: str | None = None,
         *,
         is_taken: bool = False,
     ) -> None:
-        self._own = begun[storage.own.id]
+        self._own = begun[storage.own]
         super().__init__(storage, self._own, path)
-        self._hosts, self._workers = storage, workers
-        self._all = [begun[disk.id] for disk in storage.disks if disk.id in begun]  # the own one first
-        self._disks = [disk for disk in storage.disks if disk.id in begun]
+        self._hosts, self._workers, self._begun = storage, workers, begun
+        self._disks = [disk for disk in storage.disks if disk in begun]  # the own one first
         self._is_joined, self._is_taken = ticket is not None, is_taken
-        self._ticket = ticket or json.dumps(
-            {disk.id: each.ticket for disk, each in zip(self._disks, self._all, strict=True)}
-        )
+        self._ticket = ticket or json.dumps({disk.id: begun[disk].ticket for disk in self._disks})
 
     @property
     def ticket(self) -> str:
@@ -662,14 +654,12 @@ class _HostsTransaction(WrapperTransaction):
         found: dict[Disk, Mapping[str, int]] = {}
 
         async def look(disk: Disk) -> None:
-            found[disk] = await self._all[self._disks.index(disk)].sizes()
+            found[disk] = await self._begun[disk].sizes()
 
-        _raise_first(
-            await _each(look, self._disks), self._disks, f"look at what was written for {self._path}", WriteError
-        )
+        await _on_each(look, self._disks, f"look at what was written for {self._path}", WriteError)
         return found
 
-    async def commit(self, documents: Mapping[str, Document] = MappingProxyType({})) -> None:
+    async def commit(self, documents: Mapping[str, Document] = NO_DOCUMENTS) -> None:
         """Write the documents to each disk; then publish on the other disks, and on rank 0's, which makes it count."""
         if self._is_joined:
             await self._own.commit(documents)
@@ -680,12 +670,11 @@ class _HostsTransaction(WrapperTransaction):
             documents = {**documents, MANIFEST_NAME: with_disks(bytes(documents[MANIFEST_NAME]), facts)}
         if not self._is_taken:  # on all disks before one publishes; else they replace those that are there
             what = f"write the documents of {self._path}"
-            errors = await _each(lambda each: each.write_files(documents), self._all)
-            _raise_first(errors, self._disks, what, WriteError)
+            await _on_each(lambda disk: self._begun[disk].write_files(documents), self._disks, what, WriteError)
             documents = {}
         try:
-            errors = await _each(lambda each: each.commit(documents), self._all[1:])
-            _raise_first(errors, self._disks[1:], f"publish {self._path}", CommitError)
+            others, what = self._disks[1:], f"publish {self._path}"
+            await _on_each(lambda disk: self._begun[disk].commit(documents), others, what, CommitError)
             await self._own.commit(documents)
         except BaseException as exc:
             with anyio.CancelScope(shield=True):
@@ -696,7 +685,7 @@ class _HostsTransaction(WrapperTransaction):
         """Remove what was published, unless it counts all the same; add a note of what stays to the error."""
 
         async def take_back(disk: Disk) -> None:
-            if await self._all[self._disks.index(disk)].status() == "published":
+            if await self._begun[disk].status() == "published":
                 await disk.storage.delete(self._path, workers=self._workers)
 
         try:
@@ -704,22 +693,17 @@ class _HostsTransaction(WrapperTransaction):
         except WriteError:
             counts = True  # it may
         if not counts:
-            for failure, disk in zip(await _each(take_back, self._disks[1:]), self._disks[1:], strict=True):
-                if failure is not None:
-                    error.add_note(f"{disk} may still have its part, until the run is opened again: {failure}")
+            for disk, failure in (await _errors_of(take_back, self._disks[1:])).items():
+                error.add_note(f"{disk} may still have its part, until the run is opened again: {failure}")
 
     async def abort(self) -> None:
-        await outlast(self._abort())
-
-    async def _abort(self) -> None:
-        errors = await _each(lambda each: each.abort(), self._all)
-        _raise_first(errors, self._disks, f"remove what was written for {self._path}", WriteError)
+        what = f"remove what was written for {self._path}"
+        await outlast(_on_each(lambda disk: self._begun[disk].abort(), self._disks, what, WriteError))
 
     async def release(self) -> None:
         """Leave all disks. A host that is gone by now has lost nothing, and must not fail what was published."""
-        for error in await _each(lambda each: each.release(), self._all):
-            if error is not None:
-                logger.debug("%s was left without an answer: %s", self._path, error)
+        for error in (await _errors_of(lambda disk: self._begun[disk].release(), self._disks)).values():
+            logger.debug("%s was left without an answer: %s", self._path, error)
 
     async def put_sidecar(self, name: str, data: bytes) -> None:
         """Refuse at once that writer processes go on without trainers: those of other hosts would not see the file."""

@@ -7,13 +7,13 @@ is kept as a sidecar file until then: the last document of the whole lists the f
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from types import MappingProxyType
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from aiockpt.errors import CommitError, SaveError
+from aiockpt.errors import SaveError
 from aiockpt.format.names import MANIFEST_NAME
 from aiockpt.storage.base import (
+    NO_DOCUMENTS,
     Document,
     FileSink,
     PartSink,
@@ -22,20 +22,19 @@ from aiockpt.storage.base import (
     Source,
     Stamp,
     Status,
+    Storage,
     Traits,
 )
+from aiockpt.storage.wrapper import WrapperStorage, WrapperTransaction
 
 if TYPE_CHECKING:
     from aiockpt.core.threads import Workers
 
-_NO_DOCUMENTS: Mapping[str, Document] = MappingProxyType({})
 
-
-@dataclass(frozen=True)
-class PartStorage(SharedStorage):
+class PartStorage(WrapperStorage):
     """The storage of one part; each of its transactions writes to that part of the whole.
 
-    Attributes:
+    Args:
         whole: the storage of the whole.
         path: the final path of the whole.
         ticket_of_whole: that of its transaction.
@@ -43,36 +42,27 @@ class PartStorage(SharedStorage):
         number: of the part, the same in all processes.
     """
 
-    whole: SharedStorage
-    path: str
-    ticket_of_whole: str
-    name: str
-    number: int
+    check, check_repository = Storage.check, Storage.check_repository  # the path is in that of the whole
+
+    def __init__(self, whole: SharedStorage, path: str, ticket_of_whole: str, name: str, number: int) -> None:
+        super().__init__(whole)
+        self._whole, self._path, self._ticket, self._name, self._number = whole, path, ticket_of_whole, name, number
 
     @property
-    def traits(self) -> Traits:  # type: ignore[override] # of the storage of the whole
-        return replace(self.whole.traits, folders=False)
-
-    def resolve(self, path: str) -> str:
-        return self.whole.resolve(path)
-
-    def below(self, path: str, name: str) -> str:
-        return self.whole.below(path, name)
-
-    def split(self, path: str) -> tuple[str, str]:
-        return self.whole.split(path)
+    def traits(self) -> Traits:  # type: ignore[override] # of an instance, not of the class
+        return replace(super().traits, folders=False)
 
     def new_ticket(self, path: str) -> str:
-        return self.ticket_of_whole
+        return self._ticket
 
     async def begin(
         self, path: str, *, overwrite: bool, workers: Workers, ticket: str | None = None
     ) -> SharedTransaction:
-        return await self.join(path, self.ticket_of_whole, workers=workers)
+        return await self.join(path, self._ticket, workers=workers)
 
     async def join(self, path: str, ticket: str, *, workers: Workers) -> SharedTransaction:
-        whole = await self.whole.join(self.path, self.ticket_of_whole, workers=workers)
-        return PartTransaction(whole, path, self.name, f"t{self.number}")
+        whole = await self._whole.join(self._path, self._ticket, workers=workers)
+        return PartTransaction(self, whole, path, self._name, f"t{self._number}")
 
     async def take_over(
         self, path: str, ticket: str, *, overwrite: bool, workers: Workers, stamp: Stamp | None
@@ -83,15 +73,17 @@ class PartStorage(SharedStorage):
         raise SaveError(f"{path} can't be read before it is published")
 
 
-class PartTransaction(SharedTransaction):
+class PartTransaction(WrapperTransaction):
     """One part of a transaction of the whole, which this process has joined; `commit` only makes it durable."""
 
-    def __init__(self, whole: SharedTransaction, path: str, name: str, prefix: str) -> None:
+    open_folder, seal_folder = SharedTransaction.open_folder, SharedTransaction.seal_folder
+    revoke = SharedTransaction.revoke
+
+    def __init__(self, storage: PartStorage, whole: SharedTransaction, path: str, name: str, prefix: str) -> None:
+        super().__init__(storage, whole, path)
         self._whole = whole
-        self._path = path
         self._name = name
         self._prefix = prefix  # of sidecar files
-        self._is_revoked = False
 
     def _place(self, name: str) -> str:
         return "/".join(filter(None, (self._name, name)))
@@ -102,28 +94,13 @@ class PartTransaction(SharedTransaction):
     async def write_files(self, files: Mapping[str, Document]) -> None:
         await self._whole.write_files({self._place(name): data for name, data in files.items()})
 
-    async def commit(self, documents: Mapping[str, Document] = _NO_DOCUMENTS) -> None:
+    async def commit(self, documents: Mapping[str, Document] = NO_DOCUMENTS) -> None:
         await self.write_files({name: data for name, data in documents.items() if name != MANIFEST_NAME})
         await self._whole.commit()
-        if self._is_revoked:
-            raise CommitError(f"{self._path} was given up before it was published")
+        self._refuse_if_revoked(self._path)
         if MANIFEST_NAME in documents:
             await self.put_sidecar("manifest", bytes(documents[MANIFEST_NAME]))
         await self._whole.release()
-
-    def revoke(self) -> None:
-        self._is_revoked = True
-
-    async def abort(self) -> None:
-        await self._whole.abort()
-
-    @property
-    def ticket(self) -> str:
-        return self._whole.ticket
-
-    @property
-    def stamp(self) -> Stamp | None:
-        return self._whole.stamp
 
     async def sizes(self) -> Mapping[str, int]:
         start, sizes = f"{self._name}/" if self._name else "", await self._whole.sizes()
@@ -149,9 +126,3 @@ class PartTransaction(SharedTransaction):
 
     async def finalize(self) -> None:
         await self._whole.release()
-
-    async def release(self) -> None:
-        await self._whole.release()
-
-    async def discard_all(self) -> None:
-        await self._whole.discard_all()

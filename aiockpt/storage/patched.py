@@ -9,13 +9,13 @@ import anyio
 
 from aiockpt.errors import CheckpointNotFoundError
 from aiockpt.format.names import MANIFEST_NAME
-from aiockpt.storage.base import Seen, Source, Storage
-from aiockpt.storage.wrapper import WrapperStorage
+from aiockpt.storage.wrapper import WrapperSource, WrapperStorage
 
 if TYPE_CHECKING:
     import mmap
 
     from aiockpt.core.threads import Workers
+    from aiockpt.storage.base import Seen, Source, Storage
 
 
 Patches = Mapping[str, Sequence[tuple[int, int]] | None]
@@ -54,10 +54,10 @@ def _differ(*copies: Source) -> bool:
     return len({each.read_bytes(MANIFEST_NAME, 0, each.files.get(MANIFEST_NAME, 0)) for each in copies}) > 1
 
 
-class _PatchedSource(Source):
+class _PatchedSource(WrapperSource):
     def __init__(self, inner: Source, other: Source, patches: Patches) -> None:
-        self._inner, self._other, self._patches = inner, other, patches
-        self.gap_bytes, self.most_reads, self.is_remote = inner.gap_bytes, inner.most_reads, inner.is_remote
+        super().__init__(inner)
+        self._other, self._patches = other, patches
 
     def _source_of(self, name: str, runs: Sequence[tuple[int, int]]) -> Source:
         """Return the other source for what has a damaged byte, or more."""
@@ -80,9 +80,6 @@ class _PatchedSource(Source):
 
     def map(self, name: str) -> mmap.mmap:
         return (self._other if self._patches.get(name, ()) != () else self._inner).map(name)
-
-    def share(self) -> None:
-        self._inner.share()
 
     def close(self) -> None:
         try:

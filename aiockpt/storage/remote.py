@@ -2,37 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from aiockpt.errors import (
-    AiockptError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
     LoadError,
     UnsafeCheckpointError,
 )
 from aiockpt.storage.base import Document, Listing, LookBudget, Seen, Source
+from aiockpt.storage.faults import errors
 
 if TYPE_CHECKING:
     from aiockpt.core.threads import Workers
 
 _STEP_BYTES = 1 << 20
-
-
-@contextlib.contextmanager
-def errors(kind: type[AiockptError], task: str) -> Iterator[None]:
-    """Raise errors of the store as ``kind``."""
-    try:
-        yield
-    except AiockptError:
-        raise
-    except OSError as exc:
-        raise kind(f"can't {task}: {exc}") from exc
 
 
 class RemoteListing(Listing):

@@ -24,18 +24,18 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeVar
-from weakref import WeakSet
+from typing import Any, NamedTuple
 
 import anyio
 from isal.isal_zlib import crc32
 
 from aiockpt.coordination.link import HELLO_S, Endpoint, Link, LinkBrokenError, connect, network_namespace, reachable
 from aiockpt.coordination.wires import Wire
-from aiockpt.core.forks import ModuleLock
+from aiockpt.core.forks import ModuleLock, called_in_children
 from aiockpt.core.threads import Workers, outlast
 from aiockpt.errors import AiockptError, CommitError, CommitUncertainError, DeleteError, LoadError, WriteError
 from aiockpt.storage.base import (
+    NO_DOCUMENTS,
     Document,
     FileSink,
     Listing,
@@ -48,8 +48,6 @@ from aiockpt.storage.base import (
     Traits,
 )
 from aiockpt.storage.local.directories import LocalDirectories
-
-T = TypeVar("T")
 
 STALL_S = 60.0
 """How long the other side may be silent within a message, or before its answer."""
@@ -154,16 +152,7 @@ class Connection(Wire):
         super().close()
 
 
-_every: WeakSet[Connection] = WeakSet()
-
-
-def _leave_to_parent() -> None:
-    """Close what a forked child has inherited: else the other side would not see the end of its parent."""
-    for wire in list(_every):
-        wire.close()
-
-
-os.register_at_fork(after_in_child=_leave_to_parent)
+_every = called_in_children(Connection.close)  # else the other side would not see the end of the parent
 
 
 async def detached(link: Link, stall_s: float, *, connected: bool) -> Connection:
@@ -448,14 +437,21 @@ class RemoteDisk(LocalDirectories, SharedStorage):
         )
 
     async def _begun(self, request: DiskRequest, workers: Workers) -> SharedTransaction:
-        def begin() -> _DiskTransaction:
-            return _DiskTransaction(self, self._client.ask(WriteError, request), request.args[0], workers)
+        begun: list[_DiskTransaction] = []
 
-        return await _opened(begin, workers, _DiskTransaction.abort)
+        def begin() -> None:
+            begun.append(_DiskTransaction(self, self._client.ask(WriteError, request), request.args[0], workers))
+
+        try:
+            await workers.run(begin)
+        except BaseException:
+            for each in begun:  # the caller was cancelled, and gets none
+                await each.abort()
+            raise
+        return begun[0]
 
     async def open(self, path: str, *, workers: Workers) -> Source:
-        opening = partial(_DiskSource, self._client, path)
-        return await _opened(opening, workers, lambda source: workers.run(source.close))
+        return await workers.run(_DiskSource, self._client, path)  # one that nobody gets is closed as garbage
 
     async def delete(self, path: str, *, workers: Workers) -> None:
         await workers.run(self._client.ask, DeleteError, DiskRequest("delete", (path,)))
@@ -464,18 +460,6 @@ class RemoteDisk(LocalDirectories, SharedStorage):
         request = DiskRequest("clean", (directory,), {"older_than_s": older_than_s})
         removed: list[str] = await workers.run(self._client.ask, DeleteError, request)
         return removed
-
-
-async def _opened(function: Callable[[], T], workers: Workers, undo: Callable[[T], Any]) -> T:
-    """Return what a function opens in a thread; undo it if the caller is cancelled, and gets nothing."""
-    opened: list[T] = []
-    try:
-        await workers.run(lambda: opened.append(function()))
-    except BaseException:
-        for each in opened:
-            await outlast(undo(each))
-        raise
-    return opened[0]
 
 
 class _DiskListing(Listing):
@@ -534,7 +518,7 @@ class _DiskTransaction(SharedTransaction):
     def __init__(self, disk: RemoteDisk, line: _Lifeline, path: str, workers: Workers) -> None:
         self._disk, self._line, self._path, self._workers = disk, line, path, workers
         self._ticket, self._stamp = line.facts
-        self._is_revoked = self._is_committing = self._is_over = False
+        self._is_committing = self._is_over = False
 
     async def _ask(self, request: DiskRequest, failure: type[Exception] = WriteError, **given: Any) -> Any:
         return await self._workers.run(partial(self._disk._client.ask, failure, request, self._line, **given))
@@ -553,9 +537,8 @@ class _DiskTransaction(SharedTransaction):
     async def write_files(self, files: Mapping[str, Document]) -> None:
         await self._ask(DiskRequest("write_files", (_plain(files),)))
 
-    async def commit(self, documents: Mapping[str, Document] = MappingProxyType({})) -> None:
-        if self._is_revoked:
-            raise CommitError(f"{self._path} was given up before it was published")
+    async def commit(self, documents: Mapping[str, Document] = NO_DOCUMENTS) -> None:
+        self._refuse_if_revoked(self._path)
         self._is_committing = True
         try:
             await self._ask(DiskRequest("commit", (_plain(documents),)), CommitError)
@@ -591,7 +574,7 @@ class _DiskTransaction(SharedTransaction):
 
     def revoke(self) -> None:
         """End the connection, on which nothing can be sent now: so the server learns of it."""
-        self._is_revoked = True
+        super().revoke()
         if self._is_committing:
             self._line.home.end()
 

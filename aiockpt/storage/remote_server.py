@@ -25,7 +25,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeVar
-from weakref import WeakSet
 
 from isal.isal_zlib import crc32
 
@@ -37,6 +36,7 @@ from aiockpt.coordination.link import (
     listen,
     network_namespace,
 )
+from aiockpt.core.forks import called_in_children
 from aiockpt.core.threads import Workers, new_event_loop
 from aiockpt.errors import AiockptError, printable_key
 from aiockpt.storage.base import LookBudget, SharedStorage, SharedTransaction
@@ -211,15 +211,7 @@ class DiskServer:
         os.close(null)
 
 
-_servers: WeakSet[DiskServer] = WeakSet()
-
-
-def _leave_to_parent() -> None:
-    for server in list(_servers):
-        server.leave()
-
-
-os.register_at_fork(after_in_child=_leave_to_parent)
+_servers = called_in_children(DiskServer.leave)
 
 
 @dataclass(eq=False)
@@ -229,18 +221,12 @@ class _Served:
     inner: Any
     end: Callable[[], Awaitable[object]] | None  # done if its connection ends
     budget: LookBudget = field(default_factory=LookBudget)  # of a listing
-    writing: set[asyncio.Future[Any]] = field(default_factory=set)
+    _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
-    async def write(self, writing: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.ensure_future(writing)
-        self.writing.add(task)
-        task.add_done_callback(self.writing.discard)
-        await task
-
-    async def stop(self, end: Callable[[], Awaitable[object]]) -> None:
-        """End it, when nothing is being written any more: a connection may write while another one has ended."""
-        await asyncio.gather(*self.writing, return_exceptions=True)
-        await end()
+    async def in_turn(self, work: Callable[[], Awaitable[object]]) -> None:
+        """Write, or end it, when nothing is being written: a connection may write while another one has ended."""
+        async with self._turn:
+            await work()
 
 
 class _Service:
@@ -297,7 +283,7 @@ class _Service:
         called = getattr(served.inner, method)
         if method not in _ENDING:
             return self._run(called(*args))
-        self._run(served.stop(called))
+        self._run(served.in_turn(called))
         if method == "release":
             served.end = None
         return None
@@ -330,7 +316,7 @@ class _Service:
         served = self._server.served[token]
         try:
             if served.end is not None:
-                self._server.run(served.stop(served.end)).result()
+                self._server.run(served.in_turn(served.end)).result()
         except (OSError, AiockptError) as exc:
             logger.warning("can't end what another host has left: %s", exc)
         del self._server.served[token]
@@ -391,7 +377,8 @@ class _Service:
         return self._call(self._storage.set_aside, path, [_inside(name) for name in names])
 
     def _on_write_files(self, served: _Served, files: dict[str, bytes]) -> None:
-        self._run(served.write(served.inner.write_files({_inside(name): data for name, data in files.items()})))
+        inside = {_inside(name): data for name, data in files.items()}
+        self._run(served.in_turn(partial(served.inner.write_files, inside)))
 
     def _on_commit(self, served: _Served, documents: dict[str, bytes]) -> None:
         committing = served.inner.commit({_inside(name): data for name, data in documents.items()})

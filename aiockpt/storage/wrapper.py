@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 from aiockpt.storage.base import (
+    NO_DOCUMENTS,
     Document,
     FileSink,
     LeaseFacts,
@@ -157,7 +157,7 @@ class WrapperStorage(SharedStorage):
 
     async def open(self, path: str, *, workers: Workers) -> Source:
         await self.before("open", path)
-        return _WrapperSource(self, await self.inner.open(path, workers=workers))
+        return _WatchedSource(self, await self.inner.open(path, workers=workers))
 
 
 def _passed_on(step: Step, *, named: bool = False) -> Any:
@@ -188,7 +188,7 @@ class WrapperTransaction(SharedTransaction):
     async def seal_folder(self, known: Container[str] | None) -> Mapping[str, FileFacts]:
         return await self._inner.seal_folder(known)
 
-    async def commit(self, documents: Mapping[str, Document] = MappingProxyType({})) -> None:
+    async def commit(self, documents: Mapping[str, Document] = NO_DOCUMENTS) -> None:
         await self.write_files(documents)  # so that each step of a document is met
         await self._storage.before("commit", self._path)
         await self._inner.commit()
@@ -252,10 +252,11 @@ class _WrapperSink(FileSink, PartSink):
         await self._inner.finish()
 
 
-class _WrapperSource(Source):
-    def __init__(self, storage: WrapperStorage, inner: Source) -> None:
+class WrapperSource(Source):
+    """Passes everything on to another source."""
+
+    def __init__(self, inner: Source) -> None:
         self.gap_bytes, self.most_reads, self.is_remote = inner.gap_bytes, inner.most_reads, inner.is_remote
-        self._storage = storage
         self._inner = inner
 
     @property
@@ -263,12 +264,9 @@ class _WrapperSource(Source):
         return self._inner.files
 
     def read(self, name: str, offset: int, view: memoryview, seen: Seen | None = None) -> None:
-        self._storage.before_read(name, offset, len(view))
         self._inner.read(name, offset, view, seen)
 
     def read_runs(self, name: str, runs: Sequence[tuple[int, int]], view: memoryview) -> None:
-        for offset, length in runs:
-            self._storage.before_read(name, offset, length)
         self._inner.read_runs(name, runs, view)
 
     def map(self, name: str) -> mmap.mmap:
@@ -279,3 +277,18 @@ class _WrapperSource(Source):
 
     def close(self) -> None:
         self._inner.close()
+
+
+class _WatchedSource(WrapperSource):
+    def __init__(self, storage: WrapperStorage, inner: Source) -> None:
+        super().__init__(inner)
+        self._before = storage.before_read
+
+    def read(self, name: str, offset: int, view: memoryview, seen: Seen | None = None) -> None:
+        self._before(name, offset, len(view))
+        super().read(name, offset, view, seen)
+
+    def read_runs(self, name: str, runs: Sequence[tuple[int, int]], view: memoryview) -> None:
+        for offset, length in runs:
+            self._before(name, offset, length)
+        super().read_runs(name, runs, view)

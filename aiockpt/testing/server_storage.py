@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from aiockpt.core.threads import outlast
 from aiockpt.errors import WriteError
+from aiockpt.storage.faults import errors
 from aiockpt.storage.objects.client import ConditionError, ObjectClient, ObjectFacts, ObjectSink
 from aiockpt.storage.objects.storage import ObjectStorage
-from aiockpt.storage.remote import errors
 from aiockpt.testing.server import LENGTHS, SCHEME
 
 if TYPE_CHECKING:

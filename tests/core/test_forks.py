@@ -8,10 +8,11 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from weakref import WeakSet
 
 import pytest
 
-from aiockpt.core.forks import ModuleLock
+from aiockpt.core.forks import ModuleLock, called_in_children
 from aiockpt.core.gc_pause import gc_pause
 
 # Python warns of forks beside threads, which these tests are about.
@@ -93,3 +94,18 @@ def test_leaving_the_parents_gc_pause_in_the_child_is_harmless() -> None:
             is_paused = gc.get_threshold() != usual
         os._exit(0 if is_paused and gc.get_threshold() == usual else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_objects_that_live_are_called_in_the_child_alone() -> None:
+    called: list[str] = []
+
+    class Named:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+    objects: WeakSet[Named] = called_in_children(lambda each: called.append(each.name))
+    kept = Named("kept")
+    objects.add(kept)
+    objects.add(Named("gone"))
+    assert _in_a_child(lambda: called == ["kept"]) == 0
+    assert called == []

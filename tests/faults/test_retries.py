@@ -18,6 +18,7 @@ import torch
 
 import aiockpt
 from aiockpt.core.threads import Workers
+from aiockpt.storage.faults import described
 from aiockpt.storage.local import sink as local_sink
 from aiockpt.storage.local.retries import (
     AMBIGUOUS,
@@ -27,7 +28,6 @@ from aiockpt.storage.local.retries import (
     NotSyncedError,
     Repeater,
     check_retries,
-    described,
     next_pause_s,
 )
 from aiockpt.storage.local.sink import LocalSink, NewFile

@@ -22,10 +22,11 @@ from aiockpt.core.threads import Workers
 from aiockpt.format.manifest.manifest import save_id_of
 from aiockpt.storage import copying
 from aiockpt.storage.base import Storage
-from aiockpt.storage.copying import CopyFacts, RateLimit, copy_checkpoint
+from aiockpt.storage.copying import RateLimit, copy_checkpoint
 from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.storage.local.temp_dir import RECORD, REPLACED, copy_ticket
 from aiockpt.storage.wrapper import WrapperStorage
+from aiockpt.telemetry.mirrors import MirrorResult
 from aiockpt.testing import FaultyStorage, ServerStorage
 from tests.places import ServerPath, storage_of
 
@@ -58,7 +59,9 @@ def id_of(path: str) -> str:
     return save_id_of(Path(path, ".aiockpt.json").read_bytes())
 
 
-async def copy(source: str, target: str, workers: Workers, storage: Storage | None = None, **options: Any) -> CopyFacts:
+async def copy(
+    source: str, target: str, workers: Workers, storage: Storage | None = None, **options: Any
+) -> MirrorResult:
     to = storage or storage_of(target)
     limit = options.pop("limit", RateLimit(None))
     return await copy_checkpoint(
@@ -145,7 +148,9 @@ async def test_copy_over_a_copy_of_the_same_checkpoint(
 async def test_interrupted_at_each_step_no_file_is_sent_twice(
     source: str, anywhere: Path | ServerPath, workers: Workers, cause: str
 ) -> None:
-    names, found = {each.name for each in Path(source).iterdir()} - {".metadata", ".aiockpt.json"}, []
+    sizes, found = {each.name: each.stat().st_size for each in Path(source).iterdir()}, []
+    documents = {".metadata", ".aiockpt.json"}
+    names = sizes.keys() - documents
     for last in itertools.count(1):
         target = str(anywhere / f"copy-{last}")
         with contextlib.suppress(aiockpt.SaveError), anyio.CancelScope() as scope:
@@ -160,7 +165,9 @@ async def test_interrupted_at_each_step_no_file_is_sent_twice(
         again = CountingStorage(storage_of(target))
         facts = await copy(source, target, workers, again)
         assert is_whole(target)
-        assert set(facts.sent) == {name for name, count in again.finished.items() if count} == names - whole.keys()
+        sent = {name for name, count in again.finished.items() if count}
+        assert sent == names - whole.keys()
+        assert facts.sent_bytes == sum(sizes[name] for name in sent | documents)
     assert last > 20
     assert (min(found), max(found)) == (0, len(names))
 
@@ -199,7 +206,7 @@ async def test_check_decides_before_publishing(source: str, anywhere: Path | Ser
         await copy(source, target, workers, check=refuse)
     assert storage_of(target).stamp(target) is None
     facts = await copy(source, target, workers)
-    assert facts.sent == ()
+    assert facts.sent_bytes == sum((Path(source) / name).stat().st_size for name in (".metadata", ".aiockpt.json"))
     assert is_whole(target)
 
 

@@ -13,11 +13,12 @@ import os
 import uuid
 from collections.abc import Iterable, Mapping
 
-from aiockpt.errors import AiockptError, CheckpointExistsError, CommitError, WriteError
+from aiockpt.errors import CheckpointExistsError, CommitError, WriteError
 from aiockpt.format.names import HIDDEN, MANIFEST_NAME, METADATA_NAME
+from aiockpt.storage.faults import errors
 from aiockpt.storage.local.belonging import data_files_of, remove
 from aiockpt.storage.local.commit import make_directories, remove_own, sync_directory
-from aiockpt.storage.local.retries import sync_fd, write_errors
+from aiockpt.storage.local.retries import sync_fd
 from aiockpt.storage.local.temp_dir import Hold, shared_ticket
 from aiockpt.storage.syscalls import rename_noreplace
 
@@ -41,7 +42,7 @@ def begin(path: str, rank: int | None, *, fsync: bool, keep: bool = False) -> st
     An unfinished save is discarded, unless ``keep``: then another rank may have created the directory for this save.
     """
     beside, within = _hidden(path, rank)
-    with write_errors(f"make a directory for the files of {path}"):
+    with errors(WriteError, f"make a directory for the files of {path}"):
         if rank is not None:
             make_directories(path, fsync)
             remove(within)
@@ -91,7 +92,7 @@ def names_for(files: Iterable[str], hidden: str, path: str) -> dict[str, str]:
 def write_metadata(hidden: str, name: str, data: bytes, *, fsync: bool) -> None:
     """Write the metadata into the hidden directory."""
     path = os.path.join(hidden, name)
-    with write_errors(f"write {path}"), open(path, "xb") as file:
+    with errors(WriteError, f"write {path}"), open(path, "xb") as file:
         file.write(data)
         file.flush()
         if fsync:
@@ -107,7 +108,7 @@ def publish(
     CheckpointExistsError if the path holds something that may not be replaced, and CommitError if the commit fails;
     what was at the path before is then unchanged.
     """
-    try:
+    with errors(CommitError, f"publish {path}"):
         for name in os.listdir(hidden):
             if name not in names and name != last:
                 remove(os.path.join(hidden, name))  # left by an earlier save that did not finish
@@ -121,10 +122,6 @@ def publish(
                     sync_directory(os.path.dirname(path))
                 return
         _move_in(hidden, path, names, last, overwrite=overwrite, fsync=fsync)
-    except AiockptError:
-        raise
-    except OSError as exc:
-        raise CommitError(f"can't publish {path}: {exc}") from exc
 
 
 def _move_in(hidden: str, path: str, names: Mapping[str, str], last: str, *, overwrite: bool, fsync: bool) -> None:

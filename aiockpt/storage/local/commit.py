@@ -48,6 +48,7 @@ from aiockpt.storage.syscalls import (
 
 if TYPE_CHECKING:
     from aiockpt.core.threads import Workers
+    from aiockpt.storage.local.temp_dir import Hold
 
 _ATTEMPTS = 100
 
@@ -193,7 +194,7 @@ class Publication:
     fsync: bool
     own: Identity | None  # the identity of `hidden`; None if it is not known
     check: Callable[[], object] = lambda: None  # called right before the rename; may raise
-    release: Callable[[], object] = lambda: None  # called once it is published: gives up the hold of `hidden`
+    held: Hold | None = None  # the hold of `hidden`, which is given up once it is published
     rest: Rest | None = field(init=False, default=None)  # left behind though published; to be removed later
     _goal: Identity | None = field(init=False, default=None)
     _tried: bool = field(init=False, default=False)
@@ -212,7 +213,8 @@ class Publication:
             self._goal = identity(self._finished)  # a rename keeps the inode: this finds it under either name
         self._tried = True
         self.rest = self._publish()
-        self.release()
+        if self.held is not None:
+            self.held.release()
 
     def complete(self) -> bool:
         """Return whether it has its final name; if so, do what follows the rename."""

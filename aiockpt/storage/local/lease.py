@@ -31,10 +31,10 @@ import os
 import socket
 import sys
 import time
-import weakref
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from aiockpt.core.forks import called_in_children
 from aiockpt.errors import RunLockedError, printable_key
 from aiockpt.storage.base import LeaseFacts, RunLease
 from aiockpt.storage.local.entries import NotRegularError, open_regular
@@ -60,9 +60,9 @@ logger = logging.getLogger("aiockpt")
 
 @dataclass(frozen=True, slots=True)
 class LockFacts(LeaseFacts):
-    """The contents of a lock file."""
+    """The contents of a lock file, or of the object of a lease."""
 
-    ticket: str  # a temporary name of the process, with a random number
+    ticket: str  # a temporary name of the process, with a random number; empty of an object that is free
 
     @property
     def owner(self) -> Owner | None:
@@ -128,15 +128,7 @@ class RunLock(RunLease):
         self.release()
 
 
-_held: weakref.WeakSet[RunLock] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    for held in list(_held):
-        held._leave_to_parent()
-
-
-os.register_at_fork(after_in_child=_after_fork)
+_held = called_in_children(RunLock._leave_to_parent)
 
 
 def take(directory: str) -> RunLock:
@@ -183,7 +175,11 @@ def is_finishing(directory: str) -> bool:
 
 def read_facts(fd: int) -> LockFacts | None:
     """Return the contents of a lock file; None if it is empty or can't be understood."""
-    data = os.pread(fd, _FACT_BYTES, 0)
+    return decode_facts(os.pread(fd, _FACT_BYTES, 0))
+
+
+def decode_facts(data: bytes) -> LockFacts | None:
+    """Return the contents of a lock file, or of an object; None if they can't be understood."""
     try:
         found: Any = json.loads(data)
         facts = LockFacts(str(found["host"]), int(found["pid"]), float(found["since"]), str(found["ticket"]))

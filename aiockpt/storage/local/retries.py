@@ -24,21 +24,19 @@ then the next fsync succeeds. (After EINTR Python itself goes on.) Nor is close,
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import logging
 import math
 import os
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from random import Random
 from typing import TypeVar
 
 import anyio
 
-from aiockpt.errors import AiockptError, WriteError
-from aiockpt.telemetry.card import size_text
+from aiockpt.errors import AiockptError
 
 T = TypeVar("T")
 
@@ -132,29 +130,6 @@ def next_pause_s(retries: Retries, error: BaseException, failed: int, luck: floa
     if fault is None or isinstance(fault, NotSyncedError) or fault.errno not in TRANSIENT:
         return None
     return None if failed >= retries.attempts else retries.pause_s(failed, luck)
-
-
-def described(fault: OSError, path: str) -> str:
-    """Return the error's text with its notes, which say how often it was tried, and the free space on a full disk."""
-    notes = [*getattr(fault, "__notes__", ())]
-    if fault.errno == errno.ENOSPC:
-        where = os.path.dirname(os.path.dirname(path))  # not the hidden directory
-        with contextlib.suppress(OSError):  # a note, no more
-            disk = os.statvfs(where)
-            free = size_text(disk.f_bavail * disk.f_frsize) if disk.f_favail or not disk.f_files else "no inodes"
-            notes.append(f"{free} are free in {where}")
-    return " ".join([str(fault), *(f"({note})" for note in notes)])
-
-
-@contextlib.contextmanager
-def write_errors(task: str, path: str = "", *, advice: str = "") -> Iterator[None]:
-    """Raise WriteError, with what could not be done, instead of OSError; for ``path`` see `described`."""
-    try:
-        yield
-    except AiockptError:
-        raise
-    except OSError as exc:
-        raise WriteError(f"can't {task}: {described(exc, path) if path else exc}{advice}") from exc
 
 
 @dataclass(frozen=True, slots=True)

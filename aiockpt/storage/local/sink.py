@@ -18,7 +18,8 @@ from aiockpt.core.machine import BLOCK_BYTES
 from aiockpt.core.threads import Workers, outlast
 from aiockpt.errors import WriteError
 from aiockpt.storage.base import FileSink, PartSink
-from aiockpt.storage.local.retries import Repeater, described, sync_fd, write_errors
+from aiockpt.storage.faults import described, errors
+from aiockpt.storage.local.retries import Repeater, sync_fd
 from aiockpt.storage.syscalls import allocate
 
 _DIRECT_MIN_BYTES = 1 << 20
@@ -60,7 +61,7 @@ class LocalSink(FileSink):
         is_large = self._nbytes is None or self._nbytes >= _DIRECT_MIN_BYTES
         self._direct = direct and is_large and _O_DIRECT != 0
         size = "" if self._nbytes is None else f" ({self._nbytes} bytes)"
-        with write_errors(f"create {self._final}{size}", self.path):
+        with errors(WriteError, f"create {self._final}{size}", self.path):
             # Not idempotent, with O_EXCL: after an ambiguous error it is retried only if the file is not there.
             await self._again(f"create {self._final}", lambda: outlast(self._open()), undone=self._is_not_there)
             if self._nbytes is not None and is_large:
@@ -137,7 +138,7 @@ class LocalSink(FileSink):
         self._direct = False
 
     async def finish(self) -> None:
-        with write_errors(f"make {self._final} durable", self.path):
+        with errors(WriteError, f"make {self._final} durable", self.path):
             if self._nbytes is not None and (self._is_padded or self._written != self._nbytes):
                 await self._again(f"truncate {self._final}", lambda: outlast(self._file.truncate(self._nbytes)))
             if self._fsync:
@@ -198,7 +199,7 @@ class LocalPartSink(PartSink):
 
     async def reserve(self, nbytes: int) -> None:
         """Create the file with its final size, and reserve the space, so that a full disk fails at once."""
-        with write_errors(f"create {self._final} ({nbytes} bytes)", self.path):
+        with errors(WriteError, f"create {self._final} ({nbytes} bytes)", self.path):
             await self._again(f"create {self._final}", partial(self._workers.run, self._reserve, nbytes))
 
     def _reserve(self, nbytes: int) -> None:
@@ -213,7 +214,7 @@ class LocalPartSink(PartSink):
 
     async def open(self, *, direct: bool) -> None:
         """Open the file, which another process may have created."""
-        with write_errors(f"open {self._final}", self.path):
+        with errors(WriteError, f"open {self._final}", self.path):
             await self._again(f"open {self._final}", partial(self._workers.run, self._open, direct))
 
     def _open(self, direct: bool) -> None:
@@ -223,7 +224,7 @@ class LocalPartSink(PartSink):
                 self._direct_fd = os.open(self.path, _PART_FLAGS | _O_DIRECT)
 
     async def write(self, view: memoryview, runs: Sequence[tuple[int, int, int]]) -> None:
-        with write_errors(f"write {self._final}", self.path):
+        with errors(WriteError, f"write {self._final}", self.path):
             await self._again(f"write {self._final}", partial(self._workers.run, self._write, view, runs))
 
     def _write(self, view: memoryview, runs: Sequence[tuple[int, int, int]]) -> None:
@@ -261,7 +262,7 @@ class LocalPartSink(PartSink):
             part, offset = part[count:], offset + count
 
     async def finish(self) -> None:
-        with write_errors(f"make {self._final} durable", self.path):
+        with errors(WriteError, f"make {self._final} durable", self.path):
             if self._fsync:  # of the file, so for the writes of both descriptors
                 await self._workers.run(sync_fd, self._fd)
             await self._workers.run(self._close)

@@ -27,6 +27,7 @@ from aiockpt.storage.base import (
     Stamp,
     Traits,
 )
+from aiockpt.storage.faults import errors
 from aiockpt.storage.local.belonging import (
     OtherThingsError,
     is_empty,
@@ -38,7 +39,7 @@ from aiockpt.storage.local.commit import check_free, look_at, make_parents, remo
 from aiockpt.storage.local.directories import LocalDirectories
 from aiockpt.storage.local.orphans import OrphanCleaner, clean
 from aiockpt.storage.local.replacing import ask_file_system, complete, explained, remove_record, stand_in
-from aiockpt.storage.local.retries import DEFAULT_RETRIES, Repeater, Retries, check_retries, write_errors
+from aiockpt.storage.local.retries import DEFAULT_RETRIES, Repeater, Retries, check_retries
 from aiockpt.storage.local.source import open_source
 from aiockpt.storage.local.temp_dir import (
     REPLACED,
@@ -48,6 +49,7 @@ from aiockpt.storage.local.temp_dir import (
     liveness,
     lock,
     make_hidden,
+    make_new,
     new_ticket,
     read_ticket,
     this_process,
@@ -107,7 +109,7 @@ class LocalStorage(LocalDirectories, SharedStorage):
         self._check(path, overwrite=overwrite, keep=True)
 
     def _check(self, path: str, *, overwrite: bool, keep: bool) -> None:
-        with write_errors(f"look at {path}"):
+        with errors(WriteError, f"look at {path}"):
             self._checked = path = self.resolve(path)
             check_free(path, overwrite=overwrite, keep=keep, within=self._within)
 
@@ -138,23 +140,19 @@ class LocalStorage(LocalDirectories, SharedStorage):
         self._policy.orphans.look(os.path.dirname(path))
         # What is above is looked at once for a save: that takes a dozen system calls, each of which gives the GIL away.
         is_checked, self._checked = self._checked == path, ""
-        with write_errors(f"make the directory for {path}"):
+        with errors(WriteError, f"make the directory for {path}"):
             # After that, since a replacement that was completed has put a checkpoint there.
             check_free(path, overwrite=overwrite, keep=True, within=self._within or is_checked)
             make_parents(path, self._policy.fsync, self._settled)
-            for attempt in range(_ATTEMPTS):
-                # Beside the path, and so on the same file system: else the commit could not be a rename.
-                hidden = _beside(path, ticket or self.new_ticket(path))
-                try:
-                    held = make_hidden(hidden)
-                except FileExistsError:  # never use what another process has made
-                    if ticket is not None or attempt == _ATTEMPTS - 1:
-                        raise
-                else:
-                    if overwrite:
-                        _ask(hidden, path, held)
-                    return hidden, held
-        raise AssertionError("the last attempt returns or raises")
+            # Beside the path, and so on the same file system: else the commit could not be a rename.
+            if ticket is None:
+                hidden, held = make_new(os.path.dirname(path), partial(self.new_ticket, path))
+            else:
+                hidden = _beside(path, ticket)
+                held = make_hidden(hidden)
+            if overwrite:
+                _ask(hidden, path, held)
+        return hidden, held
 
     async def join(self, path: str, ticket: str, *, workers: Workers) -> SharedTransaction:
         path = self.resolve(path)
@@ -216,11 +214,9 @@ class LocalStorage(LocalDirectories, SharedStorage):
 
     async def clean(self, directory: str, *, older_than_s: float | None = None, workers: Workers) -> list[str]:
         directory = self.resolve(directory)
-        try:
+        with errors(DeleteError, f"look for what killed processes have left in {directory}"):
             fsync = self._policy.fsync
             removed, _ = await workers.run(clean, directory, fsync=fsync, older_than_s=older_than_s)
-        except OSError as exc:
-            raise DeleteError(f"can't look for what killed processes have left in {directory}: {exc}") from exc
         return removed
 
     async def open(self, path: str, *, workers: Workers) -> Source:
@@ -250,14 +246,14 @@ def _beside(path: str, ticket: str) -> str:
 
 def _hold(hidden: str, path: str) -> Hold | None:
     """Hold a temporary directory that another process has made; None if it is not there."""
-    with write_errors(f"look at what was written for {path}"), contextlib.suppress(FileNotFoundError):
+    with errors(WriteError, f"look at what was written for {path}"), contextlib.suppress(FileNotFoundError):
         return hold(hidden)
     return None
 
 
 def _hold_alone(held: Hold, path: str) -> None:
     """Make a hold exclusive: files that two processes make in turn would be whole by name only."""
-    with write_errors(f"lock what was written for {path}"):
+    with errors(WriteError, f"lock what was written for {path}"):
         if lock(held.fd, fcntl.LOCK_EX) == "refused":
             held.release()
             raise _is_copied(path)

@@ -26,6 +26,7 @@ import socket
 import sys
 import time
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Literal
@@ -265,26 +266,25 @@ def _unlock(fd: int, pid: int) -> None:
 # --- making and removing ------------------------------------------------------------------------------
 
 
+def make_new(folder: str, choose: Callable[[], str] = new_ticket) -> tuple[str, Hold]:
+    """Make a temporary directory under a new name, and hold it."""
+    for attempt in range(_NAME_ATTEMPTS):
+        hidden = os.path.join(folder, choose())
+        try:
+            return hidden, _make(hidden)
+        except FileExistsError:  # never use what another process has made
+            if attempt == _NAME_ATTEMPTS - 1:
+                raise
+    raise AssertionError("the last attempt returns or raises")
+
+
 def make_hidden(hidden: str) -> Hold:
     """Make a temporary directory and hold it; FileExistsError if the name is taken."""
     ticket = read_ticket(os.path.basename(hidden))
     if ticket is None or ticket.owner is None or ticket.owner == this_process():
         return _make(hidden)
     # The name's owner may be dead: lock the directory before it becomes visible under that name.
-    return _make_elsewhere(hidden)
-
-
-def _make_elsewhere(hidden: str) -> Hold:
-    """Make a directory under a name of this process, and rename it when it is held."""
-    folder = os.path.dirname(hidden)
-    for attempt in range(_NAME_ATTEMPTS):
-        own = os.path.join(folder, new_ticket())
-        try:
-            held = _make(own)
-            break
-        except FileExistsError:
-            if attempt == _NAME_ATTEMPTS - 1:
-                raise
+    own, held = make_new(os.path.dirname(hidden))
     with contextlib.ExitStack() as undo:
         undo.callback(_remove_empty, own)
         undo.callback(held.release)

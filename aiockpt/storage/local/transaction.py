@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from types import MappingProxyType
 from typing import TYPE_CHECKING, NoReturn, ParamSpec, TypeVar
 
 from isal.isal_zlib import crc32
@@ -16,7 +15,8 @@ from aiockpt.core.threads import SHORT_BYTES, Workers, outlast
 from aiockpt.errors import CommitError, WriteError
 from aiockpt.format.manifest.manifest import FileFacts
 from aiockpt.format.names import OPEN_MARK, SINGLE_NAME
-from aiockpt.storage.base import Document, FileSink, PartSink, SharedTransaction, Stamp, Status
+from aiockpt.storage.base import NO_DOCUMENTS, Document, FileSink, PartSink, SharedTransaction, Stamp, Status
+from aiockpt.storage.faults import errors
 from aiockpt.storage.local.belonging import OtherThingsError, remove
 from aiockpt.storage.local.commit import (
     NotDurableError,
@@ -28,7 +28,7 @@ from aiockpt.storage.local.commit import (
 )
 from aiockpt.storage.local.entries import open_regular
 from aiockpt.storage.local.replacing import complete, is_between, remove_record
-from aiockpt.storage.local.retries import Repeater, sync_fd, write_errors
+from aiockpt.storage.local.retries import Repeater, sync_fd
 from aiockpt.storage.local.sink import LocalPartSink, LocalSink, NewFile, write_small
 from aiockpt.storage.local.temp_dir import REPLACED, Hold, read_sidecar, sizes_in, sweep, write_sidecar
 from aiockpt.storage.syscalls import Identity, identity
@@ -36,7 +36,6 @@ from aiockpt.storage.syscalls import Identity, identity
 if TYPE_CHECKING:
     from aiockpt.storage.local.orphans import OrphanCleaner
 
-_NO_DOCUMENTS: Mapping[str, Document] = MappingProxyType({})
 _STEP_BYTES = 1 << 20
 _BY_HAND = "; remove it by hand"
 
@@ -71,7 +70,6 @@ class LocalTransaction(SharedTransaction):
     _sinks: list[LocalSink | LocalPartSink] = field(default_factory=list)
     _files: list[NewFile] = field(default_factory=list)
     _over: bool = False
-    _revoked: bool = False
     _folders: set[str] = field(default_factory=set)  # directories below that hold files of this process
     _is_open: bool = False  # others write into the folder, too
 
@@ -90,13 +88,13 @@ class LocalTransaction(SharedTransaction):
         return self._hidden
 
     async def seal_folder(self, known: Container[str] | None) -> Mapping[str, FileFacts]:
-        with write_errors(f"make durable what was put into {self._hidden}"):
+        with errors(WriteError, f"make durable what was put into {self._hidden}"):
             return await self._workers.run(partial(seal, self._hidden, known, fsync=self._policy.fsync))
 
     async def _make_folders(self, *names: str) -> None:
         folders = {os.path.dirname(os.path.join(self._hidden, name)) for name in names if "/" in name} - self._folders
         for folder in folders:
-            with write_errors(f"make {folder}"):
+            with errors(WriteError, f"make {folder}"):
                 await self._again("make a directory for", partial(os.makedirs, folder, exist_ok=True))
             self._folders.add(folder)
 
@@ -151,24 +149,20 @@ class LocalTransaction(SharedTransaction):
         self._files.append(NewFile(path, final, self._policy.fsync, self._workers, self._policy.repeater))
         return self._files[-1]
 
-    async def commit(self, documents: Mapping[str, Document] = _NO_DOCUMENTS) -> None:
+    async def commit(self, documents: Mapping[str, Document] = NO_DOCUMENTS) -> None:
         if self._is_taken:
             await self._look("look at", check_own, self._path, self._hidden, self._identity)
             for name in documents:  # the process before may have written them
                 await self._remove(os.path.join(self._hidden, name))
         await self.write_files(documents)
-        try:
+        with errors(CommitError, f"make the files of {self._path} durable"):
             await self._sync_folders()
             if self._is_open:
                 await self._remove(os.path.join(self._hidden, OPEN_MARK))
-        except OSError as exc:
-            raise CommitError(f"can't make the files of {self._path} durable: {exc}") from exc
-        policy = self._policy
+        policy, hidden, check = self._policy, self._hidden, partial(self._refuse_if_revoked, self._path)
         publication = Publication(
-            self._hidden, self._path, self._single, self._overwrite, policy.fsync, self._identity, self._check
+            hidden, self._path, self._single, self._overwrite, policy.fsync, self._identity, check, self._held
         )
-        if self._held is not None:
-            publication.release = self._held.release
         try:
             await publish_repeatedly(publication, policy.repeater, self._workers)
         except NotDurableError as exc:
@@ -179,13 +173,6 @@ class LocalTransaction(SharedTransaction):
             policy.orphans.add(*publication.rest)
         self._over = True
         await self.release()
-
-    def revoke(self) -> None:
-        self._revoked = True
-
-    def _check(self) -> None:
-        if self._revoked:
-            raise CommitError(f"{self._path} was given up before it was published")
 
     async def abort(self) -> None:
         if not self._over:
@@ -226,7 +213,7 @@ class LocalTransaction(SharedTransaction):
 
     async def _look(self, verb: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Do as `_again`; raise WriteError for an OSError."""
-        with write_errors(f"look at what was written for {self._path}"):
+        with errors(WriteError, f"look at what was written for {self._path}"):
             return await self._again(verb, function, *args, **kwargs)
 
     @property
@@ -241,7 +228,7 @@ class LocalTransaction(SharedTransaction):
         return None if self._identity is None else "{}:{}".format(*self._identity)
 
     async def put_sidecar(self, name: str, data: bytes) -> None:
-        with write_errors(f"write a sidecar file beside {self._path}"):
+        with errors(WriteError, f"write a sidecar file beside {self._path}"):
             await self._workers.run(write_sidecar, f"{self._hidden}-{name}", data)
 
     async def get_sidecar(self, name: str) -> bytes | None:
@@ -251,7 +238,7 @@ class LocalTransaction(SharedTransaction):
         await self._remove(f"{self._hidden}-{name}")
 
     async def _remove(self, path: str) -> None:
-        with write_errors(f"remove {path}", advice=_BY_HAND):
+        with errors(WriteError, f"remove {path}", advice=_BY_HAND):
             await self._again("remove", remove, path)
 
     async def status(self) -> Status:
@@ -290,15 +277,13 @@ class LocalTransaction(SharedTransaction):
 class JoinedTransaction(LocalTransaction):
     """Files of this process in a checkpoint that another process commits or aborts."""
 
-    async def commit(self, documents: Mapping[str, Document] = _NO_DOCUMENTS) -> None:
+    async def commit(self, documents: Mapping[str, Document] = NO_DOCUMENTS) -> None:
         """Sync the directory, from this host, for the entries of this rank's files; its owner publishes it."""
         await self.write_files(documents)
         if self._policy.fsync:
-            try:
+            with errors(CommitError, f"make the files of {self._path} durable"):
                 await self._sync_folders()
                 await self._workers.run(sync_directory, self._hidden)
-            except OSError as exc:
-                raise CommitError(f"can't make the files of {self._path} durable: {exc}") from exc
         self._over = True
 
     async def open_folder(self) -> str:
@@ -313,7 +298,7 @@ class JoinedTransaction(LocalTransaction):
         shared = {sink.path for sink in self._sinks if isinstance(sink, LocalPartSink)}
         for file in self._files:
             if file.path not in shared and not self._over:  # else the owner may be publishing them
-                with write_errors(f"remove the unfinished file {file.path}", advice=_BY_HAND):
+                with errors(WriteError, f"remove the unfinished file {file.path}", advice=_BY_HAND):
                     await self._workers.run(remove, file.path)
 
     async def discard_all(self) -> None:
@@ -321,7 +306,7 @@ class JoinedTransaction(LocalTransaction):
 
     async def _discard_all(self) -> None:
         await self._close()
-        with write_errors(f"remove the unfinished checkpoint {self._hidden}", advice=_BY_HAND):
+        with errors(WriteError, f"remove the unfinished checkpoint {self._hidden}", advice=_BY_HAND):
             await self._workers.run(sweep, self._hidden, self._identity)
 
     async def _close(self) -> None:
@@ -363,7 +348,7 @@ class ResumableTransaction(LocalTransaction):
         self._is_open = False
         await self.open_folder()
 
-    async def commit(self, documents: Mapping[str, Document] = _NO_DOCUMENTS) -> None:
+    async def commit(self, documents: Mapping[str, Document] = NO_DOCUMENTS) -> None:
         # Before: the directory may be exchanged for that of an older checkpoint, of which nothing is whole.
         for name in await self.sizes():
             await self.delete_sidecar(mark_of(name))

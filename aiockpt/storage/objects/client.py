@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from aiockpt.core.threads import Workers
 
 _ATTEMPTS = 8
-_LONGEST_S = 60.0  # until the last of them begins
+LONGEST_S = 60.0  # until the last of them begins
 _PAUSE_S = 0.05
 
 
@@ -79,7 +79,7 @@ class ObjectClient(ABC):
         longest_s: how long `put_surely` begins new attempts.
     """
 
-    longest_s = _LONGEST_S
+    longest_s: float = LONGEST_S
 
     @property
     def hasty(self) -> ObjectClient:

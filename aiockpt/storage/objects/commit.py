@@ -82,12 +82,11 @@ def decode_tomb(data: bytes, given: Mapping[str, Any]) -> Commit | None:
 
 @dataclass(slots=True)
 class Claim:
-    """The tombstone of this process, at a key; it is renewed, and may be lost to another process."""
+    """The tombstone of this process, at a key, which it renews."""
 
     key: str
     tomb: Tomb
     stamp: Stamp
-    is_lost: bool = False
 
 
 def encode_commit(

@@ -15,17 +15,14 @@ import socket
 import threading
 import time
 import weakref
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from dataclasses import asdict
 
 from aiockpt.errors import RunLockedError
 from aiockpt.storage.base import LeaseFacts, RunLease, Stamp
+from aiockpt.storage.local.lease import LockFacts, decode_facts
 from aiockpt.storage.local.temp_dir import new_ticket
 from aiockpt.storage.objects.cleaning import liveness_of
 from aiockpt.storage.objects.client import ConditionError, ObjectClient
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 LEASE_NAME = ".aiockpt.lease"
 RENEW_S = 30.0
@@ -36,14 +33,6 @@ logger = logging.getLogger("aiockpt")
 _released: set[str] = set()  # tickets of this process that the store may still show
 
 
-@dataclass(frozen=True, slots=True)
-class ObjectLeaseFacts(LeaseFacts):
-    """The contents of a lease."""
-
-    ticket: str  # empty: it is free
-    beat: str = ""  # differs each time
-
-
 class ObjectLease(RunLease):
     """A lease that this process has taken. A thread renews it."""
 
@@ -51,7 +40,7 @@ class ObjectLease(RunLease):
         self._objects, self._prefix, self._directory = objects, prefix, directory
         self._key = prefix + LEASE_NAME
         self._pid, self._lock, self._ended = os.getpid(), threading.Lock(), threading.Event()
-        self._facts = ObjectLeaseFacts(socket.gethostname(), self._pid, time.time(), new_ticket())
+        self._facts = LockFacts(socket.gethostname(), self._pid, time.time(), new_ticket())
         found = _read(objects, self._key)
         if found is not None and not _is_free(objects, prefix, found):
             raise _locked(directory, found[0])
@@ -69,6 +58,7 @@ class ObjectLease(RunLease):
         self._thread.start()
 
     def _put(self, objects: ObjectClient, before: Stamp, ticket: str | None = None) -> Stamp:
+        # The beat differs each time.
         facts = asdict(self._facts) | {"beat": secrets.token_hex(8)} | ({} if ticket is None else {"ticket": ticket})
         return objects.put_surely(self._key, json.dumps(facts).encode(), before)
 
@@ -154,15 +144,13 @@ def owner_of(objects: ObjectClient, prefix: str) -> LeaseFacts | None:
     return None if found is None or _is_free(objects, prefix, found) else found[0]
 
 
-def _read(objects: ObjectClient, key: str) -> tuple[ObjectLeaseFacts, Stamp, float] | None:
+def _read(objects: ObjectClient, key: str) -> tuple[LockFacts, Stamp, float] | None:
     found = objects.get(key)
-    if found is None:
-        return None
-    facts: Mapping[str, str | int | float] = json.loads(found[1])
-    return ObjectLeaseFacts(**facts), found[0].stamp, found[0].modified  # type: ignore[arg-type] # as they were written
+    facts = None if found is None else decode_facts(found[1])
+    return None if found is None or facts is None else (facts, found[0].stamp, found[0].modified)
 
 
-def _is_free(objects: ObjectClient, prefix: str, found: tuple[ObjectLeaseFacts, Stamp, float]) -> bool:
+def _is_free(objects: ObjectClient, prefix: str, found: tuple[LockFacts, Stamp, float]) -> bool:
     facts, _, modified = found
     if not facts.ticket or facts.ticket in _released:
         return True

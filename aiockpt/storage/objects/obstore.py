@@ -25,7 +25,9 @@ from typing import TYPE_CHECKING, Any
 
 from aiockpt.core.threads import DaemonThreads, outlast
 from aiockpt.errors import AiockptError, WriteError
+from aiockpt.storage.faults import errors
 from aiockpt.storage.objects.client import (
+    LONGEST_S,
     ConditionError,
     NoBucketError,
     NotSentError,
@@ -35,7 +37,7 @@ from aiockpt.storage.objects.client import (
     RefusedError,
 )
 from aiockpt.storage.objects.storage import ObjectStorage
-from aiockpt.storage.remote import errors, put_into
+from aiockpt.storage.remote import put_into
 
 try:
     import obstore
@@ -81,10 +83,13 @@ class ObstoreClient(ObjectClient):
         url: ``s3://bucket``, ``gs://bucket`` or ``az://container``.
         options: of obstore's store.
         conditions: the store honours conditions; else they are looked at before a put.
+        longest_s: see `ObjectClient`.
     """
 
-    def __init__(self, url: str, options: Mapping[str, Any], *, conditions: bool = True) -> None:
-        self.kind, self._conditions = url.partition("://")[0], conditions
+    def __init__(
+        self, url: str, options: Mapping[str, Any], *, conditions: bool = True, longest_s: float = LONGEST_S
+    ) -> None:
+        self.kind, self._conditions, self.longest_s = url.partition("://")[0], conditions, longest_s
         self._given = url, options
         self._hasty: ObstoreClient | None = None
         self._once: ObstoreClient | None = None
@@ -106,7 +111,6 @@ class ObstoreClient(ObjectClient):
     def hasty(self) -> ObstoreClient:
         if self._hasty is None:
             self._hasty = self._limited(_HASTY_S, {"max_retries": 3} | self._given[1].get("retry_config", {}))
-            self._hasty.longest_s = _HASTY_S
         return self._hasty
 
     def _limited(self, limit_s: int, retries: Mapping[str, Any]) -> ObstoreClient:
@@ -117,7 +121,7 @@ class ObstoreClient(ObjectClient):
             "retry_config": {**retries, "retry_timeout": timedelta(seconds=limit_s)},
             "client_options": {**options.get("client_options", {}), **limits},
         }
-        return ObstoreClient(url, {**options, **given}, conditions=self._conditions)
+        return ObstoreClient(url, {**options, **given}, conditions=self._conditions, longest_s=limit_s)
 
     @property
     def store(self) -> Any:
@@ -267,9 +271,7 @@ class ObstoreClient(ObjectClient):
         with self.errors(prefix):
             found = obstore.list_with_delimiter(self.store, prefix[:-1] or None)
         objects = {meta["path"][len(prefix) :]: self._facts(meta) for meta in found["objects"]}
-        is_clock = [name for name in objects if name.startswith(CLOCK_NAME)]
-        for name in is_clock:
-            del objects[name]
+        objects = {name: facts for name, facts in objects.items() if not name.startswith(CLOCK_NAME)}
         return objects, [name[len(prefix) :].rstrip("/") for name in found["common_prefixes"]]
 
     def delete(self, keys: Iterable[str]) -> None:
@@ -373,7 +375,7 @@ class _Upload(ObjectSink):
             self._part_bytes = max(_LEAST_PART_BYTES, len(view), least)
         self.nbytes += len(view)
         is_last = self.nbytes == self._nbytes
-        # Of an object that is held, a last part that is short rests in obstore, and a single one rests here.
+        # Of an object that is held, a last part that is short rests here, and so does a single one.
         is_ready = len(view) == self._part_bytes if self._held else len(view) == self._part_bytes or is_last
         is_ready = is_ready and not (self._held and is_last and self._sending is None)
         if not self._rest and not view.readonly and is_ready:
@@ -449,13 +451,10 @@ class _Upload(ObjectSink):
     async def finish(self) -> None:
         if not self._held:
             await self._complete()
-        elif self._sending is not None:
-            resting = bool(self._rest)
-            if resting:
-                await self._send_rest()
+        elif self._sending is not None:  # but for a last part that is short, as that of a single one
             free = 0
             try:
-                while free < _IN_FLIGHT - resting:
+                while free < _IN_FLIGHT:
                     await self._slot()
                     free += 1
             finally:
@@ -479,13 +478,7 @@ class _Upload(ObjectSink):
 
     async def _complete(self) -> None:
         if self._rest or self._sending is None:
-            is_whole = self._sending is None
-            if self._rest:
-                await self._send_rest(is_whole=is_whole)
-            else:
-                self._sending = asyncio.ensure_future(
-                    obstore.put_async(self._client.store, self._key, b"", use_multipart=False)
-                )
+            await self._send_rest(is_whole=self._sending is None)
         self._feed.queue.put_nowait(StopAsyncIteration)
         await self._sent()
         await self._all_free()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from aiockpt.format.names import METADATA_NAME
 from aiockpt.storage.objects.cleaning import ticket_of
-from aiockpt.storage.objects.client import ConditionError, ObjectFacts
+from aiockpt.storage.objects.client import ConditionError, ObjectClient, ObjectFacts
 from aiockpt.storage.objects.commit import COMMIT_NAME, FILES, Commit, original
 from aiockpt.storage.objects.lease import LEASE_NAME
 from aiockpt.storage.remote import RemoteListing, put_into
@@ -110,36 +110,37 @@ class ObjectListing(RemoteListing):
         commit, own = self.documents[name]
         at = 0
         for offset, length in runs:
-            at += put_into(view[at:], self.storage.document(commit, own, offset, length), seen)
+            at += put_into(view[at:], self.storage.documents.bytes_of(commit, own, offset, length), seen)
         return at
 
 
 class Documents:
     """The documents in commit objects. Those that were read are kept with the commit."""
 
-    def __init__(self) -> None:
+    def __init__(self, objects: ObjectClient) -> None:
+        self._objects = objects
         self._read: dict[tuple[str, Stamp, str], bytes] = {}
 
-    def bytes_of(self, storage: ObjectStorage, commit: Commit, name: str, offset: int, length: int) -> bytes:
+    def bytes_of(self, commit: Commit, name: str, offset: int, length: int) -> bytes:
         """Return bytes of a document; raise OSError, FileNotFoundError if the checkpoint was replaced."""
         at, stored, nbytes = commit.documents[name]
         is_moved = name == METADATA_NAME  # its bytes are not those that are stored
         if not is_moved and (stored > _WHOLE_BYTES or (at + offset >= commit.size - len(commit.tail))):
-            return self._fetch(storage, commit, at + offset, min(length, nbytes - offset))
+            return self._fetch(commit, at + offset, min(length, nbytes - offset))
         key = commit.key, commit.stamp, name
         if key not in self._read:
-            data = self._fetch(storage, commit, at, stored)
+            data = self._fetch(commit, at, stored)
             folder = commit.token.removeprefix(commit.key.removesuffix(COMMIT_NAME))
             self._read = {key: original(data, folder) if is_moved else data}  # of one document at a time
         return self._read[key][offset : offset + length]
 
-    def _fetch(self, storage: ObjectStorage, commit: Commit, begin: int, length: int) -> bytes:
+    def _fetch(self, commit: Commit, begin: int, length: int) -> bytes:
         known = begin - (commit.size - len(commit.tail))
         if known >= 0:
             return commit.tail[known : known + length]
         data = bytearray(length)
         try:
-            count = storage.objects.read(commit.key, [(begin, length)], memoryview(data), None, commit.stamp)
+            count = self._objects.read(commit.key, [(begin, length)], memoryview(data), None, commit.stamp)
         except ConditionError as exc:
             raise FileNotFoundError(f"{commit.key} was replaced") from exc
         return bytes(data[:count])

@@ -32,6 +32,7 @@ from aiockpt.storage.base import (
     Stamp,
     Traits,
 )
+from aiockpt.storage.faults import errors
 from aiockpt.storage.local.temp_dir import copy_ticket, new_ticket
 from aiockpt.storage.objects import cleaning
 from aiockpt.storage.objects.cleaning import (
@@ -62,7 +63,7 @@ from aiockpt.storage.objects.commit import (
 from aiockpt.storage.objects.lease import LEASE_NAME, ObjectLease, owner_of
 from aiockpt.storage.objects.reading import Documents, ObjectListing
 from aiockpt.storage.objects.transaction import ObjectTransaction, entered, is_taken
-from aiockpt.storage.remote import errors, open_remote
+from aiockpt.storage.remote import open_remote
 
 if TYPE_CHECKING:
     from aiockpt.core.threads import Workers
@@ -95,7 +96,7 @@ class ObjectStorage(SharedStorage):
         self.objects = objects
         self._is_checked = conditions == "off"
         self._free: dict[str, None] = {}  # paths above others that are no checkpoints
-        self._documents = Documents()
+        self.documents = Documents(objects)
         self._found_dead: dict[Stamp, float] = {}  # tombstones, and when their owners were
         self._may_delete = False  # as far as is known
         self._leases: WeakValueDictionary[str, ObjectLease] = WeakValueDictionary()  # by prefix
@@ -157,10 +158,6 @@ class ObjectStorage(SharedStorage):
             if found is not None:
                 return found, path[len(at) + 1 :]
         return None
-
-    def document(self, commit: Commit, name: str, offset: int, length: int) -> bytes:
-        """Return bytes of a file that is in a commit object."""
-        return self._documents.bytes_of(self, commit, name, offset, length)
 
     def free_for(self, path: str, *, overwrite: bool, own: str) -> tuple[Commit | None, bool]:
         """Remove what is left at a path; return what a save replaces, or raise CheckpointExistsError if it may not.

@@ -9,7 +9,6 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from aiockpt.core.threads import outlast
@@ -22,13 +21,13 @@ from aiockpt.errors import (
     RunLockedError,
     WriteError,
 )
-from aiockpt.storage.base import Document, FileSink, SharedTransaction, Stamp, Status
+from aiockpt.storage.base import NO_DOCUMENTS, Document, FileSink, SharedTransaction, Stamp, Status
+from aiockpt.storage.faults import errors
 from aiockpt.storage.local.temp_dir import new_ticket, read_ticket, this_process
 from aiockpt.storage.objects import cleaning
 from aiockpt.storage.objects.cleaning import token_name
 from aiockpt.storage.objects.client import ConditionError, NotSentError, ObjectSink, RefusedError
 from aiockpt.storage.objects.commit import COMMIT_NAME, FILES, Claim, Commit, Tomb, encode_commit, encode_tomb
-from aiockpt.storage.remote import errors
 
 if TYPE_CHECKING:
     from aiockpt.core.threads import Workers
@@ -90,7 +89,6 @@ class ObjectTransaction(SharedTransaction):
     _is_held: bool = False
     _would_hide: bool = False  # an object of this very name
     _over: bool = False
-    _revoked: bool = False
     _is_sent: bool = False  # the commit object
     _may_appear: bool = False  # it may have been sent before this took part
 
@@ -107,13 +105,10 @@ class ObjectTransaction(SharedTransaction):
     async def begin(self) -> SharedTransaction:
         """Take the token while it is found out whether the path is free."""
         (self._seen, self._would_hide), _ = await _both(
-            self._workers.run(self._find_free),
+            self._workers.run(self._storage.free_for, self._path, overwrite=self._overwrite, own=self._token),
             self._workers.run(self._open),
         )
         return self
-
-    def _find_free(self) -> tuple[Commit | None, bool]:
-        return self._storage.free_for(self._path, overwrite=self._overwrite, own=self._token)
 
     def _open(self) -> None:
         ticket = read_ticket(self.ticket)
@@ -195,7 +190,7 @@ class ObjectTransaction(SharedTransaction):
 
     # --- the end ------------------------------------------------------------------------------------------
 
-    async def commit(self, documents: Mapping[str, Document] = MappingProxyType({})) -> None:
+    async def commit(self, documents: Mapping[str, Document] = NO_DOCUMENTS) -> None:
         if self._single is not None:
             with errors(CommitError, f"publish {self._path}"):
                 await outlast(self._publish_single(self._single))
@@ -215,9 +210,6 @@ class ObjectTransaction(SharedTransaction):
             if await self.status() == "gone":  # else what this process has written since then would stay
                 raise CommitError(f"{self._path} was given up by another process, which has removed {self._token}")
         self._over = True
-
-    def revoke(self) -> None:
-        self._revoked = True
 
     def _to_publish(self) -> None:
         """Replace the state; from then on nobody discards the files."""
@@ -266,8 +258,9 @@ class ObjectTransaction(SharedTransaction):
                 claim.stamp = await self._workers.run(self._objects.hasty.put_surely, claim.key, data, claim.stamp)
                 renewed = begun
             except OSError as exc:
-                problem, claim.is_lost = exc, isinstance(exc, ConditionError)
-            if claim.is_lost or time.monotonic() - renewed > cleaning.FENCE_S:
+                problem = exc
+            is_lost = isinstance(problem, ConditionError)  # to another process
+            if is_lost or time.monotonic() - renewed > cleaning.FENCE_S:
                 await sink.stop()
                 await asyncio.wait([appearing])
                 appearing.cancelled() or appearing.exception()
@@ -333,8 +326,7 @@ class ObjectTransaction(SharedTransaction):
         raise problem
 
     def _check_revoked(self) -> None:
-        if self._revoked:
-            raise CommitError(f"{self._path} was given up before it was published")
+        self._refuse_if_revoked(self._path)
         try:
             self._storage.check_lease(self._path)
         except RunLockedError as exc:
