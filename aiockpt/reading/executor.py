@@ -296,21 +296,28 @@ class ReadExecutor:
         place, together = read.chunk.place, self.shared
         # A virtual file is read in one part: decoding always starts at its beginning.
         is_virtual = self._source.is_virtual(place.file)
-        part_bytes = align_up(item.nbytes, BLOCK_BYTES) if is_virtual else PART_BYTES
+        direct_bytes = align_up(item.nbytes, BLOCK_BYTES) if is_virtual else PART_BYTES
         first = Cell(phase, place.file, place.offset + item.payload_offset, 0)
         cells = (first._replace(number=number) for number in range(-(-item.nbytes // CELL_BYTES)))
         grid_bytes = CELL_BYTES if together is not None and any(map(together.has, cells)) else 0
-        chunk = ChunkRead(read, item, memory, part_bytes, self._framing, is_fresh=is_fresh, grid_bytes=grid_bytes)
-        if not chunk.is_direct:
-            chunk = ChunkRead(read, item, memory, most, self._framing, grid_bytes=grid_bytes)
+        chunk = ChunkRead(
+            read,
+            item,
+            memory,
+            self._framing,
+            direct_bytes=direct_bytes,
+            buffer_bytes=most,
+            is_fresh=is_fresh,
+            grid_bytes=grid_bytes,
+        )
         parts = chunk.parts
         read.pending = len(parts)
-        where = _CPU if chunk.is_direct else device
+        where = device if chunk.memory is None else _CPU
         if together is None:
             alone += [(where, part) for part in parts]
             return
         for part in parts:
-            cell = first._replace(number=chunk.block_of(part.number))
+            cell = first._replace(number=part.block)
             (shared.setdefault(cell, []) if together.has(cell) else alone).append((where, part))
 
     async def allocate(self, plan: ReadPlan) -> None:
