@@ -70,6 +70,7 @@ PART_BYTES = 16 << 20
 """The most that one thread reads straight into place before it takes the next job."""
 BUFFER_BYTES = 8 << 20
 """The size of a thread's buffer."""
+_CHECKED_BYTES = 4 << 20  # of what is only checked, read at once: each thread has that much in memory
 _RUN_BYTES = 1 << 20  # of neighbouring objects, read at once
 _RUN_GAP_BYTES = 4096
 _LENGTHS_AT_ONCE = 16
@@ -290,7 +291,7 @@ class ReadExecutor:
                 read.memory = torch.empty(0, dtype=torch.uint8, device="cpu")
             return
         memory, is_fresh = None, False
-        if read.target is None:
+        if read.target is None and not read.only_checked:
             read.memory, is_fresh = self._tools.memory.take(item.nbytes)
             memory = memory_of(read.memory)
         place, together = read.chunk.place, self.shared
@@ -306,7 +307,7 @@ class ReadExecutor:
             memory,
             self._framing,
             direct_bytes=direct_bytes,
-            buffer_bytes=most,
+            buffer_bytes=min(most, _CHECKED_BYTES) if read.only_checked else most,
             is_fresh=is_fresh,
             grid_bytes=grid_bytes,
         )

@@ -364,7 +364,8 @@ class ChunkRead:
     """The requested elements of one stored chunk in stored order, which its `parts` read, in whole pages.
 
     A part has up to ``direct_bytes`` if it goes straight to its place, else up to ``buffer_bytes``. Without a target
-    they go to ``memory``, which has room for the whole payload; if it ``is_fresh``, its pages are not faulted in yet.
+    they go to ``memory``, if there is any, which has room for the whole payload; if it ``is_fresh``, its pages are not
+    faulted in yet.
     With ``grid_bytes``, the payload is divided into blocks of that size, and no part has bytes of two; unless elements
     share memory.
     """
@@ -386,7 +387,7 @@ class ChunkRead:
         self.framing = framing
         self.file = read.chunk.place.file
         self.base = read.chunk.place.offset + item.payload_offset
-        if memory is not None:
+        if memory is not None or read.only_checked:
             self.size = 1  # of an element of the stream
             self.stream: StoredStream = as_stream((item.nbytes,), (1,), 0)
         else:

@@ -81,6 +81,7 @@ class TensorRead:
     target: torch.Tensor | None = None
     fills: bool = False  # the target is the caller's, so errors report whether it was changed
     item: TensorItem | None = None  # set when the framing was parsed
+    only_checked: bool = False  # without target: the bytes are dropped once their CRC was checked
     shared: bool = False  # without target: several tensors are views of the memory
     memory: torch.Tensor | None = None  # without target: the payload, dtype uint8
     made: torch.Tensor | None = None  # without target: the tensor, if it is small and not shared
