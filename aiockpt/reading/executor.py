@@ -194,8 +194,7 @@ class ReadExecutor:
         try:
             await self.read(reads, phase, shared_jobs)
         except LoadError as exc:
-            if any(read.fills for read in reads):
-                annotate_partial_load(exc, reads)
+            annotate_partial_load(exc, reads)
             raise
         finally:
             count_change(filled)
