@@ -399,9 +399,10 @@ class ReadExecutor:
             place(placement)
         self.finish(job, begin)
 
-    # --- as the placer of shared reads ----------------------------------------------------------------------
+    # --- for shared reads -----------------------------------------------------------------------------------
 
     def place(self, held: Held, jobs: Sequence[DeviceJob]) -> list[DeviceJob]:
+        """Run jobs whose bytes are in memory; return those for devices. Blocks."""
         with self._source.holding(held):
             for device, job in jobs:
                 if device == _CPU:
@@ -409,10 +410,12 @@ class ReadExecutor:
         return [each for each in jobs if each[0] != _CPU]
 
     async def place_on_devices(self, held: Held, jobs: Sequence[DeviceJob]) -> None:
+        """Run jobs for devices whose bytes are in memory."""
         for job_on in jobs:
             await self._read_to_device(job_on, held)
 
     def finish(self, job: ReadJob, begin: float | None = None) -> None:
+        """Count a job as done, whose bytes are in their place. Blocks for a moment."""
         # The parts of one tensor count down the same counter, and the last one checks the CRC.
         with self._lock:
             job.finish()
