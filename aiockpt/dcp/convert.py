@@ -58,12 +58,14 @@ from aiockpt.sync_checkpointer import SyncCheckpointer
 from aiockpt.writing.file_writer import CommitInputs, FileWriter, FilledChunk, WriterThreads
 
 if TYPE_CHECKING:
+    from aiockpt.core.futures import Call
     from aiockpt.dcp.adapter import AnyCheckpointer
     from aiockpt.options import LoadOptions, Path
     from aiockpt.planning.layout import FileImage
     from aiockpt.saving.handle import SaveHandle
     from aiockpt.storage.base import Storage, Transaction
     from aiockpt.telemetry.loads import ReadReport
+    from aiockpt.telemetry.progress import OnProgress
     from aiockpt.writing.commit import CommitDocuments
 
 _CHUNK_BYTES = 16 << 20
@@ -82,14 +84,25 @@ class Recoding:
     options: LoadOptions  # which keys, as which dtype
     metadata: dict[str, JsonValue] | None  # None: that of the checkpoint
     overwrite: bool
+    staging_bytes: int | None = None
+    progress: OnProgress | None = None
+    is_torch_save: bool = False  # a file of torch.save, maybe one that only torch can read; see `write_checkpoint`
 
-    async def run(self, checkpointer: AnyCheckpointer, tools: LoadTools, report: ReadReport) -> None:
-        """Convert, on the checkpointer's loop; if that fails or is cancelled, leave what was there before."""
+    def start(self, checkpointer: AnyCheckpointer) -> Call[None]:
+        """Start to convert; if that fails or is cancelled, what was there before is left."""
         engine = EngineAccess(checkpointer)
-        storage, path = engine.locate(self.path)
-        place = engine.locate(self.target)
-        opened = await open_checkpoint(storage, path, self.options, tools)
-        await self.convert(opened, *place, tools, report)
+
+        async def run(tools: LoadTools) -> None:
+            with engine.reports.read("convert", os.fspath(self.path), self.progress) as report:
+                if self.is_torch_save:
+                    await write_checkpoint(self, checkpointer, tools, report)
+                    return
+                storage, path = engine.locate(self.path)
+                place = engine.locate(self.target)
+                opened = await open_checkpoint(storage, path, self.options, tools)
+                await self.convert(opened, *place, tools, report)
+
+        return engine.call(run, f"convert {self.path}")
 
     async def convert(
         self, opened: OpenCheckpoint, storage: Storage, target: str, tools: LoadTools, report: ReadReport
