@@ -19,9 +19,8 @@ import anyio
 from isal.isal_zlib import crc32
 
 from aiockpt.errors import CheckpointNotFoundError, CorruptCheckpointError, WriteError, unwrapped
-from aiockpt.format.manifest.manifest import FileFacts, decode_head, disks_in, save_id_of
+from aiockpt.format.manifest.manifest import FileFacts, decode_head, disks_in, facts_in, save_id_of
 from aiockpt.format.names import MANIFEST_NAME, METADATA_NAME
-from aiockpt.format.recognise import facts_in
 
 if TYPE_CHECKING:
     from aiockpt.core.threads import Workers
