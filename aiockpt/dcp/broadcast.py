@@ -33,6 +33,7 @@ from aiockpt.format.keys import hint, matching
 from aiockpt.options import LoadOptions, Path, check_options
 from aiockpt.planning.flatten import StructureError, unflatten
 from aiockpt.planning.ranges import Selection, boxes, overlap, select
+from aiockpt.reading.group_reads import device_of
 
 if TYPE_CHECKING:
     from torch.futures import Future
@@ -180,7 +181,8 @@ class BroadcastingTorchSaveReader(format_utils.BroadcastingTorchSaveReader):
     ) -> None:
         """Broadcast a tensor piece by piece, and copy this rank's regions out of each piece."""
         dtype, shape = contents.tensors[name]
-        device = _device()
+        group = dist.group.WORLD
+        device = torch.device("cpu") if group is None else device_of(group)
         for box in (box for start, stop in _pieces(shape, dtype) for box in boxes(shape, start, stop)):
             piece = torch.empty(box.count, dtype=dtype, device=device)
             if tensor is not None:
@@ -260,16 +262,6 @@ def _pieces(shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[tuple[int, i
     step = most - most % row if 0 < row <= most else most
     for start in range(0, count, step):
         yield start, min(start + step, count)
-
-
-def _device() -> torch.device:
-    """Return the device whose tensors the default group broadcasts."""
-    if not is_distributed() or "gloo" in str(dist.get_backend()) or "cpu:" in str(dist.get_backend()):
-        return torch.device("cpu")
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None:
-        return torch.device("cpu")
-    return torch.device(accelerator.type, torch.get_device_module(accelerator).current_device())
 
 
 def _wanted_by_all(names: list[str]) -> list[str]:

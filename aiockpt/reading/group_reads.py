@@ -57,6 +57,12 @@ _broken: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
 """Groups over which a broadcast has failed: their ranks are at different ones, or no longer connected."""
 
 
+def device_of(group: ProcessGroup) -> torch.device:
+    """Return the device whose tensors a group can broadcast: the host if it can, else this thread's current one."""
+    kinds = [device.type for device in group._device_types]
+    return target_device("cpu" if "cpu" in kinds or not kinds else kinds[0])
+
+
 class Broadcasts:
     """Broadcasts over a process group of the caller's, through host memory if its backend can, else through a device.
 
@@ -86,8 +92,7 @@ class Broadcasts:
         if distributed.get_backend(group) == "fake":
             raise ValueError("the group of share= has the backend 'fake', which sends nothing: pass share=True")
         self.members: Members = name, tuple(around.index(rank) for rank in ranks)
-        kinds = [device.type for device in group._device_types]
-        self._device = target_device("cpu" if "cpu" in kinds or not kinds else kinds[0])
+        self._device = device_of(group)
         self._group = group
 
     @property
