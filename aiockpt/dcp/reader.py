@@ -8,7 +8,6 @@ import math
 import os
 import pathlib
 import uuid
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -19,7 +18,6 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
-from aiockpt.core.extent import reach_bytes
 from aiockpt.dcp.adapter import AnyCheckpointer, borrowed, finished, registered, resolved_target
 from aiockpt.dcp.index import DescribedCheckpoint, DescribedItem, described_item
 from aiockpt.engine.facade import EngineAccess
@@ -32,6 +30,7 @@ from aiockpt.reading.decoded import DecodedSource, VirtualFile
 from aiockpt.reading.executor import LoadTools, ReadExecutor
 from aiockpt.reading.open import read_index, read_rank
 from aiockpt.reading.read_plan import TensorRead, annotate_partial_load
+from aiockpt.reading.targets import contested
 from aiockpt.snapshot.capture import ready_events
 from aiockpt.storage.registry import text_of
 
@@ -265,7 +264,8 @@ class PlanExecution:
                 for request in requests:
                     if request.stored.chunk is not None and not request.is_object and not request.is_quantized:
                         self._resolve(request)
-                self._contested = _contested(requests)
+                targets = ((each.item.dest_index.fqn, each.target) for each in requests)
+                self._contested = contested((name, target) for name, target in targets if target is not None)
             for request in requests:
                 self._add(request)
             self._flush()
@@ -431,22 +431,3 @@ class PlanExecution:
                 f"{item.dest_index.fqn}: a part of it can't be filled from {self._path}, where its scale is another; "
                 "load it as a whole"
             )
-
-
-def _contested(requests: Sequence[_PlannedRead]) -> set[str]:
-    """Return the keys whose targets may share memory with the target of another key."""
-    extents: defaultdict[torch.device, list[tuple[int, int, str]]] = defaultdict(list)
-    for request in requests:
-        tensor = request.target
-        if type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.numel():
-            high = tensor.untyped_storage().data_ptr() + reach_bytes(tensor)
-            extents[tensor.device].append((tensor.data_ptr(), high, request.item.dest_index.fqn))
-    found: set[str] = set()
-    for each in extents.values():
-        end, owner = 0, ""  # of those so far, the one that ends last
-        for low, high, name in sorted(each):
-            if low < end and name != owner:
-                found |= {name, owner}
-            if high > end:
-                end, owner = high, name
-    return found
