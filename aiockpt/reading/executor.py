@@ -19,7 +19,8 @@ import torch
 from aiockpt.core import pages
 from aiockpt.core.machine import BLOCK_BYTES
 from aiockpt.core.spans import span
-from aiockpt.errors import AiockptError, LoadError, printable, sanitize_error, unwrapped
+from aiockpt.core.threads import run_each
+from aiockpt.errors import AiockptError, LoadError, printable, sanitize_error
 from aiockpt.format.item.objects import ScalarDecoder, decode_object
 from aiockpt.format.item.tensor_item import parse_tensor_item
 from aiockpt.planning.collective.sharing import CELL_BYTES, SMALL_CELL_BYTES, Cell
@@ -95,28 +96,6 @@ class LoadTools:
         """Order all copies to accelerators after the caller's events."""
         for device, event in ready.items():
             await self.placer_for(device).begin(event)
-
-
-async def run_each(function: Callable[[T], Awaitable[object]], items: Sequence[T], tasks: int) -> None:
-    """Await ``function(item)`` for all items, in some tasks that each take the next item.
-
-    Raises the first task's own exception instead of an exception group. Cancelling returns when the calls in progress
-    are done.
-    """
-    pending = iter(items)
-
-    async def work() -> None:
-        for item in pending:
-            await anyio.lowlevel.checkpoint_if_cancelled()  # a call into a thread is not a cancellation point
-            await function(item)
-
-    try:
-        async with anyio.create_task_group() as group:
-            for _ in range(min(tasks, len(items))):
-                group.start_soon(work)
-    except BaseExceptionGroup as failures:
-        error = unwrapped(failures)
-        raise error from error.__cause__
 
 
 @dataclass(eq=False)
