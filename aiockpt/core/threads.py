@@ -15,16 +15,17 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from contextvars import ContextVar
 from functools import partial
 from typing import Any, Generic, Literal, ParamSpec, TypeVar
 
 import anyio
+import anyio.lowlevel
 
 from aiockpt.core import spans
-from aiockpt.errors import AiockptError, CheckpointerClosedError, SaveError
+from aiockpt.errors import AiockptError, CheckpointerClosedError, SaveError, unwrapped
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -249,6 +250,28 @@ def _wake(loop: asyncio.AbstractEventLoop, waiter: asyncio.Future[None], _: obje
 
     with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody waits any more
         loop.call_soon_threadsafe(wake)
+
+
+async def run_each(function: Callable[[T], Awaitable[object]], items: Sequence[T], tasks: int) -> None:
+    """Await ``function(item)`` for all items, in some tasks that each take the next item.
+
+    Raises the first task's own exception instead of an exception group. Cancelling returns when the calls in progress
+    are done.
+    """
+    pending = iter(items)
+
+    async def work() -> None:
+        for item in pending:
+            await anyio.lowlevel.checkpoint_if_cancelled()  # a call into a thread is not a cancellation point
+            await function(item)
+
+    try:
+        async with anyio.create_task_group() as group:
+            for _ in range(min(tasks, len(items))):
+                group.start_soon(work)
+    except BaseExceptionGroup as failures:
+        error = unwrapped(failures)
+        raise error from error.__cause__
 
 
 def _step_back(nice: int) -> None:

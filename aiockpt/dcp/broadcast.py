@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import format_utils
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, create_default_local_load_plan
 from torch.distributed.checkpoint.metadata import (
@@ -21,7 +22,6 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
-from torch.distributed.checkpoint.storage import StorageReader
 
 from aiockpt.coordination.choose import is_distributed
 from aiockpt.dcp.adapter import borrowed, finished, resolved_target
@@ -33,6 +33,7 @@ from aiockpt.format.keys import hint, matching
 from aiockpt.options import LoadOptions, Path, check_options
 from aiockpt.planning.flatten import StructureError, unflatten
 from aiockpt.planning.ranges import Selection, boxes, overlap, select
+from aiockpt.reading.group_reads import device_of
 
 if TYPE_CHECKING:
     from torch.futures import Future
@@ -42,11 +43,11 @@ _PIECE_BYTES = 32 << 20
 """Size of the pieces in which a tensor is broadcast."""
 
 
-class BroadcastingTorchSaveReader(StorageReader):
+class BroadcastingTorchSaveReader(format_utils.BroadcastingTorchSaveReader):
     """Reads a ``torch.save`` file on one rank, and broadcasts it tensor by tensor, for ``dcp.load``.
 
-    Replaces torch's class of this name. Objects are loaded as well as tensors, nothing in the file is executed, and no
-    rank holds more than 32 MiB in addition to its own tensors::
+    Replaces torch's class of this name, and is a subclass of it. Objects are loaded as well as tensors, nothing in the
+    file is executed, and no rank holds more than 32 MiB in addition to its own tensors::
 
         dcp.load(
             state_dict,
@@ -74,36 +75,13 @@ class BroadcastingTorchSaveReader(StorageReader):
         safe_globals: Sequence[Any] = (),
         trust: bool = False,
     ) -> None:
-        super().__init__()
-        self.checkpoint_id = checkpoint_id
-        self.coordinator_rank = coordinator_rank
+        super().__init__(checkpoint_id, coordinator_rank)
         self.is_coordinator = False
         self._options = LoadOptions(verify=verify, safe_globals=safe_globals, trust=trust)
         check_options(self._options, into=False)
 
     def __repr__(self) -> str:
         return f"BroadcastingTorchSaveReader({self.checkpoint_id!r}, {self.coordinator_rank})"
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return whether this is a file."""
-        return os.path.isfile(checkpoint_id)
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Prepare for another load, of the file ``checkpoint_id``."""
-        self.checkpoint_id = checkpoint_id
-
-    def read_metadata(self) -> Metadata:
-        """Return empty metadata: `aiockpt.dcp.DynamicMetaLoadPlanner` builds its own from the state dict."""
-        return Metadata(state_dict_metadata={})
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Return this rank's plan unchanged."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plans of all ranks unchanged."""
-        return plans
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
         """Check that the right rank coordinates.
@@ -203,7 +181,8 @@ class BroadcastingTorchSaveReader(StorageReader):
     ) -> None:
         """Broadcast a tensor piece by piece, and copy this rank's regions out of each piece."""
         dtype, shape = contents.tensors[name]
-        device = _device()
+        group = dist.group.WORLD
+        device = torch.device("cpu") if group is None else device_of(group)
         for box in (box for start, stop in _pieces(shape, dtype) for box in boxes(shape, start, stop)):
             piece = torch.empty(box.count, dtype=dtype, device=device)
             if tensor is not None:
@@ -283,16 +262,6 @@ def _pieces(shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[tuple[int, i
     step = most - most % row if 0 < row <= most else most
     for start in range(0, count, step):
         yield start, min(start + step, count)
-
-
-def _device() -> torch.device:
-    """Return the device whose tensors the default group broadcasts."""
-    if not is_distributed() or "gloo" in str(dist.get_backend()) or "cpu:" in str(dist.get_backend()):
-        return torch.device("cpu")
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None:
-        return torch.device("cpu")
-    return torch.device(accelerator.type, torch.get_device_module(accelerator).current_device())
 
 
 def _wanted_by_all(names: list[str]) -> list[str]:

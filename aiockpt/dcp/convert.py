@@ -10,12 +10,10 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import anyio
 import torch
-from isal.isal_zlib import crc32
 
 from aiockpt.core.strides import row_strides
 from aiockpt.core.threads import off_duty
@@ -30,7 +28,7 @@ from aiockpt.errors import (
     UnsafeCheckpointError,
     unwrapped,
 )
-from aiockpt.format.index import Entry, Index, InlineEntry, ItemRange, ObjectEntry, TensorEntry, TensorItem
+from aiockpt.format.index import Entry, Index, InlineEntry, ObjectEntry, TensorEntry
 from aiockpt.format.item.arrays import ARRAY_RECORD
 from aiockpt.format.item.objects import checked_sparse, encode_object, extended_allow_list
 from aiockpt.format.item.ziparchive import ZIP_MAGIC, FramingError, read_archive
@@ -44,7 +42,7 @@ from aiockpt.planning.ranges import boxes, select
 from aiockpt.planning.snapshot import Snapshot, Structure
 from aiockpt.planning.specs import TensorSpec
 from aiockpt.planning.torch_plan import TorchFormat
-from aiockpt.reading.executor import LoadTools, ReadExecutor, run_each
+from aiockpt.reading.executor import LoadTools, ReadExecutor
 from aiockpt.reading.load import CheckpointLoad, chosen_entries
 from aiockpt.reading.open import OpenCheckpoint, open_checkpoint
 from aiockpt.reading.read_plan import ObjectRead, TensorRead, reads_of, value_key
@@ -60,18 +58,18 @@ from aiockpt.sync_checkpointer import SyncCheckpointer
 from aiockpt.writing.file_writer import CommitInputs, FileWriter, FilledChunk, WriterThreads
 
 if TYPE_CHECKING:
+    from aiockpt.core.futures import Call
     from aiockpt.dcp.adapter import AnyCheckpointer
     from aiockpt.options import LoadOptions, Path
     from aiockpt.planning.layout import FileImage
     from aiockpt.saving.handle import SaveHandle
     from aiockpt.storage.base import Storage, Transaction
     from aiockpt.telemetry.loads import ReadReport
+    from aiockpt.telemetry.progress import OnProgress
     from aiockpt.writing.commit import CommitDocuments
 
 _CHUNK_BYTES = 16 << 20
 _CHUNKS = 4
-PART_BYTES = 8 << 20  # of a large tensor, of which the CRC is checked
-_AT_ONCE = 4
 _MOST_EXPANDED_BYTES = 1 << 30
 _CPU = torch.device("cpu")
 
@@ -86,14 +84,25 @@ class Recoding:
     options: LoadOptions  # which keys, as which dtype
     metadata: dict[str, JsonValue] | None  # None: that of the checkpoint
     overwrite: bool
+    staging_bytes: int | None = None
+    progress: OnProgress | None = None
+    is_torch_save: bool = False  # a file of torch.save, maybe one that only torch can read; see `write_checkpoint`
 
-    async def run(self, checkpointer: AnyCheckpointer, tools: LoadTools, report: ReadReport) -> None:
-        """Convert, on the checkpointer's loop; if that fails or is cancelled, leave what was there before."""
+    def start(self, checkpointer: AnyCheckpointer) -> Call[None]:
+        """Start to convert; if that fails or is cancelled, what was there before is left."""
         engine = EngineAccess(checkpointer)
-        storage, path = engine.locate(self.path)
-        place = engine.locate(self.target)
-        opened = await open_checkpoint(storage, path, self.options, tools)
-        await self.convert(opened, *place, tools, report)
+
+        async def run(tools: LoadTools) -> None:
+            with engine.reports.read("convert", os.fspath(self.path), self.progress) as report:
+                if self.is_torch_save:
+                    await write_checkpoint(self, checkpointer, tools, report)
+                    return
+                storage, path = engine.locate(self.path)
+                place = engine.locate(self.target)
+                opened = await open_checkpoint(storage, path, self.options, tools)
+                await self.convert(opened, *place, tools, report)
+
+        return engine.call(run, f"convert {self.path}")
 
     async def convert(
         self, opened: OpenCheckpoint, storage: Storage, target: str, tools: LoadTools, report: ReadReport
@@ -210,35 +219,17 @@ class _Filler:
             reads += reads_of_part(name, entry, piece.start // spec.dtype.itemsize, values)
             is_cut = nbytes < entry.nbytes // entry.dtype.itemsize * spec.dtype.itemsize
             if is_cut and piece.start == 0:  # reads of parts can't check the CRC of the whole
-                await self._check(name, entry)
+                reads += await self._checks(name, entry)
         await self._executor.read(reads)
 
-    async def _check(self, name: str, entry: TensorEntry) -> None:
-        """Check the CRCs of a tensor that is too large to be read at once, unless the caller wants no checks."""
+    async def _checks(self, name: str, entry: TensorEntry) -> list[TensorRead]:
+        """Return reads that check the CRCs of a tensor, unless the caller wants no checks."""
         if not self._options.verify:
-            return
-        reads = [TensorRead(name, entry.dtype, chunk, None) for chunk in entry.chunks if 0 not in chunk.sizes]
+            return []
+        chunks = [chunk for chunk in entry.chunks if 0 not in chunk.sizes]
+        reads = [TensorRead(name, entry.dtype, chunk, only_checked=True) for chunk in chunks]
         await self._executor.prepare(reads)
-        located = [(read.chunk.place, await self._executor.locate(read)) for read in reads]
-        checkable = [each for each in located if each[1].crc is not None]
-        await run_each(partial(self._check_chunk, name), checkable, _AT_ONCE)
-
-    async def _check_chunk(self, name: str, located: tuple[ItemRange, TensorItem]) -> None:
-        """Read a chunk of a tensor part by part, and check its CRC."""
-        place, item = located
-        view, crc = memoryview(bytearray(min(PART_BYTES, item.nbytes))), 0
-
-        def read(at: int, part: memoryview) -> int:
-            self._opened.source.read(place.file, place.offset + item.payload_offset + at, part)
-            return crc32(part, crc)
-
-        for at in range(0, item.nbytes, PART_BYTES):
-            crc = await self._tools.workers.run(read, at, view[: item.nbytes - at])
-        if item.crc != crc:
-            raise CorruptCheckpointError(
-                f"{self._opened.path}/{place.file}: the bytes of {name} do not match their CRC: they changed since "
-                "they were written. Use an older checkpoint."
-            )
+        return [read for read in reads if (await self._executor.locate(read)).crc is not None]
 
 
 def reads_of_part(name: str, entry: TensorEntry, start: int, values: torch.Tensor) -> list[TensorRead]:

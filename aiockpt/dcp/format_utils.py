@@ -11,7 +11,6 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec
 
@@ -19,8 +18,7 @@ import torch
 
 from aiockpt.checkpointer import AsyncCheckpointer
 from aiockpt.dcp.broadcast import BroadcastingTorchSaveReader, DynamicMetaLoadPlanner, EmptyStateDictLoadPlanner
-from aiockpt.dcp.convert import Recoding, write_checkpoint
-from aiockpt.engine.facade import EngineAccess
+from aiockpt.dcp.convert import Recoding
 from aiockpt.errors import AiockptError
 from aiockpt.format.keys import check_patterns
 from aiockpt.format.manifest.manifest import JsonValue, check_user_metadata
@@ -32,11 +30,7 @@ from aiockpt.planning.torch_plan import TorchFormat
 from aiockpt.sync_checkpointer import SyncCheckpointer
 
 if TYPE_CHECKING:
-    from aiockpt.core.futures import Call
-    from aiockpt.dcp.adapter import AnyCheckpointer
     from aiockpt.planning.planner import FileFormat
-    from aiockpt.reading.executor import LoadTools
-    from aiockpt.telemetry.loads import ReadReport
     from aiockpt.telemetry.progress import OnProgress
 
 __all__ = [
@@ -66,26 +60,7 @@ DTYPES |= {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 P = ParamSpec("P")
 
 
-@dataclass(frozen=True, slots=True)
-class _Conversion:
-    """A conversion whose arguments were checked."""
-
-    path: Path  # of what is converted
-    run: Callable[[AnyCheckpointer, LoadTools, ReadReport], Coroutine[Any, Any, None]]  # on the checkpointer's loop
-    staging_bytes: int | None = None
-    progress: OnProgress | None = None
-
-    def start(self, checkpointer: AnyCheckpointer) -> Call[None]:
-        engine = EngineAccess(checkpointer)
-
-        async def run(tools: LoadTools) -> None:
-            with engine.reports.read("convert", os.fspath(self.path), self.progress) as report:
-                await self.run(checkpointer, tools, report)
-
-        return engine.call(run, f"convert {self.path}")
-
-
-def _blocking(prepare: Callable[P, _Conversion]) -> Callable[P, None]:
+def _blocking(prepare: Callable[P, Recoding]) -> Callable[P, None]:
     """Return the function that does what another one prepares."""
 
     @functools.wraps(prepare)
@@ -100,7 +75,7 @@ def _blocking(prepare: Callable[P, _Conversion]) -> Callable[P, None]:
 
 def _async_form(convert: Callable[P, None]) -> Callable[P, Coroutine[Any, Any, None]]:
     """Return the coroutine function of a conversion."""
-    prepare: Callable[P, _Conversion] = convert.__wrapped__  # type: ignore[attr-defined]
+    prepare: Callable[P, Recoding] = convert.__wrapped__  # type: ignore[attr-defined]
 
     async def convert_async(*args: P.args, **kwargs: P.kwargs) -> None:
         conversion = prepare(*args, **kwargs)
@@ -123,7 +98,7 @@ def dcp_to_torch_save(
     verify: bool = True,
     safe_globals: Sequence[Any] = (),
     trust: bool = False,
-) -> _Conversion:
+) -> Recoding:
     """Convert a checkpoint to a file that ``torch.load`` reads. Blocks.
 
     The file appears atomically, complete and durable; if the conversion fails, whatever was there before stays. It
@@ -144,8 +119,7 @@ def dcp_to_torch_save(
             kind. For other errors see `convert_checkpoint`.
     """
     options = _options(verify=verify, safe_globals=safe_globals, trust=trust)
-    recoding = Recoding(dcp_checkpoint_dir, torch_save_path, lambda _: TorchFormat(), options, {}, overwrite)
-    return _Conversion(dcp_checkpoint_dir, recoding.run)
+    return Recoding(dcp_checkpoint_dir, torch_save_path, lambda _: TorchFormat(), options, {}, overwrite)
 
 
 dcp_to_torch_save_async = _async_form(dcp_to_torch_save)
@@ -161,7 +135,7 @@ def torch_save_to_dcp(
     safe_globals: Sequence[Any] = (),
     trust: bool = False,
     staging_bytes: int = _STAGING_BYTES,
-) -> _Conversion:
+) -> Recoding:
     """Convert a ``torch.save`` file to a checkpoint that ``dcp.load`` reads. Blocks.
 
     The checkpoint appears atomically, complete and durable; if the conversion fails, whatever was there before stays.
@@ -181,8 +155,16 @@ def torch_save_to_dcp(
         LoadError: the file can't be read, or holds no state dict. For other errors see `convert_checkpoint`.
     """
     options = _options(verify=verify, safe_globals=safe_globals, trust=trust)
-    recoding = Recoding(torch_save_path, dcp_checkpoint_dir, lambda _: DcpFormat(_FILES), options, {}, overwrite)
-    return _Conversion(torch_save_path, partial(write_checkpoint, recoding), staging_bytes)
+    return Recoding(
+        torch_save_path,
+        dcp_checkpoint_dir,
+        lambda _: DcpFormat(_FILES),
+        options,
+        {},
+        overwrite,
+        staging_bytes,
+        is_torch_save=True,
+    )
 
 
 torch_save_to_dcp_async = _async_form(torch_save_to_dcp)
@@ -200,7 +182,7 @@ def dcp_to_safetensors(
     metadata: Mapping[str, Any] | None = None,
     overwrite: bool = True,
     verify: bool = True,
-) -> _Conversion:
+) -> Recoding:
     """Convert the tensors of a checkpoint to safetensors. Blocks.
 
     The result is what ``save(format="safetensors")`` of the loaded tensors writes. It appears atomically, complete and
@@ -227,8 +209,7 @@ def dcp_to_safetensors(
     is_file = os.fspath(safetensors_path).endswith(SUFFIX)
     file_format = SafetensorsFormat(facts, single_file=is_file, shard_bytes=shard_bytes, file_of=fqn_to_index_mapping)
     options = _options(keys=keys, dtype=dtype, verify=verify)
-    recoding = Recoding(dcp_checkpoint_dir, safetensors_path, lambda _: file_format, options, facts, overwrite)
-    return _Conversion(dcp_checkpoint_dir, recoding.run)
+    return Recoding(dcp_checkpoint_dir, safetensors_path, lambda _: file_format, options, facts, overwrite)
 
 
 dcp_to_safetensors_async = _async_form(dcp_to_safetensors)
@@ -243,7 +224,7 @@ def safetensors_to_dcp(
     dtype: torch.dtype | None = None,
     overwrite: bool = True,
     verify: bool = True,
-) -> _Conversion:
+) -> Recoding:
     """Convert safetensors to a checkpoint that ``dcp.load`` reads. Blocks.
 
     The checkpoint appears atomically, complete and durable; if the conversion fails, whatever was there before stays.
@@ -261,8 +242,7 @@ def safetensors_to_dcp(
         AiockptError: see `convert_checkpoint`.
     """
     options = _options(keys=keys, dtype=dtype, verify=verify)
-    recoding = Recoding(safetensors_path, dcp_checkpoint_dir, lambda _: DcpFormat(_FILES), options, {}, overwrite)
-    return _Conversion(safetensors_path, recoding.run)
+    return Recoding(safetensors_path, dcp_checkpoint_dir, lambda _: DcpFormat(_FILES), options, {}, overwrite)
 
 
 safetensors_to_dcp_async = _async_form(safetensors_to_dcp)
@@ -281,7 +261,7 @@ def convert_checkpoint(
     safe_globals: Sequence[Any] = (),
     trust: bool = False,
     progress: OnProgress | None = None,
-) -> _Conversion:
+) -> Recoding:
     """Convert a checkpoint of any format that we load to any format that we save, in bounded memory. Blocks.
 
     The result appears atomically, complete and durable; if the conversion fails, whatever was there before stays. At
@@ -324,7 +304,7 @@ def convert_checkpoint(
     }
     if to not in forms:
         raise ValueError(f"to must be 'dcp', 'torch' or 'safetensors', not {to!r}")
-    return _Conversion(path, Recoding(path, target, forms[to], options, None, overwrite).run, progress=progress)
+    return Recoding(path, target, forms[to], options, None, overwrite, progress=progress)
 
 
 convert_checkpoint_async = _async_form(convert_checkpoint)

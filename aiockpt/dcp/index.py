@@ -32,25 +32,17 @@ if TYPE_CHECKING:
 class DescribedItem:
     """An item of a checkpoint."""
 
-    info: _StorageInfo  # its location in torch's metadata
+    range: ItemRange  # the bytes to read: of a transformed item, its virtual file
     dtype: torch.dtype | None = None  # None: an object
     chunk: StoredChunk | None = None  # the chunk of a tensor that it holds; None: an object
     inline: InlineEntry | None = None  # the object itself, if it is stored in the index
-    virtual: VirtualFile | None = None  # the file through which a transformed item is read
-
-    @property
-    def range(self) -> ItemRange:
-        """The bytes to read: of a transformed item, its virtual file."""
-        if self.virtual is not None:
-            return ItemRange(self.virtual.name, 0, self.virtual.most)
-        return ItemRange(self.info.relative_path, self.info.offset, self.info.length)
 
 
 class DescribedCheckpoint:
-    """A checkpoint's metadata in torch's form (``metadata``), with the `StoredItem` of each location in it."""
+    """A checkpoint's metadata in torch's form (``metadata``), with the `DescribedItem` of each location in it."""
 
     def __init__(self, index: Index, transformed: Mapping[str, VirtualFile] | None = None) -> None:
-        self._items: dict[int, DescribedItem] = {}
+        self._items: dict[int, tuple[_StorageInfo, ItemRange, DescribedItem]] = {}
         self._incomplete: dict[str, TensorEntry] = {}
         described: dict[str, Any] = {}
         locations: dict[MetadataIndex, _StorageInfo] = {}
@@ -58,21 +50,21 @@ class DescribedCheckpoint:
             described[name] = _describe(entry)
             if isinstance(entry, TensorEntry) and not entry.is_whole:
                 self._incomplete[name] = entry
-            for key, item in _items(name, entry, transformed or {}):
-                locations[key] = item.info
-                self._items[id(item.info)] = item
+            for key, item in _items(name, entry):
+                virtual = (transformed or {}).get(item.range.file)
+                stored = item.range if virtual is None else virtual.place
+                locations[key] = info = storage_info(stored)
+                self._items[id(info)] = info, stored, item
         self.metadata = Metadata(described, planner_data=dict(index.paths.items()), storage_data=locations)
         if hasattr(self.metadata, "version"):  # since torch 2.8
             self.metadata.version = DCP_VERSION
 
     def find(self, info: _StorageInfo) -> DescribedItem | None:
         """Return the item of a location that is an object of this metadata, unchanged; None for any other."""
-        item = self._items.get(id(info))
-        if item is None or item.info is not info:
+        known, stored, item = self._items.get(id(info), (None, None, None))
+        if known is not info or stored is None:
             return None
-        stored = item.range if item.chunk is None else item.chunk.place
-        place = stored if item.virtual is None else item.virtual.place
-        return item if place[:3] == (info.relative_path, info.offset, info.length) else None
+        return item if stored[:3] == (info.relative_path, info.offset, info.length) else None
 
     def check_held(self, path: str, state_dict: Mapping[str, Any]) -> None:
         """Raise CorruptCheckpointError if this is one rank's metadata, and not all that a state wants is in it."""
@@ -106,30 +98,15 @@ def _describe(entry: Entry) -> TensorStorageMetadata | BytesStorageMetadata:
     return TensorStorageMetadata(TensorProperties(dtype=entry.dtype), torch.Size(entry.shape), chunks)
 
 
-def _items(
-    name: str, entry: Entry, transformed: Mapping[str, VirtualFile]
-) -> list[tuple[MetadataIndex, DescribedItem]]:
+def _items(name: str, entry: Entry) -> list[tuple[MetadataIndex, DescribedItem]]:
     if isinstance(entry, TensorEntry):
         return [
-            (
-                MetadataIndex(name, torch.Size(chunk.offsets), number),
-                _item_at(chunk.place, transformed, entry.dtype, chunk),
-            )
-            for number, chunk in enumerate(entry.chunks)
+            (MetadataIndex(name, torch.Size(each.offsets), number), DescribedItem(each.place, entry.dtype, each))
+            for number, each in enumerate(entry.chunks)
         ]
     if isinstance(entry, InlineEntry):
-        return [(MetadataIndex(name), DescribedItem(_StorageInfo("", 0, 0), inline=entry))]
-    return [(MetadataIndex(name), _item_at(entry.place, transformed))]
-
-
-def _item_at(
-    place: ItemRange,
-    transformed: Mapping[str, VirtualFile],
-    dtype: torch.dtype | None = None,
-    chunk: StoredChunk | None = None,
-) -> DescribedItem:
-    virtual = transformed.get(place.file)
-    return DescribedItem(storage_info(place if virtual is None else virtual.place), dtype, chunk, virtual=virtual)
+        return [(MetadataIndex(name), DescribedItem(ItemRange("", 0, 0), inline=entry))]
+    return [(MetadataIndex(name), DescribedItem(entry.place))]
 
 
 def storage_info(place: ItemRange) -> _StorageInfo:
@@ -157,12 +134,11 @@ def _item_in_foreign_metadata(metadata: Metadata, path: str, index: MetadataInde
             f"{path}: {index.fqn} is stored with the transforms {info.transform_descriptors}, which are not known here"
         )
     entry = metadata.state_dict_metadata.get(index.fqn)
-    if not isinstance(entry, TensorStorageMetadata):
-        return DescribedItem(info)
     place = ItemRange(info.relative_path, info.offset, info.length)
+    if not isinstance(entry, TensorStorageMetadata):
+        return DescribedItem(place)
     for chunk in entry.chunks:
         if chunk.offsets == index.offset:
-            return DescribedItem(
-                info, entry.properties.dtype, StoredChunk(tuple(chunk.offsets), tuple(chunk.sizes), place)
-            )
+            stored = StoredChunk(tuple(chunk.offsets), tuple(chunk.sizes), place)
+            return DescribedItem(place, entry.properties.dtype, stored)
     raise CorruptCheckpointError(f"{path}: the metadata describes no chunk of {index.fqn} at {index.offset}")

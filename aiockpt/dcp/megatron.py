@@ -43,7 +43,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from aiockpt.coordination.choose import is_distributed
 from aiockpt.core.machine import BLOCK_BYTES
 from aiockpt.dcp.adapter import borrowed
-from aiockpt.dcp.writer import FileSystemWriter, files_of, locations_of, resolved, results_of, write_items
+from aiockpt.dcp.writer import FileSystemWriter, files_of, resolved, results_of, write_items
 from aiockpt.errors import AiockptError, CheckpointExistsError, SaveError, WriteError
 from aiockpt.format.index import ItemRange
 from aiockpt.planning.dcp_plan import DcpFormat
@@ -159,7 +159,6 @@ class FileSystemWriterAsync(FileSystemWriter):
         self.use_cached_data_structure = use_cached_data_structure
         self.use_cpu_shm_for_gpu_tensors = use_cpu_shm_for_gpu_tensors
         self.is_multi_proc_io = is_multiproc_io
-        self._is_coordinator = False
         self._buckets: list[WriteBucket] | None = None
         self._block: torch.Tensor | None = None
         self._results: str | None = None
@@ -190,11 +189,6 @@ class FileSystemWriterAsync(FileSystemWriter):
     def register_shm_drain_callback(cls, fn: Callable[[], object] | None) -> None:
         """Register a function that waits for earlier saves, called before shared memory is reused; None removes it."""
         FileSystemWriterAsync._shm_drain_callback = fn
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Store this rank's role in the save; see `aiockpt.dcp.FileSystemWriter.set_up_storage_writer`."""
-        super().set_up_storage_writer(is_coordinator, *args, **kwargs)
-        self._is_coordinator = is_coordinator
 
     def _path(self) -> str:
         return os.fspath(self.checkpoint_dir) if self.use_msc else super()._path()
@@ -457,10 +451,8 @@ class FileSystemWriterAsync(FileSystemWriter):
         if not self.use_msc:
             super().finish(metadata, results)
             return
-        names = set(files_of(results))
-        metadata.storage_data = locations_of(metadata, results, {name: name for name in names})
-        metadata.storage_meta = self.storage_meta()
-        obsolete = self._replaced_files() - names
+        self._complete(metadata, results)
+        obsolete = self._replaced_files() - set(files_of(results))
         self._msc.write(self._url(".metadata"), pickle.dumps(metadata))
         for name in obsolete:
             self._msc.delete(self._url(name))

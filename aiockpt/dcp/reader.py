@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import math
 import os
 import pathlib
 import uuid
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +18,6 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
-from aiockpt.core.extent import reach_bytes
 from aiockpt.dcp.adapter import AnyCheckpointer, borrowed, finished, registered, resolved_target
 from aiockpt.dcp.index import DescribedCheckpoint, DescribedItem, described_item
 from aiockpt.engine.facade import EngineAccess
@@ -32,8 +30,8 @@ from aiockpt.reading.decoded import DecodedSource, VirtualFile
 from aiockpt.reading.executor import LoadTools, ReadExecutor
 from aiockpt.reading.open import read_index, read_rank
 from aiockpt.reading.read_plan import TensorRead, annotate_partial_load
+from aiockpt.reading.targets import contested
 from aiockpt.snapshot.capture import ready_events
-from aiockpt.snapshot.optimizer_hooks import count_change
 from aiockpt.storage.registry import text_of
 
 if TYPE_CHECKING:
@@ -126,12 +124,10 @@ class FileSystemReader(filesystem.FileSystemReader):
             options = self._options
             return read_index(source, path, safe_globals=options.safe_globals, trust=options.trust, as_stored=True)
 
-        with borrowed(self._checkpointer, **self._settings) as checkpointer:
-            engine = EngineAccess(checkpointer)
-            with self._opened(engine) as (source, path):
-                call = engine.call(lambda tools: tools.workers.run(read, source, path), f"metadata of {path}")
-                index = call.result()
-                self._transformed = source.items
+        with self._opened() as (engine, source, path):
+            call = engine.call(lambda tools: tools.workers.run(read, source, path), f"metadata of {path}")
+            index = call.result()
+            self._transformed = source.items
         self._described = DescribedCheckpoint(index, self._transformed)
         metadata = self._described.metadata
         stored = {name: value for name, value in index.storage_meta.items() if name in StorageMeta.__dataclass_fields__}
@@ -171,33 +167,29 @@ class FileSystemReader(filesystem.FileSystemReader):
         """
         if self._metadata is None:
             raise LoadError("read_data needs set_up_storage_reader before it, which dcp.load calls")
-        with borrowed(self._checkpointer, **self._settings) as checkpointer:
-            engine = EngineAccess(checkpointer)
-            with self._opened(engine) as (source, path):
-                source.know(self._transformed)
-                state = getattr(planner, "state_dict", None)  # of DefaultLoadPlanner and its subclasses
-                if self._described is not None and isinstance(state, dict):
-                    self._described.check_held(path, state)
-                items = [
-                    (i, described_item(self._metadata, self._described, path, i.storage_index)) for i in plan.items
-                ]
-                PlanExecution(engine, source, path, self._options, planner).run(items)
+        with self._opened() as (engine, source, path):
+            source.know(self._transformed)
+            state = getattr(planner, "state_dict", None)  # of DefaultLoadPlanner and its subclasses
+            if self._described is not None and isinstance(state, dict):
+                self._described.check_held(path, state)
+            items = [(i, described_item(self._metadata, self._described, path, i.storage_index)) for i in plan.items]
+            PlanExecution(engine, source, path, self._options, planner).run(items)
         return finished(None)
 
-    @contextmanager
-    def _opened(self, engine: EngineAccess) -> Iterator[tuple[DecodedSource, str]]:
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[tuple[EngineAccess, DecodedSource, str]]:
         """Open the checkpoint's files, and close them afterwards."""
-        transforms = list(engine.transforms)
-        if self._registry is not None:
-            used = {name for item in self._transformed.values() for name in item.place.transforms}
-            transforms += registered(self._registry, used)
-        storage, path = engine.locate(self.path, self._storage, self._storage_options)
-        call = engine.call(lambda tools: storage.open(path, workers=tools.workers), f"open {path}")
-        source = DecodedSource(call.result(drop=lambda opened: opened.close()), path, transforms)
-        try:
-            yield source, path
-        finally:
-            source.close()
+        with borrowed(self._checkpointer, **self._settings) as checkpointer:
+            engine = EngineAccess(checkpointer)
+            transforms = list(engine.transforms)
+            if self._registry is not None:
+                used = {name for item in self._transformed.values() for name in item.place.transforms}
+                transforms += registered(self._registry, used)
+            storage, path = engine.locate(self.path, self._storage, self._storage_options)
+            call = engine.call(lambda tools: storage.open(path, workers=tools.workers), f"open {path}")
+            source = DecodedSource(call.result(drop=lambda opened: opened.close()), path, transforms)
+            with contextlib.closing(source):
+                yield engine, source, path
 
 
 def _fs_path(path: Path) -> Path:
@@ -272,13 +264,13 @@ class PlanExecution:
                 for request in requests:
                     if request.stored.chunk is not None and not request.is_object and not request.is_quantized:
                         self._resolve(request)
-                self._contested = _contested(requests)
+                targets = ((each.item.dest_index.fqn, each.target) for each in requests)
+                self._contested = contested((name, target) for name, target in targets if target is not None)
             for request in requests:
                 self._add(request)
             self._flush()
         except LoadError as exc:
-            if any(read.fills for read in self._reads):
-                annotate_partial_load(exc, self._reads)
+            annotate_partial_load(exc, self._reads)
             raise
 
     def _add(self, request: _PlannedRead) -> None:
@@ -362,14 +354,9 @@ class PlanExecution:
             for at in range(0, len(objects), _OBJECTS_AT_A_TIME):
                 await tools.workers.run(self._read_objects, objects[at : at + _OBJECTS_AT_A_TIME])
             reader = ReadExecutor(self._source, self._path, self._options, tools, self._known)
-            await reader.read([request.read for request in window if request.read is not None])
+            await reader.fill([request.read for request in window if request.read is not None], filled)
 
-        # Before and after, for autograd and for saves that are copying these tensors: see `ReadExecutor.fill`.
-        count_change(filled)
-        try:
-            self._engine.call(read, f"load {self._path}").result()
-        finally:
-            count_change(filled)
+        self._engine.call(read, f"load {self._path}").result()
         for request in window:
             self._deliver(request)
 
@@ -444,22 +431,3 @@ class PlanExecution:
                 f"{item.dest_index.fqn}: a part of it can't be filled from {self._path}, where its scale is another; "
                 "load it as a whole"
             )
-
-
-def _contested(requests: Sequence[_PlannedRead]) -> set[str]:
-    """Return the keys whose targets may share memory with the target of another key."""
-    extents: defaultdict[torch.device, list[tuple[int, int, str]]] = defaultdict(list)
-    for request in requests:
-        tensor = request.target
-        if type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.numel():
-            high = tensor.untyped_storage().data_ptr() + reach_bytes(tensor)
-            extents[tensor.device].append((tensor.data_ptr(), high, request.item.dest_index.fqn))
-    found: set[str] = set()
-    for each in extents.values():
-        end, owner = 0, ""  # of those so far, the one that ends last
-        for low, high, name in sorted(each):
-            if low < end and name != owner:
-                found |= {name, owner}
-            if high > end:
-                end, owner = high, name
-    return found

@@ -129,6 +129,7 @@ class FileSystemWriter(filesystem.FileSystemWriter):
             self.serialization_format = serialization_format
         self.rank: int | None = None
         self.use_collectives = True
+        self._is_coordinator = False
         self._transforms = [ExtensionTransform(extension) for extension in _extensions or ()]
         self._staging_bytes = staging_bytes
         self._direct_io = direct_io
@@ -189,6 +190,7 @@ class FileSystemWriter(filesystem.FileSystemWriter):
             is_coordinator: whether this rank makes the global plan.
             kwargs: ``rank``: its number; ``use_collectives``: whether the ranks save one checkpoint together.
         """
+        self._is_coordinator = is_coordinator
         self.rank = kwargs.get("rank")
         self.use_collectives = kwargs.get("use_collectives", True)
 

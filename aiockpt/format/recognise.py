@@ -35,6 +35,7 @@ from aiockpt.format.manifest.manifest import (
     FileFacts,
     decode_head,
     disks_in,
+    facts_in,
     is_of_another_save,
     parts_in,
     save_id_of,
@@ -494,14 +495,6 @@ def assess(found: Recognised, files: Mapping[str, int], fetch: Fetch, *, is_part
         case "safetensors" | "torch":
             problem = next(filter(None, (_file_problem(name, files[name], fetch, found) for name in found.files)), "")
     return Assessment("damaged" if problem else "complete", problem)
-
-
-def facts_in(head: Mapping[str, Any]) -> dict[str, FileFacts] | None:
-    """Return the files that a manifest lists; None if it is damaged."""
-    try:
-        return {n: FileFacts(int(each["bytes"]), int(each["crc32"], 16)) for n, each in head["files"].items()}
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
-        return None
 
 
 def wrong_file(listed: Mapping[str, FileFacts], files: Mapping[str, int]) -> str:

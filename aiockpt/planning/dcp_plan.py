@@ -17,11 +17,9 @@ from aiockpt.planning.collective.messages import inventory_of, places_of
 from aiockpt.planning.collective.plan import plan_globally
 from aiockpt.planning.layout import FileImage, align_up, assign_buckets, bucket_count, lay_out
 from aiockpt.planning.planner import FileFormat, Layout, RankLeaves, SavePlan, StateSummary
-from aiockpt.planning.specs import TensorSpec, describe, unstorable
+from aiockpt.planning.specs import TensorSpec, unstorable
 
 if TYPE_CHECKING:
-    import torch
-
     from aiockpt.format.item.ziparchive import Framing
     from aiockpt.format.manifest.index_writer import Drafts
     from aiockpt.planning.snapshot import Snapshot
@@ -75,10 +73,6 @@ class DcpFormat(FileFormat):
         self._max_buckets = max_buckets
         self._hints = tuple(separation_hints)
         self.name = repr(("dcp", max_buckets, *self._hints))
-
-    def describe(self, tensor: torch.Tensor) -> TensorSpec | None:
-        """Describe a tensor; its dense strides are kept."""
-        return describe(tensor)
 
     def framing(self, name: str, spec: TensorSpec) -> Framing:
         wrong = unstorable(spec.dtype, len(spec.shape))

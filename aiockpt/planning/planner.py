@@ -14,6 +14,7 @@ from aiockpt.core.lazy import lazy_property
 from aiockpt.core.machine import BLOCK_BYTES
 from aiockpt.format.item.arrays import ARRAY_TYPES, tensor_of
 from aiockpt.planning.flatten import flatten
+from aiockpt.planning.specs import TensorSpec, describe
 
 if TYPE_CHECKING:
     from aiockpt.format.index import ItemRange
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from aiockpt.format.manifest.manifest import JsonValue
     from aiockpt.planning.layout import FileImage
     from aiockpt.planning.snapshot import Snapshot, Structure
-    from aiockpt.planning.specs import TensorSpec
 
 
 @dataclass
@@ -132,9 +132,9 @@ class FileFormat(ABC):
     def check(self, names: Sequence[str], specs: Sequence[TensorSpec | None]) -> None:
         """Raise `SaveError`, naming the key, for a tensor that the format can't hold."""
 
-    @abstractmethod
     def describe(self, tensor: torch.Tensor) -> TensorSpec | None:
-        """Return how a tensor is stored; None if it is stored as an object."""
+        """Return how a tensor is stored, by default with its dense strides; None if it is stored as an object."""
+        return describe(tensor)
 
     @abstractmethod
     def framing(self, name: str, spec: TensorSpec) -> Framing:

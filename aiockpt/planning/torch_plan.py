@@ -18,11 +18,11 @@ from aiockpt.format.torch_file.framing import frame_archive
 from aiockpt.planning.flatten import unflatten
 from aiockpt.planning.layout import ITEM_ALIGNMENT, align_up, lay_out
 from aiockpt.planning.planner import FileFormat, Layout, RankLeaves, SavePlan, StateSummary
-from aiockpt.planning.specs import TensorSpec, describe
 
 if TYPE_CHECKING:
     from aiockpt.format.item.ziparchive import Framing
     from aiockpt.planning.snapshot import Snapshot
+    from aiockpt.planning.specs import TensorSpec
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,6 @@ class TorchFormat(FileFormat):
 
     def __init__(self, wrapped: str | None = None) -> None:
         self._wrapped = wrapped
-
-    def describe(self, tensor: torch.Tensor) -> TensorSpec | None:
-        """Describe a tensor; its dense strides are kept."""
-        return describe(tensor)
 
     def framing(self, name: str, spec: TensorSpec) -> Framing:
         raise SaveError(f"{name} can't be framed alone: a torch.save file has one pickle for all tensors")

@@ -19,7 +19,8 @@ import torch
 from aiockpt.core import pages
 from aiockpt.core.machine import BLOCK_BYTES
 from aiockpt.core.spans import span
-from aiockpt.errors import AiockptError, LoadError, printable, sanitize_error, unwrapped
+from aiockpt.core.threads import run_each
+from aiockpt.errors import AiockptError, LoadError, printable, sanitize_error
 from aiockpt.format.item.objects import ScalarDecoder, decode_object
 from aiockpt.format.item.tensor_item import parse_tensor_item
 from aiockpt.planning.collective.sharing import CELL_BYTES, SMALL_CELL_BYTES, Cell
@@ -70,6 +71,7 @@ PART_BYTES = 16 << 20
 """The most that one thread reads straight into place before it takes the next job."""
 BUFFER_BYTES = 8 << 20
 """The size of a thread's buffer."""
+_CHECKED_BYTES = 4 << 20  # of what is only checked, read at once: each thread has that much in memory
 _RUN_BYTES = 1 << 20  # of neighbouring objects, read at once
 _RUN_GAP_BYTES = 4096
 _LENGTHS_AT_ONCE = 16
@@ -94,28 +96,6 @@ class LoadTools:
         """Order all copies to accelerators after the caller's events."""
         for device, event in ready.items():
             await self.placer_for(device).begin(event)
-
-
-async def run_each(function: Callable[[T], Awaitable[object]], items: Sequence[T], tasks: int) -> None:
-    """Await ``function(item)`` for all items, in some tasks that each take the next item.
-
-    Raises the first task's own exception instead of an exception group. Cancelling returns when the calls in progress
-    are done.
-    """
-    pending = iter(items)
-
-    async def work() -> None:
-        for item in pending:
-            await anyio.lowlevel.checkpoint_if_cancelled()  # a call into a thread is not a cancellation point
-            await function(item)
-
-    try:
-        async with anyio.create_task_group() as group:
-            for _ in range(min(tasks, len(items))):
-                group.start_soon(work)
-    except BaseExceptionGroup as failures:
-        error = unwrapped(failures)
-        raise error from error.__cause__
 
 
 @dataclass(eq=False)
@@ -193,8 +173,7 @@ class ReadExecutor:
         try:
             await self.read(reads, phase, shared_jobs)
         except LoadError as exc:
-            if any(read.fills for read in reads):
-                annotate_partial_load(exc, reads)
+            annotate_partial_load(exc, reads)
             raise
         finally:
             count_change(filled)
@@ -290,27 +269,34 @@ class ReadExecutor:
                 read.memory = torch.empty(0, dtype=torch.uint8, device="cpu")
             return
         memory, is_fresh = None, False
-        if read.target is None:
+        if read.target is None and not read.only_checked:
             read.memory, is_fresh = self._tools.memory.take(item.nbytes)
             memory = memory_of(read.memory)
         place, together = read.chunk.place, self.shared
         # A virtual file is read in one part: decoding always starts at its beginning.
         is_virtual = self._source.is_virtual(place.file)
-        part_bytes = align_up(item.nbytes, BLOCK_BYTES) if is_virtual else PART_BYTES
+        direct_bytes = align_up(item.nbytes, BLOCK_BYTES) if is_virtual else PART_BYTES
         first = Cell(phase, place.file, place.offset + item.payload_offset, 0)
         cells = (first._replace(number=number) for number in range(-(-item.nbytes // CELL_BYTES)))
         grid_bytes = CELL_BYTES if together is not None and any(map(together.has, cells)) else 0
-        chunk = ChunkRead(read, item, memory, part_bytes, self._framing, is_fresh=is_fresh, grid_bytes=grid_bytes)
-        if not chunk.is_direct:
-            chunk = ChunkRead(read, item, memory, most, self._framing, grid_bytes=grid_bytes)
+        chunk = ChunkRead(
+            read,
+            item,
+            memory,
+            self._framing,
+            direct_bytes=direct_bytes,
+            buffer_bytes=min(most, _CHECKED_BYTES) if read.only_checked else most,
+            is_fresh=is_fresh,
+            grid_bytes=grid_bytes,
+        )
         parts = chunk.parts
         read.pending = len(parts)
-        where = _CPU if chunk.is_direct else device
+        where = device if chunk.memory is None else _CPU
         if together is None:
             alone += [(where, part) for part in parts]
             return
         for part in parts:
-            cell = first._replace(number=chunk.block_of(part.number))
+            cell = first._replace(number=part.block)
             (shared.setdefault(cell, []) if together.has(cell) else alone).append((where, part))
 
     async def allocate(self, plan: ReadPlan) -> None:
@@ -392,9 +378,10 @@ class ReadExecutor:
             place(placement)
         self.finish(job, begin)
 
-    # --- as the placer of shared reads ----------------------------------------------------------------------
+    # --- for shared reads -----------------------------------------------------------------------------------
 
     def place(self, held: Held, jobs: Sequence[DeviceJob]) -> list[DeviceJob]:
+        """Run jobs whose bytes are in memory; return those for devices. Blocks."""
         with self._source.holding(held):
             for device, job in jobs:
                 if device == _CPU:
@@ -402,10 +389,12 @@ class ReadExecutor:
         return [each for each in jobs if each[0] != _CPU]
 
     async def place_on_devices(self, held: Held, jobs: Sequence[DeviceJob]) -> None:
+        """Run jobs for devices whose bytes are in memory."""
         for job_on in jobs:
             await self._read_to_device(job_on, held)
 
     def finish(self, job: ReadJob, begin: float | None = None) -> None:
+        """Count a job as done, whose bytes are in their place. Blocks for a moment."""
         # The parts of one tensor count down the same counter, and the last one checks the CRC.
         with self._lock:
             job.finish()

@@ -39,7 +39,8 @@ if TYPE_CHECKING:
     from aiockpt.core.threads import Workers
     from aiockpt.planning.collective.sharing import Cell, Share
     from aiockpt.reading.decoded import DecodedSource, DecodedStream
-    from aiockpt.reading.sharing import DeviceJob, Placer, SharedJobs
+    from aiockpt.reading.executor import ReadExecutor
+    from aiockpt.reading.sharing import DeviceJob, SharedJobs
 
 Members = tuple[str, tuple[int, ...]]
 """The name of a process group, the same on all of its ranks; and their numbers in the checkpointer, in its order."""
@@ -54,6 +55,12 @@ logger = logging.getLogger("aiockpt")
 
 _broken: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
 """Groups over which a broadcast has failed: their ranks are at different ones, or no longer connected."""
+
+
+def device_of(group: ProcessGroup) -> torch.device:
+    """Return the device whose tensors a group can broadcast: the host if it can, else this thread's current one."""
+    kinds = [device.type for device in group._device_types]
+    return target_device("cpu" if "cpu" in kinds or not kinds else kinds[0])
 
 
 class Broadcasts:
@@ -85,8 +92,7 @@ class Broadcasts:
         if distributed.get_backend(group) == "fake":
             raise ValueError("the group of share= has the backend 'fake', which sends nothing: pass share=True")
         self.members: Members = name, tuple(around.index(rank) for rank in ranks)
-        kinds = [device.type for device in group._device_types]
-        self._device = target_device("cpu" if "cpu" in kinds or not kinds else kinds[0])
+        self._device = device_of(group)
         self._group = group
 
     @property
@@ -160,7 +166,7 @@ class GroupReads(ReadsTogether):
     def close(self) -> None:
         """Do nothing: a broadcast that has failed may still use its buffer, and `leave` comes after this."""
 
-    async def run(self, phase: int, jobs: SharedJobs, placer: Placer) -> None:
+    async def run(self, phase: int, jobs: SharedJobs, executor: ReadExecutor) -> None:
         """Take part in all broadcasts up to a phase; see `ReadsTogether.run`."""
         turns = list(itertools.takewhile(lambda share: share.cells[0].phase <= phase, self._left))
         if not turns:
@@ -190,7 +196,7 @@ class GroupReads(ReadsTogether):
         async def place(share: Share) -> None:
             if any(cell in jobs for cell in share.cells):
                 message = lent[share.number].view
-                await placer.place_on_devices(*await self._workers.run(self._place, share, message, jobs, placer))
+                await executor.place_on_devices(*await self._workers.run(self._place, share, message, jobs, executor))
             buffers.give_back(lent.pop(share.number))
             (may_read if share.reader == self._rank else may_receive).release()
 
@@ -251,14 +257,14 @@ class GroupReads(ReadsTogether):
         return False
 
     def _place(
-        self, share: Share, message: memoryview, jobs: SharedJobs, placer: Placer
+        self, share: Share, message: memoryview, jobs: SharedJobs, executor: ReadExecutor
     ) -> tuple[Held, list[DeviceJob]]:
         """Put a message into place; return what is for devices."""
         view = message[: -_TRAILER.size]
         held = Held(share.cells[0].file, share.begin, view)
         is_mine = share.reader == self._rank
         if is_mine or _TRAILER.unpack_from(message, len(view)) == (share.number, _HAS_BYTES, crc32(view)):
-            return held, placer.place(held, jobs_of(share, jobs))
+            return held, executor.place(held, jobs_of(share, jobs))
         if not self._is_wrong:
             logger.warning("%s: what rank %d has sent came changed; is the group in use?", self._named, share.reader)
         self._is_wrong = True

@@ -361,11 +361,13 @@ def _has_strides(target: torch.Tensor, item: TensorItem) -> bool:
 
 
 class ChunkRead:
-    """The requested elements of one stored chunk in stored order, read in parts of up to ``part_bytes``, whole pages.
+    """The requested elements of one stored chunk in stored order, which its `parts` read, in whole pages.
 
-    Without a target they go to ``memory``, which has room for the whole payload; if it ``is_fresh``, its pages are not
-    faulted in yet. With ``grid_bytes``, the payload is divided into blocks of that size, and no part has bytes of two;
-    unless elements share memory.
+    A part has up to ``direct_bytes`` if it goes straight to its place, else up to ``buffer_bytes``. Without a target
+    they go to ``memory``, if there is any, which has room for the whole payload; if it ``is_fresh``, its pages are not
+    faulted in yet.
+    With ``grid_bytes``, the payload is divided into blocks of that size, and no part has bytes of two; unless elements
+    share memory.
     """
 
     def __init__(
@@ -373,144 +375,80 @@ class ChunkRead:
         read: TensorRead,
         item: TensorItem,
         memory: memoryview | None,
-        part_bytes: int,
         framing: FramingReader,
         *,
+        direct_bytes: int,
+        buffer_bytes: int,
         is_fresh: bool = False,
         grid_bytes: int = 0,
     ) -> None:
         self.read = read
         self.item = item
-        self._framing = framing
+        self.framing = framing
         self.file = read.chunk.place.file
-        self._base = read.chunk.place.offset + item.payload_offset
-        if memory is not None:
-            self._size = 1
-            self._stream: StoredStream = as_stream((item.nbytes,), (1,), 0)
+        self.base = read.chunk.place.offset + item.payload_offset
+        if memory is not None or read.only_checked:
+            self.size = 1  # of an element of the stream
+            self.stream: StoredStream = as_stream((item.nbytes,), (1,), 0)
         else:
-            self._size = item.dtype.itemsize
+            self.size = item.dtype.itemsize
             part = select_item(item, read.selections)
-            self._stream = as_stream(part.shape, part.stride, part.storage_offset)
-        self.nbytes = self._stream.count * self._size
-        self._memory = memory if memory is not None else self._target_memory()
-        self._is_fresh = is_fresh
-        self.part_bytes = min(part_bytes, max(BLOCK_BYTES, self._stream.run * self._size * _MAX_RUNS))
-        self.part_bytes -= self.part_bytes % BLOCK_BYTES
+            self.stream = as_stream(part.shape, part.stride, part.storage_offset)
+        self.nbytes = self.stream.count * self.size
+        self.memory = memory if memory is not None else self._target_memory()  # None: it goes through a buffer
+        self.is_fresh = is_fresh
+        most = min(
+            buffer_bytes if self.memory is None else direct_bytes,
+            max(BLOCK_BYTES, self.stream.run * self.size * _MAX_RUNS),
+        )
         # The CRC covers the whole payload in stored order: a part of the payload, or one in runs, can't be checked.
-        self._is_verified = framing.verify and item.crc is not None and self._is_one_run and self.nbytes == item.nbytes
-        self._grid_bytes = grid_bytes if self._stream.is_increasing else 0
-        edges = [*self._edges(self._grid_bytes), self.nbytes]
-        self._bounds = [at for low, high in pairwise(edges) for at in range(low, high, self.part_bytes)]
-        self._crcs = [0] * len(self._bounds)
+        self.is_verified = framing.verify and item.crc is not None and self.is_one_run and self.nbytes == item.nbytes
+        self.grid_bytes = grid_bytes if self.stream.is_increasing else 0
+        edges = [*self._edges(self.grid_bytes), self.nbytes]
+        step = most - most % BLOCK_BYTES
+        self._bounds = [at for low, high in pairwise(edges) for at in range(low, high, step)]
+        self.crcs = [0] * len(self._bounds)  # of the parts
         self._bounds.append(self.nbytes)
 
     @property
-    def is_direct(self) -> bool:
-        """Whether the bytes go straight into their target's memory, without a buffer."""
-        return self._memory is not None
+    def parts(self) -> list[ChunkPart]:
+        return [ChunkPart(self, number, *bounds) for number, bounds in enumerate(pairwise(self._bounds))]
 
     @property
-    def parts(self) -> list[ChunkPart]:
-        return [ChunkPart(self, number) for number in range(len(self._crcs))]
-
-    def nbytes_of(self, number: int) -> int:
-        """Return the length of a part."""
-        return self._bounds[number + 1] - self._bounds[number]
-
-    def block_of(self, number: int) -> int:
-        """Return the number of the block of the payload that has all of a part; -1 if it may be in several."""
-        if not self._grid_bytes:
-            return -1
-        return self._stream.at(self._bounds[number] // self._size) * self._size // self._grid_bytes
+    def is_one_run(self) -> bool:
+        return self.stream.run == self.stream.count
 
     def _edges(self, grid_bytes: int) -> list[int]:
         """Return where the stream, if it is not empty, enters a block of the payload."""
         if not grid_bytes or not self.nbytes:
             return [0] if self.nbytes else []
-        size, stream = self._size, self._stream
+        size, stream = self.size, self.stream
         first, last = (stream.at(number) * size // grid_bytes for number in (0, stream.count - 1))
         inner = (stream.before(block * grid_bytes // size) * size for block in range(first + 1, last + 1))
         return list(dict.fromkeys([0, *inner]))
 
-    @property
-    def _is_one_run(self) -> bool:
-        return self._stream.run == self._stream.count
-
-    def read_part(self, number: int, buffer: Buffer) -> list[Placement]:
-        """Read a part; return the copies out of the buffer that are left to do. Blocks."""
-        start, stop = self._bounds[number : number + 2]
-        if self._memory is not None:
-            self._fill(number, start, stop, self.memory_of_part(number))
-            return []
-        # Same offset in the page as in the file, as O_DIRECT requires; unless the buffer lacks the room, or values
-        # would be at odd addresses, on which vector instructions fault.
-        skip = self._at(start) % BLOCK_BYTES
-        if skip + stop - start > len(buffer.view) or skip % self._size:
-            skip = 0
-        view = buffer.view[skip : skip + stop - start]
-        self._fill(number, start, stop, view)
-        if len(self._crcs) == 1:
-            self.check_crc()  # before the target is changed; with several parts `finish` can do so only afterwards
-        self._begin()
-        return self._placements(start // self._size, torch.frombuffer(view, dtype=torch.uint8))
-
-    def takes(self, number: int, begin: int, end: int) -> bool:
-        """Return whether a part is these bytes of the file, and is written to memory as they are stored."""
-        at = self._at(self._bounds[number])
-        return self._memory is not None and self._is_one_run and (at, at + self.nbytes_of(number)) == (begin, end)
-
-    def memory_of_part(self, number: int) -> memoryview:
-        """Return the memory of a part that `takes` its bytes, to write them there. Blocks for a moment."""
-        self._begin()
-        assert self._memory is not None
-        part = self._memory[self._bounds[number] : self._bounds[number + 1]]
-        if self._is_fresh:
-            pages.fault_in(ctypes.addressof(ctypes.c_char.from_buffer(part)), len(part))
-        return part
-
-    def set_crc(self, number: int, crc: int) -> None:
-        self._crcs[number] = crc
-
-    def check_crc(self) -> None:
-        """Raise if the bytes of all parts do not match the CRC of the payload."""
-        if not self._is_verified:
-            return
-        crc = 0
-        for number, part in enumerate(self._crcs):
-            crc = crc32_combine(crc, part, self.nbytes_of(number))
-        if crc != self.item.crc:
-            raise self._framing.wrong_crc(self.read, self.item)
-
-    def _begin(self) -> None:
+    def begin(self) -> None:
+        """Note that the target changes from now on; raise if its memory was freed."""
         _check_target(self.read)
         self.read.begun = True
 
-    def _at(self, start: int) -> int:
+    def offset_of(self, start: int) -> int:
         """Return the file offset of a byte of the stream, if it is one run."""
-        return self._base + self._stream.offset * self._size + start
+        return self.base + self.stream.offset * self.size + start
 
-    def _fill(self, number: int, start: int, stop: int, view: memoryview) -> None:
-        source = self._framing.source
-        if not self._is_one_run:
-            size = self._size
-            runs = self._stream.runs(start // size, stop // size)
-            source.read_runs(self.file, [(self._base + at * size, count * size) for at, count in runs], view)
-        elif not self._is_verified:
-            source.read(self.file, self._at(start), view)
-        else:
-            crc = 0
+    def check_crc(self) -> None:
+        """Raise if the bytes of all parts do not match the CRC of the payload."""
+        if not self.is_verified:
+            return
+        crc = 0
+        for part, (start, stop) in zip(self.crcs, pairwise(self._bounds), strict=True):
+            crc = crc32_combine(crc, part, stop - start)
+        if crc != self.item.crc:
+            raise self.framing.wrong_crc(self.read, self.item)
 
-            # Called after each step of the read, while its bytes are still in the CPU's cache.
-            def seen(part: memoryview) -> None:
-                nonlocal crc
-                crc = crc32(part, crc)
-
-            source.read(self.file, self._at(start), view, seen)
-            self._crcs[number] = crc
-
-    def _placements(self, start: int, data: torch.Tensor) -> list[Placement]:
+    def placements(self, start: int, data: torch.Tensor) -> list[Placement]:
         """Return the boxes of the target that the elements from ``start`` on belong to."""
-        target, item, stream = self.read.target, self.item, self._stream
+        target, item, stream = self.read.target, self.item, self.stream
         if target is None:
             return []
         values = data.view(item.dtype)
@@ -528,7 +466,7 @@ class ChunkRead:
 
     def _target_memory(self) -> memoryview | None:
         """Return the memory of the target if it equals the stream byte for byte."""
-        target, stream, item = self.read.target, self._stream, self.item
+        target, stream, item = self.read.target, self.stream, self.item
         if (
             target is None
             or not is_host(target.device)
@@ -547,33 +485,83 @@ class ChunkRead:
 
 @dataclass(eq=False, slots=True)
 class ChunkPart:
-    """One part of a `ChunkRead`."""
+    """One part of a `ChunkRead`: the bytes ``start`` to ``stop`` of its stream."""
 
     chunk: ChunkRead
     number: int
+    start: int
+    stop: int
 
     @property
     def nbytes(self) -> int:
-        return self.chunk.nbytes_of(self.number)
+        return self.stop - self.start
 
     @property
     def file(self) -> str:
         return self.chunk.file
 
+    @property
+    def block(self) -> int:
+        """The number of the block of the payload that has all of it; -1 if it may be in several."""
+        chunk = self.chunk
+        if not chunk.grid_bytes:
+            return -1
+        return chunk.stream.at(self.start // chunk.size) * chunk.size // chunk.grid_bytes
+
     def takes(self, begin: int, end: int) -> bool:
         """Return whether it is these bytes of the file, and writes them to memory as they are stored."""
-        return self.chunk.takes(self.number, begin, end)
+        at = self.chunk.offset_of(self.start)
+        return self.chunk.memory is not None and self.chunk.is_one_run and (at, at + self.nbytes) == (begin, end)
 
     def memory(self) -> memoryview:
-        """Return where it writes what it `takes`, for others to do so. Blocks for a moment."""
-        return self.chunk.memory_of_part(self.number)
+        """Return where it writes its bytes if it does so without a buffer, for others to do it. Blocks for a moment."""
+        self.chunk.begin()
+        assert self.chunk.memory is not None
+        part = self.chunk.memory[self.start : self.stop]
+        if self.chunk.is_fresh:
+            pages.fault_in(ctypes.addressof(ctypes.c_char.from_buffer(part)), len(part))
+        return part
 
     def set_crc(self, crc: int) -> None:
-        """Note the CRC-32 of what others have written to `memory`."""
-        self.chunk.set_crc(self.number, crc)
+        """Note the CRC-32 of what was written to `memory`."""
+        self.chunk.crcs[self.number] = crc
 
     def read(self, buffer: Buffer) -> list[Placement]:
-        return self.chunk.read_part(self.number, buffer)
+        """Read it; return the copies out of the buffer that are left to do. Blocks."""
+        chunk = self.chunk
+        if chunk.memory is not None:
+            self._fill(self.memory())
+            return []
+        # Same offset in the page as in the file, as O_DIRECT requires; unless the buffer lacks the room, or values
+        # would be at odd addresses, on which vector instructions fault.
+        skip = chunk.offset_of(self.start) % BLOCK_BYTES
+        if skip + self.nbytes > len(buffer.view) or skip % chunk.size:
+            skip = 0
+        view = buffer.view[skip : skip + self.nbytes]
+        self._fill(view)
+        if len(chunk.crcs) == 1:
+            chunk.check_crc()  # before the target is changed; with several parts `finish` can do so only afterwards
+        chunk.begin()
+        return chunk.placements(self.start // chunk.size, torch.frombuffer(view, dtype=torch.uint8))
+
+    def _fill(self, view: memoryview) -> None:
+        chunk, source = self.chunk, self.chunk.framing.source
+        if not chunk.is_one_run:
+            size = chunk.size
+            runs = chunk.stream.runs(self.start // size, self.stop // size)
+            source.read_runs(self.file, [(chunk.base + at * size, count * size) for at, count in runs], view)
+        elif not chunk.is_verified:
+            source.read(self.file, chunk.offset_of(self.start), view)
+        else:
+            crc = 0
+
+            # Called after each step of the read, while its bytes are still in the CPU's cache.
+            def seen(part: memoryview) -> None:
+                nonlocal crc
+                crc = crc32(part, crc)
+
+            source.read(self.file, chunk.offset_of(self.start), view, seen)
+            self.set_crc(crc)
 
     def finish(self) -> None:
         """Count the part as done; the last one checks the CRC of the chunk. Callers take turns."""

@@ -81,6 +81,7 @@ class TensorRead:
     target: torch.Tensor | None = None
     fills: bool = False  # the target is the caller's, so errors report whether it was changed
     item: TensorItem | None = None  # set when the framing was parsed
+    only_checked: bool = False  # without target: the bytes are dropped once their CRC was checked
     shared: bool = False  # without target: several tensors are views of the memory
     memory: torch.Tensor | None = None  # without target: the payload, dtype uint8
     made: torch.Tensor | None = None  # without target: the tensor, if it is small and not shared
@@ -252,11 +253,13 @@ def reads_of(
 
 
 def annotate_partial_load(error: LoadError, reads: Sequence[TensorRead]) -> None:
-    """Add to an error which of the caller's tensors were filled, and which hold only a part."""
+    """Add to an error which of the caller's tensors, if there are any, were filled, and which hold only a part."""
     begun: dict[str, bool] = {}
     for read in reads:
         if read.fills:
             begun[read.name] = begun.get(read.name, False) or read.begun
+    if not begun:
+        return
     unfinished = {read.name for read in reads if read.fills and read.pending}
     placed = tuple(name for name in begun if name not in unfinished)
     annotate(error, len(begun), placed, tuple(name for name in begun if name in unfinished and begun[name]))

@@ -16,6 +16,7 @@ from aiockpt.core.threads import check_asyncio, has_loop
 from aiockpt.errors import AiockptError, LoadError
 from aiockpt.format.index import ObjectEntry
 from aiockpt.options import LoadOptions, check_options
+from aiockpt.planning.layout import split_in_order
 from aiockpt.reading.info import (
     ObjectInfo,
     TensorInfo,
@@ -243,18 +244,10 @@ class _Reader(Mapping[str, "TensorInfo | ObjectInfo"]):
         wanted = self._wanted(request.keys)
         if request.order == "file":
             wanted.sort(key=lambda each: each.position)
-        most = min(_GROUP_BYTES, request.buffer_bytes)
-        groups: list[list[ReadRequest]] = []
-        sizes: list[int] = []
-        for each in wanted:
-            nbytes = each.nbytes(request.dtype)
-            if groups and sizes[-1] + nbytes <= most:
-                groups[-1].append(each)
-                sizes[-1] += nbytes
-            else:
-                groups.append([each])
-                sizes.append(nbytes)
-        return _Ahead(self, list(zip(groups, sizes, strict=True)), request)
+        sizes = {number: each.nbytes(request.dtype) for number, each in enumerate(wanted)}
+        groups = split_in_order(sizes, min(_GROUP_BYTES, request.buffer_bytes))
+        found = [([wanted[n] for n in each], sum(sizes[n] for n in each)) for each in groups if each]
+        return _Ahead(self, found, request)
 
 
 class _Ahead:

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from aiockpt.core.threads import Workers
     from aiockpt.format.index import Index, ItemRange
     from aiockpt.reading.decoded import DecodedSource, DecodedStream
+    from aiockpt.reading.executor import ReadExecutor
     from aiockpt.reading.jobs import ReadJob
     from aiockpt.reading.read_plan import TensorRead
 
@@ -112,26 +113,13 @@ def hash_of(index: Index) -> int:
 # --- moving bytes -------------------------------------------------------------------------------------------
 
 
-class Placer(Protocol):
-    """Carries out jobs whose bytes are in memory."""
-
-    def place(self, held: Held, jobs: Sequence[DeviceJob]) -> list[DeviceJob]:
-        """Put bytes into host memory; return the jobs of devices. Blocks."""
-
-    async def place_on_devices(self, held: Held, jobs: Sequence[DeviceJob]) -> None:
-        """Put bytes into the memory of devices."""
-
-    def finish(self, job: ReadJob) -> None:
-        """Count a job as done, whose bytes are in their place. Blocks for a moment."""
-
-
 class ReadsTogether(Protocol):
     """A rank's part in the shared reads of one load."""
 
     def has(self, cell: Cell) -> bool:
         """Return whether this rank may get a cell by `run`."""
 
-    async def run(self, phase: int, jobs: SharedJobs, placer: Placer) -> None:
+    async def run(self, phase: int, jobs: SharedJobs, executor: ReadExecutor) -> None:
         """Get all cells of a phase, and carry out their jobs.
 
         Removes these from ``jobs``; those that stay are of cells that did not come.
@@ -208,7 +196,7 @@ class SharedReads(ReadsTogether):
         self._to_read.arena.close()
         self._to_receive.arena.close()
 
-    async def run(self, phase: int, jobs: SharedJobs, placer: Placer) -> None:
+    async def run(self, phase: int, jobs: SharedJobs, executor: ReadExecutor) -> None:
         mine: list[Share] = []
         theirs: defaultdict[int, dict[int, Share]] = defaultdict(dict)
         for share in dict.fromkeys(self.shares.values()):
@@ -236,17 +224,17 @@ class SharedReads(ReadsTogether):
                 for share in group:
                     await anyio.lowlevel.checkpoint_if_cancelled()  # a call into a thread is not a cancellation point
                     is_last = share is group[-1]
-                    left = await self.workers.run(self._read, share, stream, jobs, placer, is_last=is_last)
+                    left = await self.workers.run(self._read, share, stream, jobs, executor, is_last=is_last)
                     try:
                         if left.jobs:
-                            await placer.place_on_devices(left.held, left.jobs)
+                            await executor.place_on_devices(left.held, left.jobs)
                     finally:
                         self._to_read.give_back(left.lent)
 
         async def receive(reader: int, expected: dict[int, Share]) -> None:
-            while (left := await self.workers.run(self._receive, reader, expected, jobs, placer)) is not None:
+            while (left := await self.workers.run(self._receive, reader, expected, jobs, executor)) is not None:
                 try:
-                    await placer.place_on_devices(left.held, left.jobs)
+                    await executor.place_on_devices(left.held, left.jobs)
                 finally:
                     self._to_receive.give_back(left.lent)
                 self._release(reader)
@@ -275,7 +263,7 @@ class SharedReads(ReadsTogether):
         return file if self.source.is_virtual(file) else ""
 
     def _read(
-        self, share: Share, stream: DecodedStream | None, jobs: SharedJobs, placer: Placer, *, is_last: bool
+        self, share: Share, stream: DecodedStream | None, jobs: SharedJobs, executor: ReadExecutor, *, is_last: bool
     ) -> _ForDevices:
         """Read what is shared, send it, and put it into place."""
         file, begin, end = share.cells[0].file, share.begin, share.end
@@ -299,11 +287,11 @@ class SharedReads(ReadsTogether):
             if whole:
                 whole.set_crc(crc32(view))
                 jobs.pop(share.cells[-1])
-                placer.finish(whole)
+                executor.finish(whole)
                 return _ForDevices(Held(file, begin, view), [], None)
             held = Held(file, begin, view)
             announced = [self._announce(lent, *each, share.number) for each in near]
-            left = placer.place(held, jobs_of(share, jobs))
+            left = executor.place(held, jobs_of(share, jobs))
             for (taker, wire, _, _), ticket in zip(near, announced, strict=True):
                 self._await(lent, taker, wire, ticket)
             return _ForDevices(held, left, lent)
@@ -341,7 +329,9 @@ class SharedReads(ReadsTogether):
         if self.wires.outbound.pop(taker, None) is not None:
             logger.warning("rank %d sends nothing more to rank %d: %s", self.rank, taker, error)
 
-    def _receive(self, reader: int, expected: dict[int, Share], jobs: SharedJobs, placer: Placer) -> _ForDevices | None:
+    def _receive(
+        self, reader: int, expected: dict[int, Share], jobs: SharedJobs, executor: ReadExecutor
+    ) -> _ForDevices | None:
         """Receive what a rank reads, and put it into place; return what is for devices, None at the end."""
         wire = self.wires.inbound.get(reader)
         if wire is None:
@@ -352,7 +342,7 @@ class SharedReads(ReadsTogether):
                 share = expected.pop(head.number, None)
                 if share is None or head.nbytes != share.takers[0][2] - share.takers[0][1]:
                     raise LinkBrokenError("it has sent something else")
-                left = self._take(wire, head, share, jobs, placer)
+                left = self._take(wire, head, share, jobs, executor)
                 if left is not None:
                     return left
                 self._release(reader)
@@ -362,24 +352,26 @@ class SharedReads(ReadsTogether):
             del self.wires.inbound[reader]
         return None
 
-    def _take(self, wire: Wire, head: Head, share: Share, jobs: SharedJobs, placer: Placer) -> _ForDevices | None:
+    def _take(
+        self, wire: Wire, head: Head, share: Share, jobs: SharedJobs, executor: ReadExecutor
+    ) -> _ForDevices | None:
         file, (_, begin, end) = share.cells[0].file, share.takers[0]
         if isinstance(wire, MemoryWire):
             held = Held(file, begin, wire.view(head))
-            on_devices = placer.place(held, jobs_of(share, jobs))
+            on_devices = executor.place(held, jobs_of(share, jobs))
             return _ForDevices(held, on_devices, None) if on_devices else None
         if (whole := _whole(share, jobs, begin, end)) is not None:
             _fill(wire, head, whole.memory())
             whole.set_crc(head.check)
             jobs.pop(share.cells[-1])
-            placer.finish(whole)
+            executor.finish(whole)
             return None
         lent = self._to_receive.take(begin, end)
         on_devices = []
         try:
             _fill(wire, head, lent.view)
             held = Held(file, begin, lent.view)
-            on_devices = placer.place(held, jobs_of(share, jobs))
+            on_devices = executor.place(held, jobs_of(share, jobs))
             return _ForDevices(held, on_devices, lent) if on_devices else None
         finally:
             if not on_devices:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -219,7 +218,7 @@ def place_in_memory(leaf: Any) -> tuple[object, ...] | None:
 @gc_pause()
 def find_twins(regions: Sequence[Region]) -> list[tuple[Region, Region]]:
     """Return pairs of tied targets that are stored as different items, whose values must then be equal."""
-    if not _may_overlap([each.tensor for each in regions]):
+    if not contested((each.name, each.tensor) for each in regions):
         return []
     distinct: dict[object, Region] = {}
     for each in regions:
@@ -245,16 +244,24 @@ def find_twins(regions: Sequence[Region]) -> list[tuple[Region, Region]]:
     return found
 
 
-def _may_overlap(tensors: Sequence[torch.Tensor]) -> bool:
-    """Return whether two tensors may have bytes in common: False is certain, True is not."""
-    extents: dict[torch.device, list[tuple[int, int]]] = defaultdict(list)
-    for tensor in tensors:
-        if type(tensor) in TENSOR_TYPES and tensor.numel():
+def contested(tensors: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+    """Return the names whose tensors may have bytes in common with a tensor of another name."""
+    extents: defaultdict[torch.device, list[tuple[int, int, str]]] = defaultdict(list)
+    for name, tensor in tensors:
+        if type(tensor) in TENSOR_TYPES and tensor.layout is torch.strided and tensor.numel():
             begin = tensor.data_ptr()
             is_dense = tensor.is_contiguous()
             end = begin + tensor.nbytes if is_dense else tensor.untyped_storage().data_ptr() + reach_bytes(tensor)
-            extents[tensor.device].append((begin, end))
-    return any(begin < end for each in extents.values() for (_, end), (begin, _) in pairwise(sorted(each)))
+            extents[tensor.device].append((begin, end, name))
+    found: set[str] = set()
+    for each in extents.values():
+        end, owner = 0, ""  # of those so far, the one that ends last
+        for low, high, name in sorted(each):
+            if low < end and name != owner:
+                found |= {name, owner}
+            if high > end:
+                end, owner = high, name
+    return found
 
 
 def _view_key(tensor: torch.Tensor) -> tuple[object, ...]:

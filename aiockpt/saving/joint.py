@@ -12,9 +12,8 @@ from isal.isal_zlib import crc32
 
 from aiockpt.core.wording import some_of
 from aiockpt.errors import AiockptError, SaveCancelledError, SaveError, printable
-from aiockpt.format.manifest.manifest import FileFacts, Manifest, decode_head, encode_manifest, with_parts
+from aiockpt.format.manifest.manifest import FileFacts, Manifest, decode_head, encode_manifest, facts_in, with_parts
 from aiockpt.format.names import MANIFEST_NAME
-from aiockpt.format.recognise import facts_in
 from aiockpt.planning.dcp_plan import DcpLayout, DcpPlan
 from aiockpt.planning.planner import SavePlan, StateSummary, Summary
 from aiockpt.saving.strategy import SaveStrategy, result_of

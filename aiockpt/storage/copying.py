@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING
 import anyio
 from isal.isal_zlib import crc32
 
-from aiockpt.errors import CheckpointNotFoundError, CorruptCheckpointError, WriteError, unwrapped
-from aiockpt.format.manifest.manifest import FileFacts, decode_head, disks_in, save_id_of
+from aiockpt.core.threads import run_each
+from aiockpt.errors import CheckpointNotFoundError, CorruptCheckpointError, WriteError
+from aiockpt.format.manifest.manifest import FileFacts, decode_head, disks_in, facts_in, save_id_of
 from aiockpt.format.names import MANIFEST_NAME, METADATA_NAME
-from aiockpt.format.recognise import facts_in
 from aiockpt.telemetry.mirrors import MirrorResult
 
 if TYPE_CHECKING:
@@ -149,20 +149,13 @@ class _CopyTask:
         self._workers, self._limit, self._buffers = workers, limit, _ChunkBuffers()
 
     async def copy(self, files: Mapping[str, FileFacts]) -> None:
-        pending, left = iter(files.items()), set(files)
+        left = set(files)
 
-        async def work() -> None:
-            for name, facts in pending:
-                await self._copy(name, facts)
-                left.discard(name)
+        async def copy(name: str) -> None:
+            await self._copy(name, files[name])
+            left.discard(name)
 
-        try:
-            async with anyio.create_task_group() as group:
-                for _ in range(min(_FILES, len(files))):
-                    group.start_soon(work)
-        except BaseExceptionGroup as failures:
-            error = unwrapped(failures)
-            raise error from error.__cause__
+        await run_each(copy, list(files), _FILES)
         if left:  # a task was cancelled alone, of which its group says nothing
             raise WriteError(f"{self._path} was not copied to its end: {', '.join(sorted(left))}")
 

@@ -45,9 +45,8 @@ from aiockpt.errors import (
     RunLockedError,
     WriteError,
 )
-from aiockpt.format.manifest.manifest import DiskFacts, decode_head, disks_in, with_disks
+from aiockpt.format.manifest.manifest import DiskFacts, decode_head, disks_in, facts_in, with_disks
 from aiockpt.format.names import MANIFEST_NAME
-from aiockpt.format.recognise import facts_in
 from aiockpt.storage.base import (
     NO_DOCUMENTS,
     Document,

@@ -189,7 +189,7 @@ def test_objects_of_foreign_classes_are_copied_without_being_unpickled(tmp_path:
 @pytest.mark.parametrize("to", FORMATS)
 @pytest.mark.parametrize("dtype", [None, torch.float64])
 def test_sharded_and_large_tensors(to: str, dtype: torch.dtype | None, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("aiockpt.dcp.convert.PART_BYTES", 4096)
+    monkeypatch.setattr("aiockpt.reading.executor.BUFFER_BYTES", 4096)
     monkeypatch.setattr("aiockpt.dcp.convert._CHUNK_BYTES", 8192)
     state = {
         "long": torch.randn(9001),
@@ -205,7 +205,7 @@ def test_sharded_and_large_tensors(to: str, dtype: torch.dtype | None, tmp_path:
 
 @pytest.mark.parametrize("to", FORMATS)
 def test_damage_is_found_where_large_tensors_are_cast(to: str, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("aiockpt.dcp.convert.PART_BYTES", 4096)
+    monkeypatch.setattr("aiockpt.reading.executor.BUFFER_BYTES", 4096)
     monkeypatch.setattr("aiockpt.dcp.convert._CHUNK_BYTES", 8192)
     source = write("dcp", tmp_path / "in", {"w": torch.arange(9000.0)})
     file = source / "__0_0.distcp"

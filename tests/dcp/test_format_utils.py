@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 import aiockpt
 from aiockpt.dcp import convert
 from aiockpt.dcp import format_utils as ours
+from aiockpt.reading import executor
 from tests.dcp.test_reader import Settings, state_of
 from tests.memory import peak_growth
 from tests.ranks.world import World
@@ -86,7 +87,7 @@ def test_views_of_one_storage_become_separate_tensors(kind: str, tmp_path: Path)
 @pytest.mark.parametrize("writer", ["torch", "aiockpt"])
 def test_large_tensors_are_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writer: str) -> None:
     monkeypatch.setattr(convert, "_CHUNK_BYTES", 64 * 1024)
-    monkeypatch.setattr(convert, "PART_BYTES", 64 * 1024)
+    monkeypatch.setattr(executor, "BUFFER_BYTES", 64 * 1024)
     state = {
         "large": random_tensor(torch.float32, (777, 913), 1),
         "strided": random_tensor(torch.bfloat16, (300, 1001), 2).t(),

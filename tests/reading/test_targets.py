@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from aiockpt.reading.targets import _may_overlap
+from aiockpt.reading.targets import contested
 
 
-def test_may_overlap_misses_no_shared_address() -> None:
+def test_contested_misses_no_shared_address() -> None:
     whole, alone = torch.zeros(6, 8), torch.zeros(5)
     views = [
         whole[:2],
@@ -29,11 +29,14 @@ def test_may_overlap_misses_no_shared_address() -> None:
                 continue
 
             share = bool(_addresses(one) & _addresses(other))
-            assert _may_overlap([one, other]) >= share
-            assert _may_overlap([other, alone, one]) == _may_overlap([one, other])
-            found.add((share, _may_overlap([one, other])))
+            names = contested([("one", one), ("other", other)])
+            assert names == ({"one", "other"} if names else set())
+            assert bool(names) >= share
+            assert contested([("other", other), ("alone", alone), ("one", one)]) == names
+            assert not contested([("one", one), ("one", other)])
+            found.add((share, bool(names)))
     assert found == {(True, True), (False, False), (False, True)}
-    assert not _may_overlap(views[8:])
+    assert not contested([(str(number), view) for number, view in enumerate(views[8:])])
 
 
 def _addresses(tensor: torch.Tensor) -> set[int]:

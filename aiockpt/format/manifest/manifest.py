@@ -166,6 +166,16 @@ def parts_in(head: Mapping[str, Any] | None) -> frozenset[str]:
     return frozenset(map(str, parts)) if isinstance(parts, list) else frozenset()
 
 
+def facts_in(head: Mapping[str, Any]) -> dict[str, FileFacts] | None:
+    """Return the size and CRC of each file that a manifest lists; None if it is damaged."""
+    try:
+        facts = {name: FileFacts(each["bytes"], int(each["crc32"], 16)) for name, each in head["files"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+    is_sound = all(type(each.nbytes) is int and each.nbytes >= 0 and 0 <= each.crc < 1 << 32 for each in facts.values())
+    return facts if is_sound else None
+
+
 def files_listed(data: bytes) -> frozenset[str] | None:
     """Return the names of the files that a manifest lists, without reading its index; None if it is damaged."""
     head = decode_head(data)

@@ -40,10 +40,10 @@ from aiockpt.format.manifest.manifest import (
     FORMAT_VERSION,
     INDEX_KEY,
     SEAL,
-    FileFacts,
     JsonValue,
     Manifest,
     disks_in,
+    facts_in,
     read_user_metadata,
 )
 from aiockpt.format.names import MANIFEST_NAME
@@ -72,14 +72,13 @@ def decode_manifest(data: bytes) -> Manifest:
         check_paths({} if index is None else index.paths, document["containers"])
         if index is not None:
             check_arrays(index.entries, index.paths, document["containers"])
+        if (facts := facts_in(document)) is None:
+            raise ValueError("it does not list its files")
         return Manifest(
             writer=text(document["writer"]),
             created=text(document["created"]),
             metadata=mapping(document["metadata"]),
-            files={
-                name: FileFacts(_count(facts["bytes"]), _crc(facts["crc32"]))
-                for name, facts in mapping(document["files"]).items()
-            },
+            files=facts,
             totals=mapping(document["totals"]),
             times_s=mapping(document["times_s"]),
             containers=document["containers"],
@@ -119,13 +118,6 @@ def _count(value: Any) -> int:
     if type(value) is not int or not 0 <= value <= _MAX_FILE_BYTES:
         raise ValueError("something else stands where a number of bytes belongs")
     return value
-
-
-def _crc(value: Any) -> int:
-    crc = int(text(value)[:9], 16)
-    if not 0 <= crc < 1 << 32:
-        raise ValueError("something else stands where a CRC belongs")
-    return crc
 
 
 def containers(records: Any) -> list[dict[str, JsonValue]]:

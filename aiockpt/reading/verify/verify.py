@@ -15,6 +15,7 @@ from isal.isal_zlib import crc32
 from aiockpt.core.gc_pause import gc_pause
 from aiockpt.core.machine import BLOCK_BYTES
 from aiockpt.core.spans import record_to, span
+from aiockpt.core.threads import run_each
 from aiockpt.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError, UnsafeCheckpointError
 from aiockpt.format.checks import check_index
 from aiockpt.format.dcp.metadata import decode_metadata
@@ -28,7 +29,6 @@ from aiockpt.format.manifest.reader import decode_manifest
 from aiockpt.format.names import COMMON_NAME, CONFIG_NAME, MANIFEST_NAME, METADATA_NAME
 from aiockpt.planning.flatten import StructureError, unflatten
 from aiockpt.reading.decoded import DecodedSource
-from aiockpt.reading.executor import run_each
 from aiockpt.reading.jobs import ItemWindow
 from aiockpt.reading.open import (
     NOT_ITS_MANIFEST,
