@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import math
@@ -14,7 +13,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from aiockpt.core.threads import outlast
 from aiockpt.errors import WriteError
 from aiockpt.storage.objects.client import ConditionError, ObjectClient, ObjectFacts, ObjectSink
 from aiockpt.storage.objects.storage import ObjectStorage
@@ -26,7 +24,6 @@ if TYPE_CHECKING:
     from aiockpt.storage.base import Document, Seen, Stamp
 
 _STEP_BYTES = 1 << 20  # read at a time, so that the CRC of it finds it in the processor's cache
-_PARTS = 4  # of a file, on their way at once
 
 
 class _Socket(socket.socket):
@@ -142,57 +139,34 @@ def _fill(connection: socket.socket, view: memoryview, seen: Seen | None = None)
 
 
 class _Sink(ObjectSink):
-    """A file whose parts are sent by several threads."""
+    """A file that is sent part by part."""
 
     is_conditional = True
 
     def __init__(self, objects: ServerClient, key: str, workers: Workers, *, held: bool) -> None:
         self._objects, self._key, self._workers, self._held = objects, key, workers, held
         self._upload, self._count = secrets.token_hex(8), 0
-        self._slots = asyncio.Semaphore(_PARTS)
-        self._sending: set[asyncio.Future[None]] = set()
-        self._error: BaseException | None = None
 
     async def write(self, view: memoryview, free: Callable[[], object] = lambda: None) -> None:
-        await self._slots.acquire()
-        self._raise()
-        sending = asyncio.ensure_future(self._send(self._count, view, free))
+        with errors(WriteError, f"write {self._key}"):
+            await self._ask("part", view, part=self._count)
         self._count += 1
         self.nbytes += len(view)
-        self._sending.add(sending)
-        sending.add_done_callback(self._sending.discard)
-
-    async def _send(self, part: int, view: memoryview, free: Callable[[], object]) -> None:
-        try:
-            await self._ask("part", view, part=part)
-        except BaseException as exc:  # raised by the next call
-            self._error = self._error or exc
-        else:
-            free()
-        finally:
-            self._slots.release()
+        free()
 
     async def _ask(self, op: str, view: Document, **given: Any) -> None:
         await self._workers.run(lambda: self._objects.ask(op, self._key, view, upload=self._upload, **given))
 
-    def _raise(self) -> None:
-        with errors(WriteError, f"write {self._key}"):
-            if self._error is not None:
-                raise self._error
-
     async def finish(self) -> None:
-        await self.stop()
-        self._raise()
         if not self._held:
             with errors(WriteError, f"write {self._key}"):
-                await self._ask("put", b"", only_if=None, parts=self._count)
+                await self.appear(None)
 
-    async def appear(self, only_if: Stamp) -> None:
+    async def appear(self, only_if: Stamp | None) -> None:
         await self._ask("put", b"", only_if=only_if, parts=self._count)
 
     async def stop(self) -> None:
-        if self._sending:
-            await outlast(asyncio.wait([*self._sending]))  # not the set, from which they go when they end
+        """Do nothing: no request is under way."""
 
 
 class ServerStorage(ObjectStorage):
