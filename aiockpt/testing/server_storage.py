@@ -7,33 +7,28 @@ import json
 import math
 import os
 import secrets
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from multiprocessing.connection import Client, Connection
 from typing import TYPE_CHECKING, Any
 
 from aiockpt.errors import WriteError
 from aiockpt.storage.objects.client import ConditionError, ObjectClient, ObjectFacts, ObjectSink
 from aiockpt.storage.objects.storage import ObjectStorage
 from aiockpt.storage.remote import errors
-from aiockpt.testing.server import LENGTHS, SCHEME
+from aiockpt.testing.server import SCHEME, send_at_once
 
 if TYPE_CHECKING:
     from aiockpt.core.threads import Workers
     from aiockpt.storage.base import Document, Seen, Stamp
 
-_STEP_BYTES = 1 << 20  # read at a time, so that the CRC of it finds it in the processor's cache
-
-
-class _Socket(socket.socket):
-    def __del__(self) -> None:
-        self.close()
+_STEP_BYTES = 1 << 20  # seen at a time
 
 
 class _Connections(threading.local):
     def __init__(self) -> None:
-        self.of: dict[tuple[str, int, int], _Socket] = {}
+        self.of: dict[tuple[str, int, int], Connection] = {}
 
 
 _thread = _Connections()
@@ -49,22 +44,22 @@ class ServerClient(ObjectClient):
         """Return the reply and its body; ``view`` and ``seen`` are as in `Source.read`."""
         place = (*self._address, os.getpid())  # a fork must not use its parent's connection
         view, seen = given.pop("view", None), given.pop("seen", None)
-        connection = _thread.of.pop(place, None)  # after an error, what comes next may be the rest of a frame
+        connection = _thread.of.pop(place, None)  # after an error, what comes next may be the rest of an answer
         if connection is None:
-            connection = _Socket()
-            connection.settimeout(self._timeout_s)
-            try:
-                connection.connect(self._address)
-            except OSError:
-                connection.close()
-                raise
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        text = json.dumps({"op": op, "key": key, **given}).encode()
-        connection.sendall(LENGTHS.pack(len(text), len(body)) + text)
-        connection.sendall(body)
-        length, nbytes = LENGTHS.unpack(_fill(connection, memoryview(bytearray(LENGTHS.size))))
-        reply = json.loads(_fill(connection, memoryview(bytearray(length))).tobytes())
-        data = _fill(connection, memoryview(bytearray(nbytes)) if view is None else view[:nbytes], seen)
+            connection = Client(self._address)
+            send_at_once(connection, self._timeout_s)
+        try:
+            connection.send_bytes(json.dumps({"op": op, "key": key, **given}).encode())
+            connection.send_bytes(body)
+            reply = json.loads(connection.recv_bytes())
+            data = memoryview(connection.recv_bytes()) if view is None else view[: connection.recv_bytes_into(view)]
+        except EOFError as exc:
+            raise ConnectionResetError("the server has closed the connection") from exc
+        except BlockingIOError as exc:
+            raise TimeoutError(f"the server has not answered within {self._timeout_s:g} s") from exc
+        if seen is not None:
+            for at in range(0, len(data), _STEP_BYTES):
+                seen(data[at : at + _STEP_BYTES])
         _thread.of[place] = connection
         if "error" in reply:
             kind = FileNotFoundError if reply["error"] == "absent" else ConditionError
@@ -124,18 +119,6 @@ class ServerClient(ObjectClient):
 
 def _facts(given: dict[str, Any]) -> ObjectFacts:
     return ObjectFacts(given["size"], given["stamp"], given["modified"])
-
-
-def _fill(connection: socket.socket, view: memoryview, seen: Seen | None = None) -> memoryview:
-    for at in range(0, len(view), _STEP_BYTES):
-        step = left = view[at : at + _STEP_BYTES]
-        while left:
-            if not (count := connection.recv_into(left)):
-                raise ConnectionResetError("the server has closed the connection")
-            left = left[count:]
-        if seen is not None:
-            seen(step)
-    return view
 
 
 class _Sink(ObjectSink):

@@ -123,11 +123,12 @@ def test_names_up_to_a_delimiter_are_listed(objects: ServerClient) -> None:
 
 def test_client_that_dies_within_a_request_changes_nothing(server_url: str, objects: ServerClient) -> None:
     code = (
-        "import os, sys; from aiockpt.testing.server_storage import *; from aiockpt.testing.server import LENGTHS\n"
+        "import os, struct, sys; from aiockpt.testing.server_storage import *\n"
         "objects = ServerStorage(sys.argv[1]).objects; objects.get('x')\n"
         "from aiockpt.testing.server_storage import _thread\n"
         '(connection,) = _thread.of.values(); text = b\'{"op": "put", "key": "x", "only_if": null}\'\n'
-        "connection.sendall(LENGTHS.pack(len(text), 1000) + text + bytes(999)); os.kill(os.getpid(), 9)"
+        "connection.send_bytes(text); os.write(connection.fileno(), struct.pack('!i', 1000) + bytes(999))\n"
+        "os.kill(os.getpid(), 9)"
     )
     done = subprocess.run([sys.executable, "-c", code, server_url], timeout=60, check=False)
     assert done.returncode == -signal.SIGKILL
