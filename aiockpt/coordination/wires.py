@@ -250,7 +250,8 @@ class Wires:
             await asyncio.gather(*reaching, return_exceptions=True)
             self._stop_listening()
             self.inbound = {rank: task.result() for task, rank in reaching.items() if _has_succeeded(task)}
-            self.outbound = {rank: self._joined.pop(rank).result() for rank in takers if self._has_joined(rank)}
+            came = [rank for rank in takers if _has_succeeded(self._joined[rank])]
+            self.outbound = {rank: self._joined.pop(rank).result() for rank in came}
         absent = sorted({*readers, *takers} - {*self.inbound, *self.outbound})
         if absent:
             logger.warning(
@@ -298,9 +299,6 @@ class Wires:
             link.close()
         self._every.append(wire)
         return wire
-
-    def _has_joined(self, rank: int) -> bool:
-        return _has_succeeded(self._joined[rank])
 
     async def _reach(self, reader: int, endpoint: Endpoint) -> Wire:
         error: BaseException = LinkBrokenError("it listens at addresses of another network only")
