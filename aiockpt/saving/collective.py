@@ -38,7 +38,7 @@ from aiockpt.snapshot.sampling import digest_replicas
 from aiockpt.staging.base import LayoutMismatchError
 from aiockpt.storage.base import SharedTransaction, shared_storage
 from aiockpt.writing.collective_commit import WorldFacts, publish_together
-from aiockpt.writing.process.orphan_commit import Leadership, RecoveryRecord
+from aiockpt.writing.process.orphan_commit import RecoveryRecord
 
 if TYPE_CHECKING:
     from aiockpt.coordination.coordinator import Coordinator
@@ -164,15 +164,12 @@ class CollectiveSave(SaveStrategy):
         return await self._compute.run(self._recovery_record, plan)
 
     def _recovery_record(self, plan: SavePlan) -> bytes:
-        coordinator = self._world.coordinator
-        lead = None
+        coordinator, written = self._world.coordinator, self._written(plan)
+        record = RecoveryRecord(coordinator.rank, coordinator.world_size, self._assignment.secret, written)
         if coordinator.leads:
-            plan_cache, facts = self._global.plan, self._global.facts()
-            lead = Leadership(None if plan_cache is None else plan_cache.pickled(), facts, self._job.overwrite)
-        written = self._written(plan)
-        return pickle.dumps(
-            RecoveryRecord(coordinator.rank, coordinator.world_size, self._assignment.secret, written, lead)
-        )
+            kept = self._global.plan
+            record = replace(record, facts=self._global.facts(), plan_cache=None if kept is None else kept.pickled())
+        return pickle.dumps(record)
 
     def _written(self, plan: SavePlan, writer: ChunkWriter | None = None) -> Written:
         """Return this rank's report; without a writer it lacks what is known only once the files are written."""
