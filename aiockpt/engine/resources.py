@@ -164,7 +164,7 @@ class PoolSizer:
     def reserve(self, nbytes: int) -> None:
         """Allow the pool to grow to the size of a state, but at most to half of the available memory."""
         self._nbytes = nbytes
-        if not self._bounded:
+        if not self._bounded and self._wanted(nbytes) > self._pool.capacity:
             chunk = self._pool.chunk_bytes
             most = memory_share_bytes() + self._pool.made * chunk // 2
             # A pool without any chunk would never let a save begin.

@@ -120,7 +120,7 @@ def _walk(flat: FlatState, path: ObjPath, name: str, value: Any) -> None:
     kind = type(value)
     if kind in TENSOR_TYPES:
         pass
-    elif isinstance(value, Mapping):
+    elif kind is dict or isinstance(value, Mapping):
         _walk_mapping(flat, path, name, value)
         return
     elif (kind is list or kind is tuple) and name not in flat.whole and (_has_parts(value) or name in flat.apart):

@@ -215,6 +215,8 @@ class SaveJob:
         if self.consistency.abort(error, though_copied=though_copied):
             for part in self.parts:
                 part.abort(error, though_copied=though_copied)
+            if self.pipeline is not None:
+                self.pipeline.revoke()  # no cancellation reaches a commit, which may hang
             self._settle_staged(error)
             self._cancel_scope()
 

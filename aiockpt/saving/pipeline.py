@@ -206,30 +206,12 @@ class SavePipeline:
 
     async def _commit(self, plan: SavePlan, writer: Writer) -> SaveResult:
         """Publish, or not: a commit is done or undone as a whole, whatever is cancelled meanwhile."""
-        result = None
-        try:
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(self._revoke_if_aborted, writer)
-                with anyio.CancelScope(shield=True):
-                    self._is_committing = True
-                    with span("commit"):
-                        result = await self._strategy.commit(plan, writer, self._times_s())
-                    await writer.close()
-                tasks.cancel_scope.cancel()
-        except anyio.get_cancelled_exc_class():  # which the group may meet on its way out
-            if result is None:
-                raise
-        if result is None:
-            raise RuntimeError("a commit has neither a result nor an error")
+        with anyio.CancelScope(shield=True):
+            self._is_committing = True
+            with span("commit"):
+                result = await self._strategy.commit(plan, writer, self._times_s())
+            await writer.close()
         return result
-
-    async def _revoke_if_aborted(self, writer: Writer) -> None:
-        """Wait to be cancelled; if the save was aborted, as by its time limit, keep it from being published."""
-        try:
-            await anyio.sleep_forever()
-        finally:
-            if self._job.consistency.abort_error is not None:
-                writer.revoke()
 
     # --- writing ------------------------------------------------------------------------------------
 

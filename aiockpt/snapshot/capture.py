@@ -11,6 +11,7 @@ import math
 import sys
 import zlib
 from itertools import accumulate
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -163,6 +164,8 @@ def dense_form(name: str, value: Any) -> Any:
 
 
 _CPU = torch.device("cpu")
+_IS_CPU = attrgetter("is_cpu")  # of many tensors, these are read in C
+_FORM = attrgetter("dtype", "ndim", "is_nested")
 
 EAGER_TENSOR_BYTES = 64 << 10
 """Tensors up to this size are copied at the call ..."""
@@ -341,7 +344,10 @@ def _capture_object(
 
 
 def _check_devices(names: Sequence[str], tensors: Sequence[torch.Tensor | None]) -> set[torch.device]:
-    devices = {tensor.device for tensor in tensors if tensor is not None}
+    present = [tensor for tensor in tensors if tensor is not None]
+    if all(map(_IS_CPU, present)):  # to make a device object for each takes twice as long
+        return {_CPU} if present else set()
+    devices = {tensor.device for tensor in present}
     for device in devices:
         if not is_host(device) and not has_events(device):
             name = next(n for n, t in zip(names, tensors, strict=True) if t is not None and t.device == device)
@@ -362,9 +368,14 @@ def _check_captures(leaves: Iterable[Any], error: type[AiockptError]) -> None:
 def _check_kinds(names: Sequence[str], tensors: Sequence[torch.Tensor | None]) -> None:
     """Refuse tensors that have no memory, or that could be stored but not loaded. Of very many, check the first."""
     names, tensors = names[:CHECKED_AHEAD], tensors[:CHECKED_AHEAD]
-    traced, stored = torch._is_functional_tensor, torch._C._has_storage
-    forms = {(t.dtype, t.dim(), t.is_nested or traced(t) or not stored(t)) for t in tensors if t is not None}
-    if not any(is_special or unstorable(dtype, dims) for dtype, dims, is_special in forms):
+    present = [tensor for tensor in tensors if tensor is not None]
+    forms = set(map(_FORM, present))
+    is_special = (
+        any(is_nested for *_, is_nested in forms)
+        or any(map(torch._is_functional_tensor, present))
+        or not all(map(torch._C._has_storage, present))
+    )
+    if not (is_special or any(unstorable(dtype, dims) for dtype, dims, _ in forms)):
         return
     for name, tensor in zip(names, tensors, strict=True):
         if tensor is None:
@@ -437,10 +448,10 @@ def _copy_small_tensors(snapshot: Snapshot, devices: set[torch.device], arenas: 
             continue
         nbytes = tensor.nbytes if tensor.layout is strided else 0
         is_small = 0 < nbytes <= EAGER_TENSOR_BYTES
-        is_contiguous = is_small and tensor.is_contiguous()
-        # `is_freed` takes thrice as long as to see that a small tensor has the whole of a storage with an address.
+        is_contiguous = nbytes > 0 and tensor.is_contiguous()
+        # `is_freed` takes thrice as long as to see that a tensor has the whole of a storage with an address.
         is_whole = is_contiguous and only == _CPU and tensor.untyped_storage().nbytes() == nbytes
-        if not (is_whole and not tensor.storage_offset() and tensor.data_ptr()) and is_freed(tensor):
+        if not (is_whole and not tensor.storage_offset() and address_of(tensor)) and is_freed(tensor):
             raise SaveError(freed_message(snapshot.structure.names[leaf], tensor))
         if not is_small or total > EAGER_BYTES or tensor.is_quantized:
             continue

@@ -306,6 +306,8 @@ class FileWriter(ChunkWriter):
                         chunk.release()
                     if not is_encoded:  # encoded items are counted by what they were made from
                         self._count(chunk.stop - chunk.start)
+                    if sink is None:
+                        break  # a small file is one chunk
                 if sink is not None:
                     with span("sync", 0, image.name):
                         await sink.finish()

@@ -11,7 +11,9 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
+import aiockpt
 from aiockpt.core.threads import Workers
 from aiockpt.errors import CheckpointExistsError, CommitError, WriteError
 from aiockpt.staging.pool import MappedMemory
@@ -791,3 +793,14 @@ async def test_a_failed_fsync_of_a_small_file_is_final(
     assert len(synced) == 1
     await transaction.abort()
     assert not list(tmp_path.iterdir())
+
+
+async def test_a_look_above_a_path_counts_for_one_save(workers, tmp_path: Path) -> None:
+    storage, path = LocalStorage(), tmp_path / "runs" / "step"
+    storage.check(str(path), overwrite=False)
+    await (await storage.begin(str(path), overwrite=False, workers=workers)).abort()
+    aiockpt.save({"a": torch.ones(2)}, tmp_path / "new")
+    for each in (tmp_path / "new").iterdir():
+        each.rename(tmp_path / "runs" / each.name)
+    with pytest.raises(CheckpointExistsError, match=rf"in the directory of a checkpoint, {tmp_path}/runs,"):
+        await storage.begin(str(path), overwrite=False, workers=workers)

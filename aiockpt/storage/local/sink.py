@@ -159,18 +159,20 @@ def write_small(file: NewFile, data: bytes | bytearray | memoryview) -> None:
     try:
         fd = os.open(file.path, _NEW_FLAGS, _FILE_MODE)
         try:
-            with open(fd, "wb", buffering=0) as out:
+            try:
                 if len(rest) >= _DIRECT_MIN_BYTES:  # so that a full disk fails at once
                     allocate(fd, len(rest))
                 while rest:
                     step = "write"
-                    count = out.write(rest)
-                    if not count:  # None is how Python reports EAGAIN
-                        raise OSError(errno.EIO if count == 0 else errno.EAGAIN, "the file system wrote nothing")
+                    count = os.write(fd, rest)
+                    if not count:
+                        raise OSError(errno.EIO, "the file system wrote nothing")
                     rest = rest[count:]
                 step = "make durable"
                 if file.fsync:
                     sync_fd(fd)
+            finally:
+                os.close(fd)
         except BaseException:
             with contextlib.suppress(OSError):  # the first error counts
                 os.unlink(file.path)

@@ -80,6 +80,7 @@ class LocalStorage(LocalDirectories, SharedStorage):
         repeater = Repeater(check_retries(retries))
         self._policy = WritePolicy(direct_io, fsync, repeater, OrphanCleaner(fsync=fsync))
         self._settled: set[str] = set()  # directories that are known to be durable
+        self._checked = ""  # the path that a save has just checked, and begins to write next
         self._within = False  # may write into directories of checkpoints
 
     def __repr__(self) -> str:
@@ -107,7 +108,8 @@ class LocalStorage(LocalDirectories, SharedStorage):
 
     def _check(self, path: str, *, overwrite: bool, keep: bool) -> None:
         with write_errors(f"look at {path}"):
-            check_free(self.resolve(path), overwrite=overwrite, keep=keep, within=self._within)
+            self._checked = path = self.resolve(path)
+            check_free(path, overwrite=overwrite, keep=keep, within=self._within)
 
     def new_ticket(self, path: str) -> str:
         return new_ticket()
@@ -134,9 +136,11 @@ class LocalStorage(LocalDirectories, SharedStorage):
     def _make_hidden(self, path: str, ticket: str | None, overwrite: bool) -> tuple[str, Hold]:
         # First: an orphan's space may be needed, and an interrupted replacement of this path is completed.
         self._policy.orphans.look(os.path.dirname(path))
-        # After that, since a replacement that was completed has put a checkpoint there.
-        self.check_repository(path, overwrite=overwrite)
+        # What is above is looked at once for a save: that takes a dozen system calls, each of which gives the GIL away.
+        is_checked, self._checked = self._checked == path, ""
         with write_errors(f"make the directory for {path}"):
+            # After that, since a replacement that was completed has put a checkpoint there.
+            check_free(path, overwrite=overwrite, keep=True, within=self._within or is_checked)
             make_parents(path, self._policy.fsync, self._settled)
             for attempt in range(_ATTEMPTS):
                 # Beside the path, and so on the same file system: else the commit could not be a rename.
