@@ -42,9 +42,7 @@ class RecoveryRecord:
     secret: bytes = field(repr=False)  # of this save; authenticates the sidecar files
     written: Written  # what the rank writes, still without its files
     facts: WorldFacts | None = None  # on rank 0: what it needs to publish
-    plan_cache: bytes | None = field(
-        repr=False, default=None
-    )  # there too; None: each rank has planned alone
+    plan_cache: bytes | None = field(repr=False, default=None)  # there too; None: each rank has planned alone
 
 
 @dataclass(slots=True, eq=False, repr=False)
