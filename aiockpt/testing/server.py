@@ -9,14 +9,12 @@ A request, and a reply, is a JSON text and then a body: two messages of `multipr
 ==========  =============================================  ===========================================================
 ``op``      arguments besides ``key``                      reply
 ==========  =============================================  ===========================================================
-``put``     ``only_if``; the body, or ``upload, parts``    ``stamp``
-``part``    ``upload, part``; the body                     nothing; the parts of an upload are in no list
+``put``     ``only_if``; the body                          ``stamp``
 ``get``     ``ranges``: of offset, from the end if it is   facts: ``size``, ``stamp``, ``modified``; the bytes, fewer
             negative, and length; null: all; ``only_if``   where the object ends
 ``list``    ``delimiter``                                  ``objects`` whose keys begin with ``key``, with facts; and
                                                            ``prefixes``: what keys have up to the next delimiter
 ``delete``  ``only_if``                                    nothing
-``drop``                                                   nothing; the uploads whose keys begin with ``key`` are gone
 ==========  =============================================  ===========================================================
 
 ``only_if`` is the stamp that the object must have, "" if there must be none, null if it does not matter. An ``error``
@@ -59,13 +57,12 @@ class _Object:
 
 
 class ObjectServer:
-    """The objects. A client that dies leaves parts of uploads at most."""
+    """The objects."""
 
     def __init__(self, latency_s: float) -> None:
         self._latency_s = latency_s
         self._turn = threading.Lock()
         self._objects: dict[str, _Object] = {}
-        self._uploads: dict[tuple[str, str], dict[int, bytes]] = {}
         self._stamps = map(str, itertools.count(1))
 
     def serve(self, listening: Listener) -> None:
@@ -87,19 +84,11 @@ class ObjectServer:
 
     # --- requests: each happens at once ---------------------------------------------------------------------
 
-    def _put(self, key: str, body: bytes, only_if: str | None, upload: str = "", parts: int = 0) -> dict[str, Any]:
+    def _put(self, key: str, body: bytes, only_if: str | None) -> dict[str, Any]:
         if not self._is(key, only_if):
             return {"error": "condition"}
-        sent = self._uploads.pop((key, upload), {}) if upload else {0: body}
-        if upload and len(sent) != parts:
-            return {"error": "absent"}
-        data = b"".join(sent[part] for part in sorted(sent))
-        made = self._objects[key] = _Object(data, next(self._stamps), time.time())
+        made = self._objects[key] = _Object(body, next(self._stamps), time.time())
         return {"stamp": made.stamp}
-
-    def _part(self, key: str, body: bytes, upload: str, part: int) -> dict[str, Any]:
-        self._uploads.setdefault((key, upload), {})[part] = body
-        return {}
 
     def _get(
         self, key: str, body: bytes, ranges: Sequence[tuple[int, int]] | None, only_if: str | None = None
@@ -125,10 +114,6 @@ class ObjectServer:
         if not self._is(key, only_if):
             return {"error": "condition"}
         self._objects.pop(key, None)
-        return {}
-
-    def _drop(self, key: str, body: bytes) -> dict[str, Any]:
-        self._uploads = {at: parts for at, parts in self._uploads.items() if not at[0].startswith(key)}
         return {}
 
     def _is(self, key: str, only_if: str | None) -> bool:

@@ -6,7 +6,6 @@ import contextlib
 import json
 import math
 import os
-import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -106,10 +105,6 @@ class ServerClient(ObjectClient):
         for key in keys:
             self.ask("delete", key, only_if=None)
 
-    def remove(self, prefix: str, last: str = "state") -> None:
-        self.ask("drop", prefix)
-        super().remove(prefix, last)
-
     def now(self, near: str) -> float:
         return time.time()  # the server is on this host
 
@@ -122,23 +117,18 @@ def _facts(given: dict[str, Any]) -> ObjectFacts:
 
 
 class _Sink(ObjectSink):
-    """A file that is sent part by part."""
+    """A file that is sent when it is whole."""
 
     is_conditional = True
 
     def __init__(self, objects: ServerClient, key: str, workers: Workers, *, held: bool) -> None:
         self._objects, self._key, self._workers, self._held = objects, key, workers, held
-        self._upload, self._count = secrets.token_hex(8), 0
+        self._data = bytearray()
 
     async def write(self, view: memoryview, free: Callable[[], object] = lambda: None) -> None:
-        with errors(WriteError, f"write {self._key}"):
-            await self._ask("part", view, part=self._count)
-        self._count += 1
+        self._data += view
         self.nbytes += len(view)
         free()
-
-    async def _ask(self, op: str, view: Document, **given: Any) -> None:
-        await self._workers.run(lambda: self._objects.ask(op, self._key, view, upload=self._upload, **given))
 
     async def finish(self) -> None:
         if not self._held:
@@ -146,10 +136,10 @@ class _Sink(ObjectSink):
                 await self.appear(None)
 
     async def appear(self, only_if: Stamp | None) -> None:
-        await self._ask("put", b"", only_if=only_if, parts=self._count)
+        await self._workers.run(self._objects.put, self._key, self._data, only_if)
 
     async def stop(self) -> None:
-        """Do nothing: no request is under way."""
+        """Do nothing: nothing was sent."""
 
 
 class ServerStorage(ObjectStorage):
