@@ -136,8 +136,8 @@ class MemoryWire(Wire):
         super().__init__(own, stall_s)
         self._arena: memoryview | None = None  # of the other side
         self._announced = self._done = 0  # messages
-        self._waits = threading.Condition()
-        self._is_receiving = self._is_broken = False
+        self._receiving = threading.Lock()
+        self._is_broken = False
 
     def announce(self, number: int, nbytes: int, arena: Arena, at: int) -> int:
         """Send a message that stands in an arena, always the same one; return its ticket."""
@@ -152,23 +152,14 @@ class MemoryWire(Wire):
 
     def wait(self, ticket: int) -> None:
         """Wait until the other side no longer needs the message with this ticket. Any number of threads may wait."""
-        with self._waits:
-            while self._done < ticket:
-                if self._is_broken:
-                    raise LinkBrokenError("the other side has left")
-                if self._is_receiving:
-                    self._waits.wait()
-                    continue
-                self._is_receiving = True
-                self._waits.release()
-                try:
+        while self._done < ticket:
+            with self._receiving:  # what one thread receives counts for all
+                if self._done < ticket and not self._is_broken:
                     count = self._receive_done()
-                finally:
-                    self._waits.acquire()
-                    self._is_receiving = False
-                    self._waits.notify_all()
-                self._done += count
-                self._is_broken = not count
+                    self._done += count
+                    self._is_broken = not count
+            if self._done < ticket and self._is_broken:
+                raise LinkBrokenError("the other side has left")
 
     def _receive_done(self) -> int:
         """Return how many more messages the other side no longer needs; 0 if it has left."""
