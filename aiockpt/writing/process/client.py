@@ -122,13 +122,13 @@ class RemoteWriter(ChunkWriter):
         order, joined = self._order, self._joined
         self._ticket = shared_storage(self._storage).new_ticket(order.path) if joined is None else None
         connection = await self._host.connect()
-        layout, images = await self._host.images_for(connection, self._layout)
+        images = await self._host.images_for(connection, self._layout)
         # No await from here until the message is queued: the next save's message, which refers to these images, must
         # not overtake it.
         connection.register(self._number, self)
         self._connection = connection
         ticket, joins = joined or self._ticket, joined is not None
-        await connection.send(replace(order, layout=layout, images=images, ticket=ticket, joins=joins))
+        await connection.send(replace(order, images=images, ticket=ticket, joins=joins))
         self._begun.set()
 
     async def _connected(self) -> WriterConnection:
