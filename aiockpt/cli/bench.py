@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -61,36 +61,31 @@ class Advice:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One way to write or read, which is measured.
+    """One way to write or read, and its figures once it is measured.
 
     Attributes:
         kind: "write" (with the sync at the end) or "read".
         direct: past the page cache.
         threads: how many threads, each with a file of its own.
         chunk_bytes: the bytes of each system call.
+        bytes: how many were moved.
+        seconds: how long that took.
     """
 
     kind: Kind
     direct: bool
     threads: int
     chunk_bytes: int = DEFAULT_CHUNK_BYTES
+    bytes: int = 0
+    seconds: float = 0.0
 
     def __str__(self) -> str:
         return f"{'direct' if self.direct else 'buffered'} {self.kind}, {plural(self.threads, 'thread')}"
 
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """The figures that a setting has reached."""
-
-    setting: Setting
-    nbytes: int
-    seconds: float
-
     @property
     def bytes_per_s(self) -> float:
         """The speed."""
-        return self.nbytes / max(self.seconds, 1e-9)
+        return self.bytes / max(self.seconds, 1e-9)
 
 
 def bench(directory: str, *, size_bytes: int, seconds: float, as_json: bool = False) -> None:
@@ -124,7 +119,7 @@ def bench(directory: str, *, size_bytes: int, seconds: float, as_json: bool = Fa
         stack.callback(make_hidden(folder).release)
         disk = MeasuredDisk(folder)
 
-        def measured(settings: Iterable[Setting]) -> Iterator[Measured]:
+        def measured(settings: Iterable[Setting]) -> Iterator[Setting]:
             for setting in settings:
                 with bar(f"{setting}, {size_text(setting.chunk_bytes)}", nbytes) as shown_bar:
                     each = disk.measure(setting, nbytes, seconds, shown_bar.advance)
@@ -133,20 +128,17 @@ def bench(directory: str, *, size_bytes: int, seconds: float, as_json: bool = Fa
 
         ways = itertools.product((True, False), _THREADS, _KINDS)
         raw = list(measured(Setting(kind, direct, threads) for direct, threads, kind in ways))
-        writes = [each for each in raw if each.setting.kind == "write"]
+        writes = [each for each in raw if each.kind == "write"]
         direct = best_direct_io(writes)
-        threads = best([each for each in writes if each.setting.direct == direct], "threads", DEFAULT_THREADS)
+        threads = best([each for each in writes if each.direct == direct], "threads", DEFAULT_THREADS)
         chunks = list(measured(Setting("write", direct, threads, size) for size in chunk_sizes(threads, nbytes)))
-        raw += [each for each in chunks if each.setting.chunk_bytes != DEFAULT_CHUNK_BYTES]
+        raw += [each for each in chunks if each.chunk_bytes != DEFAULT_CHUNK_BYTES]
         advice = Advice(threads, best(chunks, "chunk_bytes", DEFAULT_CHUNK_BYTES), direct)
         syncs = disk.sync_s()
         disk.remove_files()
         document = {
             "directory": directory,
-            "raw": [
-                {**asdict(each.setting), "bytes": each.nbytes, "seconds": each.seconds, "bytes_per_s": each.bytes_per_s}
-                for each in raw
-            ],
+            "raw": [{**asdict(each), "bytes_per_s": each.bytes_per_s} for each in raw],
             "sync_s": {"median": statistics.median(syncs), "worst": max(syncs), "times": len(syncs)},
             **_save_and_load(checkpoint, nbytes, advice),
             "settings": asdict(advice),
@@ -213,10 +205,10 @@ def _print(document: Mapping[str, Any], advice: Advice) -> None:
 # --- the settings that suit a disk ------------------------------------------------------------------------
 
 
-def best_direct_io(writes: Collection[Measured]) -> bool:
+def best_direct_io(writes: Collection[Setting]) -> bool:
     """Return whether direct I/O writes fast enough, compared with the page cache."""
-    direct = [each.bytes_per_s for each in writes if each.setting.direct]
-    buffered = [each.bytes_per_s for each in writes if not each.setting.direct]
+    direct = [each.bytes_per_s for each in writes if each.direct]
+    buffered = [each.bytes_per_s for each in writes if not each.direct]
     return bool(direct) and max(direct) * _BUFFERED_GAIN >= max(buffered, default=0.0)
 
 
@@ -225,10 +217,10 @@ def chunk_sizes(threads: int, nbytes: int) -> list[int]:
     return [chunk for chunk in _CHUNKS if chunk == DEFAULT_CHUNK_BYTES or chunk * threads <= nbytes]
 
 
-def best(writes: Collection[Measured], name: Literal["threads", "chunk_bytes"], default: int) -> int:
+def best(writes: Collection[Setting], name: Literal["threads", "chunk_bytes"], default: int) -> int:
     """Return the number of threads or of bytes to write with: the default if it is good enough, else the least."""
     fastest = max(each.bytes_per_s for each in writes)
-    good = {getattr(each.setting, name) for each in writes if each.bytes_per_s >= _ENOUGH * fastest}
+    good = {getattr(each, name) for each in writes if each.bytes_per_s >= _ENOUGH * fastest}
     return default if default in good else min(good)
 
 
@@ -250,7 +242,7 @@ class MeasuredDisk:
 
     def measure(
         self, setting: Setting, nbytes: int, most_s: float, note: Callable[[int], object] = lambda _: None
-    ) -> Measured | None:
+    ) -> Setting | None:
         """Write or read files for a time, or up to so many bytes; None where direct I/O is not supported. Blocks.
 
         Reads the files of the last write with as many threads. ``note`` is called with the bytes of each call.
@@ -297,7 +289,7 @@ class MeasuredDisk:
                 return None
             finally:
                 stop.set()  # after an interrupt they end with their current call
-        return Measured(setting, moved, time.perf_counter() - begin)
+        return replace(setting, bytes=moved, seconds=time.perf_counter() - begin)
 
     def sync_s(self) -> list[float]:
         """Return how long it takes to write and sync a block, many times."""

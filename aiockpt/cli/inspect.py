@@ -53,37 +53,32 @@ class Chosen:
         return [info for info in self.infos.values() if isinstance(info, TensorInfo)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class View:
-    """The choice of what is shown of a checkpoint.
+async def inspect(
+    path: str, keys: Sequence[str], *, stats: bool, depth: int | None, everything: bool, as_json: bool, trust: bool
+) -> None:
+    """Print the keys of a checkpoint.
 
-    Attributes:
+    Args:
+        path: the checkpoint.
         keys: names, names of containers and glob patterns; empty: all keys.
         stats: read the tensors, for figures of them.
         depth: the most levels of the tree; None: as many as a terminal has room for.
         everything: all levels, and each of several that are alike.
+        as_json: print JSON.
+        trust: let a file of torch.save run its code.
     """
-
-    keys: Sequence[str] = ()
-    stats: bool = False
-    depth: int | None = None
-    everything: bool = False
-
-
-async def inspect(path: str, view: View, *, as_json: bool = False, trust: bool = False) -> None:
-    """Print the keys of a checkpoint. ``trust``: let a file of torch.save run its code."""
     async with aiockpt.open(path, trust=trust) as reader:
-        chosen = _choose(reader, view.keys)
-        if view.stats:
+        chosen = _choose(reader, keys)
+        if stats:
             chosen.statistics = {key: found.figures for key, found in (await _surveys(reader, chosen)).items()}
         if as_json:
             print_json(_document(chosen))
             return
         out = console()
-        fold, depth = not (view.everything or view.stats), view.depth
+        fold = not (everything or stats)
         with gc_pause():
             root = tree.build(chosen.infos.values())
-            if depth is None and not view.everything and out.is_terminal:
+            if depth is None and not everything and out.is_terminal:
                 depth = tree.fitting_depth(root, _LINES, fold=fold)
             lines = list(tree.lines(root, depth=depth, fold=fold))
         leaves = [line.node.leaf for line in lines if line.node.leaf is not None and not line.is_cut]
@@ -94,17 +89,17 @@ async def inspect(path: str, view: View, *, as_json: bool = False, trust: bool =
         out.print(f"\nLevels below {depth} are not shown; --all shows everything.", style="dim")
 
 
-async def write_page(path: str, view: View, target: str, *, trust: bool = False) -> None:
+async def write_page(path: str, keys: Sequence[str], target: str, *, stats: bool, trust: bool) -> None:
     """Write the keys of a checkpoint into a page for browsers, a file of the file system."""
     file = Path(LocalDirectories().resolve(target))
     _check_file(file)
     async with aiockpt.open(path, trust=trust) as reader:
-        chosen = _choose(reader, view.keys)
-        stats = await _surveys(reader, chosen, histograms=True) if view.stats else {}
+        chosen = _choose(reader, keys)
+        surveys = await _surveys(reader, chosen, histograms=True) if stats else {}
         values, _ = await small_values(reader, chosen.infos.values())
         with gc_pause():
             infos = chosen.infos.values()
-            page = html_page(reader.path, reader.format, reader.metadata, infos, stats, values, reader.files)
+            page = html_page(reader.path, reader.format, reader.metadata, infos, surveys, values, reader.files)
     part = file.with_name(f"{file.name}.part")
     part.write_text(page, encoding="utf-8")
     part.replace(file)

@@ -171,15 +171,15 @@ def inspect(
 
     On a terminal, deep trees are shown to the level that fits, and layers that are alike are shown once.
     """
-    from aiockpt.cli.inspect import View, inspect, write_page
+    from aiockpt.cli.inspect import inspect, write_page
 
-    view = View(keys=keys or (), stats=stats, depth=depth, everything=everything)
+    keys = keys or []
     if html is None:
-        run(inspect(path, view, as_json=as_json, trust=trust))
+        run(inspect(path, keys, stats=stats, depth=depth, everything=everything, as_json=as_json, trust=trust))
     elif as_json:
         raise typer.BadParameter("--html and --json can't be given together")
     else:
-        run(write_page(path, view, html, trust=trust))
+        run(write_page(path, keys, html, stats=stats, trust=trust))
 
 
 @app.command()

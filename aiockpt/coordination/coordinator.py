@@ -71,8 +71,7 @@ class Coordinator:
         self.timeout_s = timeout_s
         self.rank = address.rank  # in the group, from 0
         self.world_size = address.world_size
-        self._leader = Leader(address, timeout_s=timeout_s) if self.rank == 0 else None
-        self._follower = None if self.rank == 0 else Follower(address, timeout_s=timeout_s)
+        self._side = (Leader if self.rank == 0 else Follower)(address, timeout_s=timeout_s)
         self._calls: defaultdict[Kind, Iterator[int]] = defaultdict(itertools.count)
         self._turns: defaultdict[Kind, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._abandoned = asyncio.Event()
@@ -87,7 +86,7 @@ class Coordinator:
     @property
     def leader_lives(self) -> bool:
         """Whether rank 0 can still be reached, as far as this rank has noticed."""
-        return self._follower is None or self._follower.leader_lives
+        return isinstance(self._side, Leader) or self._side.leader_lives
 
     async def addresses(self, operation: str) -> list[str]:
         """Return the addresses at which other ranks reach this host; see `addresses_of_this_host`.
@@ -96,9 +95,7 @@ class Coordinator:
         """
         if self._address.host:
             return [self._address.host]
-        side = self._leader or self._follower
-        assert side is not None
-        return await side.addresses(operation)
+        return await self._side.addresses(operation)
 
     def call(self, kind: Kind) -> RankCall:
         """Count a call that all ranks make. To be called for each, first of all, also for one that fails then."""
@@ -128,8 +125,7 @@ class Coordinator:
 
     async def give_up(self, call: RankCall, operation: str, error: BaseException) -> None:
         """Fail a call on all ranks that this rank hangs in, outside of a round."""
-        failure = to_remote_error(self.rank, error)
-        await (self._leader or self._follower).give_up(call, operation, failure)  # type: ignore[union-attr]
+        await self._side.give_up(call, operation, to_remote_error(self.rank, error))
 
     def abandon(self) -> None:
         """Make current and later rounds of this rank fail instead of wait. From any thread; does not block."""
@@ -143,7 +139,7 @@ class Coordinator:
 
         A thread that still waits for the store is left behind; it does not delay the end of the process.
         """
-        if not (self._leader or self._follower).close(_END_S):  # type: ignore[union-attr]
+        if not self._side.close(_END_S):
             logger.warning("a thread that waits for the store of the process group is left behind")
 
     async def _round_in_turn(
@@ -153,10 +149,9 @@ class Coordinator:
             if call.step == 0:
                 await stack.enter_async_context(self._turns[call.kind])
             try:
-                if self._leader is not None:
-                    return await self._lead(self._leader, call, operation, value, decide, undo)
-                if self._follower is not None:
-                    return await self._follow(self._follower, call, operation, value)
+                if isinstance(self._side, Leader):
+                    return await self._lead(self._side, call, operation, value, decide, undo)
+                return await self._follow(self._side, call, operation, value)
             finally:
                 call.step += 1
 

@@ -109,28 +109,6 @@ def silence_text(rank_name: str, operation: str, after_s: float) -> str:
     )
 
 
-def unreachable_text(names: tuple[str, str], tried: Sequence[str], error: BaseException) -> str:
-    """Return the message for a rank that can't connect to rank 0; ``names`` are its own name and that of rank 0."""
-    mine, leader = names
-    return (
-        f"{mine} can't connect to {leader} at {' or '.join(tried)}: {error or type(error).__name__}; "
-        "set GLOO_SOCKET_IFNAME on rank 0 to the interface by which the other ranks reach it"
-    )
-
-
-def loopback_text(own_name: str, host: str) -> str:
-    """Return the message if rank 0 on another host has no address but that of loopback."""
-    return (
-        f"{own_name} can't connect to {host} for the name of that host resolves to loopback there: give it its address "
-        "in DNS or /etc/hosts, or set GLOO_SOCKET_IFNAME on rank 0 to the interface by which the other ranks reach it"
-    )
-
-
-def out_of_step_text(operation: str, rank: int, other: str) -> str:
-    """Return the message for ranks that are at different calls."""
-    return f"rank 0 is at {operation} while rank {rank} is at {other}: {SAME_CALLS}"
-
-
 def timeout_text(rank_names: str, operation: str, after_s: float) -> str:
     """Return the message for ranks that did not come in time."""
     return f"{rank_names} did not come to {operation} within {after_s:g} s: {SAME_CALLS}"

@@ -43,6 +43,7 @@ from aiockpt.coordination.link import (
     reachable,
 )
 from aiockpt.coordination.outcome import (
+    SAME_CALLS,
     Arrival,
     Arrived,
     Dead,
@@ -52,12 +53,9 @@ from aiockpt.coordination.outcome import (
     TimedOut,
     coordination_failure,
     dead_rank_text,
-    loopback_text,
-    out_of_step_text,
     silence_text,
     timeout_text,
     to_remote_error,
-    unreachable_text,
 )
 from aiockpt.coordination.rendezvous import RankAddress, Rendezvous
 from aiockpt.errors import CoordinationError
@@ -407,7 +405,7 @@ class Leader(_Side):
                 if shifted > number:
                     text = f"{peer.name} has left {round_.operation} for a later call of it"
                     return coordination_failure(peer.rank, text)
-            text = out_of_step_text(round_.operation, peer.rank, ask.operation)
+            text = f"rank 0 is at {round_.operation} while rank {peer.rank} is at {ask.operation}: {SAME_CALLS}"
             failure = coordination_failure(peer.rank, text)
             is_past = any(end.operation == ask.operation for end in self._ends[kind].values())
             if not is_past and ask.operation != round_.operation and ask.key not in peer.ahead:
@@ -558,7 +556,11 @@ class Follower(_Side):
     async def _connect_to(self, endpoint: Endpoint, operation: str, deadline: float) -> tuple[str, Link]:
         addresses = reachable(endpoint, network_namespace())
         if not addresses:
-            raise CoordinationError(loopback_text(self._own_name, endpoint.host))
+            raise CoordinationError(
+                f"{self._own_name} can't connect to {endpoint.host} for the name of that host resolves to loopback "
+                "there: give it its address in DNS or /etc/hosts, or set GLOO_SOCKET_IFNAME on rank 0 to the interface "
+                "by which the other ranks reach it"
+            )
         tried = [f"{host} port {port}" for host, port in addresses]
         hello = f"{self._address.rank}\n{self._own_name}"
         error: BaseException = TimeoutError("there was no time left")
@@ -576,8 +578,11 @@ class Follower(_Side):
                 raise CoordinationError(dead_rank_text(endpoint.host, operation)) from error
             # An error of this host's own, such as EMFILE, is no matter of time.
             if time.monotonic() >= deadline or not isinstance(error, LinkBrokenError | TimeoutError | ConnectionError):
-                names = self._own_name, endpoint.host
-                raise CoordinationError(unreachable_text(names, tried, error)) from error
+                raise CoordinationError(
+                    f"{self._own_name} can't connect to {endpoint.host} at {' or '.join(tried)}: "
+                    f"{error or type(error).__name__}; set GLOO_SOCKET_IFNAME on rank 0 to the interface by which the "
+                    "other ranks reach it"
+                ) from error
             await asyncio.sleep(_POLL_S)
 
     async def _read(self, link: Link) -> None:

@@ -136,8 +136,8 @@ class MemoryWire(Wire):
         super().__init__(own, stall_s)
         self._arena: memoryview | None = None  # of the other side
         self._announced = self._done = 0  # messages
-        self._waits = threading.Condition()
-        self._is_receiving = self._is_broken = False
+        self._receiving = threading.Lock()
+        self._is_broken = False
 
     def announce(self, number: int, nbytes: int, arena: Arena, at: int) -> int:
         """Send a message that stands in an arena, always the same one; return its ticket."""
@@ -152,23 +152,14 @@ class MemoryWire(Wire):
 
     def wait(self, ticket: int) -> None:
         """Wait until the other side no longer needs the message with this ticket. Any number of threads may wait."""
-        with self._waits:
-            while self._done < ticket:
-                if self._is_broken:
-                    raise LinkBrokenError("the other side has left")
-                if self._is_receiving:
-                    self._waits.wait()
-                    continue
-                self._is_receiving = True
-                self._waits.release()
-                try:
+        while self._done < ticket:
+            with self._receiving:  # what one thread receives counts for all
+                if self._done < ticket and not self._is_broken:
                     count = self._receive_done()
-                finally:
-                    self._waits.acquire()
-                    self._is_receiving = False
-                    self._waits.notify_all()
-                self._done += count
-                self._is_broken = not count
+                    self._done += count
+                    self._is_broken = not count
+            if self._done < ticket and self._is_broken:
+                raise LinkBrokenError("the other side has left")
 
     def _receive_done(self) -> int:
         """Return how many more messages the other side no longer needs; 0 if it has left."""
@@ -250,7 +241,8 @@ class Wires:
             await asyncio.gather(*reaching, return_exceptions=True)
             self._stop_listening()
             self.inbound = {rank: task.result() for task, rank in reaching.items() if _has_succeeded(task)}
-            self.outbound = {rank: self._joined.pop(rank).result() for rank in takers if self._has_joined(rank)}
+            came = [rank for rank in takers if _has_succeeded(self._joined[rank])]
+            self.outbound = {rank: self._joined.pop(rank).result() for rank in came}
         absent = sorted({*readers, *takers} - {*self.inbound, *self.outbound})
         if absent:
             logger.warning(
@@ -298,9 +290,6 @@ class Wires:
             link.close()
         self._every.append(wire)
         return wire
-
-    def _has_joined(self, rank: int) -> bool:
-        return _has_succeeded(self._joined[rank])
 
     async def _reach(self, reader: int, endpoint: Endpoint) -> Wire:
         error: BaseException = LinkBrokenError("it listens at addresses of another network only")

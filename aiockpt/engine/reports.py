@@ -67,10 +67,7 @@ class Reports:
 
     def read(self, what: Reading, path: str, progress: OnProgress | None) -> ReadReport:
         """Report to a progress callable how far a call is, and to the observers the end of a load."""
-        follower = Follower(self, self._displays, progress)
-        report = ReadReport(what, path, follower)
-        follower.note_change(report)
-        return report
+        return _FollowedReport(what, path, self, self._displays, progress)
 
     def loaded(self, report: ReadReport, error: BaseException | None) -> None:
         result = report.result if isinstance(report.result, LoadResult) else None
@@ -131,35 +128,40 @@ class Reports:
                 logger.error("an observer or a progress callable still runs after %g s; it is left behind", END_S)
 
 
-class Follower:
+class _FollowedReport(ReadReport):
     """Calls a progress callable, if there is one, with the newest figures: one call at a time for many changes."""
 
-    def __init__(self, reports: Reports, threads: DaemonThreads, function: OnProgress | None) -> None:
+    def __init__(
+        self, what: Reading, path: str, reports: Reports, threads: DaemonThreads, function: OnProgress | None
+    ) -> None:
+        super().__init__(what, path)
         self._reports = reports
         self._threads = threads
         self._function = function
         self._is_queued = False
         self._is_over = False
+        self._note_change()
 
-    def note_change(self, report: ReadReport) -> None:
+    def _note_change(self) -> None:
         """Schedule a call, unless one is scheduled."""
         if self._function is not None and not self._is_queued and not self._is_over:
             self._is_queued = True
-            _submit(self._threads, lambda: self._call(report))
+            _submit(self._threads, self._call)
 
-    def end(self, report: ReadReport, error: BaseException | None) -> None:
+    def end(self, error: BaseException | None) -> None:
         """Schedule the last call, and report the end of a load."""
+        super().end(error)
         self._is_over = True
         if self._function is not None:
             is_cancelled = isinstance(error, asyncio.CancelledError | KeyboardInterrupt)
-            event = report.event("done" if error is None else "cancelled" if is_cancelled else "failed")
+            event = self.event("done" if error is None else "cancelled" if is_cancelled else "failed")
             _submit(self._threads, lambda: self._tell(event))
-        if report.what == "load":
-            self._reports.loaded(report, error)
+        if self.what == "load":
+            self._reports.loaded(self, error)
 
-    def _call(self, report: ReadReport) -> None:
+    def _call(self) -> None:
         self._is_queued = False  # before the figures are taken: a change after that needs another call
-        event = report.event("reading")
+        event = self.event("reading")
         if not self._is_over:  # else the last event is older, and waits already
             self._tell(event)
 

@@ -129,7 +129,7 @@ class Installed:
         self._saves.raise_failure()
         is_named = project.automatic_checkpoint_naming
         path = self._next() if is_named else os.path.abspath(os.path.expanduser(output_dir))
-        if self._saves.leads:
+        if self._saves.access.leads:
             self._saves.clean(os.path.dirname(path))
         project.automatic_checkpoint_naming = False  # it would remove old ones before this one is written
         try:

@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from aiockpt.engine.facade import EngineAccess
 from aiockpt.errors import AiockptError
 from aiockpt.integrations.lifetime import Lifetime
 from aiockpt.storage.local.belonging import why_not_a_checkpoint
@@ -99,15 +98,6 @@ class SavesInFlight(Lifetime):
         if not self.guard(optimizers):
             transaction.staged.result()
 
-    def agree(self, what: str, value: bool, decide: Callable[[Sequence[bool]], bool]) -> bool:
-        """Return what rank 0 decides from the values of all ranks. Blocks."""
-        return EngineAccess(self.checkpointer).agree(what, value, decide).result()
-
-    @property
-    def leads(self) -> bool:
-        """Whether this is rank 0, or saves alone."""
-        return EngineAccess(self.checkpointer).leads
-
     # --- after it -----------------------------------------------------------------------------------------
 
     def finished(self, *, wait: bool = False) -> Iterator[PendingSave]:
@@ -168,8 +158,7 @@ class SavesInFlight(Lifetime):
             self._remove(aside)
 
     def _remove(self, aside: str) -> None:
-        access = EngineAccess(self.checkpointer)
-        access.call(lambda tools: tools.workers.run(shutil.rmtree, aside, True), f"removing {aside}")
+        self.access.call(lambda tools: tools.workers.run(shutil.rmtree, aside, True), f"removing {aside}")
 
 
 def numbered(run: str, prefix: str) -> list[tuple[int, str]]:

@@ -67,6 +67,11 @@ class Lifetime:
             self._checkpointer = held
             return held
 
+    @property
+    def access(self) -> EngineAccess:
+        """The engine of the checkpointer, for what it agrees on with the other ranks."""
+        return EngineAccess(self.checkpointer)
+
     def guard(self, optimizers: Sequence[torch.optim.Optimizer]) -> bool:
         """Make the steps of these optimizers alone wait for the copies; return False if those of one can't."""
         is_complete = True
@@ -86,7 +91,7 @@ class Lifetime:
 
     def is_over(self, path: str, written: Completion[Any]) -> bool:
         """Return whether the save of a path has ended; with several ranks, when all of them know it."""
-        access = EngineAccess(self.checkpointer)
+        access = self.access
         if access.world_size == 1:
             return written.done()
         return access.agree(f"whether {path} is written", written.done(), all).result()

@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from aiockpt.engine.facade import EngineAccess
 from aiockpt.errors import AiockptError, CheckpointNotFoundError
 from aiockpt.integrations.lifetime import Lifetime
 from aiockpt.sync_checkpointer import SyncCheckpointer
@@ -181,7 +180,7 @@ class NamedSaves(Lifetime):
             _, handle = self._flying.popleft()
             failed += [handle] if handle.written._exception is not None else []
         self._do_due()
-        if failed and (error := EngineAccess(self.checkpointer).take_failure()) is not None:
+        if failed and (error := self.access.take_failure()) is not None:
             raise error
 
     def end(self) -> None:

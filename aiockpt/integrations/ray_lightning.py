@@ -19,8 +19,7 @@ import os
 from typing import Any
 
 from aiockpt.integrations import ray
-from aiockpt.integrations.lightning import AiockptCallback, saves_of
-from aiockpt.integrations.lightning_shards import InShards
+from aiockpt.integrations.lightning import AiockptCallback, InShards, saves_of
 
 
 class AiockptReportCallback(AiockptCallback):

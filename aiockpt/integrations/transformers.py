@@ -171,10 +171,11 @@ class AiockptTrainerMixin(_AnyTrainer):  # type: ignore[misc]
         run = super()._get_output_dir(trial)
         path = os.path.join(run, f"{_PREFIX}{self.state.global_step}")
         sentinel = os.path.join(path, _SENTINEL)
-        is_last = self._saves.agree(f"whether {path} is the last save", os.path.exists(sentinel), any)
+        what = f"whether {path} is the last save"
+        is_last = self._saves.access.agree(what, os.path.exists(sentinel), any).result()
         if not is_last:
             self._saves.raise_failure()
-        if self._saves.leads:
+        if self._saves.access.leads:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(sentinel)
             self._saves.clean(run)

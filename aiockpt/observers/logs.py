@@ -12,6 +12,7 @@ from aiockpt.telemetry.observer import CallEvent, Observer, SaveEvent
 if TYPE_CHECKING:
     from aiockpt.telemetry.loads import LoadResult
     from aiockpt.telemetry.mirrors import MirrorBacklog, MirrorResult
+    from aiockpt.telemetry.progress import Outcome
     from aiockpt.telemetry.saves import SaveResult
 
 
@@ -45,17 +46,10 @@ class LoggingObserver(Observer):
         figures = {"bytes": result.nbytes, "seconds": result.written_s}
         self._log(self._level, "written", "saved %s: %s in %s (%s/s)", result.path, size, took, speed, **figures)
 
-    def failed(self, event: SaveEvent, error: BaseException) -> None:
-        """Log the error."""
-        self._log(logging.ERROR, "failed", "%s was not saved: %s", event.path, error, seconds=event.elapsed_s)
-
-    def cancelled(self, event: SaveEvent, error: BaseException) -> None:
-        """Log as a warning."""
-        self._log(logging.WARNING, "cancelled", "%s was not saved: %s", event.path, error, seconds=event.elapsed_s)
-
-    def skipped(self, event: SaveEvent, error: BaseException) -> None:
-        """Log as a warning."""
-        self._log(logging.WARNING, "skipped", "%s was not saved: %s", event.path, error, seconds=event.elapsed_s)
+    def _unwritten(self, event: SaveEvent, outcome: Outcome, error: BaseException) -> None:
+        """Log a failure as an error, all else as a warning."""
+        level = logging.ERROR if outcome == "failed" else logging.WARNING
+        self._log(level, outcome, "%s was not saved: %s", event.path, error, seconds=event.elapsed_s)
 
     def loaded(self, event: CallEvent, result: LoadResult | None) -> None:
         """Log size, time and speed, or the error."""

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from aiockpt.telemetry.loads import LoadResult
     from aiockpt.telemetry.mirrors import MirrorBacklog, MirrorResult
+    from aiockpt.telemetry.progress import Outcome
     from aiockpt.telemetry.saves import SaveResult
     from aiockpt.telemetry.timeline import Timed
 
@@ -88,21 +89,12 @@ class OpenTelemetryObserver(Observer):
             self._add_phases(span, result, started)
         self._end(event, "written")
 
-    def failed(self, event: SaveEvent, error: BaseException) -> None:
-        """End the span with the error."""
-        self._end(event, "failed", error)
+    def _unwritten(self, event: SaveEvent, outcome: Outcome, error: BaseException) -> None:
+        self._end(event, outcome, error if outcome == "failed" else None)
 
-    def cancelled(self, event: SaveEvent, error: BaseException) -> None:
-        """End the span."""
-        self._end(event, "cancelled")
-
-    def skipped(self, event: SaveEvent, error: BaseException) -> None:
-        """End the span; a save that was skipped at the call has none."""
-        self._end(event, "skipped")
-
-    def _end(self, event: SaveEvent, outcome: str, error: BaseException | None = None) -> None:
+    def _end(self, event: SaveEvent, outcome: Outcome, error: BaseException | None = None) -> None:
         self._saves.add(1, {"aiockpt.outcome": outcome})
-        if event.number in self._spans:
+        if event.number in self._spans:  # a save that was skipped at the call has none
             span, started = self._spans.pop(event.number)
             self._in_flight.add(-1)
             self._close(span, started + event.elapsed_s, outcome, error)

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
     from aiockpt.telemetry.loads import LoadResult
     from aiockpt.telemetry.mirrors import MirrorBacklog, MirrorResult
+    from aiockpt.telemetry.progress import Outcome
     from aiockpt.telemetry.saves import SaveResult
 
 _SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
@@ -109,19 +110,10 @@ class PrometheusObserver(Observer):
         self._last_bytes.set(result.nbytes)
         self._last_time.set(event.time)
 
-    def failed(self, event: SaveEvent, error: BaseException) -> None:
-        """Count it."""
-        self._end(event, "failed")
+    def _unwritten(self, event: SaveEvent, outcome: Outcome, error: BaseException) -> None:
+        self._end(event, outcome)
 
-    def cancelled(self, event: SaveEvent, error: BaseException) -> None:
-        """Count it."""
-        self._end(event, "cancelled")
-
-    def skipped(self, event: SaveEvent, error: BaseException) -> None:
-        """Count it."""
-        self._end(event, "skipped")
-
-    def _end(self, event: SaveEvent, outcome: str) -> None:
+    def _end(self, event: SaveEvent, outcome: Outcome) -> None:
         self._saves.labels(outcome).inc()
         if event.number in self._running:  # else it was skipped at the call
             self._running.discard(event.number)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import anyio
 
 from aiockpt.core.wording import some_of
-from aiockpt.errors import AiockptError, CoordinationError, SaveCancelledError, SaveError, TornSnapshotError, printable
+from aiockpt.errors import AiockptError, CoordinationError, SaveError, printable
 from aiockpt.planning.collective.cache import GlobalPlanCache, SharedPlanCache, plan_cache_of
 from aiockpt.planning.collective.messages import (
     PlanRequest,
@@ -38,7 +38,7 @@ from aiockpt.snapshot.sampling import digest_replicas
 from aiockpt.staging.base import LayoutMismatchError
 from aiockpt.storage.base import SharedTransaction, shared_storage
 from aiockpt.writing.collective_commit import WorldFacts, publish_together
-from aiockpt.writing.process.orphan_commit import Leadership, RecoveryRecord
+from aiockpt.writing.process.orphan_commit import RecoveryRecord
 
 if TYPE_CHECKING:
     from aiockpt.coordination.coordinator import Coordinator
@@ -106,7 +106,7 @@ class CollectiveSave(SaveStrategy):
             if job.spec.refusal is not None:
                 return job.spec.refusal, None
             if job.cancel_asked or job.consistency.abort_error is not None:
-                return job.consistency.abort_error or SaveCancelledError(f"the save of {job.path} was cancelled"), None
+                return job.cancellation, None
             facts = (job.overwrite, self._decentralized, self._file_format.name)
             digests = None if job.spec.replicas == "trust" else await self._compute.run(digest_replicas, job.snapshot)
             reuse = partial(self._world.planner.reuse, job.snapshot, self._file_format, together=True)
@@ -164,15 +164,12 @@ class CollectiveSave(SaveStrategy):
         return await self._compute.run(self._recovery_record, plan)
 
     def _recovery_record(self, plan: SavePlan) -> bytes:
-        coordinator = self._world.coordinator
-        lead = None
+        coordinator, written = self._world.coordinator, self._written(plan)
+        record = RecoveryRecord(coordinator.rank, coordinator.world_size, self._assignment.secret, written)
         if coordinator.leads:
-            plan_cache, facts = self._global.plan, self._global.facts()
-            lead = Leadership(None if plan_cache is None else plan_cache.pickled(), facts, self._job.overwrite)
-        written = self._written(plan)
-        return pickle.dumps(
-            RecoveryRecord(coordinator.rank, coordinator.world_size, self._assignment.secret, written, lead)
-        )
+            kept = self._global.plan
+            record = replace(record, facts=self._global.facts(), plan_cache=None if kept is None else kept.pickled())
+        return pickle.dumps(record)
 
     def _written(self, plan: SavePlan, writer: ChunkWriter | None = None) -> Written:
         """Return this rank's report; without a writer it lacks what is known only once the files are written."""
@@ -247,15 +244,9 @@ class CollectiveSave(SaveStrategy):
         if self._over:
             return error
         if isinstance(error, LayoutMismatchError):
-            torn = TornSnapshotError(
-                f"{error} changed its shape, dtype or device while {self._job.path} was being saved; await `staged` "
-                "before changing tensors"
-            )
-            torn.__cause__ = error
-            error = torn
+            error = self._job.torn_by(error)
         if not isinstance(error, Exception):
-            text = f"the save of {self._job.path} was cancelled; nothing of it is left"
-            error = self._job.consistency.abort_error or SaveCancelledError(text)
+            error = self._job.cancellation
         if not self._world.coordinator.leads:  # before the report, after which rank 0 removes the files
             await self._leave(error)
         try:

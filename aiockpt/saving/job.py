@@ -227,6 +227,21 @@ class SaveJob:
         self.consistency.abort_error = self.consistency.abort_error or error
         self.settle(None, error)
 
+    @property
+    def cancellation(self) -> SaveError:
+        """The error of the save once it is cancelled: the one that it was aborted with, if it was."""
+        text = f"the save of {self.path} was cancelled; nothing of it is left"
+        return self.consistency.abort_error or SaveCancelledError(text)
+
+    def torn_by(self, mismatch: BaseException) -> TornSnapshotError:
+        """Return the error for a tensor that no longer fits the plan that was made from it."""
+        torn = TornSnapshotError(
+            f"{mismatch} changed its shape, dtype or device while {self.path} was being saved; await `staged` before "
+            "changing tensors"
+        )
+        torn.__cause__ = mismatch
+        return torn
+
     def settle_staged(self) -> None:
         """Settle `staged`: all is copied, and the tensors may change."""
         self._engine.reports.staged(self)

@@ -11,7 +11,7 @@ import anyio
 from isal.isal_zlib import crc32
 
 from aiockpt.core.wording import some_of
-from aiockpt.errors import AiockptError, SaveCancelledError, SaveError, printable
+from aiockpt.errors import AiockptError, SaveError, printable
 from aiockpt.format.manifest.manifest import FileFacts, Manifest, decode_head, encode_manifest, facts_in, with_parts
 from aiockpt.format.names import MANIFEST_NAME
 from aiockpt.planning.dcp_plan import DcpLayout, DcpPlan
@@ -284,8 +284,7 @@ class JointSave(SaveStrategy):
 
     async def fail(self, error: BaseException) -> BaseException:
         if not isinstance(error, Exception):
-            text = f"the save of {self._job.path} was cancelled; nothing of it is left"
-            error = self._job.consistency.abort_error or SaveCancelledError(text)
+            error = self._job.cancellation
         try:
             if not self._over:
                 await self._last_round(error)

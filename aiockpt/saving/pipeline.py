@@ -23,9 +23,7 @@ from aiockpt.errors import (
     AiockptError,
     CommitError,
     CommitUncertainError,
-    SaveCancelledError,
     SaveError,
-    TornSnapshotError,
     WriteError,
     unwrapped,
 )
@@ -108,8 +106,7 @@ class SavePipeline:
                 self._strategy = _strategy_for(job, self._tools)
                 result = await self._save_somewhere()
             if result is None:  # the scope has absorbed its own cancellation
-                cancelled = SaveCancelledError(f"the save of {job.path} was cancelled; nothing of it is left")
-                error = job.consistency.abort_error or cancelled
+                error = job.cancellation
         except BaseException as exc:  # delivered to the waiters, never dropped
             error = as_save_error(exc)
         finally:
@@ -145,17 +142,14 @@ class SavePipeline:
             return await self._save_as_planned()
         try:
             return await self._save_as_planned()
-        except* LayoutMismatchError as group:
-            mismatch = as_save_error(group)
+        except* LayoutMismatchError:
+            pass
         # A tensor has another shape or dtype than in the kept layout, though it has the same name.
         self._strategy.invalidate_plan()
         try:
             return await self._save_as_planned()
-        except* LayoutMismatchError:
-            raise TornSnapshotError(
-                f"{mismatch.__cause__} changed its shape, dtype or device while {self._job.path} was being saved; "
-                "await `staged` before changing tensors"
-            ) from None
+        except* LayoutMismatchError as group:
+            raise self._job.torn_by(unwrapped(group)) from None
 
     async def _save_as_planned(self, plan: SavePlan | None = None) -> SaveResult:
         await self._leases.give_back()  # of an earlier attempt: with a small pool, they may be all there is

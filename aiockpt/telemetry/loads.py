@@ -12,7 +12,6 @@ from aiockpt.telemetry.progress import ProgressEvent, Reading, ReadPhase
 from aiockpt.telemetry.timeline import Recording, Timed
 
 if TYPE_CHECKING:
-    from aiockpt.engine.reports import Follower
     from aiockpt.telemetry.verification import VerifyReport
 
 
@@ -58,10 +57,9 @@ class LoadResult(Timed):
 class ReadReport:
     """Counts and records the work of a load, a verification or a conversion; a context manager that reports its end."""
 
-    def __init__(self, what: Reading = "load", path: str = "", follower: Follower | None = None) -> None:
+    def __init__(self, what: Reading = "load", path: str = "") -> None:
         self.what = what
         self.path = path
-        self._follower = follower  # is told of each count, and of the end
         self.started = time.perf_counter()
         self.spans: list[Span] = []
         self.done_bytes = self.total_bytes = self.tensors = self.objects = 0
@@ -94,8 +92,7 @@ class ReadReport:
         self._note_change()
 
     def _note_change(self) -> None:
-        if self._follower is not None:
-            self._follower.note_change(self)
+        """Note that the figures have changed."""
 
     def did_read(self, begin: float, nbytes: int, file: str) -> None:
         """Count and record bytes that this thread has read since ``begin``. No lock: for one thread at a time."""
@@ -123,5 +120,3 @@ class ReadReport:
                 loaded_s=self.elapsed_s,
                 recording=self.recording,
             )
-        if self._follower is not None:
-            self._follower.end(self, error)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from aiockpt.telemetry.loads import LoadResult
     from aiockpt.telemetry.mirrors import MirrorBacklog, MirrorResult
+    from aiockpt.telemetry.progress import Outcome
     from aiockpt.telemetry.saves import SaveResult
 
 
@@ -71,12 +72,18 @@ class Observer:
 
     def failed(self, event: SaveEvent, error: BaseException) -> None:
         """A save has failed."""
+        self._unwritten(event, "failed", error)
 
     def cancelled(self, event: SaveEvent, error: BaseException) -> None:
         """A save was cancelled."""
+        self._unwritten(event, "cancelled", error)
 
     def skipped(self, event: SaveEvent, error: BaseException) -> None:
         """A save was skipped, or superseded by a later one; see ``on_busy``."""
+        self._unwritten(event, "skipped", error)
+
+    def _unwritten(self, event: SaveEvent, outcome: Outcome, error: BaseException) -> None:
+        """A save has ended without a checkpoint: for observers that treat the three alike."""
 
     def loaded(self, event: CallEvent, result: LoadResult | None) -> None:
         """A load has ended; ``result`` is None if it has failed or was cancelled."""

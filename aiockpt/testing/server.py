@@ -4,19 +4,17 @@
 
     python -m aiockpt.testing.server     # prints its URL; ends when its standard input is closed
 
-Requests and replies are frames: the lengths of a JSON text and of a body, then both.
+A request, and a reply, is a JSON text and then a body: two messages of `multiprocessing.connection`.
 
 ==========  =============================================  ===========================================================
 ``op``      arguments besides ``key``                      reply
 ==========  =============================================  ===========================================================
-``put``     ``only_if``; the body, or ``upload, parts``    ``stamp``
-``part``    ``upload, part``; the body                     nothing; the parts of an upload are in no list
+``put``     ``only_if``; the body                          ``stamp``
 ``get``     ``ranges``: of offset, from the end if it is   facts: ``size``, ``stamp``, ``modified``; the bytes, fewer
             negative, and length; null: all; ``only_if``   where the object ends
 ``list``    ``delimiter``                                  ``objects`` whose keys begin with ``key``, with facts; and
                                                            ``prefixes``: what keys have up to the next delimiter
 ``delete``  ``only_if``                                    nothing
-``drop``                                                   nothing; the uploads whose keys begin with ``key`` are gone
 ==========  =============================================  ===========================================================
 
 ``only_if`` is the stamp that the object must have, "" if there must be none, null if it does not matter. An ``error``
@@ -25,7 +23,6 @@ in a reply is "condition" or "absent". Times are in seconds, by the clock of the
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import itertools
 import json
@@ -33,93 +30,77 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import Connection, Listener
 from typing import Any
 
 SCHEME = "aiockpt-test"
-LENGTHS = struct.Struct(">IQ")
-"""The lengths of the JSON text and of the body, at the beginning of a frame."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Object:
-    parts: Sequence[bytearray]
+    data: bytes
     stamp: str
     modified: float
 
     @property
     def facts(self) -> dict[str, Any]:
-        return {"size": sum(map(len, self.parts)), "stamp": self.stamp, "modified": self.modified}
+        return {"size": len(self.data), "stamp": self.stamp, "modified": self.modified}
 
-    def views(self, ranges: Sequence[tuple[int, int]]) -> Iterator[memoryview]:
-        """Yield the bytes of ranges, without a copy."""
+    def parts(self, ranges: Sequence[tuple[int, int]]) -> Iterator[bytes]:
         for offset, length in ranges:
-            begin, offset = 0, max(0, offset + self.facts["size"]) if offset < 0 else offset
-            for part in self.parts:
-                yield memoryview(part)[max(0, offset - begin) : max(0, offset + length - begin)]
-                begin += len(part)
+            begin = max(0, offset + len(self.data)) if offset < 0 else offset
+            yield self.data[begin : begin + length]
 
 
 class ObjectServer:
-    """The objects, and the connections to them. A client that dies leaves parts of uploads at most."""
+    """The objects."""
 
     def __init__(self, latency_s: float) -> None:
         self._latency_s = latency_s
+        self._turn = threading.Lock()
         self._objects: dict[str, _Object] = {}
-        self._uploads: dict[tuple[str, str], dict[int, bytearray]] = {}
         self._stamps = map(str, itertools.count(1))
 
-    async def serve(self, listening: socket.socket) -> None:
-        """Accept connections until it is cancelled."""
-        async with asyncio.TaskGroup() as tasks:
-            while True:
-                client, _ = await asyncio.get_running_loop().sock_accept(listening)
-                client.setblocking(False)
-                client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                tasks.create_task(self._talk(client))
+    def serve(self, listening: Listener) -> None:
+        """Accept connections, each in a thread of its own, as long as the process lives."""
+        while True:
+            threading.Thread(target=self._talk, args=(listening.accept(),), daemon=True).start()
 
-    async def _talk(self, client: socket.socket) -> None:
-        send = asyncio.get_running_loop().sock_sendall
+    def _talk(self, client: Connection) -> None:
         with client, contextlib.suppress(EOFError, OSError):
+            send_at_once(client)
             while True:
-                lengths = LENGTHS.unpack(await _received(client, LENGTHS.size))
-                request, body = json.loads(await _received(client, lengths[0])), await _received(client, lengths[1])
-                await asyncio.sleep(self._latency_s)
-                reply = getattr(self, f"_{request.pop('op')}")(body=body, **request)
-                views = reply.pop("views", ())
-                text = json.dumps(reply).encode()
-                await send(client, LENGTHS.pack(len(text), sum(map(len, views))) + text)
-                for view in views:
-                    await send(client, view)
+                request, body = json.loads(client.recv_bytes()), client.recv_bytes()
+                time.sleep(self._latency_s)
+                with self._turn:
+                    reply = getattr(self, f"_{request.pop('op')}")(body=body, **request)
+                data = reply.pop("data", b"")
+                client.send_bytes(json.dumps(reply).encode())
+                client.send_bytes(data)
 
     # --- requests: each happens at once ---------------------------------------------------------------------
 
-    def _put(self, key: str, body: bytearray, only_if: str | None, upload: str = "", parts: int = 0) -> dict[str, Any]:
+    def _put(self, key: str, body: bytes, only_if: str | None) -> dict[str, Any]:
         if not self._is(key, only_if):
             return {"error": "condition"}
-        sent = self._uploads.pop((key, upload), {}) if upload else {0: body}
-        if upload and len(sent) != parts:
-            return {"error": "absent"}
-        made = self._objects[key] = _Object([sent[part] for part in sorted(sent)], next(self._stamps), time.time())
+        made = self._objects[key] = _Object(body, next(self._stamps), time.time())
         return {"stamp": made.stamp}
 
-    def _part(self, key: str, body: bytearray, upload: str, part: int) -> dict[str, Any]:
-        self._uploads.setdefault((key, upload), {})[part] = body
-        return {}
-
     def _get(
-        self, key: str, body: bytearray, ranges: Sequence[tuple[int, int]] | None, only_if: str | None = None
+        self, key: str, body: bytes, ranges: Sequence[tuple[int, int]] | None, only_if: str | None = None
     ) -> dict[str, Any]:
         if key not in self._objects:
             return {"error": "absent"}
         if not self._is(key, only_if):
             return {"error": "condition"}
-        facts = self._objects[key].facts
-        return {**facts, "views": [*self._objects[key].views([(0, facts["size"])] if ranges is None else ranges)]}
+        found = self._objects[key]
+        return {**found.facts, "data": found.data if ranges is None else b"".join(found.parts(ranges))}
 
-    def _list(self, key: str, body: bytearray, delimiter: str | None) -> dict[str, Any]:
+    def _list(self, key: str, body: bytes, delimiter: str | None) -> dict[str, Any]:
         objects, prefixes = {}, set()
         for name in sorted(each for each in self._objects if each.startswith(key)):
             top, found, _ = name[len(key) :].partition(delimiter) if delimiter else (name, "", "")
@@ -129,14 +110,10 @@ class ObjectServer:
                 objects[name] = self._objects[name].facts
         return {"objects": objects, "prefixes": sorted(prefixes)}
 
-    def _delete(self, key: str, body: bytearray, only_if: str | None) -> dict[str, Any]:
+    def _delete(self, key: str, body: bytes, only_if: str | None) -> dict[str, Any]:
         if not self._is(key, only_if):
             return {"error": "condition"}
         self._objects.pop(key, None)
-        return {}
-
-    def _drop(self, key: str, body: bytearray) -> dict[str, Any]:
-        self._uploads = {at: parts for at, parts in self._uploads.items() if not at[0].startswith(key)}
         return {}
 
     def _is(self, key: str, only_if: str | None) -> bool:
@@ -144,25 +121,20 @@ class ObjectServer:
         return only_if is None or only_if == ("" if found is None else found.stamp)
 
 
-async def _received(client: socket.socket, nbytes: int) -> bytearray:
-    data = bytearray(nbytes)
-    view = memoryview(data)
-    while view:
-        count = await asyncio.get_running_loop().sock_recv_into(client, view)
-        if not count:
-            raise EOFError
-        view = view[count:]
-    return data
+def send_at_once(connection: Connection, timeout_s: float = 0.0) -> None:
+    """Send messages without waiting until those before have come; limit each wait for the other side, if not 0."""
+    limit = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
+    with socket.fromfd(connection.fileno(), socket.AF_INET, socket.SOCK_STREAM) as own:
+        own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        own.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+        own.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
 
-async def _main(latency_s: float) -> None:
-    with socket.create_server(("127.0.0.1", 0), backlog=128) as listening:
-        listening.setblocking(False)
-        serving = asyncio.ensure_future(ObjectServer(latency_s).serve(listening))
-        print(f"{SCHEME}://127.0.0.1:{listening.getsockname()[1]}", flush=True)  # noqa: T201 - for its parent
-        ended = asyncio.ensure_future(asyncio.to_thread(sys.stdin.buffer.read))
-        await asyncio.wait([serving, ended], return_when=asyncio.FIRST_COMPLETED)
-        serving.cancel()
+def _main(latency_s: float) -> None:
+    listening = Listener(("127.0.0.1", 0), backlog=128)
+    threading.Thread(target=ObjectServer(latency_s).serve, args=(listening,), daemon=True).start()
+    print(f"{SCHEME}://127.0.0.1:{listening.address[1]}", flush=True)  # noqa: T201 - for its parent
+    sys.stdin.buffer.read()  # which ends with its parent
 
 
 @contextlib.contextmanager
@@ -189,4 +161,4 @@ def start_server(*, latency_s: float = 0.0) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    asyncio.run(_main(float(sys.argv[1]) if sys.argv[1:] else 0.0))
+    _main(float(sys.argv[1]) if sys.argv[1:] else 0.0)

@@ -2,41 +2,32 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import math
 import os
-import secrets
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from multiprocessing.connection import Client, Connection
 from typing import TYPE_CHECKING, Any
 
-from aiockpt.core.threads import outlast
 from aiockpt.errors import WriteError
 from aiockpt.storage.faults import errors
 from aiockpt.storage.objects.client import ConditionError, ObjectClient, ObjectFacts, ObjectSink
 from aiockpt.storage.objects.storage import ObjectStorage
-from aiockpt.testing.server import LENGTHS, SCHEME
+from aiockpt.testing.server import SCHEME, send_at_once
 
 if TYPE_CHECKING:
     from aiockpt.core.threads import Workers
     from aiockpt.storage.base import Document, Seen, Stamp
 
-_STEP_BYTES = 1 << 20  # read at a time, so that the CRC of it finds it in the processor's cache
-_PARTS = 4  # of a file, on their way at once
-
-
-class _Socket(socket.socket):
-    def __del__(self) -> None:
-        self.close()
+_STEP_BYTES = 1 << 20  # seen at a time
 
 
 class _Connections(threading.local):
     def __init__(self) -> None:
-        self.of: dict[tuple[str, int, int], _Socket] = {}
+        self.of: dict[tuple[str, int, int], Connection] = {}
 
 
 _thread = _Connections()
@@ -52,22 +43,22 @@ class ServerClient(ObjectClient):
         """Return the reply and its body; ``view`` and ``seen`` are as in `Source.read`."""
         place = (*self._address, os.getpid())  # a fork must not use its parent's connection
         view, seen = given.pop("view", None), given.pop("seen", None)
-        connection = _thread.of.pop(place, None)  # after an error, what comes next may be the rest of a frame
+        connection = _thread.of.pop(place, None)  # after an error, what comes next may be the rest of an answer
         if connection is None:
-            connection = _Socket()
-            connection.settimeout(self._timeout_s)
-            try:
-                connection.connect(self._address)
-            except OSError:
-                connection.close()
-                raise
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        text = json.dumps({"op": op, "key": key, **given}).encode()
-        connection.sendall(LENGTHS.pack(len(text), len(body)) + text)
-        connection.sendall(body)
-        length, nbytes = LENGTHS.unpack(_fill(connection, memoryview(bytearray(LENGTHS.size))))
-        reply = json.loads(_fill(connection, memoryview(bytearray(length))).tobytes())
-        data = _fill(connection, memoryview(bytearray(nbytes)) if view is None else view[:nbytes], seen)
+            connection = Client(self._address)
+            send_at_once(connection, self._timeout_s)
+        try:
+            connection.send_bytes(json.dumps({"op": op, "key": key, **given}).encode())
+            connection.send_bytes(body)
+            reply = json.loads(connection.recv_bytes())
+            data = memoryview(connection.recv_bytes()) if view is None else view[: connection.recv_bytes_into(view)]
+        except EOFError as exc:
+            raise ConnectionResetError("the server has closed the connection") from exc
+        except BlockingIOError as exc:
+            raise TimeoutError(f"the server has not answered within {self._timeout_s:g} s") from exc
+        if seen is not None:
+            for at in range(0, len(data), _STEP_BYTES):
+                seen(data[at : at + _STEP_BYTES])
         _thread.of[place] = connection
         if "error" in reply:
             kind = FileNotFoundError if reply["error"] == "absent" else ConditionError
@@ -114,10 +105,6 @@ class ServerClient(ObjectClient):
         for key in keys:
             self.ask("delete", key, only_if=None)
 
-    def remove(self, prefix: str, last: str = "state") -> None:
-        self.ask("drop", prefix)
-        super().remove(prefix, last)
-
     def now(self, near: str) -> float:
         return time.time()  # the server is on this host
 
@@ -129,70 +116,30 @@ def _facts(given: dict[str, Any]) -> ObjectFacts:
     return ObjectFacts(given["size"], given["stamp"], given["modified"])
 
 
-def _fill(connection: socket.socket, view: memoryview, seen: Seen | None = None) -> memoryview:
-    for at in range(0, len(view), _STEP_BYTES):
-        step = left = view[at : at + _STEP_BYTES]
-        while left:
-            if not (count := connection.recv_into(left)):
-                raise ConnectionResetError("the server has closed the connection")
-            left = left[count:]
-        if seen is not None:
-            seen(step)
-    return view
-
-
 class _Sink(ObjectSink):
-    """A file whose parts are sent by several threads."""
+    """A file that is sent when it is whole."""
 
     is_conditional = True
 
     def __init__(self, objects: ServerClient, key: str, workers: Workers, *, held: bool) -> None:
         self._objects, self._key, self._workers, self._held = objects, key, workers, held
-        self._upload, self._count = secrets.token_hex(8), 0
-        self._slots = asyncio.Semaphore(_PARTS)
-        self._sending: set[asyncio.Future[None]] = set()
-        self._error: BaseException | None = None
+        self._data = bytearray()
 
     async def write(self, view: memoryview, free: Callable[[], object] = lambda: None) -> None:
-        await self._slots.acquire()
-        self._raise()
-        sending = asyncio.ensure_future(self._send(self._count, view, free))
-        self._count += 1
+        self._data += view
         self.nbytes += len(view)
-        self._sending.add(sending)
-        sending.add_done_callback(self._sending.discard)
-
-    async def _send(self, part: int, view: memoryview, free: Callable[[], object]) -> None:
-        try:
-            await self._ask("part", view, part=part)
-        except BaseException as exc:  # raised by the next call
-            self._error = self._error or exc
-        else:
-            free()
-        finally:
-            self._slots.release()
-
-    async def _ask(self, op: str, view: Document, **given: Any) -> None:
-        await self._workers.run(lambda: self._objects.ask(op, self._key, view, upload=self._upload, **given))
-
-    def _raise(self) -> None:
-        with errors(WriteError, f"write {self._key}"):
-            if self._error is not None:
-                raise self._error
+        free()
 
     async def finish(self) -> None:
-        await self.stop()
-        self._raise()
         if not self._held:
             with errors(WriteError, f"write {self._key}"):
-                await self._ask("put", b"", only_if=None, parts=self._count)
+                await self.appear(None)
 
-    async def appear(self, only_if: Stamp) -> None:
-        await self._ask("put", b"", only_if=only_if, parts=self._count)
+    async def appear(self, only_if: Stamp | None) -> None:
+        await self._workers.run(self._objects.put, self._key, self._data, only_if)
 
     async def stop(self) -> None:
-        if self._sending:
-            await outlast(asyncio.wait([*self._sending]))  # not the set, from which they go when they end
+        """Do nothing: nothing was sent."""
 
 
 class ServerStorage(ObjectStorage):

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner
 
-from aiockpt.cli.bench import Advice, Measured, MeasuredDisk, Setting, best, best_direct_io, chunk_sizes
+from aiockpt.cli.bench import Advice, MeasuredDisk, Setting, best, best_direct_io, chunk_sizes
 from aiockpt.cli.main import app
 from aiockpt.options import CheckpointerOptions
 from aiockpt.storage.local.temp_dir import read_ticket
@@ -115,10 +115,10 @@ def test_file_sizes_are_the_counted_bytes(direct, threads, tmp_path):
     written = disk.measure(Setting("write", direct, threads, MIB), 9 * MIB, 60, noted.append)
     if written is None:
         pytest.skip("this file system has no direct I/O")
-    assert written.nbytes == sum(noted) == 9 * MIB
+    assert written.bytes == sum(noted) == 9 * MIB
     assert [file.stat().st_size for file in tmp_path.iterdir()] == [9 * MIB // threads] * threads
     read = disk.measure(Setting("read", direct, threads, 2 * MIB), 9 * MIB, 60)
-    assert read.nbytes >= 6 * MIB
+    assert read.bytes >= 6 * MIB
     times = disk.sync_s()
     assert 1 <= len(times) <= 100
     disk.remove_files()
@@ -129,7 +129,7 @@ def test_each_thread_moves_bytes_even_if_it_starts_late(tmp_path):
     """On a busy machine, the time may be over before a thread has run at all."""
     disk = MeasuredDisk(str(tmp_path))
     for kind in ("write", "read"):
-        assert disk.measure(Setting(kind, False, 2, MIB), 8 * MIB, 0).nbytes == 2 * MIB
+        assert disk.measure(Setting(kind, False, 2, MIB), 8 * MIB, 0).bytes == 2 * MIB
 
 
 def test_disk_error_is_raised(tmp_path, monkeypatch):
@@ -145,7 +145,7 @@ def test_disk_error_is_raised(tmp_path, monkeypatch):
 
 
 def at(speed, direct=True, threads=4, chunk_bytes=16 * MIB):
-    return Measured(Setting("write", direct, threads, chunk_bytes), speed, 1.0)
+    return Setting("write", direct, threads, chunk_bytes, speed, 1.0)
 
 
 @pytest.mark.parametrize(

@@ -174,7 +174,7 @@ def test_process_that_ends_otherwise_is_an_error(device, message, tmp_path):
 
 
 def test_costs_leave_out_the_last_save(capsys):
-    watch = Watch(2)
+    watch = Watch()
     watch.seconds = 3.5
     watch.waits_s |= {OURS: {1: 0.5, 2: 8.0}, TORCH_SAVE: {1: 1.5, 2: 8.0}}
     show_costs(watch, Config(steps=2))

@@ -93,16 +93,9 @@ def test_one_of_many_conditional_puts_succeeds(objects: ServerClient) -> None:
     objects.remove("")
 
 
-def test_parts_become_one_object_and_ranges_of_it_are_read(objects: ServerClient) -> None:
+def test_ranges_are_read(objects: ServerClient) -> None:
     data = bytes(range(256)) * 50
-    for part, (begin, end) in [(2, (7000, len(data))), (0, (0, 3000)), (1, (3000, 7000))]:
-        objects.ask("part", "o", data[begin:end], upload="u", part=part)
-    assert objects.below("") == {}
-    with pytest.raises(FileNotFoundError):
-        objects.ask("put", "o", only_if=None, upload="u", parts=4)
-    for part, (begin, end) in [(2, (7000, len(data))), (0, (0, 3000)), (1, (3000, 7000))]:
-        objects.ask("part", "o", data[begin:end], upload="v", part=part)
-    objects.ask("put", "o", only_if="", upload="v", parts=3)
+    objects.put("o", data, "")
     runs = [(0, 5), (2990, 4020), (12_790, 100), (6999, 2), (20_000, 5), (0, 0)]
     assert objects.ask("get", "o", ranges=runs)[1] == b"".join(data[at : at + length] for at, length in runs)
     seen: list[bytes] = []
@@ -123,11 +116,12 @@ def test_names_up_to_a_delimiter_are_listed(objects: ServerClient) -> None:
 
 def test_client_that_dies_within_a_request_changes_nothing(server_url: str, objects: ServerClient) -> None:
     code = (
-        "import os, sys; from aiockpt.testing.server_storage import *; from aiockpt.testing.server import LENGTHS\n"
+        "import os, struct, sys; from aiockpt.testing.server_storage import *\n"
         "objects = ServerStorage(sys.argv[1]).objects; objects.get('x')\n"
         "from aiockpt.testing.server_storage import _thread\n"
         '(connection,) = _thread.of.values(); text = b\'{"op": "put", "key": "x", "only_if": null}\'\n'
-        "connection.sendall(LENGTHS.pack(len(text), 1000) + text + bytes(999)); os.kill(os.getpid(), 9)"
+        "connection.send_bytes(text); os.write(connection.fileno(), struct.pack('!i', 1000) + bytes(999))\n"
+        "os.kill(os.getpid(), 9)"
     )
     done = subprocess.run([sys.executable, "-c", code, server_url], timeout=60, check=False)
     assert done.returncode == -signal.SIGKILL
@@ -193,17 +187,6 @@ def test_server_that_is_not_there_is_an_error(tmp_path: Path) -> None:
             ckpt.load(url, storage=storage)
         with pytest.raises(aiockpt.DeleteError, match=rf"can't delete {url}: .*refused"):
             ckpt.delete(url, storage=storage)
-
-
-@pytest.mark.asyncio
-async def test_object_is_finished_while_its_last_part_ends(objects: ServerClient, workers: Workers) -> None:
-    """The part leaves the set of those that are sent after `finish` has begun, and before that waits."""
-    sink, is_free = objects.sink("o", None, workers), asyncio.Event()
-    await sink.write(memoryview(b"data"), is_free.set)
-    await is_free.wait()
-    await sink.finish()
-    assert objects.get("o")[1] == b"data"
-    objects.delete(["o"])
 
 
 # --- publishing, and discarding -------------------------------------------------------------------------

@@ -60,7 +60,6 @@ async def test_a_failed_save_ends_after_the_saves_before_it(tmp_path: Path) -> N
             storage=pickle.dumps(LocalStorage(fsync=False)),
             overwrite=False,
             names=["f"],
-            layout=1,
             heads=[b""],
             codings=None,
         )

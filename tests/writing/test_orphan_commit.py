@@ -18,7 +18,6 @@ from aiockpt.writing.collective_commit import WorldFacts
 from aiockpt.writing.file_writer import FileWriter, WriterThreads
 from aiockpt.writing.process.messages import Begin
 from aiockpt.writing.process.orphan_commit import (
-    Leadership,
     OrphanCommit,
     RecoveryRecord,
     sign_sidecar,
@@ -49,8 +48,8 @@ async def commit(folder: Path, workers: Workers, leave: Callable[[Path], object]
     joined = await storage.join(path, begun.ticket, workers=workers)
     joined.delete_sidecar = delete or joined.delete_sidecar
     leave(folder / f"{begun.ticket}-part-1")
-    lead = None if rank else Leadership(None, WorldFacts(7, {}, {}, False, {}, 0.0), overwrite=False)
-    record = RecoveryRecord(rank, 2, SECRET, replace(NOTHING), lead)
+    facts = None if rank else WorldFacts(7, {}, {}, False, {}, 0.0)
+    record = RecoveryRecord(rank, 2, SECRET, replace(NOTHING), facts)
     begin = Begin(0, path, b"", False, (), (), None, ticket=begun.ticket, joins=True)
     try:
         await OrphanCommit(begin, record, storage, joined, 0.02, workers).run(
@@ -134,10 +133,10 @@ async def test_added_files_that_a_dead_trainer_has_begun_to_write_are_replaced(w
     begun = await storage.begin(path, overwrite=False, workers=workers)
     await begun.write_files({"config.json": b"half"})
     joined = await storage.join(path, begun.ticket, workers=workers)
-    lead = Leadership(None, WorldFacts(7, {}, {"config.json": b"whole"}, False, {}, 0.0), overwrite=False)
+    facts = WorldFacts(7, {}, {"config.json": b"whole"}, False, {}, 0.0)
     begin = Begin(0, path, b"", False, (), (), None, ticket=begun.ticket, joins=True)
     (tmp_path / f"{begun.ticket}-part-1").write_bytes(RIGHT)
-    record = RecoveryRecord(0, 2, SECRET, replace(NOTHING), lead)
+    record = RecoveryRecord(0, 2, SECRET, replace(NOTHING), facts)
     writer = FileWriter((), (), (), WriterThreads(workers, workers))
     await OrphanCommit(begin, record, storage, joined, 5.0, workers).run(writer)
     await joined.release()

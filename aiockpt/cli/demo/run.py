@@ -112,8 +112,8 @@ def _title(text: str) -> None:
 
 def _train(config: Config, directory: Path, beside: Path | None = None) -> Watch:
     """Run the training loop in this process."""
-    with Watch(config.steps, beside=beside) as watch:
-        asyncio.run(train(Trainer(config), directory, watch))
+    watch = Watch(beside=beside)
+    asyncio.run(train(Trainer(config), directory, watch))
     return watch
 
 

@@ -36,7 +36,7 @@ async def train(trainer: Trainer, directory: Path, watch: Watch) -> None:
                     await save.staged  # from here on the tensors may change
                 save = None
             trainer.update(loss)
-            watch.stepped(trainer.step, loss)
+            watch.stepped(loss)
             if run.due(trainer.step, last=trainer.step == config.steps):
                 await watch.before_save(trainer)
                 with watch.held(trainer.step, OURS):
@@ -59,7 +59,6 @@ if __name__ == "__main__":
     prepare()
     config = Config(**json.loads(facts))
     try:
-        with Watch(config.steps, kill_from=int(kill_from)) as watch:
-            asyncio.run(train(Trainer(config), Path(directory), watch))
+        asyncio.run(train(Trainer(config), Path(directory), Watch(kill_from=int(kill_from))))
     except BrokenPipeError:
         sys.exit(int(Code.CLOSED_PIPE))

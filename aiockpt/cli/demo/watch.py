@@ -1,4 +1,4 @@
-"""Shows a run of the training loop, as bars on a terminal and as lines elsewhere, and measures what it waits for."""
+"""Shows a run of the training loop, and measures what it waits for."""
 
 from __future__ import annotations
 
@@ -6,29 +6,27 @@ import asyncio
 import contextlib
 import os
 import signal
+import sys
 import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 import torch
-from rich.progress import BarColumn, Progress, TextColumn
 
+import aiockpt
 from aiockpt.cli.output import console
 from aiockpt.format.names import HIDDEN
 
 if TYPE_CHECKING:
-    import aiockpt
     from aiockpt.cli.demo.model import Trainer
-    from aiockpt.telemetry.progress import ProgressEvent
 
 OURS, TORCH_SAVE = "aiockpt", "torch.save + fsync"
 """The waits of an event loop."""
 _HALF_DONE = ("staging", "staged", "writing")
 """The phases in which a save has started to copy, and nothing is published."""
-_MIB = 1 << 20
 
 
 def say(text: str = "", style: str = "") -> None:
@@ -42,10 +40,9 @@ def name_of(step: int) -> str:
 
 
 class Watch:
-    """Shows and measures one run; a context manager, after which the bars stay on the screen.
+    """Shows and measures one run.
 
     Args:
-        steps: of the run.
         beside: a directory in which each state is saved with ``torch.save`` too, for comparison; None: it is not.
         kill_from: from this step on, the first save that is half done ends this process with SIGKILL.
 
@@ -55,17 +52,7 @@ class Watch:
         seconds: from the beginning to the end of the last step.
     """
 
-    def __init__(self, steps: int, *, beside: Path | None = None, kill_from: int | None = None) -> None:
-        self._out = console()
-        self._bars = Progress(
-            TextColumn("{task.description:<13}"),
-            BarColumn(bar_width=24),
-            TextColumn("{task.fields[note]}"),
-            console=self._out,
-            disable=not self._out.is_terminal,
-        )
-        self._training = self._bars.add_task("training", total=steps, note="")
-        self._saving = self._bars.add_task("checkpoint", total=None, visible=False, note="")
+    def __init__(self, *, beside: Path | None = None, kill_from: int | None = None) -> None:
         self._beside = beside
         self._kill_from = kill_from
         self._loss = 0.0
@@ -75,24 +62,16 @@ class Watch:
         self.waits_s: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))
         self.results: dict[int, aiockpt.SaveResult] = {}
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._bars.stop()
-
     def begin(self, trainer: Trainer) -> None:
         """Show that training starts."""
         millions = sum(each.numel() for each in trainer.model.parameters()) / 1e6
         origin = f"resumed from {name_of(trainer.step)}" if trainer.step else "from step 0"
         say(f"GPT of {millions:.1f} million parameters, {origin}")
-        self._bars.start()
         self._began = time.perf_counter()
 
-    def stepped(self, step: int, loss: float) -> None:
-        """Show a completed step."""
+    def stepped(self, loss: float) -> None:
+        """Note that a step is completed."""
         self.seconds, self._loss = time.perf_counter() - self._began, loss
-        self._bars.update(self._training, completed=step, note=f"step {step}, loss {loss:.3f}")
 
     @contextlib.contextmanager
     def held(self, step: int, what: str) -> Iterator[None]:
@@ -114,30 +93,20 @@ class Watch:
 
     def follow(self, step: int, save: aiockpt.SaveHandle) -> None:
         """Show a save, from a task."""
-        self._line(f"step {step}: loss {self._loss:.3f}, saving {name_of(step)}")
+        say(f"step {step}: loss {self._loss:.3f}, saving {name_of(step)}")
         self._saves.append(asyncio.create_task(self._follow(step, save)))
 
     async def _follow(self, step: int, save: aiockpt.SaveHandle) -> None:
+        bar = aiockpt.progress.bar(save, file=sys.stdout)
         async for event in save.progress():
-            note = f"{event.phase}: {event.staged_bytes // _MIB} of {event.total_bytes // _MIB} MiB copied, "
-            self._show_save(step, event, f"{note}{event.done_bytes // _MIB} written")
             is_due = self._kill_from is not None and self._kill_from <= step and bool(self.results)
             if is_due and event.phase in _HALF_DONE and any(Path(save.path).parent.glob(f"{HIDDEN}*/*")):
-                self._bars.refresh()
                 os.kill(os.getpid(), signal.SIGKILL)
         result = self.results[step] = await save.written
+        await asyncio.to_thread(bar.join)
         text = f"staged after {result.staged_s * 1e3:.0f} ms, durable after {result.written_s * 1e3:.0f} ms"
-        self._show_save(step, event, text)
         with contextlib.suppress(BrokenPipeError):  # the loop prints too, and raises it
-            self._line(f"{name_of(step)}: {text}")
-
-    def _show_save(self, step: int, event: ProgressEvent, note: str) -> None:
-        total, done = event.total_bytes or None, event.done_bytes
-        self._bars.update(self._saving, description=name_of(step), total=total, completed=done, note=note, visible=True)
-
-    def _line(self, text: str) -> None:
-        if not self._out.is_terminal:
-            say(text)
+            say(f"{name_of(step)}: {text}")
 
     async def end(self) -> None:
         """Wait until all saves are shown."""

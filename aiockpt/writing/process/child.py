@@ -15,7 +15,7 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -50,7 +50,7 @@ class SharedState:
     threads: WriterThreads
     post: Callable[[Message], None]  # sends to the trainer
     agreement_timeout_s: float
-    layouts: dict[int, list[FileImage]] = field(default_factory=dict)  # by number
+    images: Sequence[FileImage] = ()  # that came last
 
     def chunk(self, number: int) -> memoryview:
         return self.memory[number * self.chunk_bytes : (number + 1) * self.chunk_bytes]
@@ -328,11 +328,10 @@ class _Child:
 
     def _handle(self, message: FromTrainer, shared: SharedState, tasks: TaskGroup) -> None:
         if isinstance(message, Begin):
-            if message.images is not None:  # only the latest layout: a save that needs another brings its images
-                shared.layouts.clear()
-                shared.layouts[message.layout] = [image.unpack() for image in message.images]
+            if message.images is not None:  # a save that needs others than those that came last brings them
+                shared.images = [image.unpack() for image in message.images]
             previous = None if message.again else self._last
-            save = ChildSave(message, shared.layouts[message.layout], shared, previous)
+            save = ChildSave(message, shared.images, shared, previous)
             self._saves[message.save] = save
             if not message.again:
                 self._last = save

@@ -50,11 +50,10 @@ class RemoteWriter(ChunkWriter):
         self._begun = anyio.Event()
         self._connection: WriterConnection | None = None
         self._release_chunk: dict[int, Callable[[], None]] = {}
-        self._changed = anyio.Event()
         self._written: messages.FilesWritten | None = None
         self._sizes: dict[str, int] | None = None
         self._error: BaseException | None = None
-        self._ended = False
+        self._files_written, self._ended = anyio.Event(), anyio.Event()
         self._must_clean_up = False
         self._ticket: str | None = None
         self._stamp: Stamp | None = None
@@ -67,13 +66,12 @@ class RemoteWriter(ChunkWriter):
             case messages.ChunkWritten():
                 self._release_chunk.pop(message.chunk)()
                 self._count(message.nbytes)
-                return
             case messages.Began():
                 self._stamp = message.stamp
-                return
             case messages.FilesWritten():
                 self._written = message
                 self.files, self.encoded, self.spans = message.files, message.encoded, message.spans
+                self._files_written.set()
             case messages.Published():
                 self._sizes = message.sizes
                 self.spans = message.spans or self.spans
@@ -81,17 +79,16 @@ class RemoteWriter(ChunkWriter):
             case messages.Failed():
                 self._error = load_error(message.error)
                 self._end()
-        self._changed.set()
 
     def on_process_death(self, error: WriteError) -> None:
         """Fail the save; what the process has left is removed later."""
         self._error = WriteError(str(error))  # an own one, since each save adds notes
         self._must_clean_up = True
         self._end()
-        self._changed.set()
 
     def _end(self) -> None:
-        self._ended = True
+        self._ended.set()
+        self._files_written.set()  # or they never will be
         if self._connection is not None:
             self._connection.unregister(self._number)
 
@@ -107,7 +104,9 @@ class RemoteWriter(ChunkWriter):
     async def _run(self) -> None:
         try:
             await self._begin()
-            await self._wait_until(lambda: self._written is not None)
+            await self._files_written.wait()
+            if self._written is None:
+                await self._outcome()
         except BaseException:
             with anyio.CancelScope(shield=True):  # the process reads the chunks until it has ended the save
                 await self.abandon()
@@ -123,13 +122,13 @@ class RemoteWriter(ChunkWriter):
         order, joined = self._order, self._joined
         self._ticket = shared_storage(self._storage).new_ticket(order.path) if joined is None else None
         connection = await self._host.connect()
-        layout, images = await self._host.images_for(connection, self._layout)
+        images = await self._host.images_for(connection, self._layout)
         # No await from here until the message is queued: the next save's message, which refers to these images, must
         # not overtake it.
         connection.register(self._number, self)
         self._connection = connection
         ticket, joins = joined or self._ticket, joined is not None
-        await connection.send(replace(order, layout=layout, images=images, ticket=ticket, joins=joins))
+        await connection.send(replace(order, images=images, ticket=ticket, joins=joins))
         self._begun.set()
 
     async def _connected(self) -> WriterConnection:
@@ -139,18 +138,13 @@ class RemoteWriter(ChunkWriter):
             raise RuntimeError("a save has begun without a process")
         return self._connection
 
-    async def _wait_until(self, condition: Callable[[], bool]) -> None:
-        """Wait until a condition holds; raise if the save ends before."""
-        while not condition():
-            if self._error is not None:
-                raise self._error
-            if self._ended:
-                raise SaveError(f"the save of {self._order.path} has ended too early in the writer process")
-            await self._wait_for_change()
-
-    async def _wait_for_change(self) -> None:
-        await self._changed.wait()
-        self._changed = anyio.Event()
+    async def _outcome(self) -> dict[str, int]:
+        """Wait until the save has ended in the process; return the sizes of its files, or raise its error."""
+        await self._ended.wait()
+        if self._sizes is None:
+            what = f"the save of {self._order.path} has ended too early in the writer process"
+            raise self._error or SaveError(what)
+        return self._sizes
 
     async def put(self, number: int, chunk: FilledChunk) -> None:
         connection = await self._connected()
@@ -175,18 +169,16 @@ class RemoteWriter(ChunkWriter):
         connection = await self._connected()
         await connection.send(messages.Publish(self._number))
         try:
-            await self._wait_until(lambda: self._sizes is not None)
+            return await self._outcome()
         except WriteError:
             if await self._clean_up() != "published":
                 raise
             return {name: facts.nbytes for name, facts in self.files.items()}  # it died right after publishing
-        return {} if self._sizes is None else self._sizes
 
     async def abandon(self) -> None:
-        if self._connection is not None and not self._ended:
+        if self._connection is not None and not self._ended.is_set():
             await self._connection.send(messages.Cancel(self._number))
-            while not self._ended:
-                await self._wait_for_change()
+            await self._ended.wait()
         await self._clean_up()
 
     async def _clean_up(self) -> Status:
@@ -210,9 +202,9 @@ class RemoteWriter(ChunkWriter):
     async def commit_as_orphan(self) -> None:
         connection = await self._connected()
         await connection.send(messages.CommitAsOrphan(self._number))
-        await self._wait_until(lambda: self._sizes is not None)
+        await self._outcome()
 
     async def close(self) -> None:
-        if self._connection is not None and not self._ended:
+        if self._connection is not None and not self._ended.is_set():
             await self._connection.send(messages.Finish(self._number))
             self._end()

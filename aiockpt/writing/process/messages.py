@@ -93,8 +93,7 @@ class Begin:
     codings: bytes | None = field(repr=False)  # pickled transforms of each file's items; None: stored unchanged
     again: bool = False  # a retry: later saves have begun already, so it waits for none
     # known when it begins
-    layout: int = 0  # its number
-    images: Sequence[PackedImage] | None = field(repr=False, default=None)  # None: as sent before for this layout
+    images: Sequence[PackedImage] | None = field(repr=False, default=None)  # None: those that were sent last
     ticket: str | None = None  # of the transaction to join, or for the one to begin
     joins: bool = False  # rank 0 has begun the transaction
 

@@ -34,15 +34,6 @@ logger = logging.getLogger("aiockpt")
 
 
 @dataclass(frozen=True, slots=True)
-class Leadership:
-    """Facts that rank 0 needs in order to publish."""
-
-    plan_cache: bytes | None = field(repr=False)  # the pickled global plan cache; None if each rank has planned alone
-    facts: WorldFacts
-    overwrite: bool
-
-
-@dataclass(frozen=True, slots=True)
 class RecoveryRecord:
     """Facts that one rank's writer process needs to commit without its trainer; sent once the save is staged."""
 
@@ -50,7 +41,8 @@ class RecoveryRecord:
     ranks: int
     secret: bytes = field(repr=False)  # of this save; authenticates the sidecar files
     written: Written  # what the rank writes, still without its files
-    leadership: Leadership | None  # on rank 0
+    facts: WorldFacts | None = None  # on rank 0: what it needs to publish
+    plan_cache: bytes | None = field(repr=False, default=None)  # there too; None: each rank has planned alone
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -78,13 +70,13 @@ class OrphanCommit:
                 written = record.written.completed(writer.files, writer.crcs, writer.encoded)
                 data = sign_sidecar(record.secret, record.rank, written)
                 await transaction.put_sidecar(_sidecar_name(record.rank), data)
-                await (self._follow() if record.leadership is None else self._lead(record.leadership))
+                await (self._follow() if record.facts is None else self._lead(record.facts))
         except AiockptError as exc:
             if await transaction.status() != "published":
                 await transaction.discard_all()
                 raise self._not_finished(exc) from exc
         finally:
-            await self._delete_sidecars((record.rank,) if record.leadership is None else range(record.ranks))
+            await self._delete_sidecars((record.rank,) if record.facts is None else range(record.ranks))
         if await transaction.status() != "published":
             raise self._not_finished("another rank's writer has given it up")
         await transaction.finalize()
@@ -100,9 +92,9 @@ class OrphanCommit:
             except AiockptError as exc:
                 logger.warning("beside %s: %s", self._begin.path, printable(str(exc)))
 
-    async def _lead(self, leadership: Leadership) -> None:
+    async def _lead(self, facts: WorldFacts) -> None:
         """Publish when the sidecar files of all ranks are there."""
-        begin, ranks = self._begin, self._record.ranks
+        begin, ranks, plan_cache = self._begin, self._record.ranks, self._record.plan_cache
         written: dict[int, Written] = {}
         while True:
             for rank in range(ranks):
@@ -115,13 +107,13 @@ class OrphanCommit:
         adopted = await self._storage.take_over(
             begin.path,
             begin.ticket or "",
-            overwrite=leadership.overwrite,
+            overwrite=begin.overwrite,
             workers=self._workers,
             stamp=self._transaction.stamp,
         )
         results = [written[rank] for rank in range(ranks)]
-        plan_cache = None if leadership.plan_cache is None else pickle.loads(leadership.plan_cache)
-        await publish_together(adopted, plan_cache, leadership.facts, results, self._workers)
+        plan = None if plan_cache is None else pickle.loads(plan_cache)
+        await publish_together(adopted, plan, facts, results, self._workers)
 
     async def _read_sidecar(self, rank: int) -> Written | None:
         """Return what a rank has written; None if its sidecar file is missing, incomplete or not by that rank."""
@@ -150,7 +142,7 @@ class OrphanCommit:
         if sizes != self._last_sizes:
             self._last_sizes, self._deadline = sizes, now + self._timeout_s
         # Rank 0 gives up first: its error says more.
-        if now > self._deadline + (0 if self._record.leadership is not None else self._timeout_s):
+        if now > self._deadline + (0 if self._record.facts is not None else self._timeout_s):
             raise WriteError(f"the parts of some ranks did not come within {self._timeout_s:g} s")
         return True
 

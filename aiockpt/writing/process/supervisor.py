@@ -172,7 +172,7 @@ class WriterConnection:
         self._received_all = anyio.Event()
         self._closed = anyio.Event()
         self._error: WriteError | None = None
-        self.layout = 0  # the number of the layout that was sent last
+        self.layout: Layout | None = None  # whose images were sent last
         self.dead = False  # it has ended, or is about to
         self._channel.post(hello)
 
@@ -294,7 +294,6 @@ class WriterHost:
         self._connection: WriterConnection | None = None
         self.save_numbers = itertools.count(1)
         self._layout: Layout | None = None
-        self._layout_number = 0
         self._images: Sequence[PackedImage] = ()
         self._tasks: TaskGroup | None = None
 
@@ -326,17 +325,13 @@ class WriterHost:
                 self._tasks.start_soon(self._connection.supervise)
             return self._connection
 
-    async def images_for(
-        self, connection: WriterConnection, layout: Layout
-    ) -> tuple[int, Sequence[PackedImage] | None]:
-        """Return a layout's number and its images; None for the images if the process was sent these last."""
+    async def images_for(self, connection: WriterConnection, layout: Layout) -> Sequence[PackedImage] | None:
+        """Return a layout's images; None if the process was sent these last."""
         if layout is not self._layout:
             self._images = await self._worker.run(lambda: [PackedImage.of(image) for image in layout.images])
             self._layout = layout
-            self._layout_number += 1
-        number, known = self._layout_number, connection.layout
-        connection.layout = number
-        return number, None if known == number else self._images
+        known, connection.layout = connection.layout, layout
+        return None if known is layout else self._images
 
     def kill(self) -> None:
         """Kill the process: it is stuck. From any thread."""
