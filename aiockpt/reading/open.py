@@ -6,6 +6,7 @@ import contextlib
 import logging
 import posixpath
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -472,6 +473,16 @@ def _is_same(source: Source, one: ItemRange, other: ItemRange) -> bool:
 # --- open checkpoints -----------------------------------------------------------------------------------
 
 
+def _sharing(entries: Mapping[str, Entry]) -> list[str]:
+    """Return the keys of entries whose first bytes are those of another one too: of very many, hardly any are."""
+    if isinstance(entries, IndexedEntries):
+        return entries.sharing()
+    tensors = ((name, entry) for name, entry in entries.items() if isinstance(entry, TensorEntry))
+    places = {name: entry.chunks[0].place[:2] for name, entry in tensors if entry.chunks}
+    counts = Counter(places.values())
+    return [name for name, place in places.items() if counts[place] > 1]
+
+
 @dataclass(eq=False)
 class OpenCheckpoint:
     """A checkpoint whose index was read."""
@@ -485,9 +496,12 @@ class OpenCheckpoint:
     def tied(self) -> dict[str, str]:
         """Keys of tensors that are stored under an earlier key, and that one."""
         first: dict[object, str] = {}
-        tensors = ((name, entry) for name, entry in self.index.entries.items() if isinstance(entry, TensorEntry))
-        found = {name: first.setdefault(value_key(name, entry), name) for name, entry in tensors}
-        return {name: earlier for name, earlier in found.items() if earlier != name}
+        found: dict[str, str] = {}
+        for name in _sharing(self.index.entries):
+            entry = self.index.entries[name]
+            if isinstance(entry, TensorEntry) and (earlier := first.setdefault(value_key(name, entry), name)) != name:
+                found[name] = earlier
+        return found
 
     def names(self, keys: object) -> list[str]:
         """Return the keys that match names, names of containers and patterns, in their order."""

@@ -323,6 +323,13 @@ def test_a_tensor_in_parts() -> None:
     assert dict(entries.items()) == {name: entries[name] for name in entries}
 
 
+def test_entries_that_begin_with_the_same_bytes() -> None:
+    assert entries_of(decode_manifest(sharded())).sharing() == []
+    assert entries_of(decode_manifest(sharded(offset=[64, 0, 256, 0, 64]))).sharing() == ["w", "v"]
+    # The second part of w is where v begins, which is no matter.
+    assert entries_of(decode_manifest(sharded(offset=[64, 0, 256, 0, 0], file=[0, 1, 1, 0, 1]))).sharing() == []
+
+
 @pytest.mark.parametrize(
     "change",
     [

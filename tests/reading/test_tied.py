@@ -104,3 +104,15 @@ def test_a_model_of_transformers_loads_into_itself(ckpt: aiockpt.SyncCheckpointe
     for key, value in state.items():
         name = "model.embed_tokens.weight" if key == "lm_head.weight" else key
         assert_same(named(name, tuple(value.shape)), value, key)
+
+
+@pytest.mark.parametrize("form", ["own", "metadata", "torch", "safetensors"])
+def test_facts_name_the_key_that_one_is_tied_to(ckpt: aiockpt.SyncCheckpointer, form: str, tmp_path: Path) -> None:
+    one = torch.arange(6.0)
+    state = {"a": one, "part": one[:3], "none": torch.ones(0), "b": one, "nothing": torch.ones(0), "c": one.clone()}
+    path = tmp_path / {"torch": "c.pt", "safetensors": "c.safetensors"}.get(form, "c")
+    ckpt.save(state, path)
+    if form == "metadata":
+        (path / ".aiockpt.json").unlink()
+    with ckpt.open(path) as reader:
+        assert {key: info.tied_to for key, info in reader.items()} == dict.fromkeys(state) | {"b": "a"}
