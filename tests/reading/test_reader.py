@@ -13,7 +13,7 @@ import torch
 import aiockpt
 from aiockpt.storage.base import Source, Storage
 from aiockpt.storage.local.storage import LocalStorage
-from aiockpt.storage.wrapper import WrapperStorage, _WrapperSource
+from aiockpt.storage.wrapper import WrapperSource, WrapperStorage
 from tests.counting import CountingStorage
 from tests.places import storage_of
 from tests.states import assert_same, large_state, random_tensor, training_state
@@ -228,11 +228,11 @@ async def test_close_during_a_read(anywhere: Path) -> None:
                 assert "was closed before it was read" in str(exc)
 
 
-class _StoppingSource(_WrapperSource):
+class _StoppingSource(WrapperSource):
     """Stops in each read of a tensor: before it, or when its first bytes are there."""
 
-    def __init__(self, storage: WrapperStorage, inner: Source, before: bool) -> None:
-        super().__init__(storage, inner)
+    def __init__(self, inner: Source, before: bool) -> None:
+        super().__init__(inner)
         self._before = before
         self.reached, self.goes_on = threading.Event(), threading.Event()
 
@@ -258,7 +258,7 @@ class _StoppingStorage(WrapperStorage):
         self.sources: list[_StoppingSource] = []
 
     async def open(self, path: str, *, workers) -> Source:
-        self.sources.append(_StoppingSource(self, await self.inner.open(path, workers=workers), self._before))
+        self.sources.append(_StoppingSource(await self.inner.open(path, workers=workers), self._before))
         return self.sources[-1]
 
 
