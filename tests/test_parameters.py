@@ -9,6 +9,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import aiockpt
@@ -113,6 +114,21 @@ def test_an_unknown_option_is_named() -> None:
 def test_a_wrong_option_of_a_load_fails_at_the_call(options: dict[str, Any], kind: type[Exception], text: str) -> None:
     with pytest.raises(kind, match=text):
         aiockpt.AsyncCheckpointer().load(**{"path": "a", **options})
+
+
+@pytest.mark.parametrize("value", ["no", "false", None, 2])
+def test_a_flag_is_true_or_false(value: Any, tmp_path: Path) -> None:
+    with aiockpt.SyncCheckpointer() as ckpt:
+        ckpt.save({"x": 1}, tmp_path / "c")
+        with pytest.raises(TypeError, match=rf"SyncCheckpointer.save\(\) overwrite must be True or .*, not {value!r}"):
+            ckpt.save({"x": 2}, tmp_path / "c", overwrite=value)
+        with pytest.raises(TypeError, match=r"SyncCheckpointer.load\(\) trust must be True or False"):
+            ckpt.load(tmp_path / "c", trust=value)
+        assert ckpt.load(tmp_path / "c", trust=np.True_, verify=1) == {"x": 1}
+    with pytest.raises(TypeError, match=r"CheckpointManager.* lock must be True or False"):
+        aiockpt.CheckpointManager(tmp_path / "run", lock=value)
+    with pytest.raises(TypeError, match=r"SyncCheckpointer.* fsync must be True or False"):
+        aiockpt.SyncCheckpointer(fsync=value)
 
 
 @pytest.mark.asyncio

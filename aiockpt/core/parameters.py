@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import re
@@ -61,7 +62,19 @@ def _bound(request: Callable[P, R], name: str, /, *args: P.args, **kwargs: P.kwa
         known = _signature(request).parameters
         meant = [like for each in kwargs if each not in known for like in get_close_matches(each, known, 1)]
         raise TypeError(f"{name}() {exc}{f'. Did you mean {meant[0]!r}?' if meant else ''}") from None
-    return request(*args, **kwargs)
+    made = request(*args, **kwargs)
+    for flag in _flags(request):
+        if (value := getattr(made, flag)) not in (True, False):
+            raise TypeError(
+                f"{name}() {flag} must be True or False, not {value!r}"
+            )  # a text such as "no" counts as true
+    return made
+
+
+@functools.cache
+def _flags(request: Any) -> tuple[str, ...]:
+    """Return the names of the fields that are True or False."""
+    return tuple(each.name for each in dataclasses.fields(request) if each.type in (bool, "bool"))
 
 
 def _describe(call: Any, own: Callable[..., object], request: Callable[..., object]) -> None:
