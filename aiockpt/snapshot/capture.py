@@ -345,9 +345,8 @@ def _capture_object(
 
 def _check_devices(names: Sequence[str], tensors: Sequence[torch.Tensor | None]) -> set[torch.device]:
     present = [tensor for tensor in tensors if tensor is not None]
-    if all(map(_IS_CPU, present)):  # to make a device object for each takes twice as long
-        return {_CPU} if present else set()
-    devices = {tensor.device for tensor in present}
+    are_all_here = present and all(map(_IS_CPU, present))  # to make a device object for each takes twice as long
+    devices = {_CPU} if are_all_here else {tensor.device for tensor in present}
     for device in devices:
         if not is_host(device) and not has_events(device):
             name = next(n for n, t in zip(names, tensors, strict=True) if t is not None and t.device == device)
