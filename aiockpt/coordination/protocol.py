@@ -575,6 +575,7 @@ class Follower(_Side):
                     refusals += isinstance(exc, ConnectionRefusedError)
             if refusals == len(addresses):
                 self.leader_lives = False
+                self._endpoint = None  # if it lives, and could not say where in time, it says so anew
                 raise CoordinationError(dead_rank_text(endpoint.host, operation)) from error
             # An error of this host's own, such as EMFILE, is no matter of time.
             if time.monotonic() >= deadline or not isinstance(error, LinkBrokenError | TimeoutError | ConnectionError):

@@ -129,14 +129,14 @@ class Rendezvous:
         return thread is None or thread.end(timeout_s)
 
     async def _call(self, function: Callable[[], T], operation: str, deadline: float) -> T:
-        if self._thread is None:
-            self._thread = DaemonThreads(1, "aiockpt-ranks")
-        call = asyncio.get_running_loop().run_in_executor(self._thread, function)
+        thread = self._thread = self._thread or DaemonThreads(1, "aiockpt-ranks")
+        call = asyncio.get_running_loop().run_in_executor(thread, function)
         begun = time.monotonic()
         try:
             async with asyncio.timeout(max(0.0, deadline - begun)):
                 return await call
         except TimeoutError:
+            thread.rest()  # it is left behind, and ends if the store answers after all
             self._thread, self._own = None, None
             silent = TimeoutError(f"no answer within {time.monotonic() - begun:.3g} s")
             raise CoordinationError(store_failure_text(operation, self.store_host, silent)) from None

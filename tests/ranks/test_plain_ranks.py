@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -132,6 +133,35 @@ async def test_a_rank_that_stops_waiting_and_closes_tells_the_others(what: str, 
         with pytest.raises(aiockpt.CoordinationError, match=rf"rank {leaver} has closed|rank {leaver} .* is gone"):
             await asyncio.wait_for(called(ckpt), 60)
     assert not (tmp_path / "new").exists()
+
+
+def test_rank_0_is_found_where_it_listens_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its first address reaches the store, but the answer comes too late, so that it listens there no more."""
+    store, put, published, goes_on = dist.HashStore(), PrefixStore.set, [], threading.Event()
+    again = threading.Event()
+
+    def put_late(prefixed: PrefixStore, key: str, value: Any) -> None:
+        put(prefixed, key, value)
+        if key == "endpoint":
+            published.append(value)
+            again.set() if published[1:] else goes_on.wait(60)
+
+    monkeypatch.setattr(PrefixStore, "set", put_late)
+
+    def checkpointer(rank: int, timeout_s: float) -> aiockpt.SyncCheckpointer:
+        ranks = aiockpt.Ranks(rank, 2, store, address="127.0.0.1")
+        return aiockpt.SyncCheckpointer(process_group=ranks, coordination_timeout=timeout_s)
+
+    with checkpointer(0, 3) as first, checkpointer(1, 60) as second:
+        for ckpt in (first, second):  # rank 1 when rank 0 has given up
+            with pytest.raises(aiockpt.CoordinationError):
+                ckpt.save(state_of(0, 1), tmp_path / "1")
+        goes_on.set()
+        with ThreadPoolExecutor(1) as thread:
+            saving = thread.submit(first.save, state_of(0, 2), tmp_path / "2")
+            assert again.wait(60)
+            assert second.save(state_of(1, 2), tmp_path / "2").tensors == saving.result(60).tensors
+    assert aiockpt.verify(tmp_path / "2").ok
 
 
 def test_managers_of_plain_ranks_restore_one_step(tmp_path: Path) -> None:
