@@ -71,7 +71,7 @@ PART_BYTES = 16 << 20
 """The most that one thread reads straight into place before it takes the next job."""
 BUFFER_BYTES = 8 << 20
 """The size of a thread's buffer."""
-_CHECKED_BYTES = 4 << 20  # of what is only checked, read at once: each thread has that much in memory
+_CHECKED_BYTES = 1 << 20  # of what is only checked, read at once: each thread has that much in memory
 _RUN_BYTES = 1 << 20  # of neighbouring objects, read at once
 _RUN_GAP_BYTES = 4096
 _LENGTHS_AT_ONCE = 16
