@@ -529,6 +529,9 @@ class Follower(_Side):
     async def _connect(self, operation: str, deadline: float) -> None:
         """Connect to rank 0, and ask what is pending; raise CoordinationError if that can't be done in time."""
         pause_s = _SHORTEST_POLL_S
+        if not self.leader_lives:  # or it listens elsewhere by now, as it could not say in time where it did
+            with contextlib.suppress(CoordinationError):  # the store has ended too
+                self._endpoint = await self._rendezvous.endpoint(operation, time.monotonic() + _NOTIFY_S)
         while self._endpoint is None:
             until = max(deadline, time.monotonic() + _NOTIFY_S)  # the store gets some time even if there is none left
             self._endpoint = await self._rendezvous.endpoint(operation, until)
@@ -575,7 +578,6 @@ class Follower(_Side):
                     refusals += isinstance(exc, ConnectionRefusedError)
             if refusals == len(addresses):
                 self.leader_lives = False
-                self._endpoint = None  # if it lives, and could not say where in time, it says so anew
                 raise CoordinationError(dead_rank_text(endpoint.host, operation)) from error
             # An error of this host's own, such as EMFILE, is no matter of time.
             if time.monotonic() >= deadline or not isinstance(error, LinkBrokenError | TimeoutError | ConnectionError):
