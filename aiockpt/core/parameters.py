@@ -64,10 +64,8 @@ def _bound(request: Callable[P, R], name: str, /, *args: P.args, **kwargs: P.kwa
         raise TypeError(f"{name}() {exc}{f'. Did you mean {meant[0]!r}?' if meant else ''}") from None
     made = request(*args, **kwargs)
     for flag in _flags(request):
-        if (value := getattr(made, flag)) not in (True, False):
-            raise TypeError(
-                f"{name}() {flag} must be True or False, not {value!r}"
-            )  # a text such as "no" counts as true
+        if (value := getattr(made, flag)) not in (True, False):  # a text such as "no" would count as true
+            raise TypeError(f"{name}() {flag} must be True or False, not {value!r}")
     return made
 
 
