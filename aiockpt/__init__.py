@@ -28,6 +28,7 @@ _HOMES = {
         "CorruptCheckpointError",
         "DamagedCheckpointWarning",
         "DeleteError",
+        "DequantizedWarning",
         "LoadError",
         "MissingHostError",
         "MissingKeysError",

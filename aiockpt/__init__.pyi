@@ -24,6 +24,7 @@ from aiockpt.errors import CoordinationError as CoordinationError
 from aiockpt.errors import CorruptCheckpointError as CorruptCheckpointError
 from aiockpt.errors import DamagedCheckpointWarning as DamagedCheckpointWarning
 from aiockpt.errors import DeleteError as DeleteError
+from aiockpt.errors import DequantizedWarning as DequantizedWarning
 from aiockpt.errors import LoadError as LoadError
 from aiockpt.errors import MissingHostError as MissingHostError
 from aiockpt.errors import MissingKeysError as MissingKeysError

@@ -27,6 +27,8 @@
     └── CoordinationError              ranks could not agree
 
     MissingKeysWarning                 (UserWarning) ``strict=False`` has let a load go on without some keys
+    SafeGlobalsWarning                 (UserWarning) a saved object needs ``safe_globals`` to be loaded
+    DequantizedWarning                 (UserWarning) encoded tensors are saved as plain values
     DamagedCheckpointWarning           (UserWarning) a run went back to an older step, as newer ones are damaged
 
 A message says what happened, where (path, key, file, offset) and what to do about it; the underlying
@@ -151,6 +153,13 @@ class SafeGlobalsWarning(UserWarning):
     def __init__(self, message: str, names: tuple[str, ...] = ()) -> None:
         super().__init__(message)
         self.names = names
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
+
+
+class DequantizedWarning(UserWarning):
+    """A saved state has tensors of a class with an encoding of its own, which are saved as plain values."""
 
     def __str__(self) -> str:
         return printable(super().__str__())

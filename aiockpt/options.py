@@ -37,6 +37,7 @@ SaveFormat = Literal["dcp", "safetensors", "torch"]
 Validation = Literal["versions", "hash"]
 Replicas = Literal["check", "trust", "error"]
 ShareReads = Literal["auto"] | bool | torch.distributed.ProcessGroup
+DType = torch.dtype | Literal["target"] | None
 
 DEFAULT_CHUNK_BYTES = 16 << 20
 _IONICE = {"realtime": 1, "best-effort": 2, "idle": 3}
@@ -431,7 +432,10 @@ class LoadOptions(OpenOptions):
             always created in host memory, except that "meta" returns a tensor without memory.
         keys: load only these: names, names of containers (with everything in them), and glob patterns such as
             ``"model.*.weight"``, whose ``*`` matches dots too. Positions of lists that are left out are None.
-        dtype: cast floating-point tensors to this dtype, as ``nn.Module.to`` does.
+        dtype: cast floating-point tensors to this dtype, as ``nn.Module.to`` does. Those without dimensions stay as
+            they are: they count or steer, as a number of steps, a learning rate or a decay does. If the target has
+            the dtype to cast to there, they are cast too. "target": cast each tensor to the dtype of the one that it
+            fills; new tensors stay as they are.
         strict: raise if the checkpoint lacks a key of ``state_dict`` or of ``keys``. False: leave such keys as they
             are and warn once, with a `MissingKeysWarning` that has them as ``keys``. Modules get the same value for
             their ``load_state_dict``. Other objects decide for themselves, if anything is stored for them.
@@ -455,7 +459,7 @@ class LoadOptions(OpenOptions):
 
     map_location: MapLocation | None = None
     keys: str | Sequence[str] | None = None
-    dtype: torch.dtype | None = None
+    dtype: DType = None
     strict: bool = True
     missing: list[str] | None = None
     mmap: bool = False
@@ -485,8 +489,12 @@ def check_options(options: LoadOptions, *, into: bool) -> None:
         raise TypeError(f"safe_globals must be a list of classes and functions, not {options.safe_globals!r}")
     if isinstance(where, dict) and not all(isinstance(to, str | torch.device) for to in where.values()):
         raise TypeError(f"map_location must map names of devices to devices, not {where!r}")
-    if dtype is not None and (not isinstance(dtype, torch.dtype) or not dtype.is_floating_point):
-        raise TypeError(f"dtype must be a floating-point torch.dtype, to which such tensors are cast, not {dtype!r}")
+    if dtype == "target" and not into:
+        raise ValueError('dtype="target" casts to the dtypes of a state_dict, and none is given')
+    if dtype not in (None, "target") and (not isinstance(dtype, torch.dtype) or not dtype.is_floating_point):
+        raise TypeError(
+            f'dtype must be a floating-point torch.dtype, to which such tensors are cast, or "target", not {dtype!r}'
+        )
     if where is not None and not callable(where) and not isinstance(where, str | torch.device | dict):
         raise TypeError(f"map_location must be a device, its name, a dict or a function, not {where!r}")
     try:

@@ -46,7 +46,7 @@ from aiockpt.reading.executor import LoadTools, ReadExecutor
 from aiockpt.reading.load import CheckpointLoad, chosen_entries
 from aiockpt.reading.open import OpenCheckpoint, open_checkpoint
 from aiockpt.reading.read_plan import ObjectRead, TensorRead, reads_of, value_key
-from aiockpt.reading.targets import cast
+from aiockpt.reading.targets import loaded_dtype
 from aiockpt.reading.verify.verify import verify_checkpoint
 from aiockpt.saving.strategy import documents_of
 from aiockpt.staging.pool import MappedMemory
@@ -60,7 +60,7 @@ from aiockpt.writing.file_writer import CommitInputs, FileWriter, FilledChunk, W
 if TYPE_CHECKING:
     from aiockpt.core.futures import Call
     from aiockpt.dcp.adapter import AnyCheckpointer
-    from aiockpt.options import LoadOptions, Path
+    from aiockpt.options import DType, LoadOptions, Path
     from aiockpt.planning.layout import FileImage
     from aiockpt.saving.handle import SaveHandle
     from aiockpt.storage.base import Storage, Transaction
@@ -295,7 +295,7 @@ def _object_bytes(opened: OpenCheckpoint, entries: Mapping[str, Entry]) -> dict[
     return blobs
 
 
-def _containers_of(index: Index, entries: Mapping[str, Entry], dtype: torch.dtype | None) -> list[dict[str, JsonValue]]:
+def _containers_of(index: Index, entries: Mapping[str, Entry], dtype: DType) -> list[dict[str, JsonValue]]:
     """Return the records of the containers of what is converted; a cast array comes back as a tensor."""
     containers: Any = index.containers
     if len(entries) < len(index.paths):
@@ -304,7 +304,7 @@ def _containers_of(index: Index, entries: Mapping[str, Entry], dtype: torch.dtyp
     changed = {
         tuple(index.paths[name])
         for name, entry in entries.items()
-        if isinstance(entry, TensorEntry) and cast(entry.dtype, dtype) is not entry.dtype
+        if isinstance(entry, TensorEntry) and loaded_dtype(entry, dtype) is not entry.dtype
     }
     return [dict(each) for each in containers if each["type"] != ARRAY_RECORD or tuple(each["path"]) not in changed]
 
@@ -316,7 +316,7 @@ def _plan(
     values: Mapping[str, Any],
     containers: list[dict[str, JsonValue]],
     file_format: FileFormat,
-    dtype: torch.dtype | None,
+    dtype: DType,
     target: str,
 ) -> SavePlan:
     """Lay out the new files, with every tensor row by row; objects are ``blobs`` or ``values``."""
@@ -329,7 +329,7 @@ def _plan(
             continue
         strides = row_strides(entry.shape)
         specs.append(
-            TensorSpec(torch.Size(entry.shape), cast(entry.dtype, dtype), strides, strides, is_raw=True, device=_CPU)
+            TensorSpec(torch.Size(entry.shape), loaded_dtype(entry, dtype), strides, strides, is_raw=True, device=_CPU)
         )
         earlier = first.setdefault(value_key(name, entry), leaf)
         if earlier != leaf:

@@ -19,6 +19,7 @@ from aiockpt.core.wording import a
 from aiockpt.errors import (
     AiockptError,
     CheckpointExistsError,
+    DequantizedWarning,
     SafeGlobalsWarning,
     SaveError,
     SaveSkippedError,
@@ -67,6 +68,7 @@ class Submitter:
         self._transforms = transforms
         self._names = NameMemo()
         self._warned: set[frozenset[str]] = set()
+        self._warned_classes: set[str] = set()  # of `_warn_of_dequantized`
 
     def submit(self, request: SaveRequest, *, is_part: bool = False, is_alone: bool = False) -> SaveHandle:
         """Queue a save; see `aiockpt.AsyncCheckpointer.save`.
@@ -227,6 +229,7 @@ class Submitter:
         if file_format is not None:
             file_format.validate(snapshot)
         self._warn_of_permissions(snapshot)
+        self._warn_of_dequantized(snapshot)
         names, compress = snapshot.structure.names, request.compress
         spec = SaveSpec(
             path=where,
@@ -300,6 +303,20 @@ class Submitter:
         if len(self._warned) > _KEPT_SETS:
             self._warned.clear()
         self._warned |= new.keys()  # not before the warning: if it is an error, every such save must be refused
+
+    def _warn_of_dequantized(self, snapshot: Snapshot) -> None:
+        """Warn about tensors that are saved as plain ones, once for each class."""
+        new = snapshot.encoded.keys() - self._warned_classes
+        for kind in sorted(new):
+            warnings.warn(
+                DequantizedWarning(
+                    f"{snapshot.encoded[kind]} is {a(kind)}: its dequantize() is saved, and a plain tensor comes back. "
+                    f"Where a target has {a(kind)}, it takes that if its copy_() encodes plain values, else the load "
+                    "is refused; a new optimizer goes on with the plain tensor"
+                ),
+                stacklevel=outer_stacklevel(),
+            )
+        self._warned_classes |= new  # not before the warnings: if they are errors, every such save must be refused
 
     def _check_transforms(self, request: SaveRequest, format: SaveFormat) -> None:
         """Raise if items can't be compressed or transformed in this format."""

@@ -263,4 +263,6 @@ def merge_shards(name: str, shards: ShardIndex, headers: Mapping[str, Index]) ->
         entries[key] = entry
     metadata |= shards.metadata
     first = next(iter(headers.values()), Index({}, {}, format="safetensors"))
-    return Index(entries, {key: (key,) for key in entries}, metadata=metadata, format=first.format)
+    containers = first.containers if first.format == "safetensors" else ()
+    paths: dict[str, ObjPath] = {key: (key,) for key in entries}
+    return Index(entries, paths, containers, metadata, first.format, versions=first.versions)

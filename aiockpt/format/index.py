@@ -93,6 +93,8 @@ class Index:
     wrapped: str | None = None  # the only key, if what was saved was no dict
     storage_meta: Mapping[str, Any] = field(default_factory=dict)  # what DCP's metadata says of its save
     is_transformed: bool = False  # some items have `ItemRange.transforms`, and can't be read as they are stored
+    # By the name of a module's state dict, what ``_metadata`` says of it, where containers can't be recorded.
+    versions: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     beside: Sequence[str] = ()  # files with other parts of the state, which do not belong to the checkpoint
 
     @property

@@ -8,11 +8,9 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from aiockpt.manager.scan import RUN_KEY
-from aiockpt.options import CheckpointerOptions, MapLocation, Path, SaveOptions, ShareReads
+from aiockpt.options import CheckpointerOptions, DType, MapLocation, Path, SaveOptions, ShareReads
 
 if TYPE_CHECKING:
-    import torch
-
     from aiockpt.engine.facade import CheckpointerBase
     from aiockpt.engine.requests import StateDict
     from aiockpt.manager.policies import KeepPolicy, Mode, SavePolicy
@@ -119,7 +117,7 @@ class RestoreRequest:
             this start alone: a restarted job that passes True again loses what it saved. None: warn of them.
         map_location: this and the following are as in `AsyncCheckpointer.load`.
         keys: what to load.
-        dtype: what to cast floating-point tensors to.
+        dtype: what to cast floating-point tensors to; "target": each to what it is in the target.
         strict: raise if the step lacks a key.
         missing: a list for the keys that it lacks.
         safe_globals: classes and functions that pickled objects may use.
@@ -137,7 +135,7 @@ class RestoreRequest:
     discard_later: bool | None = None
     map_location: MapLocation | None = None
     keys: str | Sequence[str] | None = None
-    dtype: torch.dtype | None = None
+    dtype: DType = None
     strict: bool = True
     missing: list[str] | None = None
     safe_globals: Sequence[Any] = ()

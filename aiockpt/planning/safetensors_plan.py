@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 
@@ -22,6 +22,7 @@ from aiockpt.format.safetensors.writer import (
     MAX_HEADER_BYTES,
     METADATA_KEY,
     SINGLE_NAME,
+    VERSIONS_KEY,
     Stored,
     describe_tensors,
     encode_header,
@@ -30,6 +31,7 @@ from aiockpt.format.safetensors.writer import (
     has_name,
     shard_name,
 )
+from aiockpt.planning.flatten import joined
 from aiockpt.planning.layout import FileImage, lay_out, split_in_order
 from aiockpt.planning.parts import PartItem, lay_out_part, stream_in_file
 from aiockpt.planning.planner import FileFormat, Layout, RankLeaves, SavePlan, StateSummary
@@ -143,6 +145,17 @@ class SafetensorsFormat(FileFormat):
             for name, tensor in zip(names, snapshot.tensors, strict=True):
                 if tensor is not None:
                     self._check_form(name, tensor.dtype, tensor.layout, tensor.dim())
+        self._note_versions(snapshot)
+
+    def _note_versions(self, snapshot: Snapshot) -> None:
+        """Record the versions of modules in the header, and drop the containers that had them."""
+        versions = {
+            joined(cast("list[str | int]", each["path"])): each["module_metadata"]
+            for each in snapshot.containers
+            if each.get("module_metadata")
+        }
+        if versions:
+            self._facts[VERSIONS_KEY] = json.dumps(versions, ensure_ascii=False)
         snapshot.containers = []
 
     def check(self, names: Sequence[str], specs: Sequence[TensorSpec | None]) -> None:
@@ -170,6 +183,8 @@ class SafetensorsFormat(FileFormat):
 
     def lay_out(self, summary: StateSummary, snapshot: Snapshot, written: RankLeaves | None = None) -> SafetensorsPlan:
         """Fill one file after the other, in the order of the state dict."""
+        if snapshot.containers:
+            self._note_versions(snapshot)
         if written is not None:
             return self._lay_out_part(summary, written)
         names = summary.structure.names

@@ -48,6 +48,8 @@ class Snapshot:
     blobs: dict[int, bytes] = field(default_factory=dict)  # mutable objects, pickled at the call
     # the blobs that are not plain data: class, and result of `foreign_names`
     foreign: dict[int, tuple[str, dict[str, bool]]] = field(default_factory=dict)
+    # classes whose tensors are saved dequantized, with a key of each
+    encoded: dict[str, str] = field(default_factory=dict)
     # tensors copied at the call: offset and bytes in the arena of their device
     eager: dict[int, tuple[int, int]] = field(default_factory=dict)
     # per device the bytes of the tensors copied at the call, dtype uint8

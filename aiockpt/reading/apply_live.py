@@ -6,19 +6,50 @@ import inspect
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
 
 from aiockpt.core.parameters import outer_stacklevel
 from aiockpt.core.spans import Span
 from aiockpt.core.wording import some_of
 from aiockpt.errors import LoadError, MissingKeysWarning
+from aiockpt.reading.plain_loading import has_torchs_loading
+from aiockpt.reading.read_plan import annotate
 from aiockpt.snapshot.live import LiveObject, refuse_awaitable
 
 if TYPE_CHECKING:
     from aiockpt.core.futures import Call
     from aiockpt.telemetry.loads import ReadReport
+
+
+class Gift(NamedTuple):
+    """A live object with the state that it is given."""
+
+    live: LiveObject
+    state: Any
+    asked: Collection[str] | None = None  # the only names that the load was asked for; None: all
+
+    def load(self, *, strict: bool) -> tuple[list[str], list[str]]:
+        """Call ``load_state_dict``; return the names of keys that were missing, and of those that were unexpected."""
+        live, value = self.live, self.live.value
+        # A module that is given a part of its keys can't be strict itself.
+        is_part = self.asked is not None and isinstance(value, torch.nn.Module) and has_torchs_loading(value)
+        is_lenient = is_part or (not strict and _takes_strict(value.load_state_dict))
+        result = value.load_state_dict(self.state, strict=False) if is_lenient else value.load_state_dict(self.state)
+        refuse_awaitable(result, f"load_state_dict() of {live.described}", LoadError)
+        missing = _names(live.name, getattr(result, "missing_keys", ()))
+        unexpected = _names(live.name, getattr(result, "unexpected_keys", ()))
+        if is_part:
+            missing = [name for name in missing if name in (self.asked or ())]
+            if strict and (missing or unexpected):
+                raise LoadError(
+                    f"load_state_dict() of {live.described} misses {some_of(missing, 10) or 'no key'}, and does not "
+                    f"know {some_of(unexpected, 10) or 'any that it was not given'}"
+                )
+        return missing, unexpected
 
 
 @dataclass(eq=False, slots=True)
@@ -27,28 +58,32 @@ class Filled:
 
     path: str
     value: Any  # returned to the caller
-    gifts: Sequence[tuple[LiveObject, Any]] = ()  # live objects with their states
+    gifts: Sequence[Gift] = ()
     missing: Sequence[str] = ()  # keys that the checkpoint lacks
     strict: bool = True  # passed on to `load_state_dict` if it takes it
+    placed: tuple[str, ...] = ()  # the keys whose tensors were filled
     unexpected: Sequence[str] = ()  # keys that live objects did not know
 
     def hand_over(self) -> None:
         """Call ``load_state_dict`` of each object in this thread; a LoadError names the objects that succeeded."""
         done: list[str] = []
-        for each, state in self.gifts:
-            load: Callable[..., Any] = each.value.load_state_dict
-            what = f"load_state_dict() of {each.described}"
+        missing, unexpected = dict.fromkeys(self.missing), dict.fromkeys(self.unexpected)
+        for each in self.gifts:
             try:
-                result = load(state) if self.strict or not _takes_strict(load) else load(state, strict=False)
-                refuse_awaitable(result, what, LoadError)
+                lacking, unknown = each.load(strict=self.strict)
             except Exception as exc:
+                what = f"load_state_dict() of {each.live.described}"
                 reason = str(exc) if isinstance(exc, LoadError) else f"{what} failed: {type(exc).__name__}: {exc}"
                 before = f"{', '.join(done)} had been given theirs" if done else "no object had been given its state"
-                raise LoadError(f"{self.path}: {reason}; {before}, and tensors were filled before that") from exc
+                error = LoadError(f"{self.path}: {reason}; {before}.")
+                if self.placed:
+                    annotate(error, len(self.placed), self.placed)
+                raise error from exc
             if not self.strict:
-                self.missing = _with(self.missing, each.name, getattr(result, "missing_keys", ()))
-                self.unexpected = _with(self.unexpected, each.name, getattr(result, "unexpected_keys", ()))
-            done.append(each.name or type(each.value).__name__)
+                missing.update(dict.fromkeys(lacking))
+                unexpected.update(dict.fromkeys(unknown))
+            done.append(each.live.name or type(each.live.value).__name__)
+        self.missing, self.unexpected = list(missing), list(unexpected)
 
     def warn(self, missing: list[str] | None) -> None:
         """Warn about missing and unexpected keys, and append the missing ones to the caller's list."""
@@ -133,6 +168,5 @@ def _takes_strict(load: Callable[..., Any]) -> bool:
         return False
 
 
-def _with(names: Sequence[str], prefix: str, more: object) -> list[str]:
-    keys: Iterable[Any] = more if isinstance(more, list | tuple) else ()
-    return list(dict.fromkeys([*names, *(f"{prefix}.{key}" if prefix else str(key) for key in keys)]))
+def _names(prefix: str, keys: object) -> list[str]:
+    return [f"{prefix}.{key}" if prefix else str(key) for key in (keys if isinstance(keys, list | tuple) else ())]

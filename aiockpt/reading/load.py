@@ -6,7 +6,7 @@ import contextlib
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import anyio
 import numpy as np
@@ -14,12 +14,14 @@ import torch
 
 from aiockpt.core.gc_pause import gc_pause
 from aiockpt.core.spans import record_to, span
+from aiockpt.core.wording import a
 from aiockpt.errors import CorruptCheckpointError, MissingKeysError, ShapeMismatchError
 from aiockpt.format.item.arrays import array_names, array_of
 from aiockpt.format.keys import containers_within, hint, matching
 from aiockpt.options import LoadOptions, MapLocation, target_device
-from aiockpt.planning.flatten import StructureError, replace_leaves, unflatten
-from aiockpt.reading.apply_live import Filled
+from aiockpt.planning.dtensor import is_distributed
+from aiockpt.planning.flatten import TENSOR_TYPES, StructureError, replace_leaves, unflatten
+from aiockpt.reading.apply_live import Filled, Gift
 from aiockpt.reading.executor import LoadTools, ReadExecutor
 from aiockpt.reading.jobs import view_of
 from aiockpt.reading.open import OpenCheckpoint, open_checkpoint
@@ -122,7 +124,7 @@ class _OpenLoad:
         planned = await self._plan_with_arrays(plan.fresh, plan.enums)
         async with self._sharing(gathering, planned, plan.reads):
             fresh = await self._read_planned(planned)
-            new_values = await run(build_target_values, self._path, plan, target, fresh)
+            new_values = await run(build_target_values, self._opened, plan, target, fresh)
             await self._executor.prepare(plan.reads)
             if gathering is not None and await gathering.meet(reads=await run(plan.read_hash)):
                 # Another rank of this host reads the same bytes: O_DIRECT would read the disk once for each of them.
@@ -132,7 +134,7 @@ class _OpenLoad:
         new_values.put(target.tree, state_dict)
         if gathering is not None:
             gathering.filled = plan.names
-        return Filled(self._path, state_dict, new_values.gifts, plan.missing, strict=options.strict)
+        return Filled(self._path, state_dict, new_values.gifts, plan.missing, options.strict, plan.names)
 
     async def read(self, whole: Mapping[str, Entry], parts: Sequence[ReadRequest] = ()) -> dict[str, Any]:
         """Read whole entries, and parts of tensors; return the values by key."""
@@ -304,7 +306,7 @@ class TargetValues:
     """New values that go into a target when its tensors are filled."""
 
     values: dict[ObjPath, Any]  # that replace leaves and empty containers
-    gifts: list[tuple[LiveObject, Any]]  # live objects with their states
+    gifts: list[Gift]
     copies: list[tuple[NDArray[Any], NDArray[Any]]]  # arrays of the target, with the stored ones
 
     def put(self, tree: Any, state_dict: Any) -> None:
@@ -317,15 +319,26 @@ class TargetValues:
                 replace_leaves(each, self.values)
 
 
-def build_target_values(path: str, plan: TargetPlan, target: ResolvedState, fresh: Mapping[str, Any]) -> TargetValues:
+def build_target_values(
+    opened: OpenCheckpoint, plan: TargetPlan, target: ResolvedState, fresh: Mapping[str, Any]
+) -> TargetValues:
     """Build subtrees, states of live objects and array copies from new values; the target is not changed."""
+    path, versions = opened.path, opened.index.versions
     copies = _array_copies(path, plan, fresh)
     values: dict[ObjPath, Any] = {place: fresh[name] for name, place in plan.paths.items() if name not in copies}
     given = {**fresh, **plan.kept}
+    given |= {name: _copy(plan.kept[name]) for name in plan.copied}
+    for name, (leaf, is_taken_over) in plan.encoded.items():
+        encoded = _encoded(path, name, leaf, fresh[name])
+        if is_taken_over:
+            given[name] = encoded
     try:
         for name, place in plan.containers.items():
             values[place] = _with_numbers(plan.stored.build(name, fresh), _groups_beside(target.tree, place))
-        gifts = [(each, _complete(each, plan.stored.build(each.name, given))) for each in plan.given]
+        gifts = [
+            Gift(each, _complete(each, plan.stored.build(each.name, given), versions), plan.asked)
+            for each in plan.given
+        ]
     except _DAMAGED as exc:
         raise _damaged_structure(path, exc) from exc
     return TargetValues(values, gifts, list(copies.values()))
@@ -351,14 +364,43 @@ def _array_copies(
     return copies
 
 
-def _complete(live: LiveObject, state: Any) -> Any:
+def _copy(leaf: Any) -> Any:
+    """Return a copy of a value that an object is to keep, in host memory: it may change both."""
+    if not isinstance(leaf, torch.Tensor):
+        return leaf.copy() if type(leaf) is np.ndarray else leaf
+    return leaf.detach().clone() if is_distributed(leaf) else leaf.detach().to("cpu", copy=True)
+
+
+def _with_own_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy; of a wrapper, by the protocol of torch.compile, because few of them can be cloned."""
+    if type(tensor) in TENSOR_TYPES or not hasattr(tensor, "__tensor_flatten__"):
+        return tensor.clone()
+    names, context = tensor.__tensor_flatten__()
+    inner = {name: _with_own_memory(getattr(tensor, name)) for name in names}
+    kind: Any = type(tensor)
+    return cast("torch.Tensor", kind.__tensor_unflatten__(inner, context, tensor.shape, tensor.stride()))
+
+
+def _encoded(path: str, name: str, leaf: torch.Tensor, plain: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a tensor with an encoding of its own, with plain values; raise if it does not take them."""
+    try:
+        with torch.no_grad():
+            return _with_own_memory(leaf.detach()).copy_(plain)
+    except Exception as exc:
+        raise ShapeMismatchError(
+            f"{name} is {a(type(leaf).__name__)} in the target, which does not take the plain values that {path} has: "
+            f"{type(exc).__name__}: {exc}. Nothing was changed. Load into the model before it is converted, and "
+            "convert it then"
+        ) from exc
+
+
+def _complete(live: LiveObject, state: Any, versions: Mapping[str, Mapping[str, Any]]) -> Any:
     """Add to a live object's state what formats without containers lose: number keys, and a module's versions."""
     if live.parameters and isinstance(state, dict):
         state["state"] = _with_numbers(state.get("state", {}), live.state.get("param_groups"))
-    versions = getattr(live.state, "_metadata", None)
-    if live.is_module and versions is not None and not hasattr(state, "_metadata"):
+    if live.name in versions and isinstance(state, dict) and not hasattr(state, "_metadata"):
         state = OrderedDict(state)
-        state._metadata = versions
+        state._metadata = OrderedDict(versions[live.name])
     return state
 
 

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 from aiockpt.core.gc_pause import gc_pause
 from aiockpt.errors import LoadError
 from aiockpt.format.index import Entry, InlineEntry, ItemRange, ObjectEntry, StoredChunk, TensorEntry, TensorItem
-from aiockpt.options import LoadOptions, target_device
+from aiockpt.options import DType, LoadOptions, target_device
 from aiockpt.planning.ranges import Selection, overlap
-from aiockpt.reading.targets import cast, target_of
+from aiockpt.reading.targets import loaded_dtype, target_of
 from aiockpt.staging.runtime import is_host
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class ReadRequest:
         """Whether the value is read whole, into new memory."""
         return self.selections is None and self.out is None
 
-    def nbytes(self, dtype: torch.dtype | None = None) -> int:
+    def nbytes(self, dtype: DType = None) -> int:
         """Return the memory of the value, with floating-point values cast to ``dtype``."""
         if isinstance(self.entry, ObjectEntry):
             return self.entry.place.length
@@ -49,7 +49,7 @@ class ReadRequest:
             return 0
         item = self.entry.chunks[0].item if len(self.entry.chunks) == 1 and self.selections is None else None
         # A view keeps the whole storage that it was saved with.
-        return max(math.prod(self.shape) * cast(self.entry.dtype, dtype).itemsize, item.nbytes if item else 0)
+        return max(math.prod(self.shape) * loaded_dtype(self.entry, dtype).itemsize, item.nbytes if item else 0)
 
     @property
     def position(self) -> tuple[str, int]:
@@ -155,14 +155,12 @@ def plan_reads(
     return plan
 
 
-def _new_tensors(
-    tensors: Mapping[str, TensorEntry], device: torch.device, dtype: torch.dtype | None
-) -> list[NewTensor]:
+def _new_tensors(tensors: Mapping[str, TensorEntry], device: torch.device, dtype: DType) -> list[NewTensor]:
     """Return the new memory for whole tensors, of which keys with the same bytes share one."""
     found: dict[object, NewTensor] = {}
     for name, entry in tensors.items():
-        loaded_dtype = cast(entry.dtype, dtype)
-        as_stored = len(entry.chunks) == 1 and is_host(device) and loaded_dtype is entry.dtype
+        wanted = loaded_dtype(entry, dtype)
+        as_stored = len(entry.chunks) == 1 and is_host(device) and wanted is entry.dtype
         key: object = name
         if entry.nbytes and device.type != "meta":
             # As stored, all views of a storage share its memory.
@@ -170,7 +168,7 @@ def _new_tensors(
             key = entry.chunks[0].place if is_view else value_key(name, entry)
         new = found.get(key)
         if new is None:
-            new = found[key] = NewTensor({}, entry.shape, loaded_dtype)
+            new = found[key] = NewTensor({}, entry.shape, wanted)
             if as_stored:
                 new.reads = [TensorRead(name, entry.dtype, entry.chunks[0])]
             elif device.type != "meta":
@@ -190,11 +188,11 @@ def value_key(name: str, entry: TensorEntry) -> object:
     return tuple(chunk.place for chunk in entry.chunks), entry.dtype, entry.shape, view
 
 
-def _plan_part(plan: ReadPlan, path: str, part: ReadRequest, entry: TensorEntry, dtype: torch.dtype | None) -> None:
+def _plan_part(plan: ReadPlan, path: str, part: ReadRequest, entry: TensorEntry, dtype: DType) -> None:
     if part.out is None:
         if plan.device.type != "meta":
             _check_expanded(part.name, entry, math.prod(part.shape) * entry.dtype.itemsize)
-        new = NewTensor({part.name: entry}, part.shape, cast(entry.dtype, dtype), part.selections, part.taken)
+        new = NewTensor({part.name: entry}, part.shape, loaded_dtype(entry, dtype), part.selections, part.taken)
         plan.new.append(new)
         return
     plan.values[part.name] = part.out

@@ -15,7 +15,7 @@ from aiockpt.core.parameters import parameters_of
 from aiockpt.core.threads import check_asyncio, has_loop
 from aiockpt.errors import AiockptError, LoadError
 from aiockpt.format.index import ObjectEntry
-from aiockpt.options import LoadOptions, check_options
+from aiockpt.options import DType, LoadOptions, check_options
 from aiockpt.planning.layout import split_in_order
 from aiockpt.reading.info import (
     ObjectInfo,
@@ -51,12 +51,13 @@ class ReadOptions:
 
     Attributes:
         device: the device of new tensors; None: host memory.
-        dtype: the dtype to cast floating-point values to.
+        dtype: the dtype to cast floating-point values to, except those of tensors without dimensions; "target": that
+            of ``out``.
         verify: check the CRC of every stored chunk that is read whole; None: as this reader was opened.
     """
 
     device: torch.device | str | None = None
-    dtype: torch.dtype | None = None
+    dtype: DType = None
     verify: bool | None = None
 
 
@@ -203,7 +204,7 @@ class _Reader(Mapping[str, "TensorInfo | ObjectInfo"]):
             raise TypeError(f"device must be a torch.device or its name, not {how.device!r}")
         changes: dict[str, Any] = {"map_location": how.device, "dtype": how.dtype, "verify": how.verify}
         options = replace(self._options, **{name: value for name, value in changes.items() if value is not None})
-        check_options(options, into=False)
+        check_options(options, into=any(each.out is not None for each in wanted))
         ready = ready_events({each.name: each.out for each in wanted if each.out is not None})
         return self._engine.call(
             lambda tools: read_requests(opened, wanted, options, tools, ready),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any
@@ -16,10 +16,11 @@ from aiockpt.errors import LoadError, MissingKeysError, ShapeMismatchError, prin
 from aiockpt.format.index import Entry, Index, ObjPath, TensorEntry
 from aiockpt.format.item.arrays import ARRAY_TYPES
 from aiockpt.format.keys import hint, matching
-from aiockpt.planning.dtensor import is_distributed
+from aiockpt.planning.dtensor import is_distributed, whole_shape
 from aiockpt.planning.flatten import FlatState, StructureError, Subtrees, flatten, replace_leaves
+from aiockpt.reading.plain_loading import ModuleLoading, OptimizerLoading, OwnLoading, has_torchs_loading, loading_of
 from aiockpt.reading.read_plan import TensorRead, reads_of
-from aiockpt.reading.targets import Region, Target, cast, place_in_memory, target_of
+from aiockpt.reading.targets import Region, is_encoding, loaded_dtype, place_in_memory, target_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -46,7 +47,11 @@ class TargetPlan:
     paths: dict[str, ObjPath] = field(default_factory=dict)  # of the leaves that fresh values replace
     containers: dict[str, ObjPath] = field(default_factory=dict)  # empty ones and Nones that take a whole subtree
     given: list[LiveObject] = field(default_factory=list)  # live objects that are given a state
+    asked: Collection[str] | None = None  # the names that the options ask for; None: all
     kept: dict[str, Any] = field(default_factory=dict)  # leaves of their states that are filled, or not loaded
+    copied: set[str] = field(default_factory=set)  # those of them that an object may change, so that it gets copies
+    # Their leaves with an encoding of their own, and whether the object takes over what it is given.
+    encoded: dict[str, tuple[torch.Tensor, bool]] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)  # keys that the checkpoint lacks
     arrays: dict[str, NDArray[Any]] = field(default_factory=dict)  # NumPy arrays of the target
     enums: dict[str, type[Enum]] = field(default_factory=dict)  # the classes of its Enum members, which are allowed
@@ -76,9 +81,10 @@ def plan_target(path: str, index: Index, options: LoadOptions, target: ResolvedS
     if tied := tied_names(flat, index.entries):
         planner = _TargetPlanner(path, index.with_names(tied), options, target, tied)
         flat = planner.flatten()
+    planner.look_at_objects()
     planner.plan_leaves(flat)
     planner.plan_subtrees(flat)
-    planner.check_missing(flat)
+    planner.check_keys(flat)
     planner.check_replaceable(state_dict)
     return planner.plan
 
@@ -110,6 +116,8 @@ class _TargetPlanner:
         self._entries = dict(self._index.entries.items())
         self._stored = Subtrees(self._index.paths, self._index.containers)
         self._owner_of = _Owners(self._target.objects)
+        self._loadings: dict[int, OwnLoading] = {}  # by the id of the live object
+        self._unknown: dict[str, list[str]] = {}  # modules, with the stored keys that they would refuse
         self.plan = TargetPlan(self._stored)
 
     def flatten(self) -> FlatState:
@@ -133,59 +141,132 @@ class _TargetPlanner:
         if self._options.keys is None:
             return names
         wanted, unmatched = matching(names, self._options.keys)
+        self.plan.asked = wanted
         self.plan.missing.extend(name for name in unmatched if not (name in containers and self._stored.holds(name)))
         return wanted
+
+    # --- live objects -----------------------------------------------------------------------------
+
+    def look_at_objects(self) -> None:
+        """Find which tensors of live objects may be filled in place; raise if torch's loading would refuse the keys."""
+        for live in self._target.objects:
+            is_inner = bool(live.path) and self._owner_of(live.path[:-1]) is not None
+            # The object around an inner one is given its tensors too.
+            loading = OwnLoading() if is_inner else self._loadings.get(id(live.value)) or loading_of(live.value)
+            if isinstance(loading, ModuleLoading) and self._is_loaded(live):
+                loading = self._checked(live, loading)
+            self._loadings[id(live.value)] = loading
+
+    def _checked(self, live: LiveObject, loading: ModuleLoading) -> OwnLoading:
+        """Compare the keys of a module with the stored ones.
+
+        Where torch's own code decides, report what it would refuse. Otherwise the module's own loading decides, and if
+        that may fail, none of its tensors is filled before.
+        """
+        prefix = f"{live.name}." if live.name else ""
+        asked = self._wanted if self._options.keys is not None else None
+        stored = self._stored.below(live.name)
+        keys = {name[len(prefix) :] for name in stored if asked is None or name in asked}
+        lacking = [key for key in loading.tensors if key not in keys and (asked is None or prefix + key in asked)]
+        lacking += [
+            key
+            for key in loading.extras
+            if not self._stored.holds(prefix + key) and (asked is None or prefix + key in asked)
+        ]
+        unknown = [] if live.name in self._entries else loading.unknown(keys)
+        if not self._options.strict:
+            lacking, unknown = [], []
+        if loading.is_known and not (lacking and loading.optional.issuperset(lacking)):
+            self.plan.missing += [prefix + key for key in lacking]
+            if unknown:
+                self._unknown[live.described] = [prefix + key for key in unknown]
+            return loading
+        fits = all(self._fits(prefix + key, tensor) for key, tensor in loading.tensors.items())
+        return OwnLoading() if lacking or unknown or not fits else loading
+
+    def _fits(self, name: str, tensor: torch.Tensor) -> bool:
+        entry = self._entries.get(name)
+        shape = whole_shape(tensor) if is_distributed(tensor) else tuple(tensor.shape)
+        return entry is None or (isinstance(entry, TensorEntry) and shape in (None, entry.shape))
+
+    def _is_loaded(self, live: LiveObject) -> bool:
+        return self._stored.holds(live.name) and self._is_wanted(live.name)
 
     # --- leaves -----------------------------------------------------------------------------------
 
     def plan_leaves(self, flat: FlatState) -> None:
         """Plan the value of each leaf that the options ask for."""
         for name, path, leaf in zip(flat.names, flat.paths, flat.leaves, strict=True):
-            if name in self._wanted and name not in self._open:
-                self._plan_leaf(name, path, leaf, self._owner_of(path))
+            if name not in self._wanted or name in self._open:
+                continue
+            live = self._owner_of(path)
+            if live is None:
+                self._plan_leaf(name, path, leaf)
+            else:
+                self._plan_live_leaf(name, path[len(live.path) :], leaf, live)
 
-    def _plan_leaf(self, name: str, path: ObjPath, leaf: Any, live: LiveObject | None) -> None:
+    def _plan_leaf(self, name: str, path: ObjPath, leaf: Any) -> None:
         plan, entry = self.plan, self._entries.get(name)
         if entry is None:
-            # An object that chooses its keys may have others now than when it was saved: its load_state_dict judges.
-            if live is None or not live.chooses_keys:
-                plan.missing.append(name)
-            elif not self._stored.holds(live.name):
-                plan.missing.append(live.name)
-            return
-        target = self._target_of(name, entry, leaf, live)
+            plan.missing.append(name)
+        elif not self._fill(name, entry, leaf):
+            self._plan_fresh(name, entry, leaf)
+            plan.paths[name] = path
+            if type(leaf) in ARRAY_TYPES:
+                plan.arrays[name] = leaf
+
+    def _plan_live_leaf(self, name: str, path: ObjPath, leaf: Any, live: LiveObject) -> None:
+        loading, entry = self._loadings[id(live.value)], self._entries.get(name)
+        if entry is None:
+            # It may have other keys now than when it was saved; of modules, the keys were compared before.
+            if not self._stored.holds(live.name):
+                self.plan.missing.append(name if loading.is_known else live.name)
+        elif not loading.fills(path, leaf) or _is_scalar_of_one(entry, leaf):
+            self._plan_own_leaf(name, entry, leaf, live)
+        elif self._fill(name, entry, leaf):
+            self.plan.kept[name] = leaf
+        else:
+            self._plan_fresh(name, entry, leaf)
+
+    def _plan_own_leaf(self, name: str, entry: Entry, leaf: Any, live: LiveObject) -> None:
+        """Plan new memory for a value of which only the object knows what to do with it."""
+        is_sharded = is_distributed(leaf) and hasattr(leaf, "device_mesh")
+        if is_sharded and isinstance(entry, TensorEntry) and whole_shape(leaf) == entry.shape:
+            dtype = loaded_dtype(entry, self._options.dtype, leaf.dtype)
+            like = torch.empty_like(leaf.detach(), dtype=dtype)  # of which this rank has only its part
+            self._fill(name, entry, like)
+            self.plan.kept[name] = like
+        elif is_distributed(leaf) and not is_sharded and self._fill(name, entry, leaf):
+            self.plan.kept[name] = leaf  # a sharded tensor without a mesh can't be made anew
+        else:
+            self._plan_fresh(name, entry, leaf)
+            if is_encoding(leaf) and isinstance(entry, TensorEntry):
+                self._note_encoding(name, leaf, live)
+
+    def _note_encoding(self, name: str, leaf: torch.Tensor, live: LiveObject) -> None:
+        """Have a copy take the plain values before anything is changed, where torch's loading would copy them."""
+        if isinstance(live.value, torch.optim.Optimizer):
+            self.plan.encoded[name] = leaf, True
+        elif isinstance(self._loadings[id(live.value)], ModuleLoading):  # of others, nothing is filled before
+            self.plan.encoded[name] = leaf, False
+
+    def _plan_fresh(self, name: str, entry: Entry, leaf: Any) -> None:
+        self.plan.fresh[name] = entry
+        if isinstance(leaf, Enum):
+            self.plan.enums[name] = type(leaf)
+
+    def _fill(self, name: str, entry: Entry, leaf: Any) -> bool:
+        """Plan to fill the memory of a leaf; return False if a new value replaces it."""
+        target = target_of(self._path, name, entry, leaf, self._options.dtype)
         if target is None:
-            plan.fresh[name] = entry
-            if isinstance(leaf, Enum):
-                plan.enums[name] = type(leaf)
-            if live is None:
-                plan.paths[name] = path
-                if type(leaf) in ARRAY_TYPES:
-                    plan.arrays[name] = leaf
-            return
-        if self._tied.get(name) not in self._wanted:  # else it is filled as the other
-            self._fill(target)
-        if live is not None:
-            plan.kept[name] = leaf
-
-    def _target_of(self, name: str, entry: Entry, leaf: Any, live: LiveObject | None) -> Target | None:
-        """Return the memory of a leaf to fill; None: a new value replaces it."""
-        try:
-            return target_of(self._path, name, entry, leaf, self._options.dtype)
-        except ShapeMismatchError:
-            if live is None or (live.is_module and not torch.nn.parameter.is_lazy(leaf)):
-                raise
-            # load_state_dict of torch's optimizers takes any shape, and the next step then fails.
-            if live.parameters and isinstance(entry, TensorEntry) and leaf.shape != entry.shape:
-                raise
-            return None
-
-    def _fill(self, target: Target) -> None:
+            return False
         plan = self.plan
-        for name, entry, tensor, wanted in target.regions:
-            plan.reads += reads_of(name, entry, tensor, wanted, fills=True)
-        plan.regions += target.regions
-        plan.filled += target.counted
+        if self._tied.get(name) not in self._wanted:  # else it is filled as the other
+            for region in target.regions:
+                plan.reads += reads_of(region.name, region.entry, region.tensor, region.wanted, fills=True)
+            plan.regions += target.regions
+            plan.filled += target.counted
+        return True
 
     # --- subtrees ---------------------------------------------------------------------------------
 
@@ -202,10 +283,13 @@ class _TargetPlanner:
             plan.fresh.update((name, self._entries[name]) for name in below if name in self._wanted)
         for live in plan.given:
             is_sharded = any(map(is_distributed, live.parameters))
+            takes_part = isinstance(live.value, torch.nn.Module) and has_torchs_loading(live.value)
             for name in self._stored.below(live.name):
                 if name not in self._wanted:
-                    if name in leaves:
+                    if name in leaves and not takes_part:
                         plan.kept[name] = leaves[name]
+                        if not isinstance(self._loadings[id(live.value)], OptimizerLoading):
+                            plan.copied.add(name)
                 elif name not in plan.kept and name not in plan.fresh:
                     self._add_fresh(name, live if is_sharded else None)
 
@@ -250,12 +334,10 @@ class _TargetPlanner:
         entry = self._entries[name]
         # The state of a new optimizer is empty. Each rank must not read all of a sharded parameter's state tensors.
         like = None if sharded is None else self._sharded_like(name, entry, sharded)
-        target = None if like is None else target_of(self._path, name, entry, like, self._options.dtype)
-        if target is None:
+        if like is not None and self._fill(name, entry, like):
+            self.plan.kept[name] = like
+        else:
             self.plan.fresh[name] = entry
-            return
-        self._fill(target)
-        self.plan.kept[name] = like
 
     def _sharded_like(self, name: str, entry: Entry, live: LiveObject) -> torch.Tensor | None:
         """Make the state tensor of a sharded parameter; None if it is replicated, as the step count is."""
@@ -271,12 +353,12 @@ class _TargetPlanner:
                 "its sharding can't be determined. Load with get_state_dict and set_state_dict of "
                 "torch.distributed.checkpoint.state_dict"
             )
-        return torch.empty_like(parameter.detach(), dtype=cast(entry.dtype, self._options.dtype))
+        return torch.empty_like(parameter.detach(), dtype=loaded_dtype(entry, self._options.dtype, parameter.dtype))
 
     # --- checks -----------------------------------------------------------------------------------
 
-    def check_missing(self, flat: FlatState) -> None:
-        """Raise MissingKeysError if keys are missing, unless that is allowed."""
+    def check_keys(self, flat: FlatState) -> None:
+        """Raise MissingKeysError if keys are missing, and LoadError if a module lacks some, unless that is allowed."""
         missing = list(dict.fromkeys(self.plan.missing))
         if missing and self._options.strict:
             raise MissingKeysError(
@@ -285,6 +367,12 @@ class _TargetPlanner:
                 f"{hint(missing, self._index.entries, set(flat.names), fills=True)} Pass strict=False to leave missing "
                 "keys as they are, or keys= to load a part: a save with include= or exclude= leaves keys out.",
                 tuple(missing),
+            )
+        for module, names in self._unknown.items():
+            raise LoadError(
+                f"{module} does not know {len(names)} of the keys that {self._path} has for it: "
+                f"{some_of([printable_key(name) for name in names], 10)}. Nothing was changed. Make it as it was "
+                "saved, or pass strict=False to leave these out"
             )
 
     def check_replaceable(self, state_dict: Any) -> None:
@@ -342,6 +430,11 @@ def _open_containers(
         if _is_empty(leaf) and name not in entries and stored.holds(name)
     }
     return {name: path for name, path in found.items() if owner_of(path) is None}
+
+
+def _is_scalar_of_one(entry: Entry, leaf: Any) -> bool:
+    """Return whether a tensor of one element is stored for a scalar, which loading by torch takes."""
+    return isinstance(entry, TensorEntry) and entry.shape == (1,) and isinstance(leaf, torch.Tensor) and not leaf.dim()
 
 
 def _is_empty(leaf: Any) -> bool:

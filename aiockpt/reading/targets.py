@@ -11,6 +11,7 @@ import torch
 
 from aiockpt.core.extent import is_freed, is_null, reach_bytes, strided_parts
 from aiockpt.core.gc_pause import gc_pause
+from aiockpt.core.wording import a
 from aiockpt.errors import ShapeMismatchError
 from aiockpt.format.index import Entry, TensorEntry
 from aiockpt.format.item.arrays import ARRAY_TYPES, torch_dtype, view_array
@@ -20,6 +21,8 @@ from aiockpt.planning.ranges import Selection
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+    from aiockpt.options import DType
 
 
 _MAX_ENUMERATED = 1 << 20
@@ -42,7 +45,7 @@ class Target(NamedTuple):
     counted: list[torch.Tensor]  # the tensors whose version counters change
 
 
-def target_of(path: str, name: str, entry: Entry, leaf: Any, dtype: torch.dtype | None) -> Target | None:
+def target_of(path: str, name: str, entry: Entry, leaf: Any, dtype: DType) -> Target | None:
     """Return the regions of a leaf to fill with an entry; None if the leaf is replaced instead."""
     if is_distributed(leaf):
         return _distributed_target(path, name, entry, leaf, dtype)
@@ -56,9 +59,7 @@ def target_of(path: str, name: str, entry: Entry, leaf: Any, dtype: torch.dtype 
     return Target([Region(name, entry, leaf if is_plain else leaf.detach())], [leaf])
 
 
-def _array_target(
-    path: str, name: str, entry: TensorEntry, array: NDArray[Any], dtype: torch.dtype | None
-) -> Target | None:
+def _array_target(path: str, name: str, entry: TensorEntry, array: NDArray[Any], dtype: DType) -> Target | None:
     """Check a NumPy array; return None if no tensor can have its strides."""
     mine = torch_dtype(array.dtype)
     if mine is None:
@@ -68,13 +69,13 @@ def _array_target(
     tensor = view_array(array)
     if tensor is None:
         _check_shape(path, name, entry.shape, array.shape)
-        _check_dtype(path, name, entry.dtype, mine, dtype)
+        _check_dtype(path, name, entry, mine, dtype)
         return None
     check_target(path, name, entry, tensor, dtype)
     return Target([Region(name, entry, tensor)], [])
 
 
-def _distributed_target(path: str, name: str, entry: Entry, leaf: Any, dtype: torch.dtype | None) -> Target:
+def _distributed_target(path: str, name: str, entry: Entry, leaf: Any, dtype: DType) -> Target:
     """Check a distributed tensor; only this rank's part of it is filled."""
     if not isinstance(entry, TensorEntry):
         raise ShapeMismatchError(f"{name} is a {type(leaf).__name__} in the target but an object in {path}")
@@ -84,7 +85,7 @@ def _distributed_target(path: str, name: str, entry: Entry, leaf: Any, dtype: to
         raise ShapeMismatchError(str(exc)) from exc
     if shape is not None:
         _check_shape(path, name, entry.shape, shape)
-    _check_dtype(path, name, entry.dtype, whole_dtype(leaf), dtype)
+    _check_dtype(path, name, entry, whole_dtype(leaf), dtype)
     regions = []
     for part in parts:
         sizes = tuple(part.tensor.shape)
@@ -107,7 +108,7 @@ def relocated(tensor: torch.Tensor, move: Callable[[torch.UntypedStorage, str], 
     return fresh.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
-def check_target(path: str, name: str, entry: Entry, leaf: Any, dtype: torch.dtype | None) -> None:
+def check_target(path: str, name: str, entry: Entry, leaf: Any, dtype: DType) -> None:
     """Raise ShapeMismatchError if an entry, cast to ``dtype``, does not fit a leaf of the target."""
     if _fits_plainly(entry, leaf, dtype) or not isinstance(leaf, torch.Tensor):
         return
@@ -130,9 +131,14 @@ def check_target(path: str, name: str, entry: Entry, leaf: Any, dtype: torch.dty
         raise ShapeMismatchError(f"{name} is on the meta device in the target; give it memory first (to_empty)")
     if overlaps_itself(leaf):
         raise ShapeMismatchError(f"{name} overlaps itself in the target: its elements share memory; clone it")
+    if is_encoding(leaf):
+        raise ShapeMismatchError(
+            f"{name} is {a(type(leaf).__name__)} in the target, which encodes its values in its own way: put "
+            "the module or optimizer into the target, instead of its state dict"
+        )
     _check_shape(path, name, entry.shape, tuple(leaf.shape))
     check_memory(name, leaf)
-    _check_dtype(path, name, entry.dtype, leaf.dtype, dtype)
+    _check_dtype(path, name, entry, leaf.dtype, dtype)
 
 
 def check_memory(name: str, tensor: torch.Tensor) -> None:
@@ -143,13 +149,13 @@ def check_memory(name: str, tensor: torch.Tensor) -> None:
         raise ShapeMismatchError(f"the memory of {name} in the target was freed; materialise it first")
 
 
-def _fits_plainly(entry: Entry, leaf: Any, dtype: torch.dtype | None) -> bool:
+def _fits_plainly(entry: Entry, leaf: Any, dtype: DType) -> bool:
     """Return True for most tensors that fit; a fast path for 100,000 of them."""
     return (
         isinstance(entry, TensorEntry)
         and type(leaf) in TENSOR_TYPES
         and not leaf.is_nested
-        and leaf.dtype is cast(entry.dtype, dtype)
+        and leaf.dtype is loaded_dtype(entry, dtype, leaf.dtype)
         and leaf.shape == entry.shape
         and leaf.layout is torch.strided
         and leaf.is_contiguous()
@@ -158,9 +164,32 @@ def _fits_plainly(entry: Entry, leaf: Any, dtype: torch.dtype | None) -> bool:
     )
 
 
-def cast(stored: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
-    """Return the dtype that a tensor is loaded as: only floating-point ones are cast, as in ``nn.Module.to``."""
-    return dtype if dtype is not None and stored.is_floating_point else stored
+def is_encoding(leaf: Any) -> bool:
+    """Return whether a leaf is a tensor of a class that stores its values in its own way, such as a quantized one."""
+    kind = type(leaf)
+    return (
+        isinstance(leaf, torch.Tensor)
+        and kind not in TENSOR_TYPES
+        and not torch.nn.parameter.is_lazy(leaf)
+        and (
+            kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+            or kind.dequantize is not torch.Tensor.dequantize
+        )
+    )
+
+
+def loaded_dtype(entry: TensorEntry, dtype: DType, wanted: torch.dtype | None = None) -> torch.dtype:
+    """Return the dtype that a tensor is loaded as; ``wanted`` is that of the tensor to fill, if there is one.
+
+    Only floating-point tensors are cast, as in ``nn.Module.to``. A tensor without dimensions counts or steers, such as
+    a number of steps, a learning rate or a decay, unless a parameter of the target has the dtype to cast to.
+    """
+    stored = entry.dtype
+    if dtype is None or not stored.is_floating_point:
+        return stored
+    if dtype == "target":
+        return wanted if wanted is not None and wanted.is_floating_point else stored
+    return dtype if entry.shape or wanted is dtype else stored
 
 
 def _check_shape(path: str, name: str, stored: tuple[int, ...], wanted: tuple[int, ...]) -> None:
@@ -171,13 +200,14 @@ def _check_shape(path: str, name: str, stored: tuple[int, ...], wanted: tuple[in
         )
 
 
-def _check_dtype(path: str, name: str, stored: torch.dtype, wanted: torch.dtype, dtype: torch.dtype | None) -> None:
-    loaded = cast(stored, dtype)
+def _check_dtype(path: str, name: str, entry: TensorEntry, wanted: torch.dtype, dtype: DType) -> None:
+    loaded = loaded_dtype(entry, dtype, wanted)
     if wanted == loaded:
         return
-    became = "" if loaded is stored else f", loaded as {loaded}"
-    advice = f"; pass dtype={wanted} to cast" if stored.is_floating_point and wanted.is_floating_point else ""
-    raise ShapeMismatchError(f"{name} is {wanted} in the target but {stored} in {path}{became}{advice}")
+    became = "" if loaded is entry.dtype else f", loaded as {loaded}"
+    can_cast = entry.dtype.is_floating_point and wanted.is_floating_point
+    advice = '; pass dtype="target" to cast each tensor to the dtype that it has in the target' if can_cast else ""
+    raise ShapeMismatchError(f"{name} is {wanted} in the target but {entry.dtype} in {path}{became}{advice}")
 
 
 # --- targets that share memory --------------------------------------------------------------------------

@@ -207,8 +207,9 @@ def capture_state(
         check_optimizers(saved, SaveError, flat.leaves, ranks)
     shards: dict[int, Shard] = {}
     wholes: dict[int, torch.Tensor] = {}
-    kinds = {type(leaf): leaf for leaf in flat.leaves}
-    if any_distributed(flat.leaves) or any(map(is_encoded, kinds.values())):
+    kinds = {type(leaf): (name, leaf) for name, leaf in zip(flat.names, flat.leaves, strict=True)}
+    encoded = {kind.__name__: name for kind, (name, leaf) in kinds.items() if is_encoded(leaf)}
+    if encoded or any_distributed(flat.leaves):
         wholes = take_local_parts(flat, shards, together=ranks is not None, once=once)
     try:
         snapshot = _capture_leaves(flat, shards, sampled=sampled, arenas=arenas)
@@ -216,6 +217,7 @@ def capture_state(
         raise SaveError(f"{_culprit(flat)} can't be saved: {type(exc).__name__}: {exc}") from exc
     except RuntimeError as exc:  # an earlier kernel of the program has failed, and its error comes at the next call
         raise StageError(f"capturing the state failed: {exc}") from exc
+    snapshot.encoded = encoded
     snapshot.wholes = {
         leaf: (whole, whole._version) for leaf, whole in wholes.items() if snapshot.versions[leaf] is not None
     }

@@ -9,11 +9,13 @@ import threading
 from collections import OrderedDict
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
 import aiockpt
+from aiockpt.dcp.format_utils import convert_checkpoint
 from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.testing import FaultyStorage
 from tests.counting import CountingStorage
@@ -117,10 +119,90 @@ def test_dtype_casts_floating_point_only(ckpt, tmp_path: Path) -> None:
     ckpt.load(tmp_path / "c", target, dtype=torch.float64)
     assert torch.equal(target["large"], state["large"].double())
     assert torch.equal(target["small"], state["small"].double())
-    with pytest.raises(aiockpt.ShapeMismatchError, match=r"large is torch\.float64.*pass dtype=torch\.float64 to cast"):
+    with pytest.raises(aiockpt.ShapeMismatchError, match=r'large is torch\.float64.*pass dtype="target"'):
         ckpt.load(tmp_path / "c", target)
     with pytest.raises(aiockpt.ShapeMismatchError, match=r"loaded as torch\.float16"):
         ckpt.load(tmp_path / "c", target, dtype=torch.float16)
+
+
+def _optimized(dtype: torch.dtype) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    model = torch.nn.Linear(2, 2, dtype=dtype)
+    return model, torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-3), foreach=False)
+
+
+def _step(model: torch.nn.Module, optim: torch.optim.Optimizer) -> None:
+    model(torch.ones(1, 2, dtype=next(model.parameters()).dtype)).sum().backward()
+    optim.step()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, "target"])
+@pytest.mark.parametrize("stepped", [False, True])
+@pytest.mark.parametrize("by_run", [False, True])
+def test_numbers_of_steps_are_not_cast(dtype, stepped, by_run, tmp_path: Path) -> None:
+    """In bfloat16, 257 is 256, and adding one leaves it so."""
+    model, optim = _optimized(torch.float32)
+    _step(model, optim)
+    optim.state[model.weight]["step"].fill_(257)
+    path = tmp_path / "run"
+    with aiockpt.SyncCheckpointManager(path) as run:
+        step = run.save(1, {"model": model, "optim": optim}).path
+    fresh, other = _optimized(torch.bfloat16)
+    if stepped:
+        _step(fresh, other)
+    target = {"model": fresh, "optim": other}
+    if by_run:
+        with aiockpt.SyncCheckpointManager(path, mode="read") as run:
+            run.restore(target, dtype=dtype)
+    else:
+        aiockpt.load(step, target, dtype=dtype)
+    found = other.state[fresh.weight]
+    assert (found["step"].dtype, found["step"].item()) == (torch.float32, 257)
+    assert found["exp_avg"].dtype == torch.bfloat16
+    assert other.param_groups[0]["lr"].dtype == torch.float32
+    assert torch.equal(fresh.weight, model.weight.bfloat16())
+
+
+def test_numbers_are_not_cast_where_there_is_no_target(ckpt, tmp_path: Path) -> None:
+    ckpt.save({"step": torch.tensor(257.0), "w": torch.ones(3)}, tmp_path / "c")
+    assert ckpt.load(tmp_path / "c", dtype=torch.bfloat16)["step"].item() == 257
+    with ckpt.open(tmp_path / "c") as reader:
+        assert reader.read("step", dtype=torch.bfloat16).item() == 257
+        assert reader.read("w", 0, dtype=torch.bfloat16).dtype == torch.bfloat16  # an element of a tensor is cast
+    convert_checkpoint(tmp_path / "c", tmp_path / "d", to="dcp", dtype=torch.bfloat16)
+    converted = ckpt.load(tmp_path / "d")
+    assert (converted["step"].item(), converted["w"].dtype) == (257, torch.bfloat16)
+
+
+def test_a_scalar_parameter_is_cast_to_the_dtype_that_it_has(ckpt, tmp_path: Path) -> None:
+    ckpt.save({"scale": torch.tensor(1.5)}, tmp_path / "c")
+    target = {"scale": torch.tensor(0.0, dtype=torch.bfloat16)}
+    with pytest.raises(aiockpt.ShapeMismatchError, match=r'pass dtype="target"'):
+        ckpt.load(tmp_path / "c", target)
+    for dtype in (torch.bfloat16, "target"):
+        target["scale"].zero_()
+        ckpt.load(tmp_path / "c", target, dtype=dtype)
+        assert target["scale"].item() == 1.5
+
+
+def test_a_target_of_several_dtypes(ckpt, tmp_path: Path) -> None:
+    def make() -> torch.nn.Sequential:
+        return torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LayerNorm(2))
+
+    saved, fresh = make(), make()
+    ckpt.save({"m": saved, "whole": torch.arange(3), "array": np.arange(3.0)}, tmp_path / "c")
+    fresh[0].bfloat16()
+    for dtype in (None, torch.bfloat16):
+        with pytest.raises(aiockpt.ShapeMismatchError, match=r'pass dtype="target" to cast each tensor'):
+            ckpt.load(tmp_path / "c", {"m": fresh}, dtype=dtype)
+    target = {"m": fresh, "whole": torch.zeros(3, dtype=torch.int64), "array": np.zeros(3, "f4")}
+    ckpt.load(tmp_path / "c", target, dtype="target")
+    assert torch.equal(fresh[0].weight, saved[0].weight.bfloat16())
+    assert torch.equal(fresh[1].weight, saved[1].weight)
+    assert (target["array"].tolist(), target["array"].dtype) == ([0, 1, 2], np.float32)
+    with pytest.raises(aiockpt.ShapeMismatchError, match=r"whole is torch.float32 in the target but torch.int64"):
+        ckpt.load(tmp_path / "c", {"whole": torch.zeros(3)}, dtype="target")
+    with pytest.raises(ValueError, match="state_dict"):
+        ckpt.load(tmp_path / "c", dtype="target")
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, "float32", 5])

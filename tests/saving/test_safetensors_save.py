@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
-from safetensors.torch import load_file, load_model
+from safetensors.torch import load_file, load_model, save_file
 from safetensors.torch import save as their_bytes
 
 import aiockpt
@@ -149,6 +149,46 @@ def test_metadata_that_grows_moves_the_tensors(tmp_path: Path) -> None:
             assert_holds(load_file(path), state)
             with safe_open(path, "pt") as file:
                 assert file.metadata() == {"format": "pt", "step": str(step)}
+
+
+class Versioned(torch.nn.Linear):
+    """Has stored the logarithm of its bias since its second version."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *rest: Any) -> None:
+        if metadata.get("version") is None or metadata["version"] < 2:
+            state[prefix + "bias"] = state[prefix + "bias"].log()
+        super()._load_from_state_dict(state, prefix, metadata, *rest)
+
+
+@pytest.mark.parametrize("name", ["c.safetensors", "c", "dcp"])
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_versions_of_modules_are_recorded(name: str, is_nested: bool, tmp_path: Path) -> None:
+    def make(seed: int) -> Any:
+        torch.manual_seed(seed)
+        model = torch.nn.Sequential(Versioned(2, 2), torch.nn.Linear(2, 2))
+        return {"m": model} if is_nested else model
+
+    saved, fresh = make(1), make(2)
+    path = tmp_path / name
+    aiockpt.save(saved, path, **({} if name == "dcp" else {"format": "safetensors"}))
+    aiockpt.load(path, fresh)
+    for one, other in zip(*((each["m"] if is_nested else each).parameters() for each in (saved, fresh)), strict=True):
+        assert torch.equal(one, other)
+    if not is_nested:  # else the keys of the file are those of no module
+        again = make(3)
+        again.load_state_dict(aiockpt.load(path))
+        assert torch.equal(again[0].bias, saved[0].bias)
+    with aiockpt.SyncCheckpointer() as ckpt, ckpt.open(path) as reader:
+        assert not any("version" in key for key in reader.metadata)
+
+
+def test_a_file_without_versions_is_loaded_as_torch_does(tmp_path: Path) -> None:
+    save_file({"weight": torch.ones(2, 2), "bias": torch.full((2,), 2.0)}, tmp_path / "old.safetensors")
+    fresh = Versioned(2, 2)
+    aiockpt.load(tmp_path / "old.safetensors", fresh)
+    assert torch.equal(fresh.bias, torch.full((2,), 2.0).log())
 
 
 def test_a_directory_of_one_file(tmp_path: Path) -> None:

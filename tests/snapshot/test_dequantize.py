@@ -31,6 +31,106 @@ class Quantized(torch.Tensor):
         return self._levels.to(torch.float32) * self._scale
 
 
+class Encoding(Quantized):
+    """Encodes what is copied to it, in steps of its scale."""
+
+    def __tensor_flatten__(self) -> tuple[list[str], float]:
+        return ["_levels"], self._scale
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, torch.Tensor], scale: float, size: Any, stride: Any) -> Self:
+        return cls(inner["_levels"], scale)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default and isinstance(args[0], Encoding):
+            source = args[1].dequantize() if isinstance(args[1], Quantized) else args[1]
+            args[0]._levels.copy_((source / args[0]._scale).round().to(torch.int8))
+            return args[0]
+        if func in (torch.ops.aten.detach.default, torch.ops.aten._to_copy.default):
+            return cls(args[0]._levels, args[0]._scale)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+class Stubborn(Encoding):
+    """Takes no plain values, as most classes of quantized weights do not."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default:
+            raise AttributeError("'Tensor' object has no attribute 'qdata'")
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+class Hidden(Stubborn):
+    """Can't be copied either, so that it can't be tried."""
+
+    __tensor_flatten__ = property()  # type: ignore[assignment]
+
+
+def _with_encoded(kind: type[Quantized]) -> torch.nn.ModuleList:
+    layers = torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(2))
+    levels = torch.randint(-128, 128, (2, 2), dtype=torch.int8)
+    layers[1].weight = torch.nn.Parameter(kind(levels, 0.25), requires_grad=False)
+    return layers
+
+
+@pytest.mark.filterwarnings("ignore::aiockpt.DequantizedWarning")
+def test_a_module_encodes_the_plain_values_again(tmp_path: Path) -> None:
+    saved, fresh = _with_encoded(Encoding), _with_encoded(Encoding)
+    with aiockpt.SyncCheckpointer() as ckpt:
+        ckpt.save({"m": saved}, tmp_path / "c")
+        ckpt.load(tmp_path / "c", {"m": fresh})
+    assert type(fresh[1].weight.data) is Encoding or isinstance(fresh[1].weight, Encoding)
+    assert torch.equal(fresh[1].weight._levels, saved[1].weight._levels)
+    assert torch.equal(fresh[0].weight, saved[0].weight)
+
+
+@pytest.mark.filterwarnings("ignore::aiockpt.DequantizedWarning")
+@pytest.mark.parametrize(("kind", "error"), [(Stubborn, aiockpt.ShapeMismatchError), (Hidden, aiockpt.LoadError)])
+def test_a_module_that_takes_no_plain_values_stays_as_it_is(kind, error, tmp_path: Path) -> None:
+    saved, fresh = _with_encoded(Encoding), _with_encoded(kind)
+    before = fresh[0].weight.clone(), fresh[1].weight._levels.clone()
+    with aiockpt.SyncCheckpointer() as ckpt:
+        ckpt.save({"m": saved}, tmp_path / "c")
+        with pytest.raises(error, match=r"no attribute 'qdata'") as caught:
+            ckpt.load(tmp_path / "c", {"m": fresh})
+    assert caught.value.placed == ()  # what torch's own loading did before it failed is not ours
+    if kind is Stubborn:
+        assert torch.equal(fresh[0].weight, before[0])
+        assert torch.equal(fresh[1].weight._levels, before[1])
+
+
+@pytest.mark.filterwarnings("ignore::aiockpt.DequantizedWarning")
+def test_an_optimizer_keeps_the_encoding_of_its_state(tmp_path: Path) -> None:
+    def make() -> torch.optim.Optimizer:
+        parameter = torch.nn.Parameter(torch.zeros(4))
+        optimizer = torch.optim.SGD([parameter])
+        levels = torch.randint(-128, 128, (4,), dtype=torch.int8)
+        optimizer.state[parameter]["momentum"] = Encoding(levels, 0.5)
+        return optimizer
+
+    saved, fresh = make(), make()
+    with aiockpt.SyncCheckpointer() as ckpt:
+        ckpt.save({"o": saved}, tmp_path / "c")
+        ckpt.load(tmp_path / "c", {"o": fresh})
+    found = fresh.state_dict()["state"][0]["momentum"]
+    assert type(found) is Encoding
+    assert torch.equal(found._levels, saved.state_dict()["state"][0]["momentum"]._levels)
+
+
+def test_an_encoded_tensor_is_no_target_by_itself(tmp_path: Path) -> None:
+    plain = torch.zeros(2)
+    target = {"a": plain, "w": Encoding(torch.ones(2, dtype=torch.int8), 1.0)}
+    with aiockpt.SyncCheckpointer() as ckpt:
+        ckpt.save({"a": torch.ones(2), "w": torch.ones(2)}, tmp_path / "c")
+        with pytest.raises(
+            aiockpt.ShapeMismatchError, match=r"w is an Encoding in the target.*put the module or optim"
+        ):
+            ckpt.load(tmp_path / "c", target)
+    assert torch.equal(plain, torch.zeros(2))
+
+
 class Nested(Quantized):
     def dequantize(self) -> torch.Tensor:
         return Quantized(self._levels, self._scale)
@@ -39,7 +139,9 @@ class Nested(Quantized):
 def test_quantized_subclasses_are_saved_as_plain_values(tmp_path: Path) -> None:
     levels = torch.randint(-128, 128, (300, 7), dtype=torch.int8)
     with aiockpt.SyncCheckpointer() as ckpt:
-        ckpt.save({"w": Quantized(levels, 0.25), "plain": torch.arange(3.0)}, tmp_path / "c")
+        with pytest.warns(aiockpt.DequantizedWarning, match=r"^w is a Quantized: .* plain tensor comes back"):
+            ckpt.save({"w": Quantized(levels, 0.25), "plain": torch.arange(3.0)}, tmp_path / "c")
+        ckpt.save({"w": Quantized(levels, 0.25)}, tmp_path / "again")  # once for each class
         state = ckpt.load(tmp_path / "c")
     assert type(state["w"]) is torch.Tensor
     assert torch.equal(state["w"], levels.float() * 0.25)

@@ -431,7 +431,7 @@ def test_a_module_that_does_not_fit(ckpt, tmp_path: Path) -> None:
     with pytest.raises(aiockpt.MissingKeysError, match=r"lacks 1 of the keys asked for: n\.bias"):
         ckpt.load(tmp_path / "c", {"n": large})
     assert torch.equal(large.weight, before)
-    with pytest.raises(aiockpt.LoadError, match=r'Unexpected key\(s\) in state_dict: "bias"'):
+    with pytest.raises(aiockpt.LoadError, match=r"m \(Linear\) does not know 1 of the keys .*: m\.bias"):
         ckpt.load(tmp_path / "c", {"m": small})
     with pytest.raises(aiockpt.ShapeMismatchError, match=r"m\.weight has the shape \(4, 3\)"):
         ckpt.load(tmp_path / "c", {"m": nn.Linear(3, 4)})
@@ -460,7 +460,7 @@ def test_modules_that_rename_keys_decide_in_load_state_dict(ckpt, tmp_path: Path
     assert torch.equal(old(x), new(x))
     assert lazy.weight.shape == (3, 5)
     other = torch.nn.utils.parametrizations.weight_norm(nn.Linear(3, 4))
-    with pytest.raises(aiockpt.ShapeMismatchError, match=r"old\.bias has the shape \(4,\)"):
+    with pytest.raises(aiockpt.LoadError, match=r"(?s)size mismatch for bias.*no object had been given its state\.$"):
         ckpt.load(tmp_path / "c", {"old": other})
 
 
@@ -533,8 +533,7 @@ def test_objects_get_the_saved_state(ckpt, tmp_path: Path) -> None:
         whole = Whole(state)
         ckpt.load(tmp_path / "c", {"w": whole})
         assert_same(saved, whole.given)
-        if state and state["rows"] is same:
-            assert whole.given["rows"] is same
+        assert torch.equal(same, torch.zeros(3, 2))
 
 
 def test_dtype_and_map_location(ckpt, tmp_path: Path) -> None:
@@ -631,7 +630,8 @@ def test_an_empty_container_takes_only_the_keys_asked_for(ckpt, tmp_path: Path) 
     target: dict[str, Any] = {"state": {}, "ordered": {}, "number": None}
     ckpt.load(tmp_path / "c", target, keys=["state.0", "*.m"], dtype=torch.float64)
     assert list(target["state"]) == [0, 1]
-    assert target["state"][0]["step"].dtype == torch.float64
+    assert target["state"][0]["step"].dtype == torch.float32
+    assert target["state"][0]["m"].dtype == torch.float64
     assert (target["ordered"], target["number"]) == ({}, None)
     ckpt.load(tmp_path / "c", target, keys="ordered.b")
     assert_same(OrderedDict(b={"c": 5}), target["ordered"])

@@ -23,7 +23,14 @@ from aiockpt.core.strides import row_strides
 from aiockpt.errors import CorruptCheckpointError, LoadError
 from aiockpt.format.checks import MAX_DIMS
 from aiockpt.format.index import Index, ItemRange, ObjPath, StoredChunk, TensorEntry, TensorItem
-from aiockpt.format.safetensors.writer import DTYPE_NAMES, LENGTH, MAX_HEADER_BYTES, METADATA_KEY, PAIRED_DTYPE
+from aiockpt.format.safetensors.writer import (
+    DTYPE_NAMES,
+    LENGTH,
+    MAX_HEADER_BYTES,
+    METADATA_KEY,
+    PAIRED_DTYPE,
+    VERSIONS_KEY,
+)
 
 HEADER_PROBE_BYTES = 256 << 10  # read first of a file; holds the header of some two thousand tensors
 
@@ -81,7 +88,22 @@ def decode_header(name: str, data: bytes, file_bytes: int) -> Index:
         raise CorruptCheckpointError(
             f"the header of {name} {exc}; the file is damaged, restore it from where it came"
         ) from exc
-    return Index(entries, paths, metadata=metadata, format="safetensors")
+    versions = _versions(metadata.pop(VERSIONS_KEY, ""))
+    containers = (
+        [{"path": [], "type": "OrderedDict", "at": 0, "module_metadata": versions[""]}] if "" in versions else ()
+    )
+    return Index(entries, paths, containers, metadata, "safetensors", versions=versions)
+
+
+def _versions(text: str) -> dict[str, dict[str, Any]]:
+    """Return the versions of modules that aiockpt records; none if they can't be read."""
+    try:
+        versions = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    is_map = type(versions) is dict and all(type(each) is dict for each in versions.values())
+    is_whole = is_map and all(type(facts) is dict for each in versions.values() for facts in each.values())
+    return versions if is_whole else {}
 
 
 def parse_object(data: bytes) -> dict[str, Any]:

@@ -20,6 +20,8 @@ from aiockpt.format.names import SUFFIX
 
 SINGLE_NAME = "model.safetensors"
 METADATA_KEY = "__metadata__"
+VERSIONS_KEY = "aiockpt.module_versions"
+"""Entry of ``__metadata__`` with the versions of modules, by the name of the state dict, as JSON."""
 ALIGNMENT = 8  # headers end at multiples of this, which is the size of the largest dtype
 MAX_HEADER_BYTES = 100_000_000  # the longest header that readers accept
 

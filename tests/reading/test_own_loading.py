@@ -1,0 +1,438 @@
+"""A live object is loaded as its own load_state_dict would load it: random trees of modules with random loaders."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import strategies as st
+from torch import nn
+
+import aiockpt
+from tests.states import assert_same
+
+# --- modules whose loading is more than a copy by name ----------------------------------------------
+
+
+class Layer(nn.Module):
+    """A square weight, a bias, and a buffer, each with values of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2, 2))
+        self.bias = nn.Parameter(torch.randn(2))
+        self.register_buffer("mean", torch.randn(2))
+        self.seen: list[Any] = []
+
+
+class Older(Layer):
+    """Reads states of its first version, which had the logarithm, and resets its statistics."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *rest: Any) -> None:
+        if (metadata.get("version") or 1) < 2:
+            state[prefix + "bias"] = state[prefix + "bias"].exp()
+        self.mean.zero_()
+        super()._load_from_state_dict(state, prefix, metadata, *rest)
+        self.mean.mul_(2)
+
+
+class Extra(Layer):
+    """Has more of a state than tensors, and changes its children by it."""
+
+    def __init__(self, extra: Any = None) -> None:
+        super().__init__()
+        self.extra = extra
+        self.child = Layer()
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, extra: Any) -> None:
+        self.extra = extra
+        with torch.no_grad():
+            self.child.bias.mul_(3)
+            self.weight.mul_(3)
+
+
+class Ring(Layer):
+    """Appends to a history what it is given; its state has another name for its bias."""
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "offset"] = destination.pop(prefix + "bias")
+
+    def _load_from_state_dict(self, state: Any, prefix: str, *rest: Any) -> None:
+        state[prefix + "bias"] = state.pop(prefix + "offset") + self.bias.detach()
+        super()._load_from_state_dict(state, prefix, *rest)
+
+
+class Bank(nn.Module):
+    """Takes the size of what is stored."""
+
+    def __init__(self, size: int = 0) -> None:
+        super().__init__()
+        self.register_buffer("rows", torch.randn(size, 2))
+
+    def _load_from_state_dict(self, state: Any, prefix: str, *rest: Any) -> None:
+        self.rows = torch.zeros_like(state[prefix + "rows"])
+        super()._load_from_state_dict(state, prefix, *rest)
+
+
+class Crossed(Layer):
+    """Its state dict has the mean as the bias, and the other way round."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        state, prefix = super().state_dict(*args, **kwargs), kwargs.get("prefix", "")
+        state[prefix + "bias"], state[prefix + "mean"] = state[prefix + "mean"], state[prefix + "bias"]
+        return state
+
+
+def swap(module: Any, state: Any, prefix: str, *_: Any) -> None:
+    state[prefix + "bias"], state[prefix + "mean"] = state[prefix + "mean"], state[prefix + "bias"]
+
+
+def transpose(module: Any, state: Any, prefix: str, *_: Any) -> None:
+    state[prefix + "weight"] = state[prefix + "weight"].t()
+
+
+def average(module: Any, state: Any, prefix: str, *_: Any) -> None:
+    state[prefix + "mean"] = (state[prefix + "mean"] + module.mean) / 2
+
+
+def shift(module: Any, state: Any, prefix: str, *_: Any) -> None:
+    """Move what is stored for each child to the next one."""
+    names = [name for name, _ in module.named_children()]
+    moved = {key: state.pop(key) for key in list(state) if key[len(prefix) :].split(".")[0] in names}
+    for key, value in moved.items():
+        name, _, rest = key[len(prefix) :].partition(".")
+        state[f"{prefix}{names[(names.index(name) + 1) % len(names)]}.{rest}"] = value
+
+
+def scale(module: Any, incompatible: Any) -> None:
+    with torch.no_grad():
+        for each in module.parameters():
+            each.mul_(2)
+
+
+def forgive(module: Any, incompatible: Any) -> None:
+    incompatible.missing_keys.clear()
+    incompatible.unexpected_keys.clear()
+
+
+HOOKS: dict[str, Callable[[nn.Module], object]] = {
+    "none": lambda module: None,
+    "swap": lambda module: module.register_load_state_dict_pre_hook(swap),
+    "swap privately": lambda module: module._register_load_state_dict_pre_hook(swap, with_module=True),
+    "transpose": lambda module: module.register_load_state_dict_pre_hook(transpose),
+    "average": lambda module: module.register_load_state_dict_pre_hook(average),
+    "scale": lambda module: module.register_load_state_dict_post_hook(scale),
+    "forgive": lambda module: module.register_load_state_dict_post_hook(forgive),
+}
+LEAVES: dict[str, Callable[[], nn.Module]] = {
+    "layer": Layer,
+    "older": Older,
+    "extra tensor": lambda: Extra(torch.randn(3)),
+    "extra dict": lambda: Extra({"amax": 1.5, "history": torch.randn(2)}),
+    "extra none": Extra,
+    "ring": Ring,
+    "crossed": Crossed,
+    "bank": lambda: Bank(3),
+    "norm": lambda: nn.BatchNorm1d(2),
+    "lazy": lambda: nn.LazyLinear(2),
+}
+FRESH = {**LEAVES, "bank": Bank, "extra tensor": lambda: Extra(torch.randn(0)), "extra none": lambda: Extra({"a": 1})}
+
+leaf = st.tuples(st.sampled_from(sorted(LEAVES)), st.sampled_from(sorted(HOOKS)))
+tree = st.recursive(
+    leaf, lambda inner: st.tuples(st.lists(inner, min_size=1, max_size=3), st.booleans(), st.booleans()), max_leaves=5
+)
+
+
+def build(described: Any, kinds: Any, *, lacks: bool = False) -> nn.Module:
+    """Build a tree; ``lacks``: without the last child of the root."""
+    if isinstance(described[0], str):
+        module = kinds[described[0]]()
+        if isinstance(module, Layer):
+            HOOKS[described[1]](module)
+        return module
+    children, shifts, ties = described
+    module = nn.ModuleList(build(each, kinds) for each in (children[:-1] if lacks else children))
+    if shifts:
+        module.register_load_state_dict_pre_hook(shift)
+    layers = [each for each in module if isinstance(each, Layer)]
+    if ties and len(layers) > 1:
+        layers[-1].weight = layers[0].weight
+    return module
+
+
+def outcome(load: Callable[[], object], module: nn.Module) -> Any:
+    """Load, and return all that there is of the module then; None if the load failed."""
+    try:
+        load()
+    except Exception:
+        return None
+    with torch.no_grad():
+        found: dict[str, Any] = {name: value.clone() for name, value in module.named_parameters() if _is_there(value)}
+        found |= {name: value.clone() for name, value in module.named_buffers()}
+    return found | {f"{name}.extra": each.extra for name, each in module.named_modules() if isinstance(each, Extra)}
+
+
+def _is_there(parameter: torch.Tensor) -> bool:
+    return not torch.nn.parameter.is_lazy(parameter)
+
+
+@pytest.fixture
+def ckpt():
+    with aiockpt.SyncCheckpointer() as made:
+        yield made
+
+
+@hypothesis.settings(deadline=None, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture])
+@hypothesis.given(tree, st.booleans(), st.booleans(), st.booleans())
+def test_a_module_loads_as_by_its_own_load_state_dict(ckpt, described, lacks, strict, by_run) -> None:
+    lacks = lacks and not isinstance(described[0], str)
+    with tempfile.TemporaryDirectory() as folder:
+        torch.manual_seed(1)
+        saved = {"m": materialised(build(described, LEAVES))}
+        if by_run:
+            with aiockpt.SyncCheckpointManager(folder) as run:
+                run.save(1, saved)
+        else:
+            ckpt.save(saved, f"{folder}/step-1")
+
+        def fresh() -> nn.Module:
+            torch.manual_seed(2)
+            return build(described, FRESH, lacks=lacks)
+
+        def load() -> None:
+            if not by_run:
+                ckpt.load(path, {"m": module}, strict=strict)
+                return
+            with aiockpt.SyncCheckpointManager(folder, mode="read") as run:
+                assert run.restore({"m": module}, strict=strict) is not None
+
+        path = str(next(each for each in Path(folder).iterdir() if each.is_dir() and not each.name.startswith(".")))
+        module = fresh()
+        own = module
+        expected = outcome(lambda: own.load_state_dict(ckpt.load(path)["m"], strict=strict), own)
+        module = fresh()
+        hypothesis.event(f"fails: {expected is None}")
+        hypothesis.assume(strict or expected is None or not warns(own, ckpt.load(path)["m"]))
+        found = outcome(load, module)
+        assert (expected is None) == (found is None)
+        if expected is not None:
+            assert_same(expected, found)
+
+
+def materialised(module: nn.Module) -> nn.Module:
+    for each in module.modules():
+        if isinstance(each, nn.LazyLinear):
+            each(torch.zeros(1, 3))
+    return module
+
+
+def warns(module: nn.Module, state: Any) -> bool:
+    """Return whether a load that is not strict warns, which is an error here."""
+    return any(module.load_state_dict(state, strict=False))
+
+
+# --- optimizers ---------------------------------------------------------------------------------
+
+
+def make_optimizer(kind: type[torch.optim.Optimizer], seed: int, steps: int) -> torch.optim.Optimizer:
+    torch.manual_seed(seed)
+    parameters = [nn.Parameter(torch.randn(3)) for _ in range(3)]
+    optimizer = kind(parameters, lr=0.1)
+    for _ in range(steps):
+        for each in parameters:
+            each.grad = torch.randn(3)
+        optimizer.step()
+    return optimizer
+
+
+def reverse(optimizer: Any, state: Any) -> Any:
+    """Give the first parameter's state to the last one, as after a change of their order."""
+    return {**state, "state": {2 - number: value for number, value in state["state"].items()}}
+
+
+def blend(optimizer: Any, state: Any) -> None:
+    for number, parameter in enumerate(optimizer.param_groups[0]["params"]):
+        for name, value in state["state"].get(number, {}).items():
+            if isinstance(value, torch.Tensor) and name in optimizer.state.get(parameter, {}):
+                value.add_(optimizer.state[parameter][name])
+
+
+def halve(optimizer: Any) -> None:
+    for state in optimizer.state.values():
+        for value in state.values():
+            if isinstance(value, torch.Tensor):
+                value.div_(2)
+
+
+OPTIMIZER_HOOKS: dict[str, Callable[[torch.optim.Optimizer], object]] = {
+    "none": lambda each: None,
+    "reverse": lambda each: each.register_load_state_dict_pre_hook(reverse),
+    "blend": lambda each: each.register_load_state_dict_pre_hook(blend),
+    "halve": lambda each: each.register_load_state_dict_post_hook(halve),
+    "state": lambda each: each.register_state_dict_post_hook(reverse),
+}
+
+
+class Own(torch.optim.AdamW):
+    def load_state_dict(self, state_dict: Any) -> None:
+        held = {name: value.clone() for name, value in self.state[self.param_groups[0]["params"][0]].items()}
+        super().load_state_dict(state_dict)
+        for name, value in held.items():
+            self.state[self.param_groups[0]["params"][0]][name] = value + state_dict["state"][0][name]
+
+
+@pytest.mark.parametrize("hook", sorted(OPTIMIZER_HOOKS))
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adagrad, torch.optim.LBFGS, Own])
+@pytest.mark.parametrize("steps", [0, 2])
+def test_an_optimizer_loads_as_by_its_own_load_state_dict(kind, hook, steps, ckpt, tmp_path: Path) -> None:
+    if kind is torch.optim.LBFGS:
+        hook, steps = "none", 0  # it steps by a closure
+    saved = make_optimizer(kind, 1, 0 if kind is torch.optim.LBFGS else 3)
+    ckpt.save({"o": saved}, tmp_path / "c")
+    own, mine = (make_optimizer(kind, 2, steps) for _ in range(2))
+    for each in (own, mine):
+        OPTIMIZER_HOOKS[hook](each)
+    own.load_state_dict(ckpt.load(tmp_path / "c")["o"])
+    ckpt.load(tmp_path / "c", {"o": mine})
+    assert_same(own.state_dict(), mine.state_dict())
+
+
+def test_groups_that_share_the_tensor_of_a_learning_rate(ckpt, tmp_path: Path) -> None:
+    def make() -> torch.optim.Optimizer:
+        groups = [{"params": [nn.Parameter(torch.ones(2))]} for _ in range(2)]
+        return torch.optim.AdamW(groups, lr=torch.tensor(0.5))
+
+    saved, fresh = make(), make()
+    saved.param_groups[1]["lr"] = torch.tensor(0.25)
+    ckpt.save({"o": saved}, tmp_path / "c")
+    ckpt.load(tmp_path / "c", {"o": fresh})
+    assert [group["lr"].item() for group in fresh.param_groups] == [0.5, 0.25]
+
+
+# --- objects of other classes ----------------------------------------------------------------------
+
+
+class Running:
+    """Statistics that are reset before they take over what is stored, in place."""
+
+    def __init__(self, value: float) -> None:
+        self.mean, self.history, self.array = torch.full((2,), value), deque([value], 3), [torch.full((1,), value)]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"mean": self.mean, "history": list(self.history), "array": self.array}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for each in (self.mean, self.array[0]):
+            each.zero_()
+        self.mean += state["mean"]
+        self.array[0] += state["array"][0]
+        self.history.extend(state["history"])
+
+
+class Around:
+    """An object whose state has another object in it, of which it takes a part."""
+
+    def __init__(self, value: float) -> None:
+        self.inner, self.weight = Running(value), torch.full((2,), value)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"inner": self.inner.state_dict(), "weight": self.weight}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.inner.load_state_dict(state["inner"])
+        self.weight.sub_(state["weight"])
+
+
+@pytest.mark.parametrize("kind", [Running, Around])
+def test_an_object_loads_as_by_its_own_load_state_dict(kind, ckpt, tmp_path: Path) -> None:
+    ckpt.save({"x": kind(5.0)}, tmp_path / "c")
+    own, mine = kind(1.0), kind(1.0)
+    own.load_state_dict(ckpt.load(tmp_path / "c")["x"])
+    ckpt.load(tmp_path / "c", {"x": mine})
+    assert_same(copied(own.state_dict()), copied(mine.state_dict()))
+
+
+@pytest.mark.parametrize(("kind", "keys"), [(Running, "x.mean"), (Around, "x.inner.mean"), (Around, "x.weight")])
+def test_an_object_keeps_what_is_not_asked_for(kind, keys, ckpt, tmp_path: Path) -> None:
+    ckpt.save({"x": kind(5.0)}, tmp_path / "c")
+    own, mine = kind(1.0), kind(1.0)
+    state, part = copied(own.state_dict()), ckpt.load(tmp_path / "c", keys=keys)["x"]
+    own.load_state_dict({**state, **part, **({"inner": state["inner"] | part["inner"]} if "inner" in part else {})})
+    ckpt.load(tmp_path / "c", {"x": mine}, keys=keys)
+    assert_same(copied(own.state_dict()), copied(mine.state_dict()))
+
+
+def copied(state: dict[str, Any]) -> dict[str, Any]:
+    return {key: copied(value) if isinstance(value, dict) else copy.deepcopy(value) for key, value in state.items()}
+
+
+# --- what is filled in place ---------------------------------------------------------------------------
+
+
+def test_only_an_odd_submodule_gets_new_memory(ckpt, tmp_path: Path) -> None:
+    """Its siblings are filled in place: seen by an error that comes after them."""
+
+    def make() -> nn.ModuleDict:
+        return nn.ModuleDict({"plain": Layer(), "odd": Older(), "last": Layer()})
+
+    saved, fresh = make(), make()
+    ckpt.save({"m": saved}, tmp_path / "c")
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("not now")
+
+    fresh["odd"].register_load_state_dict_pre_hook(fail)
+    with pytest.raises(
+        aiockpt.LoadError, match=r"not now.*no object had been given.*Of the 6 tensors to fill"
+    ) as caught:
+        ckpt.load(tmp_path / "c", {"m": fresh})
+    filled = {f"m.{child}.{name}" for child in ("plain", "last") for name in ("weight", "bias", "mean")}
+    assert set(caught.value.placed) == filled
+
+
+def test_a_module_that_would_refuse_keys_is_left_as_it_is(ckpt, tmp_path: Path) -> None:
+    ckpt.save({"m": nn.Sequential(Layer(), Layer()), "n": nn.Sequential(nn.Linear(2, 2))}, tmp_path / "c")
+    fresh = nn.Sequential(Layer())
+    before = copied(fresh.state_dict())
+    with pytest.raises(aiockpt.LoadError, match=r"does not know 3 of the keys.*m\.1\.weight.*strict=False") as caught:
+        ckpt.load(tmp_path / "c", {"m": fresh})
+    assert caught.value.placed == ()
+    assert_same(before, copied(fresh.state_dict()))
+
+
+def test_a_module_takes_a_part_of_its_keys(ckpt, tmp_path: Path) -> None:
+    """By its own loading, with hooks: only what was asked for reaches it."""
+    ckpt.save({"m": nn.ModuleDict({"a": Layer(), "b": Layer()})}, tmp_path / "c")
+    own, mine = (nn.ModuleDict({"a": Layer(), "b": Layer()}) for _ in range(2))
+    mine.load_state_dict(own.state_dict())
+    for each in (own, mine):
+        each["a"].register_load_state_dict_pre_hook(swap)
+    own.load_state_dict(ckpt.load(tmp_path / "c", keys="m.a")["m"], strict=False)
+    ckpt.load(tmp_path / "c", {"m": mine}, keys="m.a")
+    assert_same(own.state_dict(), mine.state_dict())
+
+
+def test_a_scalar_takes_a_tensor_of_one_element(ckpt, tmp_path: Path) -> None:
+    class Scaled(nn.Module):
+        def __init__(self, scale: torch.Tensor) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(scale)
+
+    ckpt.save({"m": Scaled(torch.tensor([3.0]))}, tmp_path / "c")
+    fresh = Scaled(torch.tensor(1.0))
+    ckpt.load(tmp_path / "c", {"m": fresh})
+    assert (fresh.scale.item(), fresh.scale.dim()) == (3.0, 0)
