@@ -36,7 +36,6 @@ Planning = Literal["central", "decentralized"]
 SaveFormat = Literal["dcp", "safetensors", "torch"]
 Validation = Literal["versions", "hash"]
 Replicas = Literal["check", "trust", "error"]
-ShareReads = Literal["auto"] | bool | torch.distributed.ProcessGroup
 
 DEFAULT_CHUNK_BYTES = 16 << 20
 _IONICE = {"realtime": 1, "best-effort": 2, "idle": 3}
@@ -443,9 +442,7 @@ class LoadOptions(OpenOptions):
         share: whether ranks that load together read once what several of them need: one of them reads it, and sends it
             to the others over a TCP connection. "auto": if the storage is an object store, or another one whose reads
             go over a network each time; not on a file system, where the ranks of a host share the page cache. True:
-            always, and also without a ``state_dict``, which then all ranks have to load. False: never. A process group
-            of `torch.distributed`, of ranks of the checkpointer's: as True, but among its ranks, which all pass it,
-            and by broadcasts over it, such as with NCCL. Nothing else may use it meanwhile; see the page on ranks.
+            always, and also without a ``state_dict``, which then all ranks have to load. False: never.
         progress: a function that is called with `ProgressEvent` values while the load runs, such as
             ``aiockpt.progress.bar()``. It is called in a thread of its own, and the load does not wait for it: it may
             miss events, but gets the last one, which says how the load has ended. An exception in it is logged, and
@@ -459,7 +456,7 @@ class LoadOptions(OpenOptions):
     strict: bool = True
     missing: list[str] | None = None
     mmap: bool = False
-    share: ShareReads = "auto"
+    share: Literal["auto"] | bool = "auto"
     progress: OnProgress | None = None
     default_map_location: InitVar[MapLocation | None] = None
 
@@ -475,10 +472,8 @@ def check_options(options: LoadOptions, *, into: bool) -> None:
     """Raise TypeError or ValueError if options are of the wrong type or contradict each other, or a target (into)."""
     if options.missing is not None and not isinstance(options.missing, list):
         raise TypeError(f"missing must be a list, to which the missing keys are appended, not {options.missing!r}")
-    if options.share not in ("auto", True, False) and not isinstance(options.share, torch.distributed.ProcessGroup):
-        raise ValueError(
-            f"share must be 'auto', True, False, or a process group that this rank is in, not {options.share!r}"
-        )
+    if options.share != "auto" and not isinstance(options.share, bool):
+        raise ValueError(f"share must be 'auto', True or False, not {options.share!r}")
     check_progress(options.progress)
     dtype, where = options.dtype, options.map_location
     if isinstance(options.safe_globals, str) or not isinstance(options.safe_globals, Iterable):
