@@ -32,7 +32,6 @@ CommitHook = Hook | Callable[[str, "SaveResult"], "Awaitable[object] | object"]
 
 OnBusy = Literal["wait", "skip", "supersede", "error"]
 OnFailure = Literal["raise", "warn"]
-Planning = Literal["central", "decentralized"]
 SaveFormat = Literal["dcp", "safetensors", "torch"]
 Validation = Literal["versions", "hash"]
 Replicas = Literal["check", "trust", "error"]
@@ -177,10 +176,6 @@ class CheckpointerOptions:
             `Ranks`: processes without ``torch.distributed``.
         coordination_timeout: seconds that a rank waits for the others before the save fails. The time that the others
             take to write counts too. It is also the time that rank 0 may be silent while it publishes.
-        planning: how the ranks plan what each of them writes, at the first save and after a change of the state.
-            "central": rank 0 decides, so that everything is written once and the work is balanced. "decentralized":
-            each rank decides for itself and waits for no other. One copy of each DTensor is written; plain tensors and
-            objects are written by every rank that has them, and those of the lowest rank are used.
         staging_window: a throttle for copying: a rate, or an allowance after each `window()`. None: no limit.
         transforms: encodings of every item in checkpoints of DCP's format, such as encryption. They are applied in
             this order when saving, after compression, and undone when loading; see `Transform`.
@@ -209,7 +204,6 @@ class CheckpointerOptions:
     validate: Validation = "versions"
     process_group: ProcessGroupLike = "default"
     coordination_timeout: float = 1800.0
-    planning: Planning = "central"
     staging_window: StagingWindow | None = None
     transforms: Sequence[Transform] = ()
     observers: Sequence[Observer] = ()
@@ -230,7 +224,7 @@ class CheckpointerOptions:
             value = getattr(self, name)
             if not (value is None and name == "save_timeout") and not value > 0:
                 raise ValueError(f"{name} must be positive, not {value!r}")
-        known_of = {"planning": Planning, "on_busy": OnBusy, "on_failure": OnFailure, "validate": Validation}
+        known_of = {"on_busy": OnBusy, "on_failure": OnFailure, "validate": Validation}
         for name, known in known_of.items():
             check_choice(name, getattr(self, name), known)
         check_group(self.process_group)

@@ -1,9 +1,9 @@
 """Saves by several ranks: each rank writes its share; rank 0 plans, and publishes when all have written.
 
 A save has two rounds of messages. In the first, each rank sends its inventory, or the token of the last plan if nothing
-has changed; rank 0 assigns every shard to a rank and begins the transaction (a decentralized save is only begun). In
-the second, each rank reports what it has written; rank 0 checks that nothing is missing, writes the metadata, and
-publishes. A rank that fails between the rounds sends its error in the second, and all ranks fail with it.
+has changed; rank 0 assigns every shard to a rank and begins the transaction. In the second, each rank reports what it
+has written; rank 0 checks that nothing is missing, writes the metadata, and publishes. A rank that fails between the
+rounds sends its error in the second, and all ranks fail with it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from aiockpt.planning.collective.messages import (
     places_of,
 )
 from aiockpt.planning.collective.plan import differing_replicas
-from aiockpt.planning.dcp_plan import DcpFormat
 from aiockpt.planning.planner import Planner, ReusedPlan, StateSummary, Summary, summarize
 from aiockpt.saving.strategy import SaveStrategy, result_of
 from aiockpt.snapshot.sampling import digest_replicas
@@ -75,10 +74,7 @@ class CollectiveSave(SaveStrategy):
         self._call = world.coordinator.call("save") if job.spec.call is None else job.spec.call
         self._transaction: SharedTransaction | None = None
         self._global = GlobalSave(job, file_format, world, compute, io)
-        self._inventory: RankInventory | None = None
         self._over = False  # this rank has entered the second round: it must not enter it again to report a failure
-        # Where files are shared, rank 0 has to give every byte its place before any rank writes.
-        self._decentralized = world.decentralized and isinstance(file_format, DcpFormat)
 
     async def plan(self) -> SavePlan:
         """Agree with the other ranks on what each of them writes. A cancellation takes effect after that."""
@@ -101,24 +97,23 @@ class CollectiveSave(SaveStrategy):
         self, *, again: bool = True
     ) -> tuple[PlanRequest | BaseException, ReusedPlan | StateSummary | None]:
         """Return the message to rank 0, with the cached plan if it fits, or else with the summary of what to plan."""
-        job = self._job
+        job, name = self._job, self._file_format.name
         try:
             if job.spec.refusal is not None:
                 return job.spec.refusal, None
             if job.cancel_asked or job.consistency.abort_error is not None:
                 return job.cancellation, None
-            facts = (job.overwrite, self._decentralized, self._file_format.name)
             digests = None if job.spec.replicas == "trust" else await self._compute.run(digest_replicas, job.snapshot)
             reuse = partial(self._world.planner.reuse, job.snapshot, self._file_format, together=True)
             reused = await self._compute.run(reuse) if again else None
             options = job.spec.replicas, job.spec.is_transformed, job.spec.fallback is not None
             if reused is not None:
-                return PlanRequest(*facts, reused.token, None, digests, *options), reused
+                return PlanRequest(job.overwrite, name, reused.token, None, digests, *options), reused
             summary = await self._compute.run(summarize, job.snapshot, self._file_format)
-            inventory = None if self._decentralized else await self._compute.run(self._inventory_of, summary)
+            inventory = await self._compute.run(self._inventory_of, summary)
         except Exception as exc:  # goes to all ranks, this one among them
             return exc, None
-        return PlanRequest(*facts, None, inventory, digests, *options), summary
+        return PlanRequest(job.overwrite, name, None, inventory, digests, *options), summary
 
     def _inventory_of(self, summary: StateSummary) -> RankInventory:
         names, framing = summary.structure.names, self._file_format.framing
@@ -138,14 +133,10 @@ class CollectiveSave(SaveStrategy):
             return proposal.plan
         else:  # this rank's state is unchanged, but another rank's has changed, and with it the assignment
             summary = await self._compute.run(summarize, job.snapshot, self._file_format)
-        leaves = range(len(summary.specs)) if self._decentralized else assignment.leaves
-        if leaves is None:
+        if assignment.leaves is None:
             raise RuntimeError("rank 0 has given no assignment to a rank without a plan")
-        if self._decentralized:
-            self._inventory = await self._compute.run(self._inventory_of, summary)
-        return await self._compute.run(
-            planner.lay_out, job.snapshot, self._file_format, summary, leaves, assignment.token, assignment.shared
-        )
+        given = assignment.leaves, assignment.token, assignment.shared
+        return await self._compute.run(planner.lay_out, job.snapshot, self._file_format, summary, *given)
 
     async def begin(self) -> SharedTransaction:
         """Join the transaction that rank 0 has begun."""
@@ -166,16 +157,16 @@ class CollectiveSave(SaveStrategy):
     def _recovery_record(self, plan: SavePlan) -> bytes:
         coordinator, written = self._world.coordinator, self._written(plan)
         record = RecoveryRecord(coordinator.rank, coordinator.world_size, self._assignment.secret, written)
-        if coordinator.leads:
+        if coordinator.leads and self._global.plan is not None:
             kept = self._global.plan
-            record = replace(record, facts=self._global.facts(), plan_cache=None if kept is None else kept.pickled())
+            record = replace(record, facts=self._global.facts(kept), plan_cache=kept.pickled())
         return pickle.dumps(record)
 
     def _written(self, plan: SavePlan, writer: ChunkWriter | None = None) -> Written:
         """Return this rank's report; without a writer it lacks what is known only once the files are written."""
         places = places_of(plan.layout) if self._assignment.report_places else None
         items = sum(len(image.slots) for image in plan.layout.images)
-        written = Written({}, items, dict(plan.object_places), places, self._inventory, self._assignment.token)
+        written = Written({}, items, dict(plan.object_places), places, self._assignment.token)
         return written if writer is None else written.completed(writer.files, writer.crcs, writer.encoded)
 
     async def commit(self, plan: SavePlan, writer: ChunkWriter, times_s: Mapping[str, float]) -> SaveResult:
@@ -283,7 +274,6 @@ def _own_summary(plan: SavePlan, files: dict[str, FileFacts]) -> Summary:
 _SHOWN = 20
 _ALIKE = {
     "overwrite": "overwrite",
-    "decentralized": "decentralized planning",
     "file_format": "the file format (io_threads, hints, division into files)",
     "replicas": "replicas",
     "is_transformed": "the use of compress or transforms",
@@ -297,7 +287,6 @@ class CollectiveResources:
 
     coordinator: Coordinator
     planner: Planner
-    decentralized: bool = False  # each rank decides alone what it writes
     plans: dict[str, GlobalPlanCache] = field(default_factory=dict)  # rank 0: the latest global plan of each format
     tokens: Iterator[int] = field(default_factory=lambda: itertools.count(1))  # rank 0: numbers for global plans
     differing: set[str] = field(default_factory=set)  # rank 0: the tensors that it has warned of
@@ -320,36 +309,27 @@ class GlobalSave:
         self._io = io
         # Kept apart from `_plans`: the next save may be planned anew before this one is published.
         self.plan: GlobalPlanCache | None = None
-        self._token = 0
 
     async def decide(self, requests: Sequence[PlanRequest]) -> list[RankAssignment]:
         """Plan for all ranks, and begin the transaction."""
         self._check_alike(requests)
         self._digests = [request.digests for request in requests]
-        plan = kept = self._plans.get(self._file_format.name)
-        if not requests[0].decentralized:
-            plan = await self._plan(kept, requests)
-            if plan is None:  # a rank has sent a token alone, which is not that of the kept plan: all send inventories
-                return [RankAssignment(None, 0, None, report_places=False)] * len(requests)
-            self._plans[self._file_format.name] = plan
-        elif kept is None or any(request.token != kept.token for request in requests):
-            plan = None
-        else:
-            await self._differing(kept.ranks)
-        is_new = plan is None or plan is not kept
-        self._token = next(self._tokens) if plan is None else plan.token
-        self.plan = plan
+        kept = self._plans.get(self._file_format.name)
+        plan = await self._plan(kept, requests)
+        if plan is None:  # a rank has sent a token alone, which is not that of the kept plan: all send inventories
+            return [RankAssignment(None, 0, None, report_places=False)] * len(requests)
+        self.plan = self._plans[self._file_format.name] = plan
         ticket = await self._begin(self._job.path, overwrite=self._job.overwrite)
         shares: Sequence[list[int] | None] = [None] * len(requests)  # the same as in the last save
         shared: Sequence[SharedFiles | None] = [None] * len(requests)
-        if is_new and plan is not None:
+        if plan is not kept:
             shares = plan.plan.assignments
             if isinstance(plan, SharedPlanCache):
                 shared = [plan.share_of(rank) for rank in range(len(requests))]
         # The secret signs the sidecar files of the writer processes: other users may be able to write to the directory.
-        report, secret = plan is None or not plan.knows_places, secrets.token_bytes(32)
+        report, secret = not plan.knows_places, secrets.token_bytes(32)
         return [
-            RankAssignment(ticket, self._token, share, report, secret, files)
+            RankAssignment(ticket, plan.token, share, report, secret, files)
             for share, files in zip(shares, shared, strict=True)
         ]
 
@@ -410,22 +390,16 @@ class GlobalSave:
 
     async def publish(self, results: Sequence[Written]) -> list[Summary]:
         """Check what all ranks have written, write the metadata and the manifest, and publish."""
-        if self.transaction is None:
+        if self.transaction is None or self.plan is None:
             raise RuntimeError("a save can't be published before it has begun")
-        if self.plan is None:  # each rank has decided alone, so its names are known only now
-            await self._differing([written.inventory for written in results if written.inventory is not None])
-        facts = self.facts()
-        plan, summaries = await publish_together(self.transaction, self.plan, facts, results, self._compute)
-        if self.plan is None:  # the plan was made from the results
-            self.plan = self._plans[self._file_format.name] = plan
-        return summaries
+        return await publish_together(self.transaction, self.plan, self.facts(self.plan), results, self._compute)
 
-    def facts(self) -> WorldFacts:
+    def facts(self, plan: GlobalPlanCache) -> WorldFacts:
         """Return what rank 0, or its writer process, needs to publish besides the plan."""
         job = self._job
         times_s = {"captured": job.captured_s}
         spec = job.spec
-        return WorldFacts(self._token, dict(spec.metadata), spec.files, spec.is_transformed, times_s, spec.started)
+        return WorldFacts(plan.token, dict(spec.metadata), spec.files, spec.is_transformed, times_s, spec.started)
 
     async def undo(self) -> None:
         """Remove what all ranks have written."""

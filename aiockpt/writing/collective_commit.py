@@ -11,12 +11,12 @@ import numpy as np
 
 from aiockpt.errors import SaveError
 from aiockpt.format.names import MANIFEST_NAME, SINGLE_NAME
-from aiockpt.planning.collective.cache import GlobalPlanCache, cache_of_written
 from aiockpt.writing.commit import commit_documents
 
 if TYPE_CHECKING:
     from aiockpt.core.threads import Workers
     from aiockpt.format.manifest.manifest import FileFacts, JsonValue
+    from aiockpt.planning.collective.cache import GlobalPlanCache
     from aiockpt.planning.collective.messages import Written
     from aiockpt.planning.planner import Summary
     from aiockpt.storage.base import SharedTransaction
@@ -36,21 +36,18 @@ class WorldFacts:
 
 async def publish_together(
     transaction: SharedTransaction,
-    plan_cache: GlobalPlanCache | None,
+    plan_cache: GlobalPlanCache,
     facts: WorldFacts,
     results: Sequence[Written],
     workers: Workers,
-) -> tuple[GlobalPlanCache, list[Summary]]:
-    """Check what the ranks have written, write the index and the manifest, and publish.
+) -> list[Summary]:
+    """Check what the ranks have written, write the index and the manifest, and publish; return a summary for each rank.
 
-    ``plan_cache`` is None if each rank has planned alone. Returns the plan cache, and the summary for each rank.
     Raises SaveError if something is missing.
     """
     for rank, written in enumerate(results):
         if written.token != facts.token:
             raise SaveError(f"rank {rank} has written with another plan than rank 0; nothing was published")
-    if plan_cache is None:
-        plan_cache = await workers.run(cache_of_written, facts.token, results)
     await workers.run(plan_cache.check, results)
     await _check_visible(transaction, results, is_single_file=plan_cache.is_single_file)
     files = dict(await workers.run(plan_cache.data_files, results))
@@ -62,7 +59,7 @@ async def publish_together(
         documents = await workers.run(documents_of_ranks, plan_cache, facts, results, files, times_s)
         sizes |= {name: len(data) for name, data in documents.items() if name != MANIFEST_NAME}
     await transaction.commit(documents)
-    return plan_cache, plan_cache.summaries(sizes, item_bytes)
+    return plan_cache.summaries(sizes, item_bytes)
 
 
 def documents_of_ranks(

@@ -104,7 +104,7 @@ class Coordinator:
         calls = self._received(
             clock,
             (
-                PlanRequest(False, False, "dcp", token, None if token else inventory(world, rank))
+                PlanRequest(False, "dcp", token, None if token else inventory(world, rank))
                 for rank in range(world.ranks)
             ),
         )

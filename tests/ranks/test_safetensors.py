@@ -29,7 +29,7 @@ from tests.writing.gates import Gate, ended, writers_of
 
 INDEX = "model.safetensors.index.json"
 CHUNK = 64 << 10
-OPTIONS = ("writer", "planning", "chunk_bytes", "staging_bytes")  # of the checkpointer
+OPTIONS = ("writer", "chunk_bytes", "staging_bytes")  # of the checkpointer
 
 
 @pytest.fixture(scope="module")
@@ -198,15 +198,11 @@ def test_one_file(world2: World, tmp_path: Path, layout: str, chunk_bytes: int) 
     assert sorted(os.listdir(tmp_path)) == ["many.safetensors", "one.safetensors"]
 
 
-@pytest.mark.parametrize(("path", "given"), [("many", {"writer": "process"}), ("many", {"planning": "decentralized"})])
-def test_a_writer_process_and_decentralized_planning(
-    world2: World, tmp_path: Path, path: str, given: dict[str, Any]
-) -> None:
-    """The files are the same: safetensors always uses the plan of rank 0."""
+def test_writer_processes_write_the_same_files(tmp_path: Path) -> None:
     with World(2, may_start=True) as world:
-        world.results(save, tmp_path / path, "mixed", given)
+        world.results(save, tmp_path / "many", "mixed", {"writer": "process"})
     alone(tmp_path / "one")
-    assert_same_directory(tmp_path / path, tmp_path / "one")
+    assert_same_directory(tmp_path / "many", tmp_path / "one")
 
 
 def save_again(rank: int, world_size: int, path: Path) -> None:

@@ -12,7 +12,9 @@ import pytest
 
 from aiockpt.core.threads import Workers
 from aiockpt.errors import CommitError, WriteError
+from aiockpt.planning.collective.cache import GlobalPlanCache
 from aiockpt.planning.collective.messages import RankInventory, Written
+from aiockpt.planning.collective.plan import plan_globally
 from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.writing.collective_commit import WorldFacts
 from aiockpt.writing.file_writer import FileWriter, WriterThreads
@@ -26,7 +28,9 @@ from aiockpt.writing.process.orphan_commit import (
 from tests.fuzz.exploits import LIVE
 
 SECRET = bytes(range(32))
-NOTHING = Written({}, 0, {}, None, RankInventory([], [], [], [], []), token=7)
+NOTHING = Written({}, 0, {}, None, token=7)
+EMPTY = [RankInventory([], [], [], [], [])] * 2
+PLAN = GlobalPlanCache(7, EMPTY, plan_globally(EMPTY)).pickled()
 RIGHT = sign_sidecar(SECRET, 1, NOTHING)
 
 
@@ -49,7 +53,7 @@ async def commit(folder: Path, workers: Workers, leave: Callable[[Path], object]
     joined.delete_sidecar = delete or joined.delete_sidecar
     leave(folder / f"{begun.ticket}-part-1")
     facts = None if rank else WorldFacts(7, {}, {}, False, {}, 0.0)
-    record = RecoveryRecord(rank, 2, SECRET, replace(NOTHING), facts)
+    record = RecoveryRecord(rank, 2, SECRET, replace(NOTHING), facts, PLAN)
     begin = Begin(0, path, b"", False, (), (), None, ticket=begun.ticket, joins=True)
     try:
         await OrphanCommit(begin, record, storage, joined, 0.02, workers).run(
@@ -136,7 +140,7 @@ async def test_added_files_that_a_dead_trainer_has_begun_to_write_are_replaced(w
     facts = WorldFacts(7, {}, {"config.json": b"whole"}, False, {}, 0.0)
     begin = Begin(0, path, b"", False, (), (), None, ticket=begun.ticket, joins=True)
     (tmp_path / f"{begun.ticket}-part-1").write_bytes(RIGHT)
-    record = RecoveryRecord(0, 2, SECRET, replace(NOTHING), facts)
+    record = RecoveryRecord(0, 2, SECRET, replace(NOTHING), facts, PLAN)
     writer = FileWriter((), (), (), WriterThreads(workers, workers))
     await OrphanCommit(begin, record, storage, joined, 5.0, workers).run(writer)
     await joined.release()

@@ -268,18 +268,6 @@ def _payload_facts(inventory: RankInventory, leaf: int) -> tuple[int, tuple[int,
     return item.payload_offset, None if item.stride == row_strides(item.shape) else item.stride
 
 
-def cache_of_written(token: int, results: Sequence[Written]) -> GlobalPlanCache:
-    """Plan from what all ranks have already written; if several wrote the same part, one copy counts."""
-    silent = next((rank for rank, written in enumerate(results) if written.inventory is None), None)
-    if silent is not None:
-        raise SaveError(f"rank {silent} sent no inventory of what it wrote; nothing was published")
-    # A rank that decides alone writes all its leaves, tied ones too.
-    ranks = [replace(written.inventory, tied={}) for written in results if written.inventory is not None]
-    assignments = [list(range(len(inventory.names))) for inventory in ranks]
-    lowest = frozenset().union(*{id(each.names): each.names for each in ranks}.values())
-    return GlobalPlanCache(token, ranks, replace(plan_globally(ranks, lowest), assignments=assignments))
-
-
 def _payload_bytes(inventory: RankInventory, assignment: Sequence[int]) -> int:
     """Return the bytes of the tensors assigned to a rank."""
     sizes = [form.item.nbytes for form in inventory.forms] + [0]  # for objects, whose form is -1

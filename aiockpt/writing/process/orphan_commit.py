@@ -42,7 +42,7 @@ class RecoveryRecord:
     secret: bytes = field(repr=False)  # of this save; authenticates the sidecar files
     written: Written  # what the rank writes, still without its files
     facts: WorldFacts | None = None  # on rank 0: what it needs to publish
-    plan_cache: bytes | None = field(repr=False, default=None)  # there too; None: each rank has planned alone
+    plan_cache: bytes = field(repr=False, default=b"")  # there too
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -112,8 +112,7 @@ class OrphanCommit:
             stamp=self._transaction.stamp,
         )
         results = [written[rank] for rank in range(ranks)]
-        plan = None if plan_cache is None else pickle.loads(plan_cache)
-        await publish_together(adopted, plan, facts, results, self._workers)
+        await publish_together(adopted, pickle.loads(plan_cache), facts, results, self._workers)
 
     async def _read_sidecar(self, rank: int) -> Written | None:
         """Return what a rank has written; None if its sidecar file is missing, incomplete or not by that rank."""
