@@ -49,24 +49,19 @@ _LOCAL_ONLY = frozenset({"direct_io", "fsync", "retries"})
 class ProcessWriter:
     """A separate process that computes CRCs, writes and commits; for ``writer=``.
 
-    It shares staging memory with the trainer and outlives it: a save that was staged becomes a checkpoint even if the
-    trainer is killed.
+    It shares staging memory with the trainer and outlives it: a save of one process that was staged becomes a
+    checkpoint even if the trainer is killed.
 
     Attributes:
         nice: how far the process yields the CPU to others, 0 to 19; see nice(1).
         ionice: "idle", or "best-effort" or "realtime" with a level of 0 to 7, as in ``("best-effort", 7)``; see
             ionice(1). None: the same as the trainer.
-        agreement_timeout: with several ranks, after a trainer has died: seconds without progress for which the writers
-            wait for each other before they remove the unfinished checkpoint.
     """
 
     nice: int = 0
     ionice: Literal["idle"] | tuple[Literal["best-effort", "realtime"], int] | None = None
-    agreement_timeout: float = 60.0
 
     def __post_init__(self) -> None:
-        if not self.agreement_timeout > 0:
-            raise ValueError(f"agreement_timeout must be positive, not {self.agreement_timeout!r}")
         if not isinstance(self.nice, int) or not 0 <= self.nice <= 19:
             raise ValueError(f"nice is {self.nice!r}; it must be 0 to 19")
         numbers = self.ionice_numbers
@@ -152,7 +147,8 @@ class CheckpointerOptions:
         writer: what computes CRCs, writes and commits. "thread": threads of this process. "process", or a
             `ProcessWriter`: a separate process, which is started in the background at the first use, shares staging
             memory with this one and outlives it. A save that was staged becomes a checkpoint even if this process is
-            killed, unless it has a ``pre_commit`` hook. Linux only; a ``storage`` must be picklable.
+            killed, unless it has a ``pre_commit`` hook, or several ranks save together. Linux only; a ``storage`` must
+            be picklable.
         staging_bytes: upper limit of the staging memory, in bytes. None: the size of the state, but at most half of
             the available memory. A larger state streams through the staging memory: it is written as fast, but
             `staged` comes later.

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import pickle
-import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -37,12 +35,10 @@ from aiockpt.snapshot.sampling import digest_replicas
 from aiockpt.staging.base import LayoutMismatchError
 from aiockpt.storage.base import SharedTransaction, shared_storage
 from aiockpt.writing.collective_commit import WorldFacts, publish_together
-from aiockpt.writing.process.orphan_commit import RecoveryRecord
 
 if TYPE_CHECKING:
     from aiockpt.coordination.coordinator import Coordinator
     from aiockpt.core.threads import Workers
-    from aiockpt.format.manifest.manifest import FileFacts
     from aiockpt.planning.planner import FileFormat, SavePlan, SharedFiles
     from aiockpt.saving.job import SaveJob
     from aiockpt.telemetry.saves import SaveResult
@@ -151,23 +147,11 @@ class CollectiveSave(SaveStrategy):
     async def ticket(self) -> str:
         return (await self.begin()).ticket
 
-    async def recovery_record(self, plan: SavePlan) -> bytes | None:
-        return await self._compute.run(self._recovery_record, plan)
-
-    def _recovery_record(self, plan: SavePlan) -> bytes:
-        coordinator, written = self._world.coordinator, self._written(plan)
-        record = RecoveryRecord(coordinator.rank, coordinator.world_size, self._assignment.secret, written)
-        if coordinator.leads and self._global.plan is not None:
-            kept = self._global.plan
-            record = replace(record, facts=self._global.facts(kept), plan_cache=kept.pickled())
-        return pickle.dumps(record)
-
-    def _written(self, plan: SavePlan, writer: ChunkWriter | None = None) -> Written:
-        """Return this rank's report; without a writer it lacks what is known only once the files are written."""
+    def _written(self, plan: SavePlan, writer: ChunkWriter) -> Written:
+        """Return this rank's report."""
         places = places_of(plan.layout) if self._assignment.report_places else None
         items = sum(len(image.slots) for image in plan.layout.images)
-        written = Written({}, items, dict(plan.object_places), places, self._assignment.token)
-        return written if writer is None else written.completed(writer.files, writer.crcs, writer.encoded)
+        return Written(writer.files, items, dict(plan.object_places), places, writer.crcs, writer.encoded)
 
     async def commit(self, plan: SavePlan, writer: ChunkWriter, times_s: Mapping[str, float]) -> SaveResult:
         """Report what this rank has written, and wait until rank 0 has published everything."""
@@ -177,49 +161,28 @@ class CollectiveSave(SaveStrategy):
         try:
             if not leads:  # a joined transaction only makes this rank's files durable
                 await transaction.commit()
-            summary = await self._last_round(self._written(plan, writer), writer)
+            summary = await self._last_round(self._written(plan, writer))
         finally:
             await transaction.release()
-        if summary is None:
-            summary = _own_summary(plan, writer.files)
         if summary.files is None:
             summary = replace(summary, files={name: facts.nbytes for name, facts in writer.files.items()})
         return result_of(self._job, plan, summary, times_s)
 
-    async def _last_round(self, mine: Written | BaseException, writer: ChunkWriter | None = None) -> Summary | None:
-        """Report what was written, or an error, to rank 0; clean up if that fails.
-
-        If another trainer has died, a writer process can commit with the writer processes of the other ranks. Returns
-        rank 0's summary of the checkpoint; None if the writer processes have committed it.
-        """
+    async def _last_round(self, mine: Written | BaseException) -> Summary:
+        """Report what was written, or an error, to rank 0; clean up if that fails. Return rank 0's summary."""
         await self._job.turn.wait_for("over")
         self._over = True
         coordinator = self._world.coordinator
-        may_agree = writer is not None and writer.outlives_trainer
-        # A failed round would remove the files of all ranks, which the writer processes may still publish.
-        undo = None if may_agree else self._global.undo
         try:
-            summary: Summary = await coordinator.round(self._call, self._what, mine, self._global.publish, undo)
+            summary: Summary = await coordinator.round(
+                self._call, self._what, mine, self._global.publish, self._global.undo
+            )
         except AiockptError as exc:
-            lost = isinstance(exc, CoordinationError)
-            if writer is not None and may_agree and lost and await self._agreed(writer, exc):
-                return None
-            if may_agree:
-                await self._global.undo()
-            if lost and not coordinator.leads:  # if rank 0 is dead, the other ranks remove its directory
+            if isinstance(exc, CoordinationError) and not coordinator.leads:
+                # If rank 0 is dead, the other ranks remove its directory.
                 await self._leave(exc, sweep=not coordinator.leader_lives)
             raise
         return summary
-
-    async def _agreed(self, writer: ChunkWriter, error: AiockptError) -> bool:
-        """Commit by the writer processes of all ranks, since a trainer is dead; return whether they have published."""
-        try:
-            await writer.commit_as_orphan()
-        except AiockptError as exc:
-            error.add_note(str(exc))
-            return False
-        logger.warning("%s; its writer had all of its part, so %s was published", error, self._job.path)
-        return True
 
     async def _leave(self, error: BaseException, *, sweep: bool = False) -> None:
         """Close what this rank has open; if that fails too, add a note to the error that led here."""
@@ -258,14 +221,6 @@ class CollectiveSave(SaveStrategy):
             self._assignment = replace(self._assignment, ticket=ticket)
         self._what, self._over = f"the save of {path}", False
         return str(path)
-
-
-def _own_summary(plan: SavePlan, files: dict[str, FileFacts]) -> Summary:
-    """Sum up this rank's share: the other ranks' is not known here."""
-    layout = plan.layout
-    tensors = sum(len(image.slots) for image in layout.images)
-    nbytes = sum(facts.nbytes for facts in files.values())
-    return Summary(None, nbytes, layout.tensor_bytes, tensors, len(plan.object_places))
 
 
 # --- rank 0 -----------------------------------------------------------------------------------------
@@ -326,10 +281,8 @@ class GlobalSave:
             shares = plan.plan.assignments
             if isinstance(plan, SharedPlanCache):
                 shared = [plan.share_of(rank) for rank in range(len(requests))]
-        # The secret signs the sidecar files of the writer processes: other users may be able to write to the directory.
-        report, secret = not plan.knows_places, secrets.token_bytes(32)
         return [
-            RankAssignment(ticket, plan.token, share, report, secret, files)
+            RankAssignment(ticket, plan.token, share, not plan.knows_places, files)
             for share, files in zip(shares, shared, strict=True)
         ]
 
@@ -392,14 +345,14 @@ class GlobalSave:
         """Check what all ranks have written, write the metadata and the manifest, and publish."""
         if self.transaction is None or self.plan is None:
             raise RuntimeError("a save can't be published before it has begun")
-        return await publish_together(self.transaction, self.plan, self.facts(self.plan), results, self._compute)
+        return await publish_together(self.transaction, self.plan, self._facts(), results, self._compute)
 
-    def facts(self, plan: GlobalPlanCache) -> WorldFacts:
-        """Return what rank 0, or its writer process, needs to publish besides the plan."""
+    def _facts(self) -> WorldFacts:
+        """Return what is needed to publish besides the plan."""
         job = self._job
         times_s = {"captured": job.captured_s}
         spec = job.spec
-        return WorldFacts(plan.token, dict(spec.metadata), spec.files, spec.is_transformed, times_s, spec.started)
+        return WorldFacts(dict(spec.metadata), spec.files, spec.is_transformed, times_s, spec.started)
 
     async def undo(self) -> None:
         """Remove what all ranks have written."""

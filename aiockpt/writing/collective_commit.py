@@ -1,4 +1,4 @@
-"""The commit of a checkpoint that several ranks have written: by rank 0, or by its writer process if rank 0 is dead."""
+"""The commit of a checkpoint that several ranks have written, by rank 0."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 class WorldFacts:
     """Facts that rank 0 knows of a save, besides its plan."""
 
-    token: int  # of the plan; every rank must have written by the same plan
     metadata: dict[str, JsonValue] = field(repr=False)  # the user's own
     files: Mapping[str, bytes] = field(repr=False)  # that the user adds
     is_transformed: bool  # items are stored in another form than they were planned in
@@ -45,9 +44,6 @@ async def publish_together(
 
     Raises SaveError if something is missing.
     """
-    for rank, written in enumerate(results):
-        if written.token != facts.token:
-            raise SaveError(f"rank {rank} has written with another plan than rank 0; nothing was published")
     await workers.run(plan_cache.check, results)
     await _check_visible(transaction, results, is_single_file=plan_cache.is_single_file)
     files = dict(await workers.run(plan_cache.data_files, results))

@@ -137,7 +137,7 @@ class Coordinator:
         item_bytes = sum(facts.nbytes for facts in files.values())
         drafts = clock("metadata", plan_cache.drafts, [each.objects for each in results])
         self.index_bytes = len(drafts.documents[METADATA_NAME])
-        facts = WorldFacts(plan_cache.token, {}, {}, False, {}, 0.0)
+        facts = WorldFacts({}, {}, False, {}, 0.0)
         times_s = {"captured": 0.001, "data_written": 1.0}
         clock("manifest", documents_of_ranks, plan_cache, facts, results, files, times_s)
         sizes = {name: facts.nbytes for name, facts in files.items()}

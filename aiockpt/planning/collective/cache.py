@@ -5,12 +5,10 @@ A process that saves alone is a world of one rank, and its documents are made he
 
 from __future__ import annotations
 
-import io
-import pickle
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -34,13 +32,6 @@ if TYPE_CHECKING:
     from aiockpt.format.index import ItemRange
     from aiockpt.format.manifest.columnar_index import ItemForm
     from aiockpt.planning.collective.messages import ItemPlaces, RankInventory, RankLeaf, Written
-
-
-class _Yielding(pickle.Pickler):
-    """A pickler that releases the GIL now and then; the plain one holds it from beginning to end."""
-
-    def persistent_id(self, _obj: Any) -> None:
-        """Pickle everything as usual; being a Python call, it lets other threads run."""
 
 
 class GlobalPlanCache:
@@ -71,24 +62,11 @@ class GlobalPlanCache:
         self._places = places
         self._begins = np.cumsum([0, *(len(inventory.names) for inventory in ranks)])
         self._made = _Made()
-        self._pickled: tuple[bool, bytes] | None = None
 
     @property
     def knows_places(self) -> bool:
         """Whether the places of all ranks' items are known."""
         return self._places is not None
-
-    def pickled(self) -> bytes:
-        """Return it pickled, without what can be encoded again. Slow for many items, if it has changed since."""
-        knows = self.knows_places
-        if self._pickled is None or self._pickled[0] != knows:
-            data = io.BytesIO()
-            _Yielding(data, pickle.HIGHEST_PROTOCOL).dump(self)
-            self._pickled = knows, data.getvalue()
-        return self._pickled[1]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_made": _Made(), "_pickled": None}
 
     def check(self, results: Sequence[Written]) -> None:
         """Check that every planned item was written once; keep the places. The first call takes long."""

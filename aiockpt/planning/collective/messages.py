@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import pickle
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from aiockpt.format.manifest.columnar_index import ItemForm
@@ -135,7 +135,6 @@ class RankAssignment:
     token: int  # of the global plan
     leaves: list[int] | None = field(repr=False)  # to write; None: the same as last time
     report_places: bool  # report where the items are
-    secret: bytes = field(repr=False, default=b"")  # shared by the writer processes of the ranks
     shared: SharedFiles | None = field(repr=False, default=None)  # None: the same as last time, or files of its own
 
 
@@ -168,13 +167,6 @@ class Written:
     items: int  # number of tensor items
     objects: dict[int, ItemRange]  # by leaf
     places: ItemPlaces | None = field(repr=False)  # of tensor items; None if rank 0 knows them from an earlier save
-    token: int = 0  # of the global plan
     crcs: bytes = field(repr=False, default=b"")  # uint32: CRC-32 of the payload of each tensor item, file by file
     # of each file the items as they are stored; None: as they were planned
     encoded: Sequence[Sequence[EncodedItem]] | None = field(repr=False, default=None)
-
-    def completed(
-        self, files: dict[str, FileFacts], crcs: bytes, encoded: Sequence[Sequence[EncodedItem]] | None
-    ) -> Written:
-        """Return the report with what is known once the files are written."""
-        return replace(self, files=files, crcs=crcs, encoded=encoded)
