@@ -11,8 +11,7 @@ to implement                   for
 `Storage.lease`, `RunLease`       a manager that writes, unless it has ``lock=False``
 =============================  ============================================================================
 
-`aiockpt.testing.StorageConformance` tests an implementation; `aiockpt.testing.ServerStorage` is one that is no file
-system.
+`aiockpt.testing.StorageConformance` tests an implementation.
 
 **Loops and threads.** Coroutines run on the loop of the checkpointer that uses the storage. One storage may serve
 several checkpointers, and so several loops: keep nothing that belongs to a loop, such as a connection of an asyncio
