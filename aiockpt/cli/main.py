@@ -416,8 +416,7 @@ def demo(
         raise typer.BadParameter("at least two checkpoints are needed: --steps must be twice --every, or more")
     if width is not None and width % 4:
         raise typer.BadParameter("--width must be a multiple of 4")
-    from aiockpt.cli.demo.model import Config
-    from aiockpt.cli.demo.run import run_demo
+    from aiockpt.cli.demo import Config, run_demo
 
     config = Config(
         layers=layers, width=width or 384, steps=steps, every=every, seed=seed, device=device, rng=not forget_rng
