@@ -10,15 +10,18 @@ from __future__ import annotations
 
 import itertools
 import logging
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 import anyio
+import numpy as np
 
 from aiockpt.core.wording import some_of
 from aiockpt.errors import AiockptError, CoordinationError, SaveError, printable
+from aiockpt.format.names import MANIFEST_NAME, SINGLE_NAME
 from aiockpt.planning.collective.cache import GlobalPlanCache, SharedPlanCache, plan_cache_of
 from aiockpt.planning.collective.messages import (
     PlanRequest,
@@ -34,11 +37,12 @@ from aiockpt.saving.strategy import SaveStrategy, result_of
 from aiockpt.snapshot.sampling import digest_replicas
 from aiockpt.staging.base import LayoutMismatchError
 from aiockpt.storage.base import SharedTransaction, shared_storage
-from aiockpt.writing.collective_commit import WorldFacts, publish_together
+from aiockpt.writing.commit import commit_documents
 
 if TYPE_CHECKING:
     from aiockpt.coordination.coordinator import Coordinator
     from aiockpt.core.threads import Workers
+    from aiockpt.format.manifest.manifest import FileFacts, JsonValue
     from aiockpt.planning.planner import FileFormat, SavePlan, SharedFiles
     from aiockpt.saving.job import SaveJob
     from aiockpt.telemetry.saves import SaveResult
@@ -342,20 +346,64 @@ class GlobalSave:
         return frozenset(found)
 
     async def publish(self, results: Sequence[Written]) -> list[Summary]:
-        """Check what all ranks have written, write the metadata and the manifest, and publish."""
-        if self.transaction is None or self.plan is None:
+        """Check what all ranks have written, write the metadata and the manifest, and publish; sum up for each rank."""
+        transaction, plan, job, run = self.transaction, self.plan, self._job, self._compute.run
+        if transaction is None or plan is None:
             raise RuntimeError("a save can't be published before it has begun")
-        return await publish_together(self.transaction, self.plan, self._facts(), results, self._compute)
-
-    def _facts(self) -> WorldFacts:
-        """Return what is needed to publish besides the plan."""
-        job = self._job
-        times_s = {"captured": job.captured_s}
-        spec = job.spec
-        return WorldFacts(dict(spec.metadata), spec.files, spec.is_transformed, times_s, spec.started)
+        await run(plan.check, results)
+        await _check_visible(transaction, results, is_single_file=plan.is_single_file)
+        files = dict(await run(plan.data_files, results))
+        sizes = {name: each.nbytes for name, each in files.items()}
+        item_bytes = sum(sizes.values())
+        documents: Mapping[str, bytes | bytearray] = {}
+        if not plan.is_single_file:
+            times_s = {"captured": job.captured_s, "data_written": time.perf_counter() - job.spec.started}
+            given = dict(job.spec.metadata), job.spec.files
+            documents = await run(documents_of_ranks, plan, results, files, times_s, *given, job.spec.is_transformed)
+            sizes |= {name: len(data) for name, data in documents.items() if name != MANIFEST_NAME}
+        await transaction.commit(documents)
+        return plan.summaries(sizes, item_bytes)
 
     async def undo(self) -> None:
         """Remove what all ranks have written."""
         transaction, self.transaction = self.transaction, None
         if transaction is not None:
             await transaction.abort()
+
+
+def documents_of_ranks(
+    plan_cache: GlobalPlanCache,
+    results: Sequence[Written],
+    files: Mapping[str, FileFacts],
+    times_s: Mapping[str, float],
+    metadata: dict[str, JsonValue],
+    added: Mapping[str, bytes],
+    is_transformed: bool,
+) -> dict[str, bytes | bytearray]:
+    """Encode the manifest and the documents of a checkpoint that several ranks have written. Slow for many items."""
+    drafts = plan_cache.drafts([written.objects for written in results], is_transformed=is_transformed)
+    totals = {
+        "tensors": plan_cache.tensors,
+        "objects": plan_cache.objects,
+        "tensor_bytes": plan_cache.tensor_bytes,
+        "ranks": len(results),
+    }
+    crcs = np.frombuffer(b"".join(written.crcs for written in results), np.uint32).tolist()
+    encoded = [items for written in results for items in written.encoded or ()]
+    documents = commit_documents(drafts, totals, metadata, plan_cache.plan.containers, added)
+    return documents.encode(files, crcs, times_s, encoded)
+
+
+async def _check_visible(transaction: SharedTransaction, results: Sequence[Written], *, is_single_file: bool) -> None:
+    """Raise SaveError unless rank 0's host sees the files of all ranks: the path may be a local disk of each host."""
+    sizes = await transaction.sizes()
+    for rank, written in enumerate(results):
+        for name, facts in written.files.items():
+            seen = sizes.get(SINGLE_NAME if is_single_file else name)
+            if seen != facts.nbytes:
+                found = "is not there" if seen is None else f"has {seen} bytes there"
+                raise SaveError(
+                    f"rank {rank} has written {name} ({facts.nbytes} bytes), which {found} as rank 0 sees it: all "
+                    "ranks must save to one file system that every host has mounted, or with a manager that has "
+                    "own_disks=True"
+                )
