@@ -32,11 +32,9 @@ CommitHook = Hook | Callable[[str, "SaveResult"], "Awaitable[object] | object"]
 
 OnBusy = Literal["wait", "skip", "supersede", "error"]
 OnFailure = Literal["raise", "warn"]
-Planning = Literal["central", "decentralized"]
 SaveFormat = Literal["dcp", "safetensors", "torch"]
 Validation = Literal["versions", "hash"]
 Replicas = Literal["check", "trust", "error"]
-ShareReads = Literal["auto"] | bool | torch.distributed.ProcessGroup
 DType = torch.dtype | Literal["target"] | None
 
 DEFAULT_CHUNK_BYTES = 16 << 20
@@ -52,24 +50,19 @@ _LOCAL_ONLY = frozenset({"direct_io", "fsync", "retries"})
 class ProcessWriter:
     """A separate process that computes CRCs, writes and commits; for ``writer=``.
 
-    It shares staging memory with the trainer and outlives it: a save that was staged becomes a checkpoint even if the
-    trainer is killed.
+    It shares staging memory with the trainer and outlives it: a save of one process that was staged becomes a
+    checkpoint even if the trainer is killed.
 
     Attributes:
         nice: how far the process yields the CPU to others, 0 to 19; see nice(1).
         ionice: "idle", or "best-effort" or "realtime" with a level of 0 to 7, as in ``("best-effort", 7)``; see
             ionice(1). None: the same as the trainer.
-        agreement_timeout: with several ranks, after a trainer has died: seconds without progress for which the writers
-            wait for each other before they remove the unfinished checkpoint.
     """
 
     nice: int = 0
     ionice: Literal["idle"] | tuple[Literal["best-effort", "realtime"], int] | None = None
-    agreement_timeout: float = 60.0
 
     def __post_init__(self) -> None:
-        if not self.agreement_timeout > 0:
-            raise ValueError(f"agreement_timeout must be positive, not {self.agreement_timeout!r}")
         if not isinstance(self.nice, int) or not 0 <= self.nice <= 19:
             raise ValueError(f"nice is {self.nice!r}; it must be 0 to 19")
         numbers = self.ionice_numbers
@@ -155,7 +148,8 @@ class CheckpointerOptions:
         writer: what computes CRCs, writes and commits. "thread": threads of this process. "process", or a
             `ProcessWriter`: a separate process, which is started in the background at the first use, shares staging
             memory with this one and outlives it. A save that was staged becomes a checkpoint even if this process is
-            killed, unless it has a ``pre_commit`` hook. Linux only; a ``storage`` must be picklable.
+            killed, unless it has a ``pre_commit`` hook, or several ranks save together. Linux only; a ``storage`` must
+            be picklable.
         staging_bytes: upper limit of the staging memory, in bytes. None: the size of the state, but at most half of
             the available memory. A larger state streams through the staging memory: it is written as fast, but
             `staged` comes later.
@@ -179,10 +173,6 @@ class CheckpointerOptions:
             `Ranks`: processes without ``torch.distributed``.
         coordination_timeout: seconds that a rank waits for the others before the save fails. The time that the others
             take to write counts too. It is also the time that rank 0 may be silent while it publishes.
-        planning: how the ranks plan what each of them writes, at the first save and after a change of the state.
-            "central": rank 0 decides, so that everything is written once and the work is balanced. "decentralized":
-            each rank decides for itself and waits for no other. One copy of each DTensor is written; plain tensors and
-            objects are written by every rank that has them, and those of the lowest rank are used.
         staging_window: a throttle for copying: a rate, or an allowance after each `window()`. None: no limit.
         transforms: encodings of every item in checkpoints of DCP's format, such as encryption. They are applied in
             this order when saving, after compression, and undone when loading; see `Transform`.
@@ -211,7 +201,6 @@ class CheckpointerOptions:
     validate: Validation = "versions"
     process_group: ProcessGroupLike = "default"
     coordination_timeout: float = 1800.0
-    planning: Planning = "central"
     staging_window: StagingWindow | None = None
     transforms: Sequence[Transform] = ()
     observers: Sequence[Observer] = ()
@@ -232,7 +221,7 @@ class CheckpointerOptions:
             value = getattr(self, name)
             if not (value is None and name == "save_timeout") and not value > 0:
                 raise ValueError(f"{name} must be positive, not {value!r}")
-        known_of = {"planning": Planning, "on_busy": OnBusy, "on_failure": OnFailure, "validate": Validation}
+        known_of = {"on_busy": OnBusy, "on_failure": OnFailure, "validate": Validation}
         for name, known in known_of.items():
             check_choice(name, getattr(self, name), known)
         check_group(self.process_group)
@@ -447,9 +436,7 @@ class LoadOptions(OpenOptions):
         share: whether ranks that load together read once what several of them need: one of them reads it, and sends it
             to the others over a TCP connection. "auto": if the storage is an object store, or another one whose reads
             go over a network each time; not on a file system, where the ranks of a host share the page cache. True:
-            always, and also without a ``state_dict``, which then all ranks have to load. False: never. A process group
-            of `torch.distributed`, of ranks of the checkpointer's: as True, but among its ranks, which all pass it,
-            and by broadcasts over it, such as with NCCL. Nothing else may use it meanwhile; see the page on ranks.
+            always, and also without a ``state_dict``, which then all ranks have to load. False: never.
         progress: a function that is called with `ProgressEvent` values while the load runs, such as
             ``aiockpt.progress.bar()``. It is called in a thread of its own, and the load does not wait for it: it may
             miss events, but gets the last one, which says how the load has ended. An exception in it is logged, and
@@ -463,7 +450,7 @@ class LoadOptions(OpenOptions):
     strict: bool = True
     missing: list[str] | None = None
     mmap: bool = False
-    share: ShareReads = "auto"
+    share: Literal["auto"] | bool = "auto"
     progress: OnProgress | None = None
     default_map_location: InitVar[MapLocation | None] = None
 
@@ -479,10 +466,8 @@ def check_options(options: LoadOptions, *, into: bool) -> None:
     """Raise TypeError or ValueError if options are of the wrong type or contradict each other, or a target (into)."""
     if options.missing is not None and not isinstance(options.missing, list):
         raise TypeError(f"missing must be a list, to which the missing keys are appended, not {options.missing!r}")
-    if options.share not in ("auto", True, False) and not isinstance(options.share, torch.distributed.ProcessGroup):
-        raise ValueError(
-            f"share must be 'auto', True, False, or a process group that this rank is in, not {options.share!r}"
-        )
+    if options.share != "auto" and not isinstance(options.share, bool):
+        raise ValueError(f"share must be 'auto', True or False, not {options.share!r}")
     check_progress(options.progress)
     dtype, where = options.dtype, options.map_location
     if isinstance(options.safe_globals, str) or not isinstance(options.safe_globals, Iterable):

@@ -23,9 +23,10 @@ import aiockpt
 from aiockpt import sync_checkpointer
 from aiockpt.staging.pool import ChunkPool
 from aiockpt.storage.local import replacing
-from aiockpt.testing import ServerStorage, start_server
 from tests import forked_python
+from tests.object_server import start_server
 from tests.places import ServerPath, left_in
+from tests.server_storage import ServerStorage
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell's script
     signal.signal(signal.SIGINT, signal.default_int_handler)  # so children do not inherit that it is ignored

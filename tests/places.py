@@ -6,7 +6,6 @@ import os
 import shutil
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
-from importlib.metadata import entry_points
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,11 +16,10 @@ from aiockpt.storage.objects.cleaning import split_token
 from aiockpt.storage.objects.commit import COMMIT_NAME, encode_commit
 from aiockpt.storage.objects.lease import LEASE_NAME
 from aiockpt.storage.objects.reading import ObjectListing
-from aiockpt.testing.server import SCHEME
-from aiockpt.testing.server_storage import storage_for_server
+from tests.object_server import SCHEME
+from tests.server_storage import storage_for_server
 
-if not entry_points(group="aiockpt.storages", name=SCHEME):  # the package was installed before it had this one
-    aiockpt.storage.register(SCHEME, storage_for_server)
+aiockpt.storage.register(SCHEME, storage_for_server)
 
 
 def _placed(url: str, **_: Any) -> Storage:

@@ -11,8 +11,6 @@ import typer
 
 from aiockpt._version import __version__
 from aiockpt.cli.app import Code, Commands, run
-from aiockpt.cli.completion import checkpoints, topics
-from aiockpt.cli.completion import keys as complete_keys
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Trust = Annotated[bool, typer.Option("--trust", help="Let a file of torch.save run the code in it.")]
@@ -24,14 +22,10 @@ Dtype = Annotated[
         help="Cast floating-point tensors to bfloat16, float16, float32 or float64, bf16 and so on for short.",
     ),
 ]
-Checkpoint = Annotated[
-    str, typer.Argument(metavar="PATH", help="A checkpoint: a directory or a file.", autocompletion=checkpoints)
-]
+Checkpoint = Annotated[str, typer.Argument(metavar="PATH", help="A checkpoint: a directory or a file.")]
 Keys = Annotated[
     list[str] | None,
-    typer.Argument(
-        metavar="KEY", help="Only these keys, containers, or patterns: 'model.*'.", autocompletion=complete_keys
-    ),
+    typer.Argument(metavar="KEY", help="Only these keys, containers, or patterns: 'model.*'."),
 ]
 
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
@@ -184,8 +178,8 @@ def inspect(
 
 @app.command()
 def diff(
-    a: Annotated[str, typer.Argument(metavar="A", help="A checkpoint, the older one.", autocompletion=checkpoints)],
-    b: Annotated[str, typer.Argument(metavar="B", help="A checkpoint.", autocompletion=checkpoints)],
+    a: Annotated[str, typer.Argument(metavar="A", help="A checkpoint, the older one.")],
+    b: Annotated[str, typer.Argument(metavar="B", help="A checkpoint.")],
     keys: Keys = None,
     rtol: Annotated[float, typer.Option(min=0, help="Tolerate this ratio to the larger absolute value.")] = 0.0,
     atol: Annotated[float, typer.Option(min=0, help="Tolerate this difference.")] = 0.0,
@@ -207,9 +201,7 @@ def diff(
 
 @app.command()
 def convert(
-    source: Annotated[
-        str, typer.Argument(metavar="SRC", help="A checkpoint of any format.", autocompletion=checkpoints)
-    ],
+    source: Annotated[str, typer.Argument(metavar="SRC", help="A checkpoint of any format.")],
     target: Annotated[str, typer.Argument(metavar="DST", help="Where to write: a directory or a file.")],
     to: Annotated[
         Literal["dcp", "torch", "safetensors"] | None,
@@ -238,7 +230,7 @@ def extract(
     path: Checkpoint,
     keys: Annotated[
         list[str],
-        typer.Argument(metavar="KEY", help="Keys, containers, or patterns: 'model.*'.", autocompletion=complete_keys),
+        typer.Argument(metavar="KEY", help="Keys, containers, or patterns: 'model.*'."),
     ],
     output: Annotated[
         str, typer.Option("--output", "-o", metavar="FILE", help="The file to write: NAME.safetensors or NAME.pt.")
@@ -259,7 +251,7 @@ def extract(
 def verify(
     paths: Annotated[
         list[str],
-        typer.Argument(metavar="PATH", help="Checkpoints, or directories of them.", autocompletion=checkpoints),
+        typer.Argument(metavar="PATH", help="Checkpoints, or directories of them."),
     ],
     as_json: Json = False,
 ) -> None:
@@ -314,7 +306,7 @@ def prune(
 def rm(
     paths: Annotated[
         list[str],
-        typer.Argument(metavar="PATH", help="Checkpoints: directories or files.", autocompletion=checkpoints),
+        typer.Argument(metavar="PATH", help="Checkpoints: directories or files."),
     ],
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Don't ask.")] = False,
 ) -> None:
@@ -416,8 +408,7 @@ def demo(
         raise typer.BadParameter("at least two checkpoints are needed: --steps must be twice --every, or more")
     if width is not None and width % 4:
         raise typer.BadParameter("--width must be a multiple of 4")
-    from aiockpt.cli.demo.model import Config
-    from aiockpt.cli.demo.run import run_demo
+    from aiockpt.cli.demo import Config, run_demo
 
     config = Config(
         layers=layers, width=width or 384, steps=steps, every=every, seed=seed, device=device, rng=not forget_rng
@@ -428,9 +419,7 @@ def demo(
 
 @app.command()
 def docs(
-    topic: Annotated[
-        str | None, typer.Argument(help="The page to show. By default, the list of pages.", autocompletion=topics)
-    ] = None,
+    topic: Annotated[str | None, typer.Argument(help="The page to show. By default, the list of pages.")] = None,
     file: Annotated[Path | None, typer.Argument(help="For tutorial: the file to write, ./tutorial.ipynb.")] = None,
 ) -> None:
     """Show the documentation: a list of topics, or one page. The tutorial is a notebook, which is written to a file."""

@@ -22,38 +22,23 @@ _VALUES = 200  # that are shown
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Figures of a tensor.
-
-    Attributes:
-        minimum, maximum, mean: of the elements that are numbers; None if there are none. Of complex numbers, those of
-            their absolute values.
-        nan: the number of elements that are not numbers.
-    """
+    """Figures of a tensor's elements that are numbers, None if there are none; of complex ones the absolute values."""
 
     minimum: float | None
     maximum: float | None
     mean: float | None
-    nan: int
+    nan: int  # the number of elements that are not numbers
 
 
 class Survey:
-    """Figures of a tensor, and a histogram of its finite elements, that grow part by part.
+    """Figures of a tensor, which repeats its parts ``times``; with ``histogram`` also of its finite elements.
 
-    Args:
-        times: how often the tensor repeats what is added.
-        histogram: whether the parts are to be counted, after all were added.
-
-    Attributes:
-        low: the lower edge of the first bin.
-        high: the upper edge of the last one.
+    Each part is added; then, if `begin_counting`, each is counted into bins between ``low`` and ``high``.
     """
 
     def __init__(self, times: int = 1, *, histogram: bool = False) -> None:
-        self._times = times
-        self._histogram = histogram
-        self._can_compute = True
-        self._minimum, self._maximum = math.inf, -math.inf
-        self._total = 0.0
+        self._times, self._histogram, self._can_compute = times, histogram, True
+        self._minimum, self._maximum, self._total = math.inf, -math.inf, 0.0
         self._count = self._nan = 0
         self._bins = torch.zeros(0, dtype=torch.int64)
         self.low, self.high = math.inf, -math.inf
@@ -61,28 +46,21 @@ class Survey:
     def add(self, part: torch.Tensor) -> None:
         """Add a part to the figures."""
         try:
-            if self._can_compute:
-                self._add(part)
-        except (RuntimeError, NotImplementedError):
-            self._can_compute = False
-
-    def _add(self, part: torch.Tensor) -> None:
-        values = numbers(part)
-        if values.is_floating_point():
-            is_nan = values.isnan()
-            nan = int(is_nan.sum())
-            if nan:
+            values = numbers(part)
+            if values.is_floating_point() and (nan := int((is_nan := values.isnan()).sum())):
                 self._nan += nan
                 values = values[~is_nan]
-        if not values.numel():
-            return
-        low, high = (bound.item() for bound in torch.aminmax(values))
-        self._minimum, self._maximum = min(self._minimum, low), max(self._maximum, high)
-        self._total += values.sum(dtype=torch.float64).item()
-        self._count += values.numel()
-        for block in _finite(values) if self._histogram else ():
-            low, high = (bound.item() for bound in torch.aminmax(block))
-            self.low, self.high = min(self.low, low), max(self.high, high)
+            if not values.numel():
+                return
+            low, high = (bound.item() for bound in torch.aminmax(values))
+            self._minimum, self._maximum = min(self._minimum, low), max(self._maximum, high)
+            self._total += values.sum(dtype=torch.float64).item()
+            self._count += values.numel()
+            for block in _finite(values) if self._histogram else ():
+                low, high = (bound.item() for bound in torch.aminmax(block))
+                self.low, self.high = min(self.low, low), max(self.high, high)
+        except (RuntimeError, NotImplementedError):
+            self._can_compute = False
 
     def begin_counting(self) -> bool:
         """Return whether there is a histogram: there are finite elements, and their range is not too large."""
@@ -104,7 +82,7 @@ class Survey:
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """Elements in each bin; of complex numbers the absolute values are counted. Empty without a histogram."""
+        """Elements in each bin; empty without a histogram."""
         return tuple((self._bins * self._times).tolist())
 
     @property
@@ -112,10 +90,9 @@ class Survey:
         """Figures of all parts; None where torch can't compute with the dtype."""
         if not self._can_compute:
             return None
-        nan = self._nan * self._times
         if not self._count:
-            return Figures(None, None, None, nan)
-        return Figures(self._minimum, self._maximum, self._total / self._count, nan)
+            return Figures(None, None, None, self._nan * self._times)
+        return Figures(self._minimum, self._maximum, self._total / self._count, self._nan * self._times)
 
     def as_json(self) -> list[Any]:
         """Return what a page shows: texts of the figures, the bounds, and the counts."""
@@ -143,16 +120,23 @@ async def survey(
             if found.begin_counting():
                 found.count(tensor)
             yield small[key], found
-    for info in infos:
-        if info.key in small:
-            continue
+    for info in (info for info in infos if info.key not in small):
         found = Survey(times_of(info), histogram=histograms)
-        async for part in read_parts(reader, info, PART_BYTES):
+        async for part in _parts(reader, info):
             found.add(part)
         if found.begin_counting():
-            async for part in read_parts(reader, info, PART_BYTES):
+            async for part in _parts(reader, info):
                 found.count(part)
         yield info, found
+
+
+async def _parts(reader: CheckpointReader, info: TensorInfo) -> AsyncIterator[torch.Tensor]:
+    """Yield the distinct elements of a tensor in parts, or row by row if a row is larger than that."""
+    if not info.shape:
+        yield await reader.read(info.key)
+        return
+    for index in part_indices(info.distinct_shape, max(1, PART_BYTES // info.dtype.itemsize)):
+        yield await reader.read(info.key, index)
 
 
 def _finite(values: torch.Tensor) -> list[torch.Tensor]:
@@ -173,15 +157,6 @@ def numbers(part: torch.Tensor) -> torch.Tensor:
     if part.is_floating_point():
         return part if part.dtype in (torch.float32, torch.float64) else part.to(torch.float32)
     return part.to(torch.float64 if part.dtype == torch.uint64 else torch.int64)
-
-
-async def read_parts(reader: CheckpointReader, info: TensorInfo, most: int) -> AsyncIterator[torch.Tensor]:
-    """Yield the distinct elements of a tensor in parts of so many bytes at most, or row by row if a row has more."""
-    if info.nbytes <= most or not info.shape:
-        yield await reader.read(info.key)
-        return
-    for index in part_indices(info.distinct_shape, max(1, most // info.dtype.itemsize)):
-        yield await reader.read(info.key, index)
 
 
 def times_of(info: TensorInfo) -> int:

@@ -44,7 +44,7 @@ _MORE = getattr(socket, "MSG_MORE", 0)
 _TIME = struct.Struct("ll")  # timeval
 _JOIN_S = 5.0
 """Limit for all wires of a load to be made; a rank reads alone what it would be sent over those that are not."""
-MOST_STALL_S = 60.0
+_MOST_STALL_S = 60.0
 """A rank that is silent for so long is left out."""
 
 
@@ -206,7 +206,7 @@ class Wires:
 
     def __init__(self, rank: int, timeout_s: float) -> None:
         self._rank = rank
-        self._stall_s = min(timeout_s, MOST_STALL_S)
+        self._stall_s = min(timeout_s, _MOST_STALL_S)
         self._servers: list[asyncio.Server] = []
         self._joined: dict[int, asyncio.Future[Wire]] = {}
         self._joining: set[asyncio.Task[None]] = set()

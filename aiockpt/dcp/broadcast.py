@@ -30,10 +30,9 @@ from aiockpt.engine.facade import EngineAccess
 from aiockpt.errors import AiockptError, CorruptCheckpointError, LoadError, MissingKeysError, ShapeMismatchError
 from aiockpt.format.item.objects import encode_object
 from aiockpt.format.keys import hint, matching
-from aiockpt.options import LoadOptions, Path, check_options
+from aiockpt.options import LoadOptions, Path, check_options, target_device
 from aiockpt.planning.flatten import StructureError, unflatten
 from aiockpt.planning.ranges import Selection, boxes, overlap, select
-from aiockpt.reading.group_reads import device_of
 
 if TYPE_CHECKING:
     from torch.futures import Future
@@ -182,7 +181,7 @@ class BroadcastingTorchSaveReader(format_utils.BroadcastingTorchSaveReader):
         """Broadcast a tensor piece by piece, and copy this rank's regions out of each piece."""
         dtype, shape = contents.tensors[name]
         group = dist.group.WORLD
-        device = torch.device("cpu") if group is None else device_of(group)
+        device = torch.device("cpu") if group is None else _device_of(group)
         for box in (box for start, stop in _pieces(shape, dtype) for box in boxes(shape, start, stop)):
             piece = torch.empty(box.count, dtype=dtype, device=device)
             if tensor is not None:
@@ -194,6 +193,12 @@ class BroadcastingTorchSaveReader(format_utils.BroadcastingTorchSaveReader):
             block_at = select(shape, box.index).selections
             for region in regions:
                 region.fill_from(block_at, piece)
+
+
+def _device_of(group: dist.ProcessGroup) -> torch.device:
+    """Return the device whose tensors a group can broadcast: the host if it can, else this thread's current one."""
+    kinds = [device.type for device in group._device_types]
+    return target_device("cpu" if "cpu" in kinds or not kinds else kinds[0])
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,13 +19,9 @@ import importlib
 import json
 import logging
 import math
-import multiprocessing
 import os
-import pickle
 import queue
-import shutil
 import sys
-import tempfile
 import uuid
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -43,8 +39,8 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from aiockpt.coordination.choose import is_distributed
 from aiockpt.core.machine import BLOCK_BYTES
 from aiockpt.dcp.adapter import borrowed
-from aiockpt.dcp.writer import FileSystemWriter, files_of, resolved, results_of, write_items
-from aiockpt.errors import AiockptError, CheckpointExistsError, SaveError, WriteError
+from aiockpt.dcp.writer import FileSystemWriter, resolved, results_of, write_items
+from aiockpt.errors import AiockptError, SaveError, WriteError
 from aiockpt.format.index import ItemRange
 from aiockpt.planning.dcp_plan import DcpFormat
 from aiockpt.planning.layout import assign_buckets
@@ -55,10 +51,8 @@ from aiockpt.storage.local import beside
 from aiockpt.storage.local.temp_dir import hold
 
 if TYPE_CHECKING:
-    from multiprocessing.connection import Connection
     from types import ModuleType
 
-    from torch.distributed.checkpoint.metadata import Metadata
     from torch.distributed.checkpoint.storage import WriteResult
 
     from aiockpt.format.transforms.base import Transform
@@ -78,7 +72,6 @@ class RankWriteOptions:
     """Options for writing the files of one rank. Sent to the process that writes them."""
 
     pid: int  # of the process that prepared the save
-    processes: bool  # write each file in a process of its own, instead of a thread
     open_file: Callable[[str, str], Any] | None  # opens the files as streams; None: aiockpt writes them
     sync: bool  # fsync the files
     transforms: Sequence[Transform]  # applied to each item
@@ -108,21 +101,20 @@ class FileSystemWriterAsync(FileSystemWriter):
     The checkpoint appears atomically, in `finish`. The directory may exist already and hold other files.
 
     Args:
-        path: the checkpoint's directory; with ``use_msc`` also a ``msc://`` URL.
+        path: the checkpoint's directory, on a file system.
         args: as for `aiockpt.dcp.FileSystemWriter`, with ``thread_count`` the number of files, if there are as many
             items: all are written at the same time.
         separation_hint: tensors whose names begin with it go to files of their own, whose names contain it. Half of
             the files are for them.
-        use_msc: write through multistorageclient, which must be installed. A new checkpoint's files never replace
-            those of one that is there, and `.metadata`, which makes them a checkpoint, is written last.
-        is_multiproc_io: write each file in a process of its own. The writing process must not be a daemon.
+        use_msc: accepted as by the writers that this one replaces, for paths of a file system.
+        is_multiproc_io: accepted likewise; all files are written at the same time, by threads.
         use_cached_data_structure: with ``use_cpu_shm_for_gpu_tensors``, use the shared memory of an earlier save again
             once its results were retrieved. The handles of other tensors are sent with every save, never cached, so
             that a save never reads memory that is no longer a tensor's.
         use_cpu_shm_for_gpu_tensors: copy tensors of accelerators to shared host memory in `prepare_write_data`, so that
             the writing process uses no accelerator.
         open_file: ``open_file(path, "wb")`` opens each data file, as a stream that has a file descriptor or an
-            ``fsync`` method. The builtin ``open`` leaves it to aiockpt. ``use_msc`` has an opener of its own.
+            ``fsync`` method. The builtin ``open`` leaves it to aiockpt.
         kwargs: as for `aiockpt.dcp.FileSystemWriter`.
     """
 
@@ -145,17 +137,22 @@ class FileSystemWriterAsync(FileSystemWriter):
         open_file: Callable[[str, str], Any] = _OPEN,
         **kwargs: Any,
     ) -> None:
-        super().__init__(os.curdir if use_msc else path, *args, **kwargs)  # the base class refuses URLs
+        if str(path).startswith("msc://"):
+            raise ValueError(
+                f"{path} is a URL of multistorageclient, which this writer does not use: save to a path of a file "
+                "system, or with the stock writer, after aiockpt.dcp.megatron.uninstall()"
+            )
+        super().__init__(path, *args, **kwargs)
         if self._as_safetensors:
             raise ValueError("SAFETENSORS is not for saves in another process")
         if not self.single_file_per_rank:
             raise ValueError("single_file_per_rank=False is not for saves in another process")
-        if self._transforms and (use_msc or open_file is not _OPEN):
-            raise ValueError("_extensions are not for files that use_msc or open_file open")
+        if self._transforms and open_file is not _OPEN:
+            raise ValueError("_extensions are not for files that open_file opens")
         self.checkpoint_dir = path
         self.separation_hint = separation_hint
         self.use_msc = use_msc
-        self.open_file = self._msc.open if use_msc else open_file
+        self.open_file = open_file
         self.use_cached_data_structure = use_cached_data_structure
         self.use_cpu_shm_for_gpu_tensors = use_cpu_shm_for_gpu_tensors
         self.is_multi_proc_io = is_multiproc_io
@@ -164,21 +161,9 @@ class FileSystemWriterAsync(FileSystemWriter):
         self._results: str | None = None
 
     @property
-    def _msc(self) -> Any:
-        try:
-            return importlib.import_module("multistorageclient")
-        except ImportError as exc:
-            raise ImportError("use_msc needs multistorageclient: pip install multi-storage-client") from exc
-
-    @property
     def checkpoint_id(self) -> str:
         """The path of the checkpoint."""
         return self._path()
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return whether this can be the path of a checkpoint: on a file system, or of multistorageclient."""
-        return str(checkpoint_id).startswith("msc://") or super().validate_checkpoint_id(checkpoint_id)
 
     @classmethod
     def cleanup_tensor_caches(cls) -> None:
@@ -190,9 +175,6 @@ class FileSystemWriterAsync(FileSystemWriter):
         """Register a function that waits for earlier saves, called before shared memory is reused; None removes it."""
         FileSystemWriterAsync._shm_drain_callback = fn
 
-    def _path(self) -> str:
-        return os.fspath(self.checkpoint_dir) if self.use_msc else super()._path()
-
     # --- planning ---------------------------------------------------------------------------------
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -202,20 +184,12 @@ class FileSystemWriterAsync(FileSystemWriter):
             CheckpointExistsError: the path is a file, or holds a checkpoint and ``overwrite`` is False.
             WriteError: the directory can't be created.
         """
-        if self.use_msc:
-            if not self.overwrite and self._msc.is_file(self._url(".metadata")):
-                raise CheckpointExistsError(f"{self._path()} holds a checkpoint; pass overwrite=True to replace it")
-            self._msc.os.makedirs(self._path(), exist_ok=True)
-            return plan
         plan = super().prepare_local_plan(plan)
         hidden = beside.begin(self._path(), None, fsync=self.sync_files, keep=True)
         if self._is_coordinator:
             self.discard()
             self._unpublished = weakref.finalize(self, beside.discard, hidden, hold(hidden))
         return plan
-
-    def _url(self, name: str) -> str:
-        return os.path.join(self._path(), name)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Assign each rank the prefix of its file names."""
@@ -235,22 +209,13 @@ class FileSystemWriterAsync(FileSystemWriter):
         values = [dense_form(item.index.fqn, resolved(item, planner)) for item in plan.items]
         if self.use_cpu_shm_for_gpu_tensors:
             self._to_shared_memory(values)
-        suffix = ".distcp"
-        if not self.use_msc:
-            directory = beside.find(self._path(), None)
-            self._results = os.path.join(directory, f".{prefix}results.json")
-            with contextlib.suppress(FileNotFoundError):  # left by an earlier save whose results were never retrieved
-                os.unlink(self._results)
-        else:
-            directory = self._path()
-            if self._msc.is_file(self._url(".metadata")):  # names the files of a checkpoint, which must stay
-                suffix = f"_{uuid.uuid4().hex[:8]}.distcp"
-            directory_of_results = tempfile.mkdtemp(prefix="aiockpt-")
-            weakref.finalize(self, shutil.rmtree, directory_of_results, ignore_errors=True)
-            self._results = os.path.join(directory_of_results, "results.json")
+        directory = beside.find(self._path(), None)
+        self._results = os.path.join(directory, f".{prefix}results.json")
+        with contextlib.suppress(FileNotFoundError):  # left by an earlier save whose results were never retrieved
+            os.unlink(self._results)
         self._buckets = []
         for hint, group in self._groups(list(zip(plan.items, values, strict=True))):
-            name = f"{hint}{prefix}{len(self._buckets)}{suffix}"
+            name = f"{hint}{prefix}{len(self._buckets)}.distcp"
             objects = [pair for pair in group if pair[0].type == WriteItemType.BYTE_IO]
             tensors = [pair for pair in group if pair[0].type != WriteItemType.BYTE_IO]
             self._buckets.append((os.path.join(directory, name), name, (objects, tensors)))
@@ -309,7 +274,6 @@ class FileSystemWriterAsync(FileSystemWriter):
             return None, None, []
         options = RankWriteOptions(
             pid=os.getpid(),
-            processes=self.is_multi_proc_io,
             open_file=None if self.open_file is _OPEN else self.open_file,
             sync=self.sync_files,
             transforms=self._transforms,
@@ -443,29 +407,6 @@ class FileSystemWriterAsync(FileSystemWriter):
         self._block = None
         return results
 
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Commit what all ranks have written; see `aiockpt.dcp.FileSystemWriter.finish`.
-
-        With ``use_msc``, write `.metadata`, and remove the files of the checkpoint that it replaces.
-        """
-        if not self.use_msc:
-            super().finish(metadata, results)
-            return
-        self._complete(metadata, results)
-        obsolete = self._replaced_files() - set(files_of(results))
-        self._msc.write(self._url(".metadata"), pickle.dumps(metadata))
-        for name in obsolete:
-            self._msc.delete(self._url(name))
-
-    def _replaced_files(self) -> set[str]:
-        """Return the names of the data files of the checkpoint that is there."""
-        if not self._msc.is_file(self._url(".metadata")):
-            return set()
-        with self._msc.open(self._url(".metadata"), "rb") as file:
-            old = file.read()
-        names = {os.path.basename(str(url)) for url in self._msc.glob(self._url("*.distcp"))}
-        return {name for name in names if name.encode() in old}
-
 
 def _rank() -> int:
     return dist.get_rank() if is_distributed() else 0
@@ -504,12 +445,8 @@ def _write_buckets(options: RankWriteOptions, buckets: list[WriteBucket]) -> lis
     """Write all files of a rank at the same time; return the results of each; raise the first error."""
     share = options.staging_bytes and max(BLOCK_BYTES, options.staging_bytes // len(buckets))
     settings = {"open_file": options.open_file, "staging_bytes": share, "direct_io": options.direct_io}
-    write = partial(_call, options, settings)
-    numbered = list(enumerate(buckets))
-    if options.processes:
-        return _in_processes(write, numbered)
     with ThreadPoolExecutor(len(buckets), thread_name_prefix="aiockpt-dcp") as threads:
-        return list(threads.map(write, numbered))
+        return list(threads.map(partial(_call, options, settings), enumerate(buckets)))
 
 
 def _call(options: RankWriteOptions, settings: dict[str, Any], numbered: tuple[int, WriteBucket]) -> list[WriteResult]:
@@ -525,55 +462,6 @@ def _call(options: RankWriteOptions, settings: dict[str, Any], numbered: tuple[i
     if isinstance(result, Exception):
         raise result
     return list(result)
-
-
-def _in_processes(
-    write: Callable[[tuple[int, WriteBucket]], list[WriteResult]], numbered: list[tuple[int, WriteBucket]]
-) -> list[list[WriteResult]]:
-    """Call a function with each item in a process of its own; return the results; raise the first error."""
-    if multiprocessing.current_process().daemon:
-        raise SaveError(
-            "Invalid Setup! is_multiproc_io=True starts processes, which a daemon can't; create the queue with "
-            "AsyncCallsQueue(is_daemon=False), or leave is_multiproc_io out"
-        )
-    context = multiprocessing.get_context("fork")
-    outcomes: list[Any] = []
-    started: list[tuple[Any, Connection]] = []
-    with contextlib.ExitStack() as pipes:
-        try:
-            for each in numbered:
-                receiver, sender = context.Pipe(duplex=False)
-                pipes.callback(receiver.close)
-                # Closed before the next fork: the death of this process shows as EOF only if no other one has its end.
-                with contextlib.closing(sender):
-                    process = context.Process(target=_send_result, args=(write, each, sender))
-                    process.start()
-                started.append((process, receiver))
-            for process, receiver in started:
-                try:
-                    outcomes.append(receiver.recv())
-                except EOFError:
-                    outcomes.append(WriteError(f"process {process.pid}, which wrote a file, died"))
-        except BaseException:  # their results are no longer read, so sending them would block forever
-            for process, _ in started:
-                process.terminate()
-            raise
-        finally:
-            for process, _ in started:
-                process.join()
-                process.close()
-    for outcome in outcomes:
-        if isinstance(outcome, Exception):
-            raise outcome
-    return outcomes
-
-
-def _send_result(write: Callable[[Any], Any], each: Any, sender: Connection) -> None:
-    try:
-        result = write(each)
-    except Exception as exc:
-        result = WriteError(f"{type(exc).__name__}: {exc}")
-    sender.send(result)
 
 
 def _write_bucket(
@@ -656,7 +544,7 @@ def write_stream(
             else:
                 counting.write(value)
             places.append((offset, counting.written - offset))
-        if fsync and hasattr(stream, "fsync"):  # multistorageclient's
+        if fsync and hasattr(stream, "fsync"):
             stream.fsync()
         elif fsync:
             stream.flush()

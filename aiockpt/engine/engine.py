@@ -224,9 +224,8 @@ class Engine:
                     from aiockpt.planning.planner import Planner
                     from aiockpt.saving.collective import CollectiveResources
 
-                decentralized = self.options.planning == "decentralized"
                 planner = Planner(DcpFormat(self.options.writing_threads), prefix_of(coordinator.rank))
-                self._world = CollectiveResources(coordinator, planner, decentralized=decentralized)
+                self._world = CollectiveResources(coordinator, planner)
             return self._world.coordinator
 
     @property

@@ -10,15 +10,12 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-import torch
-
 from aiockpt.core.importing import importing
 from aiockpt.errors import LoadError
 from aiockpt.format.keys import check_patterns
 from aiockpt.options import LoadOptions, Path, check_options, check_progress
 from aiockpt.reading.apply_live import Filled, Loading
 from aiockpt.reading.collective import Gathering, conclude, load_together
-from aiockpt.reading.group_reads import Broadcasts
 from aiockpt.reading.load import CheckpointLoad
 from aiockpt.snapshot.capture import ready_events
 from aiockpt.snapshot.live import check_optimizers, resolve
@@ -74,12 +71,9 @@ class Loader:
     def load(self, request: LoadRequest) -> Callable[[], Loading]:
         """Check the options of a load; return the function that starts it."""
         self._engine.origin.check_process()
-        group: Broadcasts | None = None
         try:
             request = replace(request, keys=check_patterns(request.keys))
             check_options(request, into=request.state_dict is not None)
-            if isinstance(request.share, torch.distributed.ProcessGroup):
-                group = Broadcasts(request.share, self._engine.options.process_group)
             storage, where = self._storages.of(request.path, request.storage, request.storage_options)
         except BaseException as exc:
             gathering = None if self._is_handing_over else self._gathering(request)
@@ -90,7 +84,7 @@ class Loader:
         def start() -> Loading:
             report = self._engine.reports.read("load", where, request.progress)
             try:
-                return self._start_load(request, storage, group, report)
+                return self._start_load(request, storage, report)
             except BaseException as exc:
                 report.end(exc)
                 raise
@@ -101,15 +95,14 @@ class Loader:
     def _is_handing_over(self) -> bool:
         return threading.get_ident() in self._handing_over
 
-    def _gathering(self, request: LoadRequest, group: Broadcasts | None = None) -> Gathering | None:
+    def _gathering(self, request: LoadRequest) -> Gathering | None:
         """Return this rank's part in a load of all ranks; None if this process loads alone."""
-        is_alone = request.state_dict is None and (isinstance(request.share, str) or not request.share)
+        is_alone = request.state_dict is None and request.share is not True
         coordinator = None if is_alone else self._engine.coordinator()
         if coordinator is None:
             return None
-        share = group or (request.share if isinstance(request.share, str) else bool(request.share))
         path = self._storages.printable(request.path, request.storage)
-        return Gathering(coordinator, path, share, self._engine.start_behind)
+        return Gathering(coordinator, path, request.share, self._engine.start_behind)
 
     def _refuse(self, gathering: Gathering, error: BaseException) -> None:
         """Fail a load on the other ranks, which have called it too."""
@@ -121,10 +114,8 @@ class Loader:
 
         self._engine.call(lambda _: load_together(gathering, self._turn, refused), gathering.what)
 
-    def _start_load(
-        self, request: LoadRequest, storage: Storage, group: Broadcasts | None, report: ReadReport
-    ) -> Loading:
-        gathering = self._gathering(request, group)
+    def _start_load(self, request: LoadRequest, storage: Storage, report: ReadReport) -> Loading:
+        gathering = self._gathering(request)
         if gathering is None:
             alone = self._checked(request, storage, report, together=False)
             call = self._engine.call(alone.run, f"load {os.fspath(request.path)}")

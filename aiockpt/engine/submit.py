@@ -219,7 +219,6 @@ class Submitter:
                 request.state_dict,
                 self._names,
                 ranks=ranks,
-                once=together and self._options.planning == "decentralized" and format == "dcp",
                 sampled=validate == "hash",
                 include=request.include,
                 exclude=request.exclude,

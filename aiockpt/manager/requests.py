@@ -8,7 +8,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from aiockpt.manager.scan import RUN_KEY
-from aiockpt.options import CheckpointerOptions, DType, MapLocation, Path, SaveOptions, ShareReads
+from aiockpt.options import CheckpointerOptions, DType, MapLocation, Path, SaveOptions
 
 if TYPE_CHECKING:
     from aiockpt.engine.facade import CheckpointerBase
@@ -122,7 +122,7 @@ class RestoreRequest:
         missing: a list for the keys that it lacks.
         safe_globals: classes and functions that pickled objects may use.
         trust: unpickle objects without restriction.
-        share: whether ranks read once what several of them need, or a process group over which they do.
+        share: whether ranks read once what several of them need.
         progress: a function that is called while the load runs.
     """
 
@@ -140,7 +140,7 @@ class RestoreRequest:
     missing: list[str] | None = None
     safe_globals: Sequence[Any] = ()
     trust: bool = False
-    share: ShareReads = "auto"
+    share: Literal["auto"] | bool = "auto"
     progress: OnProgress | None = None
 
     def load_options(self) -> dict[str, Any]:

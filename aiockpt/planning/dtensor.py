@@ -71,18 +71,6 @@ def whole_dtype(value: Any) -> torch.dtype:
     return dtype
 
 
-def replica_of(value: Any) -> tuple[int, int]:
-    """Return which replica of its part this rank has, and of how many; every rank of a part has as many."""
-    index, count = 0, 1
-    if _kind_of(value) == "DTensor":
-        coordinate = value.device_mesh.get_coordinate()
-        for dim, placement in enumerate(value.placements):
-            if placement.is_replicate() and coordinate is not None:
-                index = index * value.device_mesh.size(dim) + coordinate[dim]
-                count *= value.device_mesh.size(dim)
-    return index, count
-
-
 def counted(value: Any, parts: Iterable[LocalPart]) -> list[torch.Tensor]:
     """Return the tensors whose version counters record changes of these parts: a DTensor has one of its own."""
     own = [value] if _kind(type(value)) == "DTensor" else []

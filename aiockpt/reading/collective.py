@@ -25,12 +25,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from aiockpt.coordination.wires import Wires
-from aiockpt.core.wording import some_of
 from aiockpt.errors import AiockptError, CoordinationError, LoadError
 from aiockpt.planning.collective.sharing import plan_shares, shares_of
-from aiockpt.reading.group_reads import Broadcasts, GroupReads, Members
 from aiockpt.reading.read_plan import annotate
-from aiockpt.reading.sharing import FILLS, ReadsTogether, SharedReads
+from aiockpt.reading.sharing import SharedReads
 
 if TYPE_CHECKING:
     from aiockpt.coordination.coordinator import Coordinator
@@ -53,7 +51,6 @@ class _Offer(NamedTuple):
     checkpoint: int  # a hash of its contents: bytes of another one are of no use
     endpoint: Endpoint | None  # None: others can't connect to it, or it needs nothing
     needs: Sequence[Need]
-    group: Members | None = None  # over which it shares, in place of connections of our own
 
 
 class _Checked(NamedTuple):
@@ -70,9 +67,8 @@ class _Again(NamedTuple):
 class _Sharing(NamedTuple):
     """A rank's part of the plan."""
 
-    shares: Sequence[Share]  # over a group: those of all its ranks
+    shares: Sequence[Share]
     endpoints: Mapping[int, Endpoint]  # of the ranks that read for it
-    absent: Sequence[int] = ()  # the ranks of its group without which nothing is shared
 
 
 class Gathering:
@@ -82,7 +78,7 @@ class Gathering:
         self,
         coordinator: Coordinator,
         path: str,
-        share: Literal["auto"] | bool | Broadcasts,
+        share: Literal["auto"] | bool,
         start_behind: Callable[[Callable[[], Coroutine[Any, Any, None]]], object],
     ) -> None:
         self._coordinator = coordinator
@@ -95,15 +91,14 @@ class Gathering:
         self.is_handing_over = False  # a rank has live objects, so that there is a round at the end
         self._agreed = 0  # rounds after the first one, if that is to share
         self._round: asyncio.Future[Any] | None = None
-        self._group_reads: GroupReads | None = None
 
     def shares(self, source: Source) -> bool:
         """Return whether this rank shares what it reads from a source."""
-        return source.is_remote if self._share == "auto" else bool(self._share)
+        return source.is_remote if self._share == "auto" else self._share
 
     async def share(
         self, checkpoint: int, needs: Sequence[Need], source: DecodedSource, workers: Workers
-    ) -> ReadsTogether:
+    ) -> SharedReads:
         """Agree on which rank reads what for which others, and connect to these; see `meet`.
 
         Args:
@@ -113,14 +108,6 @@ class Gathering:
             workers: threads to read, to send and to receive.
         """
         rank, timeout_s = self._coordinator.rank, self._coordinator.timeout_s
-        if isinstance(self._share, Broadcasts):
-            reads = self._group_reads = GroupReads(rank, self.what, self._share, source, workers, timeout_s)
-            offer = _Offer(checkpoint, None, needs, self._share.members)
-            if self._share.are_broken:
-                logger.warning("%s: a broadcast over this process group has failed before; make a new one", self.what)
-                offer = _Offer(checkpoint, None, ())
-            await self._meet(offer, partial(_agree_on_reads, workers))
-            return reads
         wires = Wires(rank, timeout_s)
         try:
             endpoint = None
@@ -130,9 +117,7 @@ class Gathering:
                 logger.warning("%s: this rank reads alone, for others can't connect to it: %s", self.what, exc)
             offer = _Offer(checkpoint, endpoint, () if endpoint is None else needs)
             given: _Sharing = await self._meet(offer, partial(_agree_on_reads, workers))
-            takers = {
-                rank for share in given.shares if share.reader == self._coordinator.rank for rank, *_ in share.takers
-            }
+            takers = {taker for share in given.shares if share.reader == rank for taker, *_ in share.takers}
             await wires.connect(given.endpoints, takers)
             shares = {cell: share for share in given.shares for cell in share.cells}
             return SharedReads(rank, shares, wires, source, workers)
@@ -184,30 +169,16 @@ class Gathering:
         except BaseException:
             self.failed = True
             raise
-        if isinstance(reply, _Sharing) and self._group_reads is not None:
-            self._group_reads.begin(reply.shares)  # here: also if this rank was cancelled, the others count on it
-            if reply.absent:
-                logger.warning(
-                    "%s: this rank, %d, reads alone, for %s did not come with the same process group and checkpoint: "
-                    "pass the group to the load on all of its ranks",
-                    *(self.what, self._coordinator.rank, some_of([f"rank {rank}" for rank in reply.absent], 10)),
-                )
         self._agreed += not isinstance(reply, _Again | _Sharing)
         if self._agreed == 2:
             self.is_handing_over = reply
         return reply
-
-    async def end_sharing(self) -> None:
-        """Take part in what the other ranks of a group may wait for, before this rank comes to the next round."""
-        if self._group_reads is not None and not self.failed:
-            await self._group_reads.leave(FILLS if self._agreed else FILLS - 1)
 
     async def leave(self) -> None:
         """Report the cancellation of this rank in the next round, if there is one."""
         with contextlib.suppress(AiockptError):
             if self._round is not None:
                 await self._round
-            await self.end_sharing()
             if self._agreed < (3 if self.is_handing_over else 2) and not self.failed:
                 await self.meet(LoadError(f"{self.what} was cancelled"))
 
@@ -230,11 +201,9 @@ async def load_together(
         try:
             result = await load(gathering)
         except Exception as exc:
-            await gathering.end_sharing()
             if not gathering.failed:
                 await gathering.meet(exc)
             raise
-        await gathering.end_sharing()  # others may fill tensors where this rank has none
         await gathering.meet_filled(has_objects=bool(result.gifts))
     if not gathering.is_handing_over:
         turn.release()
@@ -286,18 +255,10 @@ async def _agree_on_reads(workers: Workers | None, ranks: Sequence[_Offer | _Che
 
 def _plan(offers: Mapping[int, _Offer]) -> dict[int, _Sharing]:
     found: dict[int, _Sharing] = {}
-    together: defaultdict[tuple[int, Members | None], list[int]] = defaultdict(list)
+    together: defaultdict[int, list[int]] = defaultdict(list)
     for rank, offer in offers.items():
-        together[offer.checkpoint, offer.group].append(rank)
-    groups: list[list[int]] = []
-    for (_, members), ranks in together.items():
-        if members is None:
-            groups += [ranks[at : at + _MOST_RANKS] for at in range(0, len(ranks), _MOST_RANKS)]
-            continue
-        absent = sorted(set(members[1]) - set(ranks))
-        shares = [] if absent else plan_shares({rank: offers[rank].needs for rank in ranks})
-        # Each gets all shares, without who needs them: as one object, which is pickled once.
-        found |= dict.fromkeys(ranks, _Sharing([share._replace(takers=()) for share in shares], {}, absent))
+        together[offer.checkpoint].append(rank)
+    groups = [ranks[at : at + _MOST_RANKS] for ranks in together.values() for at in range(0, len(ranks), _MOST_RANKS)]
     for group in groups:
         shares = plan_shares({rank: offers[rank].needs for rank in group})
         for rank in group:

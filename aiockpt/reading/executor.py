@@ -38,8 +38,8 @@ from aiockpt.reading.jobs import (
 from aiockpt.reading.read_plan import ObjectRead, ReadPlan, TensorRead, annotate_partial_load
 from aiockpt.reading.sharing import (
     DeviceJob,
-    ReadsTogether,
     SharedJobs,
+    SharedReads,
     cell_of_item,
     needs_of_items,
     needs_of_payloads,
@@ -107,7 +107,7 @@ class ReadExecutor:
     _options: LoadOptions
     _tools: LoadTools
     _known: dict[ItemRange, TensorItem] = field(default_factory=dict)  # cache of parsed items
-    shared: ReadsTogether | None = None  # with other ranks
+    shared: SharedReads | None = None  # with other ranks
 
     def __post_init__(self) -> None:
         self._framing = FramingReader(self._source, self._path, verify=self._options.verify)

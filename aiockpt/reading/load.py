@@ -170,7 +170,7 @@ class _OpenLoad:
     async def _read_planned(self, planned: Sequence[tuple[_OpenLoad, ReadPlan]]) -> dict[str, Any]:
         """Read what `_plan_with_arrays` has planned; return the values by key."""
         values: dict[str, Any] = {}
-        # All ranks come to the last phase before FILLS, whether they have one or two.
+        # The last phase before FILLS is the same on all ranks, whether they have one or two.
         for phase, (loader, plan) in enumerate(planned, FILLS - len(planned)):
             values |= await loader._execute(plan, phase)
         return values | {name: array_of(values[name]) for name in self._arrays(values)}

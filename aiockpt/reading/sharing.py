@@ -13,7 +13,7 @@ import queue
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import anyio
 import anyio.lowlevel
@@ -49,11 +49,11 @@ SharedJobs = dict[Cell, list[DeviceJob]]
 """The jobs of shared cells."""
 
 _BUFFER_BYTES = CELL_BYTES + 2 * BLOCK_BYTES  # to begin anywhere in a page, with something behind it
-MOST_READ = 16
+_MOST_READ = 16
 """Cells that are read or sent at once; each may have a buffer."""
 _MOST_READ_NEAR = 8
 """The same, if other ranks of this host copy from the buffers: to fault them in takes as long as to copy them often."""
-MOST_RECEIVED = 4
+_MOST_RECEIVED = 4
 
 logger = logging.getLogger("aiockpt")
 
@@ -113,24 +113,8 @@ def hash_of(index: Index) -> int:
 # --- moving bytes -------------------------------------------------------------------------------------------
 
 
-class ReadsTogether(Protocol):
-    """A rank's part in the shared reads of one load."""
-
-    def has(self, cell: Cell) -> bool:
-        """Return whether this rank may get a cell by `run`."""
-
-    async def run(self, phase: int, jobs: SharedJobs, executor: ReadExecutor) -> None:
-        """Get all cells of a phase, and carry out their jobs.
-
-        Removes these from ``jobs``; those that stay are of cells that did not come.
-        """
-
-    def close(self) -> None:
-        """Release what it has. Idempotent."""
-
-
 @dataclass(eq=False)
-class Lent:
+class _Lent:
     """Memory for a cell."""
 
     number: int
@@ -139,7 +123,7 @@ class Lent:
     is_lost: bool = False  # another process may still read it
 
 
-class CellBuffers:
+class _CellBuffers:
     """Buffers for cells. From any thread."""
 
     def __init__(self, count: int, *, is_shared: bool = False) -> None:
@@ -148,13 +132,13 @@ class CellBuffers:
         for number in reversed(range(count)):
             self._free.put(number)
 
-    def take(self, begin: int, end: int) -> Lent:
+    def take(self, begin: int, end: int) -> _Lent:
         """Return memory for these bytes of a file, at the same offset in its page, as O_DIRECT requires. Blocks."""
         number = self._free.get()
         at = number * _BUFFER_BYTES + begin % BLOCK_BYTES
-        return Lent(number, at, self.arena.view[at : at + end - begin])
+        return _Lent(number, at, self.arena.view[at : at + end - begin])
 
-    def give_back(self, lent: Lent | None) -> None:
+    def give_back(self, lent: _Lent | None) -> None:
         if lent is not None and not lent.is_lost:
             self._free.put(lent.number)
 
@@ -165,12 +149,12 @@ class _ForDevices:
 
     held: Held
     jobs: list[DeviceJob]
-    lent: Lent | None
+    lent: _Lent | None
 
 
 @dataclass(eq=False)
-class SharedReads(ReadsTogether):
-    """Shared reads over connections of our own."""
+class SharedReads:
+    """A rank's part in the shared reads of one load."""
 
     rank: int
     shares: Mapping[Cell, Share]  # that it takes part in, by cell
@@ -181,22 +165,28 @@ class SharedReads(ReadsTogether):
     def __post_init__(self) -> None:
         near = sum(isinstance(wire, MemoryWire) for wire in self.wires.outbound.values())
         self._is_shared = near > 0  # with processes of this host
-        self._most_read = min(self.source.most_reads or self.workers.count, _MOST_READ_NEAR if near else MOST_READ)
+        self._most_read = min(self.source.most_reads or self.workers.count, _MOST_READ_NEAR if near else _MOST_READ)
         # Apart: if sending could wait for what is received, two ranks could wait for each other. A process that hangs
         # takes all those with it that it may still read; what is not used has no memory.
-        self._to_read = CellBuffers(self._most_read * (1 + near), is_shared=self._is_shared)
-        self._to_receive = CellBuffers(MOST_RECEIVED)
+        self._to_read = _CellBuffers(self._most_read * (1 + near), is_shared=self._is_shared)
+        self._to_receive = _CellBuffers(_MOST_RECEIVED)
 
     def has(self, cell: Cell) -> bool:
+        """Return whether this rank may get a cell by `run`."""
         share = self.shares.get(cell)
         return share is not None and (share.reader == self.rank or share.reader in self.wires.inbound)
 
     def close(self) -> None:
+        """Release what it has. Idempotent."""
         self.wires.close()
         self._to_read.arena.close()
         self._to_receive.arena.close()
 
     async def run(self, phase: int, jobs: SharedJobs, executor: ReadExecutor) -> None:
+        """Get all cells of a phase, and carry out their jobs.
+
+        Removes these from ``jobs``; those that stay are of cells that did not come.
+        """
         mine: list[Share] = []
         theirs: defaultdict[int, dict[int, Share]] = defaultdict(dict)
         for share in dict.fromkeys(self.shares.values()):
@@ -291,7 +281,7 @@ class SharedReads(ReadsTogether):
                 return _ForDevices(Held(file, begin, view), [], None)
             held = Held(file, begin, view)
             announced = [self._announce(lent, *each, share.number) for each in near]
-            left = executor.place(held, jobs_of(share, jobs))
+            left = executor.place(held, _jobs_of(share, jobs))
             for (taker, wire, _, _), ticket in zip(near, announced, strict=True):
                 self._await(lent, taker, wire, ticket)
             return _ForDevices(held, left, lent)
@@ -307,7 +297,7 @@ class SharedReads(ReadsTogether):
         except LinkBrokenError as exc:
             self._leave_out(taker, exc)
 
-    def _announce(self, lent: Lent | None, taker: int, wire: MemoryWire, low: int, high: int, number: int) -> int:
+    def _announce(self, lent: _Lent | None, taker: int, wire: MemoryWire, low: int, high: int, number: int) -> int:
         """Announce a message; return its ticket, 0 if the other rank is left out."""
         try:
             with wire.turn:
@@ -317,7 +307,7 @@ class SharedReads(ReadsTogether):
             self._leave_out(taker, exc)
         return 0
 
-    def _await(self, lent: Lent | None, taker: int, wire: MemoryWire, ticket: int) -> None:
+    def _await(self, lent: _Lent | None, taker: int, wire: MemoryWire, ticket: int) -> None:
         try:
             wire.wait(ticket)
         except LinkBrokenError as exc:
@@ -358,7 +348,7 @@ class SharedReads(ReadsTogether):
         file, (_, begin, end) = share.cells[0].file, share.takers[0]
         if isinstance(wire, MemoryWire):
             held = Held(file, begin, wire.view(head))
-            on_devices = executor.place(held, jobs_of(share, jobs))
+            on_devices = executor.place(held, _jobs_of(share, jobs))
             return _ForDevices(held, on_devices, None) if on_devices else None
         if (whole := _whole(share, jobs, begin, end)) is not None:
             _fill(wire, head, whole.memory())
@@ -371,7 +361,7 @@ class SharedReads(ReadsTogether):
         try:
             _fill(wire, head, lent.view)
             held = Held(file, begin, lent.view)
-            on_devices = executor.place(held, jobs_of(share, jobs))
+            on_devices = executor.place(held, _jobs_of(share, jobs))
             return _ForDevices(held, on_devices, lent) if on_devices else None
         finally:
             if not on_devices:
@@ -385,7 +375,7 @@ class SharedReads(ReadsTogether):
                 wire.done()
 
 
-def jobs_of(share: Share, jobs: SharedJobs) -> list[DeviceJob]:
+def _jobs_of(share: Share, jobs: SharedJobs) -> list[DeviceJob]:
     """Return the jobs of what is shared, and remove them."""
     return [job for cell in share.cells for job in jobs.pop(cell, ())]
 

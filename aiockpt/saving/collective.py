@@ -1,26 +1,27 @@
 """Saves by several ranks: each rank writes its share; rank 0 plans, and publishes when all have written.
 
 A save has two rounds of messages. In the first, each rank sends its inventory, or the token of the last plan if nothing
-has changed; rank 0 assigns every shard to a rank and begins the transaction (a decentralized save is only begun). In
-the second, each rank reports what it has written; rank 0 checks that nothing is missing, writes the metadata, and
-publishes. A rank that fails between the rounds sends its error in the second, and all ranks fail with it.
+has changed; rank 0 assigns every shard to a rank and begins the transaction. In the second, each rank reports what it
+has written; rank 0 checks that nothing is missing, writes the metadata, and publishes. A rank that fails between the
+rounds sends its error in the second, and all ranks fail with it.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
-import pickle
-import secrets
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 import anyio
+import numpy as np
 
 from aiockpt.core.wording import some_of
 from aiockpt.errors import AiockptError, CoordinationError, SaveError, printable
+from aiockpt.format.names import MANIFEST_NAME, SINGLE_NAME
 from aiockpt.planning.collective.cache import GlobalPlanCache, SharedPlanCache, plan_cache_of
 from aiockpt.planning.collective.messages import (
     PlanRequest,
@@ -31,19 +32,17 @@ from aiockpt.planning.collective.messages import (
     places_of,
 )
 from aiockpt.planning.collective.plan import differing_replicas
-from aiockpt.planning.dcp_plan import DcpFormat
 from aiockpt.planning.planner import Planner, ReusedPlan, StateSummary, Summary, summarize
 from aiockpt.saving.strategy import SaveStrategy, result_of
 from aiockpt.snapshot.sampling import digest_replicas
 from aiockpt.staging.base import LayoutMismatchError
 from aiockpt.storage.base import SharedTransaction, shared_storage
-from aiockpt.writing.collective_commit import WorldFacts, publish_together
-from aiockpt.writing.process.orphan_commit import RecoveryRecord
+from aiockpt.writing.commit import commit_documents
 
 if TYPE_CHECKING:
     from aiockpt.coordination.coordinator import Coordinator
     from aiockpt.core.threads import Workers
-    from aiockpt.format.manifest.manifest import FileFacts
+    from aiockpt.format.manifest.manifest import FileFacts, JsonValue
     from aiockpt.planning.planner import FileFormat, SavePlan, SharedFiles
     from aiockpt.saving.job import SaveJob
     from aiockpt.telemetry.saves import SaveResult
@@ -75,10 +74,7 @@ class CollectiveSave(SaveStrategy):
         self._call = world.coordinator.call("save") if job.spec.call is None else job.spec.call
         self._transaction: SharedTransaction | None = None
         self._global = GlobalSave(job, file_format, world, compute, io)
-        self._inventory: RankInventory | None = None
         self._over = False  # this rank has entered the second round: it must not enter it again to report a failure
-        # Where files are shared, rank 0 has to give every byte its place before any rank writes.
-        self._decentralized = world.decentralized and isinstance(file_format, DcpFormat)
 
     async def plan(self) -> SavePlan:
         """Agree with the other ranks on what each of them writes. A cancellation takes effect after that."""
@@ -101,24 +97,23 @@ class CollectiveSave(SaveStrategy):
         self, *, again: bool = True
     ) -> tuple[PlanRequest | BaseException, ReusedPlan | StateSummary | None]:
         """Return the message to rank 0, with the cached plan if it fits, or else with the summary of what to plan."""
-        job = self._job
+        job, name = self._job, self._file_format.name
         try:
             if job.spec.refusal is not None:
                 return job.spec.refusal, None
             if job.cancel_asked or job.consistency.abort_error is not None:
                 return job.cancellation, None
-            facts = (job.overwrite, self._decentralized, self._file_format.name)
             digests = None if job.spec.replicas == "trust" else await self._compute.run(digest_replicas, job.snapshot)
             reuse = partial(self._world.planner.reuse, job.snapshot, self._file_format, together=True)
             reused = await self._compute.run(reuse) if again else None
             options = job.spec.replicas, job.spec.is_transformed, job.spec.fallback is not None
             if reused is not None:
-                return PlanRequest(*facts, reused.token, None, digests, *options), reused
+                return PlanRequest(job.overwrite, name, reused.token, None, digests, *options), reused
             summary = await self._compute.run(summarize, job.snapshot, self._file_format)
-            inventory = None if self._decentralized else await self._compute.run(self._inventory_of, summary)
+            inventory = await self._compute.run(self._inventory_of, summary)
         except Exception as exc:  # goes to all ranks, this one among them
             return exc, None
-        return PlanRequest(*facts, None, inventory, digests, *options), summary
+        return PlanRequest(job.overwrite, name, None, inventory, digests, *options), summary
 
     def _inventory_of(self, summary: StateSummary) -> RankInventory:
         names, framing = summary.structure.names, self._file_format.framing
@@ -138,14 +133,10 @@ class CollectiveSave(SaveStrategy):
             return proposal.plan
         else:  # this rank's state is unchanged, but another rank's has changed, and with it the assignment
             summary = await self._compute.run(summarize, job.snapshot, self._file_format)
-        leaves = range(len(summary.specs)) if self._decentralized else assignment.leaves
-        if leaves is None:
+        if assignment.leaves is None:
             raise RuntimeError("rank 0 has given no assignment to a rank without a plan")
-        if self._decentralized:
-            self._inventory = await self._compute.run(self._inventory_of, summary)
-        return await self._compute.run(
-            planner.lay_out, job.snapshot, self._file_format, summary, leaves, assignment.token, assignment.shared
-        )
+        given = assignment.leaves, assignment.token, assignment.shared
+        return await self._compute.run(planner.lay_out, job.snapshot, self._file_format, summary, *given)
 
     async def begin(self) -> SharedTransaction:
         """Join the transaction that rank 0 has begun."""
@@ -160,23 +151,11 @@ class CollectiveSave(SaveStrategy):
     async def ticket(self) -> str:
         return (await self.begin()).ticket
 
-    async def recovery_record(self, plan: SavePlan) -> bytes | None:
-        return await self._compute.run(self._recovery_record, plan)
-
-    def _recovery_record(self, plan: SavePlan) -> bytes:
-        coordinator, written = self._world.coordinator, self._written(plan)
-        record = RecoveryRecord(coordinator.rank, coordinator.world_size, self._assignment.secret, written)
-        if coordinator.leads:
-            kept = self._global.plan
-            record = replace(record, facts=self._global.facts(), plan_cache=None if kept is None else kept.pickled())
-        return pickle.dumps(record)
-
-    def _written(self, plan: SavePlan, writer: ChunkWriter | None = None) -> Written:
-        """Return this rank's report; without a writer it lacks what is known only once the files are written."""
+    def _written(self, plan: SavePlan, writer: ChunkWriter) -> Written:
+        """Return this rank's report."""
         places = places_of(plan.layout) if self._assignment.report_places else None
         items = sum(len(image.slots) for image in plan.layout.images)
-        written = Written({}, items, dict(plan.object_places), places, self._inventory, self._assignment.token)
-        return written if writer is None else written.completed(writer.files, writer.crcs, writer.encoded)
+        return Written(writer.files, items, dict(plan.object_places), places, writer.crcs, writer.encoded)
 
     async def commit(self, plan: SavePlan, writer: ChunkWriter, times_s: Mapping[str, float]) -> SaveResult:
         """Report what this rank has written, and wait until rank 0 has published everything."""
@@ -186,49 +165,28 @@ class CollectiveSave(SaveStrategy):
         try:
             if not leads:  # a joined transaction only makes this rank's files durable
                 await transaction.commit()
-            summary = await self._last_round(self._written(plan, writer), writer)
+            summary = await self._last_round(self._written(plan, writer))
         finally:
             await transaction.release()
-        if summary is None:
-            summary = _own_summary(plan, writer.files)
         if summary.files is None:
             summary = replace(summary, files={name: facts.nbytes for name, facts in writer.files.items()})
         return result_of(self._job, plan, summary, times_s)
 
-    async def _last_round(self, mine: Written | BaseException, writer: ChunkWriter | None = None) -> Summary | None:
-        """Report what was written, or an error, to rank 0; clean up if that fails.
-
-        If another trainer has died, a writer process can commit with the writer processes of the other ranks. Returns
-        rank 0's summary of the checkpoint; None if the writer processes have committed it.
-        """
+    async def _last_round(self, mine: Written | BaseException) -> Summary:
+        """Report what was written, or an error, to rank 0; clean up if that fails. Return rank 0's summary."""
         await self._job.turn.wait_for("over")
         self._over = True
         coordinator = self._world.coordinator
-        may_agree = writer is not None and writer.outlives_trainer
-        # A failed round would remove the files of all ranks, which the writer processes may still publish.
-        undo = None if may_agree else self._global.undo
         try:
-            summary: Summary = await coordinator.round(self._call, self._what, mine, self._global.publish, undo)
+            summary: Summary = await coordinator.round(
+                self._call, self._what, mine, self._global.publish, self._global.undo
+            )
         except AiockptError as exc:
-            lost = isinstance(exc, CoordinationError)
-            if writer is not None and may_agree and lost and await self._agreed(writer, exc):
-                return None
-            if may_agree:
-                await self._global.undo()
-            if lost and not coordinator.leads:  # if rank 0 is dead, the other ranks remove its directory
+            if isinstance(exc, CoordinationError) and not coordinator.leads:
+                # If rank 0 is dead, the other ranks remove its directory.
                 await self._leave(exc, sweep=not coordinator.leader_lives)
             raise
         return summary
-
-    async def _agreed(self, writer: ChunkWriter, error: AiockptError) -> bool:
-        """Commit by the writer processes of all ranks, since a trainer is dead; return whether they have published."""
-        try:
-            await writer.commit_as_orphan()
-        except AiockptError as exc:
-            error.add_note(str(exc))
-            return False
-        logger.warning("%s; its writer had all of its part, so %s was published", error, self._job.path)
-        return True
 
     async def _leave(self, error: BaseException, *, sweep: bool = False) -> None:
         """Close what this rank has open; if that fails too, add a note to the error that led here."""
@@ -269,21 +227,12 @@ class CollectiveSave(SaveStrategy):
         return str(path)
 
 
-def _own_summary(plan: SavePlan, files: dict[str, FileFacts]) -> Summary:
-    """Sum up this rank's share: the other ranks' is not known here."""
-    layout = plan.layout
-    tensors = sum(len(image.slots) for image in layout.images)
-    nbytes = sum(facts.nbytes for facts in files.values())
-    return Summary(None, nbytes, layout.tensor_bytes, tensors, len(plan.object_places))
-
-
 # --- rank 0 -----------------------------------------------------------------------------------------
 
 
 _SHOWN = 20
 _ALIKE = {
     "overwrite": "overwrite",
-    "decentralized": "decentralized planning",
     "file_format": "the file format (io_threads, hints, division into files)",
     "replicas": "replicas",
     "is_transformed": "the use of compress or transforms",
@@ -297,7 +246,6 @@ class CollectiveResources:
 
     coordinator: Coordinator
     planner: Planner
-    decentralized: bool = False  # each rank decides alone what it writes
     plans: dict[str, GlobalPlanCache] = field(default_factory=dict)  # rank 0: the latest global plan of each format
     tokens: Iterator[int] = field(default_factory=lambda: itertools.count(1))  # rank 0: numbers for global plans
     differing: set[str] = field(default_factory=set)  # rank 0: the tensors that it has warned of
@@ -320,36 +268,25 @@ class GlobalSave:
         self._io = io
         # Kept apart from `_plans`: the next save may be planned anew before this one is published.
         self.plan: GlobalPlanCache | None = None
-        self._token = 0
 
     async def decide(self, requests: Sequence[PlanRequest]) -> list[RankAssignment]:
         """Plan for all ranks, and begin the transaction."""
         self._check_alike(requests)
         self._digests = [request.digests for request in requests]
-        plan = kept = self._plans.get(self._file_format.name)
-        if not requests[0].decentralized:
-            plan = await self._plan(kept, requests)
-            if plan is None:  # a rank has sent a token alone, which is not that of the kept plan: all send inventories
-                return [RankAssignment(None, 0, None, report_places=False)] * len(requests)
-            self._plans[self._file_format.name] = plan
-        elif kept is None or any(request.token != kept.token for request in requests):
-            plan = None
-        else:
-            await self._differing(kept.ranks)
-        is_new = plan is None or plan is not kept
-        self._token = next(self._tokens) if plan is None else plan.token
-        self.plan = plan
+        kept = self._plans.get(self._file_format.name)
+        plan = await self._plan(kept, requests)
+        if plan is None:  # a rank has sent a token alone, which is not that of the kept plan: all send inventories
+            return [RankAssignment(None, 0, None, report_places=False)] * len(requests)
+        self.plan = self._plans[self._file_format.name] = plan
         ticket = await self._begin(self._job.path, overwrite=self._job.overwrite)
         shares: Sequence[list[int] | None] = [None] * len(requests)  # the same as in the last save
         shared: Sequence[SharedFiles | None] = [None] * len(requests)
-        if is_new and plan is not None:
+        if plan is not kept:
             shares = plan.plan.assignments
             if isinstance(plan, SharedPlanCache):
                 shared = [plan.share_of(rank) for rank in range(len(requests))]
-        # The secret signs the sidecar files of the writer processes: other users may be able to write to the directory.
-        report, secret = plan is None or not plan.knows_places, secrets.token_bytes(32)
         return [
-            RankAssignment(ticket, self._token, share, report, secret, files)
+            RankAssignment(ticket, plan.token, share, not plan.knows_places, files)
             for share, files in zip(shares, shared, strict=True)
         ]
 
@@ -409,26 +346,64 @@ class GlobalSave:
         return frozenset(found)
 
     async def publish(self, results: Sequence[Written]) -> list[Summary]:
-        """Check what all ranks have written, write the metadata and the manifest, and publish."""
-        if self.transaction is None:
+        """Check what all ranks have written, write the metadata and the manifest, and publish; sum up for each rank."""
+        transaction, plan, job, run = self.transaction, self.plan, self._job, self._compute.run
+        if transaction is None or plan is None:
             raise RuntimeError("a save can't be published before it has begun")
-        if self.plan is None:  # each rank has decided alone, so its names are known only now
-            await self._differing([written.inventory for written in results if written.inventory is not None])
-        facts = self.facts()
-        plan, summaries = await publish_together(self.transaction, self.plan, facts, results, self._compute)
-        if self.plan is None:  # the plan was made from the results
-            self.plan = self._plans[self._file_format.name] = plan
-        return summaries
-
-    def facts(self) -> WorldFacts:
-        """Return what rank 0, or its writer process, needs to publish besides the plan."""
-        job = self._job
-        times_s = {"captured": job.captured_s}
-        spec = job.spec
-        return WorldFacts(self._token, dict(spec.metadata), spec.files, spec.is_transformed, times_s, spec.started)
+        await run(plan.check, results)
+        await _check_visible(transaction, results, is_single_file=plan.is_single_file)
+        files = dict(await run(plan.data_files, results))
+        sizes = {name: each.nbytes for name, each in files.items()}
+        item_bytes = sum(sizes.values())
+        documents: Mapping[str, bytes | bytearray] = {}
+        if not plan.is_single_file:
+            times_s = {"captured": job.captured_s, "data_written": time.perf_counter() - job.spec.started}
+            given = dict(job.spec.metadata), job.spec.files
+            documents = await run(documents_of_ranks, plan, results, files, times_s, *given, job.spec.is_transformed)
+            sizes |= {name: len(data) for name, data in documents.items() if name != MANIFEST_NAME}
+        await transaction.commit(documents)
+        return plan.summaries(sizes, item_bytes)
 
     async def undo(self) -> None:
         """Remove what all ranks have written."""
         transaction, self.transaction = self.transaction, None
         if transaction is not None:
             await transaction.abort()
+
+
+def documents_of_ranks(
+    plan_cache: GlobalPlanCache,
+    results: Sequence[Written],
+    files: Mapping[str, FileFacts],
+    times_s: Mapping[str, float],
+    metadata: dict[str, JsonValue],
+    added: Mapping[str, bytes],
+    is_transformed: bool,
+) -> dict[str, bytes | bytearray]:
+    """Encode the manifest and the documents of a checkpoint that several ranks have written. Slow for many items."""
+    drafts = plan_cache.drafts([written.objects for written in results], is_transformed=is_transformed)
+    totals = {
+        "tensors": plan_cache.tensors,
+        "objects": plan_cache.objects,
+        "tensor_bytes": plan_cache.tensor_bytes,
+        "ranks": len(results),
+    }
+    crcs = np.frombuffer(b"".join(written.crcs for written in results), np.uint32).tolist()
+    encoded = [items for written in results for items in written.encoded or ()]
+    documents = commit_documents(drafts, totals, metadata, plan_cache.plan.containers, added)
+    return documents.encode(files, crcs, times_s, encoded)
+
+
+async def _check_visible(transaction: SharedTransaction, results: Sequence[Written], *, is_single_file: bool) -> None:
+    """Raise SaveError unless rank 0's host sees the files of all ranks: the path may be a local disk of each host."""
+    sizes = await transaction.sizes()
+    for rank, written in enumerate(results):
+        for name, facts in written.files.items():
+            seen = sizes.get(SINGLE_NAME if is_single_file else name)
+            if seen != facts.nbytes:
+                found = "is not there" if seen is None else f"has {seen} bytes there"
+                raise SaveError(
+                    f"rank {rank} has written {name} ({facts.nbytes} bytes), which {found} as rank 0 sees it: all "
+                    "ranks must save to one file system that every host has mounted, or with a manager that has "
+                    "own_disks=True"
+                )

@@ -262,16 +262,9 @@ class SavePipeline:
         if not writer.outlives_trainer:
             self._announce_staged()
         documents = await self._strategy.documents(plan)
-        recovery = await self._strategy.recovery_record(plan) if writer.outlives_trainer else None
-        await writer.hand_over(
-            CommitInputs(
-                documents,
-                self._times_s(),
-                self._job.spec.started,
-                waits=self._job.spec.pre_commit is not None,
-                recovery=recovery,
-            )
-        )
+        spec = self._job.spec
+        inputs = CommitInputs(documents, self._times_s(), spec.started, waits=spec.pre_commit is not None)
+        await writer.hand_over(inputs)
         if writer.outlives_trainer:  # from now on the save survives this process, which `staged` promises
             self._announce_staged()
 

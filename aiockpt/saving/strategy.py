@@ -48,10 +48,6 @@ class SaveStrategy(ABC):
         """Encode the metadata and the manifest; None if another process writes them."""
         return None
 
-    async def recovery_record(self, plan: SavePlan) -> bytes | None:
-        """Return what the writer processes of several ranks need to commit without the trainers; None for one rank."""
-        return None
-
     @abstractmethod
     async def commit(self, plan: SavePlan, writer: ChunkWriter, times_s: Mapping[str, float]) -> SaveResult:
         """Publish what was written. Not to be cancelled: a commit is done or undone as a whole."""

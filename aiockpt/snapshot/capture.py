@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import sys
-import zlib
 from itertools import accumulate
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -28,7 +27,6 @@ from aiockpt.planning.dtensor import (
     counted,
     is_distributed,
     local_parts,
-    replica_of,
     whole_shape,
 )
 from aiockpt.planning.filters import filter_leaves
@@ -61,14 +59,11 @@ if TYPE_CHECKING:
 # --- shards of distributed tensors, and encoded tensors -------------------------------------------
 
 
-def take_local_parts(
-    flat: FlatState, shards: dict[int, Shard], *, together: bool, once: bool
-) -> dict[int, torch.Tensor]:
+def _take_local_parts(flat: FlatState, shards: dict[int, Shard], *, together: bool) -> dict[int, torch.Tensor]:
     """Replace distributed tensors in ``flat`` by this rank's parts, and encoded tensors by dense ones.
 
     ``shards`` gets the position of each part that is not the whole of its tensor. ``together``: other ranks save their
-    parts as well. ``once``: see `aiockpt.snapshot.capture.capture_state`. Return the DTensor of each leaf that is a
-    part of one, which has a version counter of its own.
+    parts as well. Return the DTensor of each leaf that is a part of one, which has a version counter of its own.
     """
     names, paths, leaves = flat.names, flat.paths, flat.leaves
     flat.names, flat.paths, flat.leaves = [], [], []
@@ -78,7 +73,7 @@ def take_local_parts(
         moved.append(len(flat.leaves))
         taken = [dense_form(name, value)]
         if is_distributed(value):
-            parts = [] if once and not _counts(name, value) else _parts_of(name, value, together=together)
+            parts = _parts_of(name, value, together=together)
             own = counted(value, ())
             wholes |= {len(flat.leaves) + number: own[0] for number in range(len(parts)) if own}
             taken = [_taken(part, len(flat.leaves) + number, shards) for number, part in enumerate(parts)]
@@ -90,12 +85,6 @@ def take_local_parts(
         if isinstance(at, int):
             record["at"] = moved[at] if at < len(moved) else len(flat.leaves)
     return wholes
-
-
-def _counts(name: str, value: Any) -> bool:
-    """Return whether this rank saves its copy of a part; names are hashed to spread the work over the copies."""
-    index, count = replica_of(value)
-    return zlib.crc32(name.encode("utf-8", "surrogatepass")) % count == index
 
 
 def _taken(part: LocalPart, leaf: int, shards: dict[int, Shard]) -> torch.Tensor:
@@ -178,7 +167,6 @@ def capture_state(
     memo: NameMemo | None = None,
     *,
     ranks: int | None = None,
-    once: bool = False,
     sampled: bool = False,
     include: Filter | None = None,
     exclude: Filter | None = None,
@@ -187,10 +175,9 @@ def capture_state(
 ) -> Snapshot:
     """Capture a state dict. Blocks for the walk over it, and for pickling objects that could change.
 
-    ``ranks`` is how many save their parts of distributed tensors together (None: this process alone); with ``once``,
-    parts whose copy on another rank is saved are left out. ``sampled``: keep samples of all tensors, see `Samples`.
-    ``include`` and ``exclude``: see `aiockpt.options.SaveOptions`. ``arenas``: memory for the copies of small tensors.
-    ``group``: see `resolve`.
+    ``ranks`` is how many save their parts of distributed tensors together (None: this process alone). ``sampled``:
+    keep samples of all tensors, see `Samples`. ``include`` and ``exclude``: see `aiockpt.options.SaveOptions`.
+    ``arenas``: memory for the copies of small tensors. ``group``: see `resolve`.
     """
     resolved = resolve(state_dict, SaveError, group)
     try:
@@ -210,7 +197,7 @@ def capture_state(
     kinds = {type(leaf): (name, leaf) for name, leaf in zip(flat.names, flat.leaves, strict=True)}
     encoded = {kind.__name__: name for kind, (name, leaf) in kinds.items() if is_encoded(leaf)}
     if encoded or any_distributed(flat.leaves):
-        wholes = take_local_parts(flat, shards, together=ranks is not None, once=once)
+        wholes = _take_local_parts(flat, shards, together=ranks is not None)
     try:
         snapshot = _capture_leaves(flat, shards, sampled=sampled, arenas=arenas)
     except (RecursionError, ValueError, NotImplementedError) as exc:

@@ -11,8 +11,7 @@ to implement                   for
 `Storage.lease`, `RunLease`       a manager that writes, unless it has ``lock=False``
 =============================  ============================================================================
 
-`aiockpt.testing.StorageConformance` tests an implementation; `aiockpt.testing.ServerStorage` is one that is no file
-system.
+`aiockpt.testing.StorageConformance` tests an implementation.
 
 **Loops and threads.** Coroutines run on the loop of the checkpointer that uses the storage. One storage may serve
 several checkpointers, and so several loops: keep nothing that belongs to a loop, such as a connection of an asyncio
@@ -47,7 +46,6 @@ from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 from aiockpt.core.wording import time_text
 from aiockpt.errors import AiockptError, CommitError, DeleteError, LoadError, SaveError, printable_key
-from aiockpt.storage.first_edition import adapt_sink, adapt_storage, adapt_transaction
 
 if TYPE_CHECKING:
     import mmap
@@ -98,10 +96,6 @@ class FileSink(ABC):
     The methods raise `WriteError`, with the cause chained.
     """
 
-    def __init_subclass__(cls, **options: object) -> None:
-        super().__init_subclass__(**options)
-        adapt_sink(cls)
-
     @abstractmethod
     async def write(self, view: memoryview, free: Callable[[], object] = _nothing) -> None:
         """Take over the next bytes; return when more may come. So several parts of a file may be on their way.
@@ -146,10 +140,6 @@ class Transaction(ABC):
     """
 
     _is_revoked = False
-
-    def __init_subclass__(cls, **options: object) -> None:
-        super().__init_subclass__(**options)
-        adapt_transaction(cls)
 
     async def open_folder(self) -> str:
         """Return the directory of a file system that is to become the checkpoint, for others to write into.
@@ -578,10 +568,6 @@ class Storage(Directories, ABC):
     """A place where checkpoints are kept, each written by one process."""
 
     traits: ClassVar[Traits] = Traits()
-
-    def __init_subclass__(cls, **options: object) -> None:
-        super().__init_subclass__(**options)
-        adapt_storage(cls)
 
     # --- checkpoints ------------------------------------------------------------------------------------
 

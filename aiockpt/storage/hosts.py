@@ -704,14 +704,6 @@ class _HostsTransaction(WrapperTransaction):
         for error in (await _errors_of(lambda disk: self._begun[disk].release(), self._disks)).values():
             logger.debug("%s was left without an answer: %s", self._path, error)
 
-    async def put_sidecar(self, name: str, data: bytes) -> None:
-        """Refuse at once that writer processes go on without trainers: those of other hosts would not see the file."""
-        if len(self._hosts.disks) > 1:
-            raise WriteError(
-                f"{self._path} is on the disks of several hosts, and can't be finished without the trainers"
-            )
-        await self._own.put_sidecar(name, data)
-
     async def status(self) -> Status:
         """Return that of this host's part, which is published only if the disk has published that makes it count."""
         status = await self._own.status()

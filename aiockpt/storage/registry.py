@@ -26,7 +26,7 @@ GROUP = "aiockpt.storages"
 Factory: TypeAlias = Callable[..., Storage]
 """Takes the beginning of a URL, scheme and authority such as ``s3://bucket``, and the options; returns a storage."""
 
-_FILE, _TESTING = "file", "aiockpt-test"
+_FILE = "file"
 _factories: dict[str, Factory] = {}
 _installed: dict[str, Factory] = {}  # of entry points: to look for one reads the metadata of all installed packages
 _defaults: dict[str, Any] = {}
@@ -179,8 +179,7 @@ def _factory_of(scheme: str, path: str) -> Factory:
     for found in entry_points(group=GROUP, name=scheme):
         loaded: Factory = found.load()
         return _installed.setdefault(scheme, loaded)
-    found_there = (found.name for found in entry_points(group=GROUP) if found.name != _TESTING)
-    known = sorted({_FILE, *_factories, *found_there})
+    known = sorted({_FILE, *_factories, *(found.name for found in entry_points(group=GROUP))})
     raise AiockptError(
         f"{path}: no storage is registered for {scheme}://, but for {', '.join(f'{each}://' for each in known)}. "
         f"Install a package that has one, or register one by aiockpt.storage.register({scheme!r}, factory)"

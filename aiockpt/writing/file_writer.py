@@ -56,7 +56,6 @@ class CommitInputs:
     times_s: Mapping[str, float]
     started: float  # when the save was called, by time.perf_counter(), which all processes of a host share
     waits: bool = False  # a pre_commit hook decides: not to be committed unless asked to, even if the trainer dies
-    recovery: bytes | None = None  # several ranks: the pickled RecoveryRecord of this one
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +76,7 @@ class ChunkWriter(ABC):
     files: dict[str, FileFacts]  # size and CRC of each file whose bytes are all sealed
     encoded: Sequence[Sequence[EncodedItem]] | None = None  # of each image, once written; None: they are as planned
     spans: Sequence[Span] = ()  # of another process, once it has committed
-    outlives_trainer = False  # it goes on when this process dies, and can `commit_as_orphan` with those of other ranks
+    outlives_trainer = False  # it goes on when this process dies
 
     @property
     @abstractmethod
@@ -113,10 +112,6 @@ class ChunkWriter(ABC):
 
     async def abandon(self) -> None:
         """Stop after a failure; return when no thread or process uses the chunks. Not to be cancelled."""
-
-    async def commit_as_orphan(self) -> None:
-        """Commit with the writers of the other ranks, some of whose trainers are dead, or remove everything."""
-        raise SaveError("threads can't go on without the processes of other ranks")
 
     async def close(self) -> None:
         """End: rank 0 has published the checkpoint. Not to be cancelled."""

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 import aiockpt
-from aiockpt.cli.demo.model import Config, Trainer
+from aiockpt.cli.demo import Config, Trainer
 from benchmarks.harness.measure import Lag, Runs, Sample, close, interleave, quantile
 from benchmarks.harness.selection import chosen
 from benchmarks.harness.states import State, size_of

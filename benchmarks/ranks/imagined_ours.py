@@ -29,7 +29,7 @@ from aiockpt.planning.collective.messages import (
     Written,
 )
 from aiockpt.planning.collective.plan import plan_globally
-from aiockpt.writing.collective_commit import WorldFacts, documents_of_ranks
+from aiockpt.saving.collective import documents_of_ranks
 from benchmarks.harness.measure import Sample
 from benchmarks.ranks.clock import Clock
 from benchmarks.ranks.imagined import DTYPE, FILES, Imagined, file_name, item_bytes
@@ -104,7 +104,7 @@ class Coordinator:
         calls = self._received(
             clock,
             (
-                PlanRequest(False, False, "dcp", token, None if token else inventory(world, rank))
+                PlanRequest(False, "dcp", token, None if token else inventory(world, rank))
                 for rank in range(world.ranks)
             ),
         )
@@ -137,9 +137,8 @@ class Coordinator:
         item_bytes = sum(facts.nbytes for facts in files.values())
         drafts = clock("metadata", plan_cache.drafts, [each.objects for each in results])
         self.index_bytes = len(drafts.documents[METADATA_NAME])
-        facts = WorldFacts(plan_cache.token, {}, {}, False, {}, 0.0)
         times_s = {"captured": 0.001, "data_written": 1.0}
-        clock("manifest", documents_of_ranks, plan_cache, facts, results, files, times_s)
+        clock("manifest", documents_of_ranks, plan_cache, results, files, times_s, {}, {}, False)
         sizes = {name: facts.nbytes for name, facts in files.items()}
         self._reply(clock, plan_cache.summaries(sizes, item_bytes))
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.distributed
 
 import aiockpt
 from benchmarks.harness import object_server
@@ -41,13 +40,12 @@ class _Way:
 
     name: str
     note: str
-    share: Literal["auto", "group"] | bool
+    share: Literal["auto"] | bool
 
 
 _WAYS = [
     _Way(_ALONE, "share=False", share=False),
     _Way(_SHARED, "share=True", share=True),
-    _Way("over a group", "share=group, of gloo", "group"),
     _Way(_AUTO, "", "auto"),
 ]
 
@@ -58,19 +56,18 @@ def prepare(rank: Rank, nbytes: int, tensors: int, path: str, options: dict[str,
     torch.manual_seed(0)  # the same on every rank
     rank.kept["state"] = state = transformer_state(nbytes, tensors)
     rank.kept["target"] = empty_like(state)
-    rank.kept["group"] = torch.distributed.new_group(backend="gloo")
     if rank.rank == 0:
         with aiockpt.SyncCheckpointer(process_group=None, storage_options=options) as alone:
             alone.save(state, path)
 
 
-def load_once(rank: Rank, path: str, share: Literal["auto", "group"] | bool) -> Sample:
+def load_once(rank: Rank, path: str, share: Literal["auto"] | bool) -> Sample:
     """Load into tensors that are there, and compare them."""
     state, target = rank.kept["state"], rank.kept["target"]
     for tensor in target.values():
         tensor.zero_()
     begun, before = time.perf_counter(), time.process_time()
-    rank.kept["checkpointer"].load(path, target, share=rank.kept["group"] if share == "group" else share)
+    rank.kept["checkpointer"].load(path, target, share=share)
     over, cpu_s = time.perf_counter(), time.process_time() - before
     if not same_bits(target, state):
         raise ValueError("what was read differs from what was saved")

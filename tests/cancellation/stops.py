@@ -134,9 +134,9 @@ class _Sink(_WrapperSink):
         self._stop = stop
         self._workers = workers
 
-    async def write(self, view: memoryview) -> None:
+    async def write(self, view: memoryview, *more: object) -> None:
         await self._workers.run(self._stop.write, view)
-        await self._inner.write(view)
+        await self._inner.write(view, *more)
 
 
 def stop_before(step: str, writer: Writer, folder: Path) -> Stop:

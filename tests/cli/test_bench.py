@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner
 
-from aiockpt.cli.bench import Advice, MeasuredDisk, Setting, best, best_direct_io, chunk_sizes
+from aiockpt.cli.bench import DEFAULTS, MeasuredDisk, Setting, best, best_direct_io, chunk_sizes
 from aiockpt.cli.main import app
 from aiockpt.options import CheckpointerOptions
 from aiockpt.storage.local.temp_dir import read_ticket
@@ -177,4 +177,5 @@ def test_others_are_compared_with_the_default_however_little_is_written(nbytes, 
 
 def test_defaults_are_those_of_a_checkpointer():
     options = CheckpointerOptions()
-    assert Advice() == Advice(options.writing_threads, options.chunk, options.direct_io)
+    found = {"io_threads": options.writing_threads, "chunk_bytes": options.chunk, "direct_io": options.direct_io}
+    assert found == DEFAULTS

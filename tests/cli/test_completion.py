@@ -6,9 +6,6 @@ import sys
 
 import pytest
 
-import aiockpt
-from tests.cli.checkpoints import make, tensors
-
 SCRIPT = "from aiockpt.cli.main import app; app(prog_name='aiockpt')"
 
 
@@ -32,52 +29,16 @@ def complete(*words, cwd):
     return done.stdout.split()
 
 
-@pytest.fixture(scope="module")
-def home(tmp_path_factory):
-    home = tmp_path_factory.mktemp("home")
-    for name, form in (("a/step-9", "aiockpt"), ("a/step-10", "dcp"), ("c/final", "safetensors"), ("b/old", "torch")):
-        (home / name).parent.mkdir(exist_ok=True)
-        make(form, home / name)
-    (home / "a" / "notes.txt").touch()
-    (home / "mixed" / "logs").mkdir(parents=True)
-    make("dcp", home / "mixed" / "last")
-    with aiockpt.SyncCheckpointer() as ckpt:
-        ckpt.save({f"h.{n}.w": tensors()["head"] for n in range(3)} | {"helm": tensors()["head"]}, home / "keys")
-    return home
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (["ve"], ["verify"]),
-        (["inspect", "a/"], ["a/step-9", "a/step-10"]),
-        (["verify", "a/step-9", "a/st"], ["a/step-9", "a/step-10"]),
-        (["rm", "b/"], ["b/old.pt"]),
-        (["inspect", "a"], []),  # directories are completed by the shell
-        (["inspect", "mixed/"], []),
-        (["inspect", "none/"], []),
-        (["docs", "file"], ["file-format"]),
-        (["inspect", "keys", "h"], ["h", "helm"]),
-        (["inspect", "keys", "h."], ["h.0", "h.1", "h.2"]),
-        (["inspect", "keys", "helm", "h.1"], ["h.1"]),
-        (["inspect", "keys", "h.1."], ["h.1.w"]),
-        (["inspect", "c/final.safetensors", "m"], ["model"]),
-        (["inspect", "a/step-10", "m"], []),
-        (["inspect", "a", "m"], []),
-    ],
-)
-def test_completions_for_bash(words, expected, home):
-    assert complete(*words, cwd=home) == expected
-
-
-def test_completion_does_not_import_torch(home):
+def test_commands_are_completed_without_torch(tmp_path):
+    assert complete("ve", cwd=tmp_path) == ["verify"]
+    assert complete("inspect", "a/", cwd=tmp_path) == []  # the shell completes paths
     code = f"import sys\ntry: exec({SCRIPT!r})\nfinally: sys.exit('torch' in sys.modules)"
     environment = os.environ | {
         "_AIOCKPT_COMPLETE": "complete_bash",
-        "COMP_WORDS": "aiockpt inspect keys h",
-        "COMP_CWORD": "3",
+        "COMP_WORDS": "aiockpt ins",
+        "COMP_CWORD": "1",
     }
-    subprocess.run([sys.executable, "-c", code], env=environment, cwd=home, check=True, capture_output=True)
+    subprocess.run([sys.executable, "-c", code], env=environment, cwd=tmp_path, check=True, capture_output=True)
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

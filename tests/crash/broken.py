@@ -5,11 +5,12 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
 from aiockpt.core.threads import Workers
-from aiockpt.storage.base import Transaction
+from aiockpt.storage.base import NO_DOCUMENTS, Document, Transaction
 from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.storage.wrapper import WrapperStorage, WrapperTransaction
 from aiockpt.testing import FaultyStorage
@@ -40,7 +41,8 @@ class OneByOne(WrapperStorage):
 
 
 class _Moving(WrapperTransaction):
-    async def commit(self) -> None:
+    async def commit(self, documents: Mapping[str, Document] = NO_DOCUMENTS) -> None:
+        await self.write_files(documents)
         final = self._inner._path
         hidden = os.path.join(os.path.dirname(final), self._inner.ticket)
         os.makedirs(final, exist_ok=True)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Literal, get_args
 
 from aiockpt.core.threads import Workers
-from aiockpt.storage.base import FileSink, Source, Storage, Transaction
+from aiockpt.storage.base import NO_DOCUMENTS, Document, FileSink, Source, Storage, Transaction
 from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.storage.syscalls import rename_exchange
 from tests.crash.scenarios import OPTIONS, Announce, Program, checkpointer
@@ -73,7 +74,8 @@ class _CarelessTransaction(Transaction):
         care = {".metadata": "sync .metadata", ".aiockpt.json": "sync the manifest"}.get(name, "sync a data file")
         return _CarelessSink(os.path.join(self._hidden, name), nbytes, care != self._lacks, self._workers)
 
-    async def commit(self) -> None:
+    async def commit(self, documents: Mapping[str, Document] = NO_DOCUMENTS) -> None:
+        await self.write_files(documents)
         await self._workers.run(self._publish)
 
     def _publish(self) -> None:
@@ -104,9 +106,10 @@ class _CarelessSink(FileSink):
         self._careful = careful
         self._workers = workers
 
-    async def write(self, view: memoryview) -> None:
+    async def write(self, view: memoryview, free: Callable[[], object] = lambda: None) -> None:
         rest = None if self._nbytes is None else self._nbytes - self._file.tell()
         await self._workers.run(self._file.write, view[:rest])
+        free()
 
     async def finish(self) -> None:
         if self._careful:

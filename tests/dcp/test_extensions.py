@@ -191,10 +191,9 @@ def test_a_decompression_bomb_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # torch closes its own stream twice
-@pytest.mark.parametrize("processes", [True, False])
-def test_the_writer_of_megatron_applies_extensions(tmp_path: Path, processes: bool) -> None:
+def test_the_writer_of_megatron_applies_extensions(tmp_path: Path) -> None:
     state = small_state()
-    write_alone(tmp_path / "c", state, thread_count=2, _extensions=[Rolling()], is_multiproc_io=processes)
+    write_alone(tmp_path / "c", state, thread_count=2, _extensions=[Rolling()])
     target = blank(state)
     dcp.load(target, storage_reader=dcp.FileSystemReader(tmp_path / "c", _extension_registry=registry(Rolling)))
     assert_same(state, target)

@@ -4,7 +4,6 @@ import multiprocessing
 import os
 import pickle
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -16,7 +15,6 @@ from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from aiockpt.dcp.megatron import FileSystemWriterAsync
-from aiockpt.errors import CheckpointExistsError
 from tests.dcp.megatron_driver import drive, plan_alone, write_alone
 from tests.ranks.world import World
 from tests.states import assert_same
@@ -167,7 +165,7 @@ def open_plainly(path: str, mode: str) -> IO[bytes]:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"is_multiproc_io": True}, {"open_file": open_plainly}],
+    [{}, {"is_multiproc_io": True, "use_msc": True}, {"open_file": open_plainly}],
     ids=lambda options: next(iter(options), "threads"),
 )
 def test_thread_count_is_the_number_of_files(tmp_path: Path, options: dict[str, Any]) -> None:
@@ -192,9 +190,8 @@ def test_files_are_written_with_the_function_that_opens_them(tmp_path: Path) -> 
     assert_loads(tmp_path / "c")
 
 
-@pytest.mark.parametrize("processes", [True, False])
-def test_a_file_that_cannot_be_opened_fails_the_save(tmp_path: Path, processes: bool) -> None:
-    alone = plan_alone(tmp_path / "c", STATE, thread_count=2, open_file=fail_to_open, is_multiproc_io=processes)
+def test_a_file_that_cannot_be_opened_fails_the_save(tmp_path: Path) -> None:
+    alone = plan_alone(tmp_path / "c", STATE, thread_count=2, open_file=fail_to_open)
     error = alone.write()
     assert "Worker failure: " in str(error[0])
     assert "no space for __0_0.distcp" in str(error[0])
@@ -209,25 +206,15 @@ def fail_on_file_1(transform_list, local_proc_idx, write_bucket, results_queue, 
     count_queue.task_done()
 
 
-@pytest.mark.parametrize("processes", [True, False])
-def test_the_function_that_writes_a_file_can_be_replaced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: bool
-) -> None:
+def test_the_function_that_writes_a_file_can_be_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FileSystemWriterAsync, "write_preloaded_data", fail_on_file_1)
-    alone = plan_alone(tmp_path / "c", STATE, thread_count=2, is_multiproc_io=processes)
+    alone = plan_alone(tmp_path / "c", STATE, thread_count=2)
     assert "disk 1 is gone" in str(alone.write()[0])
     alone.writer.discard()
 
 
 def exit_process(*_: Any, **__: Any) -> None:
     os._exit(5)
-
-
-def test_a_process_that_dies_fails_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FileSystemWriterAsync, "write_preloaded_data", exit_process)
-    alone = plan_alone(tmp_path / "c", STATE, thread_count=2, is_multiproc_io=True)
-    assert "died" in str(alone.write()[0])
-    alone.writer.discard()
 
 
 def die_before_the_file_is_renamed(path: Path) -> None:
@@ -249,45 +236,6 @@ def test_a_save_replaces_what_a_killed_save_to_the_same_path_has_left(tmp_path: 
     assert os.listdir(tmp_path) == ["c"]
     written = dcp.FileSystemReader(tmp_path / "c").read_metadata().storage_data.values()
     assert set(os.listdir(tmp_path / "c")) == {".metadata", *(info.relative_path for info in written)}
-
-
-def raise_large_error(bucket: Any, *_: Any, **__: Any) -> None:
-    raise OSError("x" * 1_000_000)  # more than a pipe holds
-
-
-def test_a_process_that_cannot_start_fails_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FileSystemWriterAsync, "write_preloaded_data", raise_large_error)
-    alone = plan_alone(tmp_path / "c", STATE, thread_count=2, is_multiproc_io=True)
-    start, started = multiprocessing.process.BaseProcess.start, []
-
-    def once(self: Any) -> None:
-        if started:
-            raise BlockingIOError("no more processes")
-        started.append(self)
-        start(self)
-
-    monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", once)
-    assert "no more processes" in str(alone.write()[0])
-    assert len(started) == 1  # the leak check after the test finds out whether it has ended
-    alone.writer.discard()
-
-
-def write_and_send(alone: Any, sender: Any) -> None:
-    sender.send(str(alone.write()[0]))
-
-
-def test_a_daemon_cannot_start_processes(tmp_path: Path) -> None:
-    alone = plan_alone(tmp_path / "c", STATE, is_multiproc_io=True)
-    context = multiprocessing.get_context("fork")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=write_and_send, args=(alone, sender), daemon=True)
-    process.start()
-    assert "is_daemon=False" in receiver.recv()
-    process.join()
-    process.close()
-    receiver.close()
-    sender.close()
-    alone.writer.discard()
 
 
 class Elsewhere(torch.Tensor):
@@ -352,32 +300,10 @@ def test_shared_memory_is_used_again_when_its_save_is_over(tmp_path: Path) -> No
         assert_loads(tmp_path / str(step), {"w": torch.full((300,), float(step))})
 
 
-def test_checkpoints_through_multistorageclient(tmp_path: Path) -> None:
-    pytest.importorskip("multistorageclient")
-    path = tmp_path / "c"
-    write_alone(path, STATE, thread_count=2, use_msc=True)
-    assert sorted(os.listdir(path)) == [".metadata", "__0_0.distcp", "__0_1.distcp"]
-    assert_loads(path)
-    # The old checkpoint stays as it was until the new `.metadata` is published.
-    other = {"w": torch.rand(50)}
-    alone = plan_alone(path, other, use_msc=True)
-    results = alone.write()
-    assert_loads(path)
-    alone.writer.finish(alone.metadata, [results])
-    assert len(data_files(path)) == 1
-    assert_loads(path, other)
-    with pytest.raises(CheckpointExistsError, match="overwrite=True"):
-        plan_alone(path, other, use_msc=True, overwrite=False)
-
-
-def test_multistorageclient_must_be_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "multistorageclient", None)
-    with pytest.raises(ImportError, match="multi-storage-client"):
-        FileSystemWriterAsync(tmp_path, use_msc=True)
-
-
 def test_paths_of_checkpoints() -> None:
-    assert FileSystemWriterAsync.validate_checkpoint_id("msc://profile/runs/a")
+    assert not FileSystemWriterAsync.validate_checkpoint_id("msc://profile/runs/a")
+    with pytest.raises(ValueError, match="msc://profile/runs/a is a URL of multistorageclient"):
+        FileSystemWriterAsync("msc://profile/runs/a", use_msc=True)
     assert FileSystemWriterAsync.validate_checkpoint_id(Path("runs/a"))
     assert not FileSystemWriterAsync.validate_checkpoint_id("s3://bucket/a")
 

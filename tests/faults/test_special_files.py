@@ -15,7 +15,6 @@ import torch
 from typer.testing import CliRunner
 
 import aiockpt
-from aiockpt.cli.completion import _names
 from aiockpt.cli.main import app
 from tests.kinds import files, indexed, save_ours
 from tests.memory import peak_growth
@@ -96,8 +95,6 @@ def operations(run: Path, place: Path) -> list[Callable[[], object]]:
         lambda: invoke("verify", place),
         lambda: invoke("inspect", above),
         lambda: invoke("convert", above, run.parent / "out"),
-        lambda: _names(str(above)),
-        lambda: _names(str(place)),
         lambda: manager(lambda each: each.steps(), "read"),
         lambda: manager(lambda each: each.restore({"w": torch.zeros(6)}), "read"),
         lambda: checkpointer(lambda ckpt: ckpt.load(above)),

@@ -46,9 +46,8 @@ def rank_state(rank: int, world_size: int) -> dict[str, Any]:
 
 def save_ranks(rank: int, world_size: int, folder: Path) -> None:
     state = rank_state(rank, world_size)
-    for planning in ("central", "decentralized"):
-        with aiockpt.SyncCheckpointer(planning=planning) as ckpt:
-            ckpt.save(state, folder / f"ranks-{planning}", metadata=METADATA)
+    with aiockpt.SyncCheckpointer() as ckpt:
+        ckpt.save(state, folder / "ranks-central", metadata=METADATA)
     dcp.save(state, checkpoint_id=folder / f"stock-ranks-{'.'.join(torch.__version__.split('.')[:2])}")
 
 

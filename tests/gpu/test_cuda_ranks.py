@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import aiockpt
-from aiockpt.reading.group_reads import Broadcasts
 from tests.ranks.world import World
 
 pytestmark = [
@@ -88,36 +85,3 @@ def test_parts_go_straight_to_their_device(tmp_path: Path) -> None:
     with World(1) as world:
         (peak,) = world.results(_load_with_little_memory, tmp_path / "c")
     assert peak <= 4 << 20
-
-
-def _load_over_nccl(rank: int, world_size: int, path: Path) -> list[bool]:
-    group = dist.new_group(backend="nccl")
-    expected, target = _parts(rank, world_size), _parts(rank, world_size, empty=True)
-    with aiockpt.SyncCheckpointer() as ckpt:
-        ckpt.load(path, {"model": target}, share=group)
-    torch.cuda.synchronize()
-    return [torch.equal(target[name].to_local(), expected[name].to_local()) for name in expected]
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices: NCCL takes one rank on each")
-def test_two_ranks_share_over_nccl(tmp_path: Path) -> None:
-    with World(2) as world:
-        world.results(_save, tmp_path / "c")
-        assert world.results(_load_over_nccl, tmp_path / "c") == [[True] * 3] * 2
-
-
-def _broadcast_over_nccl(rank: int, world_size: int) -> bool:
-    """Broadcast as a reader, through the device."""
-    torch.cuda.set_device(0)
-    group = dist.new_group(backend="nccl")
-    message = torch.arange(9 << 20, dtype=torch.int64).to(torch.uint8)
-    expected = message.clone()
-    broadcasts = Broadcasts(group, "default")
-    with ThreadPoolExecutor(1) as thread:  # as a thread of the engine's
-        thread.submit(broadcasts.run, message, 0, 60.0).result()
-    return torch.equal(message, expected) and broadcasts.members[1] == (0,)
-
-
-def test_reader_broadcasts_over_nccl() -> None:
-    with World(1) as world:
-        assert world.results(_broadcast_over_nccl) == [True]

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import aiockpt
-import tests.places  # noqa: F401 - registers the server's scheme, if need be
+import tests.places  # noqa: F401 - registers the storage of the server's URLs
 
 
 def report(*words: object) -> None:

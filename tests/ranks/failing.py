@@ -6,7 +6,7 @@ import asyncio
 import errno
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Partial
 import aiockpt
 from aiockpt.coordination import protocol
 from aiockpt.core.threads import Workers
-from aiockpt.storage.base import Storage, Transaction
+from aiockpt.storage.base import NO_DOCUMENTS, Document, Storage, Transaction
 from aiockpt.storage.wrapper import WrapperStorage, WrapperTransaction
 from aiockpt.testing import FaultyStorage, GatedStorage
 from tests.places import storage_of
@@ -162,8 +162,8 @@ class _Acting(WrapperTransaction):
         super().__init__(storage, inner, path)
         self._act = act
 
-    async def commit(self) -> None:
-        await self._inner.commit()
+    async def commit(self, documents: Mapping[str, Document] = NO_DOCUMENTS) -> None:
+        await super().commit(documents)
         self._act()
 
 

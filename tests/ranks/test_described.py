@@ -109,8 +109,8 @@ def values_of(tensor: Any) -> list[torch.Tensor]:
 KINDS = ["rows", "padded", "parameter", "copies", "protocol", "wrapper"]
 
 
-def save(rank: int, world_size: int, path: Path, kind: str, planning: Any) -> None:
-    with aiockpt.SyncCheckpointer(planning=planning) as ckpt:
+def save(rank: int, world_size: int, path: Path, kind: str) -> None:
+    with aiockpt.SyncCheckpointer() as ckpt:
         ckpt.save({"w": part(kind, rank, world_size, filled=True), "step": 3}, path)
 
 
@@ -123,10 +123,9 @@ def load(rank: int, world_size: int, path: Path, kind: str) -> bool:
     return untouched and all(map(torch.equal, found, expected))
 
 
-@pytest.mark.parametrize("planning", ["central", "decentralized"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_part_is_lost(kind: str, planning: str, world2: World, tmp_path: Path) -> None:
-    world2.results(save, tmp_path / "c", kind, planning)
+def test_no_part_is_lost(kind: str, world2: World, tmp_path: Path) -> None:
+    world2.results(save, tmp_path / "c", kind)
     with aiockpt.SyncCheckpointer() as ckpt:
         assert ckpt.verify(tmp_path / "c").ok
         assert torch.equal(ckpt.load(tmp_path / "c")["w"], whole())
@@ -137,7 +136,7 @@ def test_no_part_is_lost(kind: str, planning: str, world2: World, tmp_path: Path
 
 @pytest.mark.parametrize("theirs", [*KINDS, "shard0", "shard1", "replicated"])
 def test_each_kind_loads_into_every_other(theirs: str, world2: World, world4: World, tmp_path: Path) -> None:
-    world4.results(save, tmp_path / "c", theirs if theirs != "padded" else "rows", "central")
+    world4.results(save, tmp_path / "c", theirs if theirs != "padded" else "rows")
     for kind in [*KINDS, "shard1"]:
         assert world2.results(load, tmp_path / "c", kind) == [True, True], kind
 
@@ -167,7 +166,7 @@ def test_torch_and_aiockpt_read_each_others_checkpoints(kind: str, world2: World
     assert world2.results(load, tmp_path / "theirs", kind) == [True, True]
     with aiockpt.SyncCheckpointer() as ckpt:
         assert torch.equal(ckpt.load(tmp_path / "theirs")["w"], whole())
-    world2.results(save, tmp_path / "ours", kind, "central")
+    world2.results(save, tmp_path / "ours", kind)
     assert world2.results(stock_load, tmp_path / "ours", kind) == [True, True]
 
 

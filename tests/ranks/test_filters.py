@@ -29,9 +29,9 @@ def state_of(rank: int) -> dict[str, Any]:
     }
 
 
-def save_parts(rank: int, world_size: int, path: Path, format: Any, planning: Any) -> None:
+def save_parts(rank: int, world_size: int, path: Path, format: Any) -> None:
     leave_out = {"step"} if format == "safetensors" else set()
-    with aiockpt.SyncCheckpointer(planning=planning) as ckpt:
+    with aiockpt.SyncCheckpointer() as ckpt:
         for number in range(2):  # first with a new plan, then with the cached one
             ckpt.save(
                 state_of(rank),
@@ -50,10 +50,9 @@ def save_parts(rank: int, world_size: int, path: Path, format: Any, planning: An
             )
 
 
-@pytest.mark.parametrize("planning", ["central", "decentralized"])
 @pytest.mark.parametrize("format", ["dcp", "safetensors"])
-def test_each_rank_saves_its_part_of_the_selection(world2: World, tmp_path: Path, format: str, planning: str) -> None:
-    world2.results(save_parts, tmp_path, format, planning)
+def test_each_rank_saves_its_part_of_the_selection(world2: World, tmp_path: Path, format: str) -> None:
+    world2.results(save_parts, tmp_path, format)
     stage = {"stage.0": whole(3), "stage.1": whole(4)}
     model = {"model.a": whole(0), "model.b": whole(1)}
     step = {"optim.step": 5} if format == "dcp" else {}
@@ -70,14 +69,13 @@ def test_each_rank_saves_its_part_of_the_selection(world2: World, tmp_path: Path
             assert_same(dict(sorted(found.items())), dict(sorted(values.items())), name)
 
 
-def save_half(rank: int, world_size: int, path: Path, planning: Any) -> None:
-    with aiockpt.SyncCheckpointer(planning=planning) as ckpt:
+def save_half(rank: int, world_size: int, path: Path) -> None:
+    with aiockpt.SyncCheckpointer() as ckpt:
         ckpt.save(state_of(rank), path / "c", include=["model", "plain"] if rank else ["model.a", "stage"])
 
 
-@pytest.mark.parametrize("planning", ["central", "decentralized"])
-def test_a_part_of_a_sharded_tensor_cannot_be_excluded(world2: World, tmp_path: Path, planning: str) -> None:
-    outcomes = world2.run(save_half, tmp_path, planning)
+def test_a_part_of_a_sharded_tensor_cannot_be_excluded(world2: World, tmp_path: Path) -> None:
+    outcomes = world2.run(save_half, tmp_path)
     text = (
         "rank 0: model.b: the ranks have 32 of its 64 elements together; every rank that has a part of it must save it"
     )

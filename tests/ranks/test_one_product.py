@@ -158,22 +158,6 @@ def test_all_ranks_must_compress_or_none(world2: World, anywhere: Path) -> None:
     assert not list(anywhere.iterdir())
 
 
-def save_decentralized(rank: int, world_size: int, path: Path) -> None:
-    with aiockpt.SyncCheckpointer(planning="decentralized", transforms=TRANSFORMS) as ckpt:
-        for step in (1, 2):
-            ckpt.save(make_state(rank, world_size, step, plain=False), path / f"{step}", compress="zstd")
-
-
-def test_ranks_that_plan_alone_encode_too(world2: World, anywhere: Path) -> None:
-    world2.results(save_decentralized, anywhere)
-    for step in (1, 2):
-        expected = make_state(0, 0, step, plain=False)
-        expected["of ranks"] |= make_state(1, 0, step, plain=False)["of ranks"]
-        with aiockpt.SyncCheckpointer(transforms=TRANSFORMS) as ckpt:
-            assert ckpt.verify(anywhere / f"{step}").ok
-            assert same(ckpt.load(anywhere / f"{step}"), expected)
-
-
 def save_with_files(rank: int, world_size: int, path: Path, given: dict[str, Any]) -> None:
     with aiockpt.SyncCheckpointer() as ckpt:
         ckpt.save({"w": torch.ones(3)}, path, files={"config.json": f"of rank {rank}".encode()}, **given)

@@ -36,9 +36,9 @@ def pair(rank: int, one: int, other: int, seed: int) -> dict[str, torch.Tensor]:
     }
 
 
-async def save_unlike(rank: int, world_size: int, path: Path, planning: Any) -> list[str]:
+async def save_unlike(rank: int, world_size: int, path: Path) -> list[str]:
     """Have A and B, of different forms, in flight, of which B fails; then save C like B and D like A."""
-    async with aiockpt.AsyncCheckpointer(planning=planning, coordination_timeout=30) as ckpt:
+    async with aiockpt.AsyncCheckpointer(coordination_timeout=30) as ckpt:
         first = ckpt.save(pair(rank, 50_000, 60_000, 0), path / "a")
         second = ckpt.save(pair(rank, 60_000, 50_000, 1), path / "b", pre_commit=fails if rank == 1 else None)
         told = [await outcome(first), await outcome(second)]
@@ -47,11 +47,8 @@ async def save_unlike(rank: int, world_size: int, path: Path, planning: Any) -> 
     return told
 
 
-@pytest.mark.parametrize("planning", ["central", "decentralized"])
-def test_plans_of_saves_in_flight_and_of_failed_ones_are_not_mixed_up(
-    world2: World, tmp_path: Path, planning: str
-) -> None:
-    for told in world2.results(save_unlike, tmp_path, planning):
+def test_plans_of_saves_in_flight_and_of_failed_ones_are_not_mixed_up(world2: World, tmp_path: Path) -> None:
+    for told in world2.results(save_unlike, tmp_path):
         assert [each.partition(":")[0] for each in told] == ["written", "SaveError", "written", "written"]
     with aiockpt.SyncCheckpointer() as ckpt:
         for name, sizes, seed in (("a", (50_000, 60_000), 0), ("c", (60_000, 50_000), 2), ("d", (50_000, 60_000), 3)):
@@ -64,13 +61,13 @@ def test_plans_of_saves_in_flight_and_of_failed_ones_are_not_mixed_up(
 
 async def save_alike(rank: int, world_size: int, path: Path) -> list[str]:
     """Fail once, then have three saves of one form in flight."""
-    async with aiockpt.AsyncCheckpointer(planning="decentralized", coordination_timeout=30) as ckpt:
+    async with aiockpt.AsyncCheckpointer(coordination_timeout=30) as ckpt:
         told = [await outcome(ckpt.save(pair(rank, 9, 7, 0), path / "0", pre_commit=fails if rank == 1 else None))]
         saves = [ckpt.save(pair(rank, 9, 7, number), path / str(number)) for number in (1, 2, 3)]
         return told + [await outcome(save) for save in saves]
 
 
-def test_decentralized_saves_go_on_after_a_failure(world2: World, tmp_path: Path) -> None:
+def test_saves_go_on_after_a_failure(world2: World, tmp_path: Path) -> None:
     for told in world2.results(save_alike, tmp_path):
         assert [each.partition(":")[0] for each in told] == ["SaveError", "written", "written", "written"]
     with aiockpt.SyncCheckpointer() as ckpt:

@@ -46,18 +46,17 @@ def values_in(path: Path) -> dict[str, list[float]]:
     return {name: state[name].unique().tolist() for name in SIZES}
 
 
-def saves(rank: int, size: int, folder: Path, options: dict[str, Any], *turns: tuple[str, ...]) -> list[str]:
-    with Log() as texts, aiockpt.SyncCheckpointer(**options) as ckpt:
+def saves(rank: int, size: int, folder: Path, *turns: tuple[str, ...]) -> list[str]:
+    with Log() as texts, aiockpt.SyncCheckpointer() as ckpt:
         for number, differing in enumerate(turns):
             ckpt.save(state_of(rank, *differing), folder / str(number))
     return texts
 
 
-@pytest.mark.parametrize("planning", ["central", "decentralized"])
-def test_tensors_that_differ_come_from_the_lowest_rank(world4: World, tmp_path: Path, planning: str) -> None:
+def test_tensors_that_differ_come_from_the_lowest_rank(world4: World, tmp_path: Path) -> None:
     every = tuple(SIZES)
     turns = [every, every, ()]
-    first, *others = world4.results(saves, tmp_path, {"planning": planning}, *turns)
+    first, *others = world4.results(saves, tmp_path, *turns)
     assert others == [[], [], []]
     (text,) = first
     assert text.startswith("tiny, small, other, large, larger: ")
@@ -68,7 +67,7 @@ def test_tensors_that_differ_come_from_the_lowest_rank(world4: World, tmp_path: 
 def test_difference_is_found_though_the_plan_is_known(world2: World, tmp_path: Path) -> None:
     """Each key is named once."""
     turns = [(), (), ("small", "large"), ("small", "large", "tiny"), ("tiny",)]
-    first, second = world2.results(saves, tmp_path, {}, *turns)
+    first, second = world2.results(saves, tmp_path, *turns)
     assert [text.split(":")[0] for text in first] == ["small, large", "tiny"]
     assert second == []
     for number in range(5):
@@ -91,8 +90,8 @@ def test_plan_is_kept_if_the_same_tensors_differ(world2: World, tmp_path: Path) 
         assert third == fourth
 
 
-def refuses(rank: int, size: int, folder: Path, options: dict[str, Any]) -> str:
-    with Log() as texts, aiockpt.SyncCheckpointer(**options) as ckpt:
+def refuses(rank: int, size: int, folder: Path) -> str:
+    with Log() as texts, aiockpt.SyncCheckpointer() as ckpt:
         ckpt.save(state_of(rank), folder / "same", replicas="error")
         with pytest.raises(aiockpt.SaveError) as caught:
             ckpt.save(state_of(rank, "small", "large"), folder / "differing", replicas="error")
@@ -101,24 +100,11 @@ def refuses(rank: int, size: int, folder: Path, options: dict[str, Any]) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("planning", ["central", "decentralized"])
-def test_tensors_that_differ_fail_the_save_if_asked_for(world2: World, tmp_path: Path, planning: str) -> None:
-    first, second = world2.results(refuses, tmp_path, {"planning": planning})
+def test_tensors_that_differ_fail_the_save_if_asked_for(world2: World, tmp_path: Path) -> None:
+    first, second = world2.results(refuses, tmp_path)
     assert first == second
     assert first.startswith("rank 0: small, large: ")
     assert sorted(os.listdir(tmp_path)) == ["again", "same"]
-
-
-def refuses_at_once(rank: int, size: int, folder: Path) -> str:
-    with aiockpt.SyncCheckpointer(planning="decentralized") as ckpt:
-        with pytest.raises(aiockpt.SaveError) as caught:
-            ckpt.save(state_of(rank, "tiny"), folder / "differing", replicas="error")
-        return str(caught.value)
-
-
-def test_first_decentralized_save_is_refused_before_it_is_published(world2: World, tmp_path: Path) -> None:
-    assert all("tiny: " in text for text in world2.results(refuses_at_once, tmp_path))
-    assert os.listdir(tmp_path) == []
 
 
 def trusts(rank: int, size: int, folder: Path) -> list[str]:

@@ -17,19 +17,16 @@ from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 import aiockpt
-from aiockpt.storage.local import commit
 from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.testing import FaultyStorage
 from tests.golden.make_foreign import sharded
-from tests.ranks import failing
 from tests.ranks.layouts import full_tensors
 from tests.ranks.world import RankFailure, World, mesh_of
 from tests.states import raw_bytes
-from tests.writing.gates import Gate, ended, writers_of
 
 INDEX = "model.safetensors.index.json"
 CHUNK = 64 << 10
-OPTIONS = ("writer", "planning", "chunk_bytes", "staging_bytes")  # of the checkpointer
+OPTIONS = ("writer", "chunk_bytes", "staging_bytes")  # of the checkpointer
 
 
 @pytest.fixture(scope="module")
@@ -198,15 +195,11 @@ def test_one_file(world2: World, tmp_path: Path, layout: str, chunk_bytes: int) 
     assert sorted(os.listdir(tmp_path)) == ["many.safetensors", "one.safetensors"]
 
 
-@pytest.mark.parametrize(("path", "given"), [("many", {"writer": "process"}), ("many", {"planning": "decentralized"})])
-def test_a_writer_process_and_decentralized_planning(
-    world2: World, tmp_path: Path, path: str, given: dict[str, Any]
-) -> None:
-    """The files are the same: safetensors always uses the plan of rank 0."""
+def test_writer_processes_write_the_same_files(tmp_path: Path) -> None:
     with World(2, may_start=True) as world:
-        world.results(save, tmp_path / path, "mixed", given)
+        world.results(save, tmp_path / "many", "mixed", {"writer": "process"})
     alone(tmp_path / "one")
-    assert_same_directory(tmp_path / path, tmp_path / "one")
+    assert_same_directory(tmp_path / "many", tmp_path / "one")
 
 
 def save_again(rank: int, world_size: int, path: Path) -> None:
@@ -336,64 +329,6 @@ def test_a_rank_that_fails_leaves_nothing(world2: World, tmp_path: Path, step: s
     outcomes = world2.results(fail, tmp_path / "c", step, where)
     assert all("No space left on device" in text for _, text in outcomes), outcomes
     assert os.listdir(tmp_path) == ["next"]
-
-
-def die_when_staged(rank: int, world_size: int, path: Path) -> None:
-    """Save, and die once everything is staged but no file is finished; the writer process goes on."""
-    writer = aiockpt.ProcessWriter(agreement_timeout=20)
-    ckpt = aiockpt.SyncCheckpointer(writer=writer, coordination_timeout=60)
-    storage = Gate(path.parent / f"gate{rank}").storage("finish")
-    save = ckpt.submit(laid_out("columns", world_size), path, format="safetensors", storage=storage)
-    save.staged.result(60)
-    (child,) = writers_of(os.getpid())
-    (path.parent / f"pid{rank}").write_text(str(child.pid))
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-@pytest.mark.parametrize("name", [pytest.param("c", marks=pytest.mark.full), "c.safetensors"])
-def test_the_writer_processes_publish_without_the_trainers(tmp_path: Path, name: str) -> None:
-    with World(2, may_start=True) as world:
-        assert all(outcome.killed for outcome in world.run(die_when_staged, tmp_path / name))
-    for rank in range(2):
-        Gate.of(tmp_path / f"gate{rank}").wait()
-        Gate.of(tmp_path / f"gate{rank}").open()
-    assert all(ended(int((tmp_path / f"pid{rank}").read_text())) for rank in range(2))
-    alone(tmp_path / f"one-{name}")
-    if name == "c":
-        assert_same_directory(tmp_path / name, tmp_path / f"one-{name}")
-    else:
-        assert (tmp_path / name).read_bytes() == (tmp_path / f"one-{name}").read_bytes()
-
-
-def save_while_one_dies(rank: int, world_size: int, path: Path, dead: int, moment: str) -> int:
-    """Overwrite a file; one rank's trainer dies when it has staged, or when both names have been exchanged."""
-    failing.expect_no_reason()
-    writer = aiockpt.ProcessWriter(agreement_timeout=20)
-    with small(writer=writer, coordination_timeout=60, staging_bytes=32 << 20) as ckpt:
-        ckpt.save({"old": laid_out("rows", world_size)["head"]}, path, format="safetensors")
-        (child,) = writers_of(os.getpid())
-        (path.parent / f"pid{rank}").write_text(str(child.pid))
-        if rank == dead and moment == "replacing":
-            commit.remove = lambda *_, **__: failing.die()
-        save = ckpt.submit(laid_out("columns", world_size), path, format="safetensors", overwrite=True)
-        save.staged.result(60)
-        if rank == dead and moment == "staged":
-            failing.die()
-        return save.written.result(60).tensors
-
-
-@pytest.mark.parametrize(
-    ("dead", "moment"), [pytest.param(0, "staged", marks=pytest.mark.full), (1, "staged"), (0, "replacing")]
-)
-def test_the_surviving_rank_learns_that_the_file_was_published(tmp_path: Path, dead: int, moment: str) -> None:
-    with World(2, may_start=True) as world:
-        outcomes = world.run(save_while_one_dies, tmp_path / "c.safetensors", dead, moment)
-        assert all(ended(int((tmp_path / f"pid{rank}").read_text())) for rank in range(2))
-    assert outcomes[dead].killed
-    assert isinstance(outcomes[1 - dead], int), outcomes
-    alone(tmp_path / "one.safetensors")
-    assert (tmp_path / "c.safetensors").read_bytes() == (tmp_path / "one.safetensors").read_bytes()
-    assert sorted(os.listdir(tmp_path)) == ["c.safetensors", "one.safetensors", "pid0", "pid1"]
 
 
 def die(rank: int, world_size: int, path: Path) -> None:

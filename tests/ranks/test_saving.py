@@ -42,24 +42,24 @@ def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> b
     )
 
 
-def save_layout(rank: int, world_size: int, path: Path, layout: str, planning: Any) -> aiockpt.SaveResult:
-    with aiockpt.SyncCheckpointer(planning=planning) as ckpt:
+def save_layout(rank: int, world_size: int, path: Path, layout: str) -> aiockpt.SaveResult:
+    with aiockpt.SyncCheckpointer() as ckpt:
         return ckpt.save({"model": distributed(layout, world_size), "step": 7}, path)
 
 
 @pytest.mark.parametrize(
-    ("ranks", "planning", "layout"),
+    ("ranks", "layout"),
     [
-        *((2, "central", layout) for layout in LAYOUTS[:4]),
-        *((4, planning, layout) for planning in ("central", "decentralized") for layout in LAYOUTS),
-        *((8, "central", layout) for layout in ("shard1", "grid", "fsdp_tp")),
+        *((2, layout) for layout in LAYOUTS[:4]),
+        *((4, layout) for layout in LAYOUTS),
+        *((8, layout) for layout in ("shard1", "grid", "fsdp_tp")),
     ],
 )
 def test_every_layout_loads_here_and_in_stock_torch(
-    worlds: dict[int, World], tmp_path: Path, ranks: int, planning: str, layout: str
+    worlds: dict[int, World], tmp_path: Path, ranks: int, layout: str
 ) -> None:
     path = tmp_path / "c"
-    results = worlds[ranks].results(save_layout, path, layout, planning)
+    results = worlds[ranks].results(save_layout, path, layout)
     expected = full_tensors()
     if layout == "fsdp_tp":
         expected = {name: tensor for name, tensor in expected.items() if tensor.numel() and tensor.dim()}
@@ -271,45 +271,6 @@ def test_a_plan_is_reused_until_something_changes(world4: World, tmp_path: Path)
         assert ("late" in state) == (step >= 3)
         state.pop("late", None)
         assert same(state, {name: tensor * (step + 1) for name, tensor in whole.items()})
-
-
-def save_decentralized(rank: int, world_size: int, path: Path) -> list[int]:
-    """Save three times, the last with one more key; return how many chunks of the tensors this rank wrote."""
-    mesh = mesh_of(2, world_size // 2)
-    generator = torch.Generator().manual_seed(11)
-    whole = {f"w{number}": torch.randn(12, 5 + number, generator=generator) for number in range(40)}
-    state: dict[str, Any] = {
-        name: distribute_tensor(tensor, mesh, [Replicate(), Shard(0)]) for name, tensor in whole.items()
-    }
-    tied = torch.randn(333, generator=generator)
-    state |= {"tied": tied, "again": tied, "step": 5, f"of{rank}": torch.full((7,), float(rank))}
-    written = []
-    with aiockpt.SyncCheckpointer(planning="decentralized") as ckpt:
-        for step in range(3):
-            state["step"] = step
-            if step == 2:
-                state["late"] = {"rank": rank}
-            ckpt.save(state, path / str(step))
-            with ckpt.open(path / str(step)) as reader:
-                chunks = [chunk for name in whole for chunk in reader[name].chunks]
-            written.append(sum(chunk.file.startswith(f"__{rank}_") for chunk in chunks))
-    return written
-
-
-def test_decentralized_planning_writes_each_part_of_a_tensor_once(world4: World, tmp_path: Path) -> None:
-    written = world4.results(save_decentralized, tmp_path)
-    assert sum(counts[0] for counts in written) == 2 * 40  # two parts of each tensor, each written once
-    assert min(counts[0] for counts in written) > 10
-    assert all(counts == [counts[0]] * 3 for counts in written)
-    generator = torch.Generator().manual_seed(11)
-    whole = {f"w{number}": torch.randn(12, 5 + number, generator=generator) for number in range(40)}
-    tied = torch.randn(333, generator=generator)
-    own = {f"of{rank}": torch.full((7,), float(rank)) for rank in range(4)}
-    for step in range(3):
-        state = loaded(tmp_path / str(step))
-        assert state.pop("step") == step
-        assert state.pop("late", {"rank": 0}) == {"rank": 0}
-        assert same(state, {**whole, **own, "tied": tied, "again": tied})
 
 
 def save_separately(rank: int, world_size: int, path: Path) -> None:

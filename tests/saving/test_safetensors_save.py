@@ -21,7 +21,6 @@ from safetensors.torch import save as their_bytes
 
 import aiockpt
 import aiockpt.dcp
-from aiockpt.cli.demo.run import workspace
 from aiockpt.dcp.format_utils import dcp_to_torch_save, torch_save_to_dcp
 from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.testing import FaultyStorage, GatedStorage
@@ -610,11 +609,7 @@ def test_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     (tmp_path / "file").touch()
     with aiockpt.SyncCheckpointer(fallback_path="~/other", retries=None) as ckpt:
         assert ckpt.save(state, "~/file/d").path == str(tmp_path / "other" / "d")
-    with workspace(Path("~/demo"), keep=False) as root:
-        assert root == tmp_path / "demo"
-        (root / "mine").touch()
-    assert (root / "mine").exists()
-    assert names_in(tmp_path) == ["a", "b", "b.pt", "c", "demo", "file", "other", "~"]
+    assert names_in(tmp_path) == ["a", "b", "b.pt", "c", "file", "other", "~"]
 
 
 @pytest.mark.asyncio

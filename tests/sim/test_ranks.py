@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -71,47 +69,6 @@ def _load(rank: int, world_size: int, path: Path, share: bool = False, near: boo
             patch.delattr(os, "memfd_create")
         ckpt.load(path, {"model": target}, share=share)
     return [torch.equal(target[name].to_local(), expected[name].to_local()) for name in expected]
-
-
-class _OnDevices(dist.ProcessGroup):
-    """A process group whose backend takes tensors on devices alone, as NCCL does."""
-
-    def __init__(self, inner: dist.ProcessGroup) -> None:
-        super().__init__(inner.rank(), inner.size())
-        self.inner = inner
-        self.devices = set[str]()
-
-    @property
-    def _device_types(self) -> list[torch.device]:
-        return [torch.device("sim")]
-
-    def broadcast(self, tensors: list[torch.Tensor], options: Any) -> Any:
-        (tensor,) = tensors
-        self.devices.add(str(tensor.device))
-        host = tensor.cpu()
-        work = self.inner.broadcast([host], options)
-        work.wait()
-        tensor.copy_(host)
-        return work
-
-
-def _load_over_devices(rank: int, world_size: int, path: Path) -> tuple[list[bool], set[str]]:
-    expected, target = _parts(rank, world_size), _parts(rank, world_size, empty=True)
-    inner = dist.new_group(backend="gloo")
-    group = _OnDevices(inner)
-    with _checkpointer() as ckpt, pytest.MonkeyPatch.context() as patch:
-        world = dist.distributed_c10d._world
-        for known in (world.pg_group_ranks, world.pg_map, world.pg_names):  # as if it were made by new_group
-            patch.setitem(known, group, known[inner])
-        ckpt.load(path, {"model": target}, share=group)
-    return [torch.equal(target[name].to_local(), expected[name].to_local()) for name in expected], group.devices
-
-
-def test_two_ranks_share_over_their_devices(tmp_path: Path) -> None:
-    with World(2) as world:
-        world.results(_save, tmp_path, 0)
-        results = world.results(_load_over_devices, tmp_path / "fenced")
-    assert results == [([True] * 3, {f"sim:{rank}"}) for rank in range(2)]
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -12,7 +12,8 @@ import aiockpt
 from aiockpt.storage.base import Storage, shared_storage, shared_transaction
 from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.storage.wrapper import WrapperStorage
-from aiockpt.testing import ServerStorage, StorageConformance
+from aiockpt.testing import StorageConformance
+from tests.server_storage import ServerStorage
 from tests.storage.memory_storage import MemoryStorage
 
 

@@ -27,8 +27,9 @@ from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.storage.local.temp_dir import RECORD, REPLACED, copy_ticket
 from aiockpt.storage.wrapper import WrapperStorage
 from aiockpt.telemetry.mirrors import MirrorResult
-from aiockpt.testing import FaultyStorage, ServerStorage
+from aiockpt.testing import FaultyStorage
 from tests.places import ServerPath, storage_of
+from tests.server_storage import ServerStorage
 
 STATE = {f"t{number}": torch.arange(300_000.0) + number for number in range(4)}
 

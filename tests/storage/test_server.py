@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -24,11 +23,12 @@ from aiockpt.core.threads import Workers
 from aiockpt.storage.local.temp_dir import new_ticket
 from aiockpt.storage.objects.cleaning import decide, token_name
 from aiockpt.storage.objects.client import ConditionError
-from aiockpt.testing import GatedStorage, ServerStorage, start_server
-from aiockpt.testing.server_storage import ServerClient, storage_for_server
+from aiockpt.testing import GatedStorage
+from tests.object_server import start_server
 from tests.places import left_in
 from tests.ranks import world
 from tests.ranks.world import _context
+from tests.server_storage import ServerClient, ServerStorage, storage_for_server
 
 STATE = {"x": torch.arange(100_000.0), "n": 3}
 
@@ -116,9 +116,9 @@ def test_names_up_to_a_delimiter_are_listed(objects: ServerClient) -> None:
 
 def test_client_that_dies_within_a_request_changes_nothing(server_url: str, objects: ServerClient) -> None:
     code = (
-        "import os, struct, sys; from aiockpt.testing.server_storage import *\n"
+        "import os, struct, sys; from tests.server_storage import *\n"
         "objects = ServerStorage(sys.argv[1]).objects; objects.get('x')\n"
-        "from aiockpt.testing.server_storage import _thread\n"
+        "from tests.server_storage import _thread\n"
         '(connection,) = _thread.of.values(); text = b\'{"op": "put", "key": "x", "only_if": null}\'\n'
         "connection.send_bytes(text); os.write(connection.fileno(), struct.pack('!i', 1000) + bytes(999))\n"
         "os.kill(os.getpid(), 9)"
@@ -130,8 +130,8 @@ def test_client_that_dies_within_a_request_changes_nothing(server_url: str, obje
 
 def test_server_ends_with_the_process_that_has_started_it() -> None:
     code = (
-        "import os, aiockpt.testing as t\n"
-        "with t.start_server(latency_s=0.001) as url:\n"
+        "import os; from tests.object_server import start_server\n"
+        "with start_server(latency_s=0.001) as url:\n"
         "    import psutil; print(psutil.Process().children()[0].pid, url, flush=True); os.kill(os.getpid(), 9)"
     )
     done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=60, check=False)
@@ -157,11 +157,10 @@ def test_requests_that_take_time() -> None:
         storage.objects.get("x")
 
 
-def test_storage_is_declared_for_the_scheme_of_its_urls() -> None:
-    declared = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
-    module, _, factory = declared["project"]["entry-points"]["aiockpt.storages"]["aiockpt-test"].partition(":")
+def test_storages_of_urls_need_no_torch() -> None:
     code = (
-        f"import sys, {module}; made = {module}.{factory}('aiockpt-test://127.0.0.1:9', grace_s=1.0)\n"
+        "import sys; from tests.server_storage import storage_for_server\n"
+        "made = storage_for_server('aiockpt-test://127.0.0.1:9', grace_s=1.0)\n"
         "import aiockpt; aiockpt.storage.register('aiockpt-test', lambda root, **given: made)\n"
         "assert aiockpt.storage.storage_for('aiockpt-test://127.0.0.1:9/a//b/') == (made, 'aiockpt-test://127.0.0.1:9/a/b')\n"
         "sys.exit('torch' in sys.modules)"
@@ -383,7 +382,8 @@ def test_save_of_a_killed_process_is_removed_by_the_next_one(
     storage: ServerStorage, server_url: str, path: str, python: list[str]
 ) -> None:
     code = (
-        "import os, signal, sys, torch, aiockpt; from aiockpt.testing import FaultyStorage, ServerStorage\n"
+        "import os, signal, sys, torch, aiockpt; from aiockpt.testing import FaultyStorage\n"
+        "from tests.server_storage import ServerStorage\n"
         "class Killing(FaultyStorage):\n"
         "    async def before(self, step, name):\n"
         "        if step == 'commit': os.kill(os.getpid(), signal.SIGKILL)\n"

@@ -7,6 +7,7 @@ import os
 import select
 import signal
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Self
 
@@ -15,7 +16,7 @@ import psutil
 
 from aiockpt.core.threads import Workers
 from aiockpt.errors import WriteError
-from aiockpt.storage.base import Storage, Transaction
+from aiockpt.storage.base import NO_DOCUMENTS, Document, Storage, Transaction
 from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.storage.wrapper import WrapperStorage, WrapperTransaction
 from tests.polling import until
@@ -64,8 +65,8 @@ class KilledAfterCommit(WrapperStorage):
 
 
 class _Killed(WrapperTransaction):
-    async def commit(self) -> None:
-        await super().commit()
+    async def commit(self, documents: Mapping[str, Document] = NO_DOCUMENTS) -> None:
+        await super().commit(documents)
         os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -133,7 +133,7 @@ def test_a_storage_that_can_not_be_sent_is_refused_at_the_call(kept: aiockpt.Syn
     for wrong in ("processes", None, 3):
         with pytest.raises(ValueError, match=r"must be 'thread', 'process' or an aiockpt\.ProcessWriter"):
             aiockpt.SyncCheckpointer(writer=wrong)
-    for wrong in ({"nice": 20}, {"ionice": "lazy"}, {"ionice": ("best-effort", 8)}, {"agreement_timeout": 0}):
+    for wrong in ({"nice": 20}, {"ionice": "lazy"}, {"ionice": ("best-effort", 8)}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             aiockpt.ProcessWriter(**wrong)
 

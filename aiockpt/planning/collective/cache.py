@@ -5,12 +5,10 @@ A process that saves alone is a world of one rank, and its documents are made he
 
 from __future__ import annotations
 
-import io
-import pickle
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -34,13 +32,6 @@ if TYPE_CHECKING:
     from aiockpt.format.index import ItemRange
     from aiockpt.format.manifest.columnar_index import ItemForm
     from aiockpt.planning.collective.messages import ItemPlaces, RankInventory, RankLeaf, Written
-
-
-class _Yielding(pickle.Pickler):
-    """A pickler that releases the GIL now and then; the plain one holds it from beginning to end."""
-
-    def persistent_id(self, _obj: Any) -> None:
-        """Pickle everything as usual; being a Python call, it lets other threads run."""
 
 
 class GlobalPlanCache:
@@ -71,24 +62,11 @@ class GlobalPlanCache:
         self._places = places
         self._begins = np.cumsum([0, *(len(inventory.names) for inventory in ranks)])
         self._made = _Made()
-        self._pickled: tuple[bool, bytes] | None = None
 
     @property
     def knows_places(self) -> bool:
         """Whether the places of all ranks' items are known."""
         return self._places is not None
-
-    def pickled(self) -> bytes:
-        """Return it pickled, without what can be encoded again. Slow for many items, if it has changed since."""
-        knows = self.knows_places
-        if self._pickled is None or self._pickled[0] != knows:
-            data = io.BytesIO()
-            _Yielding(data, pickle.HIGHEST_PROTOCOL).dump(self)
-            self._pickled = knows, data.getvalue()
-        return self._pickled[1]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_made": _Made(), "_pickled": None}
 
     def check(self, results: Sequence[Written]) -> None:
         """Check that every planned item was written once; keep the places. The first call takes long."""
@@ -266,18 +244,6 @@ def _payload_facts(inventory: RankInventory, leaf: int) -> tuple[int, tuple[int,
         return 0, None
     item = inventory.forms[number].item
     return item.payload_offset, None if item.stride == row_strides(item.shape) else item.stride
-
-
-def cache_of_written(token: int, results: Sequence[Written]) -> GlobalPlanCache:
-    """Plan from what all ranks have already written; if several wrote the same part, one copy counts."""
-    silent = next((rank for rank, written in enumerate(results) if written.inventory is None), None)
-    if silent is not None:
-        raise SaveError(f"rank {silent} sent no inventory of what it wrote; nothing was published")
-    # A rank that decides alone writes all its leaves, tied ones too.
-    ranks = [replace(written.inventory, tied={}) for written in results if written.inventory is not None]
-    assignments = [list(range(len(inventory.names))) for inventory in ranks]
-    lowest = frozenset().union(*{id(each.names): each.names for each in ranks}.values())
-    return GlobalPlanCache(token, ranks, replace(plan_globally(ranks, lowest), assignments=assignments))
 
 
 def _payload_bytes(inventory: RankInventory, assignment: Sequence[int]) -> int:

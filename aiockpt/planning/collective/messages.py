@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import pickle
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from aiockpt.format.manifest.columnar_index import ItemForm
@@ -118,10 +118,9 @@ class PlanRequest:
     """A rank's message in the first round."""
 
     overwrite: bool  # as passed by the caller
-    decentralized: bool  # the rank decides alone what it writes
     file_format: str  # its name
     token: int | None  # of the global plan that the rank's reusable layout belongs to; None: there is none
-    inventory: RankInventory | None = field(repr=False)  # None: rank 0 knows it by the token, or the rank decides
+    inventory: RankInventory | None = field(repr=False)  # None: rank 0 knows it by the token
     digests: bytes | None = field(repr=False, default=None)  # see `digest_replicas`; None: nothing is compared
     replicas: str = "check"  # as passed by the caller
     is_transformed: bool = False  # items are compressed or transformed
@@ -134,9 +133,8 @@ class RankAssignment:
 
     ticket: str | None  # to join the transaction; None: send a full inventory in another round
     token: int  # of the global plan
-    leaves: list[int] | None = field(repr=False)  # to write; None: the same as last time, or decided by the rank
+    leaves: list[int] | None = field(repr=False)  # to write; None: the same as last time
     report_places: bool  # report where the items are
-    secret: bytes = field(repr=False, default=b"")  # shared by the writer processes of the ranks
     shared: SharedFiles | None = field(repr=False, default=None)  # None: the same as last time, or files of its own
 
 
@@ -169,14 +167,6 @@ class Written:
     items: int  # number of tensor items
     objects: dict[int, ItemRange]  # by leaf
     places: ItemPlaces | None = field(repr=False)  # of tensor items; None if rank 0 knows them from an earlier save
-    inventory: RankInventory | None = field(repr=False, default=None)  # of a rank that decided alone
-    token: int = 0  # of the global plan
     crcs: bytes = field(repr=False, default=b"")  # uint32: CRC-32 of the payload of each tensor item, file by file
     # of each file the items as they are stored; None: as they were planned
     encoded: Sequence[Sequence[EncodedItem]] | None = field(repr=False, default=None)
-
-    def completed(
-        self, files: dict[str, FileFacts], crcs: bytes, encoded: Sequence[Sequence[EncodedItem]] | None
-    ) -> Written:
-        """Return the report with what is known once the files are written."""
-        return replace(self, files=files, crcs=crcs, encoded=encoded)

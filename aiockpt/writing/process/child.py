@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
-import importlib
 import logging
 import mmap
 import os
@@ -24,7 +23,7 @@ import anyio
 from aiockpt.core.machine import libc
 from aiockpt.core.spans import Span, record_to
 from aiockpt.core.threads import Workers, new_event_loop
-from aiockpt.errors import AiockptError, SaveCancelledError, SaveError
+from aiockpt.errors import AiockptError, SaveCancelledError
 from aiockpt.writing.file_writer import CommitInputs, FileWriter, FilledChunk, WriterThreads
 from aiockpt.writing.process import messages
 from aiockpt.writing.process.channel import Channel
@@ -49,7 +48,6 @@ class SharedState:
     memory: memoryview  # with the chunks; mapped by the trainer too
     threads: WriterThreads
     post: Callable[[Message], None]  # sends to the trainer
-    agreement_timeout_s: float
     images: Sequence[FileImage] = ()  # that came last
 
     def chunk(self, number: int) -> memoryview:
@@ -73,12 +71,10 @@ class ChildSave:
         self._transaction: SharedTransaction | None = None
         self._inputs: CommitInputs | None = None  # once all is staged
         self._all_staged = anyio.Event()
-        self._may_publish = anyio.Event()
-        self._may_finish = anyio.Event()  # with several ranks: rank 0 has published, or this process is to commit
+        self._may_publish = anyio.Event()  # with several ranks: rank 0 has
         self._done = anyio.Event()
         self._early_chunks: list[tuple[int, FilledChunk]] = []  # they came before there was a writer
         self._writer: FileWriter | None = None
-        self._orphan = False
         self._spans: list[Span] = []
 
     # --- messages from the trainer -----------------------------------------------------------------
@@ -92,19 +88,14 @@ class ChildSave:
                 self._all_staged.set()
             case messages.Publish() | messages.Finish():
                 self._may_publish.set()
-                self._may_finish.set()
-            case messages.CommitAsOrphan():
-                self._orphan = True
-                self._may_finish.set()
             case messages.Cancel():
                 self._scope.cancel()
 
     def on_trainer_end(self) -> None:
-        """Complete the save without the trainer if it was staged; otherwise cancel it."""
-        self._orphan = True
-        self._may_finish.set()
+        """Complete the save without the trainer if it was staged, and no other rank takes part; else cancel it."""
         # A pre_commit hook is the trainer's: without its consent nothing is published.
-        if self._inputs is None or (self._inputs.waits and not self._may_publish.is_set()):
+        needs_trainer = self._inputs is None or self._inputs.waits or self._begin.joins
+        if needs_trainer and not self._may_publish.is_set():
             self._scope.cancel()
         self._may_publish.set()
 
@@ -166,7 +157,7 @@ class ChildSave:
         if self._inputs is None:
             raise RuntimeError("a save goes on before it is staged")
         if begin.joins:
-            await self._finish_part(writer, self._inputs)
+            await self._finish_part(writer)
         else:
             await self._publish(writer, self._inputs)
 
@@ -193,8 +184,8 @@ class ChildSave:
             self._transaction = None  # nothing to clean up any more
             self._shared.post(messages.Published(self.number, sizes, self._recorded()))
 
-    async def _finish_part(self, writer: FileWriter, inputs: CommitInputs) -> None:
-        """Make this rank's files durable; rank 0 publishes, or the writers of all ranks do if a trainer has died."""
+    async def _finish_part(self, writer: FileWriter) -> None:
+        """Make this rank's files durable; rank 0 publishes them."""
         transaction = self._transaction
         if transaction is None:
             raise RuntimeError("a rank's files were written without a transaction")
@@ -202,12 +193,7 @@ class ChildSave:
         message = messages.FilesWritten(self.number, writer.files, self._recorded(), writer.crcs, writer.encoded)
         self._shared.post(message)
         try:
-            await self._may_finish.wait()
-            if self._orphan:
-                with anyio.CancelScope(shield=True):
-                    await self._commit_as_orphan(writer, inputs)
-                sizes = {name: facts.nbytes for name, facts in writer.files.items()}
-                self._shared.post(messages.Published(self.number, sizes))
+            await self._may_publish.wait()
         finally:
             with anyio.CancelScope(shield=True):
                 await transaction.release()
@@ -216,31 +202,13 @@ class ChildSave:
         pid = os.getpid()
         return [span._replace(pid=pid) for span in self._spans]
 
-    async def _commit_as_orphan(self, writer: FileWriter, inputs: CommitInputs) -> None:
-        """Commit together with the writers of the other ranks, without the trainers."""
-        transaction, self._transaction = self._transaction, None
-        if transaction is None or inputs.recovery is None:
-            raise SaveError("there is no recovery record of the other ranks")
-        # The plan can't be unpickled without torch, whose import takes seconds. All ranks import it before they wait
-        # for each other: else they would take the import on rank 0 for a lack of progress, and give up.
-        importlib.import_module("torch")
-        orphan_commit = importlib.import_module("aiockpt.writing.process.orphan_commit").OrphanCommit
-        await orphan_commit(
-            self._begin,
-            pickle.loads(inputs.recovery),
-            self._storage,
-            transaction,
-            self._shared.agreement_timeout_s,
-            self._shared.threads.io_workers,
-        ).run(writer)
-
     async def _clean_up(self, error: BaseException) -> None:
-        """Remove what this process has written; as an orphan of several ranks, what all ranks have written."""
+        """Remove what this process has written."""
         transaction, self._transaction = self._transaction, None
         if transaction is None:
             return
         try:
-            await (transaction.discard_all() if self._orphan and self._begin.joins else transaction.abort())
+            await transaction.abort()
         except AiockptError as exc:
             error.add_note(str(exc))
 
@@ -292,9 +260,7 @@ class _Child:
         memory = mmap.mmap(self._memory_fd, os.fstat(self._memory_fd).st_size, flags=mmap.MAP_SHARED)
         seal_threads = min(hello.io_threads, max(2, os.cpu_count() or 1))
         threads = WriterThreads(Workers(seal_threads, "seal", nice=_SEAL_NICE), Workers(hello.io_threads, "io"))
-        shared = SharedState(
-            hello.chunk_bytes, memoryview(memory), threads, self._channel.post, hello.agreement_timeout_s
-        )
+        shared = SharedState(hello.chunk_bytes, memoryview(memory), threads, self._channel.post)
         logger.addHandler(_LogForwarder(self._channel, asyncio.get_running_loop()))
         logger.propagate = False
         self._channel.post(Ready())

@@ -199,11 +199,6 @@ class RemoteWriter(ChunkWriter):
             return "gone"
         return status
 
-    async def commit_as_orphan(self) -> None:
-        connection = await self._connected()
-        await connection.send(messages.CommitAsOrphan(self._number))
-        await self._outcome()
-
     async def close(self) -> None:
         if self._connection is not None and not self._ended.is_set():
             await self._connection.send(messages.Finish(self._number))

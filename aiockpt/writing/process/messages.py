@@ -77,7 +77,6 @@ class Hello:
     io_threads: int
     nice: int  # see nice(1)
     ionice: tuple[int, int] | None  # class and level, see ionice(1); None: as the trainer's
-    agreement_timeout_s: float  # limit for the writers of several ranks to wait for each other without any progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,10 +123,6 @@ class _Request:
 
 class Publish(_Request):
     """Publish the checkpoint."""
-
-
-class CommitAsOrphan(_Request):
-    """Commit together with the writers of the other ranks: a trainer has died, so the trainers can't."""
 
 
 class Finish(_Request):
@@ -200,6 +195,6 @@ class Log:
     text: str
 
 
-FromTrainer = Begin | ChunkFilled | Staged | Publish | CommitAsOrphan | Finish | Cancel
+FromTrainer = Begin | ChunkFilled | Staged | Publish | Finish | Cancel
 FromWriter = Began | ChunkWritten | FilesWritten | Published | Failed
 Message = Hello | FromTrainer | Ready | Log | FromWriter

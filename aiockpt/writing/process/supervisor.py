@@ -287,7 +287,7 @@ class WriterHost:
     """Keeps one writer process running for the saves of an engine. For the engine's loop, except `kill`."""
 
     def __init__(self, options: ProcessWriter, chunk_bytes: int, io_threads: int, memory_fd: int) -> None:
-        self._hello = Hello(chunk_bytes, io_threads, options.nice, options.ionice_numbers, options.agreement_timeout)
+        self._hello = Hello(chunk_bytes, io_threads, options.nice, options.ionice_numbers)
         self._memory_fd = memory_fd  # of the memory with the chunks, which the process maps too
         self._worker = Workers(1, "aiockpt-writer")
         self._starting = anyio.Lock()

@@ -1,4 +1,4 @@
-"""A storage in a server of objects: the protocol of object stores on the requests of `aiockpt.testing.server`."""
+"""A storage in a server of objects: the protocol of object stores on the requests of `tests.object_server`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from aiockpt.errors import WriteError
 from aiockpt.storage.faults import errors
 from aiockpt.storage.objects.client import ConditionError, ObjectClient, ObjectFacts, ObjectSink
 from aiockpt.storage.objects.storage import ObjectStorage
-from aiockpt.testing.server import SCHEME, send_at_once
+from tests.object_server import SCHEME, send_at_once
 
 if TYPE_CHECKING:
     from aiockpt.core.threads import Workers

@@ -2,7 +2,7 @@
 
 ::
 
-    python -m aiockpt.testing.server     # prints its URL; ends when its standard input is closed
+    python -m tests.object_server     # prints its URL; ends when its standard input is closed
 
 A request, and a reply, is a JSON text and then a body: two messages of `multiprocessing.connection`.
 
@@ -149,7 +149,7 @@ def start_server(*, latency_s: float = 0.0) -> Iterator[str]:
     Args:
         latency_s: how long each request takes, in seconds.
     """
-    command = [sys.executable, "-m", "aiockpt.testing.server", str(latency_s)]
+    command = [sys.executable, "-P", __file__, str(latency_s)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
             url = "" if process.stdout is None else process.stdout.readline().strip()
