@@ -157,8 +157,8 @@ def test_threads_and_processes_are_followed(zygote: Zygote, tmp_path: Path) -> N
 def _signals(folder: Path, tracer: Tracer) -> None:
     got = []
     signal.signal(signal.SIGUSR1, lambda *_: got.append(1))
-    signal.setitimer(signal.ITIMER_REAL, 1e-4, 1e-4)
     signal.signal(signal.SIGALRM, lambda *_: got.append(2))
+    signal.setitimer(signal.ITIMER_REAL, 1e-4, 1e-4)
     for number in range(50):
         (folder / f"{number}").write_bytes(b"x")
         os.kill(os.getpid(), signal.SIGUSR1)
