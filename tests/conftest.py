@@ -6,12 +6,14 @@ import asyncio
 import contextlib
 import gc
 import os
+import re
 import signal
 import threading
 import time
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -24,6 +26,7 @@ from aiockpt import sync_checkpointer
 from aiockpt.staging.pool import ChunkPool
 from aiockpt.storage.local import replacing
 from tests import forked_python
+from tests.memory import settled_bytes
 from tests.object_server import start_server
 from tests.places import ServerPath, left_in
 from tests.server_storage import ServerStorage
@@ -31,49 +34,112 @@ from tests.server_storage import ServerStorage
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell's script
     signal.signal(signal.SIGINT, signal.default_int_handler)  # so children do not inherit that it is ignored
 # On a busy machine, any example may take long.
-settings.register_profile("busy", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("busy")
+for name, count in (("few", 15), ("many", 50)):
+    settings.register_profile(name, deadline=None, max_examples=count, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("few")
+
+LONGEST_TEST_S = 600  # then the test hangs, and fails with the stacks of all threads
+WORKER_BYTES = 700 << 20  # what a process of the run takes, with the processes that its tests start
+TESTS = Path(__file__).parent
+MARKED = {
+    "ranks": (
+        "manager/test_mirror_ranks.py",
+        "manager/test_own_disks.py",
+        "manager/test_ranks.py",
+        "manager/test_replica_ranks.py",
+        "objects/test_ranks.py",
+        "ranks/test_described.py",
+        "ranks/test_fsdp_load.py",
+        "ranks/test_group_reads.py",
+        "ranks/test_live.py",
+        "ranks/test_one_product.py",
+        "ranks/test_plain_ranks.py",
+        "ranks/test_policies.py",
+        "ranks/test_resharding.py",
+        "ranks/test_safetensors.py",
+        "ranks/test_shared_reads.py",
+        "ranks/test_transactions.py",
+    ),
+    "kills": (
+        "crash/test_matrix.py",
+        "crash/test_mounts.py",
+        "crash/test_power.py",
+        "faults/test_calls.py",
+        "faults/test_descriptors.py",
+        "faults/test_special_files.py",
+        "manager/test_histories.py",
+        "manager/test_mirror_histories.py",
+        "manager/test_programs.py",
+        "manager/test_rank_histories.py",
+        "objects/test_faults.py",
+        "objects/test_histories.py",
+        "objects/test_mirror.py",
+        "objects/test_single.py",
+        "ranks/test_failures.py",
+        "ranks/test_strikes.py",
+        "storage/test_hosts_histories.py",
+        "writing/test_orphans.py",
+    ),
+    "docs": (
+        "cli/test_readme.py",
+        "environments/test_kernel.py",
+        "ranks/test_readme.py",
+        "test_benchmark_results.py",
+    ),
+    "slow": (
+        "cli/test_bench.py",
+        "cli/test_completion.py",
+        "manager/test_union.py",
+        "objects/test_conformance.py",
+        "objects/test_dcp.py",
+        "objects/test_use.py",
+    ),
+}
+"""Files whose tests have a mark, but for those that are marked ``main``, which run by default."""
+NEEDS = {"gpu", "sim", "full"}
+"""Tests with such a mark run if it is asked for, in a file that is named as well."""
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Run the whole suite in five processes, each file in one of them; named tests and GPU tests in one process.
+    """Run the whole suite in several processes, each file in one of them; named tests and GPU tests in one process.
 
-    Half of the time the tests wait for disks and for other processes: four processes leave two cores idle for a quarter
-    of the time. The files of `LONG` come first, the others in the order of their names.
+    Half of the time the tests wait for disks and for other processes: so there is one process more than cores, if the
+    memory suffices. The files that are marked come first, for they take the longest.
     """
     whole = config.args_source is not pytest.Config.ArgsSource.ARGS and config.option.markexpr != "gpu"
     is_worker = hasattr(config, "workerinput")  # a worker must not start workers of its own
     if whole and not is_worker and config.pluginmanager.hasplugin("xdist") and config.option.numprocesses is None:
-        config.option.numprocesses, config.option.dist, config.option.loadscopereorder = 5, "loadfile", False
+        number = min((psutil.cpu_count() or 1) + 1, psutil.virtual_memory().available // WORKER_BYTES)
+        config.option.numprocesses, config.option.dist, config.option.loadscopereorder = number, "loadfile", False
+        config.pluginmanager.register(_Scheduling())
     if config.pluginmanager.hasplugin("timeout") and config.option.timeout is None and not config.option.full:
         config.option.timeout = LONGEST_TEST_S
 
 
-LONG = (
-    "crash/test_matrix.py",
-    "test_benchmarks.py",
-    "ranks/test_safetensors.py",
-    "faults/test_special_files.py",
-    "ranks/test_strikes.py",
-    "notebooks/test_notebook.py",
-    "writing/test_orphans.py",
-    "crash/test_mounts.py",
-    "objects/test_single.py",
-    "manager/test_own_disks.py",
-    "integrations/test_ray.py",
-)
-"""Files that take a minute or so. They come first: at the end, the other processes would have no work left."""
-LONGEST_TEST_S = 300  # then the test fails, with the stacks of all threads
+class _Scheduling:
+    """A plug-in: the tests that start ranks are all in one process, as several worlds at once need much memory."""
+
+    def pytest_xdist_make_scheduler(self, config: pytest.Config, log: Any) -> Any:
+        from xdist.scheduler import LoadFileScheduling
+
+        class ByFileOrRanks(LoadFileScheduling):
+            def _split_scope(self, nodeid: str) -> str:
+                file = nodeid.partition("::")[0].removeprefix("tests/")
+                return "ranks" if file.startswith("ranks/") or file in MARKED["ranks"] else file
+
+        return ByFileOrRanks(config, log)
+
 
 LOOPS = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
 BOTH = {"cancellation", "core", "engine", "environments"}
-"""Folders of tests about waiting, cancelling and closing, where the caller's loop matters."""
+"""Folders of tests about waiting, cancelling and closing, where the loop matters: the second one is ``slow``."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Start one server of programs for all workers; see `tests.forked_python`."""
     if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
+        os.environ.setdefault("MALLOC_ARENA_MAX", "2")  # glibc would keep memory for each thread that ever was
         servers = contextlib.ExitStack()
         servers.enter_context(forked_python.shared())
         config.add_cleanup(servers.close)
@@ -85,10 +151,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item):
-    """Run an async test on both loops if the caller's loop may matter, else on one: half of a file's tests on each."""
+    """Run an async test on both loops if the caller's loop may matter, else on one."""
     if config.getoption("full") or item.path.parent.name in BOTH or item.get_closest_marker("both_loops"):
         return LOOPS
-    name = list(LOOPS)[zlib.crc32(item.name.encode()) % 2]
+    name = _loop_of(item.name)
     return {name: LOOPS[name]}
 
 
@@ -98,16 +164,46 @@ def pytest_collection() -> None:
     gc.disable()
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect tests marked ``full`` or ``slow`` unless asked for; refuse names that differ between processes."""
-    items.sort(key=lambda item: not item.path.as_posix().endswith(LONG))
+    """Mark the tests of the files in `MARKED`, and deselect what is left out; refuse names that differ between runs."""
     if differ := [item.nodeid for item in items if " at 0x" in item.nodeid]:
         raise pytest.UsageError(f"{differ[0]} has an address in its name: give the parameters ids")
-    if not config.getoption("full"):
-        left_out = {"full"} if config.getoption("markexpr") == "slow" else {"full", "slow"}
-        kept = [item for item in items if left_out.isdisjoint(mark.name for mark in item.iter_markers())]
-        config.hook.pytest_deselected(items=list(set(items).difference(kept)))
-        items[:] = kept
+    marks = {TESTS / file: mark for mark, files in MARKED.items() for file in files}
+    for item in items:
+        if item.path in marks and not item.get_closest_marker("main"):
+            item.add_marker(marks[item.path])
+        if _is_of_other_loop(item):
+            item.add_marker("slow")
+    items.sort(key=lambda item: item.path not in marks)
+    named = {Path(arg.partition("::")[0]).resolve() for arg in config.args}
+    kept = [item for item in items if _runs(item, config, named)]
+    config.hook.pytest_deselected(items=list(set(items).difference(kept)))
+    items[:] = kept
+
+
+def _is_of_other_loop(item: pytest.Item) -> bool:
+    """Whether a test runs on two loops, and this is the second one."""
+    if not isinstance(item, pytest.Function) or not hasattr(item, "callspec"):
+        return False
+    factory = item.callspec.params.get("_asyncio_loop_factory")
+    return factory is not None and factory is not LOOPS[_loop_of(item.originalname)]
+
+
+def _loop_of(name: str) -> str:
+    """Return the loop that a test runs on by default: half of a file's tests on each."""
+    return list(LOOPS)[zlib.crc32(name.encode()) % 2]
+
+
+def _runs(item: pytest.Item, config: pytest.Config, named: set[Path]) -> bool:
+    """Whether a test is not left out: ``-m`` names one of its marks, or its file is named, or it has no such mark."""
+    marks = {mark.name for mark in item.iter_markers()}
+    asked = set(re.findall(r"\w+", config.getoption("markexpr")))
+    is_full = config.getoption("full")
+    if not (marks & NEEDS) <= (asked | {"full"} if is_full else asked - {"full"}):
+        return False
+    costs = marks & MARKED.keys()
+    return not costs or bool(costs & asked) or is_full or item.path in named
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -117,13 +213,22 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if collection_path.parent.name != "gpu" else None
 
 
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Return freed memory to the system after each file."""
+    if nextitem is None or nextitem.path != item.path:
+        gc.collect()
+        settled_bytes()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def warm(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Open what stays open in a process, such as uvloop's pipe, before leaks are counted."""
     with aiockpt.SyncCheckpointer() as ckpt:
         ckpt.save({"x": torch.ones(1)}, tmp_path_factory.mktemp("warm") / "c")
+    gc.collect()  # the tests that are left out
     gc.freeze()  # the imported modules: scanning them in every collection takes a sixth of the time of all tests
     gc.enable()
+    settled_bytes()
 
 
 @pytest.fixture(scope="session")

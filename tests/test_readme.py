@@ -105,6 +105,7 @@ def fonts() -> None:
     warm()
 
 
+@pytest.mark.docs
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
 @pytest.mark.filterwarnings("ignore:Detected an existing checkpoint:UserWarning")
@@ -201,6 +202,7 @@ def training(seed: int) -> dict[str, Any]:
     return {"model": model, "optim": optim, "sched": sched, "batches": batches, "torch": torch, "aiockpt": aiockpt}
 
 
+@pytest.mark.docs
 def test_training_and_resuming(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with asyncio.Runner() as runner:
@@ -222,6 +224,7 @@ def test_training_and_resuming(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         assert_same(names[name].state_dict(), resumed[name].state_dict())
 
 
+@pytest.mark.docs
 def test_an_interrupted_run_resumes_identically(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with asyncio.Runner() as runner, restored_signals():
@@ -237,6 +240,7 @@ def test_an_interrupted_run_resumes_identically(tmp_path: Path, monkeypatch: pyt
         assert_same(first[name].state_dict(), resumed[name].state_dict())
 
 
+@pytest.mark.docs
 def test_plain_loops_and_notebooks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with asyncio.Runner() as runner:
@@ -250,6 +254,7 @@ def test_plain_loops_and_notebooks(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 TITLES = ["In an async loop", "A whole run", "In a plain loop", "In a notebook"]
 
 
+@pytest.mark.docs
 @pytest.mark.parametrize("title", TITLES)
 def test_an_example_that_saves_runs_twice(title: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

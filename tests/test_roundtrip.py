@@ -101,6 +101,7 @@ def folder():
         yield Path(path)
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(state=_states(st.one_of(_tensors(), _OBJECTS)))
 def test_any_state_loads_unchanged(state, folder: Path) -> None:
@@ -190,6 +191,7 @@ def test_metadata_of_a_run_that_diverged(folder: Path) -> None:
     assert json.loads(text, parse_constant=refuse)["metadata"]["loss"] == {"$float": "nan"}
 
 
+@pytest.mark.slow
 def test_thousands_of_numbers_are_read_without_torch_load(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """``torch.load`` would take most of a millisecond for each number."""
     path, stock = folder / "numbers", folder / "stock_numbers"

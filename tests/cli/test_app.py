@@ -250,6 +250,7 @@ def test_no_bar_without_a_terminal():
 FAST = [["--help"], ["--version"], ["docs"], ["docs", "saving"], ["nonsense"], ["ls", "."], ["ls", ".", "--json"]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", FAST, ids=" ".join)
 def test_commands_that_read_no_tensor_do_not_import_torch(arguments, tmp_path, monkeypatch):
     for form in FORMATS:

@@ -95,6 +95,7 @@ def test_target_inside_the_source_is_refused(anywhere):
     same(load(source), tensors())
 
 
+@pytest.mark.kills
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("to", TARGETS)
 def test_interrupt_leaves_no_file(to, number, python, tmp_path):

@@ -40,6 +40,7 @@ def run_demo(python, home, *options):
         process.wait()
 
 
+@pytest.mark.docs
 def test_resumed_run_is_identical(python, tmp_path):
     output, code = run_demo(python, tmp_path, "--dir", str(tmp_path / "runs"))
     assert code == 0, output

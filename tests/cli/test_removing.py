@@ -47,6 +47,7 @@ def test_rm_without_a_terminal_requires_yes(tmp_path):
     assert path.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("answer", "code", "is_there"), [(b"y\n", 0, False), (b"n\n", 0, True), (b"\x04", 130, True)])
 def test_rm_in_a_terminal_asks_for_confirmation(answer, code, is_there, python, tmp_path):
     path = make("dcp", tmp_path / "c")

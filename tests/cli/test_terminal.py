@@ -68,6 +68,7 @@ def cells(line):
     return cell_len(ESCAPE.sub("", line))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("columns", [80, 160])
 @pytest.mark.parametrize(
     "arguments",
@@ -136,6 +137,7 @@ def test_documentation_is_not_cut_in_a_narrow_terminal(topic, in_terminal):
     assert max(map(cells, shown.splitlines())) <= 80
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [

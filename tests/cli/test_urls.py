@@ -81,6 +81,7 @@ aiockpt.save({"w": torch.ones(3)}, sys.argv[1], storage=Dying(storage_of(sys.arg
 """
 
 
+@pytest.mark.kills
 def test_what_a_killed_save_has_left_is_removed_where_nothing_else_is(python: list[str], server_url: str) -> None:
     died = subprocess.run([*python, "-c", DIES, f"{server_url}/run/c"], timeout=120, check=False)
     assert died.returncode == 7

@@ -45,6 +45,7 @@ def test_files_of_a_live_process_are_left_alone(summary: Summary) -> None:
 # --- bugs are detected ------------------------------------------------------------------------------------
 
 
+@pytest.mark.main
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_program_with_a_crash_bug_is_detected(name: str, zygote: Zygote, tmp_path: Path) -> None:
     scenario, expected, near = BROKEN[name]

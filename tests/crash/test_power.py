@@ -19,6 +19,7 @@ def findings_of(report) -> str:
     return "\n".join(map(str, report.findings))
 
 
+@pytest.mark.main
 @pytest.mark.parametrize("name", QUICK)
 def test_no_power_cut_breaks_a_promise(zygote: Zygote, tmp_path: Path, name: str) -> None:
     recording = zygote.call(record, name, tmp_path / "c")
@@ -61,6 +62,7 @@ def test_a_correct_storage_loses_nothing(zygote: Zygote, tmp_path: Path) -> None
     assert not report.findings, findings_of(report)
 
 
+@pytest.mark.main
 @pytest.mark.parametrize("care", CARES)
 def test_a_storage_that_lacks_a_sync_is_detected(zygote: Zygote, tmp_path: Path, care: Care) -> None:
     recording = zygote.call(record, "overwrite", tmp_path / "c", careless(care))

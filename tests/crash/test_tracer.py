@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import mmap
 import os
@@ -156,8 +157,8 @@ def test_threads_and_processes_are_followed(zygote: Zygote, tmp_path: Path) -> N
 def _signals(folder: Path, tracer: Tracer) -> None:
     got = []
     signal.signal(signal.SIGUSR1, lambda *_: got.append(1))
-    signal.setitimer(signal.ITIMER_REAL, 1e-4, 1e-4)
     signal.signal(signal.SIGALRM, lambda *_: got.append(2))
+    signal.setitimer(signal.ITIMER_REAL, 1e-4, 1e-4)
     for number in range(50):
         (folder / f"{number}").write_bytes(b"x")
         os.kill(os.getpid(), signal.SIGUSR1)
@@ -251,6 +252,29 @@ def _parts_killed(folder: Path) -> None:
 def test_one_process_of_several_is_killed(zygote: Zygote, tmp_path: Path) -> None:
     (tmp_path / "files").mkdir()
     zygote.call(_parts_killed, tmp_path / "files")
+
+
+def _forks_and_goes_on(folder: Path, tracer: Tracer) -> None:
+    with contextlib.suppress(PermissionError):  # the children run only while their parent waits
+        os.sched_setscheduler(0, os.SCHED_FIFO | os.SCHED_RESET_ON_FORK, os.sched_param(1))
+    reading, writing = os.pipe()
+    for _ in range(5):
+        if os.fork() == 0:
+            os.close(writing)
+            os.read(reading, 1)  # until the parent closes its end
+            (folder / "child").touch()
+            os._exit(0)
+    (folder / "parent").touch()
+
+
+def _just_started_killed(folder: Path) -> None:
+    trace = _run(_forks_and_goes_on, folder, lambda _, call: Kill("after", "others") if "parent" in call.path else None)
+    assert ([path.name for path in folder.iterdir()], sorted(trace.exits.values())) == (["parent"], [-9] * 5 + [0])
+
+
+def test_processes_that_have_not_run_yet_are_killed(zygote: Zygote, tmp_path: Path) -> None:
+    (tmp_path / "files").mkdir()
+    zygote.call(_just_started_killed, tmp_path / "files")
 
 
 def _report_error(folder: Path, tracer: Tracer) -> None:

@@ -228,6 +228,7 @@ def test_damaged_objects_are_not_copied(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("to", FORMATS)
 @pytest.mark.parametrize("dtype", [pytest.param(None, marks=pytest.mark.full), torch.bfloat16])
 def test_memory_is_bounded(to: str, dtype: torch.dtype | None, tmp_path: Path) -> None:

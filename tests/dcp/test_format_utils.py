@@ -341,6 +341,7 @@ def _peak_of(rank: int, world_size: int, folder: Path, way: str) -> int:
     return peak_growth(lambda: getattr(ours, way)(folder / "in", folder / "out"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("large", [pytest.param(False, marks=pytest.mark.full), True])
 @pytest.mark.parametrize("way", ["dcp_to_torch_save", "torch_save_to_dcp"])
 def test_memory_is_bounded(tmp_path: Path, way: str, large: bool) -> None:

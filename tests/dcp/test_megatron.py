@@ -33,6 +33,7 @@ def expected(step: int) -> dict[str, Any]:
     return {"model.w": whole, "optim.m": whole * 2, "facts": {"step": step}, "bias": torch.arange(7.0) + step}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "how"),
     [

@@ -198,6 +198,7 @@ def _peak_of(rank: int, world_size: int, folder: Path, way: str) -> int:
     return peak_growth(lambda: getattr(ours, way)(folder / "in", folder / "out", dtype=torch.bfloat16))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("large", [pytest.param(False, marks=pytest.mark.full), True])
 @pytest.mark.parametrize("way", ["dcp_to_safetensors", "safetensors_to_dcp"])
 def test_memory_is_bounded(tmp_path: Path, way: str, large: bool) -> None:

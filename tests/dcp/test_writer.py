@@ -586,6 +586,7 @@ def _save_in_processes(rank: int, world_size: int, folder: Path) -> None:
         future.result()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(state_dict_saver, "AsyncCheckpointerType"), reason="this torch saves in threads only")
 def test_async_save_in_processes(tmp_path: Path) -> None:
     with World(2, store="file", may_start=True) as world:

@@ -88,6 +88,7 @@ def _outcomes(folder: Path, *, writer: str) -> list[BaseException | None]:
     return ended
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("writer", ["thread", "process"])
 def test_nothing_stays_pending_when_a_callback_raises(
     writer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

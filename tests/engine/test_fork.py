@@ -225,6 +225,7 @@ ckpt.close()
 """
 
 
+@pytest.mark.slow
 def test_a_fork_while_the_engine_starts_leaves_a_child_that_can_save(
     python_with_torch: list[str], tmp_path: Path
 ) -> None:

@@ -131,6 +131,7 @@ def test_plain_values_read_as_pickle_reads_them(value: Any) -> None:
         assert plain(simple(data)) == plain(value)
 
 
+@pytest.mark.slow
 def test_many_items_with_memo_references_of_every_form() -> None:
     """More than 256 memoized values make references of one byte and of four."""
     sizes = [torch.Size([16, n % 7]) for n in range(7)]

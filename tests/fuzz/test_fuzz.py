@@ -60,6 +60,7 @@ def inputs(target: Target, seed: int) -> Iterator[bytes]:
             pool = [*target.seeds, *pool[-20:]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_every_input_loads_or_is_refused(name: str, targets, judge: Judge, record_property) -> None:
     target, tried = targets[name], 0

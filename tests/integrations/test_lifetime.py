@@ -77,6 +77,7 @@ def test_a_forked_process_has_its_own(tmp_path: Path) -> None:
     held.end()
 
 
+@pytest.mark.slow
 def test_no_framework_is_imported_with_the_package() -> None:
     code = (
         "import sys, aiockpt, aiockpt.integrations.lifetime\n"

@@ -97,6 +97,7 @@ async def trains(rank: int, size: int, folder: Path, last: int) -> Any:
         return None if start is None else start.step, latest.step, best.step, facts[-1]
 
 
+@pytest.mark.main
 def test_run_of_two_ranks(world2: World, anywhere: Path) -> None:
     assert world2.results(trains, anywhere, 7) == [(None, 6, 6, (6, 6.0))] * 2
     assert world2.results(trains, anywhere, 11) == [(6, 10, 10, (10, 10.0))] * 2

@@ -69,6 +69,7 @@ def version_at(bucket: Bucket, name: str) -> int:
     return int(state["version"])
 
 
+@pytest.mark.main
 @pytest.mark.parametrize("count", [3, 1_500_000, 6_000_000], ids=["small", "a part", "parts"])
 @pytest.mark.parametrize("name", ["m.safetensors", "run/m.pt"])
 def test_the_object_is_what_other_programs_expect(name: str, count: int, bucket: Bucket) -> None:

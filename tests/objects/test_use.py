@@ -125,6 +125,7 @@ def test_who_may_not_delete_loses_nothing(bucket: Bucket, server: ObjectServer) 
         assert ckpt.verify(bucket / "c").ok
 
 
+@pytest.mark.main
 def test_what_is_there_is_said(bucket: Bucket) -> None:
     """Checkpoints within checkpoints, and objects of others."""
     objects = bucket.storage().objects
@@ -224,6 +225,7 @@ def test_a_long_run_is_listed_by_few_requests(server: ObjectServer) -> None:
         assert sorted(set(range(1000)) - set(run.steps())) == [500]
 
 
+@pytest.mark.main
 def test_a_large_checkpoint_is_opened_by_few_requests(bucket: Bucket, server: ObjectServer) -> None:
     state = {f"layer.{at}.weight": torch.full((3,), float(at)) for at in range(10_000)}
     with bucket.checkpointer() as ckpt:

@@ -191,6 +191,7 @@ def test_one_process_refuses_a_part_and_saves_a_whole_tensor(kind: str, tmp_path
         assert torch.equal(ckpt.load(tmp_path / "c")["w"], whole())
 
 
+@pytest.mark.main
 @pytest.mark.parametrize(
     "change",
     [

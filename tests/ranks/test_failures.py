@@ -171,6 +171,7 @@ def test_ranks_that_contradict_each_other(
 # --- storages ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.main
 @pytest.mark.parametrize("step", ["create", "write", "finish", "commit"])
 def test_a_fault_of_the_storage_of_one_rank(place: tuple[World, int], anywhere: Path, step: str) -> None:
     world, rank = place
@@ -415,6 +416,7 @@ def test_a_rank_that_dies(anywhere: Path, size: int, moment: str, rank: int, sto
     assert not (anywhere / "c").exists()
 
 
+@pytest.mark.main
 @pytest.mark.parametrize(("moment", "rank", "store"), [("create", 0, "tcp"), ("write", 0, "file"), ("write", 2, "tcp")])
 def test_a_rank_that_dies_in_the_first_save(anywhere: Path, moment: str, rank: int, store: Rendezvous) -> None:
     check_death_reported(survivors_of(anywhere, 4, moment, rank, store, before=None), rank)

@@ -76,6 +76,7 @@ def test_resumed_training_equals_uninterrupted(world4: World, tmp_path: Path, ki
         assert losses == losses_after
 
 
+@pytest.mark.main
 def test_other_numbers_of_ranks_load_it(world2: World, world4: World, tmp_path: Path) -> None:
     """One process loads it as well; its optimizer gets whole tensors."""
     before = world2.results(save_trained, tmp_path / "c", "fsdp", False)

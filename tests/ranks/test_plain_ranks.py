@@ -57,6 +57,7 @@ def state_of(rank: int, step: int) -> dict[str, Any]:
     }
 
 
+@pytest.mark.main
 @pytest.mark.parametrize("kind", ["hash", "file", "tcp"])
 def test_they_save_one_checkpoint_and_load_their_parts(kind: str, tmp_path: Path) -> None:
     meeting = stores(kind, tmp_path)

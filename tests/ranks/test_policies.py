@@ -39,6 +39,7 @@ async def save_too_fast(rank: int, size: int, folder: Path, options: dict[str, A
     return ends
 
 
+@pytest.mark.main
 @pytest.mark.parametrize(
     ("options", "skipped"),
     [({"on_busy": "skip"}, [1, 2]), ({"on_busy": "skip", "max_in_flight": 2}, [2]), ({"on_busy": "supersede"}, [1])],

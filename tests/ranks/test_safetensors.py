@@ -184,6 +184,7 @@ def test_files_equal_those_of_one_process(worlds: dict[int, World], tmp_path: Pa
             assert opened.metadata()["step"] == "3"
 
 
+@pytest.mark.main
 @pytest.mark.parametrize("chunk_bytes", [CHUNK, 3 << 20], ids=["page cache", "direct I/O"])
 @pytest.mark.parametrize("layout", ["rows", "columns"])
 def test_one_file(world2: World, tmp_path: Path, layout: str, chunk_bytes: int) -> None:

@@ -118,6 +118,7 @@ def test_replicated_state_is_read_once(kind: str, saved: Path, world4: World) ->
     assert max(read) <= 0.25 * nbytes + (8 << 20)
 
 
+@pytest.mark.main
 @pytest.mark.parametrize("near", [True, False])
 def test_compressed_items_are_read_and_decoded_by_one_rank(near: bool, tmp_path: Path, world3: World) -> None:
     path = tmp_path / "c"

@@ -36,6 +36,7 @@ def save_all(rank: int, world_size: int, path: Path, writer: Writer) -> list[str
         return sorted(result.files)
 
 
+@pytest.mark.main
 @pytest.mark.parametrize("writer", ["thread", "process"])
 def test_all_parts_appear_at_once(world2: World, writer: Writer, tmp_path: Path) -> None:
     files, others = world2.results(save_all, tmp_path, writer)

@@ -84,6 +84,7 @@ def files_to_damage(places: dict[str, Path]) -> Iterator[tuple[Path, bool, int]]
             yield file, file.name == ".metadata" and kind != "ours", step
 
 
+@pytest.mark.slow
 def test_flipped_bit_anywhere(places, ckpt, record_property) -> None:
     tried = refused = 0
     for file, renamed, step in files_to_damage(places):

@@ -343,6 +343,7 @@ def test_flipped_payload_bit_is_found_and_named(stock: bool, ckpt, tmp_path: Pat
             assert int((loaded != state[name]).sum()) == 1
 
 
+@pytest.mark.slow
 def test_flips_anywhere_are_found_or_harmless(ckpt, tmp_path: Path) -> None:
     """After a bit flip in a small checkpoint, a load raises an error of ours or returns the saved state."""
     state = {"a": torch.arange(9), "s": {"x": torch.tensor(2.5)}, "o": [1, "two"]}

@@ -297,6 +297,7 @@ def test_truncated_and_grown_files(stock: bool, tmp_path: Path) -> None:
     assert found(verify(tmp_path / "c")) == (set() if stock else {("size", file, None)})
 
 
+@pytest.mark.slow
 @WRITERS
 def test_any_flip_is_found_or_harmless(stock: bool, tmp_path: Path) -> None:
     state = {"a": torch.arange(9), "s": {"x": torch.tensor(2.5)}, "o": [1, "two"], "b": torch.arange(9) + 7}

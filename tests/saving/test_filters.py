@@ -373,6 +373,7 @@ def filled(value: Any) -> Any:
     return value
 
 
+@pytest.mark.slow
 @given(data=st.data(), state=STATES)
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_part_of_any_state(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, state: Any) -> None:

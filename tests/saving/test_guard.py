@@ -213,6 +213,7 @@ def test_a_step_of_an_unknown_optimizer_counts_from_its_beginning_even_with_a_cl
         assert torch.equal(ckpt.load(tmp_path / "c")["w"], torch.ones(200, 200))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # used by the compiler itself
 @pytest.mark.filterwarnings("ignore:Guards may run slower on Python:RuntimeWarning")  # from the compiler, on 3.13.0
 def test_compiled_steps_wait_each_time(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ class TestLocalStorage(StorageConformance):
         return LocalStorage()
 
 
+@pytest.mark.slow
 class TestBufferedLocalStorage(StorageConformance):
     def make_storage(self, tmp_path: Path) -> Storage:
         return LocalStorage(direct_io=False, fsync=False)
@@ -51,6 +52,7 @@ class TestServerStorage(StorageConformance):
         return f"{self.url}/{tmp_path.name}/{name}"
 
 
+@pytest.mark.slow
 class TestWrapperStorage(StorageConformance):
     """A wrapper around a storage for one process."""
 

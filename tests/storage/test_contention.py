@@ -90,6 +90,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     return request.param
 
 
+@pytest.mark.kills
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("kind", ["directory", "file"])
 @pytest.mark.parametrize("is_there", [True, False], ids=["something", "nothing"])

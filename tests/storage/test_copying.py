@@ -144,6 +144,7 @@ async def test_copy_over_a_copy_of_the_same_checkpoint(
         assert is_whole(target)
 
 
+@pytest.mark.kills
 @pytest.mark.parametrize("cause", ["error", "cancellation"])
 @pytest.mark.asyncio
 async def test_interrupted_at_each_step_no_file_is_sent_twice(

@@ -24,6 +24,7 @@ from aiockpt.testing import FaultyStorage, GatedStorage, StorageConformance
 from tests.disks import HostDisk, disks_in, documents_of, read, union_of, write
 
 
+@pytest.mark.slow
 class TestOneDisk(StorageConformance):
     """The disk of a job of one host."""
 

@@ -456,6 +456,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+@pytest.mark.kills
 def test_checkpoint_finished_by_the_writer_process_of_a_killed_trainer_is_restored(
     tmp_path: Path, python: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

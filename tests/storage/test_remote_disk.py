@@ -56,6 +56,7 @@ def workers() -> Iterator[Workers]:
     group.close()
 
 
+@pytest.mark.slow
 class TestRemoteDisk(StorageConformance):
     """Over a socket."""
 
@@ -119,6 +120,7 @@ async def load(disk: Storage, path: str, workers: Workers) -> None:
 # --- the network ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.kills
 @pytest.mark.asyncio
 async def test_cut_before_any_answer_leaves_all_or_nothing(
     server: DiskServer, workers: Workers, tmp_path: Path

@@ -426,6 +426,7 @@ def _save_and_die(url: str, path: str, step: int, nth: int) -> None:
         ckpt.save({"x": torch.full((9,), step), "step": step}, path, storage=storage, overwrite=True)
 
 
+@pytest.mark.kills
 def test_kill_before_any_request_leaves_one_whole_checkpoint(
     storage: ServerStorage, server_url: str, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

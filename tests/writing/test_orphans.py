@@ -89,6 +89,7 @@ def _left(folder: Path | ServerPath) -> list[str]:
     return left_in(str(folder)) if isinstance(folder, ServerPath) else []
 
 
+@pytest.mark.main
 @pytest.mark.parametrize("plan", ["plain", "overwrite", "two", "fork"])
 def test_staged_saves_are_committed(plan: str, gate: Gate, anywhere: Path) -> None:
     trainer = _Trainer(gate, anywhere, "write", "staged", plan)
@@ -109,6 +110,7 @@ def test_staged_saves_are_committed(plan: str, gate: Gate, anywhere: Path) -> No
     assert not storage_of(anywhere).is_finishing(str(anywhere))
 
 
+@pytest.mark.main
 def test_an_unstaged_save_is_removed(gate: Gate, anywhere: Path) -> None:
     trainer = _Trainer(gate, anywhere, "write", "before", "plain")
     gate.wait()

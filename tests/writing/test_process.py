@@ -261,6 +261,7 @@ def test_the_error_quotes_the_stderr_of_the_writer_process(tmp_path: Path, monke
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_program_without_a_main_guard_works(tmp_path: Path) -> None:
     """The writer process does not import the main module; the exit of the program finishes saves in flight."""
     program = (

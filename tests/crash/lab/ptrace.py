@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 WAIT_ALL: Final = 0x40000000  # __WALL: threads as well
+EVENTS_STARTED: Final = frozenset({1, 2, 3})  # fork, vfork, clone
 EVENT_EXEC: Final = 4
 EVENT_SECCOMP: Final = 7
 EVENT_STOP: Final = 128
@@ -125,7 +126,7 @@ def leave_stopped(thread: int) -> None:
 
 
 def event_message(thread: int) -> int:
-    """Return the message of an event: for an exec the former ID of the thread."""
+    """Return the message of an event: for an exec the former ID of the thread, for a start the ID of the new one."""
     message = ctypes.c_ulong()
     _ptrace(_GETEVENTMSG, thread, ctypes.addressof(message))
     return message.value

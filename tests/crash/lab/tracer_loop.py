@@ -62,6 +62,7 @@ class TraceLoop:
         self._decide = decide
         self._with_data = with_data
         self._processes = {first: first}  # the process of each thread
+        self._over: set[int] = set()  # threads that have ended
         self._current: _Current | None = None
         self._waiting: deque[int] = deque()
         self._ending = False
@@ -121,6 +122,7 @@ class TraceLoop:
                 self._ended(thread, os.waitstatus_to_exitcode(status))
 
     def _ended(self, thread: int, code: int) -> None:
+        self._over.add(thread)
         process = self._processes.pop(thread, thread)
         if thread == process:
             self.exits[process] = code
@@ -130,8 +132,11 @@ class TraceLoop:
             self._next()
 
     def _stopped(self, thread: int, number: int, event: int) -> None:
-        if thread not in self._processes:
-            self._processes[thread] = _process_of(thread)
+        self._meet(thread)
+        if event in ptrace.EVENTS_STARTED:  # the new thread's own stop may come later than further calls of this one
+            new = ptrace.event_message(thread)
+            if new not in self._over:  # or it came earlier
+                self._meet(new)
         if self._ending:
             os.kill(self._processes[thread], signal.SIGKILL)
         elif event == ptrace.EVENT_SECCOMP:
@@ -145,6 +150,11 @@ class TraceLoop:
             self._answered(thread)
         else:
             ptrace.resume(thread, 0 if event else number)
+
+    def _meet(self, thread: int) -> None:
+        """Note the process of a thread."""
+        if thread not in self._processes:
+            self._processes[thread] = _process_of(thread)
 
     def _forget_threads(self, thread: int) -> None:
         """Forget the other threads of a process that has called exec: the kernel has ended them."""
