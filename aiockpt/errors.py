@@ -254,6 +254,28 @@ def unwrapped(error: BaseException) -> BaseException:
     return error
 
 
+def ungrouped(error: BaseException) -> BaseException:
+    """Return the first error in a group, with no group among its causes and contexts: each prints a page of its own."""
+    error = unwrapped(error)
+    seen: set[int] = set()
+    left: list[BaseException | None] = [error]
+    while left:
+        at = left.pop()
+        if at is None or id(at) in seen:
+            continue
+        seen.add(id(at))
+        context = at.__context__
+        while isinstance(context, BaseExceptionGroup):
+            first = unwrapped(context)
+            context = context.__context__ if id(first) in seen else first
+        at.__context__ = context
+        if isinstance(at.__cause__, BaseExceptionGroup):
+            cause = unwrapped(at.__cause__)
+            at.__cause__ = None if id(cause) in seen else cause
+        left += [at.__context__, at.__cause__]
+    return error
+
+
 def sanitize_error(error: BaseException) -> None:
     """Escape the messages of an error and of its causes; see `printable`."""
     seen: set[int] = set()

@@ -427,7 +427,8 @@ class LoadOptions(OpenOptions):
             fills; new tensors stay as they are.
         strict: raise if the checkpoint lacks a key of ``state_dict`` or of ``keys``. False: leave such keys as they
             are and warn once, with a `MissingKeysWarning` that has them as ``keys``. Modules get the same value for
-            their ``load_state_dict``. Other objects decide for themselves, if anything is stored for them.
+            their ``load_state_dict``. Other objects decide for themselves, if anything is stored for them. A function
+            of a key: whether it must be there; else as False.
         missing: a list to which the keys are appended that ``strict=False`` allowed to be missing.
         mmap: return tensors that are backed by the files. Nothing is read before it is used, so no CRC is checked.
             Writing to a tensor changes a private copy of the page, never the file. The files must not be written to
@@ -447,7 +448,7 @@ class LoadOptions(OpenOptions):
     map_location: MapLocation | None = None
     keys: str | Sequence[str] | None = None
     dtype: DType = None
-    strict: bool = True
+    strict: bool | Callable[[str], bool] = True
     missing: list[str] | None = None
     mmap: bool = False
     share: Literal["auto"] | bool = "auto"
@@ -464,6 +465,8 @@ class LoadOptions(OpenOptions):
 
 def check_options(options: LoadOptions, *, into: bool) -> None:
     """Raise TypeError or ValueError if options are of the wrong type or contradict each other, or a target (into)."""
+    if options.strict not in (True, False) and not callable(options.strict):
+        raise TypeError(f"strict must be True or False, or a function of a key, not {options.strict!r}")
     if options.missing is not None and not isinstance(options.missing, list):
         raise TypeError(f"missing must be a list, to which the missing keys are appended, not {options.missing!r}")
     if options.share != "auto" and not isinstance(options.share, bool):

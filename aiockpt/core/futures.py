@@ -17,7 +17,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import anyio
 
 from aiockpt.core.threads import Origin, check_asyncio, outlast
-from aiockpt.errors import AiockptError
+from aiockpt.errors import AiockptError, ungrouped
 
 logger = logging.getLogger("aiockpt")
 
@@ -119,6 +119,10 @@ class Completion(Future[T]):
         if self._exception is not None:
             self._observe()
         return self._exception
+
+    def set_exception(self, exception: BaseException | None) -> None:
+        """Complete it with an error, of which the waiters get nothing of the groups that task groups raise."""
+        super().set_exception(None if exception is None else ungrouped(exception))
 
     def add_done_callback(self, fn: Callable[[Future[T]], object]) -> None:
         """Call a function with this future when it has completed; if it has, at once and in this thread.

@@ -8,8 +8,8 @@ import math
 import re
 from bisect import bisect_left
 from collections import Counter, OrderedDict, deque
-from collections.abc import Collection, Container, Iterable, Mapping, Sequence
-from itertools import islice
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from itertools import accumulate, islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from aiockpt.errors import printable_key
@@ -128,6 +128,23 @@ def matching(names: Collection[str], patterns: Iterable[str]) -> tuple[set[str],
         if not hits:
             unmatched.append(pattern)
     return found, tuple(unmatched)
+
+
+def containers_of(names: Iterable[str]) -> set[str]:
+    """Return the names of all containers around these names."""
+    return {name[:at] for name in names for at, letter in enumerate(name) if letter == "."}
+
+
+def chooser(patterns: Iterable[str]) -> Callable[[str], bool]:
+    """Return a function of one name: whether patterns select it, as by `matching`."""
+    plain = frozenset(patterns)
+    globs = [re.compile(fnmatch.translate(pattern)).match for pattern in plain if _MAGIC.search(pattern)]
+
+    def chooses(name: str) -> bool:
+        above = accumulate(name.split("."), "{}.{}".format)
+        return not plain.isdisjoint(above) or any(glob(name) for glob in globs)
+
+    return chooses
 
 
 def hint(missing: Sequence[str], names: Iterable[str], asked: Container[str] = (), *, fills: bool = False) -> str:

@@ -49,6 +49,7 @@ from aiockpt.manager.restoring import Restore
 from aiockpt.manager.retention import Retention
 from aiockpt.manager.scan import RUN_KEY, StepInfo, StepNames
 from aiockpt.options import CheckpointerOptions, SaveOptions
+from aiockpt.planning.filters import recorded
 from aiockpt.telemetry.card import size_text
 
 if TYPE_CHECKING:
@@ -107,6 +108,7 @@ class ManagerBase:
             self._storage = self._disks.storage
         self._names = StepNames(options.names)
         self._locks = self.writes and options.lock
+        self._filters = {"include": options.include, "exclude": options.exclude}
         self._tier = Tier(self._storage, self.directory, self._names)
         self._scanner = self._tier.scanner
         self._mirror_tier = self._mirror_of(options)  # on all ranks
@@ -519,6 +521,10 @@ class ManagerBase:
         kept = kept_text(self._keep)
         metadata[RUN_KEY] = {"step": step, "metrics": metrics, "time": now, "keep": kept, "id": self._run_id}
         options = {each.name: getattr(request, each.name) for each in fields(SaveOptions)} | {"metadata": metadata}
+        filters = {name: rule if options[name] is None else options[name] for name, rule in self._filters.items()}
+        options |= filters
+        if known := recorded(**filters):
+            metadata[RUN_KEY]["filters"] = known
         if self._disks is not None:
             options["storage"] = self._storage
         handle = start(request.state_dict, self.path_of(step), **options)

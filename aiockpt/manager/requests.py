@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from aiockpt.engine.facade import CheckpointerBase
     from aiockpt.engine.requests import StateDict
     from aiockpt.manager.policies import KeepPolicy, Mode, SavePolicy
+    from aiockpt.planning.filters import Filter
     from aiockpt.telemetry.progress import OnProgress
     from aiockpt.telemetry.saves import SaveResult
 
@@ -36,6 +37,8 @@ class ManagerOptions(CheckpointerOptions):
             renames and deletes nothing.
         names: the names of the steps' directories, as a format with one field for the number, such as
             ``"checkpoint-{}"``. Only directories with such names are steps.
+        include: what each save has, unless it says otherwise, as ``include`` of `save`; `restore` knows it by the step.
+        exclude: what each save leaves out, likewise.
         lock: whether the run has one manager that writes. False: something else sees to it that only one does.
         on_written: a function that is called with each step that is written, and its SaveResult; in a thread of the
             manager, before steps are deleted. Closing waits for it. An error of it is logged.
@@ -67,6 +70,8 @@ class ManagerOptions(CheckpointerOptions):
     save: SavePolicy | None = field(default=None, kw_only=True)
     mode: Literal["write", "read"] = field(default="write", kw_only=True)
     names: str = field(default="step-{:08d}", kw_only=True)
+    include: Filter | None = field(default=None, kw_only=True)
+    exclude: Filter | None = field(default=None, kw_only=True)
     lock: bool = field(default=True, kw_only=True)
     on_written: Callable[[int, SaveResult], object] | None = field(default=None, kw_only=True)
     mirror: Path | None = field(default=None, kw_only=True)
@@ -116,9 +121,10 @@ class RestoreRequest:
             newest first. They are of no use if the run goes on from here, but a restart would take the latest. For
             this start alone: a restarted job that passes True again loses what it saved. None: warn of them.
         map_location: this and the following are as in `AsyncCheckpointer.load`.
-        keys: what to load.
+        keys: what to load. None: everything that the step has. Keys that it was saved without, by ``include`` or
+            ``exclude``, are left as they are, with a `MissingKeysWarning`, and are ``left`` of the result.
         dtype: what to cast floating-point tensors to; "target": each to what it is in the target.
-        strict: raise if the step lacks a key.
+        strict: raise if the step lacks a key that it was not saved without.
         missing: a list for the keys that it lacks.
         safe_globals: classes and functions that pickled objects may use.
         trust: unpickle objects without restriction.
@@ -136,7 +142,7 @@ class RestoreRequest:
     map_location: MapLocation | None = None
     keys: str | Sequence[str] | None = None
     dtype: DType = None
-    strict: bool = True
+    strict: bool | Callable[[str], bool] = True
     missing: list[str] | None = None
     safe_globals: Sequence[Any] = ()
     trust: bool = False
@@ -176,6 +182,7 @@ class Restored:
         skipped: the damaged steps that were passed over, newest first; also a damaged copy of this one.
         repaired: the keys of this step that were read from the mirror, as the run's directory has damaged them; or the
             names of files, where the damage is not that of a tensor.
+        left: the keys that this step was saved without, which are as they were.
     """
 
     step: int
@@ -184,6 +191,7 @@ class Restored:
     metadata: Mapping[str, Any] = field(default_factory=dict, repr=False)
     skipped: tuple[SkippedStep, ...] = ()
     repaired: tuple[str, ...] = ()
+    left: tuple[str, ...] = ()
 
 
 def check_step(step: object) -> int:

@@ -26,6 +26,7 @@ from aiockpt.manager.policies import Mode, ranked
 from aiockpt.manager.requests import Restored, RestoreRequest, SkippedStep, StepChoice
 from aiockpt.manager.scan import is_unreadable
 from aiockpt.manager.tiers import StepCopy, copies_in_order, other_run
+from aiockpt.planning.filters import needed_with
 from aiockpt.reading.info import TensorInfo
 from aiockpt.storage.hosts import HostDisks
 from aiockpt.storage.patched import PatchedStorage, Patches
@@ -116,7 +117,9 @@ class Restore:
                         continue
                 judge = partial(self._judge, place, listed[at + 1 :], bool(touched_by))
                 await run._led(f"the load of {each.info.path}", judge)
-                options = self.request.load_options()
+                options, left = self.request.load_options(), list[str]()
+                if each.info.filters and self.request.keys is None and self.request.strict is True:
+                    options |= {"strict": needed_with(each.info.filters), "missing": left}
                 await run._call("load", place.path, self.request.state_dict, storage=place.storage, **options)
             except LoadError as exc:
                 is_damaged = isinstance(exc, CorruptCheckpointError | CheckpointNotFoundError)
@@ -150,7 +153,9 @@ class Restore:
                 self._warn(each, moved)
             info = each.info
             run._run_id = info.run_id or run._run_id
-            return Restored(info.step, info.path, info.metrics, info.metadata, moved, place.repaired)
+            if self.request.missing is not None:
+                self.request.missing.extend(left)
+            return Restored(info.step, info.path, info.metrics, info.metadata, moved, place.repaired, tuple(left))
         if isinstance(self.choice, int) and skipped:
             raise skipped[-1][1]
         damaged = [(each.info, error) for each, error in skipped if isinstance(error, CorruptCheckpointError)]

@@ -67,6 +67,7 @@ class StepInfo:
         problem: why it is not complete; empty if it is.
         save_id: the same for all copies of it, and for nothing else; empty if it has no manifest, or a damaged one.
         run_id: the same for all steps of a run, wherever it went on; empty if nothing says whose it is.
+        filters: the ``include`` and ``exclude`` that it was saved with: patterns, or True for a function.
     """
 
     step: int
@@ -79,6 +80,7 @@ class StepInfo:
     problem: str = ""
     save_id: str = field(default="", repr=False)
     run_id: str = field(default="", repr=False)
+    filters: Mapping[str, list[str] | bool] = field(default_factory=dict, repr=False)
 
 
 def is_unreadable(info: StepInfo) -> bool:
@@ -297,7 +299,8 @@ def _with_facts(info: StepInfo, head: Mapping[str, Any]) -> StepInfo:
         else:  # of a program that saves without a manager
             run = {}
         time_s, run_id = _time_of(run.get("time"), head["created"]), str(run.get("id", ""))
-        return replace(info, time=time_s, metrics=_metrics_of(run.get("metrics")), metadata=metadata, run_id=run_id)
+        metrics, filters = _metrics_of(run.get("metrics")), _filters_of(run.get("filters"))
+        return replace(info, time=time_s, metrics=metrics, metadata=metadata, run_id=run_id, filters=filters)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
         return replace(info, state="damaged", problem=f"{MANIFEST_NAME} is damaged")
 
@@ -307,6 +310,14 @@ def _time_of(time_s: object, created: str) -> float:
     if is_number(time_s) and 0 <= time_s < _MOST_S:
         return float(time_s)
     return datetime.fromisoformat(created).timestamp()
+
+
+def _filters_of(value: object) -> dict[str, list[str] | bool]:
+    """Return filters of a save as they were recorded; what is none is left out, so that a load asks for all keys."""
+    found = value if isinstance(value, dict) else {}
+    lists = {name: rule for name, rule in found.items() if isinstance(rule, list)}
+    known = {name: rule for name, rule in lists.items() if all(isinstance(each, str) for each in rule)}
+    return known | {name: True for name, rule in found.items() if rule is True}
 
 
 def _metrics_of(value: object) -> dict[str, float]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from aiockpt.errors import SaveError
-from aiockpt.format.keys import check_patterns, containers_within, hint, matching
+from aiockpt.format.keys import check_patterns, chooser, containers_within, hint, matching
 from aiockpt.planning.flatten import FlatState, joined
 
 if TYPE_CHECKING:
@@ -37,6 +38,26 @@ def filter_leaves(
     flat.containers = containers_within(flat.containers, flat.names, flat.paths, kept, named)  # type: ignore[arg-type, assignment]
     rows = [row for row in zip(flat.names, flat.paths, flat.leaves, strict=True) if row[0] in kept]
     flat.names, flat.paths, flat.leaves = ([row[column] for row in rows] for column in range(3))  # type: ignore[assignment]
+
+
+def recorded(**filters: Filter | None) -> dict[str, list[str] | bool]:
+    """Return filters as JSON for a later load; True for a function, and nothing for what the save will refuse."""
+    made: dict[str, list[str] | bool] = {}
+    for option, rule in filters.items():
+        with contextlib.suppress(TypeError):
+            if rule is not None:
+                made[option] = True if callable(rule) else list(check_patterns(rule, option) or ())
+    return made
+
+
+def needed_with(filters: Mapping[str, list[str] | bool]) -> Callable[[str], bool]:
+    """Return whether a key must be in a checkpoint that was saved with these filters; after a function, none must."""
+    if True in filters.values():
+        return lambda name: False
+    rules = {option: chooser(rule) for option, rule in filters.items() if isinstance(rule, list)}
+    included, excluded = rules.get("include", chooser(["*"])), rules.get("exclude", chooser(()))
+    # With a dot: a container is left out by a pattern of all that is in it, such as 'optim.*'.
+    return lambda name: included(name) and not (excluded(name) or excluded(f"{name}."))
 
 
 def _empty_containers(flat: FlatState) -> dict[str, ObjPath]:

@@ -15,7 +15,7 @@ from aiockpt.core.wording import some_of
 from aiockpt.errors import LoadError, MissingKeysError, ShapeMismatchError, printable_key
 from aiockpt.format.index import Entry, Index, ObjPath, TensorEntry
 from aiockpt.format.item.arrays import ARRAY_TYPES
-from aiockpt.format.keys import hint, matching
+from aiockpt.format.keys import containers_of, hint, matching
 from aiockpt.planning.dtensor import is_distributed, whole_shape
 from aiockpt.planning.flatten import FlatState, StructureError, Subtrees, flatten, replace_leaves
 from aiockpt.reading.plain_loading import ModuleLoading, OptimizerLoading, OwnLoading, has_torchs_loading, loading_of
@@ -174,7 +174,10 @@ class _TargetPlanner:
             if not self._stored.holds(prefix + key) and (asked is None or prefix + key in asked)
         ]
         unknown = [] if live.name in self._entries else loading.unknown(keys)
-        if not self._options.strict:
+        strict = self._options.strict
+        if callable(strict):
+            lacking = [key for key in lacking if strict(prefix + key)]
+        elif not strict:
             lacking, unknown = [], []
         if loading.is_known and not (lacking and loading.optional.issuperset(lacking)):
             self.plan.missing += [prefix + key for key in lacking]
@@ -359,8 +362,12 @@ class _TargetPlanner:
 
     def check_keys(self, flat: FlatState) -> None:
         """Raise MissingKeysError if keys are missing, and LoadError if a module lacks some, unless that is allowed."""
-        missing = list(dict.fromkeys(self.plan.missing))
-        if missing and self._options.strict:
+        missing, strict = list(dict.fromkeys(self.plan.missing)), self._options.strict
+        if callable(strict):  # a container must be there if something in it must
+            needed = [name for name in flat.names if name not in self._entries and strict(name)]
+            within, above = containers_of(flat.names), containers_of(needed)
+            missing = [name for name in missing if (name in above if name in within else strict(name))]
+        if missing and strict:
             raise MissingKeysError(
                 f"{self._path} lacks {len(missing)} of the keys asked for: "
                 f"{some_of([printable_key(name) for name in missing], 10)}."
