@@ -17,6 +17,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
+
 import benchmarks
 from benchmarks import matrix
 from benchmarks.harness import time_limits
@@ -35,6 +37,7 @@ MODULES = {
     "new-process": "benchmarks.measured.new_process",
     "startup": "benchmarks.measured.startup",
     "models": "benchmarks.measured.models",
+    "live": "benchmarks.measured.live",
     "sweep": "benchmarks.measured.sweep",
     "lag": "benchmarks.measured.lag",
     "ranks": "benchmarks.ranks.sharded",
@@ -119,7 +122,11 @@ def _add_options(command: argparse.ArgumentParser, options: Mapping[str, Mapping
         type=Path,
         help="a directory on the disk to measure (by default the system's temporary directory)",
     )
-    command.add_argument("--json", type=Path, help="the file for the figures (by default a temporary file)")
+    command.add_argument(
+        "--json",
+        type=Path,
+        help="the file for the figures (by default a temporary one; of gpu one of the results)",
+    )
     command.add_argument("--time-limit", type=float, help="the seconds after which no round begins")
     command.add_argument("--run-limit", type=float, help="the seconds after which a run's process is killed")
     command.add_argument("--without", action="append", default=[], metavar="NAME=REASON", help="leave a contender out")
@@ -154,6 +161,8 @@ def run_one(options: argparse.Namespace) -> int:
 
 def default_json(name: str) -> Path:
     """Return the default file for the figures of a benchmark."""
+    if name == "gpu" and torch.cuda.is_available():  # such a machine is rarely at hand: its figures are kept
+        return readme.RESULTS / "gpu.json"
     return Path(tempfile.gettempdir()) / f"benchmark-{name}.json"
 
 
