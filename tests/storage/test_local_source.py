@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import json
 import mmap
 import os
 import weakref
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from isal.isal_zlib import crc32
+from safetensors.torch import save_file
 
 import aiockpt
 from aiockpt.storage.local.source import LocalSource, open_source
@@ -204,21 +206,41 @@ def test_maps_are_copy_on_write(source: LocalSource, data: bytes, tmp_path: Path
     mapped.close()
 
 
-def test_only_symlinks_of_the_hub_cache_are_followed(tmp_path: Path) -> None:
-    home = tmp_path / "models--x" / "snapshots" / "abc"
+@pytest.mark.parametrize("below", ["", "unet", "a/snapshots/b"])
+def test_only_symlinks_of_the_hub_cache_are_followed(below: str, tmp_path: Path) -> None:
+    repo = tmp_path / "models--x"
+    home = repo / "snapshots" / "abc" / below
     home.mkdir(parents=True)
-    (tmp_path / "models--x" / "blobs").mkdir()
-    (tmp_path / "models--x" / "blobs" / "1234").write_bytes(b"hello")
-    (tmp_path / "secret").write_bytes(b"secret")
-    (home / "good").symlink_to("../../blobs/1234")
-    (home / "bad").symlink_to("../../../secret")
+    for blob in (repo / "blobs" / "1234", tmp_path / "models--y" / "blobs" / "1234", tmp_path / "secret"):
+        blob.parent.mkdir(parents=True, exist_ok=True)
+        blob.write_bytes(b"hello")
+    (repo / "blobs" / "outside").symlink_to(tmp_path / "secret")
+    (home / "good").symlink_to(os.path.relpath(repo / "blobs" / "1234", home))
+    outside = tmp_path / "secret", tmp_path / "models--y" / "blobs" / "1234", repo / "blobs" / "outside"
     source = open_source(str(home), direct_io=True)
     buffer = bytearray(5)
     source.read("good", 0, memoryview(buffer))
     assert buffer == b"hello"
-    with pytest.raises(aiockpt.UnsafeCheckpointError, match="'bad', which is outside"):
-        source.read("bad", 0, memoryview(buffer))
+    for number, target in enumerate(outside):
+        (home / f"bad{number}").symlink_to(os.path.relpath(target, home))
+        with pytest.raises(aiockpt.UnsafeCheckpointError, match=f"'bad{number}', which is outside"):
+            source.read(f"bad{number}", 0, memoryview(buffer))
     source.close()
+
+
+def test_a_folder_of_a_hub_snapshot_is_a_checkpoint_as_the_snapshot_is(tmp_path: Path) -> None:
+    blobs, folder = tmp_path / "models--x" / "blobs", tmp_path / "models--x" / "snapshots" / "abc" / "unet" / "fp16"
+    blobs.mkdir(parents=True)
+    folder.mkdir(parents=True)
+    names = {key: f"model-0000{part}-of-00002.safetensors" for part, key in enumerate("vw", 1)}
+    for key, name in names.items():
+        save_file({key: torch.ones(2)}, blobs / name)
+    (blobs / "index").write_text(json.dumps({"weight_map": names}))
+    for name, blob in [("model.safetensors.index.json", "index"), *zip(names.values(), names.values(), strict=True)]:
+        (folder / name).symlink_to(os.path.relpath(blobs / blob, folder))
+    for path in (folder, folder / "model.safetensors.index.json"):
+        assert sorted(aiockpt.load(path)) == ["v", "w"]
+        assert aiockpt.verify(path).ok
 
 
 def test_checkpoint_file_may_be_a_symlink(tmp_path: Path) -> None:

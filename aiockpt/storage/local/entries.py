@@ -51,11 +51,11 @@ def homes_of(directory: int, path: str) -> list[str]:
         root = os.readlink(f"/proc/self/fd/{directory}")
     except OSError:
         root = os.path.realpath(path)
-    homes = [root]
-    if os.path.basename(os.path.dirname(root)) == "snapshots":  # the cache of the Hugging Face hub: all are links
-        homes.append(os.path.join(os.path.dirname(os.path.dirname(root)), "blobs"))
-    # The kernel appends this to the name of a removed directory.
-    return [home.removesuffix(" (deleted)") for home in homes]
+    root = root.removesuffix(" (deleted)")  # which the kernel appends to the name of a removed directory
+    parts = root.split(os.sep)
+    # In the cache of the Hugging Face hub, REPO/snapshots/REVISION and all below it are links to files in REPO/blobs.
+    repos = [os.sep.join(parts[:at]) for at, part in enumerate(parts[:-1]) if part == "snapshots"]
+    return [root, *(os.path.join(repo + os.sep, "blobs") for repo in repos)]
 
 
 def path_of_fd(fd: int, path: str) -> str:
