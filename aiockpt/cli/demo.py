@@ -28,7 +28,7 @@ import aiockpt
 from aiockpt.cli.app import Code, CommandError
 from aiockpt.cli.diff import differences
 from aiockpt.cli.output import console, print_table, size_text, time_text
-from aiockpt.core.machine import cores
+from aiockpt.core.machine import cores, python_program
 from aiockpt.core.wording import plural
 from aiockpt.format.names import HIDDEN, METADATA_NAME
 from aiockpt.reading.info import TensorInfo
@@ -291,7 +291,7 @@ def _die(config: Config, directory: Path) -> None:
 
 def run_until_killed(config: Config, directory: Path, kill_at: int) -> None:
     """Train in a process that dies within the save of a step; raise CommandError if it ends otherwise."""
-    command = [sys.executable, "-m", "aiockpt.cli.demo", str(directory), str(kill_at), json.dumps(asdict(config))]
+    command = [python_program(), "-m", "aiockpt.cli.demo", str(directory), str(kill_at), json.dumps(asdict(config))]
     # A new session keeps Ctrl-C away from the process: this one ends it.
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
     try:

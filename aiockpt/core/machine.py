@@ -1,13 +1,17 @@
-"""Facts about the machine: block size, memory, CPUs, and its C library."""
+"""Facts about the machine: block size, memory, CPUs, its C library, and its Python."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import os
+import re
+import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from aiockpt.errors import AiockptError
 
 BLOCK_BYTES = 4096
 """The unit of direct I/O: offsets, lengths and addresses are multiples of it."""
@@ -38,6 +42,25 @@ def memory_share_bytes() -> int:
 def cores() -> int:
     """Return the number of CPUs that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def python_program() -> str:
+    """Return the path of a Python that can run a process beside this one; AiockptError if none is known.
+
+    In a frozen program ``sys.executable`` is that program: started as a Python, it would do all that it does again.
+    """
+    import multiprocessing.spawn  # the writer process does without it
+
+    # As multiprocessing does: a program that embeds Python names its interpreter with set_executable.
+    path = os.fsdecode(multiprocessing.spawn.get_executable() or sys.executable or "")
+    names = " ".join(map(os.path.basename, (path, os.path.realpath(path))))
+    if getattr(sys, "frozen", False) or not re.search("python|pypy|graalpy", names, re.IGNORECASE):
+        what = "is a frozen program" if getattr(sys, "frozen", False) else "is no Python by its name"
+        raise AiockptError(
+            f"no process can be started beside this one: {path or 'sys.executable, which is not set,'} {what}. Save "
+            "with writer='thread'; if this program only embeds Python, name one by multiprocessing.set_executable"
+        )
+    return path
 
 
 @cache

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import anyio
 
 from aiockpt.core.lazy import lazy_property
-from aiockpt.core.machine import cores, memory_share_bytes
+from aiockpt.core.machine import cores, memory_share_bytes, python_program
 from aiockpt.core.threads import Duty, Origin, Workers
 from aiockpt.staging.cpu import CpuStager
 from aiockpt.staging.cuda import AcceleratorStager
@@ -135,6 +135,7 @@ def shared_memory(options: CheckpointerOptions) -> SharedMemory | None:
     import aiockpt.writing.process.client  # before the engine's thread wants them
     import aiockpt.writing.process.supervisor  # noqa: F401
 
+    python_program()  # refuses before anything is started
     is_bounded = options.staging_bytes is not None
     chunks = _chunks(options) if is_bounded else max(1, memory_share_bytes() // options.chunk)
     return SharedMemory(chunks * options.chunk)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing.spawn
 import os
 import signal
 import subprocess
@@ -259,6 +260,20 @@ def test_the_error_quotes_the_stderr_of_the_writer_process(tmp_path: Path, monke
     ):
         ckpt.save(large_state(1), tmp_path / "c")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_program_that_is_no_python_is_not_started_as_one(frozen: bool, tmp_path: Path, monkeypatch) -> None:
+    log, program = tmp_path / "log", tmp_path / ("python-app" if frozen else "app")
+    program.write_text(f"#!/bin/sh\necho started >> {log}\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "frozen", frozen, raising=False)
+    monkeypatch.setattr(sys, "executable", str(program))
+    monkeypatch.setattr(multiprocessing.spawn, "_python_exe", str(program))
+    refused = pytest.raises(aiockpt.AiockptError, match="is a frozen program" if frozen else "is no Python by its name")
+    with refused, aiockpt.SyncCheckpointer(writer="process") as ckpt:
+        ckpt.save(large_state(1), tmp_path / "c")
+    assert [path.name for path in tmp_path.iterdir()] == [program.name]
 
 
 @pytest.mark.slow

@@ -11,7 +11,6 @@ import fcntl
 import itertools
 import json
 import logging
-import multiprocessing.spawn
 import os
 import signal
 import socket
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 
+from aiockpt.core.machine import python_program
 from aiockpt.core.threads import DaemonThreads, Workers
 from aiockpt.errors import WriteError
 from aiockpt.writing.process.channel import Channel
@@ -134,8 +134,7 @@ def _spawn(socket_fd: int, memory_fd: int, stderr_fd: int) -> int:
     Not with `subprocess`: that waits until a pipe is closed, which a process that the program forks at that moment
     would hold open for as long as it lives.
     """
-    # As multiprocessing does: a program that embeds Python names its interpreter with set_executable.
-    python = os.fsdecode(multiprocessing.spawn.get_executable() or sys.executable)
+    python = python_program()
     paths = json.dumps([_absolute(path) for path in sys.path if isinstance(path, str)])
     actions: list[Any] = [
         (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDWR, 0),
