@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,8 @@ import pytest
 import torch
 
 import aiockpt
-from aiockpt.storage.local import commit
+from aiockpt.storage import syscalls
+from aiockpt.storage.local import commit, temp_dir
 from aiockpt.storage.local.retries import NotSyncedError
 from tests.faults.checks import names
 from tests.states import assert_same
@@ -100,7 +102,7 @@ def test_a_rename_that_never_takes_effect_fails_the_save(
     server = Server(monkeypatch, errno.EBUSY, does=False, times=99)
     with pytest.raises(aiockpt.CommitError, match=r"can't publish .*busy") as caught:
         _saved(tmp_path, name, overwrite=overwrite, retries=RETRIES)
-    assert server.answers == 3
+    assert server.answers == 3 * (1 if "." in name else 2)  # a directory's is tried again without the hold
     assert isinstance(caught.value.__cause__, OSError)
     assert any(note.startswith("tried 3 times in ") for note in caught.value.__cause__.__notes__)
     monkeypatch.undo()
@@ -160,6 +162,75 @@ def test_an_fsync_is_never_repeated(name: str, overwrite: bool, tmp_path: Path, 
         assert isinstance(caught.value.__cause__, NotSyncedError)
         assert seen[nth:] in ([], [str(tmp_path)])  # the undone rename is synced before anything is removed
         _holds(tmp_path, name, OLD)
+
+
+def _no_open_directory_moves(monkeypatch: pytest.MonkeyPatch, number: int) -> list[str]:
+    """Let renames of directories that are open in this process fail, as over 9P; return the list of those that did."""
+    refused: list[str] = []
+
+    def check(path: str | bytes, folder: int | None = None) -> None:
+        found = [Path(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
+        if Path(os.fsdecode(path)).is_absolute():
+            path = os.path.realpath(os.fsdecode(path))
+        else:
+            path = os.path.join(os.readlink(f"/proc/self/fd/{folder}"), os.fsdecode(path))
+        if os.path.isdir(path) and any(link.is_symlink() and os.readlink(link) == path for link in found):
+            refused.append(path)
+            raise _error(number)
+
+    def call(name: str, *args: object) -> None:
+        if name == "renameat2":
+            check(args[1])
+            if args[4].value == syscalls._EXCHANGE:
+                check(args[3])
+        return real_call(name, *args)
+
+    def rename(source: str, target: str, **folders: int) -> None:
+        check(source, folders.get("src_dir_fd"))
+        real_rename(source, target, **folders)
+
+    real_call, real_rename = syscalls._call, os.rename
+    monkeypatch.setattr(syscalls, "_call", call)
+    monkeypatch.setattr(os, "rename", rename)
+    return refused
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EBUSY, errno.EPERM], ids=errno.errorcode.get)
+def test_a_directory_that_can_not_be_renamed_while_it_is_open_is_let_go_of(
+    number: int, name: str, overwrite: bool, tmp_path: Path, monkeypatch
+) -> None:
+    refused = _no_open_directory_moves(monkeypatch, number)
+    _saved(tmp_path, name, overwrite=overwrite, retries=None)
+    assert len(refused) == (0 if "." in name else 1)
+    _holds(tmp_path, name, NEW)
+    with aiockpt.SyncCheckpointer() as ckpt:
+        ckpt.delete(tmp_path / name)
+    _holds(tmp_path, name, None)
+
+
+def test_a_hold_that_was_let_go_of_in_vain_is_taken_again(tmp_path: Path, monkeypatch) -> None:
+    hidden, held = temp_dir.make_new(str(tmp_path))
+    publication = commit.Publication(hidden, str(tmp_path / "c"), "", False, True, held.identity, held=held)
+    Server(monkeypatch, errno.EACCES, does=False, times=99)
+    with pytest.raises(aiockpt.CommitError, match="Permission denied"):
+        publication.attempt()
+    assert held.release.alive
+    with syscalls.open_directory(hidden) as other:
+        assert temp_dir.lock(other, fcntl.LOCK_EX) == "refused"
+    held.release()
+    os.rmdir(hidden)
+
+
+def test_what_a_killed_process_has_left_is_removed_where_open_directories_can_not_be_renamed(
+    tmp_path: Path, monkeypatch
+) -> None:
+    refused = _no_open_directory_moves(monkeypatch, errno.EACCES)
+    dead = temp_dir.new_ticket().replace(f".{os.getpid()}.", ".1.")  # of a later process, which is the first one
+    temp_dir.make_hidden(str(tmp_path / dead)).release()
+    assert len(refused) == 1
+    _saved(tmp_path, "c", overwrite=False, retries=None)
+    assert len(refused) == 3
+    _holds(tmp_path, "c", NEW)
 
 
 def test_sync_directory_raises_if_the_directory_can_not_be_opened() -> None:

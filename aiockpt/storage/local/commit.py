@@ -212,7 +212,8 @@ class Publication:
         if not self._tried:
             self._goal = identity(self._finished)  # a rename keeps the inode: this finds it under either name
         self._tried = True
-        self.rest = self._publish()
+        is_open = self.held is not None and self.held.release.alive and not self.name
+        self.rest = self.held.renamed_by(self._publish, self.hidden) if self.held and is_open else self._publish()
         if self.held is not None:
             self.held.release()
 

@@ -21,14 +21,17 @@ import os
 import stat
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
+from typing import Literal, TypeVar
 
 from aiockpt.errors import printable_key
 from aiockpt.storage.local.belonging import OtherThingsError, look_into, remove, several
 from aiockpt.storage.local.commit import remove_own
 from aiockpt.storage.local.replacing import complete, is_between, recorded_name
 from aiockpt.storage.local.temp_dir import (
+    CANT_RENAME_OPEN,
     RECORD,
     REPLACED,
     SWEPT,
@@ -47,6 +50,8 @@ OrphanStatus = Literal["dead", "rebooted", "old", "unknown"]
 owner is not known here."""
 
 _QUIET_S = 60.0
+
+T = TypeVar("T")
 
 logger = logging.getLogger("aiockpt")
 
@@ -206,7 +211,7 @@ class _Cleaning:
             if lock(fd, fcntl.LOCK_EX) == "refused":
                 raise _InUseError("another process works at it")
             path = self._path(recorded_name(self._path(base)))
-            if not complete(self._path(base), path, self._sync):
+            if not self._renamed_by(partial(complete, self._path(base), path, self._sync), fd):
                 raise OSError(
                     errno.EEXIST, f"{printable_key(path)} is no checkpoint, so what belongs there stays", base
                 )
@@ -237,19 +242,28 @@ class _Cleaning:
             if others:
                 raise OSError(errno.ENOTEMPTY, f"it holds other things than a checkpoint ({several(others)})", name)
             self._sync()  # it may have been replaced: make that durable first
-            self._take(name, os.fstat(fd))
+            self._take(name, fd)
             self._removed.append(name)
 
-    def _take(self, name: str, own: os.stat_result) -> None:
-        """Rename a directory, then remove it: if it is in use after all, its owner finds it gone, or whole."""
-        swept = name if name.endswith(SWEPT) else name + SWEPT
-        if swept != name:
-            os.rename(name, swept, src_dir_fd=self._fd, dst_dir_fd=self._fd)
+    def _take(self, name: str, fd: int) -> None:
+        """Rename an open directory, then remove it: if it is in use after all, its owner finds it gone, or whole."""
+        swept, own = name if name.endswith(SWEPT) else name + SWEPT, os.fstat(fd)
+        self._renamed_by(partial(os.rename, name, swept, src_dir_fd=self._fd, dst_dir_fd=self._fd), fd)
         if not os.path.samestat(own, os.stat(swept, dir_fd=self._fd, follow_symlinks=False)):
             if swept != name:
                 os.rename(swept, name, src_dir_fd=self._fd, dst_dir_fd=self._fd)
             raise _InUseError("another directory has come to its place")
         remove(swept, dir_fd=self._fd)
+
+    def _renamed_by(self, step: Callable[[], T], fd: int) -> T:
+        """Return what a step returns that renames an open directory, which is closed first where that is needed."""
+        try:
+            return step()
+        except OSError as exc:
+            if exc.errno not in CANT_RENAME_OPEN:
+                raise
+        os.dup2(self._fd, fd, inheritable=False)  # closes the directory; the caller closes the number
+        return step()
 
     def _clean_file(self, name: str, owner: Owner | None, *, replaced: bool) -> None:
         found = os.stat(name, dir_fd=self._fd, follow_symlinks=False)

@@ -334,17 +334,18 @@ def _delete_directory(path: str, hidden: str, fsync: bool, note: Note) -> None:
         if found is not None and identity(path) != held.identity:  # it is being removed
             raise FileNotFoundError(path)
         _refuse(path, found)
-        _delete_held(path, hidden, fsync, note, held.identity, held.fd)
+        _delete_held(path, hidden, fsync, note, held.identity, held)
     finally:
         held.release()
 
 
 def _delete_held(
-    path: str, hidden: str, fsync: bool, note: Note, own: Identity | None, directory: int | None = None
+    path: str, hidden: str, fsync: bool, note: Note, own: Identity | None, held: Hold | None = None
 ) -> None:
-    """Delete what was checked: it has the identity ``own``, and is open as ``directory`` if it is one."""
-    moved = _move(path, hidden, own)
-    found = None if directory is None or moved != own else why_not_of_contents(directory)
+    """Delete what was checked: it has the identity ``own``, and is ``held`` if it is a directory."""
+    move = partial(_move, path, hidden, own)
+    moved = move() if held is None else held.renamed_by(move, path)
+    found = None if held is None or moved != own else why_not_a_checkpoint(hidden)
     if found is not None:  # a file was added at the last moment
         _move_back(path, hidden, f"{path} {found}")
     if fsync:

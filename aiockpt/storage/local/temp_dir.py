@@ -29,11 +29,13 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal
+from typing import Literal, TypeVar
 
+from aiockpt.errors import CommitError
 from aiockpt.format.names import HIDDEN
 from aiockpt.storage.local.belonging import remove
 from aiockpt.storage.local.entries import read_regular
+from aiockpt.storage.local.retries import NotSyncedError, fault_of
 from aiockpt.storage.syscalls import identity, rename_noreplace
 
 _LETTERS = "bcdfghjklmnpqrstvwxz"
@@ -64,6 +66,10 @@ LockResult = Literal["held", "refused", "unsupported"]
 _LOCK_UNSUPPORTED = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF, errno.EACCES, errno.EPERM})
 _LOCK_PASSING = frozenset({errno.ENOLCK, errno.EINTR})
 _LOCK_ATTEMPTS = 4
+CANT_RENAME_OPEN = frozenset({errno.EACCES, errno.EBUSY, errno.EPERM})
+"""Errors of file systems that can't rename a directory while it is open, such as 9P (WSL) and SMB; also of others."""
+
+T = TypeVar("T")
 _LOCK_PAUSE_S = 0.01
 
 logger = logging.getLogger("aiockpt")
@@ -213,24 +219,51 @@ class Hold:
 
     def __init__(self, fd: int) -> None:
         found = os.fstat(fd)
-        self.fd = fd
         self.identity = (found.st_dev, found.st_ino)  # distinguishes the directory, whatever its name
+        self._begin(fd)
+
+    def _begin(self, fd: int) -> None:
+        self.fd = fd
         self.release = weakref.finalize(self, _unlock, fd, os.getpid())
         self.release.atexit = False  # a daemon thread may still write; the kernel unlocks when the process has ended
+
+    def renamed_by(self, step: Callable[[], T], path: str) -> T:
+        """Return what a step returns that renames the directory at ``path``, or raises an error and has not.
+
+        If it fails as it would where an open directory can't be renamed, it is repeated without the hold, which is
+        taken again only if that fails too.
+        """
+        try:
+            return step()
+        except (OSError, CommitError) as exc:
+            fault = fault_of(exc)
+            if fault is None or isinstance(fault, NotSyncedError) or fault.errno not in CANT_RENAME_OPEN:
+                raise
+        self.release()
+        try:
+            return step()
+        except BaseException:
+            with contextlib.suppress(OSError):  # the first error counts
+                self._begin(_open_locked(path))
+            raise
 
 
 def hold(path: str) -> Hold:
     """Hold a directory; FileNotFoundError if it is not there, or is just being removed."""
+    return Hold(_open_locked(path))
+
+
+def _open_locked(path: str) -> int:
     fd = os.open(path, _DIRECTORY_FLAGS)
     try:
         refused = lock(fd, fcntl.LOCK_SH) == "refused"
         # Looked at again with the lock held: it may have been removed, or renamed, after it was opened.
         if refused or not os.path.samestat(os.fstat(fd), os.stat(path, follow_symlinks=False)):
             raise FileNotFoundError(errno.ENOENT, "it is being removed", path)
-        return Hold(fd)
     except BaseException:
         os.close(fd)
         raise
+    return fd
 
 
 def lock(fd: int, kind: int) -> LockResult:
@@ -293,6 +326,8 @@ def make_hidden(hidden: str) -> Hold:
         except OSError as exc:
             exc.filename = hidden
             if identity(hidden) != held.identity:  # else it is done, though the answer is an error
+                if exc.errno in CANT_RENAME_OPEN:
+                    return _make(hidden)
                 raise
         undo.pop_all()
     return held
