@@ -224,11 +224,13 @@ class Submitter:
                 exclude=request.exclude,
                 arenas=engine.arenas,
                 group=self._options.process_group,
+                together=isinstance(file_format, TorchFormat),
             )
         if file_format is not None:
             file_format.validate(snapshot)
         self._warn_of_permissions(snapshot)
         self._warn_of_dequantized(snapshot)
+        self._warn_of_sharing(snapshot)
         names, compress = snapshot.structure.names, request.compress
         spec = SaveSpec(
             path=where,
@@ -316,6 +318,18 @@ class Submitter:
                 stacklevel=outer_stacklevel(),
             )
         self._warned_classes |= new  # not before the warnings: if they are errors, every such save must be refused
+
+    def _warn_of_sharing(self, snapshot: Snapshot) -> None:
+        """Warn, once for each class, about an object that two others share: each is stored with one of its own."""
+        if snapshot.shared is None or snapshot.together or snapshot.shared[2] in self._warned_classes:
+            return
+        one, other, kind = snapshot.shared
+        warnings.warn(
+            f"{one} and {other} share {a(kind)}, which is stored with each, so that they are loaded with one each: to "
+            "keep it shared, save it once, under a key of its own, or both within one object",
+            stacklevel=outer_stacklevel(),
+        )
+        self._warned_classes.add(kind)
 
     def _check_transforms(self, request: SaveRequest, format: SaveFormat) -> None:
         """Raise if items can't be compressed or transformed in this format."""

@@ -8,10 +8,11 @@ express: key types, tuples, ordered dicts, empty containers, and which tensors w
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter, OrderedDict, defaultdict
+from collections import ChainMap, Counter, OrderedDict, UserDict, defaultdict
 from collections.abc import Container, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +20,7 @@ import torch
 from aiockpt.core.lazy import lazy_property
 from aiockpt.core.wording import a
 from aiockpt.format.item.arrays import ARRAY_RECORD, array_of
+from aiockpt.format.item.objects import TensorSeeker
 from aiockpt.format.keys import FACTORIES, MOST_BITS, check_hashes, containers_within, decode_key, encode_key, is_key
 
 if TYPE_CHECKING:
@@ -29,6 +31,9 @@ if TYPE_CHECKING:
 _TEXT = frozenset({str})
 TENSOR_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 """Types that hold their values directly; subclasses may not."""
+
+
+_DICTS = (dict, UserDict, ChainMap, MappingProxyType)
 
 
 class StructureError(ValueError):
@@ -73,6 +78,15 @@ class FlatState:
     apart: Container[str] = ()
     memo: NameMemo = field(default_factory=NameMemo)
     used: dict[ObjPath, _Known] = field(default_factory=dict)  # entries to keep in the memo
+    seeker: TensorSeeker = field(default_factory=TensorSeeker)
+
+
+def is_taken_apart(value: Any, seeker: TensorSeeker | None = None) -> bool:
+    """Return whether a value is a dict, or another mapping that has tensors below it.
+
+    Further mappings, such as configurations, are objects: what their parts share, or refer to, stays as it is.
+    """
+    return isinstance(value, _DICTS) or (isinstance(value, Mapping) and (seeker or TensorSeeker()).finds(value))
 
 
 def flatten(
@@ -85,14 +99,14 @@ def flatten(
     """Flatten a state dict, without changing it. ``memo`` keeps names and paths of large dicts between calls.
 
     ``whole`` has names of sequences that stay one leaf, because DCP stores tuples of tensors so; ``apart`` those of
-    sequences to flatten although they hold neither a tensor nor a dict.
+    sequences, and mappings, to flatten although they hold neither a tensor nor a dict.
     """
-    if not isinstance(state_dict, Mapping):
+    flat = FlatState(whole=whole, apart=apart, memo=NameMemo() if memo is None else memo)
+    if not (is_taken_apart(state_dict, flat.seeker) or (apart and isinstance(state_dict, Mapping))):
         raise StructureError(
             f"the state must be a dict of names to values, not {a(type(state_dict).__name__)}; "
             "wrap it, for example in {'state': ...}"
         )
-    flat = FlatState(whole=whole, apart=apart, memo=NameMemo() if memo is None else memo)
     try:
         _walk_mapping(flat, (), "", state_dict)
     except RecursionError:
@@ -120,15 +134,21 @@ def _walk(flat: FlatState, path: ObjPath, name: str, value: Any) -> None:
     kind = type(value)
     if kind in TENSOR_TYPES:
         pass
-    elif kind is dict or isinstance(value, Mapping):
+    elif kind is dict or (isinstance(value, Mapping) and _walks_into(flat, name, value)):
         _walk_mapping(flat, path, name, value)
         return
-    elif (kind is list or kind is tuple) and name not in flat.whole and (_has_parts(value) or name in flat.apart):
+    elif (kind is list or kind is tuple) and name not in flat.whole and (_has_parts(flat, value) or name in flat.apart):
         _walk_sequence(flat, path, name, value)
         return
     flat.names.append(name)
     flat.paths.append(path)
     flat.leaves.append(value)
+
+
+def _walks_into(flat: FlatState, name: str, value: Mapping[Any, Any]) -> bool:
+    if isinstance(value, _DICTS):
+        return True
+    return name not in flat.whole and (name in flat.apart or flat.seeker.finds(value))
 
 
 def _walk_mapping(flat: FlatState, path: ObjPath, name: str, mapping: Mapping[Any, Any]) -> None:
@@ -225,13 +245,13 @@ def _walk_sequence(flat: FlatState, path: ObjPath, name: str, values: list[Any] 
         flat.containers.insert(place, record)
 
 
-def _has_parts(values: list[Any] | tuple[Any, ...]) -> bool:
+def _has_parts(flat: FlatState, values: list[Any] | tuple[Any, ...]) -> bool:
     """Return whether a sequence is flattened because it holds a tensor or a dict; otherwise it is one leaf."""
     for value in values:
         kind = type(value)
-        if isinstance(value, torch.Tensor | Mapping):
+        if isinstance(value, torch.Tensor | dict) or is_taken_apart(value, flat.seeker):
             return True
-        if (kind is list or kind is tuple) and _has_parts(value):
+        if (kind is list or kind is tuple) and _has_parts(flat, value):
             return True
     return False
 
@@ -371,7 +391,7 @@ def replace_leaves(container: Any, values: Mapping[ObjPath, Any], path: ObjPath 
         here: ObjPath = (*path, str(key) if isinstance(container, Mapping) else key)
         if here in values:
             fresh[key] = values[here]
-        elif isinstance(value, Mapping) or type(value) in (list, tuple):
+        elif isinstance(value, _DICTS) or type(value) in (list, tuple) or _is_above(here, value, values):
             part = replace_leaves(value, values, here, check=check)
             if part is not value:
                 fresh[key] = part
@@ -384,6 +404,11 @@ def replace_leaves(container: Any, values: Mapping[ObjPath, Any], path: ObjPath 
         for key, value in fresh.items():
             container[key] = value
     return container
+
+
+def _is_above(path: ObjPath, value: Any, paths: Iterable[ObjPath]) -> bool:
+    """Return whether a mapping was taken apart: it has no other values of interest, and may resolve them."""
+    return isinstance(value, Mapping) and any(each[: len(path)] == path for each in paths)
 
 
 # --- subtrees of a checkpoint -----------------------------------------------------------------------

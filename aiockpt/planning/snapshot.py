@@ -46,10 +46,12 @@ class Snapshot:
     wholes: dict[int, tuple[torch.Tensor, int]] = field(default_factory=dict)
     values: dict[int, Any] = field(default_factory=dict)  # immutable objects, pickled later
     blobs: dict[int, bytes] = field(default_factory=dict)  # mutable objects, pickled at the call
+    together: bytes = b""  # those of several leaves in one pickle, by their numbers, if they are stored in one
     # the blobs that are not plain data: class, and result of `foreign_names`
     foreign: dict[int, tuple[str, dict[str, bool]]] = field(default_factory=dict)
     # classes whose tensors are saved dequantized, with a key of each
     encoded: dict[str, str] = field(default_factory=dict)
+    shared: tuple[str, str, str] | None = None  # two objects that share a third one, and the class of that
     # tensors copied at the call: offset and bytes in the arena of their device
     eager: dict[int, tuple[int, int]] = field(default_factory=dict)
     # per device the bytes of the tensors copied at the call, dtype uint8
@@ -106,6 +108,7 @@ class Snapshot:
         self.token = None
         self.values = {}
         self.blobs = {}
+        self.together = b""
         self.foreign = {}
         self.tensors = []
         self.versions = []

@@ -59,6 +59,8 @@ class TorchFormat(FileFormat):
         values = _stand_ins(summary)
         later = {tensor.untyped_storage()._cdata: leaf for leaf, tensor in values.items() if leaf not in summary.tied}
         values |= {leaf: _value(snapshot, leaf) for leaf, spec in enumerate(summary.specs) if spec is None}
+        if snapshot.together:
+            values |= _decoded("the state", snapshot.together)
         # NumPy arrays stay tensors: torch.load refuses pickled arrays unless it is allowed NumPy's functions.
         containers = [record for record in snapshot.containers if record["type"] != ARRAY_RECORD]
         state = unflatten(summary.structure.paths, map(values.__getitem__, range(len(values))), containers)
@@ -107,9 +109,13 @@ def _value(snapshot: Snapshot, leaf: int) -> Any:
     if tensor is not None:  # a sparse or quantized one
         with snapshot.readable(tensor.device):
             return tensor.cpu()
-    if leaf in snapshot.values:
-        return snapshot.values[leaf]
+    if leaf in snapshot.values or snapshot.together:
+        return snapshot.values.get(leaf)
+    return _decoded(name, snapshot.blobs[leaf])
+
+
+def _decoded(name: str, blob: bytes) -> Any:
     try:
-        return decode_object(name, snapshot.blobs[leaf], trust=True, map_location="cpu")  # pickled by this process
+        return decode_object(name, blob, trust=True, map_location="cpu")  # pickled by this process
     except AiockptError as exc:
         raise SaveError(f"{name} can't be put into the one pickle of a torch.save file: {exc}") from exc

@@ -64,7 +64,7 @@ from aiockpt.format.safetensors.reader import (
 )
 from aiockpt.format.torch_file.torch_file import holds_tensors, read_torch_file
 from aiockpt.planning.dtensor import is_distributed
-from aiockpt.planning.flatten import StructureError, flatten
+from aiockpt.planning.flatten import StructureError, flatten, is_taken_apart
 from aiockpt.planning.ranges import select
 from aiockpt.reading.decoded import DecodedSource
 from aiockpt.reading.jobs import ItemWindow
@@ -329,7 +329,7 @@ def _read_torch(source: Source, name: str, safe_globals: Sequence[Any], trust: b
         return _bytes(source, name, offset, max(0, min(length, size - offset)))
 
     file = read_torch_file(name, size, fetch, safe_globals=safe_globals, trust=trust)
-    wrapped = None if isinstance(file.value, Mapping) else _WRAPPED
+    wrapped = None if is_taken_apart(file.value) else _WRAPPED
     try:
         flat = flatten(file.value if wrapped is None else {_WRAPPED: file.value})
     except StructureError as exc:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
+from enum import Enum
 from itertools import accumulate
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -172,12 +173,14 @@ def capture_state(
     exclude: Filter | None = None,
     arenas: ArenaCache | None = None,
     group: object = None,
+    together: bool = False,
 ) -> Snapshot:
     """Capture a state dict. Blocks for the walk over it, and for pickling objects that could change.
 
     ``ranks`` is how many save their parts of distributed tensors together (None: this process alone). ``sampled``:
     keep samples of all tensors, see `Samples`. ``include`` and ``exclude``: see `aiockpt.options.SaveOptions`.
-    ``arenas``: memory for the copies of small tensors. ``group``: see `resolve`.
+    ``arenas``: memory for the copies of small tensors. ``group``: see `resolve`. ``together``: pickle the objects also
+    as one, which keeps what they share.
     """
     resolved = resolve(state_dict, SaveError, group)
     try:
@@ -199,7 +202,10 @@ def capture_state(
     if encoded or any_distributed(flat.leaves):
         wholes = _take_local_parts(flat, shards, together=ranks is not None)
     try:
+        leaves = list(flat.leaves) if together else []
         snapshot = _capture_leaves(flat, shards, sampled=sampled, arenas=arenas)
+        if together and len(snapshot.blobs) > 1:
+            snapshot.together = encode_object("the state", {leaf: leaves[leaf] for leaf in snapshot.blobs})
     except (RecursionError, ValueError, NotImplementedError) as exc:
         raise SaveError(f"{_culprit(flat)} can't be saved: {type(exc).__name__}: {exc}") from exc
     except RuntimeError as exc:  # an earlier kernel of the program has failed, and its error comes at the next call
@@ -235,12 +241,17 @@ def _capture_leaves(
     values: dict[int, Any] = {}
     blobs: dict[int, bytes] = dict(pickled or {})
     foreign: dict[int, tuple[str, dict[str, bool]]] = {}
+    owners: dict[int, tuple[int, Any]] = {}  # of the objects that were met, by their ids: they must not be freed
+    shared: tuple[str, str, str] | None = None
     kinds = set(map(type, leaves))
     arrays = set() if kinds.isdisjoint(ARRAY_TYPES) else _replace_arrays(flat)
     if not kinds <= TENSOR_TYPES:
         for leaf, value in enumerate(leaves):
             if type(value) not in TENSOR_TYPES and leaf not in blobs:
-                _capture_object(flat.names[leaf], leaf, value, values, blobs, foreign)
+                met: dict[int, Any] = {}
+                _capture_object(flat.names[leaf], leaf, value, values, blobs, foreign, met)
+                shared = shared or _what_both_share(flat.names, leaf, met, owners)
+                owners |= {each: (leaf, found) for each, found in met.items()}
                 leaves[leaf] = None
     tensors = leaves
     if torch.nn.Parameter in kinds:
@@ -255,6 +266,7 @@ def _capture_leaves(
         values=values,
         blobs=blobs,
         foreign=foreign,
+        shared=shared,
     )
     devices = _check_devices(flat.names, tensors)
     _check_kinds(flat.names, tensors)
@@ -314,6 +326,7 @@ def _capture_object(
     values: dict[int, Any],
     blobs: dict[int, bytes],
     foreign: dict[int, tuple[str, dict[str, bool]]],
+    met: dict[int, Any],
 ) -> None:
     if is_frozen(value):
         values[leaf] = value
@@ -326,10 +339,20 @@ def _capture_object(
         if value.device.type == "meta":
             raise SaveError(_meta_message(name))
     named: dict[Any, bool] = {}
-    blobs[leaf] = encode_object(name, value, named)
+    blobs[leaf] = encode_object(name, value, named, met)
     names = foreign_names(named)
     if names:
         foreign[leaf] = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins."), names
+
+
+def _what_both_share(
+    names: Sequence[str], leaf: int, met: dict[int, Any], owners: dict[int, tuple[int, Any]]
+) -> tuple[str, str, str] | None:
+    """Return the name of an earlier leaf, that of this one, and the class of an object that is in both."""
+    for each in met.keys() & owners.keys():
+        if not isinstance(met[each], torch.Tensor | Enum) and foreign_names({type(met[each]): False}):
+            return names[owners[each][0]], names[leaf], type(met[each]).__qualname__
+    return None
 
 
 def _check_devices(names: Sequence[str], tensors: Sequence[torch.Tensor | None]) -> set[torch.device]:

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 
 from aiockpt.coordination.ranks import Ranks, calling_ranks
+from aiockpt.format.item.objects import TensorSeeker
 from aiockpt.planning.dtensor import is_distributed
+from aiockpt.planning.flatten import is_taken_apart
 
 if TYPE_CHECKING:
     from aiockpt.errors import AiockptError
@@ -117,6 +119,7 @@ class _Walk:
         self._error = error
         self._states: dict[int, Any] = {}
         self._open: set[int] = set()
+        self._seeker = TensorSeeker()
 
     def resolved(self, path: ObjPath, name: str, value: Any) -> Any:
         """Return a value whose live objects are replaced by state dicts."""
@@ -128,8 +131,9 @@ class _Walk:
             return value if all(a is b for a, b in zip(parts, value, strict=True)) else kind(parts)
         if is_live(value):
             return self._state_of(path, name, value)
-        if not isinstance(value, Mapping):
-            self._refuse_hidden(name, value)
+        if not is_taken_apart(value, self._seeker):
+            if not isinstance(value, Mapping):  # which would have been taken apart
+                self._refuse_hidden(name, value)
             return value
         if _PLAIN.issuperset(map(type, value.values())):
             return value
@@ -149,7 +153,7 @@ class _Walk:
 
     def _refuse_hidden(self, name: str, value: Any) -> None:
         """Refuse a value that would be pickled whole, and contains live objects."""
-        inside = _find_live(value, set())
+        inside = _find_live(value, set(), self._seeker)
         if inside is not None:
             raise self._error(
                 f"{name or 'the state'} is a {type(value).__name__} with a {type(inside).__name__} in it, which would "
@@ -184,20 +188,20 @@ def _is_plain(kind: type, value: Any) -> bool:
     return (kind is list or kind is tuple) and _PLAIN.issuperset(map(type, value))
 
 
-def _find_live(value: Any, seen: set[int]) -> Any:
+def _find_live(value: Any, seen: set[int], seeker: TensorSeeker) -> Any:
     """Return a live object within a container of any kind, or None."""
-    for part in _parts(value):
+    for part in _parts(value, seeker):
         if type(part) not in _PLAIN and id(part) not in seen:
             seen.add(id(part))
-            found = part if is_live(part) else _find_live(part, seen)
+            found = part if is_live(part) else _find_live(part, seen, seeker)
             if found is not None:
                 return found
     return None
 
 
-def _parts(value: Any) -> Iterable[Any]:
-    if isinstance(value, Mapping):
-        return value.values()
+def _parts(value: Any, seeker: TensorSeeker) -> Iterable[Any]:
+    if is_taken_apart(value, seeker):
+        return list(value.values())
     if isinstance(value, list | tuple | set | frozenset | deque):
         return value
     if isinstance(value, SimpleNamespace | Namespace):

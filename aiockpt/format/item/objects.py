@@ -50,6 +50,7 @@ class _CheckingPickler(pickle.Pickler):
 
     by_name = True
     named: dict[Any, bool]  # classes and functions; True: the pickle names them, False: the class of another object
+    met: dict[int, Any]  # the other objects, by id
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor) and is_freed(value):
@@ -58,6 +59,7 @@ class _CheckingPickler(pickle.Pickler):
             self.named[value] = True
         elif not isinstance(value, np.generic | np.ndarray | np.dtype):
             self.named.setdefault(type(value), False)
+            self.met[id(value)] = value
             if self.by_name and isinstance(value, enum.Enum) and _has_name(value):
                 return getattr, (type(value), value._name_)
         return NotImplemented
@@ -78,8 +80,41 @@ class _FreedError(Exception):
     pass
 
 
-def encode_object(name: str, value: Any, named: dict[Any, bool] | None = None) -> bytes:
-    """Pickle a value as ``torch.save`` does; ``named`` collects its classes and functions for `foreign_names`."""
+class TensorSeeker(pickle.Pickler):
+    """Looks for tensors, arrays and objects with a state dict below others, by pickling these to nowhere.
+
+    Nothing is asked for its values, which may be computed or resolved; what was looked at is not looked at again.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(SimpleNamespace(write=len))
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor | np.ndarray) or callable(getattr(type(value), "state_dict", None)):
+            raise _FoundError
+        return NotImplemented
+
+    def finds(self, value: Any) -> bool:
+        """Return whether there is one; True if the value can't be pickled, and so can't be one object."""
+        try:
+            self.dump(value)
+        except Exception:  # a user's __reduce__ may raise anything
+            self.clear_memo()  # not all that is in it was looked at to the end
+            return True
+        return False
+
+
+class _FoundError(Exception):
+    pass
+
+
+def encode_object(
+    name: str, value: Any, named: dict[Any, bool] | None = None, met: dict[int, Any] | None = None
+) -> bytes:
+    """Pickle a value as ``torch.save`` does.
+
+    ``named`` collects its classes and functions for `foreign_names`, ``met`` the objects in it by their ids.
+    """
     try:
         if type(value) in _SCALARS or (type(value) is list and _SCALARS.issuperset(map(type, value))):
             data = pickle.dumps(value, torch.serialization.DEFAULT_PROTOCOL)
@@ -88,7 +123,7 @@ def encode_object(name: str, value: Any, named: dict[Any, bool] | None = None) -
                 if framing is None:  # except for the id, it depends on the length alone
                     framing = _framings[len(data)] = pickle_framing(_saved(value), len(data))
                 return b"".join((framing.prefix, data, framing.sealed_suffix(crc32(data))))
-        return _saved(value, named)
+        return _saved(value, named, met)
     except _FreedError as exc:
         raise SaveError(freed_message(name, exc.args[0])) from None
     except Warning:  # the program turns warnings into errors
@@ -102,20 +137,20 @@ def encode_object(name: str, value: Any, named: dict[Any, bool] | None = None) -
         ) from exc
 
 
-def _saved(value: Any, named: dict[Any, bool] | None = None) -> bytes:
-    named = {} if named is None else named
-    data = _pickled(value, named, by_name=True)
+def _saved(value: Any, named: dict[Any, bool] | None = None, met: dict[int, Any] | None = None) -> bytes:
+    named, met = {} if named is None else named, {} if met is None else met
+    data = _pickled(value, named, met, by_name=True)
     if named.get(getattr) and any(map(_needs_torch, named)):
         named.clear()
-        return _pickled(value, named, by_name=False)  # torch's restricted unpickler has no getattr
+        return _pickled(value, named, met, by_name=False)  # torch's restricted unpickler has no getattr
     return data
 
 
-def _pickled(value: Any, named: dict[Any, bool], *, by_name: bool) -> bytes:
+def _pickled(value: Any, named: dict[Any, bool], met: dict[int, Any], *, by_name: bool) -> bytes:
     sink = io.BytesIO()
     # torch.save makes the pickler itself, so a class of its own is the only way to give it arguments. It also asks for
     # the module's name, to recognise dill.
-    pickler = type("Pickler", (_CheckingPickler,), {"named": named, "by_name": by_name})
+    pickler = type("Pickler", (_CheckingPickler,), {"named": named, "met": met, "by_name": by_name})
     torch.save(value, sink, pickle_module=SimpleNamespace(Pickler=pickler, __name__="pickle"))
     return sink.getvalue()
 

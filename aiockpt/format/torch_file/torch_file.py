@@ -13,7 +13,7 @@ import contextlib
 import importlib
 import io
 import pickle
-from collections import deque
+from collections import UserDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -422,7 +422,7 @@ _NODES_PER_BYTE = 64
 _LEAST_NODES = 2_000_000
 _LEAST_LETTERS = 64 << 20
 _MANY = 1 << 62
-_CONTAINERS = (Mapping, list, tuple, set, frozenset, deque)
+_CONTAINERS = (dict, UserDict, list, tuple, set, frozenset, deque)
 
 
 def _expands_too_much(value: Any, nbytes: int) -> bool:
@@ -437,7 +437,7 @@ def _expansion(value: Any, known: dict[int, tuple[int, int]]) -> tuple[int, int]
         return 1, 0
     if id(value) not in known:
         nodes, letters = 1, 0
-        for key, child in value.items() if isinstance(value, Mapping) else enumerate(value):
+        for key, child in value.items() if isinstance(value, dict | UserDict) else enumerate(value):
             count, below = _expansion(child, known)
             nodes += count
             letters += below + count * (len(key) if type(key) is str else 8)
