@@ -56,6 +56,7 @@ class Rule:
         hang_s: the answer takes so much longer, in seconds.
         late_s: the connection is closed, or the process killed, and so much later it is done after all, in seconds.
         ignores_conditions: it is done as if it had no conditions, and answered.
+        code: the error code of the answer; empty: one that says the status.
     """
 
     match: str
@@ -67,6 +68,7 @@ class Rule:
     hang_s: float = 0.0
     late_s: float = 0.0
     ignores_conditions: bool = False
+    code: str = ""
 
 
 @dataclass(frozen=True)
@@ -195,7 +197,12 @@ class _Talk(socketserver.BaseRequestHandler):
                     store.late += 1
             time.sleep(rule.hang_s)
             if rule.status:
-                self._answer(method, rule.status, {}, f"<Error><Code>Scripted{rule.status}</Code></Error>".encode())
+                self._answer(
+                    method,
+                    rule.status,
+                    {},
+                    f"<Error><Code>{rule.code or f'Scripted{rule.status}'}</Code></Error>".encode(),
+                )
                 return
             raise EOFError
         self._answer(method, *self._do(method, key, asked, headers, body))

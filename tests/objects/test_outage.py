@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -78,6 +79,20 @@ def outcome(call: Callable[[], Any], limit_s: float = _LIMIT_S) -> Any:
     thread.join(limit_s)
     assert found, "it hangs"
     return found[0]
+
+
+def test_a_store_that_goes_away_in_an_upload_is_named(
+    bucket: Bucket, server: ObjectServer, process: psutil.Process
+) -> None:
+    options = bucket.options | {"retry_config": {"max_retries": 1, "retry_timeout": timedelta(seconds=2)}}
+    ckpt = aiockpt.SyncCheckpointer(storage_options=options, chunk_bytes=5 << 20, staging_bytes=40 << 20)
+    save = ckpt.submit(STATE, bucket / "c")
+    until(lambda: any("partNumber=2" in line for line in server.log))
+    process.kill()
+    error = outcome(save.written.result)
+    assert isinstance(error, aiockpt.WriteError)
+    assert re.search(f"{bucket / 'c'}/.*an upload has failed.*see retry_config in storage_options", str(error))
+    outcome(ckpt.close)
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["refuses", "hangs"])

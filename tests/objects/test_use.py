@@ -13,8 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from obstore import exceptions
 
 import aiockpt
+from aiockpt.storage.objects.obstore import storage_for_url
 from benchmarks.harness.object_server import ObjectServer, Rule
 from tests.objects.buckets import Bucket
 
@@ -107,6 +109,58 @@ def test_what_will_never_succeed_is_told_at_once(case: str, server: ObjectServer
             run.save(1, {"x": torch.arange(3)})
         assert len(server.log) <= 20, server.log
         server.rules()
+
+
+def test_credentials_that_have_expired_are_named(bucket: Bucket, server: ObjectServer) -> None:
+    """S3 says so with the status 400, and in the answer to a HEAD not at all."""
+    with bucket.checkpointer() as ckpt:
+        ckpt.save(STATE, bucket / "c")
+        objects = bucket.storage().objects
+        server.rules(Rule(".", count=10**6, status=400, code="ExpiredToken"))
+        said = f"{bucket.url}.*access is denied: the credentials have expired.*pass credential_provider"
+        with pytest.raises(aiockpt.SaveError, match=said):
+            ckpt.save(STATE, bucket / "d")
+        with pytest.raises(aiockpt.LoadError, match=said):
+            ckpt.load(bucket / "c")
+        with pytest.raises(PermissionError, match=said):
+            objects.facts("c/.metadata")
+        assert any(line.startswith("HEAD") for line in server.log)
+        server.rules()
+
+
+def test_the_environment_is_read_again_once_it_has_changed(server: ObjectServer, monkeypatch) -> None:
+    given = server.options("s3")
+    for name in ("region", "access_key_id", "secret_access_key"):
+        monkeypatch.setenv(f"AWS_{name.upper()}", given.pop(name))
+    url = given.pop("endpoint")
+    monkeypatch.setenv("AWS_ENDPOINT", "http://127.0.0.1:1")
+    options = given | {"retry_config": {"max_retries": 0}}
+    with aiockpt.SyncCheckpointer(storage_options=options) as ckpt:
+        with pytest.raises(aiockpt.SaveError, match="error sending request"):
+            ckpt.save({"x": torch.arange(3)}, "s3://later/c")
+        monkeypatch.setenv("AWS_ENDPOINT", url)
+        ckpt.save({"x": torch.arange(3)}, "s3://later/c")
+        assert ckpt.load("s3://later/c")["x"].tolist() == [0, 1, 2]
+
+
+def test_a_machine_without_credentials_says_so() -> None:
+    client = storage_for_url("s3://b", region="r", endpoint="http://127.0.0.1:1").objects
+    text = "Error performing PUT http://169.254.169.254/latest/api/token - status code: 403 Forbidden"
+    error = client._error("c", exceptions.GenericError(text))
+    assert isinstance(error, PermissionError)
+    assert "s3://b/c: access is denied: no credentials are in storage_options" in str(error)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"allow_http": True}, {"config": {"x": "y"}}, {"client_options": True}, {"retry_config": 5}, {"grace_s": "x"}],
+    ids=lambda options: next(iter(options)),
+)
+def test_an_option_that_can_not_be_is_refused(options: dict[str, Any], capfd: pytest.CaptureFixture[str]) -> None:
+    refused = pytest.raises((aiockpt.AiockptError, ValueError), match=r"see storage_options|grace_s is 'x'")
+    with aiockpt.SyncCheckpointer(storage_options=options) as ckpt, refused:
+        ckpt.load("s3://b/c")
+    capfd.readouterr()  # of a panic in Rust
 
 
 def test_who_may_not_delete_loses_nothing(bucket: Bucket, server: ObjectServer) -> None:

@@ -65,7 +65,10 @@ _NICE = 10
 _SECRET = re.compile(r"secret|token|key|password|credential|sas", re.IGNORECASE)
 _QUERY = re.compile(r"(https?://[^\s?]+)\?\S*")
 _NO_BUCKET = re.compile("NoSuchBucket|ContainerNotFound|bucket does not exist")
-_DENIED = re.compile("status code: 40[13]|AccessDenied")
+_DENIED = re.compile("status code: 40[13]|AccessDenied|InvalidAccessKeyId|SignatureDoesNotMatch|InvalidToken")
+_EXPIRED = re.compile("ExpiredToken|TokenRefreshRequired")
+_NO_CREDENTIALS = re.compile(r"//(169\.254\.169\.254|169\.254\.170\.2|metadata\.google\.internal)|CredentialsError")
+_ENVIRONMENT = ("AWS_", "GOOGLE_", "AZURE_")
 _ELSEWHERE = re.compile("redirect without LOCATION|PermanentRedirect|AuthorizationHeaderMalformed")
 _REPEATED = re.compile(r"after \d+ retries")
 _ANSWERED = re.compile("Server returned|DeleteObjects request failed")
@@ -93,6 +96,17 @@ class ObstoreClient(ObjectClient):
         self._given = url, options
         self._hasty: ObstoreClient | None = None
         self._once: ObstoreClient | None = None
+        for name in ("client_options", "retry_config"):
+            if not isinstance(options.get(name, {}), Mapping):
+                raise AiockptError(f"{url}: {name} must be a dict, not {options[name]!r}; see storage_options")
+        self._secrets = [str(value) for name, value in options.items() if _SECRET.search(name) and value]
+        self._environment = _environment()
+        self._store = self._made()
+        self._clock: tuple[float, float] | None = None  # when it was looked at, and what it was ahead then
+
+    def _made(self) -> Any:
+        """Make a store of obstore, which looks at the environment only then."""
+        url, options = self._given
         options = {"client_options": {}, **options}
         # Obstore looks at no client option of the environment if one is given.
         is_plain = os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("true", "1") and self.kind == "s3"
@@ -100,12 +114,15 @@ class ObstoreClient(ObjectClient):
         options["client_options"] = {"timeout": _TIMEOUT, **plain, **options["client_options"]}
         if self.kind == "s3":
             options = _s3_options(options)
-        self._secrets = [str(value) for name, value in options.items() if _SECRET.search(name) and value]
         try:
-            self._store = from_url(url, **options)
+            return from_url(url, **options)
         except (exceptions.BaseError, TypeError, ValueError) as exc:
             raise AiockptError(f"{url}: {self._wording(exc)}; see storage_options") from None
-        self._clock: tuple[float, float] | None = None  # when it was looked at, and what it was ahead then
+        except BaseException as exc:
+            if type(exc).__name__ != "PanicException":  # which is derived from no other
+                raise
+            what = "one of its options is of no store; allow_http and the like belong in client_options"
+            raise AiockptError(f"{url}: {what} ({self._wording(exc)}); see storage_options") from None
 
     @property
     def hasty(self) -> ObstoreClient:
@@ -137,6 +154,8 @@ class ObstoreClient(ObjectClient):
                 "object stores can't be used in a process that was forked from one that has used them: start processes "
                 "by 'spawn' or 'forkserver'"
             )
+        if self._environment != (found := _environment()):  # such as other credentials
+            self._environment, self._store = found, self._made()
         return self._store
 
     def _wording(self, exc: BaseException) -> str:
@@ -158,22 +177,30 @@ class ObstoreClient(ObjectClient):
             raise self._error(key, exc) from None
 
     def _error(self, key: str, exc: Exception) -> OSError:
-        text = self._wording(exc)
+        text, where = self._wording(exc), f"{self._given[0]}/{key}"
         if isinstance(exc, _CONDITIONS):
             return ConditionError(f"the object {key} is not the one that was expected: {text}")
         if _NO_BUCKET.search(text):
             return NoBucketError(f"{self._given[0]} does not exist, or not at this endpoint: {text}")
         if isinstance(exc, exceptions.NotFoundError | FileNotFoundError):
             return FileNotFoundError(f"the object {key} does not exist: {text}")
+        if _NO_CREDENTIALS.search(text):
+            what = "no credentials are in storage_options, in the environment, or given by the machine"
+            return PermissionError(f"{where}: access is denied: {what}: {text}")
+        if _EXPIRED.search(text):
+            what = "the credentials have expired; set new ones, or pass credential_provider, which renews them"
+            return PermissionError(f"{where}: access is denied: {what}: {text}")
         if _REPEATED.search(text):  # one that was sent before may have been done, or may be yet
-            return OSError(f"{key}: {text}")
+            after = "an upload has failed, and could not be aborted either: " if "performing DELETE" in text else ""
+            advice = "see retry_config in storage_options for how often, and how long, requests are repeated"
+            return OSError(f"{where}: {after}{text}; {advice}")
         if _ELSEWHERE.search(text):
             what = "the region or the endpoint in storage_options is not that of this bucket"
             return PermissionError(f"{self._given[0]}: {what}: {text}")
         if isinstance(exc, _DENIALS) or _DENIED.search(text):
             advice = "look at the credentials and their rights"
-            return PermissionError(f"{self._given[0]}/{key}: access is denied, so {advice}: {text}")
-        return (RefusedError if _ANSWERED.search(text) else OSError)(f"{key}: {text}")
+            return PermissionError(f"{where}: access is denied, so {advice}: {text}")
+        return (RefusedError if _ANSWERED.search(text) else OSError)(f"{where}: {text}")
 
     def _stamp(self, meta: Mapping[str, Any]) -> Stamp:
         if self.kind == "gs":  # which compares generations, but does not list them
@@ -204,9 +231,20 @@ class ObstoreClient(ObjectClient):
         return None
 
     def _head(self, key: str) -> ObjectFacts | None:
-        with contextlib.suppress(FileNotFoundError), self.errors(key):
-            return self._facts(obstore.head(self.store, key))
-        return None
+        try:
+            with self.errors(key):
+                return self._facts(obstore.head(self.store, key))
+        except FileNotFoundError:
+            return None
+        except (PermissionError, RefusedError) as exc:  # the answer to a HEAD has no words; the key may be a prefix
+            try:
+                with self.errors(key):
+                    obstore.get_range(self.store, key, start=0, length=1)
+            except (PermissionError, NoBucketError) as named:
+                raise named from None
+            except OSError:
+                pass
+            raise exc from None
 
     def tail(self, key: str, nbytes: int) -> tuple[ObjectFacts, bytes] | None:
         if nbytes and self.kind != "az":  # which has no ranges from the end
@@ -305,6 +343,10 @@ class ObstoreClient(ObjectClient):
 
     def sink(self, key: str, nbytes: int | None, workers: Workers, *, held: bool = False) -> ObjectSink:
         return _Upload(self, key, nbytes, workers, held=held)
+
+
+def _environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith(_ENVIRONMENT)}
 
 
 def _s3_options(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -445,7 +487,7 @@ class _Upload(ObjectSink):
 
     async def _sent(self) -> None:
         if self._sending is not None:
-            with errors(WriteError, f"write {self._key}"), self._client.errors(self._key):
+            with errors(WriteError, "send a file"), self._client.errors(self._key):
                 await asyncio.shield(self._sending)
 
     async def finish(self) -> None:

@@ -92,6 +92,8 @@ class ObjectStorage(SharedStorage):
     def __init__(self, root: str, objects: ObjectClient, *, grace_s: float = 600.0, conditions: str = "on") -> None:
         if conditions not in ("on", "off"):
             raise ValueError(f"conditions is {conditions!r}; it must be 'on' or 'off'")
+        if not isinstance(grace_s, int | float) or not grace_s >= 0:
+            raise ValueError(f"grace_s is {grace_s!r}; it must be a number of seconds, at least 0")
         self._root, self._grace_s, self._conditions = root, grace_s, conditions
         self.objects = objects
         self._is_checked = conditions == "off"
