@@ -86,11 +86,14 @@ class TensorSeeker(pickle.Pickler):
     Nothing is asked for its values, which may be computed or resolved; what was looked at is not looked at again.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *kinds: type) -> None:
+        """Look for instances of these classes instead."""
         super().__init__(SimpleNamespace(write=len))
+        self._kinds = kinds or (torch.Tensor, np.ndarray)
+        self._method = "" if kinds else "state_dict"
 
     def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor | np.ndarray) or callable(getattr(type(value), "state_dict", None)):
+        if isinstance(value, self._kinds) or callable(getattr(type(value), self._method, None)):
             raise _FoundError
         return NotImplemented
 
@@ -98,6 +101,8 @@ class TensorSeeker(pickle.Pickler):
         """Return whether there is one; True if the value can't be pickled, and so can't be one object."""
         try:
             self.dump(value)
+        except Warning:  # the program turns warnings into errors
+            raise
         except Exception:  # a user's __reduce__ may raise anything
             self.clear_memo()  # not all that is in it was looked at to the end
             return True

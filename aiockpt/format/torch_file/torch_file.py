@@ -26,7 +26,7 @@ from aiockpt.core.strides import view_fits
 from aiockpt.errors import CorruptCheckpointError, LoadError
 from aiockpt.format.index import ItemRange, StoredChunk, TensorEntry, TensorItem
 from aiockpt.format.item.harmless import build_harmless
-from aiockpt.format.item.objects import check_allowed, extended_allow_list, permitted, unpickling_error
+from aiockpt.format.item.objects import TensorSeeker, check_allowed, extended_allow_list, permitted, unpickling_error
 from aiockpt.format.item.ziparchive import (
     LEGACY_MAGIC,
     LOCAL_HEADER,
@@ -104,8 +104,8 @@ def open_archive(name: str, length: int, fetch: Callable[[int, int], bytes]) -> 
     if not head.startswith(ZIP_MAGIC):
         if LEGACY_MAGIC in head:
             raise LoadError(
-                f"{name} is in the format of torch before 1.6, which is not read in parts; read it with torch.load "
-                "and save it again"
+                f"{name} is in the format of torch before 1.6, which is not read in parts; convert it by "
+                "aiockpt.dcp.torch_save_to_dcp, or read it with torch.load and save it again"
             )
         raise CorruptCheckpointError(f"{name} does not begin as a torch.save file does, but with {head[:8]!r}")
     try:
@@ -262,27 +262,12 @@ def _unsupported(name: str, key: str, kind: str) -> LoadError:
     )
 
 
-class _TensorFinder(pickle.Pickler):
-    """Pickles a value and raises at the first tensor or storage."""
-
-    def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor | torch.UntypedStorage | torch.storage.TypedStorage):
-            raise pickle.PicklingError
-        return NotImplemented
-
-
 def holds_tensors(value: Any) -> bool:
     """Return whether an object of ``TorchFile.value`` contains a tensor or a storage, which have no memory here.
 
     An object that can't be pickled counts as containing one.
     """
-    try:
-        _TensorFinder(io.BytesIO()).dump(value)
-    except Warning:  # the program turns warnings into errors
-        raise
-    except Exception:  # a user's __reduce__ may raise anything
-        return True
-    return False
+    return TensorSeeker(torch.Tensor, torch.UntypedStorage, torch.storage.TypedStorage).finds(value)
 
 
 def read_torch_file(
