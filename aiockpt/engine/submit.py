@@ -138,10 +138,12 @@ class Submitter:
         if self._transforms:
             raise SaveError("items can't be added to another's checkpoint by a checkpointer that has transforms")
         storage, where = self._storages.of(directory, storage)
+        snapshot = capture_items(items, sampled=self._options.validate == "hash")
+        self._warn_of_dequantized(snapshot)
         spec = SaveSpec(
             path=where,
             storage=storage,
-            snapshot=capture_items(items, sampled=self._options.validate == "hash"),
+            snapshot=snapshot,
             started=started,
             append_planner=planner,
             append_ticket=ticket,

@@ -28,9 +28,9 @@ from aiockpt.core import pages
 from aiockpt.core.gc_pause import gc_pause
 from aiockpt.core.machine import BLOCK_BYTES
 from aiockpt.core.strides import is_dense, reach, row_strides
-from aiockpt.errors import CorruptCheckpointError
+from aiockpt.errors import CorruptCheckpointError, LoadError
 from aiockpt.format.item.tensor_item import HEAD_BYTES, TAIL_BYTES, ItemParser, parse_tensor_item
-from aiockpt.format.item.ziparchive import FramingError
+from aiockpt.format.item.ziparchive import FramingError, SubclassItemError
 from aiockpt.format.names import METADATA_NAME
 from aiockpt.planning.ranges import Selection, StoredStream, as_stream, boxes
 from aiockpt.planning.specs import lazy_bits
@@ -143,6 +143,11 @@ def parse_checked(path: str, read: TensorRead, parse: Callable[..., TensorItem],
     where = f"{path}/{read.chunk.place.file}"
     try:
         item = parse(*args)
+    except SubclassItemError as exc:
+        raise LoadError(
+            f"{where}: {read.name} can't be loaded here: {exc}. It is not damaged: torch's own reader loads it into a "
+            "target with a tensor of that class. Leave it out by keys=, or save it as a plain tensor"
+        ) from exc
     except FramingError as exc:
         raise CorruptCheckpointError(f"{where}: the item of {read.name} is damaged: {exc}") from exc
     if item.shape != read.chunk.sizes:

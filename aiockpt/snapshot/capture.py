@@ -223,7 +223,9 @@ def capture_items(items: Sequence[tuple[str, torch.Tensor | bytes]], *, sampled:
     flat = FlatState([name for name, _ in items], [(name,) for name, _ in items])
     blobs = {leaf: value for leaf, (_, value) in enumerate(items) if isinstance(value, bytes)}
     flat.leaves = [None if isinstance(value, bytes) else dense_form(name, value) for name, value in items]
-    return _capture_leaves(flat, {}, blobs, sampled=sampled)
+    snapshot = _capture_leaves(flat, {}, blobs, sampled=sampled)
+    snapshot.encoded = {type(value).__name__: name for name, value in items if is_encoded(value)}
+    return snapshot
 
 
 def _capture_leaves(

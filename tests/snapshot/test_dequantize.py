@@ -7,8 +7,10 @@ from typing import Any, Self
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 import aiockpt
+from aiockpt.dcp import FileSystemReader, FileSystemWriter
 
 
 class Quantized(torch.Tensor):
@@ -179,3 +181,29 @@ def test_torchs_own_quantized_tensors_stay_as_they_are(tmp_path: Path) -> None:
         found = ckpt.load(tmp_path / "c")["w"]
     assert found.is_quantized
     assert torch.equal(found.int_repr(), quantized.int_repr())
+
+
+# --- by the adapters of torch.distributed.checkpoint --------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is unavailable")
+def test_the_adapters_warn_of_them_too(tmp_path: Path) -> None:
+    levels = torch.arange(6, dtype=torch.int8)
+    with pytest.warns(aiockpt.DequantizedWarning, match="w is an Encoding"):
+        dcp.save({"w": Encoding(levels, 0.5)}, storage_writer=FileSystemWriter(tmp_path / "c"), no_dist=True)
+    target = {"w": torch.zeros(6)}
+    dcp.load(target, storage_reader=FileSystemReader(tmp_path / "c"), no_dist=True)
+    assert torch.equal(target["w"], levels * 0.5)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is unavailable")
+def test_an_item_that_torch_has_pickled_is_not_called_damaged(tmp_path: Path) -> None:
+    state = {"a": torch.arange(3.0), "w": Encoding(torch.arange(6, dtype=torch.int8), 0.5)}
+    dcp.save(state, checkpoint_id=tmp_path / "c", no_dist=True)
+    with pytest.raises(aiockpt.LoadError, match=r"w can't be loaded here: .* subclass\. It is not damaged") as caught:
+        aiockpt.load(tmp_path / "c")
+    assert not isinstance(caught.value, aiockpt.CorruptCheckpointError)
+    assert torch.equal(aiockpt.load(tmp_path / "c", keys="a")["a"], torch.arange(3.0))
+    with pytest.raises(dcp.api.CheckpointException, match="It is not damaged"):
+        dcp.load({"w": torch.zeros(6)}, storage_reader=FileSystemReader(tmp_path / "c"), no_dist=True)
+    assert aiockpt.verify(tmp_path / "c").ok

@@ -21,6 +21,7 @@ from aiockpt.format.item.ziparchive import (
     LOCAL_HEADER,
     FramingError,
     Record,
+    SubclassItemError,
     data_offset,
     read_directory,
 )
@@ -102,6 +103,13 @@ _FUNCTIONS = {
 }
 
 
+_SUBCLASSES = {
+    ("torch._tensor", "_rebuild_from_type_v2"),
+    ("torch._tensor", "_rebuild_from_type"),
+    ("torch._utils", "_rebuild_wrapper_subclass"),
+}
+
+
 def _find_global(module: str, name: str) -> Any:
     known = _FUNCTIONS.get((module, name))
     if known is not None:
@@ -110,6 +118,8 @@ def _find_global(module: str, name: str) -> Any:
         return DTYPES.get(name) or STORAGE_DTYPES[name]
     if (module, name) == ("torch.storage", "UntypedStorage"):
         return torch.uint8
+    if (module, name) in _SUBCLASSES:
+        raise SubclassItemError("torch has pickled it as an object, as a tensor of a subclass")
     raise FramingError(f"data.pkl names {module[:200]}.{name[:200]}, which no plain tensor needs")
 
 
@@ -257,7 +267,7 @@ def read_framing(length: int, fetch: Callable[[int, int], bytes], *, is_tensor: 
     ``fetch`` returns the bytes at (offset, size), fewer at the end. With ``is_tensor``, it must be one plain tensor.
     """
     try:
-        tensor = parse_tensor_item(length, fetch) if is_tensor else None
+        tensor = _parse_plain(length, fetch) if is_tensor else None
         if not is_tensor and fetch(0, len(_LEGACY)) == _LEGACY:
             return Framed(None, ())
         records = read_directory(length, fetch)
@@ -270,6 +280,14 @@ def read_framing(length: int, fetch: Callable[[int, int], bytes], *, is_tensor: 
     if all(each.crc == 0 for each in checked):  # torch can be set to leave CRCs out, and then stores zeros
         checked = ()
     return Framed(tensor, checked)
+
+
+def _parse_plain(length: int, fetch: Callable[[int, int], bytes]) -> TensorItem | None:
+    """Parse an item; None for a tensor of a subclass, of whose records only the CRCs can be checked."""
+    try:
+        return parse_tensor_item(length, fetch)
+    except SubclassItemError:
+        return None
 
 
 def _check_end(records: Sequence[Record], length: int, fetch: Callable[[int, int], bytes]) -> None:

@@ -27,6 +27,10 @@ class FramingError(ValueError):
     """The bytes are not the zip framing of one plain strided tensor."""
 
 
+class SubclassItemError(FramingError):
+    """The item is whole, but of a tensor of a subclass, which torch has pickled as an object."""
+
+
 @dataclass(frozen=True, slots=True)
 class Framing:
     """The bytes around a payload of ``nbytes`` bytes in an item."""
