@@ -621,7 +621,7 @@ class _HostsTransaction(WrapperTransaction):
     ) -> None:
         self._own = begun[storage.own]
         super().__init__(storage, self._own, path)
-        self._hosts, self._workers, self._begun = storage, workers, begun
+        self._workers, self._begun = workers, begun
         self._disks = [disk for disk in storage.disks if disk in begun]  # the own one first
         self._is_joined, self._is_taken = ticket is not None, is_taken
         self._ticket = ticket or json.dumps({disk.id: begun[disk].ticket for disk in self._disks})
