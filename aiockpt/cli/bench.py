@@ -9,7 +9,7 @@ import os
 import shutil
 import statistics
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from itertools import product
@@ -78,58 +78,59 @@ def bench(directory: str, *, size_bytes: int, seconds: float, as_json: bool = Fa
         for path in (folder, checkpoint):
             stack.callback(shutil.rmtree, path, ignore_errors=True)
         stack.callback(make_hidden(folder).release)
-        disk = MeasuredDisk(folder)
+        found = {"directory": directory, **_measured(MeasuredDisk(folder), checkpoint, nbytes, seconds)}
+    print_json(found) if as_json else _print(found)
 
-        def measured(settings: Iterable[Setting]) -> list[Setting]:
-            found: list[Setting | None] = []
-            for each in settings:
-                title = f"{each}, {plural(each.threads, 'thread')}, {size_text(each.chunk_bytes)}"
-                with bar(title, nbytes) as shown_bar:
-                    found.append(disk.measure(each, nbytes, seconds, shown_bar.advance))
-            return [each for each in found if each is not None]
 
-        ways = product((True, False), (1, 2, 4, 8), ("write", "read"))
-        raw = measured(Setting(kind, direct, threads) for direct, threads, kind in ways)
-        writes = [each for each in raw if each.kind == "write"]
-        direct = best_direct_io(writes)
-        threads = best([each for each in writes if each.direct == direct], "threads", DEFAULTS["io_threads"])
-        chunks = measured(Setting("write", direct, threads, size) for size in chunk_sizes(threads, nbytes))
-        settings = {
-            "io_threads": threads,
-            "chunk_bytes": best(chunks, "chunk_bytes", DEFAULTS["chunk_bytes"]),
-            "direct_io": direct,
-        }
-        raw += [each for each in chunks if each.chunk_bytes != DEFAULTS["chunk_bytes"]]
-        syncs = disk.sync_s()
-        disk.remove_files()
-        save, load = _save_and_load(checkpoint, nbytes, settings)
-    sync_s = {"median": statistics.median(syncs), "worst": max(syncs), "times": len(syncs)}
-    if as_json:
-        rows = [{**asdict(each), "bytes_per_s": each.bytes_per_s} for each in raw]
-        document = {"directory": directory, "raw": rows, "sync_s": sync_s, "save": save, "load": load}
-        print_json({**document, "settings": settings})
-        return
-    out = console()
-    out.print(shown(directory), style="bold")
-    table = [
-        (str(each), str(each.threads), size_text(each.chunk_bytes), f"{size_text(each.bytes_per_s)}/s") for each in raw
-    ]
+def _measured(disk: MeasuredDisk, checkpoint: str, nbytes: int, seconds: float) -> dict[str, Any]:
+    def each_of(settings: Iterable[Setting]) -> Iterator[Setting]:
+        for each in settings:
+            with bar(f"{each}, {plural(each.threads, 'thread')}, {size_text(each.chunk_bytes)}", nbytes) as shown_bar:
+                found = disk.measure(each, nbytes, seconds, shown_bar.advance)
+            if found is not None:
+                yield found
+
+    ways = product((True, False), (1, 2, 4, 8), ("write", "read"))
+    raw = list(each_of(Setting(kind, direct, threads) for direct, threads, kind in ways))
+    writes = [each for each in raw if each.kind == "write"]
+    direct = best_direct_io(writes)
+    threads = best([each for each in writes if each.direct == direct], "threads", DEFAULTS["io_threads"])
+    chunks = list(each_of(Setting("write", direct, threads, size) for size in chunk_sizes(threads, nbytes)))
+    chunk = best(chunks, "chunk_bytes", DEFAULTS["chunk_bytes"])
+    raw += [each for each in chunks if each.chunk_bytes != DEFAULTS["chunk_bytes"]]
+    syncs, settings = disk.sync_s(), {"io_threads": threads, "chunk_bytes": chunk, "direct_io": direct}
+    disk.remove_files()
+    return {
+        "raw": [{**asdict(each), "bytes_per_s": each.bytes_per_s} for each in raw],
+        "sync_s": {"median": statistics.median(syncs), "worst": max(syncs), "times": len(syncs)},
+        **_save_and_load(checkpoint, nbytes, settings),
+        "settings": settings,
+    }
+
+
+def _print(found: dict[str, Any]) -> None:
+    out, save, load, settings = console(), found["save"], found["load"], found["settings"]
+    out.print(shown(found["directory"]), style="bold")
+    names = ("kind", "direct", "threads", "chunk_bytes", "bytes", "seconds")
+    raw = [Setting(*(each[name] for name in names)) for each in found["raw"]]
+    sizes = [(size_text(each.chunk_bytes), f"{size_text(each.bytes_per_s)}/s") for each in raw]
+    table = [(str(each), str(each.threads), *texts) for each, texts in zip(raw, sizes, strict=True)]
     print_table(("", ">threads", ">chunk", ">speed"), table)
     if not any(each.direct for each in raw):
         out.print("This file system has no direct I/O.")
-    out.print(
-        f"\nsync of 4 KiB: {sync_s['median'] * 1e3:.2f} ms in the middle, {sync_s['worst'] * 1e3:.2f} ms at worst"
-    )
-    size, done_s = size_text(save["bytes"]), save["written_s"]
-    told = f"staged after {time_text(save['staged_s'])}, durable after {time_text(done_s)}"
-    out.print(f"save of {size}: {told}, {size_text(save['bytes'] / done_s)}/s")
+    middle, worst = (f"{found['sync_s'][name] * 1e3:.2f} ms" for name in ("median", "worst"))
+    out.print(f"\nsync of 4 KiB: {middle} in the middle, {worst} at worst")
+    size, written_s = size_text(save["bytes"]), save["written_s"]
+    told = f"staged after {time_text(save['staged_s'])}, durable after {time_text(written_s)}"
+    out.print(f"save of {size}: {told}, {size_text(save['bytes'] / written_s)}/s")
     out.print(f"load of {size}: {time_text(load['seconds'])}, {size_text(load['bytes'] / load['seconds'])}/s")
     out.print("\nThe defaults suit this disk:" if settings == DEFAULTS else "\nSettings for this disk:")
-    text = f"io_threads={threads}, chunk_bytes={settings['chunk_bytes'] >> 20} << 20, direct_io={direct}"
+    shift = f"{settings['chunk_bytes'] >> 20} << 20"
+    text = f"io_threads={settings['io_threads']}, chunk_bytes={shift}, direct_io={settings['direct_io']}"
     out.print(f"  aiockpt.AsyncCheckpointer({text})", style="bold")
 
 
-def _save_and_load(path: str, nbytes: int, settings: dict[str, Any]) -> tuple[dict[str, float], dict[str, float]]:
+def _save_and_load(path: str, nbytes: int, settings: dict[str, Any]) -> dict[str, dict[str, float]]:
     """Save and load a state as a training program does, when its memory is there already; return the figures."""
     count = max(1, nbytes // (32 * MIB))
     state = {f"layers.{n}.weight": torch.rand(nbytes // count // 4) for n in range(count)}
@@ -148,7 +149,7 @@ def _save_and_load(path: str, nbytes: int, settings: dict[str, Any]) -> tuple[di
             ckpt.load(path, state, progress=shown_bar)
             loaded_s = time.perf_counter() - begin
     save = {"bytes": nbytes, "staged_s": result.staged_s, "written_s": result.written_s}
-    return save, {"bytes": nbytes, "seconds": loaded_s}
+    return {"save": save, "load": {"bytes": nbytes, "seconds": loaded_s}}
 
 
 def best_direct_io(writes: Collection[Setting]) -> bool:
@@ -178,6 +179,7 @@ class MeasuredDisk:
         self._data = mmap.mmap(-1, 64 * MIB)  # page-aligned, as direct I/O needs it
         self._data.write(os.urandom(64 * MIB))
         self._has_direct = hasattr(os, "O_DIRECT")
+        self._until = 0.0
 
     def measure(
         self, setting: Setting, nbytes: int, most_s: float, note: Callable[[int], object] = lambda _: None
@@ -188,44 +190,44 @@ class MeasuredDisk:
         """
         if setting.direct and not self._has_direct:
             return None
-        writes, chunk = setting.kind == "write", setting.chunk_bytes
-        flags = (os.O_WRONLY | os.O_CREAT | os.O_EXCL if writes else os.O_RDONLY) | os.O_CLOEXEC
-        flags |= os.O_DIRECT if setting.direct else 0
-        share = max(1, nbytes // setting.threads // chunk) * chunk
         paths = [self._path(number) for number in range(setting.threads)]
-        if writes:
+        if setting.kind == "write":
             self.remove_files()
-        for path in () if writes else paths:
-            _drop(path)
+        else:
+            for path in paths:
+                _drop(path)
         begin = time.perf_counter()
-        until = begin + most_s
-
-        def move(path: str) -> int:
-            memory = memoryview(self._data if writes else mmap.mmap(-1, chunk))
-            done, count, fd = 0, 1, os.open(path, flags, 0o644)
-            try:
-                while count and done < share and (not done or time.perf_counter() < until):
-                    piece = memory[done % len(memory) :][:chunk]
-                    count = os.write(fd, piece) if writes else os.preadv(fd, [piece], done)
-                    done += count
-                    note(count)
-                if writes:
-                    os.fsync(fd)
-            finally:
-                os.close(fd)
-            return done
-
+        self._until = begin + most_s
         with ThreadPoolExecutor(setting.threads) as pool:
             try:
-                moved = sum(pool.map(move, paths))
+                moved = sum(pool.map(lambda path: self._move(path, setting, nbytes // setting.threads, note), paths))
             except OSError as exc:
                 if not setting.direct or exc.errno != errno.EINVAL:
                     raise
                 self._has_direct = False
                 return None
             finally:
-                until = 0.0  # after an interrupt the threads end with their current call
+                self._until = 0.0  # after an interrupt the threads end with their current call
         return replace(setting, bytes=moved, seconds=time.perf_counter() - begin)
+
+    def _move(self, path: str, setting: Setting, most: int, note: Callable[[int], object]) -> int:
+        """Write or read a file, at most so many bytes, but one chunk at least; return how many."""
+        writes, chunk = setting.kind == "write", setting.chunk_bytes
+        flags = os.O_CLOEXEC | (os.O_WRONLY | os.O_CREAT | os.O_EXCL if writes else os.O_RDONLY)
+        memory = memoryview(self._data if writes else mmap.mmap(-1, chunk))
+        done, count, share = 0, 1, max(1, most // chunk) * chunk
+        fd = os.open(path, flags | (os.O_DIRECT if setting.direct else 0), 0o644)
+        try:
+            while count and done < share and (not done or time.perf_counter() < self._until):
+                piece = memory[done % len(memory) :][:chunk]
+                count = os.write(fd, piece) if writes else os.preadv(fd, [piece], done)
+                done += count
+                note(count)
+            if writes:
+                os.fsync(fd)
+        finally:
+            os.close(fd)
+        return done
 
     def sync_s(self) -> list[float]:
         """Return how long it takes to write and sync a block: 100 times, or for a second."""

@@ -218,12 +218,13 @@ def run_demo(config: Config, directory: Path | None, *, keep: bool, scale: bool)
         fits = torch.empty(0, device=config.device).device.type in ("cpu", "cuda")
     except (RuntimeError, AssertionError):  # depends on the device that is missing
         fits = False
+    if not fits:
+        raise typer.BadParameter(f"the demo can't run on {config.device}: use cpu, cuda or cuda:N")
     root = Path(tempfile.mkdtemp(prefix="aiockpt-demo-") if directory is None else absolute(directory))
     made = directory is None or not root.exists()
     root.mkdir(parents=True, exist_ok=True)
-    if not fits or any(root.iterdir()):
-        what = f"{root} is not empty; name a directory that is, or that doesn't exist yet"
-        raise typer.BadParameter(what if fits else f"the demo can't run on {config.device}: use cpu, cuda or cuda:N")
+    if any(root.iterdir()):
+        raise typer.BadParameter(f"{root} is not empty; name a directory that is, or that doesn't exist yet")
     folders = [root / "uninterrupted", root / "interrupted"]
     try:
         _prepare()

@@ -58,7 +58,6 @@ from aiockpt.storage.base import (
     SharedTransaction,
     Source,
     Stamp,
-    Status,
     Storage,
     Traits,
     shared_storage,
@@ -313,21 +312,6 @@ class HostDisks(WrapperStorage):
                 self._heads[part.mark] = _ManifestFacts(str(decoded.get("created")), files, disks_in(decoded))
                 break
         return self._heads.get(parts[0].mark)
-
-    def counts(self, path: str) -> bool:
-        """Return whether the disk that makes a checkpoint count has what this host's has. Blocks; raises OSError."""
-        try:
-            with self.own.storage.look(path) as listing:
-                part = _DiskPart(self.own, listing)
-                head = self._head_of([part]) if part.mark else None
-            last = head.disks[0].id if head is not None and head.disks else self.own.id
-            for disk in self.disks[1:]:
-                if disk.id == last:
-                    with disk.storage.look(path) as listing:
-                        return _DiskPart(disk, listing).mark == part.mark
-        except (FileNotFoundError, NotADirectoryError):
-            return False
-        return last == self.own.id
 
     def set_aside(self, path: str, names: Sequence[str]) -> str:
         above = self.split(path)[0]
@@ -637,7 +621,7 @@ class _HostsTransaction(WrapperTransaction):
     ) -> None:
         self._own = begun[storage.own]
         super().__init__(storage, self._own, path)
-        self._hosts, self._workers, self._begun = storage, workers, begun
+        self._workers, self._begun = workers, begun
         self._disks = [disk for disk in storage.disks if disk in begun]  # the own one first
         self._is_joined, self._is_taken = ticket is not None, is_taken
         self._ticket = ticket or json.dumps({disk.id: begun[disk].ticket for disk in self._disks})
@@ -703,13 +687,3 @@ class _HostsTransaction(WrapperTransaction):
         """Leave all disks. A host that is gone by now has lost nothing, and must not fail what was published."""
         for error in (await _errors_of(lambda disk: self._begun[disk].release(), self._disks)).values():
             logger.debug("%s was left without an answer: %s", self._path, error)
-
-    async def status(self) -> Status:
-        """Return that of this host's part, which is published only if the disk has published that makes it count."""
-        status = await self._own.status()
-        if status != "published" or not self._is_joined:
-            return status
-        try:
-            return status if await self._workers.run(self._hosts.counts, self._path) else "open"
-        except OSError as exc:
-            raise WriteError(f"it is not known whether {self._path} was published by rank 0: {exc}") from exc

@@ -152,8 +152,9 @@ def test_version():
         ["--steps", "many"],
     ],
 )
-def test_wrong_usage(options):
-    assert CliRunner().invoke(app, ["demo", *options]).exit_code == 2
+def test_wrong_usage(options, tmp_path):
+    assert CliRunner().invoke(app, ["demo", *options, "--dir", str(tmp_path / "runs")]).exit_code == 2
+    assert not (tmp_path / "runs").exists()
 
 
 def test_directory_that_is_not_empty_is_refused(tmp_path):

@@ -20,7 +20,7 @@ from aiockpt.storage.hosts import Disk, HostDisks
 from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.storage.remote_disk import RemoteDisk
 from aiockpt.storage.remote_server import DiskServer
-from aiockpt.testing import FaultyStorage, GatedStorage, StorageConformance
+from aiockpt.testing import FaultyStorage, StorageConformance
 from tests.disks import HostDisk, disks_in, documents_of, read, union_of, write
 
 
@@ -141,35 +141,6 @@ async def test_kill_between_the_publications_of_two_disks(
     assert await union_of(disks, "b").clean(RUN, workers=workers) == [STEP]
     assert [names_in(disk) for disk in disks.values()] == [[]] * 3
     assert await read(union_of(disks, "c"), f"{RUN}/step-00000000", workers) == files
-
-
-@pytest.mark.asyncio
-@pytest.mark.parametrize("overwrite", [False, True])
-async def test_part_of_another_rank_is_published_when_that_of_rank_0_is(
-    tmp_path: Path, workers: Workers, overwrite: bool
-) -> None:
-    """A writer process that goes on without its trainer asks for that: it announces what is published."""
-    disks = disks_in(tmp_path, "a", "b")
-    if overwrite:
-        await write(disks, ["a", "b"], STEP, "save 1", workers)
-    gates = GatedStorage(disks["a"].storage, ["commit"])
-    union = union_of({**disks, "a": Disk("a", "host-a", gates)}, "a")
-    begun = await union.begin(STEP, overwrite=overwrite, workers=workers)
-    joined = await union_of(disks, "b").join(STEP, begun.ticket, workers=workers)
-    files = {"__0_0.distcp": b"of a", "__1_0.distcp": b"of b"}
-    await begun.write_files({"__0_0.distcp": files["__0_0.distcp"]})
-    await joined.write_files({"__1_0.distcp": files["__1_0.distcp"]})
-    await joined.commit()
-    committing = asyncio.ensure_future(begun.commit(documents_of(files, "save 2")))
-    await asyncio.to_thread(gates.reached["commit"].result, 60)
-    assert MANIFEST_NAME in names_in(disks["b"])
-    assert await joined.status() == "open"
-    gates.open("commit")
-    await committing
-    assert await joined.status() == "published"
-    await joined.release()
-    await begun.release()
-    assert await read(union_of(disks, "a"), STEP, workers) == files
 
 
 @pytest.mark.asyncio

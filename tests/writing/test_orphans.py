@@ -8,10 +8,14 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
+import anyio
+import anyio.to_thread
 import pytest
 
 import aiockpt
 from aiockpt.storage.local import commit
+from aiockpt.storage.local.storage import LocalStorage
+from aiockpt.storage.wrapper import WrapperStorage
 from tests.places import ServerPath, left_in, storage_of
 from tests.ranks import failing
 from tests.ranks.world import World, _context, start_server
@@ -222,6 +226,42 @@ def test_of_several_ranks_nothing_is_published_if_a_trainer_dies(
 def test_what_rank_0_has_published_before_it_dies_stays(own: Path, tmp_path: Path) -> None:
     _run(own, tmp_path, 2, [0], "replacing")
     _save_next(tmp_path)
+    with aiockpt.SyncCheckpointer() as ckpt:
+        assert_same(failing.whole_state(2, 2), ckpt.load(tmp_path / "c"))
+        assert ckpt.verify(tmp_path / "c").ok
+
+
+class KillsRank1(WrapperStorage):
+    """Kills the trainer of rank 1 when rank 0 publishes; goes on when its writer process has ended too."""
+
+    def __init__(self, own: Path) -> None:
+        super().__init__(LocalStorage())
+        self._own, self._trainer = own, os.getpid()
+
+    async def before(self, step: str, name: str) -> None:
+        if step == "commit" and os.getpid() == self._trainer:
+            trainer, writer = map(int, (self._own / "pids").read_text().split())
+            os.kill(trainer, signal.SIGKILL)
+            assert await anyio.to_thread.run_sync(ended, writer)
+
+
+def _save_while_rank_1_dies(rank: int, size: int, own: Path, folder: Path) -> int:
+    failing.expect_no_reason()
+    with aiockpt.SyncCheckpointer(writer="process", coordination_timeout=60) as ckpt:
+        ckpt.save(failing.state_of(rank, size, 1), folder / "first")
+        (child,) = writers_of(os.getpid())
+        if rank == 1:
+            (own / "pids").write_text(f"{os.getpid()} {child.pid}")
+        storage = KillsRank1(own) if rank == 0 else None
+        return ckpt.save(failing.state_of(rank, size, 2), folder / "c", storage=storage).tensors
+
+
+def test_what_all_ranks_have_reported_is_published_though_one_dies(own: Path, tmp_path: Path) -> None:
+    """The writer process of the dead rank removes nothing of it."""
+    with World(2, may_start=True) as world:
+        first, second = world.run(_save_while_rank_1_dies, own, tmp_path)
+    assert second.killed
+    assert isinstance(first, int), first
     with aiockpt.SyncCheckpointer() as ckpt:
         assert_same(failing.whole_state(2, 2), ckpt.load(tmp_path / "c"))
         assert ckpt.verify(tmp_path / "c").ok
