@@ -151,14 +151,14 @@ def test_an_index_is_named_where_a_directory_has_two(ckpt, tmp_path: Path) -> No
 
 def test_a_document_may_be_large_for_all(ckpt, tmp_path: Path) -> None:
     """One limit for loading, listing and deleting: what one can open, none takes for damaged."""
-    path = made("ours", tmp_path / "step-00000001")
+    path = made("ours", tmp_path / "run" / "step-00000001")
     manifest = path / ".aiockpt.json"
     body = manifest.read_bytes().rpartition(SEAL.encode())[0]
     body = body[:1] + b" " * (257 << 20) + body[1:]
     manifest.write_bytes(body + f'{SEAL}{crc32(body):08x}"\n}}\n'.encode())
     assert sorted(ckpt.load(path)) == ["b", "w"]
     assert ckpt.verify(path).ok
-    assert [info.state for info in scan(tmp_path)] == ["complete"]
+    assert [info.state for info in scan(path.parent)] == ["complete"]
     row = row_of(path)
     assert row is not None
     assert row["state"] == "complete"
