@@ -30,7 +30,6 @@ class Kind:
         keys: the keys that it holds; None if it is not whole.
         is_damaged: it is a checkpoint, but not a whole one.
         says: part of the error's message, if it can't be loaded.
-        removable: it is no checkpoint, but looks enough like a damaged one to be deleted as one.
         holds: the names of the checkpoints in it, if it is a directory of several.
     """
 
@@ -38,7 +37,6 @@ class Kind:
     keys: tuple[str, ...] | None = None
     is_damaged: bool = False
     says: str = "."
-    removable: bool = False
     holds: tuple[str, ...] = ()
 
 
@@ -170,7 +168,34 @@ KINDS: dict[str, Kind] = {
         lambda path: files(path, "pytorch_model.bin", "optimizer.bin", "scheduler.bin", "config.json"), ONE
     ),
     "model in two formats": Kind(lambda path: files(path, "model.safetensors", "pytorch_model.bin"), ONE),
+    "model beside copies of macOS": Kind(
+        lambda p: files(p, "model.safetensors", "._model.safetensors", "._a.safetensors.index.json", ".DS_Store"), ONE
+    ),
+    "model beside other bytes": Kind(
+        _with(
+            lambda p: files(p, "model.pt", "openvino/m.xml"),
+            lambda p: [(p / n).write_bytes(b"weights of another program") for n in ("train.bin", "openvino/m.bin")],
+        ),
+        ONE,
+    ),
+    "one in capitals": Kind(_with(files, lambda p: save_file({"t0": tensor()}, p / "MODEL.SAFETENSORS")), ONE),
+    "a torch file in capitals": Kind(_with(files, lambda p: torch.save({"t0": tensor()}, p / "Model.PT")), ONE),
+    "best model of ImageNet": Kind(_with(files, lambda p: torch.save({"t0": tensor()}, p / "model_best.pth.tar")), ONE),
+    "a torch file without tensors": Kind(
+        _with(lambda p: files(p, "README.md", "trainer_state.json"), lambda p: torch.save({"t0": 3}, p / "a.pt")), ONE
+    ),
+    "parts of torch": Kind(lambda p: files(p, "model_00001-of-00002.pt", "model_00002-of-00002.pt"), TWO),
     # --- damaged
+    **{
+        f"part {name}": Kind(lambda p, name=name: files(p, name), is_damaged=True, says=r"lacks|may be one of several")
+        for name in (
+            *("model-00001-of-00002.pt", "model_00001-of-00002.safetensors", "m-00001-of-00002 (1).safetensors"),
+            *("w.1of2.bin", "rank1.pt", "model-shard1.pt", "consolidated.01.pth", "model_world_size_2_rank_0.pt"),
+        )
+    },
+    "a download that goes on": Kind(
+        lambda p: files(p, "model.safetensors", "model.safetensors.aria2"), is_damaged=True, says="aria2"
+    ),
     "manifest damaged": Kind(_with(save_ours, lambda p: (p / MANIFEST).write_text("{}")), is_damaged=True),
     "metadata missing": Kind(_with(save_ours, lambda p: (p / METADATA).unlink()), is_damaged=True),
     "data missing": Kind(_with(save_ours, lambda p: (p / DATA).unlink()), is_damaged=True),
@@ -231,7 +256,6 @@ KINDS: dict[str, Kind] = {
             files, lambda p: (p / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1\noid")
         ),
         says="Git LFS pointer",
-        removable=True,
     ),
     "pointer in a set": Kind(
         _with(
@@ -243,6 +267,14 @@ KINDS: dict[str, Kind] = {
         is_damaged=True,
         says="Git LFS pointer",
     ),
+    "an optimizer so far": Kind(
+        lambda p: files(p, "optimizer.pt", "scheduler.pt", "trainer_state.json"), says="but no model"
+    ),
+    "pointer to a torch file": Kind(
+        _with(files, lambda p: (p / "pytorch_model.bin").write_bytes(b"version https://git-lfs.github.com/spec/v1")),
+        says="Git LFS pointer",
+    ),
+    "nemo": Kind(_text(b"./model_config.yaml".ljust(257, b"\0") + b"ustar", "m.nemo"), says="NeMo"),
     "gguf": Kind(_text(b"GGUF" + bytes(40), "m.gguf"), says="GGUF"),
     "hdf5": Kind(_text(b"\x89HDF\r\n\x1a\n" + bytes(40), "m.h5"), says="HDF5"),
     "onnx": Kind(_text(b"\x08\x07\x12\x07pytorch", "m.onnx"), says="ONNX"),

@@ -460,9 +460,9 @@ def _must_move_in(target: str, *, overwrite: bool) -> bool:
         return False
     with open_directory(target) as directory:
         found = look_into(directory)
-    if found.files and found.others and overwrite:
+    if found.others and overwrite and (found.files or found.problem):
         raise CheckpointExistsError(
-            f"{target} holds a checkpoint and other things ({found.others[0]}), so that it can't be replaced at once; "
-            "move one of them away, or convert to another directory"
+            f"{target} holds other things than one checkpoint ({found.others[0]}), so that it can't be replaced at once"
+            f"{found.problem and ': '}{found.problem}; move one of them away, or convert to another directory"
         )
     return bool(found.others) and not found.files

@@ -233,7 +233,7 @@ class FileSystemWriter(filesystem.FileSystemWriter):
 
         Raises:
             WriteError: it can't be created.
-            CheckpointExistsError: the path of a URL is taken.
+            CheckpointExistsError: the path of a URL is taken, or what is to be replaced can't be decoded.
         """
         self.discard()
         if self._shared is not None:

@@ -383,10 +383,11 @@ def read_files(files: Mapping[str, bytes | Path], *, is_single: bool) -> dict[st
 
 def format_for(name: SaveFormat | None, path: str) -> SaveFormat:
     """Return the requested format, or else the one of the path's ending; raise ValueError if they contradict."""
-    if name not in (None, "safetensors") and path.endswith(SUFFIX):
+    if name not in (None, "safetensors") and path.lower().endswith(SUFFIX):
         raise ValueError(f"{path} ends in {SUFFIX}, which contradicts format={name!r}; rename it, or leave out format")
     # An explicit format='dcp' may make a directory of any other name: some frameworks call theirs `.ckpt`.
-    return name or ("safetensors" if path.endswith(SUFFIX) else "torch" if path.endswith(TORCH_SUFFIXES) else "dcp")
+    end = path.lower()
+    return name or ("safetensors" if end.endswith(SUFFIX) else "torch" if end.endswith(TORCH_SUFFIXES) else "dcp")
 
 
 def choose_file_format(

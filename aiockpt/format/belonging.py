@@ -1,19 +1,19 @@
-"""The files of a directory that belong to a checkpoint, and may be removed with it. Pure, and without torch.
+"""The files of a directory that are proven to be of one checkpoint, and so may be removed with it. Pure, without torch.
 
-| file | belongs |
+| file | is proven by |
 | --- | --- |
-| `.metadata`, `__N.metadata`, `.aiockpt.json`, `*.safetensors.index.json`, `*.bin.index.json` | always |
-| any file that an intact `.aiockpt.json` lists | yes |
-| `*.distcp`, `*.safetensors` and `*.bin` that one of these names | yes |
-| other `*.distcp` and `*.safetensors` | if one of these is damaged, or, for `*.distcp`, if there is none |
-| a `*.safetensors` that is alone, and the parts of one set by their names | yes |
-| `common.pt` and `metadata.json` of Megatron, and `meta.pt` of Lightning, beside `.metadata` | yes |
-| files of a model repository (`config.json`, `tokenizer*`, ...) | never; safetensors may replace others beside them |
-| directories below | if all that is in them belongs, as an intact `.aiockpt.json` lists it |
-| all other files | never |
+| `.aiockpt.json`, and all that it lists | its CRC |
+| `.metadata` and `__N.metadata`, and the `*.distcp` that they name | that they can be decoded |
+| one `*.safetensors.index.json` or `*.bin.index.json`, and the files of tensors in its map | that it can be decoded |
+| a `*.safetensors` that is alone, and all parts of one set by their names, without a document | their headers |
+| `common.pt` and `metadata.json` of Megatron, and `meta.pt` of Lightning | `.metadata`, if that is alone |
+| all other files, and directories in which a file is not listed by an intact `.aiockpt.json` | nothing |
 
-In a temporary directory, where a save may have been killed at any point, files of these names belong if nothing
-describes them. Files of a model repository there are those that a save was about to keep.
+If one document that counts can't be read, or the directory is several checkpoints for `recognise`, nothing is proven.
+Files of a model repository (`config.json`, `tokenizer*`, ...) stay where safetensors replace others beside them.
+
+In a temporary directory, where a save or a deletion may have been killed at any point, the names of files are enough
+if nothing describes them. Files of a model repository there are those that a save was about to keep.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ import json
 from collections.abc import Collection, Mapping
 from fnmatch import fnmatchcase
 
-from aiockpt.errors import LoadError
-from aiockpt.format.manifest.manifest import files_listed
+from aiockpt.errors import CorruptCheckpointError, LoadError
+from aiockpt.format.manifest.manifest import decode_head, facts_in, is_of_another_save
 from aiockpt.format.names import COMMON_NAME, CONFIG_NAME, MANIFEST_NAME, METADATA_NAME, OPEN_MARK, SINGLE_NAME, SUFFIX
-from aiockpt.format.recognise import SHARD_INDEX, rank_metadata, set_of
+from aiockpt.format.recognise import SHARD_INDEX, Fetch, assess, document, rank_metadata, recognise
 
 _DCP = "*.distcp"
 _STILL_OPEN = (".nfs*", ".fuse_hidden*")  # what NFS and FUSE keep of files that were removed while they are open
@@ -34,8 +34,6 @@ _REPOSITORY = (  # beside the safetensors of a model, as the Hugging Face Hub ha
     *("*config.json", "configuration_*.py", "modeling_*.py", "tokenizer*", "*tokens*.json", "vocab*", "merges.txt"),
     *("sentencepiece*.model", "spiece.model", "chat_template.*", "README.md", "LICENSE*", ".gitattributes"),
 )
-_MEGATRON = (COMMON_NAME, CONFIG_NAME)
-_MEGATRON_KEY = b'"sharded_backend"'
 _LIGHTNING = "meta.pt"
 
 
@@ -44,52 +42,74 @@ def describes(name: str) -> bool:
     return name in (METADATA_NAME, MANIFEST_NAME) or name.endswith(SHARD_INDEX) or bool(rank_metadata([name]))
 
 
-def documents_in(names: Collection[str]) -> list[str]:
-    """Return the files whose contents `own_files` needs."""
-    megatron = _MEGATRON[1:] if METADATA_NAME in names and set(_MEGATRON) <= set(names) else ()
-    return [name for name in names if describes(name) or name in megatron]
+def proven_files(files: Mapping[str, int], fetch: Fetch) -> set[str]:
+    """Return the names that are proven to be of the one checkpoint of a directory; those below have "/" in them.
 
-
-def own_files(files: Collection[str], documents: Mapping[str, bytes | None], *, unfinished: bool) -> set[str]:
-    """Choose the files of the checkpoint.
-
-    Args:
-        files: the names of all that is no directory.
-        documents: the contents of `documents_in`, None where one can't be read.
-        unfinished: it is a temporary directory, where a save may have been killed at any point.
+    Raises:
+        LoadError: why nothing is proven, as the end of a sentence; what ``fetch`` raises is passed on.
     """
-    described = {name: data for name, data in documents.items() if describes(name)}
-    own = set(described)
-    if _MEGATRON_KEY in (documents.get(_MEGATRON[1]) or b""):
-        own.update(_MEGATRON)
-    if METADATA_NAME in described and _LIGHTNING in files:
-        own.add(_LIGHTNING)
-    manifest = described.get(MANIFEST_NAME)
-    listed = None if manifest is None else files_listed(manifest)
-    own.update(name for name in files if name in (listed or ()))
-    own.update(name for name in files if unfinished and any(fnmatchcase(name, known) for known in _LEFT))
-    own.update(name for name in files if unfinished and is_of_repository(name))
-    tensors = [name for name in files if name.endswith(SUFFIX)]
-    shaped = [name for name in (*tensors, *(name for name in files if fnmatchcase(name, _DCP))) if name not in own]
-    spelling = [data for name, data in described.items() if data is not None and name != MANIFEST_NAME]
-    nameable = [*shaped, *(name for name in files if name.endswith(".bin"))]
-    own.update(name for name in nameable if any(is_named(name, data) for data in spelling))
-    describing = [name for name in described if name != MANIFEST_NAME]
-    if len({set_of(name) for name in tensors}) == 1 and len(tensors) == len(shaped) and not describing:
-        own.update(tensors)
-    rest = [name for name in shaped if name not in own]
-    if rest:
-        if not describing and listed is None:
-            own.update(name for name in rest if unfinished or MANIFEST_NAME in described or fnmatchcase(name, _DCP))
-        elif any(map(is_damaged, described, described.values())):
-            own.update(rest)
+    if MANIFEST_NAME in files:
+        listed = facts_in(decode_head(document(MANIFEST_NAME, files, fetch)) or {})
+        if listed is None:
+            raise CorruptCheckpointError(f"{MANIFEST_NAME} is damaged, so nothing tells which files are its own")
+        own = {MANIFEST_NAME, *listed}
+        if METADATA_NAME in files and is_of_another_save(listed, data := document(METADATA_NAME, files, fetch)):
+            own |= {METADATA_NAME, *named_by(METADATA_NAME, data)}
+        return own
+    found = recognise(files, fetch)
+    if found.choices:
+        raise CorruptCheckpointError("it is no checkpoint, but has some in it")
+    if found.index:
+        if not found.files:
+            raise CorruptCheckpointError(found.problem)
+        return {found.index, *(name for name in found.files if name.endswith((SUFFIX, ".bin")))}
+    own = {METADATA_NAME} & files.keys() if found.layout == "dcp" else set(found.ranks.values())
+    for name in sorted(own):
+        own |= named_by(name, document(name, files, fetch))
+    if METADATA_NAME in own:
+        own |= _beside_metadata(files, fetch)
+    elif found.layout == "safetensors":
+        state, problem, *_ = assess(found, files, fetch)
+        if state != "complete":
+            raise CorruptCheckpointError(problem)
+        own.update(found.files)
+    elif not own and found.problem:
+        raise CorruptCheckpointError(found.problem)
     return own
 
 
-def listed_in(documents: Mapping[str, bytes | None]) -> frozenset[str]:
-    """Return the names that an intact manifest lists, also of files in directories below."""
-    manifest = documents.get(MANIFEST_NAME)
-    return (None if manifest is None else files_listed(manifest)) or frozenset()
+def named_by(name: str, metadata: bytes) -> set[str]:
+    """Return the data files that a `.metadata` of DCP names; raise LoadError if it can't be decoded."""
+    from aiockpt.format.dcp.metadata import decode_metadata  # imports torch, which the writer process rarely needs
+
+    try:
+        return {file for file in decode_metadata(metadata, as_stored=True).files if fnmatchcase(file, _DCP)}
+    except LoadError as exc:
+        raise CorruptCheckpointError(f"{name} can't be decoded, so nothing tells which files are its own") from exc
+
+
+def _beside_metadata(files: Mapping[str, int], fetch: Fetch) -> set[str]:
+    """Return what other programs store beside a `.metadata`, which does not name it."""
+    own = {_LIGHTNING} & files.keys()
+    if own and recognise({"": files[_LIGHTNING]}, lambda _, *at: fetch(_LIGHTNING, *at), alone=True).layout != "torch":
+        own = set()
+    try:
+        if CONFIG_NAME in files and "sharded_backend" in json.loads(document(CONFIG_NAME, files, fetch)):
+            own |= {COMMON_NAME, CONFIG_NAME}
+    except (ValueError, TypeError, RecursionError):
+        pass  # another program's
+    return own
+
+
+def left_files(files: Mapping[str, int], fetch: Fetch) -> set[str]:
+    """Return the files that a killed save, or a deletion, has left in a temporary directory."""
+    try:
+        own = proven_files(files, fetch)
+    except (LoadError, OSError):
+        own = set()
+    tensors = {name for name in files if name.endswith(SUFFIX) or fnmatchcase(name, _DCP)}
+    left = {name for name in files if describes(name) or any(fnmatchcase(name, known) for known in _LEFT)}
+    return own | left | set(filter(is_of_repository, files)) | (tensors if own <= left else set())
 
 
 def is_of_repository(name: str) -> bool:
@@ -117,43 +137,6 @@ def is_still_open(name: str) -> bool:
 def has_marks(names: Collection[str]) -> bool:
     """Return whether a directory with these files looks like a checkpoint, whatever is in it besides."""
     return any(describes(name) or name.endswith((".metadata", ".distcp", SUFFIX)) for name in names)
-
-
-def is_named(name: str, document: bytes) -> bool:
-    """Return whether a pickle or a JSON text names a file."""
-    data = name.encode(errors="surrogateescape")  # after the opcodes SHORT_BINUNICODE and BINUNICODE, and in quotes
-    pickled = b"\x8c%c" % (len(data) & 255) + data, b"X" + len(data).to_bytes(4, "little") + data
-    return any(each in document for each in (*pickled, b'"' + data + b'"'))
-
-
-def is_damaged(name: str, data: bytes | None) -> bool:
-    """Return whether a document can't be decoded; None if it can't even be read."""
-    if data is None:
-        return True
-    if name == MANIFEST_NAME:
-        return files_listed(data) is None
-    try:
-        if name.endswith(SHARD_INDEX):
-            return type(json.loads(data)["weight_map"]) is not dict
-        from aiockpt.format.dcp.metadata import decode_metadata  # imports torch, which the writer process lacks
-
-        decode_metadata(data)
-    except (ValueError, KeyError, TypeError, RecursionError, LoadError):
-        return True
-    return False
-
-
-def data_files_of(document: str, data: Collection[str], documents: Mapping[str, bytes | None]) -> list[str]:
-    """Return those of the ``data`` files that belong to one `.metadata` or `__N.metadata` of a directory.
-
-    They are those that it names; if it is damaged, those that no other document there names.
-    """
-    data = [name for name in data if fnmatchcase(name, _DCP)]
-    own = documents[document]
-    if own is not None and not is_damaged(document, own):
-        return [name for name in data if is_named(name, own)]
-    others = [each for name, each in documents.items() if each is not None and name not in (document, MANIFEST_NAME)]
-    return [name for name in data if not any(is_named(name, other) for other in others)]
 
 
 def is_one_checkpoint(names: Collection[str]) -> bool:

@@ -102,6 +102,13 @@ class Index:
         """Whether it lacks chunks of a tensor, as that of one of several ranks does."""
         return any(isinstance(entry, TensorEntry) and not entry.is_whole for entry in self.entries.values())
 
+    @property
+    def files(self) -> set[str]:
+        """The files that its items are in."""
+        places = [entry.place for entry in self.entries.values() if isinstance(entry, ObjectEntry)]
+        tensors = (entry for entry in self.entries.values() if isinstance(entry, TensorEntry))
+        return {place.file for place in (*places, *(chunk.place for each in tensors for chunk in each.chunks))}
+
     def with_names(self, names: Mapping[str, str]) -> Index:
         """Return an index with further names, each with the name of the tensor that it shares; they come last."""
         entries = {**self.entries, **{name: self.entries[kept] for name, kept in names.items()}}

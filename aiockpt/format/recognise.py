@@ -50,10 +50,11 @@ Fetch = Callable[[str, int, int], bytes]
 """Returns the bytes of a file, by its name, from an offset on, as many as asked for; fewer where the file ends."""
 
 SHARD_INDEX = (".safetensors.index.json", ".bin.index.json")
-TORCH_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin")
+TORCH_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".pth.tar", ".pt.tar", ".th", ".pkl")
+"""How names of files of torch.save end, in lower case; those with the last one are often other pickles."""
 _HOLDING_STATE = (SUFFIX, *TORCH_SUFFIXES, ".pkl", ".npz", ".npy", ".h5", ".msgpack", ".gguf", ".onnx")
-DOCUMENT_BYTES = 1 << 28
-"""The largest document that is read to recognise a checkpoint; a larger one is damaged."""
+DOCUMENT_BYTES = 2 << 30
+"""The largest document that is read, for whatever purpose; a larger one is damaged."""
 
 _HEADER_BYTES = 100_000_000
 _CONFIG_BYTES = 1 << 20
@@ -68,12 +69,19 @@ _RANK_DATA = re.compile(r"__(0|[1-9][0-9]{0,8})_[0-9]+\.distcp")
 _RANK_FOLDER = re.compile(r"(.*?)(0|[1-9][0-9]{0,8})", re.DOTALL)
 _NO_RANKS = re.compile(r"epoch|step|iter|checkpoint|ckpt", re.IGNORECASE)  # numbers that count something else
 _DATA_IN_METADATA = re.compile(rb"__[0-9]{1,9}_[0-9]{1,9}\.distcp")
-PART = re.compile(r"(?:shard-([0-9]{1,9})-)?(.+)-([0-9]{1,9})-of-([0-9]{1,9})((?:\.[^.]+)?\.(?:safetensors|bin))")
+_PART_OF = r"[-_. ]?([0-9]{1,9})[-_ ]?of[-_ ]?([0-9]{1,9})(?![0-9])"
+_ENDING = r"([^/]*\.(?:safetensors|bin|pt|pth|ckpt|pth\.tar|pt\.tar|th|pkl))"
+PART = re.compile(rf"(?:shard-([0-9]{{1,9}})-)?(.*?){_PART_OF}{_ENDING}", re.IGNORECASE | re.DOTALL)
 """The name of a file of a set: the rank of a shard, the stem, the number and the count of files, the suffix.
 
 Sources: ``save_pretrained`` of transformers; for shards ``torch/distributed/checkpoint/_hf_utils.py``.
 """
 
+# Names that ranks give their parts, which do not say how many there are.
+_MAYBE_PART = re.compile(
+    r"(^|[-_.])(rank|shard|part)[-_]?[0-9]+(?![0-9])|world_size_[0-9]|^mp_rank_|^consolidated\.(?!00)[0-9]",
+    re.IGNORECASE,
+)
 _CONSOLIDATED_FROM = "sharded"  # beside the files that HuggingFaceStorageWriter has consolidated from it
 # What Trainer, accelerate, the Hub and Lightning keep beside a model.
 _MODEL = re.compile(r"pytorch_model[^/]*\.bin|consolidated\.[0-9]+\.pth")
@@ -138,16 +146,15 @@ def recognise(files: Mapping[str, int], fetch: Fetch, *, alone: bool = False, in
         for name, size in files.items():
             return _recognise_file(name, size, fetch)
         return Recognised(problem="it is no regular file")
-    top = [name for name in files if "/" not in name]
-    if METADATA_NAME in top:
-        form: Format = "aiockpt" if MANIFEST_NAME in top else "dcp"
+    top = [name for name in files if not name.startswith(".") and "/" not in name]  # others are copies and litter
+    if METADATA_NAME in files:
+        form: Format = "aiockpt" if MANIFEST_NAME in files else "dcp"
         common = form == "dcp" and has_common(files, fetch)
         problem = f"it lacks its file {COMMON_NAME}" if common and COMMON_NAME not in files else ""
         beside = _beside(files, [COMMON_NAME] if common else [])
         state: State = "damaged" if problem else "complete"
         return Recognised(layout="dcp", format=form, state=state, problem=problem, beside=beside)
-    tensors = [name for name in top if name.endswith(SUFFIX)]
-    if MANIFEST_NAME in top and not tensors:
+    if MANIFEST_NAME in files and not any(name.endswith(SUFFIX) for name in top):
         return _lacking_all(files, fetch)
     ranks, problem = rank_metadata(top), ""
     if not ranks:
@@ -158,7 +165,7 @@ def recognise(files: Mapping[str, int], fetch: Fetch, *, alone: bool = False, in
         state = "damaged" if problem else "complete"
         return Recognised(layout="ranks", format="dcp", ranks=ranks, state=state, problem=problem)
     if any(name.endswith(".distcp") for name in top):
-        problem = f"it has no {METADATA_NAME}: its save was never finished"
+        problem = f"it has no {METADATA_NAME}: its save was never finished, or the file was not copied with it"
         return Recognised(layout="dcp", format="dcp", state="unfinished", problem=problem)
     return _recognise_loose(files, top, fetch, index)
 
@@ -194,6 +201,7 @@ def _recognise_loose(files: Mapping[str, int], top: Sequence[str], fetch: Fetch,
     if len(indexes) == 1:
         return _indexed(indexes[0], files, fetch)
     things = {} if indexes else _things(top, fetch)
+    sizes, files = files, {name: size for name, size in files.items() if not _is_other_program(name, fetch)}
     below, parts = _folders_with_checkpoints(files), frozenset[str]()
     if MANIFEST_NAME in files and (below or len(things) > 1):
         parts = parts_in(decode_head(document(MANIFEST_NAME, files, fetch)))  # that were published together
@@ -211,7 +219,7 @@ def _recognise_loose(files: Mapping[str, int], top: Sequence[str], fetch: Fetch,
     if parts:
         return Recognised(format="aiockpt", choices=tuple(sorted(parts)))
     choices = tuple(_checkpoints_in(files))
-    problem = "" if choices else _foreign_directory(files)
+    problem = "" if choices else _foreign_directory(files) or _of_others(sizes, fetch) or _companions_alone(top)
     return Recognised(choices=choices, problem=problem)
 
 
@@ -235,8 +243,10 @@ def _indexed(index: str, files: Mapping[str, int], fetch: Fetch) -> Recognised:
 
 
 def _loose_set(members: tuple[str, ...], files: Collection[str]) -> Recognised:
-    form: Literal["safetensors", "torch"] = "safetensors" if members[0].endswith(SUFFIX) else "torch"
+    form: Literal["safetensors", "torch"] = "safetensors" if members[0].lower().endswith(SUFFIX) else "torch"
     problem = _problem_of_set(members)
+    if not problem and f"{members[0]}.aria2" in files:
+        problem = f"{printable_key(members[0])} is not downloaded to its end: {members[0]}.aria2 is beside it"
     state: State = "damaged" if problem else "complete"
     beside = _beside(files, members)
     return Recognised(layout=form, format=form, state=state, problem=problem, files=members, beside=beside)
@@ -247,7 +257,9 @@ def _beside(files: Iterable[str], read: Collection[str]) -> tuple[str, ...]:
 
     Other directories below are other checkpoints, but those of DeepSpeed, which it takes for a part of this one.
     """
-    candidates = (name for name in files if "/" not in name or _DEEPSPEED.fullmatch(name))
+    candidates = (
+        name for name in files if (not name.startswith(".") and "/" not in name) or _DEEPSPEED.fullmatch(name)
+    )
     return tuple(sorted(name for name in candidates if name.endswith(_HOLDING_STATE) and name not in read))
 
 
@@ -274,7 +286,8 @@ def _problem_of_set(members: Sequence[str]) -> str:
     """Return which files a set lacks by the names of the others; empty if it lacks none."""
     parts = [part for part in map(PART.fullmatch, members) if part]
     if not parts:
-        return ""
+        maybe = "" if members[1:] else _MAYBE_PART.search(members[0])
+        return f"{printable_key(members[0])} may be one of several parts by its name: load it by that" if maybe else ""
     count = int(parts[0][4])
     if strange := next((part for part in parts if not 0 < int(part[3]) <= count), None):
         return f"{printable_key(strange.string)} is not one of {count}"
@@ -300,24 +313,42 @@ def _absent(parts: Sequence[re.Match[str]], group: int, count: int) -> list[str]
 def _things(top: Iterable[str], fetch: Fetch) -> dict[tuple[str | bool, ...], tuple[str, ...]]:
     """Return the loose files and sets of files, by what the names of each have in common.
 
-    The files of companions are things only where there is nothing else, and those of a model come first.
+    The files of companions are none, but those of a model where there is nothing else.
     """
     if any(map(_DEEPSPEED.fullmatch, top)):
         return {}
-    kinds: tuple[dict[tuple[str | bool, ...], list[str]], ...] = ({}, {}, {})
+    kinds: tuple[dict[tuple[str | bool, ...], list[str]], ...] = ({}, {})
     for name in sorted(top):
-        rank = 0 if not _COMPANION.fullmatch(name) else 1 if _MODEL.fullmatch(name) else 2
-        if name.endswith(SUFFIX) or (name.endswith(TORCH_SUFFIXES) and _may_be_torch(name, fetch)):
-            kinds[rank].setdefault(set_of(name), []).append(name)
+        is_model = bool(_MODEL.fullmatch(name))
+        if not name.lower().endswith((SUFFIX, *TORCH_SUFFIXES)) or _is_other_program(name, fetch):
+            continue
+        if is_model or not _COMPANION.fullmatch(name):
+            kinds[is_model].setdefault(set_of(name), []).append(name)
     return {key: tuple(members) for key, members in next(filter(None, kinds), {}).items()}
 
 
-def _may_be_torch(name: str, fetch: Fetch) -> bool:
+def _is_other_program(name: str, fetch: Fetch) -> bool:
+    """Return whether a file has the name of one of torch.save, but other bytes."""
+    if not name.lower().endswith(TORCH_SUFFIXES):
+        return False
     try:
         begin = fetch(name, 0, 16)
     except (OSError, LoadError):  # it can't be read, or is shorter: its name has to do
-        return True
-    return begin[:4] == ZIP_MAGIC or LEGACY_MAGIC[:8] in begin
+        return False
+    return begin[:4] != ZIP_MAGIC and LEGACY_MAGIC[:8] not in begin
+
+
+def _of_others(files: Mapping[str, int], fetch: Fetch) -> str:
+    """Return what the first file at the top is that has a name of torch.save and is known to be something else."""
+    names = sorted(name for name in files if "/" not in name and _is_other_program(name, fetch))
+    found = ((name, _recognise_file(name, files[name], fetch).problem) for name in names)
+    return next((f"{printable_key(name)}: {problem}" for name, problem in found if problem), "")
+
+
+def _companions_alone(top: Iterable[str]) -> str:
+    """Return that a directory has nothing but what is stored beside a model; empty if it has not even that."""
+    names = [printable_key(name) for name in sorted(top) if _COMPANION.fullmatch(name)]
+    return f"it holds {some_of(names, _MOST_SHOWN)}, which is stored beside a model, but no model" if names else ""
 
 
 def _folders_with_checkpoints(files: Iterable[str]) -> set[str]:
@@ -330,11 +361,12 @@ def _folders_with_checkpoints(files: Iterable[str]) -> set[str]:
 
 def is_mark(name: str) -> bool:
     """Return whether a directory with a file of this name holds a checkpoint, or files of one."""
+    if name.startswith("."):  # others are copies and litter
+        return name in (METADATA_NAME, MANIFEST_NAME)
     return (
-        name in (METADATA_NAME, MANIFEST_NAME)
-        or name.endswith((SUFFIX, ".distcp", *SHARD_INDEX))
+        name.lower().endswith((SUFFIX, ".distcp", *SHARD_INDEX))
         or bool(_RANK_METADATA.fullmatch(name))
-        or (name.endswith(TORCH_SUFFIXES) and not _COMPANION.fullmatch(name))
+        or (name.lower().endswith(TORCH_SUFFIXES[:-1]) and not _COMPANION.fullmatch(name))
     )
 
 
@@ -348,7 +380,7 @@ def _checkpoints_in(files: Iterable[str]) -> list[str]:
     found: set[str] = set()
     for folder, names in by_folder.items():
         marks = [name for name in names if is_mark(name)]
-        if folder and any(not name.endswith(TORCH_SUFFIXES) for name in marks):
+        if folder and any(not name.lower().endswith(TORCH_SUFFIXES) for name in marks):
             found.add(folder)
         elif not folder and (indexes := [name for name in names if name.endswith(SHARD_INDEX)]):
             found.update(indexes)
@@ -424,9 +456,15 @@ def _recognise_file(name: str, size: int, fetch: Fetch) -> Recognised:
     for magic, what in _MAGICS:
         if begin.startswith(magic):
             return Recognised(problem=f"it is {what}")
+    if begin[257:262] == b"ustar":
+        how = "of NeMo: unpack it with tar, and load what is in it" if name.endswith(".nemo") else "of any contents"
+        old = begin.startswith(b"sys_info\0")
+        return Recognised(
+            problem=f"it is a tar archive {'of torch before 0.2: load it with torch.load' if old else how}"
+        )
     if name.endswith(".onnx"):
         return Recognised(problem="it is an ONNX model")
-    if name.endswith(SUFFIX) or (begin[8:9] == b"{" and int.from_bytes(begin[:8], "little") <= _HEADER_BYTES):
+    if name.lower().endswith(SUFFIX) or (begin[8:9] == b"{" and int.from_bytes(begin[:8], "little") <= _HEADER_BYTES):
         return Recognised(layout="safetensors", format="safetensors", files=(name,))
     if begin[:1] == b"\x80" and begin[1:2] in (b"\2", b"\3", b"\4", b"\5"):
         return Recognised(problem="it is a pickle, but not one of torch.save; to unpickle it may run code")

@@ -208,8 +208,11 @@ class Retention:
         if self._keep is None or not all(mirror.knows_held for mirror in self._mirrors):  # they call `again`
             return
         infos = self._scanner.scan(lenient=True)  # what can't be read stays
-        if not any(info.step == written and info.state == "complete" for info in infos):
-            return  # it was moved away, or the file system does not show it yet
+        last = next((info for info in infos if info.step == written), None)
+        if last is None or last.state != "complete":  # it was moved away, or the file system does not show it yet
+            if last is not None and last.state == "damaged":
+                logger.warning("step %d was written, but is damaged, so no step is deleted: %s", written, last.problem)
+            return
         for info in to_delete(self._keep, infos, time.time(), self.protected()):
             if info.step in self.protected():  # pinned, opened or saved again meanwhile
                 continue

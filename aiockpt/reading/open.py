@@ -48,6 +48,7 @@ from aiockpt.format.manifest.manifest import Manifest, is_of_another_save, is_pi
 from aiockpt.format.manifest.reader import decode_manifest
 from aiockpt.format.names import COMMON_NAME, MANIFEST_NAME, METADATA_NAME
 from aiockpt.format.recognise import (
+    DOCUMENT_BYTES,
     SHARD_INDEX,
     Recognised,
     absent_text,
@@ -89,8 +90,6 @@ NOT_ITS_MANIFEST = (
 
 logger = logging.getLogger("aiockpt")
 
-_DOCUMENT_BYTES = 2 << 30
-"""The largest document that is read whole; a larger one is damaged."""
 _PART_BYTES = 1 << 20
 _HOLE = bytes(64 << 10)
 """A run of zeros that no JSON or pickle of names and numbers contains: a hole of a truncated sparse file."""
@@ -360,7 +359,7 @@ def read_document(source: Source, name: str, path: str = "") -> bytes:
 
 def _bytes(source: Source, name: str, offset: int, size: int, shown: str | None = None) -> bytes:
     """Read a byte range; with ``shown``, the path for messages, raise at the first hole."""
-    if size > _DOCUMENT_BYTES:
+    if size > DOCUMENT_BYTES:
         raise CorruptCheckpointError(
             f"{shown or name} would have {size} bytes to describe what it holds; for a million tensors these are some "
             "100 MiB, so it is damaged. Use another checkpoint"

@@ -97,12 +97,25 @@ CHECKPOINTS: dict[str, Callable[[Path], object]] = {
     "stock of Lightning": save_as_lightning,
     "a set of safetensors": save_shards,
     "a directory of one": lambda path: (path.mkdir(), safetensors.torch.save_file(NEW, path / "my.safetensors")),
+    "metadata damaged, manifest whole": with_truncated(".metadata", save_ours),
+    "no metadata": without_file(".metadata", save_ours),
+    "data missing": without_file("__0_0.distcp", save_stock),
+}
+UNPROVEN: dict[str, Callable[[Path], object]] = {
     "damaged manifest": with_truncated(".aiockpt.json", save_ours),
     "damaged metadata": with_truncated(".metadata", save_stock),
     "both damaged": with_truncated(".metadata", with_truncated(".aiockpt.json", save_ours)),
-    "no metadata": without_file(".metadata", save_ours),
     "unfinished": without_file(".metadata", save_stock),
     "damaged index of shards": with_truncated("model.safetensors.index.json", save_shards),
+    "an index of torch as well": lambda path: (
+        save_shards(path),
+        (path / "other.bin.index.json").write_text('{"weight_map": {"x": "other.bin"}}'),
+        torch.save(NEW, path / "other.bin"),
+    ),
+    "two indexes": lambda path: (
+        save_shards(path),
+        (path / "lora.safetensors.index.json").write_text('{"weight_map": {"t1": "model-1.safetensors"}}'),
+    ),
 }
 FOREIGN_NAMES = ("step-1/", "notes", "thesis.tex", "__7_0.distcp", "other.safetensors", "common.pt")
 
@@ -144,14 +157,23 @@ def _nested(folder: Path) -> Path:
     return folder / "nested"
 
 
-@pytest.mark.parametrize("kind", ["both damaged", "damaged metadata", "unfinished", "damaged index of shards"])
-def test_damaged_checkpoint_with_foreign_file_is_refused(kind: str, ckpt, tmp_path: Path) -> None:
-    CHECKPOINTS[kind](tmp_path / "a")
-    (tmp_path / "a" / "thesis.tex").write_text("mine")
-    for call in (lambda: ckpt.save(NEW, tmp_path / "a", overwrite=True), lambda: ckpt.delete(tmp_path / "a")):
-        with pytest.raises((CheckpointExistsError, DeleteError), match=r"\(thesis.tex\)"):
-            call()
-    assert (tmp_path / "a" / "thesis.tex").read_text() == "mine"
+@pytest.mark.parametrize("kind", UNPROVEN)
+def test_what_cannot_be_read_proves_nothing(kind: str, ckpt, tmp_path: Path) -> None:
+    UNPROVEN[kind](tmp_path / "a")
+    before = contents(tmp_path)
+    with pytest.raises(
+        CheckpointExistsError, match=r"\)(: .*)?; overwrite=True replaces a checkpoint and nothing else"
+    ):
+        ckpt.save(NEW, tmp_path / "a", overwrite=True)
+    with pytest.raises(
+        DeleteError, match=r"\)(: .*)?; nothing was deleted. Move away what is to stay, or remove it all"
+    ):
+        ckpt.delete(tmp_path / "a")
+    assert contents(tmp_path) == before
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def test_long_list_of_foreign_files_is_truncated(ckpt, tmp_path: Path) -> None:
@@ -287,7 +309,7 @@ async def test_foreign_file_in_an_unfinished_save(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["ours", "ours in safetensors", "stock", "both damaged"])
 @pytest.mark.parametrize("below", ["step-1", "x/y/step-1", "m.safetensors"])
 def test_save_inside_a_checkpoint_is_refused(kind: str, below: str, ckpt, tmp_path: Path) -> None:
-    CHECKPOINTS[kind](tmp_path / "r")
+    {**CHECKPOINTS, **UNPROVEN}[kind](tmp_path / "r")
     (tmp_path / "last").symlink_to("r")
     before = sorted(tmp_path.rglob("*"))
     for name in ("r", "last"):

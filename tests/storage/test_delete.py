@@ -21,6 +21,7 @@ from aiockpt.storage.local.orphans import clean
 from aiockpt.storage.local.storage import LocalStorage, delete
 from aiockpt.storage.local.temp_dir import Hold, new_ticket
 from aiockpt.testing import FaultyStorage, GatedStorage
+from aiockpt.testing.conformance.suite import metadata_of
 
 
 @pytest.fixture
@@ -32,7 +33,7 @@ def workers():
 
 def checkpoint(path: Path, data: bytes = b"tensors") -> Path:
     path.mkdir()
-    (path / ".metadata").write_bytes(b"metadata of " + data)
+    (path / ".metadata").write_bytes(metadata_of(data.decode()))
     (path / "__0_0.distcp").write_bytes(data)
     return path
 

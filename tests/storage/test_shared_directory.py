@@ -24,6 +24,7 @@ from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.storage.local.temp_dir import make_hidden, new_ticket, read_sidecar, sweep, write_sidecar
 from aiockpt.storage.syscalls import rename_exchange
 from aiockpt.storage.wrapper import WrapperStorage
+from aiockpt.testing.conformance.suite import metadata_of
 
 NOBODY = 65534
 
@@ -43,7 +44,7 @@ async def _write(transaction, data: bytes, name: str = ".metadata") -> None:
 
 def checkpoint(path: Path, data: bytes) -> Path:
     path.mkdir()
-    (path / ".metadata").write_bytes(data)
+    (path / ".metadata").write_bytes(metadata_of(data.decode()))
     return path
 
 
@@ -95,8 +96,8 @@ async def test_directory_swapped_in_under_the_hidden_name_is_not_published(
         await transaction.commit()
     with pytest.raises(WriteError, match="another process has put another directory in its place"):
         await transaction.abort()
-    assert (path / ".metadata").read_bytes() == b"old" if overwrite else not path.exists()
-    assert (hidden / ".metadata").read_bytes() == b"theirs"
+    assert (path / ".metadata").read_bytes() == metadata_of("old") if overwrite else not path.exists()
+    assert (hidden / ".metadata").read_bytes() == metadata_of("theirs")
     shutil.rmtree(hidden)
 
 
@@ -114,7 +115,7 @@ async def test_symlink_under_the_hidden_name_is_not_followed(workers, tmp_path: 
             await transaction.commit()
         with pytest.raises(WriteError, match="another process has put another directory"):
             await transaction.abort()
-        assert (precious / ".metadata").read_bytes() == b"precious"
+        assert (precious / ".metadata").read_bytes() == metadata_of("precious")
         with pytest.raises(WriteError, match="can't look at"):
             await LocalStorage().join(str(tmp_path / name), hidden.name, workers=workers)
         hidden.unlink()
@@ -138,9 +139,9 @@ async def test_directory_swapped_in_for_the_replaced_checkpoint_is_not_removed(
 
     monkeypatch.setattr(commit.os, "fsync", sync)
     await transaction.commit()
-    assert (tmp_path / "old" / ".metadata").read_bytes() == b"old"
+    assert (tmp_path / "old" / ".metadata").read_bytes() == metadata_of("old")
     assert (path / ".metadata").read_bytes() == b"new"
-    assert (hidden / ".metadata").read_bytes() == b"somebody's"
+    assert (hidden / ".metadata").read_bytes() == metadata_of("somebody's")
     assert "what it replaced could not be removed" in caplog.text
     shutil.rmtree(hidden)
 
@@ -287,7 +288,7 @@ def test_leftovers_planted_by_another_user_are_not_removed(sticky: Path) -> None
     before = sorted(os.listdir(sticky))
     assert clean(str(sticky), fsync=True, older_than_s=0.0) == ([], False)
     assert sorted(os.listdir(sticky)) == before
-    assert (precious / ".metadata").read_bytes() == b"precious"
+    assert (precious / ".metadata").read_bytes() == metadata_of("precious")
     for name in before:
         path = sticky / name
         shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
@@ -359,7 +360,7 @@ def test_directory_swapped_in_for_an_unfinished_checkpoint_is_not_swept(
         swap()
     monkeypatch.setattr(temp_dir.os, "rename", rename)
     sweep(str(hidden), held.identity)
-    assert (hidden / ".metadata").read_bytes() == b"theirs"
+    assert (hidden / ".metadata").read_bytes() == metadata_of("theirs")
     assert sorted(os.listdir(tmp_path)) == sorted([hidden.name, "mine"])
     monkeypatch.setattr(temp_dir.os, "rename", real)
     shutil.rmtree(hidden)
@@ -378,7 +379,7 @@ async def test_participant_sweeps_only_the_directory_it_joined(workers, tmp_path
     hidden.rename(tmp_path / "mine")
     checkpoint(hidden, b"theirs")
     await joined.discard_all()
-    assert (hidden / ".metadata").read_bytes() == b"theirs"
+    assert (hidden / ".metadata").read_bytes() == metadata_of("theirs")
     shutil.rmtree(hidden)
     (tmp_path / "mine").rename(hidden)
     await begun.abort()

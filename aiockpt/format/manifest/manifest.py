@@ -176,15 +176,6 @@ def facts_in(head: Mapping[str, Any]) -> dict[str, FileFacts] | None:
     return facts if is_sound else None
 
 
-def files_listed(data: bytes) -> frozenset[str] | None:
-    """Return the names of the files that a manifest lists, without reading its index; None if it is damaged."""
-    head = decode_head(data)
-    try:
-        return None if head is None else frozenset(head["files"])
-    except (KeyError, TypeError):
-        return None
-
-
 def decode_head(data: bytes) -> dict[str, Any] | None:
     """Return the JSON of a manifest without its long sections, such as the index; None if it is damaged."""
     body, _, seal = data.rpartition(SEAL.encode())

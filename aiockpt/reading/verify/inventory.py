@@ -232,8 +232,6 @@ class Inventory:
                 archive = archives.get(name) or archives.setdefault(name, self.add_archive(name))
                 at = chunk.place.offset + (0 if chunk.item is None else chunk.item.payload_offset)
                 archive.inner.setdefault(at, []).append(KeyRef(key))
-        for name in self._sizes if not archives else ():
-            self.add_archive(name)
 
     def _add_tensor(self, key: str, entry: TensorEntry, given: Entry | None, *, framed: bool) -> None:
         others = given.chunks if isinstance(given, TensorEntry) else ()

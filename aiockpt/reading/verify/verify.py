@@ -55,6 +55,7 @@ from aiockpt.telemetry.verification import Findings, ProblemKind, Severity, Veri
 
 if TYPE_CHECKING:
     from aiockpt.core.threads import Workers
+    from aiockpt.format.recognise import Recognised
     from aiockpt.format.transforms.base import Transform
     from aiockpt.storage.base import Source, Storage
 
@@ -140,7 +141,7 @@ class _Reading:
         elif not found.layout:
             self.format = found.format
         else:
-            self._add_other(inventory)
+            self._add_other(inventory, found)
         return inventory
 
     def _add_dcp(self, inventory: Inventory, manifest: Manifest | None, metadata: bytes | None) -> None:
@@ -221,9 +222,9 @@ class _Reading:
             inventory.add_decoded(item.name, item.most, item.place.file)
         return index
 
-    def _add_other(self, inventory: Inventory) -> None:
+    def _add_other(self, inventory: Inventory, found: Recognised) -> None:
         """Add the items of a torch.save or safetensors checkpoint."""
-        names = [name for name in self.source.files if name != MANIFEST_NAME]
+        names = found.files
         try:
             index = read_index(self.source, self.path)
         except CheckpointNotFoundError:
@@ -244,6 +245,9 @@ class _Reading:
         self.format = index.format
         self._check_structure(index)
         inventory.add(index, None)
+        for name in names if index.format == "torch" else ():  # without tensors
+            if name not in inventory.files:
+                inventory.add_archive(name)
         inventory.find_overlaps()
         for name in index.beside:
             self.findings.add(

@@ -6,15 +6,17 @@ import errno
 import os
 import shutil
 import stat
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from functools import partial
 from typing import NamedTuple, TypeAlias
 
 from aiockpt.core.wording import some_of
-from aiockpt.errors import printable_key
+from aiockpt.errors import CheckpointExistsError, LoadError, printable_key
 from aiockpt.format import belonging
+from aiockpt.format.manifest.manifest import decode_head
 from aiockpt.format.names import MANIFEST_NAME, METADATA_NAME, OPEN_MARK, SINGLE_NAME
-from aiockpt.format.recognise import DOCUMENT_BYTES, recognise
-from aiockpt.storage.local.entries import LocalListing, read_regular
+from aiockpt.format.recognise import DOCUMENT_BYTES, Fetch, recognise
+from aiockpt.storage.local.entries import LocalListing, open_regular, read_regular
 from aiockpt.storage.syscalls import identity, open_directory
 
 _PROBE = "probe"  # see `temp_dir._is_own`
@@ -40,54 +42,59 @@ class Contents(NamedTuple):
     files: list[str]  # of the checkpoint, in the order of removal: those that describe the others are last
     folders: dict[str, frozenset[str] | None]  # of the checkpoint: what is known of their files; None: all are its own
     others: list[str]  # not of the checkpoint, sorted; directories end with "/"
+    problem: str = ""  # why nothing is proven to be of a checkpoint
 
 
 def look_into(directory: int, *, unfinished: bool = False, also: Collection[str] = ()) -> Contents:
-    """Sort the contents of an open directory into the checkpoint's and others.
+    """Sort the contents of an open directory into what is proven to be of a checkpoint, and others.
 
     ``unfinished``: it is a temporary one, where a save may have been killed at any point. ``also``: more of its files,
-    and of those in directories below.
+    and of those in directories below; of a finished directory these alone.
     """
     # Opened anew: btrfs lists what was there when a directory was opened.
     with open_directory(".", dir_fd=directory) as now, os.scandir(now) as entries:
-        listed = list(entries)
-    is_folder = {entry.name for entry in listed if entry.is_dir(follow_symlinks=False)}
+        states = {entry.name: entry.stat(follow_symlinks=False) for entry in entries}
+    is_folder = {name for name, state in states.items() if stat.S_ISDIR(state.st_mode)}
     # A pipe of such a name is not the checkpoint's, except where nobody else may write.
-    files = [
-        entry.name
-        for entry in listed
-        if entry.name not in is_folder and (unfinished or entry.is_symlink() or entry.is_file(follow_symlinks=False))
-    ]
+    is_plain = {name for name, at in states.items() if stat.S_ISREG(at.st_mode) or stat.S_ISLNK(at.st_mode)}
+    files = {name: states[name].st_size for name in (states if unfinished else is_plain) if name not in is_folder}
     if unfinished and OPEN_MARK in files:
         return Contents(belonging.order_of_removal(files), dict.fromkeys(is_folder), [])
-    documents = {name: _contents(directory, name) for name in belonging.documents_in(files)}
-    own = belonging.own_files(files, documents, unfinished=unfinished)
-    own.update(name for name in files if name in also)
-    rest = [entry.name for entry in listed if entry.name not in own and entry.name not in is_folder]
-    others = [name for name in rest if not belonging.is_still_open(name)]
+    fetch, problem, own = partial(_fetch, directory), "", set(also)
+    if unfinished:
+        own |= belonging.left_files(files, fetch)
+    elif not also:
+        own, problem = _proven(files, fetch)
+    others = [name for name in states.keys() - own - is_folder if not belonging.is_still_open(name)]
     folders: dict[str, frozenset[str] | None] = {}
-    known = {*also, *belonging.listed_in(documents)}
     for name in is_folder:
-        below = frozenset(each.removeprefix(f"{name}/") for each in known if each.startswith(f"{name}/"))
+        below = frozenset(each.removeprefix(f"{name}/") for each in own if each.startswith(f"{name}/"))
         if below or (unfinished and (name == SINGLE_NAME or name.startswith(_PROBE))):
             with open_directory(name, dir_fd=directory) as folder:
-                # What a file was exchanged for is finished.
-                found = look_into(folder, unfinished=unfinished and name != SINGLE_NAME, also=below)
+                found = look_into(folder, unfinished=unfinished, also=below)
             others += [f"{name}/{other}" for other in found.others]
             folders[name] = below
         else:
             others.append(f"{name}/")
-    return Contents(belonging.order_of_removal(own), folders, sorted(others))
+    return Contents(belonging.order_of_removal(own & files.keys()), folders, sorted(others), problem)
 
 
-def _contents(directory: int, name: str) -> bytes | None:
-    """Read a document; None if it can't be read, or is larger than anything of this kind."""
+def _proven(files: Mapping[str, int], fetch: Fetch) -> tuple[set[str], str]:
+    """Return the files that are proven to be of a checkpoint, or why none is."""
     try:
-        return read_regular(name, directory, most=DOCUMENT_BYTES, flags=os.O_NOFOLLOW)
+        return belonging.proven_files(files, fetch), ""
+    except LoadError as exc:
+        return set(), str(exc)
     except OSError as exc:
         if exc.errno not in _UNREADABLE:
             raise
-        return None
+        return set(), f"{printable_key(str(exc.filename))} can't be read: {exc.strerror}"
+
+
+def _fetch(directory: int, name: str, offset: int, length: int) -> bytes:
+    with open(open_regular(name, directory, flags=os.O_NOFOLLOW), "rb") as file:
+        file.seek(offset)
+        return file.read(length)
 
 
 # --- looking at a path --------------------------------------------------------------------------------
@@ -121,7 +128,8 @@ def why_not_of_contents(directory: int, *, keep: bool = False) -> str | None:
     kept = _kept(directory, found) if keep else {}
     others = [name for name in found.others if name not in kept]
     if others or (found.files == [MANIFEST_NAME] and not found.folders):
-        return f"is a directory that holds other things than a checkpoint ({several(others or found.files)})"
+        why = f": {found.problem}" if found.problem else ""
+        return f"is a directory that holds other things than a checkpoint ({several(others or found.files)}){why}"
     return None
 
 
@@ -183,15 +191,27 @@ def checkpoint_above(path: str) -> str | None:
             return None
 
 
-def data_files_of(path: str, document: str) -> list[str]:
-    """Return the data files that belong to one `.metadata` or `__N.metadata` of a directory; see `format.belonging`.
+def replaced_by(document: str, path: str) -> set[str]:
+    """Return what a new `.metadata` or `__N.metadata` replaces in a directory: the data files that the old one names.
 
-    Empty if it is not there.
+    With `.metadata` goes its manifest. Raise CheckpointExistsError if one of the two can't be decoded.
     """
-    with open_directory(path, follow=True) as directory:
-        names = os.listdir(directory)
-        documents = {name: _contents(directory, name) for name in names if belonging.describes(name)}
-    return belonging.data_files_of(document, names, documents) if document in names else []
+    try:
+        with open_directory(path, follow=True) as directory:
+            names = set(os.listdir(directory))
+            if document not in names:
+                return set()
+            read = partial(read_regular, dir_fd=directory, most=DOCUMENT_BYTES, flags=os.O_NOFOLLOW)
+            old = belonging.named_by(document, read(document))
+            if document == METADATA_NAME and MANIFEST_NAME in names:
+                if decode_head(read(MANIFEST_NAME)) is None:
+                    raise LoadError(f"{MANIFEST_NAME} is damaged")
+                old.add(MANIFEST_NAME)
+            return old & names
+    except (LoadError, OSError) as exc:
+        raise CheckpointExistsError(
+            f"{path} has a {document} that can't be replaced: {exc}. Move it away, or save under another name"
+        ) from exc
 
 
 # --- removing -----------------------------------------------------------------------------------------

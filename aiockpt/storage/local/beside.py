@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from aiockpt.errors import CheckpointExistsError, CommitError, WriteError
 from aiockpt.format.names import HIDDEN, MANIFEST_NAME, METADATA_NAME
 from aiockpt.storage.faults import errors
-from aiockpt.storage.local.belonging import data_files_of, remove
+from aiockpt.storage.local.belonging import remove, replaced_by
 from aiockpt.storage.local.commit import make_directories, remove_own, sync_directory
 from aiockpt.storage.local.retries import sync_fd
 from aiockpt.storage.local.temp_dir import Hold, shared_ticket
@@ -42,6 +42,8 @@ def begin(path: str, rank: int | None, *, fsync: bool, keep: bool = False) -> st
     An unfinished save is discarded, unless ``keep``: then another rank may have created the directory for this save.
     """
     beside, within = _hidden(path, rank)
+    if os.path.isdir(path):
+        replaced_by(metadata_name(rank), path)  # raises now, not when all is written, if it can't be replaced
     with errors(WriteError, f"make a directory for the files of {path}"):
         if rank is not None:
             make_directories(path, fsync)
@@ -129,7 +131,7 @@ def _move_in(hidden: str, path: str, names: Mapping[str, str], last: str, *, ove
     metadata = os.path.join(path, last)
     if not os.path.isdir(path) or (os.path.lexists(metadata) and not overwrite):
         raise CheckpointExistsError(f"{path} exists already; save under another name, or pass overwrite=True")
-    old = [os.path.join(path, name) for name in data_files_of(path, last)]
+    old = replaced_by(last, path)
     moved: list[str] = []
     try:
         for name, final in names.items():
@@ -137,7 +139,7 @@ def _move_in(hidden: str, path: str, names: Mapping[str, str], last: str, *, ove
             moved.append(os.path.join(path, final))
         if fsync:
             sync_directory(path)
-        if last == METADATA_NAME and MANIFEST_NAME not in names:
+        if MANIFEST_NAME in old:
             remove(os.path.join(path, MANIFEST_NAME))  # it describes the checkpoint that is replaced
         if os.path.lexists(metadata):
             os.replace(os.path.join(hidden, last), metadata)
@@ -155,8 +157,8 @@ def _move_in(hidden: str, path: str, names: Mapping[str, str], last: str, *, ove
             raise CheckpointExistsError(f"files of a checkpoint have appeared in {path} meanwhile") from exc
         raise
     # Not before the new metadata is durable: until then, these files are the checkpoint.
-    for file in old:
-        remove(file)
+    for name in old - {*names.values(), MANIFEST_NAME}:
+        remove(os.path.join(path, name))
     remove(hidden)
 
 

@@ -20,6 +20,7 @@ from aiockpt.testing.conformance.suite import (
     METADATA,
     MORE,
     ROUNDS,
+    WHOLE,
     WRITE_BYTES,
     Interruption,
     StoragePath,
@@ -27,6 +28,7 @@ from aiockpt.testing.conformance.suite import (
     aligned,
     blocking_calls,
     data_of,
+    metadata_of,
     on_a_loop,
     race,
     write,
@@ -34,7 +36,7 @@ from aiockpt.testing.conformance.suite import (
 
 T = TypeVar("T")
 
-_FILES = {DATA: data_of(2 * BLOCK_BYTES + 5, seed=1), MORE: data_of(700, seed=2), METADATA: b"the last"}
+_FILES = {DATA: data_of(2 * BLOCK_BYTES + 5, seed=1), MORE: data_of(700, seed=2), METADATA: metadata_of("the last")}
 _OVER = pytest.mark.parametrize("overwrite", [False, True], ids=["first", "overwrite"])
 _STEPS = ("begin", "create", "write", "finish", "write_files", "commit", "abort")
 
@@ -60,24 +62,24 @@ class CommitTests(Suite):
     @on_a_loop()
     async def test_a_taken_path_is_refused(self, place: StoragePath) -> None:
         """Without overwrite=True, at the latest by the commit; the checkpoint stays as it is."""
-        await place.save({DATA: b"old", METADATA: b"m"})
+        await place.save({DATA: b"old", METADATA: WHOLE})
         with contextlib.suppress(CheckpointExistsError):
             await place.call(place.storage.check, place.path, overwrite=False)
         with pytest.raises(CheckpointExistsError):
-            await place.save({DATA: b"new", METADATA: b"m"})
-        assert await place.contents() == {DATA: b"old", METADATA: b"m"}
+            await place.save({DATA: b"new", METADATA: WHOLE})
+        assert await place.contents() == {DATA: b"old", METADATA: WHOLE}
 
     @_OVER
     @on_a_loop()
     async def test_one_of_two_publishers_wins(self, overwrite: bool, place: StoragePath) -> None:
         """Without overwrite=True the other one learns that it has not; with it, the last one wins, or refuses to."""
         for number in range(ROUNDS):
-            here, whole = place.named(f"c-{number}"), [{DATA: b"%d" % each, METADATA: b"m"} for each in range(2)]
+            here, whole = place.named(f"c-{number}"), [{DATA: b"%d" % each, METADATA: WHOLE} for each in range(2)]
             await here.save_old(overwrite)
             both = [await here.begin(overwrite=overwrite) for _ in range(2)]
             for each, files in zip(both, whole, strict=True):
                 await each.write_files({DATA: files[DATA]})
-            ends = await race(number, *(each.commit({METADATA: b"m"}) for each in both))
+            ends = await race(number, *(each.commit({METADATA: WHOLE}) for each in both))
             won = [files for end, files in zip(ends, whole, strict=True) if end is None]
             assert all(end is None or isinstance(end, CheckpointExistsError) for end in ends), ends
             assert len(won) in ((1, 2) if overwrite else (1,)), f"{len(won)} of two have published"
@@ -124,7 +126,7 @@ class CommitTests(Suite):
         assert not place.workers.busy
         await transaction.abort()
         assert await place.found() == old
-        await place.save({DATA: b"x", METADATA: b"m"}, overwrite=overwrite)
+        await place.save({DATA: b"x", METADATA: WHOLE}, overwrite=overwrite)
 
     @on_a_loop("revokes")
     async def test_a_revoked_commit_fails_unless_it_has_won(self, place: StoragePath) -> None:

@@ -11,9 +11,9 @@ import pytest
 
 from aiockpt.errors import AiockptError, DeleteError, RunLockedError, SaveError
 from aiockpt.storage.base import LookBudget, RunLease, shared_storage
-from aiockpt.testing.conformance.suite import DATA, METADATA, MORE, StoragePath, Suite, data_of, on_a_loop
+from aiockpt.testing.conformance.suite import DATA, METADATA, MORE, WHOLE, StoragePath, Suite, data_of, on_a_loop
 
-_FILES = {DATA: data_of(5000), MORE: data_of(300, seed=1), METADATA: b"m"}
+_FILES = {DATA: data_of(5000), MORE: data_of(300, seed=1), METADATA: WHOLE}
 _SIZES = {name: len(data) for name, data in _FILES.items()}
 
 
@@ -151,7 +151,7 @@ class DirectoryTests(Suite):
         """It gets the first name that is free, and its own is free then; if none is free, it keeps its own."""
         names, above = ["c.damaged", "c.damaged-1"], place.storage.split(place.path)[0]
         for number in range(3):
-            files = {DATA: b"%d" % number, METADATA: b"m"}
+            files = {DATA: b"%d" % number, METADATA: WHOLE}
             await place.save(files)
             if number == len(names):
                 with pytest.raises(OSError):  # noqa: PT011

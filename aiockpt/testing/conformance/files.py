@@ -18,11 +18,13 @@ from aiockpt.testing.conformance.suite import (
     DATA,
     METADATA,
     MORE,
+    WHOLE,
     WRITE_BYTES,
     StoragePath,
     Suite,
     aligned,
     data_of,
+    metadata_of,
     on_a_loop,
     read_all,
     write,
@@ -40,8 +42,8 @@ class FileTests(Suite):
     async def test_a_file_is_read_as_it_was_written(self, nbytes: int, announced: bool, place: StoragePath) -> None:
         """Any size, announced or not."""
         data = data_of(nbytes)
-        await place.save({DATA: data, METADATA: b"m"}, announced=announced)
-        assert await place.contents() == {DATA: data, METADATA: b"m"}
+        await place.save({DATA: data, METADATA: WHOLE}, announced=announced)
+        assert await place.contents() == {DATA: data, METADATA: WHOLE}
 
     @on_a_loop()
     async def test_files_are_written_at_the_same_time(self, place: StoragePath) -> None:
@@ -78,11 +80,11 @@ class FileTests(Suite):
             assert len([each for each in freed if each[0] == name]) == 6, f"views of {name} are still in use"
 
         await asyncio.gather(*(send(name, data) for name, data in files.items()))
-        await transaction.commit({METADATA: b"m"})
+        await transaction.commit({METADATA: WHOLE})
         assert sorted(freed) == [
             (name, start * WRITE_BYTES, threading.get_ident()) for name in sorted(files) for start in range(6)
         ]
-        assert await place.contents() == {**files, METADATA: b"m"}
+        assert await place.contents() == {**files, METADATA: WHOLE}
 
     @on_a_loop()
     async def test_saves_to_different_paths_do_not_meet(self, place: StoragePath) -> None:
@@ -90,8 +92,8 @@ class FileTests(Suite):
         one, other = [await place.named(name).begin() for name in "ab"]
         await asyncio.gather(write(one, DATA, b"one"), write(other, DATA, b"other"))
         await other.abort()
-        await one.commit({METADATA: b"m"})
-        assert await place.named("a").contents() == {DATA: b"one", METADATA: b"m"}
+        await one.commit({METADATA: WHOLE})
+        assert await place.named("a").contents() == {DATA: b"one", METADATA: WHOLE}
         assert await place.named("b").found() is None
 
     @on_a_loop("single_files")
@@ -114,8 +116,8 @@ class FileTests(Suite):
         await place.call(Path(await transaction.open_folder(), MORE).write_bytes, b"other")
         facts = await transaction.seal_folder({DATA})
         assert {name: each.nbytes for name, each in facts.items()} == {MORE: 5}
-        await transaction.commit({METADATA: b"m"})
-        assert await place.contents() == {DATA: b"own", MORE: b"other", METADATA: b"m"}
+        await transaction.commit({METADATA: WHOLE})
+        assert await place.contents() == {DATA: b"own", MORE: b"other", METADATA: WHOLE}
 
     # --- reading ----------------------------------------------------------------------------------
 
@@ -123,7 +125,7 @@ class FileTests(Suite):
     async def test_ranges_are_read(self, place: StoragePath) -> None:
         """Any offset and length, by several threads; ``read`` shows every byte in order, ``read_runs`` reads many."""
         files = {name: data_of(2 * WRITE_BYTES + 123, seed) for seed, name in enumerate((DATA, MORE))}
-        await place.save({**files, METADATA: b"m"})
+        await place.save({**files, METADATA: WHOLE})
         nbytes, draw = len(files[DATA]), random.Random(0)
         runs = [(0, 0), (0, nbytes), (nbytes - 1, 1), (BLOCK_BYTES, BLOCK_BYTES)]
         for most in (10, 5000, 1 << 20):
@@ -148,7 +150,7 @@ class FileTests(Suite):
     @on_a_loop()
     async def test_what_is_not_there_is_an_error(self, place: StoragePath) -> None:
         """Bytes behind the end of a file, other files, and names that lead out of the checkpoint."""
-        await place.save({DATA: data_of(5000), METADATA: b"m"})
+        await place.save({DATA: data_of(5000), METADATA: WHOLE})
         async with place.opened() as source:
             outside = f"../{os.path.basename(place.path)}/{DATA}"
             for name, *run in ((DATA, 4000, 1001), (DATA, 5000, 1), (DATA, 1 << 40, 10), (MORE, 0, 1), (outside, 0, 1)):
@@ -170,24 +172,24 @@ class FileTests(Suite):
     @on_a_loop()
     async def test_an_open_checkpoint_can_be_replaced(self, place: StoragePath) -> None:
         """A source that was opened before reads the old checkpoint."""
-        old = {DATA: data_of(3 * WRITE_BYTES, seed=1), METADATA: b"m"}
+        old = {DATA: data_of(3 * WRITE_BYTES, seed=1), METADATA: WHOLE}
         await place.save(old)
         async with place.opened() as source:
-            await place.save({DATA: b"new", METADATA: b"m"}, overwrite=True)
+            await place.save({DATA: b"new", METADATA: WHOLE}, overwrite=True)
             assert await place.call(read_all, source) == old
 
     @on_a_loop("deletes")
     async def test_a_checkpoint_is_deleted(self, place: StoragePath) -> None:
         """Only this one, and a source that was opened before goes on reading; its path is free."""
-        files = {DATA: data_of(5000), METADATA: b"m"}
+        files = {DATA: data_of(5000), METADATA: WHOLE}
         for each in (place, place.named("d")):
             await each.save(files)
         async with place.opened() as source:
             await place.delete()
             assert await place.found() is None
             assert await place.call(read_all, source) == files
-        await place.save({METADATA: b"again"})
-        assert await place.contents() == {METADATA: b"again"}
+        await place.save({METADATA: metadata_of("again")})
+        assert await place.contents() == {METADATA: metadata_of("again")}
         assert await place.named("d").contents() == files
 
     @on_a_loop()
@@ -198,5 +200,5 @@ class FileTests(Suite):
         above, _ = place.storage.split(place.path)
         for older_than_s in (None, 0.0):
             assert await place.storage.clean(above, older_than_s=older_than_s, workers=place.workers) == []
-        await transaction.commit({METADATA: b"m"})
-        assert await place.contents() == {DATA: b"x", METADATA: b"m"}
+        await transaction.commit({METADATA: WHOLE})
+        assert await place.contents() == {DATA: b"x", METADATA: WHOLE}

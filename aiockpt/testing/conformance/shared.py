@@ -20,17 +20,19 @@ from aiockpt.testing.conformance.suite import (
     METADATA,
     MORE,
     ROUNDS,
+    WHOLE,
     WRITE_BYTES,
     StoragePath,
     Suite,
     aligned,
     data_of,
+    metadata_of,
     on_a_loop,
     race,
     write,
 )
 
-_WHOLE = {DATA: b"of the owner", MORE: b"of another", METADATA: b"m"}
+_WHOLE = {DATA: b"of the owner", MORE: b"of another", METADATA: WHOLE}
 
 
 class SharedTests(Suite):
@@ -137,8 +139,8 @@ class SharedTests(Suite):
         await write(other, MORE, b"more")
         await other.commit()
         await other.release()
-        await owner.commit({METADATA: b"m"})
-        assert await there.contents() == await place.contents() == {MORE: b"more", METADATA: b"m"}
+        await owner.commit({METADATA: WHOLE})
+        assert await there.contents() == await place.contents() == {MORE: b"more", METADATA: WHOLE}
 
     # --- a dead owner -----------------------------------------------------------------------------
 
@@ -148,7 +150,7 @@ class SharedTests(Suite):
         """By the commit of who takes it over, whose documents replace those that the owner has written."""
         await place.save_old(overwrite)
         owner, other = await self._begin(place, overwrite=overwrite)
-        await owner.write_files({METADATA: b"the longer document of the owner"})
+        await owner.write_files({METADATA: metadata_of("the longer document of the owner")})
         await owner.release()
         taker = await place.take_over(owner, overwrite=overwrite)
         assert await taker.status() == "open"
@@ -173,10 +175,10 @@ class SharedTests(Suite):
             await other.discard_all()
         assert await late.status() == "gone"
         with pytest.raises(AiockptError):
-            await late.commit({METADATA: b"m"})
+            await late.commit({METADATA: WHOLE})
         await late.abort()
         assert await place.found() is None
-        await place.save({METADATA: b"again"})
+        await place.save({METADATA: metadata_of("again")})
 
     @pytest.mark.parametrize("published", [True, False], ids=["published", "removed"])
     @on_a_loop("shares")
@@ -203,7 +205,7 @@ class SharedTests(Suite):
             assert await taker.status() == "gone"
             if by == "commit":
                 with pytest.raises(AiockptError):
-                    await taker.commit({METADATA: b"of the taker"})
+                    await taker.commit({METADATA: metadata_of("of the taker")})
             await taker.abort()
         await owner.commit()
         assert await place.contents() == _WHOLE
@@ -261,7 +263,7 @@ class SharedTests(Suite):
             await each.commit()
             await each.release()
         assert list((await owner.sizes()).values()) == [len(data)]
-        await owner.commit({} if is_single_file else {METADATA: b"m"})
+        await owner.commit({} if is_single_file else {METADATA: WHOLE})
         found = await place.contents()
-        assert is_single_file or found.pop(METADATA) == b"m"
+        assert is_single_file or found.pop(METADATA) == WHOLE
         assert list(found.values()) == [data]

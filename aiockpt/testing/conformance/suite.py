@@ -8,6 +8,7 @@ import functools
 import itertools
 import mmap
 import os
+import pickle
 import random
 import socket
 import sys
@@ -17,6 +18,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import pytest
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
 from aiockpt.core.threads import Workers
 from aiockpt.errors import CheckpointNotFoundError
@@ -35,6 +38,16 @@ BLOCK_BYTES = 4096
 WRITE_BYTES = 1 << 20
 # Names of DCP checkpoints: a storage may refuse to replace or delete anything that is no checkpoint.
 DATA, MORE, METADATA = "__0_0.distcp", "__0_1.distcp", ".metadata"
+
+
+def metadata_of(text: str, *names: str) -> bytes:
+    """Return a `.metadata` with a text, that names data files: no other files need to be replaced or deleted."""
+    places = {MetadataIndex(text): _StorageInfo(DATA, 0, 1)}
+    places |= {MetadataIndex(name): _StorageInfo(name, 0, 1) for name in (DATA, MORE, *names)}
+    return pickle.dumps(Metadata({index.fqn: BytesStorageMetadata() for index in places}, storage_data=places))
+
+
+WHOLE = metadata_of("whole")
 
 
 def on_a_loop(*abilities: str) -> Callable[[Callable[P, Awaitable[None]]], Callable[P, None]]:
@@ -175,7 +188,7 @@ class StoragePath:
 
     async def save_old(self, overwrite: bool) -> dict[str, bytes] | None:
         """Save what a test will overwrite, if it does; return its files."""
-        old = {DATA: b"old", "__9_9.distcp": b"old", METADATA: b"m"}
+        old = {DATA: b"old", "__9_9.distcp": b"old", METADATA: metadata_of("old", "__9_9.distcp")}
         if overwrite:
             await self.save(old)
         return old if overwrite else None

@@ -1,0 +1,159 @@
+"""A user's own models stay, whatever lies beside them: what can't be read proves nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from typer.testing import CliRunner
+
+import aiockpt
+from aiockpt.cli.main import app
+from tests.kinds import cut, save_ours, save_stock
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 9\n"
+INDEX = "alice.safetensors.index.json"
+MODELS = ("alice.safetensors", "bob.safetensors", "carol.safetensors")
+
+DOCUMENTS: dict[str, tuple[str, bytes]] = {
+    "an empty index": (INDEX, b""),
+    "an index without a map": (INDEX, b"{}"),
+    "an index that is a pointer": (INDEX, POINTER),
+    "a copy of an index by macOS": (f"._{INDEX}", b"\0\5\x16\7" + bytes(60)),
+    "a cut manifest": (".aiockpt.json", b'{\n  "format": "aiockpt",\n  "files": {"alice.safeten'),
+    "metadata of another program": (".metadata", b"author: alice\n"),
+    # The names are within these, but say nothing of what is one checkpoint.
+    "an index of names elsewhere": (INDEX, json.dumps({"metadata": list(MODELS), "weight_map": {}}).encode()),
+    "an index with names as keys": (INDEX, json.dumps({"weight_map": dict.fromkeys(MODELS, "x")}).encode()),
+    "a pickle of the names": (".metadata", b"\x80\x04" + b"".join(b"\x8c%c%b" % (len(n), n.encode()) for n in MODELS)),
+}
+
+
+def invoke(*arguments: object) -> None:
+    assert CliRunner().invoke(app, [*map(str, arguments)]).exit_code != 0
+
+
+def call(function: Callable[[], object]) -> None:
+    with pytest.raises(aiockpt.AiockptError):
+        function()
+
+
+def delete(path: Path) -> None:
+    with aiockpt.SyncCheckpointer(process_group=None) as ckpt:
+        ckpt.delete(path)
+
+
+DELETING: dict[str, Callable[[Path, Path], None]] = {
+    "rm": lambda path, _: invoke("rm", "--yes", path),
+    "delete": lambda path, _: call(lambda: delete(path)),
+    "save": lambda path, _: call(lambda: aiockpt.save({"w": torch.ones(2)}, path, overwrite=True)),
+    "save of safetensors": lambda path, _: call(
+        lambda: aiockpt.save({"w": torch.ones(2)}, path, overwrite=True, format="safetensors")
+    ),
+    "convert": lambda path, source: invoke("convert", source, path, "--overwrite"),
+}
+
+
+def contents(path: Path) -> dict[str, bytes]:
+    return {str(each.relative_to(path)): each.read_bytes() for each in path.rglob("*") if each.is_file()}
+
+
+@pytest.mark.parametrize("deleting", DELETING)
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_models_beside_a_bad_document_stay(document: str, deleting: str, tmp_path: Path) -> None:
+    path, source = tmp_path / "d", tmp_path / "src.safetensors"
+    path.mkdir()
+    for number, name in enumerate((*MODELS, "../src.safetensors")):
+        save_file({"w": torch.full((3,), float(number))}, path / name)
+    name, data = DOCUMENTS[document]
+    (path / name).write_bytes(data)
+    before = contents(path)
+    DELETING[deleting](path, source)
+    assert contents(path) == before
+
+
+# --- any directory --------------------------------------------------------------------------------------
+
+
+def _shards(path: Path) -> None:
+    path.mkdir()
+    names = [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
+    for name in names:
+        save_file({name: torch.ones(3)}, path / name)
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {name: name for name in names}}))
+
+
+OURS: dict[str, Callable[[Path], object]] = {
+    "ours": save_ours,
+    "ours in safetensors": lambda path: save_ours(path, format="safetensors", shard_bytes=30),
+    "stock": save_stock,
+    "a rank alone": lambda path: (save_stock(path), (path / ".metadata").rename(path / "__0.metadata")),
+    "a set": _shards,
+    "nothing": lambda path: path.mkdir(),
+}
+FOREIGN = (
+    *(
+        "alice.safetensors",
+        "model-00003-of-00002.safetensors",
+        "__7_0.distcp",
+        "pytorch_model.bin",
+        "last.pt",
+        "meta.pt",
+    ),
+    *(
+        "thesis.tex",
+        "._model.safetensors",
+        ".DS_Store",
+        "common.pt",
+        "metadata.json",
+        "README.md",
+        "single",
+        "sub/a.pt",
+    ),
+    *("__1.metadata", "lora.safetensors.index.json", "x.bin.index.json", ".metadata", ".aiockpt.json"),
+)
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "cut": lambda path: cut(path, min(7, path.stat().st_size)),
+    "emptied": lambda path: path.write_bytes(b""),
+    "a pointer": lambda path: path.write_bytes(POINTER),
+    "gone": lambda path: path.unlink(),
+    "zeros": lambda path: path.write_bytes(bytes(path.stat().st_size)),
+}
+CALLS: dict[str, Callable[[Path], object]] = {
+    "delete": delete,
+    "rm": lambda path: CliRunner().invoke(app, ["rm", "--yes", str(path)]),
+    "save": lambda path: aiockpt.save({"w": torch.ones(2)}, path, overwrite=True),
+    "safetensors": lambda path: aiockpt.save({"w": torch.ones(2)}, path, overwrite=True, format="safetensors"),
+    "prune": lambda path: CliRunner().invoke(app, ["prune", str(path.parent), "--keep-last", "1"]),
+    "clean": lambda path: CliRunner().invoke(app, ["clean", str(path.parent), "--older-than", "0s"]),
+}
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
+@given(data=st.data())
+def test_no_call_removes_what_is_not_proven(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = tmp_path_factory.mktemp("any") / "step-00000001"
+    save_ours(path.with_name("step-00000002"))
+    OURS[data.draw(st.sampled_from(sorted(OURS)))](path)
+    own = sorted(each.name for each in path.iterdir())
+    foreign = [
+        name for name in data.draw(st.lists(st.sampled_from(FOREIGN), max_size=3, unique=True)) if name not in own
+    ]
+    for name in foreign:
+        (path / name).parent.mkdir(exist_ok=True)
+        (path / name).write_bytes(b"mine: " + name.encode())
+    for name in data.draw(st.lists(st.sampled_from(own), max_size=2, unique=True)) if own else ():
+        DAMAGE[data.draw(st.sampled_from(sorted(DAMAGE)))](path / name)
+    mine = {name: (path / name).read_bytes() for name in foreign}
+    for name in data.draw(st.lists(st.sampled_from(sorted(CALLS)), min_size=1, max_size=3)):
+        try:
+            CALLS[name](path)
+        except aiockpt.AiockptError:
+            continue
+    assert {name: (path / name).read_bytes() for name in foreign} == mine
