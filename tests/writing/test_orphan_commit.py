@@ -14,6 +14,7 @@ from aiockpt.core.threads import Workers
 from aiockpt.errors import CommitError, WriteError
 from aiockpt.planning.collective.messages import RankInventory, Written
 from aiockpt.storage.local.storage import LocalStorage
+from aiockpt.storage.local.temp_dir import spelled
 from aiockpt.writing.collective_commit import WorldFacts
 from aiockpt.writing.file_writer import FileWriter, WriterThreads
 from aiockpt.writing.process.messages import Begin
@@ -47,7 +48,7 @@ async def commit(folder: Path, workers: Workers, leave: Callable[[Path], object]
     begun = await storage.begin(path, overwrite=False, workers=workers)
     joined = await storage.join(path, begun.ticket, workers=workers)
     joined.delete_sidecar = delete or joined.delete_sidecar
-    leave(folder / f"{begun.ticket}-part-1")
+    leave(folder / spelled(f"{begun.ticket}-part-1"))
     facts = None if rank else WorldFacts(7, {}, {}, False, {}, 0.0)
     record = RecoveryRecord(rank, 2, SECRET, replace(NOTHING), facts)
     begin = Begin(0, path, b"", False, (), (), None, ticket=begun.ticket, joins=True)
@@ -135,7 +136,7 @@ async def test_added_files_that_a_dead_trainer_has_begun_to_write_are_replaced(w
     joined = await storage.join(path, begun.ticket, workers=workers)
     facts = WorldFacts(7, {}, {"config.json": b"whole"}, False, {}, 0.0)
     begin = Begin(0, path, b"", False, (), (), None, ticket=begun.ticket, joins=True)
-    (tmp_path / f"{begun.ticket}-part-1").write_bytes(RIGHT)
+    (tmp_path / spelled(f"{begun.ticket}-part-1")).write_bytes(RIGHT)
     record = RecoveryRecord(0, 2, SECRET, replace(NOTHING), facts)
     writer = FileWriter((), (), (), WriterThreads(workers, workers))
     await OrphanCommit(begin, record, storage, joined, 5.0, workers).run(writer)
