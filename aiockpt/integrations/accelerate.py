@@ -24,7 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from aiockpt.errors import CheckpointExistsError
+from aiockpt.errors import CheckpointExistsError, CheckpointNotFoundError
 from aiockpt.integrations.in_flight import SavesInFlight, numbered, replaced
 from aiockpt.integrations.lifetime import missing
 from aiockpt.manager.rng import RngState
@@ -133,7 +133,7 @@ class Installed:
             self._saves.clean(os.path.dirname(path))
         project.automatic_checkpoint_naming = False  # it would remove old ones before this one is written
         try:
-            with self._saves.writing(path, accelerator._optimizers) as save:
+            with self._saves.writing(path, accelerator._optimizers, above=is_named) as save:
                 folder = save.transaction.directory
 
                 def take(obj: Any, f: Any, *args: Any, **kwargs: Any) -> bool:
@@ -182,7 +182,11 @@ class Installed:
         self.wait_for_checkpoints()
         if input_dir is None and self._accelerator.project_configuration.automatic_checkpoint_naming:
             found = numbered(self._run, _PREFIX)  # accelerate would also look at what a killed process has left
-            input_dir = found[-1][1] if found else None
+            if not found:
+                raise CheckpointNotFoundError(
+                    f"{self._run} has no whole checkpoint, such as {_PREFIX}0, to load: begin anew, or pass input_dir"
+                )
+            input_dir = found[-1][1]
         return self._stock_load(input_dir, *args, **kwargs)
 
     def _end_training(self) -> None:

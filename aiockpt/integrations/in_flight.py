@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from aiockpt.errors import AiockptError
 from aiockpt.integrations.lifetime import Lifetime
 from aiockpt.storage.local.belonging import why_not_a_checkpoint
+from aiockpt.storage.local.storage import LocalStorage
 
 if TYPE_CHECKING:
     import torch
@@ -83,12 +84,17 @@ class SavesInFlight(Lifetime):
     # --- a save -------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def writing(self, path: str, optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[PendingSave]:
+    def writing(
+        self, path: str, optimizers: Sequence[torch.optim.Optimizer], *, above: bool = False
+    ) -> Iterator[PendingSave]:
         """Begin a transaction: ``with saves.writing(path, optimizers) as save:``. Replaces what is at the path.
 
         Steps of the optimizers wait for the copies from then on. Where they can't, leaving the block does.
+        ``above``: the framework takes whatever is in that directory for a checkpoint; see `LocalStorage.above`.
         """
-        with self.checkpointer.transaction(os.path.abspath(path), overwrite=True) as transaction:
+        default = self.checkpointer._storages.default
+        storage = default.above() if above and isinstance(default, LocalStorage) else None
+        with self.checkpointer.transaction(os.path.abspath(path), overwrite=True, storage=storage) as transaction:
             self.open, save = transaction, PendingSave(transaction)
             try:
                 yield save

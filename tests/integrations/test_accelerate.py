@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -91,3 +94,61 @@ def test_the_stock_code_loads_it(tmp_path: Path) -> None:
     other, fresh, _ = _prepared()
     other.load_state(str(tmp_path / "c"))
     assert_same(expected, _copy(fresh))
+
+
+KILLED_WITHIN_A_SAVE = """
+import os, signal, sys
+import torch
+from accelerate import Accelerator
+from accelerate.utils import ProjectConfiguration
+from aiockpt.integrations.accelerate import install
+
+project = ProjectConfiguration(sys.argv[1], automatic_checkpoint_naming=True, total_limit=2)
+accelerator = Accelerator(cpu=True, project_config=project)
+model = torch.nn.Linear(200, 200)
+model, optimizer = accelerator.prepare(model, torch.optim.Adam(model.parameters(), lr=1e-2))
+installed = install(accelerator)
+for _ in range(int(sys.argv[2])):
+    accelerator.save_state()
+installed.wait_for_checkpoints()
+accelerator.register_save_state_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+accelerator.save_state()
+"""
+
+
+def _killed(folder: Path, whole: int) -> None:
+    """Save so many checkpoints, and be killed within the next save."""
+    done = subprocess.run([sys.executable, "-c", KILLED_WITHIN_A_SAVE, str(folder), str(whole)], check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert any(path.is_dir() for path in folder.glob(".aiockpt-*")), "something unfinished is left"
+
+
+@pytest.mark.parametrize("whole", [1, 2])
+def test_the_stock_code_finds_the_newest_whole_one_after_a_kill(whole: int, tmp_path: Path) -> None:
+    """It takes the entry with the largest number in its name, and fails if one has no number."""
+    _killed(tmp_path, whole)
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == [f"checkpoint_{number}" for number in range(whole)]
+    project = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True, total_limit=2, iteration=whole)
+    accelerator, model, _ = _prepared(project_config=project)
+    before = _copy(model)
+    accelerator.load_state()
+    assert not torch.equal(before["weight"], _copy(model)["weight"])
+    accelerator.save_state()
+    accelerator.save_state()
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == [f"checkpoint_{whole}", f"checkpoint_{whole + 1}"]
+    with contextlib.closing(install(accelerator)):
+        accelerator.save_state()
+    assert list(tmp_path.glob(".aiockpt-*")) == [], "the next save removes what is left"
+
+
+def test_load_state_says_that_there_is_no_whole_one(tmp_path: Path) -> None:
+    _killed(tmp_path, 0)
+    project = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True)
+    accelerator, model, _ = _prepared(project_config=project)
+    before = _copy(model)
+    with contextlib.closing(install(accelerator)):
+        with pytest.raises(FileNotFoundError, match=r"checkpoints has no whole checkpoint, such as checkpoint_0"):
+            accelerator.load_state()
+        assert_same(before, _copy(model))
+        accelerator.save_state()
+        accelerator.load_state()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import itertools
 import logging
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -17,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from aiockpt.core.threads import Workers
-from aiockpt.errors import DeleteError, WriteError
+from aiockpt.errors import CheckpointExistsError, DeleteError, WriteError
 from aiockpt.storage.local import orphans, temp_dir
 from aiockpt.storage.local.orphans import HostFacts, classify, clean
 from aiockpt.storage.local.storage import LocalStorage
@@ -25,6 +27,7 @@ from aiockpt.storage.local.temp_dir import (
     REPLACED,
     Owner,
     _start_ticks,
+    copy_ticket,
     hold,
     is_running,
     lock,
@@ -32,6 +35,7 @@ from aiockpt.storage.local.temp_dir import (
     new_ticket,
     read_ticket,
     shared_ticket,
+    spelled,
     this_process,
 )
 from aiockpt.storage.wrapper import WrapperStorage
@@ -129,6 +133,62 @@ def test_name_contains_its_owner(tmp_path: Path) -> None:
     assert read_ticket(ticket).suffix == ""
     assert ticket != new_ticket()
     shutil.rmtree(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(new_ticket() for _ in range(20)),
+        copy_ticket("0123456789abcdef", 12),
+        shared_ticket("step-3"),
+        spelled(f"{new_ticket()}-part-3"),
+    ],
+    ids=itertools.count(),
+)
+def test_a_program_that_looks_for_the_largest_number_finds_none(name: str) -> None:
+    assert re.search(r"\d", name) is None
+    assert not re.search("step|iter|epoch|checkpoint", name.removeprefix(".aiockpt-"))
+    assert read_ticket(name) is not None
+
+
+def test_numbers_may_be_written_in_digits(living: Owner) -> None:
+    """As earlier versions did."""
+    name = name_of(living, 0x123456789ABCDEF0, "-part-12")
+    assert read_ticket(name).owner == read_ticket(spelled(name)).owner == living
+
+
+@pytest.mark.asyncio
+async def test_unfinished_ones_one_level_up(dead, workers, tmp_path: Path) -> None:
+    """Where every entry counts as a checkpoint there is none that is not finished, and what is left is removed."""
+    runs, left = tmp_path / "runs", leave(tmp_path / name_of(dead))
+    storage = LocalStorage().above()
+    transaction = await storage.begin(str(runs / "c"), overwrite=True, workers=workers)
+    assert os.listdir(runs) == []
+    assert not left.exists()
+    assert (tmp_path / "runs" / transaction.ticket / "..").resolve() == tmp_path
+    joined = await LocalStorage().join(str(runs / "c"), transaction.ticket, workers=workers)
+    sink = await joined.create(".metadata", 1)
+    await sink.write(memoryview(b"x"))
+    await sink.finish()
+    await joined.commit()
+    await joined.release()
+    (runs / "c").mkdir()  # by another program, which must not be replaced, while another one is
+    (runs / "c" / "thesis.tex").touch()
+    with pytest.raises(CheckpointExistsError):
+        await transaction.commit()
+    await transaction.abort()
+    assert os.listdir(tmp_path) == ["runs"]
+    await save(storage, runs / "d", workers)
+    await save(storage, runs / "d", workers)  # beside it, as it is replaced
+    assert sorted(os.listdir(runs)) == ["c", "d"]
+    assert os.listdir(tmp_path) == ["runs"]
+
+
+@pytest.mark.parametrize("ticket", ["../..", "..", "../c", "a/.b", "../../.aiockpt-x", "/.aiockpt-x", ""])
+@pytest.mark.asyncio
+async def test_a_ticket_leads_no_further(ticket: str, workers, tmp_path: Path) -> None:
+    with pytest.raises(WriteError, match="is no ticket"):
+        await LocalStorage().join(str(tmp_path / "runs" / "c"), ticket, workers=workers)
 
 
 def test_child_process_is_an_owner_of_its_own() -> None:
@@ -303,7 +363,7 @@ async def test_leftovers_of_a_killed_process(workers, tmp_path: Path) -> None:
         hidden = tmp_path / process.stdout.readline().strip()
         await save(LocalStorage(), tmp_path / "a", workers)
         assert (hidden / "__0_0.distcp").stat().st_size == 4096
-        left = [hidden, hidden.with_name(hidden.name + "-part-0")]
+        left = [hidden, hidden.with_name(spelled(hidden.name + "-part-0"))]
         assert all(path.exists() for path in left)
         process.kill()
     storage = LocalStorage()

@@ -21,7 +21,7 @@ from aiockpt.storage.local import commit, temp_dir, transaction
 from aiockpt.storage.local.orphans import clean
 from aiockpt.storage.local.source import open_source
 from aiockpt.storage.local.storage import LocalStorage
-from aiockpt.storage.local.temp_dir import make_hidden, new_ticket, read_sidecar, sweep, write_sidecar
+from aiockpt.storage.local.temp_dir import make_hidden, new_ticket, read_sidecar, spelled, sweep, write_sidecar
 from aiockpt.storage.syscalls import rename_exchange
 from aiockpt.storage.wrapper import WrapperStorage
 from aiockpt.testing.conformance.suite import metadata_of
@@ -59,7 +59,7 @@ async def test_taken_names_are_not_used(workers, tmp_path: Path, monkeypatch: py
     taken = tmp_path / LocalStorage().new_ticket(str(path))
     taken.mkdir()
     transaction = await LocalStorage().begin(str(path), overwrite=False, workers=workers)
-    assert transaction.ticket.endswith("." + "2" * 16)
+    assert transaction.ticket.endswith(spelled("." + "2" * 16))
     await _write(transaction, b"new")
     await transaction.commit()
     assert list(taken.iterdir()) == []
@@ -73,7 +73,7 @@ async def test_taken_names_are_not_used(workers, tmp_path: Path, monkeypatch: py
 
 
 def test_names_are_unpredictable() -> None:
-    randoms = {new_ticket().rpartition(".")[2] for _ in range(2000)}
+    randoms = {new_ticket().translate(temp_dir._READ).rpartition(".")[2] for _ in range(2000)}
     assert len(randoms) == 2000
     bits = [sum(int(random, 16) >> bit & 1 for random in randoms) for bit in range(64)]
     assert all(700 < count < 1300 for count in bits)  # each of the 64 bits differs
@@ -161,10 +161,10 @@ async def test_planted_files_are_not_used(workers, tmp_path: Path) -> None:
         plant(hidden / f"__{number}_0.distcp")
         with pytest.raises(WriteError, match="File exists"):
             await transaction.create(f"__{number}_0.distcp", 2 << 20)
-        plant(tmp_path / f"{hidden.name}-part-{number}")
+        plant(tmp_path / spelled(f"{hidden.name}-part-{number}"))
         with pytest.raises(WriteError, match="File exists"):
             await transaction.put_sidecar(f"part-{number}", b"data")
-        (tmp_path / f"{hidden.name}-part-{number}").unlink()
+        (tmp_path / spelled(f"{hidden.name}-part-{number}")).unlink()
     await transaction.abort()
     assert (tmp_path / "target").read_bytes() == b"precious"
     assert os.listdir(tmp_path) == ["target"]
@@ -203,7 +203,7 @@ async def test_modes_follow_the_umask_but_are_never_world_writable(
         hidden = tmp_path / transaction.ticket
         await transaction.put_sidecar("part-0", b"data")
         assert stat.S_IMODE(hidden.stat().st_mode) == mode
-        assert stat.S_IMODE(hidden.with_name(hidden.name + "-part-0").stat().st_mode) == mode & 0o666
+        assert stat.S_IMODE(hidden.with_name(spelled(hidden.name + "-part-0")).stat().st_mode) == mode & 0o666
         await transaction.delete_sidecar("part-0")
         await _write(transaction, b"new")
         await transaction.commit()

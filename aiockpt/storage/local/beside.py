@@ -19,7 +19,7 @@ from aiockpt.storage.faults import errors
 from aiockpt.storage.local.belonging import remove, replaced_by
 from aiockpt.storage.local.commit import make_directories, remove_own, sync_directory
 from aiockpt.storage.local.retries import sync_fd
-from aiockpt.storage.local.temp_dir import Hold, shared_ticket
+from aiockpt.storage.local.temp_dir import Hold, shared_ticket, spelled
 from aiockpt.storage.syscalls import rename_noreplace
 
 _DATA = ".distcp"
@@ -33,7 +33,7 @@ def metadata_name(rank: int | None) -> str:
 def _hidden(path: str, rank: int | None) -> tuple[str, str]:
     """Return the two possible paths of the hidden directory: beside the final path, and inside it."""
     beside = os.path.join(os.path.dirname(path), shared_ticket(os.path.basename(path)))
-    return beside, os.path.join(path, f"{HIDDEN}dcp" if rank is None else f"{HIDDEN}dcp-{rank}")
+    return beside, os.path.join(path, f"{HIDDEN}dcp" if rank is None else spelled(f"{HIDDEN}dcp-{rank}"))
 
 
 def begin(path: str, rank: int | None, *, fsync: bool, keep: bool = False) -> str:

@@ -205,6 +205,10 @@ class Publication:
     def _finished(self) -> str:
         return os.path.join(self.hidden, self.name) if self.name else self.hidden
 
+    @property
+    def _is_beside(self) -> bool:
+        return os.path.dirname(self.hidden) == os.path.dirname(self.path)
+
     def attempt(self) -> None:
         """Publish it, unless an earlier attempt has done so in spite of its error."""
         if self._tried and self.complete():
@@ -246,6 +250,9 @@ class Publication:
                 undo, replaced = self._rename(None if parent is None else partial(sync_fd, parent))
                 if parent is not None:
                     self._make_durable(parent, undo)
+                    if not self._is_beside:
+                        with contextlib.suppress(OSError):  # it is durable under its name; the old one may come back
+                            sync_directory(os.path.dirname(self.hidden))
         except AiockptError:
             raise
         except BetweenError as exc:
@@ -318,6 +325,8 @@ class Publication:
                 if os.path.isfile(finished) and os.path.isfile(path):
                     os.replace(finished, path)  # atomic for files; the old one is gone, so it can't be undone
                     return "nothing", None
+                if not self._is_beside:  # the record of a replacement names what is beside it
+                    raise CheckpointExistsError(f"{path} has appeared during the save; it was left as it is") from None
                 objection = partial(_objection_now, checked=checked, kept=self._kept)
                 replace_in_steps(finished, self.hidden, path, sync, objection)
                 return "steps", identity(self.hidden + REPLACED)

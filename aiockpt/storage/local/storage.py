@@ -84,6 +84,7 @@ class LocalStorage(LocalDirectories, SharedStorage):
         self._settled: set[str] = set()  # directories that are known to be durable
         self._checked = ""  # the path that a save has just checked, and begins to write next
         self._within = False  # may write into directories of checkpoints
+        self._above = False  # unfinished checkpoints lie one level up
 
     def __repr__(self) -> str:
         return f"LocalStorage(direct_io={self._policy.direct_io}, fsync={self._policy.fsync})"
@@ -100,6 +101,15 @@ class LocalStorage(LocalDirectories, SharedStorage):
         """Return a storage that also writes files into the directory of a checkpoint, as conversions may."""
         other = copy.copy(self)
         other._within = True
+        return other
+
+    def above(self) -> LocalStorage:
+        """Return a storage whose unfinished checkpoints lie one level up, where that can be: not among the finished.
+
+        For directories of which a program takes every entry for a checkpoint. What is replaced is replaced beside.
+        """
+        other = copy.copy(self)
+        other._above = True
         return other
 
     def check(self, path: str, *, overwrite: bool) -> None:
@@ -137,7 +147,9 @@ class LocalStorage(LocalDirectories, SharedStorage):
 
     def _make_hidden(self, path: str, ticket: str | None, overwrite: bool) -> tuple[str, Hold]:
         # First: an orphan's space may be needed, and an interrupted replacement of this path is completed.
-        self._policy.orphans.look(os.path.dirname(path))
+        folder = os.path.dirname(path)
+        for each in (folder, os.path.dirname(folder)) if self._above else (folder,):
+            self._policy.orphans.look(each)
         # What is above is looked at once for a save: that takes a dozen system calls, each of which gives the GIL away.
         is_checked, self._checked = self._checked == path, ""
         with errors(WriteError, f"make the directory for {path}"):
@@ -146,7 +158,12 @@ class LocalStorage(LocalDirectories, SharedStorage):
             make_parents(path, self._policy.fsync, self._settled)
             # Beside the path, and so on the same file system: else the commit could not be a rename.
             if ticket is None:
-                hidden, held = make_new(os.path.dirname(path), partial(self.new_ticket, path))
+                hidden, held = make_new(folder, partial(self.new_ticket, path))
+                if self._above and not os.path.lexists(path):
+                    upper = _beside(path, os.path.join("..", os.path.basename(hidden)))
+                    with contextlib.suppress(OSError):  # another file system, or not to be written to
+                        rename_noreplace(hidden, upper)
+                        hidden = upper
             else:
                 hidden = _beside(path, ticket)
                 held = make_hidden(hidden)
@@ -239,9 +256,10 @@ def _ask(hidden: str, path: str, held: Hold) -> None:
 
 def _beside(path: str, ticket: str) -> str:
     """Return the temporary directory of a ticket; WriteError if it is no ticket."""
-    if os.path.basename(ticket) != ticket or not ticket.startswith("."):
+    above, name = os.path.split(ticket)
+    if above not in ("", "..") or not name.startswith(".") or name == "..":
         raise WriteError(f"{ticket!r} is no ticket of an unfinished checkpoint")
-    return os.path.join(os.path.dirname(path), ticket)
+    return os.path.normpath(os.path.join(os.path.dirname(path), ticket))
 
 
 def _hold(hidden: str, path: str) -> Hold | None:

@@ -5,8 +5,8 @@ between them, and maybe a suffix: `-t0-manifest` for a sidecar file, `-swept` fo
 name encodes the owner process, so that orphans can be recognised. RANDOM has 64 bits, so that it can't be guessed.
 
 The name of the checkpoint is no part of it: a program that looks for checkpoints with `step-(\d+)` would take a killed
-save for a complete one. For the same reason the hashes have no vowels and no digits, so that they spell no word by
-chance, and no number follows a hyphen.
+save for a complete one. For the same reason the hashes have no vowels, so that they spell no word by chance, and no
+name has a digit: some programs take the entry with the largest number in its name. Earlier versions wrote digits.
 
 The processes of a save hold a shared flock on the directory; an orphan is removed under an exclusive one. All functions
 block.
@@ -40,14 +40,17 @@ from aiockpt.storage.syscalls import identity, rename_noreplace
 
 _LETTERS = "bcdfghjklmnpqrstvwxz"
 _HASH_LETTERS = 10
+_SPELLED, _READ = (str.maketrans(*each) for each in (("0123456789", "hjkmnpqrsv"), ("hjkmnpqrsv", "0123456789")))
 _FIRST_SPACE = "pid:[4026531836]"  # of the processes that are in no container; see PROC_PID_INIT_INO in the kernel
 _OWNED = re.compile(
     r"(?P<base>\.aiockpt-(?P<machine>[a-z]{10})(?P<boot>[a-z]{10})(?P<space>[a-z]{10})"
-    r"\.(?P<pid>[0-9]{1,7})\.(?P<start>[0-9]{1,20})\.[0-9a-f]{16})(?P<suffix>(?:-[a-z0-9]+)*)"
+    r"\.(?P<pid>[0-9hjkmnpqrsv]{1,7})\.(?P<start>[0-9hjkmnpqrsv]{1,20})\.[0-9a-fhjkmnpqrsv]{16})"
+    r"(?P<suffix>(?:-[a-z0-9]+)*)"
 )
 # Names made on systems that don't identify processes, and by the adapters for DCP.
 _UNOWNED = re.compile(
-    r"(?P<base>\.aiockpt-(?:x\.[0-9]{1,7}\.[0-9a-f]{16}|dcp(?:-[a-z]{20})?))(?P<suffix>(?:-[a-z0-9]+)*)"
+    r"(?P<base>\.aiockpt-(?:x\.[0-9hjkmnpqrsv]{1,7}\.[0-9a-fhjkmnpqrsv]{16}|dcp(?:-[a-z]{20})?))"
+    r"(?P<suffix>(?:-[a-z0-9]+)*)"
 )
 SWEPT = "-swept"  # suffix of a directory that is being removed
 REPLACED = "-replaced"  # suffix of what the directory's contents are about to replace; see `replacing`
@@ -103,12 +106,17 @@ class Ticket:
 
 def new_ticket() -> str:
     """Choose a temporary name."""
-    return f"{HIDDEN}{this_process() or f'x.{os.getpid()}'}.{secrets.token_hex(8)}"
+    return spelled(f"{HIDDEN}{this_process() or f'x.{os.getpid()}'}.{secrets.token_hex(8)}")
 
 
 def copy_ticket(save_id: str, number: int = 0) -> str:
     """Return the temporary name of the copy of a checkpoint, the same in every process: so it has no owner."""
-    return f"{HIDDEN}x.{number}.{save_id}"
+    return spelled(f"{HIDDEN}x.{number}.{save_id}")
+
+
+def spelled(name: str) -> str:
+    """Return a name with letters for its digits."""
+    return name.translate(_SPELLED)
 
 
 def shared_ticket(name: str) -> str:
@@ -120,7 +128,8 @@ def read_ticket(name: str) -> Ticket | None:
     """Take a name apart; None if it is no temporary one."""
     found = _OWNED.fullmatch(name)
     if found is not None:
-        owner = Owner(found["machine"], found["boot"], found["space"], int(found["pid"]), int(found["start"]))
+        pid, start = (int(found[number].translate(_READ)) for number in ("pid", "start"))
+        owner = Owner(found["machine"], found["boot"], found["space"], pid, start)
         return Ticket(found["base"], found["suffix"], owner)
     found = _UNOWNED.fullmatch(name)
     return None if found is None else Ticket(found["base"], found["suffix"], None)

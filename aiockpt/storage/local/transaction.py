@@ -30,7 +30,7 @@ from aiockpt.storage.local.entries import open_regular
 from aiockpt.storage.local.replacing import complete, is_between, remove_record
 from aiockpt.storage.local.retries import Repeater, sync_fd
 from aiockpt.storage.local.sink import LocalPartSink, LocalSink, NewFile, write_small
-from aiockpt.storage.local.temp_dir import REPLACED, Hold, read_sidecar, sizes_in, sweep, write_sidecar
+from aiockpt.storage.local.temp_dir import REPLACED, Hold, read_sidecar, sizes_in, spelled, sweep, write_sidecar
 from aiockpt.storage.syscalls import Identity, identity
 
 if TYPE_CHECKING:
@@ -218,7 +218,7 @@ class LocalTransaction(SharedTransaction):
 
     @property
     def ticket(self) -> str:
-        return os.path.basename(self._hidden)
+        return os.path.relpath(self._hidden, os.path.dirname(self._path))
 
     async def sizes(self) -> Mapping[str, int]:
         return await self._look("look at", sizes_in, self._hidden)
@@ -229,13 +229,13 @@ class LocalTransaction(SharedTransaction):
 
     async def put_sidecar(self, name: str, data: bytes) -> None:
         with errors(WriteError, f"write a sidecar file beside {self._path}"):
-            await self._workers.run(write_sidecar, f"{self._hidden}-{name}", data)
+            await self._workers.run(write_sidecar, f"{self._hidden}-{spelled(name)}", data)
 
     async def get_sidecar(self, name: str) -> bytes | None:
-        return await self._look("read", read_sidecar, f"{self._hidden}-{name}")
+        return await self._look("read", read_sidecar, f"{self._hidden}-{spelled(name)}")
 
     async def delete_sidecar(self, name: str) -> None:
-        await self._remove(f"{self._hidden}-{name}")
+        await self._remove(f"{self._hidden}-{spelled(name)}")
 
     async def _remove(self, path: str) -> None:
         with errors(WriteError, f"remove {path}", advice=_BY_HAND):
