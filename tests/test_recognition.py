@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from isal.isal_zlib import crc32
 from typer.testing import CliRunner
 
@@ -164,3 +165,10 @@ def test_a_document_may_be_large_for_all(ckpt, tmp_path: Path) -> None:
     assert row["state"] == "complete"
     ckpt.delete(path)
     assert not path.exists()
+
+
+@pytest.mark.parametrize("name", ["model_best.pth.tar", "w.th", "w.pkl", "W.PTH"])
+def test_names_that_other_programs_give_files_of_torch_are_files(name: str, ckpt, tmp_path: Path) -> None:
+    ckpt.save({"w": torch.ones(2)}, tmp_path / name)
+    assert (tmp_path / name).is_file()
+    assert torch.equal(ckpt.load(tmp_path / name)["w"], torch.load(tmp_path / name)["w"])
