@@ -55,6 +55,10 @@ TORCH_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".pth.tar", ".pt.tar", ".th", 
 _HOLDING_STATE = (SUFFIX, *TORCH_SUFFIXES, ".pkl", ".npz", ".npy", ".h5", ".msgpack", ".gguf", ".onnx")
 DOCUMENT_BYTES = 2 << 30
 """The largest document that is read, for whatever purpose; a larger one is damaged."""
+PART_BYTES = 1 << 20
+"""What is read of a document at once."""
+HOLE = bytes(64 << 10)
+"""Zeros that no document has: where they are, it was cut short."""
 
 _HEADER_BYTES = 100_000_000
 _CONFIG_BYTES = 1 << 20
@@ -595,5 +599,12 @@ def _safetensors_problem(name: str, size: int, fetch: Fetch) -> str:
 
 
 def document(name: str, files: Mapping[str, int], fetch: Fetch) -> bytes:
-    """Return a file that describes others; nothing of one that is larger than any can be."""
-    return fetch(name, 0, files[name]) if files[name] <= DOCUMENT_BYTES else b""
+    """Return a file that describes others; nothing of one that has a hole, or is larger than any can be."""
+    data, size = bytearray(), files[name]
+    # In parts: a sparse file takes no disk space, but would take up to 2 GiB of memory before its first hole is seen.
+    while size <= DOCUMENT_BYTES and len(data) < size:
+        part = fetch(name, len(data), min(PART_BYTES, size - len(data)))
+        if not part or HOLE in part:
+            return b""
+        data += part
+    return bytes(data)

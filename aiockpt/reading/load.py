@@ -387,6 +387,8 @@ def _encoded(path: str, name: str, leaf: torch.Tensor, plain: torch.Tensor) -> t
     try:
         with torch.no_grad():
             return _with_own_memory(leaf.detach()).copy_(plain)
+    except Warning:  # an error only because the program makes errors of warnings
+        raise
     except Exception as exc:
         raise ShapeMismatchError(
             f"{name} is {a(type(leaf).__name__)} in the target, which does not take the plain values that {path} has: "

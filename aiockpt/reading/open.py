@@ -49,6 +49,8 @@ from aiockpt.format.manifest.reader import decode_manifest
 from aiockpt.format.names import COMMON_NAME, MANIFEST_NAME, METADATA_NAME
 from aiockpt.format.recognise import (
     DOCUMENT_BYTES,
+    HOLE,
+    PART_BYTES,
     SHARD_INDEX,
     Recognised,
     absent_text,
@@ -90,8 +92,6 @@ NOT_ITS_MANIFEST = (
 
 logger = logging.getLogger("aiockpt")
 
-_PART_BYTES = 1 << 20
-_HOLE = bytes(64 << 10)
 """A run of zeros that no JSON or pickle of names and numbers contains: a hole of a truncated sparse file."""
 
 
@@ -367,9 +367,9 @@ def _bytes(source: Source, name: str, offset: int, size: int, shown: str | None 
     data = bytearray()
     # In parts: a sparse file takes no disk space, but would take up to 2 GiB of memory before its first hole is seen.
     while len(data) < size:
-        part = bytearray(min(_PART_BYTES, size - len(data)))
+        part = bytearray(min(PART_BYTES, size - len(data)))
         source.read(name, offset + len(data), memoryview(part))
-        if shown is not None and _HOLE in part:
+        if shown is not None and HOLE in part:
             raise CorruptCheckpointError(
                 f"{shown} has nothing but zeros somewhere behind byte {len(data)}: it was cut short or damaged. Use "
                 "another checkpoint"

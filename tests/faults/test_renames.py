@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -225,7 +226,8 @@ def test_what_a_killed_process_has_left_is_removed_where_open_directories_can_no
     tmp_path: Path, monkeypatch
 ) -> None:
     refused = _no_open_directory_moves(monkeypatch, errno.EACCES)
-    dead = temp_dir.new_ticket().replace(f".{os.getpid()}.", ".1.")  # of a later process, which is the first one
+    gone = replace(temp_dir.this_process(), pid=4_194_304, start=1)  # a PID that no process has
+    dead = f".aiockpt-{gone}.{'b' * 16}"
     temp_dir.make_hidden(str(tmp_path / dead)).release()
     assert len(refused) == 1
     _saved(tmp_path, "c", overwrite=False, retries=None)

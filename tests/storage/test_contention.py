@@ -17,15 +17,16 @@ from aiockpt.storage import syscalls
 from aiockpt.storage.local.commit import Publication, check_free
 from aiockpt.storage.local.storage import delete
 from aiockpt.storage.local.temp_dir import make_hidden, new_ticket
+from aiockpt.testing.conformance.suite import metadata_of
 from tests.interruption import Interruption
 
-FILES = (".metadata", ".aiockpt.json", "__0_0.distcp")
+FILES = (".metadata", "__0_0.distcp")
 
 
 def write(folder: Path, word: str) -> None:
     folder.mkdir(exist_ok=True)
-    for name in FILES:
-        (folder / name).write_text(word)
+    (folder / ".metadata").write_bytes(metadata_of(word))
+    (folder / "__0_0.distcp").write_text(word)
 
 
 def word_at(path: Path) -> str | None:
@@ -34,7 +35,8 @@ def word_at(path: Path) -> str | None:
         return None
     if path.is_file():
         return path.read_bytes().removeprefix(HEADER).decode()
-    (word,) = {(path / name).read_text() for name in FILES}
+    word = (path / "__0_0.distcp").read_text()
+    assert (path / ".metadata").read_bytes() == metadata_of(word)
     assert sorted(os.listdir(path)) == sorted(FILES)
     return word
 

@@ -39,6 +39,7 @@ from aiockpt.storage.local.temp_dir import (
     this_process,
 )
 from aiockpt.storage.wrapper import WrapperStorage
+from aiockpt.testing.conformance.suite import metadata_of
 
 HERE = this_process()
 pytestmark = pytest.mark.skipif(HERE is None, reason="this system doesn't tell processes apart")
@@ -114,7 +115,7 @@ def leave(path: Path, *, changed_s: float | None = None, names: tuple[str, ...] 
     return path
 
 
-async def save(storage: LocalStorage, path: Path, workers: Workers, data: bytes = b"new") -> None:
+async def save(storage: LocalStorage, path: Path, workers: Workers, data: bytes = metadata_of("new")) -> None:
     transaction = await storage.begin(str(path), overwrite=True, workers=workers)
     sink = await transaction.create(".metadata", len(data))
     await sink.write(memoryview(data))

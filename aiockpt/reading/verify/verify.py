@@ -231,7 +231,8 @@ class _Reading:
             raise
         except LoadError as exc:
             damaged = isinstance(exc, CorruptCheckpointError)
-            head = self.source.read_bytes(names[0], 0, min(4, self.source.files[names[0]])) if len(names) == 1 else b""
+            size = self.source.files.get(names[0], 0) if len(names) == 1 else 0  # an index may name what is not there
+            head = self.source.read_bytes(names[0], 0, min(4, size)) if size else b""
             is_archive = head == ZIP_MAGIC
             if not damaged and not is_archive:
                 raise
