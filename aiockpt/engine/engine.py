@@ -265,11 +265,15 @@ class Engine:
         once = [job]
         try:
             self.queue.add(job)
-            self.loop.post(lambda: once and self._begin(once.pop()))
+            self.loop.post(lambda: self._begin_once(once))
         except BaseException:  # of a signal's handler: nobody gets the handle, and closing must not wait for its begin
-            self.loop.post(lambda: once and self._begin(once.pop()))
+            self.loop.post(lambda: self._begin_once(once))
             job.cancel()
             raise
+
+    def _begin_once(self, jobs: list[SaveJob]) -> None:
+        while jobs:
+            self._begin(jobs.pop())
 
     def _begin(self, job: SaveJob) -> None:
         try:
