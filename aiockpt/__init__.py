@@ -33,6 +33,7 @@ _HOMES = {
         "MissingHostError",
         "MissingKeysError",
         "MissingKeysWarning",
+        "NoThreadError",
         "RunLockedError",
         "SafeGlobalsWarning",
         "SaveCancelledError",

@@ -29,6 +29,7 @@ from aiockpt.errors import LoadError as LoadError
 from aiockpt.errors import MissingHostError as MissingHostError
 from aiockpt.errors import MissingKeysError as MissingKeysError
 from aiockpt.errors import MissingKeysWarning as MissingKeysWarning
+from aiockpt.errors import NoThreadError as NoThreadError
 from aiockpt.errors import RunLockedError as RunLockedError
 from aiockpt.errors import SafeGlobalsWarning as SafeGlobalsWarning
 from aiockpt.errors import SaveCancelledError as SaveCancelledError

@@ -11,7 +11,7 @@ import anyio.lowlevel
 from aiockpt.core.importing import importing
 from aiockpt.core.parameters import parameters_of
 from aiockpt.core.threads import check_asyncio
-from aiockpt.engine.facade import CheckpointerBase, closing
+from aiockpt.engine.facade import CheckpointerBase, closing, until_closed
 from aiockpt.engine.requests import LoadRequest, OpenRequest, SaveRequest, StateDict, TransactionRequest
 
 if TYPE_CHECKING:
@@ -49,7 +49,11 @@ class AsyncCheckpointer(CheckpointerBase):
 
     async def __aenter__(self) -> Self:
         check_asyncio("an AsyncCheckpointer", _INSTEAD)
-        self._engine.start()
+        try:
+            self._engine.start()
+        except BaseException:
+            await self.aclose()
+            raise
         return self
 
     async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -256,9 +260,11 @@ class AsyncCheckpointer(CheckpointerBase):
         """
         check_asyncio("aclose()", "use a SyncCheckpointer, and close() in a thread")
         closed = self._engine.close()
-        await closed.settled()
-        self._engine.join()
-        await closed
+        try:
+            await until_closed(closed)
+        finally:
+            if closed.done():
+                self._engine.join()
 
 
 def open(

@@ -24,7 +24,8 @@
     ├── CheckpointerBusyError          earlier saves are in flight, and ``on_busy`` is "error"
     ├── CheckpointerClosedError        the checkpointer was used after it was closed
     ├── RunLockedError                 (BlockingIOError) another manager writes to the run's directory
-    └── CoordinationError              ranks could not agree
+    ├── CoordinationError              ranks could not agree
+    └── NoThreadError                  (RuntimeError) the system has no further thread
 
     MissingKeysWarning                 (UserWarning) ``strict=False`` has let a load go on without some keys
     SafeGlobalsWarning                 (UserWarning) a saved object needs ``safe_globals`` to be loaded
@@ -222,6 +223,10 @@ class DamagedCheckpointWarning(UserWarning):
 
 class CoordinationError(AiockptError):
     """The ranks of a distributed save or load could not agree."""
+
+
+class NoThreadError(AiockptError, RuntimeError):
+    """No further thread can be started; the limits of the process or the machine are reached."""
 
 
 # --- text from checkpoints in messages ------------------------------------------------------------------

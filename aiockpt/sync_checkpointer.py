@@ -39,7 +39,11 @@ class SyncCheckpointer(CheckpointerBase):
     """
 
     def __enter__(self) -> Self:
-        self._engine.start()
+        try:
+            self._engine.start()
+        except BaseException:
+            self.close()
+            raise
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -139,12 +143,7 @@ class SyncCheckpointer(CheckpointerBase):
 
     def close(self) -> None:
         """Finish the saves in flight and end all threads, blocking; see `AsyncCheckpointer.aclose`."""
-        closed = self._engine.close()
-        try:
-            closed.result()
-        finally:
-            if closed.done():
-                self._engine.join()
+        self._close()
 
 
 # --- functions without a checkpointer -----------------------------------------------------------------

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from aiockpt.cli.output import console
+from aiockpt.core.threads import start_thread
+from aiockpt.errors import NoThreadError
 from aiockpt.progress.terminal import bars
 
 if TYPE_CHECKING:
@@ -44,7 +46,8 @@ def bar(title: str, total: int | None = None) -> Iterator[Bar]:
     timer = threading.Timer(_AFTER_S, progress.start)
     timer.daemon = True
     if err.is_terminal:
-        timer.start()
+        with suppress(NoThreadError):
+            start_thread(timer)
     try:
         yield Bar(progress, title, total)
     finally:

@@ -6,8 +6,10 @@ function returns, so a buffer that it uses can be released right after the await
 
 from __future__ import annotations
 
+import _thread as raw_threads
 import asyncio
 import contextlib
+import contextvars
 import errno
 import importlib
 import os
@@ -25,7 +27,7 @@ import anyio
 import anyio.lowlevel
 
 from aiockpt.core import spans
-from aiockpt.errors import AiockptError, CheckpointerClosedError, SaveError, unwrapped
+from aiockpt.errors import AiockptError, CheckpointerClosedError, NoThreadError, SaveError, unwrapped
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -205,6 +207,57 @@ def _free_descriptors(count: int) -> list[int]:
 # --- workers --------------------------------------------------------------------------------------------
 
 
+def start_thread(thread: threading.Thread) -> None:
+    """Start a thread; raise NoThreadError if the system has no further one."""
+    try:
+        thread.start()
+    except RuntimeError as exc:
+        raise NoThreadError(
+            f"the thread {thread.name} can't be started ({exc}): end threads of this program, or raise the limits of "
+            "threads and memory (see ulimit -u and -v, and the pids limit of the container)"
+        ) from exc
+
+
+def uninterrupted(function: Callable[[], T]) -> T:
+    """Call a function that a signal does not interrupt: an exception of its handler, as of Ctrl-C, waits for its end.
+
+    Python calls handlers in the main thread, between any two bytecodes, also within `threading.Thread.start`. So there
+    the function runs in another thread: all of it, or if the exception came before that, nothing.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return function()
+    turn, over = threading.Lock(), threading.Lock()
+    ended: list[Future[T]] = []
+
+    def run() -> None:
+        if turn.acquire(blocking=False):
+            task = _Task(function)
+            task.run()
+            ended.append(task.future)
+            over.release()
+
+    over.acquire()
+    try:
+        raw_threads.start_new_thread(run, ())
+        over.acquire()
+    except BaseException as exc:
+        if not turn.acquire(blocking=False):  # it has begun
+            if not ended:
+                over.acquire()
+        elif isinstance(exc, RuntimeError):  # there is no further thread, as the function will find out
+            return function()
+        raise
+    return ended[0].result()
+
+
+def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+    """Run a function in a new thread, never in the program's executor, which may be full; raise NoThreadError."""
+    thread = DaemonThreads(1, "aiockpt-call")
+    future = thread.submit(contextvars.copy_context().run, partial(function, *args, **kwargs))
+    thread.rest()
+    return future
+
+
 async def outlast(awaitable: Awaitable[T]) -> T:
     """Await to its end what can't or must not be interrupted, however often this task is cancelled; return its result.
 
@@ -302,14 +355,15 @@ class DaemonThreads(Executor):
         self._ended = False
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Run a function after those submitted before have begun; raise RuntimeError if no thread can run it."""
+        """Run a function after those submitted before have begun; raise NoThreadError if no thread can run it."""
         task = _Task(partial(fn, *args, **kwargs))
         with self._lock:
             if self._ended:
                 raise RuntimeError(f"{self._name} has been shut down")
             self._unfinished += 1
             try:
-                self._start_wanted()
+                if len(self._threads) < min(self._unfinished, self._most):
+                    uninterrupted(self._start_wanted)
             except BaseException as exc:
                 # A thread that runs takes it, if it is only that no further one can start; but a Ctrl-C is not dropped.
                 if not self._threads or not isinstance(exc, Exception):
@@ -335,7 +389,7 @@ class DaemonThreads(Executor):
         while len(self._threads) < min(self._unfinished, self._most):
             name = self._name if self._most == 1 else f"{self._name}_{len(self._threads)}"
             thread = threading.Thread(target=self._serve, args=(self._work,), name=name, daemon=True)
-            thread.start()
+            start_thread(thread)
             self._threads.append(thread)
 
     def _serve(self, work: queue.SimpleQueue[_Task[Any] | None]) -> None:

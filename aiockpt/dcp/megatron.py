@@ -25,7 +25,6 @@ import sys
 import uuid
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -38,6 +37,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 
 from aiockpt.coordination.choose import is_distributed
 from aiockpt.core.machine import BLOCK_BYTES
+from aiockpt.core.threads import DaemonThreads
 from aiockpt.dcp.adapter import borrowed
 from aiockpt.dcp.writer import FileSystemWriter, resolved, results_of, write_items
 from aiockpt.errors import AiockptError, SaveError, WriteError
@@ -445,7 +445,7 @@ def _write_buckets(options: RankWriteOptions, buckets: list[WriteBucket]) -> lis
     """Write all files of a rank at the same time; return the results of each; raise the first error."""
     share = options.staging_bytes and max(BLOCK_BYTES, options.staging_bytes // len(buckets))
     settings = {"open_file": options.open_file, "staging_bytes": share, "direct_io": options.direct_io}
-    with ThreadPoolExecutor(len(buckets), thread_name_prefix="aiockpt-dcp") as threads:
+    with DaemonThreads(len(buckets), "aiockpt-dcp") as threads:
         return list(threads.map(partial(_call, options, settings), enumerate(buckets)))
 
 

@@ -19,7 +19,7 @@ import anyio
 from aiockpt.coordination.choose import choose_coordinator, is_distributed
 from aiockpt.core.futures import Call, Completion
 from aiockpt.core.importing import importing
-from aiockpt.core.threads import Origin, check_threads
+from aiockpt.core.threads import Origin, check_threads, start_thread, uninterrupted
 from aiockpt.engine.loop import EngineLoop, logger
 from aiockpt.engine.queue import Failures, SaveQueue, Statistics
 from aiockpt.engine.reports import Reports
@@ -28,6 +28,7 @@ from aiockpt.errors import (
     AiockptError,
     CheckpointerClosedError,
     CommitUncertainError,
+    NoThreadError,
     SaveCancelledError,
     SaveError,
     SaveTimeoutError,
@@ -128,17 +129,20 @@ class Engine:
             raise AiockptError(f"this checkpointer's thread has failed: {self._died!r}; make a new one") from self._died
         if self.loop.thread is not None:
             return
+        try:
+            uninterrupted(self._start_loop)
+        except (OSError, ImportError, NoThreadError) as exc:
+            raise AiockptError(
+                f"the checkpointer can't start: {exc}. Close files, end threads, or raise the limits (see ulimit), "
+                "and call again"
+            ) from exc
+
+    def _start_loop(self) -> None:
         with contextlib.ExitStack() as stack:
-            try:
-                shared = shared_memory(self.options)
-                if shared is not None:
-                    stack.callback(shared.close)
-                self.loop.start(partial(self._main, shared))
-            except (OSError, ImportError, RuntimeError) as exc:
-                raise AiockptError(
-                    f"the checkpointer can't start: {exc}. Close files, end threads, or raise the limits (see ulimit), "
-                    "and call again"
-                ) from exc
+            shared = shared_memory(self.options)
+            if shared is not None:
+                stack.callback(shared.close)
+            self.loop.start(partial(self._main, shared))
             stack.pop_all()
         _live.add(self)
 
@@ -258,8 +262,18 @@ class Engine:
                 self._enqueue(job)
 
     def _enqueue(self, job: SaveJob) -> None:
-        self.queue.add(job)
-        self.loop.post(lambda: self._begin(job))
+        once = [job]
+        try:
+            self.queue.add(job)
+            self.loop.post(lambda: self._begin_once(once))
+        except BaseException:  # of a signal's handler: nobody gets the handle, and closing must not wait for its begin
+            self.loop.post(lambda: self._begin_once(once))
+            job.cancel()
+            raise
+
+    def _begin_once(self, jobs: list[SaveJob]) -> None:
+        while jobs:
+            self._begin(jobs.pop())
 
     def _begin(self, job: SaveJob) -> None:
         try:
@@ -347,17 +361,27 @@ class Engine:
             closed._settle(None)
             return closed
         self.origin.check("closing")
+        has_no_thread = False
         with self._lock:
             if self._closed is not None:
                 return self._closed
             if self.loop.thread is None:
                 closed._settle(None)
             else:
-                closer = threading.Thread(target=self._finish, args=(closed,), name="aiockpt-close", daemon=True)
-                closer.start()  # an interrupt before this leaves the engine open, and it can be closed again
-                self._closer = closer
+                try:
+                    uninterrupted(lambda: self._start_closer(closed))
+                except NoThreadError:
+                    has_no_thread = True
             self._closed = closed
+        if has_no_thread:
+            logger.warning("no thread can be started to close the checkpointer, so this one blocks until it is closed")
+            self._finish(closed)
         return closed
+
+    def _start_closer(self, closed: Completion[None]) -> None:
+        closer = threading.Thread(target=self._finish, args=(closed,), name="aiockpt-close", daemon=True)
+        start_thread(closer)
+        self._closer, self._closed = closer, closed
 
     def join(self) -> None:
         """Wait for the thread that closes the engine, which has nothing left to do once `close` has completed."""

@@ -15,6 +15,7 @@ from aiockpt.core.futures import Completion
 from aiockpt.core.importing import importing
 from aiockpt.core.lazy import lazy_property
 from aiockpt.core.parameters import parameters_of
+from aiockpt.core.threads import outlast
 from aiockpt.engine.engine import Engine
 from aiockpt.engine.queue import KEPT, Failures, Statistics
 from aiockpt.errors import AiockptError, DeleteError, SaveError, printable
@@ -25,6 +26,8 @@ from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.storage.registry import Storages
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
+
     import torch
 
     from aiockpt.core.futures import Call
@@ -44,6 +47,8 @@ logger = logging.getLogger("aiockpt")
 
 T = TypeVar("T")
 
+_LEAVE_S = 1.0  # for a cancelled waiter to see the end of closing: else a loop may end before all threads have
+
 
 @contextlib.contextmanager
 def closing(what: str, error: BaseException | None) -> Iterator[None]:
@@ -54,6 +59,21 @@ def closing(what: str, error: BaseException | None) -> Iterator[None]:
         if error is None:
             raise
         error.add_note(f"closing the {what} also failed: {exc}")
+
+
+async def until_closed(closed: Completion[None], hurry: Future[None] | None = None) -> None:
+    """Wait until closing has ended. A waiter that is cancelled leaves it behind, unless it ends soon.
+
+    It completes ``hurry`` then, so that closing waits for less.
+    """
+    try:
+        await closed.settled()
+    except asyncio.CancelledError:
+        if hurry is not None and not hurry.done():
+            hurry.set_result(None)
+        await outlast(asyncio.wait([closed.settled()], timeout=_LEAVE_S))
+        raise
+    await closed
 
 
 class CheckpointerBase:
@@ -230,6 +250,14 @@ class CheckpointerBase:
         """Return counts of the saves so far, what was skipped, what failed, and the staging memory."""
         return self._engine.statistics()
 
+    def _close(self) -> None:
+        closed = self._engine.close()
+        try:
+            closed.result()
+        finally:
+            if closed.done():
+                self._engine.join()
+
     def _prewarm(self, state_dict: StateDict) -> Completion[None]:
         with importing():
             from aiockpt.planning.planner import stored_bytes
@@ -328,6 +356,10 @@ class EngineAccess:
             return decide([value])
 
         return engine.call(run, what)
+
+    def close(self) -> None:
+        """Close the checkpointer, blocking."""
+        self._checkpointer._close()
 
     def call(self, function: Callable[[LoadTools], Coroutine[Any, Any, T]], what: str) -> Call[T]:
         """Run a coroutine on the engine's loop; ``what`` names it in messages."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import anyio
 import torch
 
-from aiockpt.core.threads import Duty, Origin, new_event_loop
+from aiockpt.core.threads import Duty, Origin, new_event_loop, start_thread
 
 if TYPE_CHECKING:
     from aiockpt.core.futures import Call
@@ -39,7 +39,9 @@ class EngineLoop:
         self._backlog: list[tuple[Callable[[], object], Work | None]] = []
 
     def start(self, main: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Run ``main`` in a new thread, without waiting for it; raise OSError, ImportError or RuntimeError if it can't.
+        """Run ``main`` in a new thread, without waiting for it; raise OSError, ImportError or NoThreadError.
+
+        To be called `uninterrupted`.
 
         All modules are imported before there is a thread, and operators are called for the first time: a process that
         is forked in the middle of that would lack the rest of it.
@@ -47,7 +49,7 @@ class EngineLoop:
         _import_all()
         # Not in this thread: modes of the caller's, as that of fake tensors, would get these calls.
         caller = threading.Thread(target=_call_operators, name="aiockpt-operators", daemon=True)
-        caller.start()
+        start_thread(caller)
         caller.join()
         loop = new_event_loop()
         try:
@@ -55,7 +57,7 @@ class EngineLoop:
             thread = threading.Thread(
                 target=contextvars.Context().run, args=(self._serve, loop, main), name="aiockpt-engine", daemon=True
             )
-            thread.start()
+            start_thread(thread)
         except BaseException:
             loop.close()
             raise

@@ -25,6 +25,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+from aiockpt.core.threads import in_thread
 from aiockpt.errors import AiockptError
 from aiockpt.integrations.lifetime import missing
 from aiockpt.integrations.ray_meeting import Meeting as Meeting
@@ -125,7 +126,7 @@ async def areport(
     save: SaveHandle | CheckpointTransaction, metrics: Mapping[str, Any] | None = None, **options: Any
 ) -> None:
     """Do as `report`, in a thread, as Ray's own function blocks the event loop."""
-    await asyncio.to_thread(report, save, metrics, **options)
+    await asyncio.wrap_future(in_thread(report, save, metrics, **options))
 
 
 def restore(run: SyncCheckpointManager, state: Any, **options: Any) -> Restored | None:

@@ -8,6 +8,7 @@ from typing import Any
 from torch._C._distributed_c10d import TCPStore
 
 from aiockpt.coordination.ranks import Ranks
+from aiockpt.core.threads import in_thread
 from aiockpt.errors import CoordinationError
 from aiockpt.integrations.lifetime import missing
 
@@ -83,7 +84,7 @@ class Meeting:
             ) from None
         except ray.exceptions.RayTaskError as exc:
             raise exc.as_instanceof_cause() from None
-        store = await asyncio.to_thread(TCPStore, host, port, is_master=False, wait_for_workers=False)
+        store = await asyncio.wrap_future(in_thread(TCPStore, host, port, is_master=False, wait_for_workers=False))
         return Ranks(rank, size, store, generation=generation, address=ray.util.get_node_ip_address())
 
     @staticmethod

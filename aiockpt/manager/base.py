@@ -16,10 +16,19 @@ from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from aiockpt.core.futures import Completion
 from aiockpt.core.parameters import outer_stacklevel, parameters_of
+from aiockpt.core.threads import in_thread, start_thread, uninterrupted
 from aiockpt.core.wording import time_text
 from aiockpt.engine.facade import CheckpointerBase, EngineAccess
-from aiockpt.errors import AiockptError, CheckpointerClosedError, DeleteError, SaveError, printable_key
+from aiockpt.errors import (
+    AiockptError,
+    CheckpointerClosedError,
+    DeleteError,
+    NoThreadError,
+    SaveError,
+    printable_key,
+)
 from aiockpt.manager.disks import RunDisks
 from aiockpt.manager.mirror import Mirror, MirrorSettings, Tier
 from aiockpt.manager.policies import (
@@ -131,6 +140,9 @@ class ManagerBase:
         self._run_id = ""  # as the steps have it; chosen at the first save of a new run
         self._is_open = False
         self._is_closed = False
+        self._closing: Completion[None] | None = None  # since an async manager is being closed
+        self._closer: threading.Thread | None = None
+        self._hurry: concurrent.futures.Future[None] = concurrent.futures.Future()  # done: it waits for less
         self._has_failed = False  # its block was left by an error
         self._previous: int | None = None  # the step that was asked about, or restored
         self._restored: int | None = None
@@ -202,8 +214,8 @@ class ManagerBase:
         return await call.wait() if self._suspends else call.result()
 
     async def _run(self, function: Callable[..., T], *args: object) -> T:
-        """Call a function that blocks."""
-        return await asyncio.to_thread(function, *args) if self._suspends else function(*args)
+        """Call a function that blocks. A task that is cancelled leaves it behind, in its thread."""
+        return await asyncio.wrap_future(in_thread(function, *args)) if self._suspends else function(*args)
 
     @property
     def leads(self) -> bool:
@@ -282,7 +294,7 @@ class ManagerBase:
     async def _take_lock(self) -> None:
         if self._locks and self._lock is None:  # else it was taken, and what follows was interrupted
             try:
-                self._lock = await self._run(self._storage.lease, self.directory)
+                await self._run(self._lock_run)
             except AiockptError:  # such as RunLockedError, which is an OSError too
                 raise
             except OSError as exc:
@@ -303,65 +315,91 @@ class ManagerBase:
                 break
             await self._run(time.sleep, _WRITER_POLL_S)
 
+    def _lock_run(self) -> None:
+        self._lock = self._storage.lease(self.directory)
+        if self._is_closed:  # meanwhile, as the task that asked for it was cancelled
+            self._unlock()
+
     def _is_finishing(self) -> bool:
         try:
             return self._storage.is_finishing(self.directory)
         except OSError as exc:
             raise AiockptError(f"the run {self.directory} can't be looked at: {exc}") from exc
 
-    async def _close(self, close_checkpointer: str) -> None:
-        """Close the checkpointer by a method of it, wait for deletions, and let others write to the run."""
+    def _close(self) -> None:
+        """Close the checkpointer, wait for deletions, and let others write to the run. Blocks; idempotent."""
         self._is_closed = True
-        try:
-            await self._finish_mirror()
-        finally:
+        with contextlib.ExitStack() as stack:  # each of these, whatever becomes of those before
+            stack.callback(self._end)
+            stack.callback(self._wait_for_deletions)
+            if self._owns_checkpointer:
+                stack.callback(self._access.close)
+            self._finish_mirror()
+
+    def _close_behind(self) -> Completion[None]:
+        """Close in a thread of its own, which also a loop that has ended does not stop; idempotent."""
+        if self._closing is None:
+            uninterrupted(self._start_closing)
+        assert self._closing is not None
+        return self._closing
+
+    def _start_closing(self) -> None:
+        closing: Completion[None] = Completion(f"the end of closing {self.directory}")
+
+        def close() -> None:
+            error: BaseException | None = None
             try:
-                if self._owns_checkpointer:
-                    await self._call(close_checkpointer)
-            finally:
-                try:
-                    if not self._retention.has_ended:
-                        await self._ended(self._retention.finished(), self._drain_s)
-                finally:
-                    self._requests.close()
-                    await self._run(self._end)
+                self._close()
+            except BaseException as exc:  # delivered to whoever closes
+                error = exc
+            closing._settle(None, error)
 
-    async def _ended(self, future: concurrent.futures.Future[Any], timeout_s: float) -> None:
-        """Wait for the end of a future, whatever it is, for so long at most."""
-        if self._suspends:  # not in a thread, which would outlive the loop if a deletion hangs
-            ended = asyncio.wrap_future(future)
-            ended.add_done_callback(lambda each: each.cancelled() or each.exception())  # else asyncio logs a late error
-            await asyncio.wait([ended], timeout=timeout_s)
-        else:
-            concurrent.futures.wait([future], timeout_s)
+        closer = threading.Thread(target=close, name="aiockpt-close", daemon=False)  # the process waits for its end
+        try:
+            start_thread(closer)
+            self._closer = closer
+        except NoThreadError as exc:  # rather here than never
+            logger.warning("this thread closes the manager of %s, and blocks: %s", self.directory, exc)
+            close()
+        self._closing = closing
 
-    async def _finish_mirror(self) -> None:
+    def _wait(self, future: concurrent.futures.Future[Any], timeout_s: float) -> None:
+        """Wait for the end of a future, whatever it is, for so long at most, and no longer once closing is hurried."""
+        concurrent.futures.wait([future, self._hurry], timeout_s, concurrent.futures.FIRST_COMPLETED)
+
+    def _wait_for_deletions(self) -> None:
+        if not self._retention.has_ended:
+            self._wait(self._retention.finished(), self._drain_s)
+
+    def _finish_mirror(self) -> None:
         """Wait for the saves in flight, and until they are mirrored, for `drain_timeout` at most; then stop that."""
         if not self._behind or self._retention.has_ended:
             return
         deadline = time.monotonic() + self._drain_s
-        try:
-            await self._ended(self._retention.finished(), self._drain_s)
+        with contextlib.ExitStack() as stack:
+            for mirror in self._behind:
+                stack.callback(mirror.close)
+            self._wait(self._retention.finished(), self._drain_s)
             for mirror, left in [(mirror, mirror.finish()) for mirror in self._behind]:
                 if left is not None:
                     left_s = max(0.0, deadline - time.monotonic())
-                    await self._ended(left, min(_QUIET_S, left_s))
-                    if not left.done() and left_s > _QUIET_S:
+                    self._wait(left, min(_QUIET_S, left_s))
+                    if not left.done() and not self._hurry.done() and left_s > _QUIET_S:
                         mirror.log_wait(left_s - _QUIET_S)
-                        await self._ended(left, left_s - _QUIET_S)
-        finally:
-            for mirror in self._behind:
-                await self._run(mirror.close)
+                        self._wait(left, left_s - _QUIET_S)
 
     def _end(self) -> None:
         """End the deletions, and let others write to the run. Blocks; idempotent."""
         self._retention.end()
-        lock, self._lock = self._lock, None
-        if lock is not None:
-            lock.release()
+        self._unlock()
         if self._disks is not None:
             # A rank that fails must end soon, for the launcher to end the others.
             self._disks.close(0.0 if self._has_failed else self._drain_s)
+
+    def _unlock(self) -> None:
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            lock.release()
 
     # --- what is there --------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ import anyio
 from aiockpt.checkpointer import AsyncCheckpointer
 from aiockpt.core.parameters import parameters_of
 from aiockpt.core.threads import check_asyncio
-from aiockpt.engine.facade import closing
+from aiockpt.engine.facade import closing, until_closed
 from aiockpt.manager.base import ManagerBase
 from aiockpt.manager.requests import Restored, RestoreRequest, StepRequest
 from aiockpt.sync_checkpointer import SyncCheckpointer
@@ -153,13 +153,19 @@ class CheckpointManager(ManagerBase):
     async def aclose(self) -> None:
         """Finish the saves and deletions, let others write to the run, and restore the handlers of signals. Idempotent.
 
-        A checkpointer that was given stays open.
+        A checkpointer that was given stays open. If the waiting task is cancelled, closing no longer waits for the
+        mirror and for deletions; the rest of it goes on behind.
 
         Raises:
             AiockptError: the failure of a save that nobody awaited; see `AsyncCheckpointer.aclose`.
         """
         check_asyncio("aclose()", _INSTEAD)
-        await self._close("aclose")
+        try:
+            await until_closed(self._close_behind(), self._hurry)
+        finally:
+            self._requests.close()
+            if self._closer is not None and self._closing is not None and self._closing.done():
+                self._closer.join()
 
 
 class SyncCheckpointManager(ManagerBase):
@@ -230,7 +236,10 @@ class SyncCheckpointManager(ManagerBase):
 
     def close(self) -> None:
         """Finish the saves and deletions, and let others write to the run, blocking; see `CheckpointManager.aclose`."""
-        self._finish(self._close("close"))
+        try:
+            self._close()
+        finally:
+            self._requests.close()
 
     def _finish(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine to its end in one step: whatever it awaits here blocks, and so never suspends it."""

@@ -31,6 +31,7 @@ from aiockpt.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
     LoadError,
+    NoThreadError,
     RunLockedError,
     SaveError,
     SaveSkippedError,
@@ -101,11 +102,11 @@ class Tier:
 
     def __init__(self, storage: Storage, directory: str, names: StepNames, *, disk: str = "") -> None:
         self.storage, self.directory, self.names, self.disk = storage, directory, names, disk
-        self.scanner = self.new_scanner()
+        self.scanner = StepScanner(storage, directory, names, is_part=bool(disk))
 
     def new_scanner(self) -> StepScanner:
         """Return a scanner of its own, for another thread than one that may hang."""
-        return StepScanner(self.storage, self.directory, self.names, is_part=bool(self.disk))
+        return StepScanner(self.storage, self.directory, self.names, is_part=bool(self.disk), known=self.scanner)
 
     def path_of(self, step: int) -> str:
         """Return the path of a step, whether it exists or not."""
@@ -325,8 +326,12 @@ class Mirror:
         self.promises.fail_all("the manager was closed before")
         lease, self._lease = self._lease, None
         if lease is not None:
-            with contextlib.suppress(TimeoutError):  # a store that can't be reached may take minutes to say so
+            try:
                 self.workers.submit(lease.release).result(_END_S)
+            except TimeoutError:  # a store that can't be reached may take minutes to say so
+                pass
+            except NoThreadError:
+                lease.release()
         self._checkpointer.close()
         if not self.workers.end(_END_S):
             logger.warning("a request to the mirror %s is left behind as it does not end", self.there.directory)

@@ -10,16 +10,15 @@ import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 from aiockpt.core.threads import DaemonThreads
-from aiockpt.errors import AiockptError, CheckpointNotFoundError, DeleteError
+from aiockpt.errors import AiockptError, CheckpointNotFoundError, DeleteError, NoThreadError
 from aiockpt.manager.policies import KeepPolicy, to_delete
 from aiockpt.sync_checkpointer import SyncCheckpointer
 
 if TYPE_CHECKING:
-    from concurrent.futures import Future
-
     from aiockpt.manager.mirror import Mirror
     from aiockpt.manager.scan import StepScanner
     from aiockpt.saving.handle import SaveHandle
@@ -76,6 +75,8 @@ class Retention:
         try:
             self._thread.submit(self._follow, handle, step, prunes)
         except RuntimeError as exc:  # the save goes on all the same
+            with self._lock:
+                self._in_flight.pop(id(handle), None)
             logger.warning("no thread could be started to follow the save of %s: %s", handle.path, exc)
 
     def attach(self, mirror: Mirror) -> None:
@@ -150,7 +151,12 @@ class Retention:
 
     def finished(self) -> Future[None]:
         """Return a future that completes when every save that is followed has ended, and its deletions are done."""
-        return self._thread.submit(lambda: None)
+        try:
+            return self._thread.submit(lambda: None)
+        except NoThreadError:  # so there was none, and nothing is followed
+            done: Future[None] = Future()
+            done.set_result(None)
+            return done
 
     @property
     def has_ended(self) -> bool:

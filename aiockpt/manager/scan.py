@@ -20,7 +20,6 @@ import math
 import os
 import threading
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
@@ -141,16 +140,23 @@ class StepScanner:
     """Scans a run's directory again and again, in any thread; the documents of an unchanged step are read once.
 
     ``is_part``: a step is complete there if it has its documents; other directories have the files that are missing.
+    ``known``: another scanner of it, in a thread that may hang; what one has read, the other does not read again.
     """
 
     def __init__(
-        self, storage: Storage, directory: str, names: StepNames = DEFAULT_NAMES, *, is_part: bool = False
+        self,
+        storage: Storage,
+        directory: str,
+        names: StepNames = DEFAULT_NAMES,
+        *,
+        is_part: bool = False,
+        known: StepScanner | None = None,
     ) -> None:
         self._storage = storage
         self._directory = directory
         self._step_of = names.step_of
         self._is_part = is_part
-        self._cache: dict[str, _Known] = {}
+        self._cache: dict[str, _Known] = {} if known is None else known._cache
         self._lock = threading.Lock()
 
     def scan(self, *, lenient: bool = False) -> tuple[StepInfo, ...]:
@@ -158,7 +164,7 @@ class StepScanner:
         with self._lock:
             infos = self._scan(lenient=lenient)
             for path in self._cache.keys() - {info.path for info in infos}:
-                del self._cache[path]
+                self._cache.pop(path, None)
         return infos
 
     def latest(self) -> StepInfo | None:
@@ -212,7 +218,9 @@ class StepScanner:
         if stamps is None:
             return [look(path, step) for step, path in steps.items()]
         listed = [stamps.get(self._storage.split(path)[1]) for path in steps.values()]
-        with ThreadPoolExecutor(_LOOKS, "aiockpt-scan") as threads:
+        from aiockpt.core.threads import DaemonThreads  # needs anyio, which looking at directories does not
+
+        with DaemonThreads(_LOOKS, "aiockpt-scan") as threads:
             return list(threads.map(look, steps.values(), steps, listed))
 
     def _look(self, path: str, step: int, listed: Stamp | None = None, *, lenient: bool = False) -> StepInfo | None:
@@ -238,7 +246,7 @@ class StepScanner:
                 is_same = known is not None and known.stamp == listing.stamp
                 info = known.info if known is not None and is_same else examine(listing, step, is_part=self._is_part)[1]
                 known = self._cache[path] = _Known(listing.stamp, listed, info)
-        return replace(known.info, step=step)
+        return known.info if known.info.step == step else replace(known.info, step=step)
 
 
 def examine(

@@ -11,7 +11,8 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
-from aiockpt.errors import printable_key
+from aiockpt.core.threads import start_thread
+from aiockpt.errors import NoThreadError, printable_key
 from aiockpt.telemetry.card import size_text
 
 if TYPE_CHECKING:
@@ -62,8 +63,12 @@ class Display:
         bar = self._make(_title("save", handle.path))  # here: a notebook shows it below the cell that runs
         # Not a daemon: a terminal is left as it was found, also if the program ends meanwhile.
         thread = threading.Thread(target=self._follow, args=(handle, bar), name="aiockpt-progress", daemon=False)
-        self._threads = [*(each for each in self._threads if each.is_alive()), thread]
-        thread.start()
+        try:
+            start_thread(thread)
+        except NoThreadError as exc:
+            logger.warning("the save of %s is not displayed: %s", handle.path, exc)
+        else:
+            self._threads = [*(each for each in self._threads if each.is_alive()), thread]
 
     def _follow(self, handle: SaveHandle, bar: Bar) -> None:
         done = total = 0

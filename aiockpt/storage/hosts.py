@@ -25,13 +25,12 @@ import json
 import logging
 import os
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 import anyio
 
-from aiockpt.core.threads import outlast
+from aiockpt.core.threads import DaemonThreads, outlast
 from aiockpt.core.wording import some_of
 from aiockpt.errors import (
     AiockptError,
@@ -275,7 +274,7 @@ class HostDisks(WrapperStorage):
         """Call a function that blocks for each disk, several at once; raise the first error when all have ended."""
         if len(disks) < 2:
             return [function(disk) for disk in disks]
-        with ThreadPoolExecutor(min(len(disks), _AT_ONCE), "aiockpt-disks") as threads:
+        with DaemonThreads(min(len(disks), _AT_ONCE), "aiockpt-disks") as threads:
             return list(threads.map(function, disks))
 
     def _whole(self, parts: Sequence[_DiskPart[At]]) -> _Union[At]:

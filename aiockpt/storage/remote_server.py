@@ -37,8 +37,8 @@ from aiockpt.coordination.link import (
     network_namespace,
 )
 from aiockpt.core.forks import called_in_children
-from aiockpt.core.threads import Workers, new_event_loop
-from aiockpt.errors import AiockptError, printable_key
+from aiockpt.core.threads import Workers, new_event_loop, start_thread, uninterrupted
+from aiockpt.errors import AiockptError, NoThreadError, printable_key
 from aiockpt.storage.base import LookBudget, SharedStorage, SharedTransaction
 from aiockpt.storage.remote_disk import (
     BEAT,
@@ -103,8 +103,8 @@ class DiskServer:
         self.workers = Workers(_THREADS, "aiockpt-disk")
         self._loop = new_event_loop()
         self._looping = threading.Thread(target=self._loop.run_forever, name="aiockpt-disk-loop", daemon=True)
-        self._looping.start()
         try:
+            uninterrupted(lambda: start_thread(self._looping))
             self._server, link = self.run(self._listen(hosts or addresses_of_this_host(None))).result()
         except BaseException:
             self._end(0.0)
@@ -149,8 +149,13 @@ class DiskServer:
             for ended in [each for each in self._threads if not each.is_alive()]:
                 del self._threads[ended]
             thread = threading.Thread(target=self._serve, args=(wire,), name="aiockpt-disk-connection", daemon=True)
-            thread.start()
-            self._threads[thread] = wire
+            try:
+                start_thread(thread)
+            except NoThreadError as exc:  # the other end finds its connection closed
+                logger.warning("another process can't be served: %s", exc)
+                wire.close()
+            else:
+                self._threads[thread] = wire
 
     def _serve(self, wire: Connection) -> None:
         service = _Service(self, wire)
@@ -196,8 +201,9 @@ class DiskServer:
     def _end(self, timeout_s: float) -> bool:
         if not self.workers.end(max(1.0, timeout_s)):
             return False
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._looping.join(max(1.0, timeout_s))
+        if self._looping.ident is not None:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._looping.join(max(1.0, timeout_s))
         if self._looping.is_alive():
             return False
         self._loop.close()

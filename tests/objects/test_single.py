@@ -280,6 +280,34 @@ def test_each_answer_of_each_request_ends_in_the_truth(
         server.clear()
 
 
+@pytest.mark.parametrize("count", [1000, 1_500_000], ids=["whole", "parts"])
+@pytest.mark.parametrize("answer", ["403", "409", "500", "dropped", "dropped but done", "late"])
+@pytest.mark.parametrize("request_", ["bury", "release"])
+def test_claim_that_can_not_be_removed_holds_up_no_further_save(
+    request_: str, answer: str, count: int, bucket: Bucket, server: ObjectServer
+) -> None:
+    path, match = bucket / "m.safetensors", {**REQUESTS, "bury": REQUESTS["claim"]}[request_]
+    how: dict[str, Any] = {"403": {"status": 403}, "late": {"late_s": 1.0}, **ANSWERS}[answer]
+    impatient = Bucket(bucket.url, bucket.given | NEVER)
+    with impatient.checkpointer(**PARTS) as ckpt:
+        ckpt.save(state_of(1, count), path)
+        server.rules(Rule(match, first=2 if request_ == "bury" else 1, **how))
+        for version in (2, 3, 4):
+            written = ckpt.submit(state_of(version, count), path, overwrite=True).written
+            assert written.result(60).path == path
+    assert version_at(bucket, "m.safetensors") == 4
+
+
+def test_denied_request_is_sent_once_more(bucket: Bucket, server: ObjectServer) -> None:
+    path = bucket / "m.safetensors"
+    impatient = Bucket(bucket.url, bucket.given | NEVER)
+    with impatient.checkpointer() as ckpt:
+        ckpt.save(state_of(1, 3), path)
+        server.rules(Rule(REQUESTS["release"], status=403))
+        ckpt.save(state_of(2, 3), path, overwrite=True)
+    assert bucket.listed() == ["m.safetensors"]
+
+
 def check_race(
     path: str,
     count: int,

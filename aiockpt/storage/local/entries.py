@@ -77,12 +77,14 @@ class LocalListing(Listing):
     def __init__(self, path: str, budget: LookBudget | None = None) -> None:
         """Open and list it; raise OSError if it can't be read."""
         self.path = path
-        self.is_file = not os.path.isdir(path)
         self.files: dict[str, int] = {}
         self.folders: list[str] = []
         self.others: list[str] = []
         self._budget = budget or LookBudget()
-        self._fd = os.open(os.path.dirname(path) or "." if self.is_file else path, _DIRECTORY)
+        try:
+            self._fd, self.is_file = os.open(path, _DIRECTORY), False
+        except NotADirectoryError:
+            self._fd, self.is_file = os.open(os.path.dirname(path) or ".", _DIRECTORY), True
         try:
             marks: list[tuple[str, int, int, int]] = []
             self.changed_s = 0.0 if self.is_file else os.fstat(self._fd).st_mtime

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import time
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Literal
 
@@ -18,7 +20,10 @@ RENEW_S = 10.0
 """How often the writer of a single object renews its claim."""
 FENCE_S = 25.0
 """So long after it was renewed last, the writer calls off what it has sent: others wait longer, see `held_s`."""
+_SILENT_S = 2.0
 _MARK = HIDDEN[1:]
+
+logger = logging.getLogger("aiockpt")
 
 Action = Literal["keep", "discard", "remove"]
 
@@ -69,6 +74,20 @@ def held_s(tomb: Tomb, owner: Liveness) -> tuple[float, float]:
     """
     written_s = IN_FLIGHT_S if tomb == "delete" else IN_FLIGHT_S / 5
     return written_s, math.inf if owner != "dead" else 0.0 if tomb == "put" else IN_FLIGHT_S / 10
+
+
+class Waiting:
+    """A wait of a save until another process has published or deleted something at its path; not a silent one."""
+
+    def __init__(self, path: str) -> None:
+        self._path, self._since_s = path, time.monotonic()
+
+    def note(self) -> None:
+        """Log once that it takes long."""
+        if time.monotonic() - self._since_s > _SILENT_S:
+            text = "the save of %s waits: a process publishes or deletes it, or was ended while it did so. At most %g s"
+            logger.warning(text, self._path, IN_FLIGHT_S)
+            self._since_s = math.inf
 
 
 # --- tokens, and the processes that write below them ------------------------------------------------------

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 _ATTEMPTS = 8
 LONGEST_S = 60.0  # until the last of them begins
+_DENIALS = 3  # a store may deny one request by mistake; more often is a lack of rights
 _PAUSE_S = 0.05
 
 
@@ -31,8 +32,17 @@ class NoBucketError(NotADirectoryError):
     """There is no such bucket; no FileNotFoundError, which says that an object is missing."""
 
 
+REFUSALS = (RefusedError, PermissionError)
+"""A request that was answered so has done nothing, and will do nothing later."""
+
+
 class NotSentError(OSError):
     """Not all of an object was sent, so it does not appear."""
+
+
+def _attempts(error: OSError) -> int:
+    """Return how often a request that fails so is sent at most."""
+    return 1 if isinstance(error, NoBucketError) else _DENIALS if isinstance(error, PermissionError) else _ATTEMPTS
 
 
 class ObjectFacts(NamedTuple):
@@ -171,8 +181,7 @@ class ObjectClient(ABC):
                     return facts.stamp
                 # Otherwise nobody has won: some stores say so to all that try at once.
                 is_taken = (facts.stamp if facts else "") != only_if
-                is_last = attempt + 1 == _ATTEMPTS or time.monotonic() - begun > self.longest_s
-                is_last |= isinstance(exc, PermissionError | NoBucketError)
+                is_last = attempt + 1 >= _attempts(exc) or time.monotonic() - begun > self.longest_s
                 if is_last or (isinstance(exc, ConditionError) and is_taken):
                     raise
                 time.sleep(_PAUSE_S * 2**attempt)
@@ -182,7 +191,7 @@ class ObjectClient(ABC):
         """Delete an object that has this stamp, and that no other process replaces before it is gone.
 
         A deletion that is repeated since its answer was lost would remove what another process has put there since. So
-        it is asked for again only if the store has refused it.
+        it is asked for again only if the store has refused it: with one of `REFUSALS`.
         """
         begun = time.monotonic()
         for attempt in itertools.count():
@@ -192,8 +201,8 @@ class ObjectClient(ABC):
                 found = self.facts(key)
                 if found is None or found.stamp != stamp:
                     return
-                is_last = attempt + 1 == _ATTEMPTS or time.monotonic() - begun > self.longest_s
-                if is_last or not isinstance(exc, RefusedError):
+                is_last = attempt + 1 >= _attempts(exc) or time.monotonic() - begun > self.longest_s
+                if is_last or not isinstance(exc, REFUSALS):
                     raise
                 time.sleep(_PAUSE_S * 2**attempt)
             else:

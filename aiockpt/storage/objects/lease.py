@@ -12,12 +12,14 @@ import logging
 import os
 import secrets
 import socket
+import sys
 import threading
 import time
 import weakref
 from dataclasses import asdict
 
-from aiockpt.errors import RunLockedError
+from aiockpt.core.threads import start_thread, uninterrupted
+from aiockpt.errors import NoThreadError, RunLockedError
 from aiockpt.storage.base import LeaseFacts, RunLease, Stamp
 from aiockpt.storage.local.lease import LockFacts, decode_facts
 from aiockpt.storage.local.temp_dir import new_ticket
@@ -55,7 +57,7 @@ class ObjectLease(RunLease):
         # A daemon: a process that is ending anyway does not wait for it.
         renewing = weakref.ref(self), self._ended
         self._thread = threading.Thread(target=_renew, args=renewing, name="aiockpt-lease", daemon=True)
-        self._thread.start()
+        uninterrupted(lambda: start_thread(self._thread))
 
     def _put(self, objects: ObjectClient, before: Stamp, ticket: str | None = None) -> Stamp:
         # The beat differs each time.
@@ -114,10 +116,14 @@ class ObjectLease(RunLease):
         self._ended.set()
         _released.add(self._facts.ticket)
         freeing = threading.Thread(target=self._free, name="aiockpt-lease", daemon=True)
-        with contextlib.suppress(RuntimeError):  # the interpreter ends
-            freeing.start()
+        try:
+            uninterrupted(lambda: start_thread(freeing))
+        except NoThreadError:
+            if not sys.is_finalizing():
+                self._free()
+        else:
             freeing.join(_RELEASE_S)
-        if self._thread is not threading.current_thread():
+        if self._thread.ident is not None and self._thread is not threading.current_thread():
             self._thread.join(0.0 if freeing.is_alive() else None)
 
     def _free(self) -> None:

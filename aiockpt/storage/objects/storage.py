@@ -9,6 +9,7 @@ import secrets
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
@@ -46,7 +47,7 @@ from aiockpt.storage.objects.cleaning import (
     ticket_of,
     token_name,
 )
-from aiockpt.storage.objects.client import ConditionError, ObjectClient, ObjectFacts
+from aiockpt.storage.objects.client import REFUSALS, ConditionError, ObjectClient, ObjectFacts
 from aiockpt.storage.objects.commit import (
     COMMIT_NAME,
     TAIL_BYTES,
@@ -70,9 +71,22 @@ if TYPE_CHECKING:
 
 _MOST_FREE = 10_000  # paths that are remembered
 _given_up: set[str] = set()  # tokens of this process, as URLs
+_left: dict[str, _LeftTomb] = {}  # by the URL of the commit object
 _ATTEMPTS = 8  # of a claim
 _PAUSE_S = 0.05
 _MOST_PAUSE_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class _LeftTomb:
+    """A tombstone that this process could not delete. It hinders this process no longer than it must.
+
+    A request to delete it that had no answer may arrive until ``late_s``, by `time.monotonic`, and then deletes
+    whatever is the commit object by then: nothing may need it that long, but a claim to replace an object may.
+    """
+
+    names: tuple[str, ...]  # its stamp, or the ticket that it may have got
+    late_s: float
 
 
 class ObjectStorage(SharedStorage):
@@ -141,10 +155,16 @@ class ObjectStorage(SharedStorage):
         found = self.objects.get(key + name)
         return found is None or decode_tomb(found[1], {}) is not None
 
-    def is_going(self, commit: Commit | None) -> bool:
-        """Return whether a tombstone is there that keeps others from publishing; see `held_s`."""
+    def is_going(self, commit: Commit | None, *, replaces: bool = False) -> bool:
+        """Return whether a tombstone is there that keeps others from publishing; see `held_s`.
+
+        ``replaces``: an object, by a claim.
+        """
         if commit is None or commit.tomb is None:
             return False
+        left = _left.get(f"{self._root}/{commit.key}")
+        if left is not None and (commit.stamp in left.names or commit.ticket in left.names):
+            return not replaces and time.monotonic() < left.late_s
         written_s, dead_s = held_s(commit.tomb, liveness_of([commit.ticket]))
         if dead_s < math.inf:
             now_s = time.monotonic()
@@ -215,27 +235,40 @@ class ObjectStorage(SharedStorage):
                 )
         self._is_checked = True
 
-    def claim(self, path: str, tomb: Tomb, check: Callable[[], None]) -> Claim:
+    def claim(self, path: str, tomb: Tomb, check: Callable[[], None], *, replaces: bool = False) -> Claim:
         """Take the right to write the object of a path, as its deletion would.
 
         Until that is deleted, or void by `held_s`, nobody else publishes there. ``check`` is called while another
-        process has it, and raises to give up.
+        process has it, and raises to give up. ``replaces``: an object that is there may be replaced.
         """
-        key = self.key(path) + COMMIT_NAME
+        key, waiting = self.key(path) + COMMIT_NAME, cleaning.Waiting(path)
         for attempt in itertools.count():
             check()
             now = self.record(path, deleted=True)
             if now is not None and now.token:
                 raise is_taken(path)
-            if not self.is_going(now):
+            if not self.is_going(now, replaces=replaces):
                 try:
                     data = encode_tomb(tomb, new_ticket())
                     return Claim(key, tomb, self.objects.put_surely(key, data, "" if now is None else now.stamp))
                 except ConditionError:
                     if now is None and attempt > _ATTEMPTS:  # an object that others have written
                         raise
+            else:
+                waiting.note()
             time.sleep(min(_MOST_PAUSE_S, _PAUSE_S * (1 + attempt)))
         raise AssertionError("unreachable")
+
+    def renew(self, claim: Claim) -> None:
+        """Write a claim once more; raise ConditionError if another process has it."""
+        put = self.objects.hasty.put_surely
+        try:
+            claim.stamp = put(claim.key, encode_tomb(claim.tomb, new_ticket()), claim.stamp)
+        except ConditionError:
+            left = _left.get(f"{self._root}/{claim.key}")
+            if left is None or time.monotonic() > left.late_s:
+                raise
+            claim.stamp = put(claim.key, encode_tomb(claim.tomb, new_ticket()), "")  # the late request has arrived
 
     def object_of(self, path: str) -> Stamp:
         """Return the stamp of the object of this very name, "" if there is none; raise if it is no checkpoint."""
@@ -271,9 +304,8 @@ class ObjectStorage(SharedStorage):
 
     def _delete_commit(self, commit: Commit) -> None:
         """Delete a checkpoint, if it is still the same; raise ConditionError."""
-        tomb = self._bury(commit.key, commit.stamp)
         try:
-            self.objects.drop(commit.key, tomb)
+            self.unpublish(commit.key, commit.stamp)
         finally:
             try:
                 self.retire(commit.token)
@@ -350,17 +382,28 @@ class ObjectStorage(SharedStorage):
             with contextlib.suppress(ConditionError):
                 self.unpublish(now.key, now.stamp)
 
-    def _bury(self, key: str, stamp: Stamp) -> Stamp:
-        """Replace an object by a tombstone, if it has this stamp; return that of the tombstone; raise ConditionError.
-
-        Not every store has conditional deletion. But from then on there is no checkpoint, and nobody publishes one
-        until the tombstone is gone, or void by `held_s`.
-        """
-        return self.objects.put_surely(key, encode_tomb("delete", new_ticket()), stamp)
-
     def unpublish(self, key: str, stamp: Stamp) -> None:
-        """Remove a commit object or a tombstone, if it has this stamp; raise ConditionError."""
-        self.objects.drop(key, self._bury(key, stamp))
+        """Remove a commit object or a tombstone, if it has this stamp; raise ConditionError.
+
+        Not every store has conditional deletion. So it is replaced by a tombstone, and from then on there is no
+        checkpoint, and nobody publishes one until the tombstone is gone, or void by `held_s`.
+        """
+        url, ticket = f"{self._root}/{key}", new_ticket()
+        late_s = _left[url].late_s if url in _left else 0.0
+        tomb = ""
+        try:
+            tomb = self.objects.put_surely(key, encode_tomb("delete", ticket), stamp)
+            if time.monotonic() < late_s:  # what comes there next might be deleted by a request before this one
+                _left[url] = _LeftTomb((stamp, ticket), late_s)
+                return
+            late_s = time.monotonic() + cleaning.IN_FLIGHT_S
+            self.objects.drop(key, tomb)
+        except OSError as exc:
+            if isinstance(exc, ConditionError) and not tomb:  # another process has put something else there
+                raise
+            _left[url] = _LeftTomb((stamp, ticket), 0.0 if isinstance(exc, REFUSALS) else late_s)
+            raise
+        _left.pop(url, None)
 
     # --- checkpoints ----------------------------------------------------------------------------------------
 

@@ -26,8 +26,8 @@ from aiockpt.storage.faults import errors
 from aiockpt.storage.local.temp_dir import new_ticket, read_ticket, this_process
 from aiockpt.storage.objects import cleaning
 from aiockpt.storage.objects.cleaning import token_name
-from aiockpt.storage.objects.client import ConditionError, NotSentError, ObjectSink, RefusedError
-from aiockpt.storage.objects.commit import COMMIT_NAME, FILES, Claim, Commit, Tomb, encode_commit, encode_tomb
+from aiockpt.storage.objects.client import REFUSALS, ConditionError, NotSentError, ObjectSink
+from aiockpt.storage.objects.commit import COMMIT_NAME, FILES, Claim, Commit, Tomb, encode_commit
 
 if TYPE_CHECKING:
     from aiockpt.core.threads import Workers
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 _ATTEMPTS = 8  # of a commit
 _PAUSE_S = 0.05
 _MOST_PAUSE_S = 2.0
-_REFUSALS = (RefusedError, PermissionError)
 
 _One = TypeVar("_One")
 _Other = TypeVar("_Other")
@@ -224,7 +223,8 @@ class ObjectTransaction(SharedTransaction):
         key, run = self._key[:-1], self._workers.run
         await run(self._to_publish)
         tomb: Tomb = "put" if sink.is_conditional else "parts"
-        claim = await run(self._storage.claim, self._path, tomb, self._check_revoked)
+        replaces = self._overwrite or tomb == "put"
+        claim = await run(self._storage.claim, self._path, tomb, self._check_revoked, replaces=replaces)
         is_settled = True
         try:
             before = await run(self._objects.facts, key)
@@ -244,9 +244,14 @@ class ObjectTransaction(SharedTransaction):
             is_settled, self._over = False, True  # nobody else may publish while it may still appear
             raise
         finally:
-            with contextlib.suppress(OSError):  # it is void after a while, or another process has it
+            try:
                 if is_settled:
                     await run(self._storage.unpublish, claim.key, claim.stamp)
+            except ConditionError:  # another process has it
+                pass
+            except OSError as exc:
+                text = "%s can't be deleted: %s. Until then, or for %g s, other processes that save to %s wait"
+                logger.warning(text, claim.key, exc, cleaning.IN_FLIGHT_S, self._path)
 
     async def _appear(self, sink: ObjectSink, only_if: Stamp, claim: Claim) -> None:
         """Send the last request. Meanwhile renew the claim; if that can't be done in time, call the request off."""
@@ -254,8 +259,7 @@ class ObjectTransaction(SharedTransaction):
         while not (await asyncio.wait([appearing], timeout=cleaning.RENEW_S))[0]:
             begun, problem = time.monotonic(), None
             try:
-                data = encode_tomb(claim.tomb, new_ticket())
-                claim.stamp = await self._workers.run(self._objects.hasty.put_surely, claim.key, data, claim.stamp)
+                await self._workers.run(self._storage.renew, claim)
                 renewed = begun
             except OSError as exc:
                 problem = exc
@@ -284,7 +288,7 @@ class ObjectTransaction(SharedTransaction):
 
     def _publish(self, files: Mapping[str, int], documents: Mapping[str, Document]) -> None:
         problem: OSError = ConditionError(f"{self._path} was replaced again and again by other processes")
-        before, attempt, is_late = self._seen, 0, False
+        before, attempt, is_late, waiting = self._seen, 0, False, cleaning.Waiting(self._path)
         while attempt < _ATTEMPTS:
             if attempt:
                 try:
@@ -304,6 +308,7 @@ class ObjectTransaction(SharedTransaction):
                 self._over = is_late  # it may come when nothing is there any more: it must find its files
                 raise is_taken(self._path)
             if self._storage.is_going(before):  # it is deleted just now
+                waiting.note()
                 time.sleep(_PAUSE_S)
                 attempt = attempt or 1
                 continue
@@ -316,7 +321,7 @@ class ObjectTransaction(SharedTransaction):
             except ConditionError:  # another one was faster; or this one, and the answer was lost
                 pass
             except OSError as exc:
-                problem, is_late = exc, is_late or not isinstance(exc, _REFUSALS)
+                problem, is_late = exc, is_late or not isinstance(exc, REFUSALS)
                 time.sleep(min(_MOST_PAUSE_S, _PAUSE_S * 2**attempt))
             attempt += 1
         if self._is_sent:

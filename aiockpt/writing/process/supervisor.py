@@ -228,6 +228,8 @@ class WriterConnection:
             logger.exception("supervising the writer process %d has failed", self._process.pid)
             how = f"was given up ({type(exc).__name__}: {exc})"
             self.kill()
+            if not self._waiter.unfinished:  # no thread could be started to wait for it
+                self._process.wait()
         finally:
             self.dead = True
             self._waiter.shutdown(wait=False)
@@ -245,7 +247,7 @@ class WriterConnection:
             with anyio.move_on_after(_LAST_MESSAGES_S):
                 await self._received_all.wait()
             tasks.cancel_scope.cancel()
-        await loop.run_in_executor(None, self._waiter.end, _END_S)
+        self._waiter.end(_END_S)  # its only function has returned
 
     def _fail_saves(self, how: str) -> None:
         self._error = WriteError(
