@@ -92,7 +92,7 @@ async def save(disk: Storage, path: str, workers: Workers) -> None:
             await sink.write(CONTENTS[at : at + (1 << 20)])
         await sink.finish()
         await transaction.write_files({MORE: b"more"})
-        await transaction.commit({METADATA: b"m"})
+        await transaction.commit({METADATA: metadata_of("m")})
     except CommitUncertainError:
         raise
     except BaseException:
@@ -282,7 +282,7 @@ async def test_names_that_lead_out_are_refused(disk: RemoteDisk, workers: Worker
                 await call
         with pytest.raises(CommitError, match="no name of a file within a checkpoint"):
             await transaction.commit({name: b"x"})
-    await transaction.commit({METADATA: b"m"})
+    await transaction.commit({METADATA: metadata_of("m")})
     source = await disk.open(str(tmp_path / "c"), workers=workers)
     with pytest.raises(aiockpt.errors.UnsafeCheckpointError):
         await workers.run(source.read_bytes, "../x", 0, 1)
@@ -478,7 +478,7 @@ async def test_outcome_of_a_commit_without_an_answer_is_found(
     with relay_to(server.endpoint.link.addresses[0]) as relay:
         disk = RemoteDisk(moved(server.endpoint, relay.address), "node17")
         transaction = await disk.begin(path, overwrite=False, workers=workers)
-        committing = asyncio.ensure_future(transaction.commit({METADATA: b"m"}))
+        committing = asyncio.ensure_future(transaction.commit({METADATA: metadata_of("m")}))
         await storage.reached()
         if how == "cut":
             relay.cut()
@@ -505,7 +505,7 @@ async def test_client_waits_for_a_server_that_works(workers: Workers, tmp_path: 
     with relay_to(server.endpoint.link.addresses[0]) as relay:
         disk = RemoteDisk(moved(server.endpoint, relay.address), "node17", stall_s=1.0)
         transaction = await disk.begin(path, overwrite=False, workers=workers)
-        committing = asyncio.ensure_future(transaction.commit({METADATA: b"m"}))
+        committing = asyncio.ensure_future(transaction.commit({METADATA: metadata_of("m")}))
         await storage.reached()
         before = relay.passed
         await asyncio.to_thread(until, lambda: relay.passed > before + 8)
