@@ -50,7 +50,6 @@ MARKED = {
         "objects/test_ranks.py",
         "ranks/test_described.py",
         "ranks/test_fsdp_load.py",
-        "ranks/test_group_reads.py",
         "ranks/test_live.py",
         "ranks/test_one_product.py",
         "ranks/test_plain_ranks.py",
