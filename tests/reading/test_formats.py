@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
+import enum
 import io
 import json
 import os
 from collections import OrderedDict
 from pathlib import Path
+from typing import Any
 
+import numpy
 import pytest
 import safetensors.torch
 import torch
@@ -141,6 +145,111 @@ def test_objects_in_files_of_torch_save(ckpt, tmp_path: Path) -> None:
         assert_same({"o": Custom(), "w": torch.ones(2)}, ckpt.load(tmp_path / "o.pt", **options))
         with ckpt.open(tmp_path / "o.pt", **options) as reader:
             assert reader.read("o") == Custom()
+
+
+class Color(enum.Enum):
+    RED = 1
+
+
+class Loader:
+    """A configuration with parts that need permission in all places, tensors, and a tuple that is shared."""
+
+    def __init__(self) -> None:
+        self.parts = [Custom(), {Color.RED: {Color.RED}, "n": numpy.arange(2)}, torch.ones(2)]
+
+
+def _lightning_like() -> dict[str, Any]:
+    model = torch.nn.Linear(3, 2)
+    return {
+        "epoch": 3,
+        "state_dict": OrderedDict(model.state_dict()),
+        "half": torch.ones(3, dtype=torch.float8_e4m3fn),
+        "cfg": Loader(),
+        "args": argparse.Namespace(color=Color.RED, rate=0.5),
+        "callbacks": {"best": {"path": "x", "why": Custom()}, Color.RED: 3, "plain": {"n": 1}},
+        "optimizer_states": [{"state": {0: {"exp_avg": torch.ones(2, 3)}}, "hook": [1, (Custom(),)]}],
+    }
+
+
+@pytest.mark.parametrize("writer", ["torch", "aiockpt"])
+def test_keys_of_a_file_of_torch_save_need_permission_for_themselves_alone(writer, ckpt, tmp_path: Path) -> None:
+    state, path = _lightning_like(), tmp_path / "lit.ckpt"
+    del state["callbacks"][Color.RED]
+    if writer == "torch":
+        state["callbacks"][Color.RED] = 3
+        torch.save(state, path)
+    else:
+        del state["cfg"]
+        ckpt.save(state, path)
+    with pytest.raises(aiockpt.UnsafeCheckpointError, match=r"Custom.*safe_globals="):
+        ckpt.load(path)
+    with pytest.raises(aiockpt.UnsafeCheckpointError, match=r"Custom.*safe_globals="), ckpt.open(path):
+        pass
+    assert_same({"state_dict": state["state_dict"]}, ckpt.load(path, keys="state_dict"))
+    keys = ["state_dict.weight", "epoch", "half", "callbacks.best.path", "callbacks.plain", "optimizer_states.0.state"]
+    loaded = ckpt.load(path, keys=keys)
+    assert loaded["epoch"] == 3
+    assert loaded["state_dict"].keys() == {"weight"}
+    assert loaded["half"].dtype == torch.float8_e4m3fn
+    assert loaded["callbacks"] == {"best": {"path": "x"}, "plain": {"n": 1}}
+    assert_same(loaded["optimizer_states"][0]["state"], state["optimizer_states"][0]["state"])
+    module = torch.nn.Linear(3, 2)
+    ckpt.load(path, {"state_dict": module}, keys="state_dict")
+    assert torch.equal(module.weight, state["state_dict"]["weight"])
+    refused = ["args", "callbacks", "callbacks.best", "callbacks.best.why", "optimizer_states", "*"]
+    for key in [*refused, *(["cfg", "cfg.parts"] if writer == "torch" else [])]:
+        with pytest.raises(aiockpt.UnsafeCheckpointError, match=rf"lit\.ckpt: {key.split('.')[0].strip('*')}.*Custom"):
+            ckpt.load(path, keys=["state_dict", key])
+    with pytest.raises(aiockpt.MissingKeysError):
+        ckpt.load(path, keys=["nothing"])
+    if writer == "aiockpt":
+        assert ckpt.load(path, keys="args", safe_globals=[Custom, Color])["args"].color is Color.RED
+
+
+def test_keys_beside_what_is_permitted(ckpt, tmp_path: Path) -> None:
+    """A class that is permitted is given no placeholder."""
+    torch.save({"a": Custom(), "b": Color.RED, "w": torch.ones(2)}, tmp_path / "p.pt")
+    assert ckpt.load(tmp_path / "p.pt", keys="a", safe_globals=[Custom]) == {"a": Custom()}
+    outer = Custom()
+    outer.inner = [Color.RED]
+    torch.save({"a": outer, "w": torch.ones(2)}, tmp_path / "q.pt")
+    with pytest.raises(aiockpt.UnsafeCheckpointError, match="Color"):
+        ckpt.load(tmp_path / "q.pt", keys="a", safe_globals=[Custom])
+
+
+def test_a_whole_object_in_a_file_of_torch_save(ckpt, tmp_path: Path) -> None:
+    torch.save(Loader(), tmp_path / "o.pt")
+    for keys in ("parts", "parts.*"):
+        with pytest.raises(aiockpt.UnsafeCheckpointError, match="Loader"):
+            ckpt.load(tmp_path / "o.pt", keys=keys)
+
+
+class _OfDevice:
+    """Is pickled as a tensor of a device that torch stores in a form of its own."""
+
+    def __init__(self, function: str, *args: Any) -> None:
+        self._reduced = getattr(torch._utils, function), args
+
+    def __reduce__(self) -> Any:
+        return self._reduced
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.empty(3, device="meta"),
+        _OfDevice("_rebuild_device_tensor_from_numpy", numpy.ones(2), torch.float32, "xla:0", False),
+        _OfDevice("_rebuild_device_tensor_from_cpu_tensor", torch.ones(2), torch.float32, "hpu", False),
+    ],
+    ids=["meta", "xla", "hpu"],
+)
+def test_a_tensor_that_cannot_be_read_closes_no_other(tensor, ckpt, tmp_path: Path) -> None:
+    torch.save({"m": {"w": torch.ones(2), "x": tensor}, "n": [torch.zeros(1)]}, tmp_path / "m.pt")
+    with pytest.raises(aiockpt.LoadError, match=r"torch\.load"):
+        ckpt.load(tmp_path / "m.pt")
+    assert_same({"m": {"w": torch.ones(2)}, "n": [torch.zeros(1)]}, ckpt.load(tmp_path / "m.pt", keys=["m.w", "n"]))
+    with pytest.raises(aiockpt.LoadError, match=r"m\.pt: m\.x .*torch\.load"):
+        ckpt.load(tmp_path / "m.pt", keys="m")
 
 
 def test_damage_in_files_of_torch_save(ckpt, tmp_path: Path) -> None:

@@ -24,8 +24,8 @@ from isal.isal_zlib import crc32
 
 from aiockpt.core.strides import view_fits
 from aiockpt.errors import CorruptCheckpointError, LoadError
-from aiockpt.format.index import ItemRange, StoredChunk, TensorEntry, TensorItem
-from aiockpt.format.item.harmless import build_harmless
+from aiockpt.format.index import InlineEntry, ItemRange, StoredChunk, TensorEntry, TensorItem
+from aiockpt.format.item.harmless import Opaque, UnknownMemberError, build_harmless
 from aiockpt.format.item.objects import TensorSeeker, check_allowed, extended_allow_list, permitted, unpickling_error
 from aiockpt.format.item.ziparchive import (
     LEGACY_MAGIC,
@@ -212,6 +212,18 @@ class TorchFile:
     name: str
     value: Any  # as saved, except that all tensors are meta tensors, which `entry` looks up
     _storages: Mapping[int, StoredStorage] = field(repr=False)
+    refusal: LoadError | None = None  # why there are `Opaque` values in it
+
+    def object(self, leaf: Any, key: str) -> InlineEntry:
+        """Return an object of ``value`` that can be read without tensors, and with permission."""
+        kind = _UNSUPPORTED.get(leaf.name.rpartition(".")[2]) if type(leaf) is Opaque else None
+        if kind is not None:
+            raise _unsupported(self.name, key, kind)
+        if self.refusal is not None and TensorSeeker(Opaque).finds(leaf):
+            raise type(self.refusal)(f"{key} can't be read, but keys= can leave it out: {self.refusal}")
+        if holds_tensors(leaf):
+            raise LoadError(f"{self.name}: {key} is an object with tensors inside; read it with torch.load")
+        return InlineEntry(leaf)
 
     def entry(self, tensor: torch.Tensor, key: str = "a tensor") -> TensorEntry:
         """Return the byte range of a tensor of ``value``; tensors that share a storage have the same range."""
@@ -277,14 +289,16 @@ def read_torch_file(
     *,
     safe_globals: Sequence[Any] = (),
     trust: bool = False,
+    lenient: bool = False,
 ) -> TorchFile:
     """Read the structure of a ``torch.save`` file of ``length`` bytes, and none of the bytes of its tensors.
 
-    ``fetch`` returns the bytes at (offset, size) of the file; other arguments as in ``aiockpt.load``.
+    ``fetch`` returns the bytes at (offset, size) of the file; ``lenient`` allows `Opaque` values in place of those that
+    can't be read; other arguments as in ``aiockpt.load``.
     """
     archive = open_archive(name, length, fetch)
     placeholders = Placeholders(archive)
-    data = archive.read("data.pkl")
+    data, refusal = archive.read("data.pkl"), None
     try:
         _check_functions(data)
         if trust:
@@ -298,16 +312,13 @@ def read_torch_file(
     except Warning:  # the program turns warnings into errors
         raise
     except Exception as exc:  # a damaged pickle raises nearly anything, and so does a class that needs the values
-        if isinstance(exc, _NoPlaceholderError):
-            raise _unsupported(name, "something in it", str(exc)) from exc
-        error = unpickling_error(f"the pickle in {name}", exc, data, archive.storage_bytes(), safe_globals, trust=trust)
-        is_checked = archive.records["data.pkl"].crc and not isinstance(exc, pickle.UnpicklingError)
-        if isinstance(error, CorruptCheckpointError) and is_checked:
-            error = LoadError(
-                f"{name} can't be read without the values of its tensors ({type(exc).__name__}: {exc}); read it with "
-                "torch.load"
-            )
-        raise error from exc
+        refusal = _refusal(archive, exc, data, safe_globals, trust=trust)
+        if not lenient or isinstance(refusal, CorruptCheckpointError):
+            raise refusal from exc
+        try:
+            value = _build(data, placeholders, safe_globals, lenient=True)
+        except (PickleError, UnknownMemberError):
+            raise refusal from exc
     finally:
         _forget_sparse_tensors()
     try:
@@ -323,7 +334,25 @@ def read_torch_file(
             "taken apart. If you trust the file, read it with torch.load."
         )
     # By the address of the placeholder, which every view of it has.
-    return TorchFile(name, value, {stored.placeholder._cdata: stored for stored in placeholders.by_key.values()})
+    storages = {stored.placeholder._cdata: stored for stored in placeholders.by_key.values()}
+    return TorchFile(name, value, storages, refusal)
+
+
+def _refusal(
+    archive: TorchArchive, exc: Exception, data: bytes, safe_globals: Sequence[Any], *, trust: bool
+) -> LoadError:
+    """Return the error for a failure to unpickle."""
+    name = archive.name
+    if isinstance(exc, _NoPlaceholderError):
+        return _unsupported(name, "something in it", str(exc))
+    error = unpickling_error(f"the pickle in {name}", exc, data, archive.storage_bytes(), safe_globals, trust=trust)
+    is_checked = archive.records["data.pkl"].crc and not isinstance(exc, pickle.UnpicklingError)
+    if isinstance(error, CorruptCheckpointError) and is_checked:
+        return LoadError(
+            f"{name} can't be read without the values of its tensors ({type(exc).__name__}: {exc}); read it with "
+            "torch.load"
+        )
+    return error
 
 
 class _NoPlaceholderError(Exception):
@@ -340,13 +369,7 @@ def _check_functions(data: bytes) -> None:
 def _unpickle_restricted(data: bytes, placeholders: Placeholders, safe_globals: Sequence[Any]) -> Any:
     if b"numpy" in data:  # torch refuses NumPy's objects; here the rules of native checkpoints build them
         with contextlib.suppress(PickleError):
-            return build_harmless(
-                data,
-                {**_tensor_functions(), **permitted(safe_globals)},
-                named=_storage_types(),
-                storages=placeholders.archive.storage_bytes(),
-                load=placeholders.load,
-            )
+            return _build(data, placeholders, safe_globals)
     try:
         kind: Any = importlib.import_module("torch._weights_only_unpickler").Unpickler
     except (ImportError, AttributeError) as exc:
@@ -361,9 +384,20 @@ def _unpickle_restricted(data: bytes, placeholders: Placeholders, safe_globals: 
         return unpickler.load()
 
 
+def _build(data: bytes, placeholders: Placeholders, safe_globals: Sequence[Any], *, lenient: bool = False) -> Any:
+    return build_harmless(
+        data,
+        {**_tensor_functions(), **permitted(safe_globals)},
+        named=_storage_types(),
+        storages=placeholders.archive.storage_bytes(),
+        load=placeholders.load,
+        lenient=lenient,
+    )
+
+
 def _tensor_functions() -> dict[str, Any]:
     """Return the functions by which plain tensors and parameters are made, by their full names."""
-    names = ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_parameter")
+    names = ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_parameter")
     return {f"torch._utils.{name}": getattr(torch._utils, name) for name in names}
 
 
