@@ -224,6 +224,12 @@ def test_a_whole_object_in_a_file_of_torch_save(ckpt, tmp_path: Path) -> None:
             ckpt.load(tmp_path / "o.pt", keys=keys)
 
 
+@pytest.mark.filterwarnings("ignore::aiockpt.MissingKeysWarning")
+def test_keys_that_a_whole_object_lacks(ckpt, tmp_path: Path) -> None:
+    torch.save({1, 2}, tmp_path / "s.pt")
+    assert ckpt.load(tmp_path / "s.pt", keys="model", strict=False) is None
+
+
 class _OfDevice:
     """Is pickled as a tensor of a device that torch stores in a form of its own."""
 
