@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import enum
-import io
 import json
 import os
+import re
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -271,11 +271,70 @@ def test_damage_in_files_of_torch_save(ckpt, tmp_path: Path) -> None:
         (tmp_path / "short.pt").write_bytes(data[:length])
         with pytest.raises(aiockpt.LoadError, match=r"short\.pt"):
             ckpt.load(tmp_path / "short.pt")
-    legacy = io.BytesIO()
-    torch.save(large_state(1), legacy, _use_new_zipfile_serialization=False)
-    (tmp_path / "old.pt").write_bytes(legacy.getvalue())
-    with pytest.raises(aiockpt.LoadError, match=r"torch\.load"):
-        ckpt.load(tmp_path / "old.pt")
+
+
+# --- torch.save before 1.6 ------------------------------------------------------------------------------
+
+
+def _legacy(state: Any, path: Path, **options: Any) -> bytes:
+    torch.save(state, path, _use_new_zipfile_serialization=False, **options)
+    return path.read_bytes()
+
+
+def test_files_of_torch_before_1_6(ckpt, tmp_path: Path) -> None:
+    path = tmp_path / "old.pt"
+    state = {**training_state(), "empty": torch.zeros(0, 3), "half": torch.ones(3, dtype=torch.bfloat16)}
+    state["views"] = [state["half"][1:], torch.nn.Parameter(torch.arange(7.0))]
+    _legacy(state, path)
+    assert_same(torch.load(path), ckpt.load(path))
+    assert_same(torch.load(path), ckpt.load(path, mmap=True))
+    with ckpt.open(path) as reader:
+        assert torch.equal(reader.read("views.0"), state["views"][0])
+        assert torch.equal(reader.read("views.1", slice(2, 5)), state["views"][1][2:5])
+    report = ckpt.verify(path)
+    assert report.ok
+    assert not report.problems
+    assert "without CRC" in str(report)
+
+
+def test_permission_for_files_of_torch_before_1_6(ckpt, tmp_path: Path) -> None:
+    path = tmp_path / "old.pt"
+    _legacy({"o": Custom(), "n": numpy.arange(3), "w": torch.ones(2)}, path)
+    with pytest.raises(aiockpt.UnsafeCheckpointError, match=r"needs .*Custom.*safe_globals="):
+        ckpt.load(path)
+    assert ckpt.load(path, keys=["w", "n"])["n"].tolist() == [0, 1, 2]
+    for options in ({"safe_globals": [Custom]}, {"trust": True}):
+        assert ckpt.load(path, **options)["o"] == Custom()
+
+
+def test_a_file_of_python_2(ckpt, tmp_path: Path) -> None:
+    """There the texts are byte strings."""
+    data = _legacy({"w": torch.arange(3), "n": [1, "x"]}, tmp_path / "new.pt")
+    end = data.index(b"\x80\x02]") if b"\x80\x02]" in data else 0
+    assert end
+    rest = data[end:]
+    begin = data.index(b"\x80\x02}", 40)  # system information
+    texts = re.compile(rb"X(.)\0\0\0")
+    stop = rest.index(b".") + 1
+    old = data[:begin] + texts.sub(rb"U\1", data[begin:end]) + texts.sub(rb"U\1", rest[:stop]) + rest[stop:]
+    assert old != data
+    (tmp_path / "old.pt").write_bytes(old)
+    assert_same(torch.load(tmp_path / "old.pt"), ckpt.load(tmp_path / "old.pt"))
+
+
+def test_damage_in_files_of_torch_before_1_6(ckpt, tmp_path: Path) -> None:
+    path = tmp_path / "old.pt"
+    data = _legacy({"w": torch.arange(300), "v": torch.arange(9.0)}, path)
+    for length in (40, 100, 300, len(data) // 2, len(data) - 1):
+        path.write_bytes(data[:length])
+        with pytest.raises(aiockpt.CorruptCheckpointError, match=r"old\.pt"):
+            ckpt.load(path)
+    path.write_bytes(re.sub(rb"(little_endianq.)\x88", b"\\1\x89", data))
+    with pytest.raises(aiockpt.LoadError, match="byte order"):
+        ckpt.load(path)
+    path.write_bytes(data.replace((9).to_bytes(8, "little"), (8).to_bytes(8, "little")))
+    with pytest.raises(aiockpt.CorruptCheckpointError, match="of 36 bytes, is not whole"):
+        ckpt.load(path)
 
 
 # --- safetensors --------------------------------------------------------------------------------------

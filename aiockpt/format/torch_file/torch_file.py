@@ -13,6 +13,8 @@ import contextlib
 import importlib
 import io
 import pickle
+import pickletools
+import re
 from collections import UserDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -36,6 +38,7 @@ from aiockpt.format.item.ziparchive import (
     data_offset,
     read_directory,
 )
+from aiockpt.format.pickle.guard import stored_sizes
 from aiockpt.format.pickle.machine import PickleError
 
 # --- records and placeholders of storages ---------------------------------------------------------
@@ -43,6 +46,8 @@ from aiockpt.format.pickle.machine import PickleError
 
 _ALIGNMENT = 64
 _WIDE = 0xFFFFFFFF
+_PICKLES_BYTES = 1 << 20  # read first of a legacy file
+_MOST_PICKLES_BYTES = 64 << 20
 _RESTORE = "restore it, or use an older checkpoint"
 
 
@@ -103,10 +108,7 @@ def open_archive(name: str, length: int, fetch: Callable[[int, int], bytes]) -> 
     head = fetch(0, min(length, 64))
     if not head.startswith(ZIP_MAGIC):
         if LEGACY_MAGIC in head:
-            raise LoadError(
-                f"{name} is in the format of torch before 1.6, which is not read in parts; convert it by "
-                "aiockpt.dcp.torch_save_to_dcp, or read it with torch.load and save it again"
-            )
+            return _open_legacy(name, length, fetch)
         raise CorruptCheckpointError(f"{name} does not begin as a torch.save file does, but with {head[:8]!r}")
     try:
         listed = read_directory(length, fetch)
@@ -124,15 +126,68 @@ def open_archive(name: str, length: int, fetch: Callable[[int, int], bytes]) -> 
     return archive
 
 
+class _LegacyFile(TorchArchive):
+    """A file of torch before 1.6: five pickles, and the storages, each behind its number of elements. It has no CRC."""
+
+    __slots__ = ()
+
+    def payload_offset(self, record: Record) -> int:
+        return record.header_offset
+
+
+def _open_legacy(name: str, length: int, fetch: Callable[[int, int], bytes]) -> TorchArchive:
+    size = _PICKLES_BYTES
+    while (found := _legacy_pickles(fetch(0, size))) is None:
+        if size >= min(length, _MOST_PICKLES_BYTES):
+            raise CorruptCheckpointError(f"{name} is damaged or cut short: its pickles have no end; {_RESTORE}")
+        size *= 8
+    (system, structure, _), keys, begin, at = found
+    if re.search(rb"little_endian(?:q.|r.{4})?\x89", system, re.DOTALL):
+        raise _foreign_order(name, b"big")
+    try:
+        sizes = stored_sizes(structure)
+    except PickleError as exc:
+        raise LoadError(
+            f"{name} is in the format of torch before 1.6, and can't be read in parts ({exc}); if you trust it, read "
+            "it with torch.load, and save it again"
+        ) from exc
+    records = {"data.pkl": Record("data.pkl", begin, len(structure), 0, 0)}
+    for key in keys:
+        nbytes, width = sizes.get(key, (0, 1))
+        if fetch(at, 8) != (nbytes // width).to_bytes(8, "little") or at + 8 + nbytes > length:
+            raise CorruptCheckpointError(
+                f"the storage {key[:100]} of {name}, of {nbytes} bytes, is not whole at byte {at}; {_RESTORE}"
+            )
+        records[f"data/{key}"] = Record(f"data/{key}", at + 8, nbytes, 0, 0)
+        at += 8 + nbytes
+    return _LegacyFile(name, length, records, fetch, {})
+
+
+def _legacy_pickles(data: bytes) -> tuple[list[bytes], list[str], int, int] | None:
+    """Return the last three pickles, the texts in the last, the offset of the one before, and the end; None if cut."""
+    file, ends, keys = io.BytesIO(data), [0], []
+    try:
+        for _ in range(5):
+            keys = [str(arg) for code, arg, _ in pickletools.genops(file) if code.name.endswith(("UNICODE", "STRING"))]
+            ends.append(file.tell())
+    except ValueError:
+        return None
+    return [data[begin:end] for begin, end in pairwise(ends[2:])], keys, ends[3], ends[5]
+
+
+def _foreign_order(name: str, order: bytes) -> LoadError:
+    return LoadError(
+        f"{name} was written with the byte order {order!r}, which is not read here; read it with torch.load and save "
+        "it again on a little-endian machine"
+    )
+
+
 def _check_kind(archive: TorchArchive) -> None:
     name, records = archive.name, archive.records
     if "data.pkl" not in records:
         raise LoadError(f"{name} is a zip file without data.pkl, so torch.save did not write it; name another file")
     if "byteorder" in records and (order := archive.read("byteorder")) != b"little":
-        raise LoadError(
-            f"{name} was written with the byte order {order!r}, which is not read here; read it with torch.load and "
-            "save it again on a little-endian machine"
-        )
+        raise _foreign_order(name, order)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +209,8 @@ class Placeholders:
 
     def load(self, pid: Any) -> Any:
         """Return the placeholder of a persistent id in the pickle."""
-        kind, storage_type, key, _location, numel = pid if type(pid) is tuple and len(pid) == 5 else (None,) * 5
+        pid = pid[:5] if type(pid) is tuple and pid[5:] in ((), (None,)) else ()  # the sixth is of legacy files
+        kind, storage_type, key, _location, numel = pid if len(pid) == 5 else (None,) * 5
         dtype = torch.uint8 if storage_type is torch.UntypedStorage else getattr(storage_type, "dtype", None)
         if (
             kind not in ("storage", b"storage")
