@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 if TYPE_CHECKING:
     import torch
 
+    from aiockpt.errors import LoadError
+
 ObjPath = tuple[str | int, ...]
 
 Format = Literal["aiockpt", "dcp", "torch", "safetensors"]
@@ -75,6 +77,7 @@ class InlineEntry:
     """An object that is stored in the index itself."""
 
     value: Any
+    error: LoadError | None = None  # why there is no value, where keys can choose what is read
 
 
 Entry = TensorEntry | ObjectEntry | InlineEntry

@@ -292,7 +292,7 @@ def build_state(path: str, index: Index, values: Mapping[str, Any]) -> Any:
         nested = unflatten([index.paths[n] for n in names], [values[n] for n in names], containers)
     except _DAMAGED as exc:
         raise _damaged_structure(path, exc) from exc
-    return nested if index.wrapped is None else nested[index.wrapped]
+    return nested if index.wrapped is None else nested.get(index.wrapped)
 
 
 def _damaged_structure(path: str, exc: Exception) -> CorruptCheckpointError:

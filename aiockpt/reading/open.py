@@ -65,7 +65,7 @@ from aiockpt.format.safetensors.reader import (
     header_end,
     with_shared_names,
 )
-from aiockpt.format.torch_file.torch_file import holds_tensors, read_torch_file
+from aiockpt.format.torch_file.torch_file import read_torch_file
 from aiockpt.planning.dtensor import is_distributed
 from aiockpt.planning.flatten import StructureError, flatten, is_taken_apart
 from aiockpt.planning.ranges import select
@@ -96,13 +96,19 @@ logger = logging.getLogger("aiockpt")
 
 
 def read_index(
-    source: Source, path: str, *, safe_globals: Sequence[Any] = (), trust: bool = False, as_stored: bool = False
+    source: Source,
+    path: str,
+    *,
+    safe_globals: Sequence[Any] = (),
+    trust: bool = False,
+    as_stored: bool = False,
+    keys: Sequence[str] | None = None,
 ) -> Index:
     """Read and check the index of a checkpoint, and its manifest, if it has one. Blocks.
 
     ``trust``: unpickle objects without restriction, and do not limit their decoded size. ``as_stored``: return what
     DCP's metadata says, for its planners: quantized tensors are tensors, and tensors may lack chunks, as in the
-    metadata of one rank.
+    metadata of one rank. ``keys``: only these have to be readable.
     """
     try:
         found = look_at(source, path)
@@ -118,7 +124,8 @@ def read_index(
             index = _read_ranks(source, path, found.ranks, trust=trust, as_stored=as_stored)
         else:
             with _located(path):
-                index = _read_set(source, path, found, safe_globals, trust)
+                index = _read_set(source, path, found, safe_globals, trust, keys is not None)
+                _check_readable(index, keys or ())
             check_index(path, index, source.files)
             if (manifest := _read_manifest(source, path)) is not None:
                 _check_files(source, path, manifest)
@@ -165,7 +172,20 @@ def look_at(source: Source, path: str, *, is_joint: bool = False) -> Recognised:
     return found
 
 
-def _read_set(source: Source, path: str, found: Recognised, safe_globals: Sequence[Any], trust: bool) -> Index:
+def _check_readable(index: Index, keys: Sequence[str]) -> None:
+    """Raise the error of the first entry that keys ask for and that can't be read, or may hold what they ask for."""
+    errors = {name: each.error for name, each in index.entries.items() if isinstance(each, InlineEntry) and each.error}
+    if not errors:
+        return
+    found, unmatched = matching(index.entries, keys)
+    for name, error in errors.items():
+        if name in found or any(each.startswith(f"{name}.") or name == index.wrapped for each in unmatched):
+            raise error
+
+
+def _read_set(
+    source: Source, path: str, found: Recognised, safe_globals: Sequence[Any], trust: bool, lenient: bool
+) -> Index:
     """Read the index of a file, or of a set of them."""
     shards = decode_shard_index(found.index, read_document(source, found.index)) if found.index else None
     headers: dict[str, Index] = {}
@@ -173,7 +193,8 @@ def _read_set(source: Source, path: str, found: Recognised, safe_globals: Sequen
         if name not in source.files:
             raise CorruptCheckpointError(f"{found.index} names the file {name}, which is missing")
         is_torch = found.layout == "torch"
-        headers[name] = _read_torch(source, name, safe_globals, trust) if is_torch else _read_safetensors(source, name)
+        args = (source, name, safe_globals, trust, lenient)
+        headers[name] = _read_torch(*args) if is_torch else _read_safetensors(source, name)
     index = join_files(headers) if shards is None else merge_shards(found.index, shards, headers)
     if list(source.files) == [posixpath.basename(path)]:
         warning = check_alone(found.files[0], index, posixpath.dirname(path))
@@ -321,13 +342,14 @@ def _read_safetensors(source: Source, name: str) -> Index:
     return decode_header(name, head, size)
 
 
-def _read_torch(source: Source, name: str, safe_globals: Sequence[Any], trust: bool) -> Index:
+def _read_torch(source: Source, name: str, safe_globals: Sequence[Any], trust: bool, lenient: bool = False) -> Index:
+    """Read the index of a file of torch.save; ``lenient``: what can't be read is an entry that has the error."""
     size = source.files[name]
 
     def fetch(offset: int, length: int) -> bytes:
         return _bytes(source, name, offset, max(0, min(length, size - offset)))
 
-    file = read_torch_file(name, size, fetch, safe_globals=safe_globals, trust=trust)
+    file = read_torch_file(name, size, fetch, safe_globals=safe_globals, trust=trust, lenient=lenient)
     wrapped = None if is_taken_apart(file.value) else _WRAPPED
     try:
         flat = flatten(file.value if wrapped is None else {_WRAPPED: file.value})
@@ -336,9 +358,14 @@ def _read_torch(source: Source, name: str, safe_globals: Sequence[Any], trust: b
     entries: dict[str, Entry] = {}
     paths: dict[str, ObjPath] = {}
     for key, place, leaf in zip(flat.names, flat.paths, flat.leaves, strict=True):
-        if not isinstance(leaf, torch.Tensor) and holds_tensors(leaf):
-            raise LoadError(f"{name}: {key} is an object with tensors inside; read it with torch.load")
-        entries[key] = file.entry(leaf, key) if isinstance(leaf, torch.Tensor) else InlineEntry(leaf)
+        try:
+            entries[key] = file.entry(leaf, key) if isinstance(leaf, torch.Tensor) else file.object(leaf, key)
+        except CorruptCheckpointError:
+            raise
+        except LoadError as exc:
+            if not lenient:
+                raise
+            entries[key] = InlineEntry(None, exc)
         paths[key] = place
     return Index(entries, paths, flat.containers, {}, "torch", wrapped)
 
@@ -550,9 +577,10 @@ async def open_files(storage: Storage, path: str, workers: Workers) -> Source:
 async def open_checkpoint(storage: Storage, path: str, options: LoadOptions, tools: LoadTools) -> OpenCheckpoint:
     """Open the files of a checkpoint and read its index; the caller closes `OpenCheckpoint.source`."""
     source = DecodedSource(await open_files(storage, path, tools.workers), path, tools.transforms)
+    keys = check_patterns(options.keys)
     try:
         index = await tools.workers.run(
-            read_index, source, path, safe_globals=options.safe_globals, trust=options.trust
+            read_index, source, path, safe_globals=options.safe_globals, trust=options.trust, keys=keys
         )
     except BaseException:
         with anyio.CancelScope(shield=True):

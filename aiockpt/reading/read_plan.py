@@ -143,6 +143,8 @@ def plan_reads(
             tensors[name] = entry
         elif isinstance(entry, ObjectEntry):
             plan.objects.append(ObjectRead(name, entry.place, member_of=enums.get(name)))
+        elif entry.error is not None:
+            raise entry.error
         else:
             plan.values[name] = entry.value
     if options.mmap:

@@ -411,6 +411,30 @@ def test_evil_pickles_never_run() -> None:
     RAN.clear()
 
 
+class Keyed:
+    """Is pickled as a call with containers, and gets items, entries and a state."""
+
+    def __reduce__(self):
+        evil = Evil()
+        return (fractions.Fraction, ([evil, (evil,)], {1: evil}), {"x": evil}, iter([evil]), iter([("k", evil)]))
+
+
+def test_what_is_not_permitted_is_opaque() -> None:
+    """Nothing of it runs, whatever the pickle does with it, and what is beside it is read."""
+    evil = Evil()
+    value = {"w": torch.ones(2), "keyed": Keyed(), "set": {1, 2}, "deep": [evil, {evil: 1, (1, evil): 2, "t": [3]}]}
+    file = read(saved(value), lenient=True)
+    assert RAN == []
+    assert file.object(file.value["set"], "set").value == {1, 2}
+    assert file.value["deep"][1].pop("t") == [3]
+    for key in ("keyed", "deep"):
+        with pytest.raises(UnsafeCheckpointError, match=rf"^{key} can't be read.*Fraction.*run"):
+            file.object(file.value[key], key)
+    with pytest.raises(UnsafeCheckpointError, match="not unpickled"):
+        read(saved({"w": torch.ones(2), "x": Bomb(), "y": evil}), lenient=True)
+    assert RAN == []
+
+
 def test_pickles_that_would_fill_the_memory_are_not_run() -> None:
     with pytest.raises(
         UnsafeCheckpointError, match=r"model\.pt was not unpickled: .*damaged, or was changed.*trust=True"
@@ -486,7 +510,7 @@ def test_objects_with_tensors_inside_are_found() -> None:
 def test_files_of_other_kinds_are_refused() -> None:
     legacy = saved({"a": torch.ones(2)}, _use_new_zipfile_serialization=False)
     with pytest.raises(LoadError, match=r"before 1\.6.*torch\.load.*save it again"):
-        read(legacy)
+        read(legacy.replace(b"storage", b"storehs"))
     with pytest.raises(LoadError, match=r"without data\.pkl"):
         read(repacked(saved(torch.ones(2)), left_out="data.pkl"))
     with pytest.raises(LoadError, match="byte order b'big'"):

@@ -41,7 +41,7 @@ class Judge:
         cpu, peak = time.process_time(), _peak_bytes(afresh=True)
         with self._watch.over(folder):
             loaded = self.outcomes.get("load: done")
-            found = [self._step(name, target.path) for name in ("load", "open", "verify")]
+            found = [self._step(name, target.path) for name in ("load", "part", "open", "verify")]
             if self.outcomes.get("load: done") != loaded:
                 found.append(self._step("map", target.path))
         cpu = time.process_time() - cpu
@@ -75,6 +75,9 @@ class Judge:
 
     def _load(self, path: Path) -> None:
         touch(self._ckpt.load(path))
+
+    def _part(self, path: Path) -> None:
+        touch(self._ckpt.load(path, keys=["model", "*w*"], strict=False))
 
     def _map(self, path: Path) -> None:
         touch(self._ckpt.load(path, mmap=True))

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pickle
+import pickletools
 import shutil
 import struct
 import zlib
@@ -206,7 +207,20 @@ def _torch_files(top: Path) -> list[Target]:
         framed(framed_pickle(data))
 
     file = top / "torch zip" / "x.pt"
+    sink, ends = io.BytesIO(), [0]
+    torch.save(STATE, sink, _use_new_zipfile_serialization=False)
+    whole = io.BytesIO(sink.getvalue())
+    for _ in range(4):
+        pickletools.dis(whole, io.StringIO())
+        ends.append(whole.tell())
+    head, structure, rest = whole.getvalue()[: ends[3]], whole.getvalue()[ends[3] : ends[4]], whole.read()
+    old = _writer(top / "torch legacy" / "x.pt")
+
+    def put_old(data: bytes) -> None:
+        old(head + data + rest)
+
     return [
+        Target("torch legacy", pickled.changed, (structure,), put_old, top / "torch legacy" / "x.pt"),
         Target("torch pickle", pickled.changed, tuple(map(pickle_of, values)), put, top / "torch pickle" / "x.pt"),
         Target("torch zip", archives.changed, tuple(map(_saved, values)), _writer(file), file),
     ]

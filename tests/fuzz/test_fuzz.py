@@ -25,7 +25,7 @@ NAMES = (
         "object pickle",
         "object zip",
     ),
-    *("torch pickle", "torch zip", "header", "offsets", "safetensors", "shards", "frames"),
+    *("torch pickle", "torch zip", "torch legacy", "header", "offsets", "safetensors", "shards", "frames"),
 )
 INPUTS = 50
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-import io
+import argparse
+import enum
 import json
 import os
+import re
 from collections import OrderedDict
 from pathlib import Path
+from typing import Any
 
+import numpy
 import pytest
 import safetensors.torch
 import torch
@@ -143,6 +147,117 @@ def test_objects_in_files_of_torch_save(ckpt, tmp_path: Path) -> None:
             assert reader.read("o") == Custom()
 
 
+class Color(enum.Enum):
+    RED = 1
+
+
+class Loader:
+    """A configuration with parts that need permission in all places, tensors, and a tuple that is shared."""
+
+    def __init__(self) -> None:
+        self.parts = [Custom(), {Color.RED: {Color.RED}, "n": numpy.arange(2)}, torch.ones(2)]
+
+
+def _lightning_like() -> dict[str, Any]:
+    model = torch.nn.Linear(3, 2)
+    return {
+        "epoch": 3,
+        "state_dict": OrderedDict(model.state_dict()),
+        "half": torch.ones(3, dtype=torch.float8_e4m3fn),
+        "cfg": Loader(),
+        "args": argparse.Namespace(color=Color.RED, rate=0.5),
+        "callbacks": {"best": {"path": "x", "why": Custom()}, Color.RED: 3, "plain": {"n": 1}},
+        "optimizer_states": [{"state": {0: {"exp_avg": torch.ones(2, 3)}}, "hook": [1, (Custom(),)]}],
+    }
+
+
+@pytest.mark.parametrize("writer", ["torch", "aiockpt"])
+def test_keys_of_a_file_of_torch_save_need_permission_for_themselves_alone(writer, ckpt, tmp_path: Path) -> None:
+    state, path = _lightning_like(), tmp_path / "lit.ckpt"
+    del state["callbacks"][Color.RED]
+    if writer == "torch":
+        state["callbacks"][Color.RED] = 3
+        torch.save(state, path)
+    else:
+        del state["cfg"]
+        ckpt.save(state, path)
+    with pytest.raises(aiockpt.UnsafeCheckpointError, match=r"Custom.*safe_globals="):
+        ckpt.load(path)
+    with pytest.raises(aiockpt.UnsafeCheckpointError, match=r"Custom.*safe_globals="), ckpt.open(path):
+        pass
+    assert_same({"state_dict": state["state_dict"]}, ckpt.load(path, keys="state_dict"))
+    keys = ["state_dict.weight", "epoch", "half", "callbacks.best.path", "callbacks.plain", "optimizer_states.0.state"]
+    loaded = ckpt.load(path, keys=keys)
+    assert loaded["epoch"] == 3
+    assert loaded["state_dict"].keys() == {"weight"}
+    assert loaded["half"].dtype == torch.float8_e4m3fn
+    assert loaded["callbacks"] == {"best": {"path": "x"}, "plain": {"n": 1}}
+    assert_same(loaded["optimizer_states"][0]["state"], state["optimizer_states"][0]["state"])
+    module = torch.nn.Linear(3, 2)
+    ckpt.load(path, {"state_dict": module}, keys="state_dict")
+    assert torch.equal(module.weight, state["state_dict"]["weight"])
+    refused = ["args", "callbacks", "callbacks.best", "callbacks.best.why", "optimizer_states", "*"]
+    for key in [*refused, *(["cfg", "cfg.parts"] if writer == "torch" else [])]:
+        with pytest.raises(aiockpt.UnsafeCheckpointError, match=rf"lit\.ckpt: {key.split('.')[0].strip('*')}.*Custom"):
+            ckpt.load(path, keys=["state_dict", key])
+    with pytest.raises(aiockpt.MissingKeysError):
+        ckpt.load(path, keys=["nothing"])
+    if writer == "aiockpt":
+        assert ckpt.load(path, keys="args", safe_globals=[Custom, Color])["args"].color is Color.RED
+
+
+def test_keys_beside_what_is_permitted(ckpt, tmp_path: Path) -> None:
+    """A class that is permitted is given no placeholder."""
+    torch.save({"a": Custom(), "b": Color.RED, "w": torch.ones(2)}, tmp_path / "p.pt")
+    assert ckpt.load(tmp_path / "p.pt", keys="a", safe_globals=[Custom]) == {"a": Custom()}
+    outer = Custom()
+    outer.inner = [Color.RED]
+    torch.save({"a": outer, "w": torch.ones(2)}, tmp_path / "q.pt")
+    with pytest.raises(aiockpt.UnsafeCheckpointError, match="Color"):
+        ckpt.load(tmp_path / "q.pt", keys="a", safe_globals=[Custom])
+
+
+def test_a_whole_object_in_a_file_of_torch_save(ckpt, tmp_path: Path) -> None:
+    torch.save(Loader(), tmp_path / "o.pt")
+    for keys in ("parts", "parts.*"):
+        with pytest.raises(aiockpt.UnsafeCheckpointError, match="Loader"):
+            ckpt.load(tmp_path / "o.pt", keys=keys)
+
+
+@pytest.mark.filterwarnings("ignore::aiockpt.MissingKeysWarning")
+def test_keys_that_a_whole_object_lacks(ckpt, tmp_path: Path) -> None:
+    torch.save({1, 2}, tmp_path / "s.pt")
+    assert ckpt.load(tmp_path / "s.pt", keys="model", strict=False) is None
+
+
+class _OfDevice:
+    """Is pickled as a tensor of a device that torch stores in a form of its own."""
+
+    def __init__(self, function: str, *args: Any) -> None:
+        self._reduced = getattr(torch._utils, function), args
+
+    def __reduce__(self) -> Any:
+        return self._reduced
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.empty(3, device="meta"),
+        _OfDevice("_rebuild_device_tensor_from_numpy", numpy.ones(2), torch.float32, "xla:0", False),
+        _OfDevice("_rebuild_device_tensor_from_cpu_tensor", torch.ones(2), torch.float32, "hpu", False),
+    ],
+    ids=["meta", "xla", "hpu"],
+)
+def test_a_tensor_that_cannot_be_read_closes_no_other(tensor, ckpt, tmp_path: Path) -> None:
+    torch.save({"m": {"w": torch.ones(2), "x": tensor}, "n": [torch.zeros(1)]}, tmp_path / "m.pt")
+    with pytest.raises(aiockpt.LoadError, match=r"torch\.load"):
+        ckpt.load(tmp_path / "m.pt")
+    assert_same({"m": {"w": torch.ones(2)}, "n": [torch.zeros(1)]}, ckpt.load(tmp_path / "m.pt", keys=["m.w", "n"]))
+    with pytest.raises(aiockpt.LoadError, match=r"m\.pt: m\.x .*torch\.load"):
+        ckpt.load(tmp_path / "m.pt", keys="m")
+
+
 def test_damage_in_files_of_torch_save(ckpt, tmp_path: Path) -> None:
     torch.save(large_state(3), tmp_path / "s.pt")
     data = (tmp_path / "s.pt").read_bytes()
@@ -156,11 +271,70 @@ def test_damage_in_files_of_torch_save(ckpt, tmp_path: Path) -> None:
         (tmp_path / "short.pt").write_bytes(data[:length])
         with pytest.raises(aiockpt.LoadError, match=r"short\.pt"):
             ckpt.load(tmp_path / "short.pt")
-    legacy = io.BytesIO()
-    torch.save(large_state(1), legacy, _use_new_zipfile_serialization=False)
-    (tmp_path / "old.pt").write_bytes(legacy.getvalue())
-    with pytest.raises(aiockpt.LoadError, match=r"torch\.load"):
-        ckpt.load(tmp_path / "old.pt")
+
+
+# --- torch.save before 1.6 ------------------------------------------------------------------------------
+
+
+def _legacy(state: Any, path: Path, **options: Any) -> bytes:
+    torch.save(state, path, _use_new_zipfile_serialization=False, **options)
+    return path.read_bytes()
+
+
+def test_files_of_torch_before_1_6(ckpt, tmp_path: Path) -> None:
+    path = tmp_path / "old.pt"
+    state = {**training_state(), "empty": torch.zeros(0, 3), "half": torch.ones(3, dtype=torch.bfloat16)}
+    state["views"] = [state["half"][1:], torch.nn.Parameter(torch.arange(7.0))]
+    _legacy(state, path)
+    assert_same(torch.load(path), ckpt.load(path))
+    assert_same(torch.load(path), ckpt.load(path, mmap=True))
+    with ckpt.open(path) as reader:
+        assert torch.equal(reader.read("views.0"), state["views"][0])
+        assert torch.equal(reader.read("views.1", slice(2, 5)), state["views"][1][2:5])
+    report = ckpt.verify(path)
+    assert report.ok
+    assert not report.problems
+    assert "without CRC" in str(report)
+
+
+def test_permission_for_files_of_torch_before_1_6(ckpt, tmp_path: Path) -> None:
+    path = tmp_path / "old.pt"
+    _legacy({"o": Custom(), "n": numpy.arange(3), "w": torch.ones(2)}, path)
+    with pytest.raises(aiockpt.UnsafeCheckpointError, match=r"needs .*Custom.*safe_globals="):
+        ckpt.load(path)
+    assert ckpt.load(path, keys=["w", "n"])["n"].tolist() == [0, 1, 2]
+    for options in ({"safe_globals": [Custom]}, {"trust": True}):
+        assert ckpt.load(path, **options)["o"] == Custom()
+
+
+def test_a_file_of_python_2(ckpt, tmp_path: Path) -> None:
+    """There the texts are byte strings."""
+    data = _legacy({"w": torch.arange(3), "n": [1, "x"]}, tmp_path / "new.pt")
+    end = data.index(b"\x80\x02]") if b"\x80\x02]" in data else 0
+    assert end
+    rest = data[end:]
+    begin = data.index(b"\x80\x02}", 40)  # system information
+    texts = re.compile(rb"X(.)\0\0\0")
+    stop = rest.index(b".") + 1
+    old = data[:begin] + texts.sub(rb"U\1", data[begin:end]) + texts.sub(rb"U\1", rest[:stop]) + rest[stop:]
+    assert old != data
+    (tmp_path / "old.pt").write_bytes(old)
+    assert_same(torch.load(tmp_path / "old.pt"), ckpt.load(tmp_path / "old.pt"))
+
+
+def test_damage_in_files_of_torch_before_1_6(ckpt, tmp_path: Path) -> None:
+    path = tmp_path / "old.pt"
+    data = _legacy({"w": torch.arange(300), "v": torch.arange(9.0)}, path)
+    for length in (40, 100, 300, len(data) // 2, len(data) - 1):
+        path.write_bytes(data[:length])
+        with pytest.raises(aiockpt.CorruptCheckpointError, match=r"old\.pt"):
+            ckpt.load(path)
+    path.write_bytes(re.sub(rb"(little_endianq.)\x88", b"\\1\x89", data))
+    with pytest.raises(aiockpt.LoadError, match="byte order"):
+        ckpt.load(path)
+    path.write_bytes(data.replace((9).to_bytes(8, "little"), (8).to_bytes(8, "little")))
+    with pytest.raises(aiockpt.CorruptCheckpointError, match="of 36 bytes, is not whole"):
+        ckpt.load(path)
 
 
 # --- safetensors --------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ import pathlib
 import re
 import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -81,6 +81,16 @@ class UnknownMemberError(Exception):
     """A pickle names a member that an allowed Enum class no longer has."""
 
 
+class Opaque:
+    """Stands for what a pickle makes by a global that is not permitted: nothing of it was run."""
+
+    __slots__ = ("name",)
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, name: str) -> None:
+        self.name = name  # of the global
+
+
 class _Unbuilt:
     """A dtype or an array whose state is still to come."""
 
@@ -95,10 +105,18 @@ class _Builder(Machine):
     """Builds the value of a pickle that the guard has accepted."""
 
     def __init__(
-        self, data: bytes, allowed: Mapping[str, Any], named: Mapping[str, Any], load: Callable[[Any], Any] | None
+        self,
+        data: bytes,
+        allowed: Mapping[str, Any],
+        named: Mapping[str, Any],
+        load: Callable[[Any], Any] | None,
+        lenient: bool,
     ) -> None:
         super().__init__(data, self._find, load, _HANDLERS)
         self.unbuilt = 0
+        self._lenient = lenient
+        # Values that hold opaque ones, and one of these, by id: kept alive, so that nothing else has their id.
+        self._holders: dict[int, tuple[Any, Opaque]] = {}
         self._names = {**named, **allowed}
         self.allowed = frozenset(map(id, allowed.values()))
 
@@ -107,9 +125,26 @@ class _Builder(Machine):
         name = "range" if (module, name) == ("builtins", "xrange") else name
         full = f"{module}.{name}"
         found = _GLOBALS.get(full, self._names.get(full))
-        if found is None:
+        if found is None and not self._lenient:
             raise PickleError(f"{full} is no plain data")
-        return found
+        return Opaque(full) if found is None else found
+
+    def opaque_in(self, *values: Any) -> Opaque | None:
+        """Return an opaque value among or inside of these, if there is one."""
+        for value in values:
+            if type(value) is Opaque:
+                return value
+            if id(value) in self._holders:
+                return self._holders[id(value)][1]
+        return None
+
+    def note(self, target: Any, values: Iterable[Any]) -> None:
+        """Note that a value gets others, before it does; code that is permitted is given no opaque ones."""
+        found = self.opaque_in(*values) if self._lenient else None
+        if found is not None:
+            if id(type(target)) in self.allowed:
+                raise PickleError("a permitted object holds one that is not")
+            self._holders[id(target)] = target, found
 
 
 def build_harmless(
@@ -119,6 +154,7 @@ def build_harmless(
     named: Mapping[str, Any] | None = None,
     storages: Mapping[str, int] | None = None,
     load: Callable[[Any], Any] | None = None,
+    lenient: bool = False,
 ) -> Any:
     """Unpickle plain data.
 
@@ -128,12 +164,13 @@ def build_harmless(
         named: other globals by their full names, which may be named but not called, such as types of storages.
         storages: the bytes of each storage by its key, if it may hold tensors.
         load: returns the storage of a persistent id.
+        lenient: build `Opaque` values of all other globals.
     """
     named = named or {}
     needs = check_object_pickle(data, storages or {}, HARMLESS_NAMES | allowed.keys() | named.keys())
-    if needs.names or not needs.is_complete:
+    if (needs.names and not lenient) or not needs.is_complete:
         raise needs.error or PickleError("it names something other than plain data")
-    machine = _Builder(data, allowed, named, load)
+    machine = _Builder(data, allowed, named, load, lenient)
     try:
         value = machine.run()
     except (PickleError, UnknownMemberError):
@@ -217,13 +254,16 @@ _RULES: dict[Any, Callable[..., Any]] = {
 
 def _call(m: _Builder, at: int) -> int:
     args, function = m.stack.pop(), m.stack[-1]
-    m.stack[-1] = _result(m, function, _args(args))
+    found = m.opaque_in(function, args)
+    m.stack[-1] = _result(m, function, _args(args)) if found is None else Opaque(found.name)
     return at
 
 
 def _new(m: _Builder, at: int) -> int:
     args, kind = m.stack.pop(), m.stack[-1]
-    if id(kind) in m.allowed and isinstance(kind, type):
+    if (found := m.opaque_in(kind, args)) is not None:
+        m.stack[-1] = Opaque(found.name)
+    elif id(kind) in m.allowed and isinstance(kind, type):
         m.stack[-1] = kind.__new__(kind, *_args(args))  # without __init__, as pickle does
     else:
         m.stack[-1] = _result(m, kind, _args(args))
@@ -250,9 +290,13 @@ def _result(m: _Builder, function: Any, args: tuple[Any, ...]) -> Any:
 
 def _build(m: _Builder, at: int) -> int:
     state, target = m.stack.pop(), m.stack[-1]
-    if type(target) is _Unbuilt:
+    m.note(target, (state,))
+    if type(target) is Opaque:
+        pass
+    elif type(target) is _Unbuilt:
         built = _array_of(*state) if target.text is None else _dtype_of(target.text, state)
         m.unbuilt -= 1
+        m.note(built, (state,))
         # NumPy's arrays and dtypes are put into the memo before they get their state: later references must find them.
         if target.at < len(m.memo) and m.memo[target.at] is target:
             m.memo[target.at] = built
@@ -261,7 +305,12 @@ def _build(m: _Builder, at: int) -> int:
         if type(state) is not dict or not set(map(type, state)) <= {str}:
             raise PickleError("a namespace of something other than names")
         vars(target).update(state)
-    elif type(target) is collections.OrderedDict and type(state) is dict and state.keys() <= {"_metadata"}:
+    elif (
+        type(target) is collections.OrderedDict
+        and type(state) is dict
+        and state.keys() <= {"_metadata"}
+        and m.opaque_in(state) is None
+    ):
         vars(target).update(state)  # of a module's state dict
     elif type(target) is io.BytesIO:
         data, position, attributes = state
@@ -363,17 +412,33 @@ def _array_of(_version: Any, shape: Any, dtype: Any, is_fortran: Any, data: Any)
 
 
 def _extend(m: _Builder, values: list[Any]) -> None:
+    if type(m.stack[-1]) is Opaque:
+        return
     if type(m.stack[-1]) not in (list, collections.deque) and id(type(m.stack[-1])) not in m.allowed:
         raise PickleError("something is added to what is no list")
+    m.note(m.stack[-1], values)
     m.stack[-1].extend(values)
 
 
 def _update(m: _Builder, items: list[Any]) -> None:
     target = m.stack[-1]
+    if type(target) is Opaque:
+        return
     if not (type(target) in _DICTS or id(type(target)) in m.allowed) or len(items) % 2:
         raise PickleError("keys and values for what is no dict")
+    m.note(target, items)
     for number in range(0, len(items), 2):
-        target[items[number]] = items[number + 1]
+        found = m.opaque_in(items[number])
+        target[items[number] if found is None else _OPAQUE_KEY] = items[number + 1] if found is None else found
+
+
+def _tuple(push: Handler) -> Handler:
+    def push_noted(m: _Builder, at: int) -> int:
+        at = push(m, at)
+        m.note(m.stack[-1], m.stack[-1])
+        return at
+
+    return push_noted
 
 
 def _get(width: int) -> Handler:
@@ -387,11 +452,12 @@ def _get(width: int) -> Handler:
     return push
 
 
+_OPAQUE_KEY = "(a key that needs permission)"
 _DICTS = (dict, collections.OrderedDict, collections.defaultdict, collections.Counter)
 _CALLABLE = frozenset(id(value) for value in _GLOBALS.values() if not isinstance(value, torch.dtype)) - {id(np.ndarray)}
 _OWN: dict[str, Handler] = {
     "\x8f": push_new(set),
-    **tuple_handlers(tuple),
+    **{code: _tuple(push) for code, push in tuple_handlers(tuple).items()},
     **list_handlers(_extend),
     **dict_handlers(_update),
     "h": _get(1),

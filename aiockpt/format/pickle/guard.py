@@ -97,6 +97,17 @@ def check_object_pickle(data: bytes, records: Mapping[str, int], allowed: Collec
     return guard.needs
 
 
+def stored_sizes(data: bytes) -> dict[str, tuple[int, int]]:
+    """Return the bytes of each storage that a pickle refers to, and of its elements, by its key; no empty ones."""
+    guard = _Guard(data, {}, (), _ENDLESS)
+    try:
+        with gc_pause():
+            guard.run()
+    except _RefusedByTorch:
+        raise PickleError("it has opcodes that torch.save does not write") from None
+    return {key: (value.size, value.width) for key, value in guard.storages.items()}
+
+
 # --- abstract values -------------------------------------------------------------------------------
 
 
@@ -152,9 +163,10 @@ class _AbstractValue:
 
 
 class _Guard(Machine):
-    def __init__(self, data: bytes, records: Mapping[str, int], allowed: Collection[str]) -> None:
+    def __init__(self, data: bytes, records: Mapping[str, int], allowed: Collection[str], most: int = -1) -> None:
         super().__init__(data, self._find, self._storage, _HANDLERS)
         self._records = records
+        self._most = most  # bytes of a storage that has no record
         self._allowed = allowed
         self.needs = Needs()
         self._steps_left = _STEPS_PER_BYTE * len(data) + _LEAST_STEPS
@@ -198,13 +210,14 @@ class _Guard(Machine):
         return rule(self, function.name, args)
 
     def _storage(self, pid: Any) -> _AbstractValue:
-        if not isinstance(pid, _AbstractValue) or pid.items is None or len(pid.items) != 5 or pid.items[0] != "storage":
+        items = (pid.items or []) if isinstance(pid, _AbstractValue) else []
+        if len(items) not in (5, 6) or items[0] != "storage" or items[5:] not in ([], [None]):
             raise PickleError("it refers to something other than a storage")
-        _, kind, key, _, numel = pid.items
+        _, kind, key, _, numel = items[:5]
         width = _STORAGE_BYTES.get(kind.name) if isinstance(kind, _AbstractValue) else None
         if width is None or type(key) is not str or type(numel) is not int or numel < 0:
             raise PickleError("it refers to a storage without a type, a key or a length")
-        if numel * width > self._records.get(key, -1):
+        if numel * width > self._records.get(key, self._most):
             raise PickleError(f"storage {key[:100]} would have {numel * width} bytes, more than are stored")
         if not numel:  # empty storages of several types may have one key
             return _AbstractValue("storage", size=0, width=width)
@@ -402,9 +415,10 @@ def _unsupported(_g: _Guard, _at: int) -> int:
     raise _RefusedByTorch
 
 
-def _short_bytes(g: _Guard, at: int) -> int:
-    g.stack.append(_AbstractValue("bytes", size=g.data[at]))
-    return at + 1 + g.data[at]
+def _short_text(g: _Guard, at: int) -> int:
+    end = at + 1 + g.data[at]
+    g.stack.append(g.data[at + 1 : end].decode())  # of Python 2
+    return end
 
 
 _LIKE = {"list": ("list", "deque"), "dict": ("dict", "defaultdict")}
@@ -456,7 +470,7 @@ def _build(g: _Guard, at: int) -> int:
 
 
 _OWN: dict[str, Handler] = {
-    "U": _short_bytes,
+    "U": _short_text,
     "]": push_new(partial(_AbstractValue, "list")),
     "}": push_new(partial(_AbstractValue, "dict")),
     "\x8f": push_new(partial(_AbstractValue, "set")),

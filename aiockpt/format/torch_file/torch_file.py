@@ -13,6 +13,8 @@ import contextlib
 import importlib
 import io
 import pickle
+import pickletools
+import re
 from collections import UserDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,8 +26,8 @@ from isal.isal_zlib import crc32
 
 from aiockpt.core.strides import view_fits
 from aiockpt.errors import CorruptCheckpointError, LoadError
-from aiockpt.format.index import ItemRange, StoredChunk, TensorEntry, TensorItem
-from aiockpt.format.item.harmless import build_harmless
+from aiockpt.format.index import InlineEntry, ItemRange, StoredChunk, TensorEntry, TensorItem
+from aiockpt.format.item.harmless import Opaque, UnknownMemberError, build_harmless
 from aiockpt.format.item.objects import TensorSeeker, check_allowed, extended_allow_list, permitted, unpickling_error
 from aiockpt.format.item.ziparchive import (
     LEGACY_MAGIC,
@@ -36,6 +38,7 @@ from aiockpt.format.item.ziparchive import (
     data_offset,
     read_directory,
 )
+from aiockpt.format.pickle.guard import stored_sizes
 from aiockpt.format.pickle.machine import PickleError
 
 # --- records and placeholders of storages ---------------------------------------------------------
@@ -43,6 +46,8 @@ from aiockpt.format.pickle.machine import PickleError
 
 _ALIGNMENT = 64
 _WIDE = 0xFFFFFFFF
+_PICKLES_BYTES = 1 << 20  # read first of a legacy file
+_MOST_PICKLES_BYTES = 64 << 20
 _RESTORE = "restore it, or use an older checkpoint"
 
 
@@ -103,10 +108,7 @@ def open_archive(name: str, length: int, fetch: Callable[[int, int], bytes]) -> 
     head = fetch(0, min(length, 64))
     if not head.startswith(ZIP_MAGIC):
         if LEGACY_MAGIC in head:
-            raise LoadError(
-                f"{name} is in the format of torch before 1.6, which is not read in parts; convert it by "
-                "aiockpt.dcp.torch_save_to_dcp, or read it with torch.load and save it again"
-            )
+            return _open_legacy(name, length, fetch)
         raise CorruptCheckpointError(f"{name} does not begin as a torch.save file does, but with {head[:8]!r}")
     try:
         listed = read_directory(length, fetch)
@@ -124,15 +126,68 @@ def open_archive(name: str, length: int, fetch: Callable[[int, int], bytes]) -> 
     return archive
 
 
+class _LegacyFile(TorchArchive):
+    """A file of torch before 1.6: five pickles, and the storages, each behind its number of elements. It has no CRC."""
+
+    __slots__ = ()
+
+    def payload_offset(self, record: Record) -> int:
+        return record.header_offset
+
+
+def _open_legacy(name: str, length: int, fetch: Callable[[int, int], bytes]) -> TorchArchive:
+    size = _PICKLES_BYTES
+    while (found := _legacy_pickles(fetch(0, size))) is None:
+        if size >= min(length, _MOST_PICKLES_BYTES):
+            raise CorruptCheckpointError(f"{name} is damaged or cut short: its pickles have no end; {_RESTORE}")
+        size *= 8
+    (system, structure, _), keys, begin, at = found
+    if re.search(rb"little_endian(?:q.|r.{4})?\x89", system, re.DOTALL):
+        raise _foreign_order(name, b"big")
+    try:
+        sizes = stored_sizes(structure)
+    except PickleError as exc:
+        raise LoadError(
+            f"{name} is in the format of torch before 1.6, and can't be read in parts ({exc}); if you trust it, read "
+            "it with torch.load, and save it again"
+        ) from exc
+    records = {"data.pkl": Record("data.pkl", begin, len(structure), 0, 0)}
+    for key in keys:
+        nbytes, width = sizes.get(key, (0, 1))
+        if fetch(at, 8) != (nbytes // width).to_bytes(8, "little") or at + 8 + nbytes > length:
+            raise CorruptCheckpointError(
+                f"the storage {key[:100]} of {name}, of {nbytes} bytes, is not whole at byte {at}; {_RESTORE}"
+            )
+        records[f"data/{key}"] = Record(f"data/{key}", at + 8, nbytes, 0, 0)
+        at += 8 + nbytes
+    return _LegacyFile(name, length, records, fetch, {})
+
+
+def _legacy_pickles(data: bytes) -> tuple[list[bytes], list[str], int, int] | None:
+    """Return the last three pickles, the texts in the last, the offset of the one before, and the end; None if cut."""
+    file, ends, keys = io.BytesIO(data), [0], []
+    try:
+        for _ in range(5):
+            keys = [str(arg) for code, arg, _ in pickletools.genops(file) if code.name.endswith(("UNICODE", "STRING"))]
+            ends.append(file.tell())
+    except ValueError:
+        return None
+    return [data[begin:end] for begin, end in pairwise(ends[2:])], keys, ends[3], ends[5]
+
+
+def _foreign_order(name: str, order: bytes) -> LoadError:
+    return LoadError(
+        f"{name} was written with the byte order {order!r}, which is not read here; read it with torch.load and save "
+        "it again on a little-endian machine"
+    )
+
+
 def _check_kind(archive: TorchArchive) -> None:
     name, records = archive.name, archive.records
     if "data.pkl" not in records:
         raise LoadError(f"{name} is a zip file without data.pkl, so torch.save did not write it; name another file")
     if "byteorder" in records and (order := archive.read("byteorder")) != b"little":
-        raise LoadError(
-            f"{name} was written with the byte order {order!r}, which is not read here; read it with torch.load and "
-            "save it again on a little-endian machine"
-        )
+        raise _foreign_order(name, order)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +209,8 @@ class Placeholders:
 
     def load(self, pid: Any) -> Any:
         """Return the placeholder of a persistent id in the pickle."""
-        kind, storage_type, key, _location, numel = pid if type(pid) is tuple and len(pid) == 5 else (None,) * 5
+        pid = pid[:5] if type(pid) is tuple and pid[5:] in ((), (None,)) else ()  # the sixth is of legacy files
+        kind, storage_type, key, _location, numel = pid if len(pid) == 5 else (None,) * 5
         dtype = torch.uint8 if storage_type is torch.UntypedStorage else getattr(storage_type, "dtype", None)
         if (
             kind not in ("storage", b"storage")
@@ -212,6 +268,18 @@ class TorchFile:
     name: str
     value: Any  # as saved, except that all tensors are meta tensors, which `entry` looks up
     _storages: Mapping[int, StoredStorage] = field(repr=False)
+    refusal: LoadError | None = None  # why there are `Opaque` values in it
+
+    def object(self, leaf: Any, key: str) -> InlineEntry:
+        """Return an object of ``value`` that can be read without tensors, and with permission."""
+        kind = _UNSUPPORTED.get(leaf.name.rpartition(".")[2]) if type(leaf) is Opaque else None
+        if kind is not None:
+            raise _unsupported(self.name, key, kind)
+        if self.refusal is not None and TensorSeeker(Opaque).finds(leaf):
+            raise type(self.refusal)(f"{key} can't be read, but keys= can leave it out: {self.refusal}")
+        if holds_tensors(leaf):
+            raise LoadError(f"{self.name}: {key} is an object with tensors inside; read it with torch.load")
+        return InlineEntry(leaf)
 
     def entry(self, tensor: torch.Tensor, key: str = "a tensor") -> TensorEntry:
         """Return the byte range of a tensor of ``value``; tensors that share a storage have the same range."""
@@ -277,14 +345,16 @@ def read_torch_file(
     *,
     safe_globals: Sequence[Any] = (),
     trust: bool = False,
+    lenient: bool = False,
 ) -> TorchFile:
     """Read the structure of a ``torch.save`` file of ``length`` bytes, and none of the bytes of its tensors.
 
-    ``fetch`` returns the bytes at (offset, size) of the file; other arguments as in ``aiockpt.load``.
+    ``fetch`` returns the bytes at (offset, size) of the file; ``lenient`` allows `Opaque` values in place of those that
+    can't be read; other arguments as in ``aiockpt.load``.
     """
     archive = open_archive(name, length, fetch)
     placeholders = Placeholders(archive)
-    data = archive.read("data.pkl")
+    data, refusal = archive.read("data.pkl"), None
     try:
         _check_functions(data)
         if trust:
@@ -298,16 +368,13 @@ def read_torch_file(
     except Warning:  # the program turns warnings into errors
         raise
     except Exception as exc:  # a damaged pickle raises nearly anything, and so does a class that needs the values
-        if isinstance(exc, _NoPlaceholderError):
-            raise _unsupported(name, "something in it", str(exc)) from exc
-        error = unpickling_error(f"the pickle in {name}", exc, data, archive.storage_bytes(), safe_globals, trust=trust)
-        is_checked = archive.records["data.pkl"].crc and not isinstance(exc, pickle.UnpicklingError)
-        if isinstance(error, CorruptCheckpointError) and is_checked:
-            error = LoadError(
-                f"{name} can't be read without the values of its tensors ({type(exc).__name__}: {exc}); read it with "
-                "torch.load"
-            )
-        raise error from exc
+        refusal = _refusal(archive, exc, data, safe_globals, trust=trust)
+        if not lenient or isinstance(refusal, CorruptCheckpointError):
+            raise refusal from exc
+        try:
+            value = _build(data, placeholders, safe_globals, lenient=True)
+        except (PickleError, UnknownMemberError):
+            raise refusal from exc
     finally:
         _forget_sparse_tensors()
     try:
@@ -323,7 +390,25 @@ def read_torch_file(
             "taken apart. If you trust the file, read it with torch.load."
         )
     # By the address of the placeholder, which every view of it has.
-    return TorchFile(name, value, {stored.placeholder._cdata: stored for stored in placeholders.by_key.values()})
+    storages = {stored.placeholder._cdata: stored for stored in placeholders.by_key.values()}
+    return TorchFile(name, value, storages, refusal)
+
+
+def _refusal(
+    archive: TorchArchive, exc: Exception, data: bytes, safe_globals: Sequence[Any], *, trust: bool
+) -> LoadError:
+    """Return the error for a failure to unpickle."""
+    name = archive.name
+    if isinstance(exc, _NoPlaceholderError):
+        return _unsupported(name, "something in it", str(exc))
+    error = unpickling_error(f"the pickle in {name}", exc, data, archive.storage_bytes(), safe_globals, trust=trust)
+    is_checked = archive.records["data.pkl"].crc and not isinstance(exc, pickle.UnpicklingError)
+    if isinstance(error, CorruptCheckpointError) and is_checked:
+        return LoadError(
+            f"{name} can't be read without the values of its tensors ({type(exc).__name__}: {exc}); read it with "
+            "torch.load"
+        )
+    return error
 
 
 class _NoPlaceholderError(Exception):
@@ -340,13 +425,7 @@ def _check_functions(data: bytes) -> None:
 def _unpickle_restricted(data: bytes, placeholders: Placeholders, safe_globals: Sequence[Any]) -> Any:
     if b"numpy" in data:  # torch refuses NumPy's objects; here the rules of native checkpoints build them
         with contextlib.suppress(PickleError):
-            return build_harmless(
-                data,
-                {**_tensor_functions(), **permitted(safe_globals)},
-                named=_storage_types(),
-                storages=placeholders.archive.storage_bytes(),
-                load=placeholders.load,
-            )
+            return _build(data, placeholders, safe_globals)
     try:
         kind: Any = importlib.import_module("torch._weights_only_unpickler").Unpickler
     except (ImportError, AttributeError) as exc:
@@ -361,9 +440,20 @@ def _unpickle_restricted(data: bytes, placeholders: Placeholders, safe_globals: 
         return unpickler.load()
 
 
+def _build(data: bytes, placeholders: Placeholders, safe_globals: Sequence[Any], *, lenient: bool = False) -> Any:
+    return build_harmless(
+        data,
+        {**_tensor_functions(), **permitted(safe_globals)},
+        named=_storage_types(),
+        storages=placeholders.archive.storage_bytes(),
+        load=placeholders.load,
+        lenient=lenient,
+    )
+
+
 def _tensor_functions() -> dict[str, Any]:
     """Return the functions by which plain tensors and parameters are made, by their full names."""
-    names = ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_parameter")
+    names = ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_parameter")
     return {f"torch._utils.{name}": getattr(torch._utils, name) for name in names}
 
 
