@@ -77,6 +77,7 @@ def test_damaged_checkpoints_are_damaged_everywhere(name: str, ckpt, tmp_path: P
     assert not (tmp_path / "converted").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SEVERAL)
 def test_directories_of_several_are_walked_or_refused(name: str, ckpt, tmp_path: Path) -> None:
     path, holds = made(name, tmp_path / "in" / "c"), KINDS[name].holds
@@ -112,6 +113,7 @@ def test_other_paths_are_no_checkpoints_anywhere(name: str, ckpt, tmp_path: Path
     assert sorted(tmp_path.rglob("*")) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 def test_scan_agrees(name: str, ckpt, tmp_path: Path) -> None:
     """A step of a run is complete if it can be loaded."""

@@ -415,6 +415,7 @@ def test_empty_state(tmp_path: Path) -> None:
         assert ckpt.load(tmp_path / "c") == {}
 
 
+@pytest.mark.slow
 def test_many_tiny_tensors(tmp_path: Path) -> None:
     state = {f"t{i}": torch.tensor([i, i * i, -i]) for i in range(5000)}
     with aiockpt.SyncCheckpointer(chunk_bytes=65536) as ckpt:
@@ -423,6 +424,7 @@ def test_many_tiny_tensors(tmp_path: Path) -> None:
             assert_same(state, ckpt.load(tmp_path / name))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("staging_bytes", [4096, 10_000, 65536, 1 << 20])
 def test_pool_smaller_than_the_state(staging_bytes: int, tmp_path: Path) -> None:
     """Pools smaller than one tensor, down to one chunk."""

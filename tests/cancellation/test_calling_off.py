@@ -44,6 +44,7 @@ async def test_a_cancelled_save_leaves_nothing(moment: str, tmp_path: Path) -> N
         await check_end(ckpt, held, moment, held.save.cancel())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_cancelled_save_of_a_writer_process_leaves_nothing(moment: str, tmp_path: Path) -> None:
     async def main() -> None:

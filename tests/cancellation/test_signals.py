@@ -100,6 +100,7 @@ def test_ctrl_c_in_a_synchronous_program(moment: str, writer: Writer, times: int
     assert_written(runs, moment)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "moment", "loop", "writer"),
     [

@@ -29,6 +29,7 @@ async def _follows(save: aiockpt.SaveHandle) -> None:
         pass
 
 
+@pytest.mark.slow
 @pytest.mark.asyncio
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("moment", MOMENTS)

@@ -123,6 +123,7 @@ app(["convert", {str(tmp_path / "c")!r}, {str(tmp_path / TARGETS[to])!r}])
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
 
 
+@pytest.mark.slow
 def test_bar_shows_the_progress(python, tmp_path):
     with aiockpt.SyncCheckpointer() as ckpt:
         ckpt.save({f"w{n}": torch.full((3 << 20,), float(n)) for n in range(8)}, tmp_path / "c")

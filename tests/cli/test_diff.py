@@ -32,6 +32,7 @@ def save(path, state, **kwargs):
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("a", FORMATS)
 @pytest.mark.parametrize("b", FORMATS)
 def test_no_difference_between_formats_of_one_state(a, b, tmp_path, anywhere):

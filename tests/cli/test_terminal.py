@@ -83,6 +83,7 @@ def test_lines_fit_the_terminal(arguments, columns, in_terminal):
     assert "\x1b[" in shown
 
 
+@pytest.mark.slow
 def test_deep_tree_is_cut_to_the_levels_that_fit(in_terminal):
     shown, _ = in_terminal("inspect", "wide", columns=100)
     assert len(shown.splitlines()) < 110

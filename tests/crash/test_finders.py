@@ -81,6 +81,7 @@ def watch(folder: Path, name: str) -> tuple[int, set[tuple[str, str]], str]:
     return seen, found, trace.error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_no_finder_takes_a_hidden_name_for_a_checkpoint(name: str, zygote: Zygote, tmp_path: Path) -> None:
     seen, found, error = zygote.call(watch, tmp_path, name)

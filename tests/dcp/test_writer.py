@@ -106,6 +106,7 @@ class Casting(DefaultSavePlanner):
         self.alive -= count
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"single_file_per_rank": False}, {"thread_count": 1}])
 def test_tensors_of_a_planner_are_held_a_few_at_a_time(tmp_path: Path, options: dict[str, Any]) -> None:
     state = {f"w{n}": random_tensor(torch.int32, (1024, 10 + n), n) for n in range(40)} | {"text": "abc"}

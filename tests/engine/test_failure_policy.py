@@ -109,6 +109,7 @@ def test_an_inaccessible_destination_is_a_failure_like_others(tmp_path: Path) ->
 # --- fallback_path ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", ["begin", "create", "write", "finish", "commit"])
 @pytest.mark.parametrize("when", ["before it is staged", "afterwards"])
 @pytest.mark.parametrize("options", [{}, {"compress": "zstd"}, {"format": "safetensors"}], ids=str)
@@ -234,6 +235,7 @@ def test_a_timeout_while_the_metadata_is_written_leaves_nothing(tmp_path: Path) 
     assert names(tmp_path) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", ["create", "write", "finish", "commit"])
 @pytest.mark.asyncio
 async def test_later_saves_go_on_when_one_hangs(step: str, tmp_path: Path) -> None:
@@ -264,6 +266,7 @@ async def test_later_saves_go_on_when_one_hangs(step: str, tmp_path: Path) -> No
     assert names(tmp_path) == ["0", "1", "2", "behind"]
 
 
+@pytest.mark.slow
 @pytest.mark.asyncio
 async def test_a_hanging_thread_keeps_its_own_bytes_to_the_end(tmp_path: Path) -> None:
     """Later saves go on, but do not reuse the memory that the thread holds."""

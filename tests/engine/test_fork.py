@@ -111,6 +111,7 @@ USES: dict[str, Callable[[Any, aiockpt.SaveHandle, Any], object]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", USES)
 def test_calls_that_need_the_parents_threads_raise(what: str, tmp_path: Path) -> None:
     gate = GatedStorage(LocalStorage(), ["begin"])

@@ -243,6 +243,7 @@ FRAGMENTS = st.one_of(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=800, deadline=None)
 @given(st.lists(FRAGMENTS, max_size=30).map(b"".join))
 def test_any_opcodes_give_a_value_or_an_error(program: bytes) -> None:
@@ -254,6 +255,7 @@ def test_any_opcodes_give_a_value_or_an_error(program: bytes) -> None:
                 continue
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(metadata(), st.data())
 def test_damaged_metadata_gives_a_value_or_an_error(value: Metadata, draw: st.DataObject) -> None:

@@ -208,6 +208,7 @@ def test_a_truncated_file_is_detected(name: str, tmp_path: Path) -> None:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("name", [name for name in sorted(STATES) if "safetensors" not in name])  # these have no CRC
 def test_a_changed_byte_never_gives_another_value(name: str, tmp_path: Path) -> None:

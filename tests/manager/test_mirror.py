@@ -99,6 +99,7 @@ def test_closing_finishes_the_mirror(here: Path, there: Any) -> None:
     assert steps(there) == [1, 2, 3]
 
 
+@pytest.mark.slow
 def test_mirror_has_a_policy_of_its_own(here: Path, there: Any) -> None:
     keep = [aiockpt.KeepLatest(2)]
     with run_of(here, there, *keep, mirror_keep=aiockpt.KeepEvery(3), mirror_every=aiockpt.EverySteps(1)) as run:
@@ -613,6 +614,7 @@ def test_two_trainers_on_one_mirror(tmp_path: Path, there: Any) -> None:
     assert steps(there) == [1, 3]
 
 
+@pytest.mark.slow
 def test_mirror_of_another_run_is_refused(here: Path, tmp_path: Path, there: Any) -> None:
     """Its steps would be replaced by those of equal numbers."""
     with run_of(here, there) as run:

@@ -262,6 +262,7 @@ def test_a_leader_that_is_killed_while_it_decides_is_named(store) -> None:
         assert all(text.startswith(f"rank 0 on host {os.uname().nodename}, process {pid}, is gone") for text in seen)
 
 
+@pytest.mark.slow
 def test_a_rank_that_was_killed_before_the_first_round_is_reported_as_absent() -> None:
     with World(4) as world:
         outcomes = world.run(wait_for_a_dead_rank, 2)
@@ -318,6 +319,7 @@ def missed(world4: World) -> dict[Case, list[tuple[str, Any]]]:
     return {case: [outcome[number] for outcome in outcomes] for number, case in enumerate(CASES)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("warm", [False, True])
 @pytest.mark.parametrize("absent", [(3,), (1, 2)])
 def test_ranks_that_stay_away_are_named_and_the_next_round_works(missed, absent: tuple[int, ...], warm: bool) -> None:
@@ -532,6 +534,7 @@ async def open_and_close(rank: int, world_size: int, fail: bool) -> Any:
     return counts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fail", [False, True])
 def test_close_leaves_no_thread_and_no_file_descriptor(fail: bool) -> None:
     with World(4, store="file") as world:  # a TCP store closes connections at any time, which changes the counts
@@ -574,6 +577,7 @@ async def wait_for_an_absent_subgroup_rank(rank: int, world_size: int) -> str:
     return str(raised.value)
 
 
+@pytest.mark.slow
 def test_ranks_of_a_subgroup_are_named_with_their_global_rank(world4: World) -> None:
     text = world4.results(wait_for_an_absent_subgroup_rank)[1]
     assert text.startswith("rank 1 of the process group (global rank 3) did not come to the save of a")

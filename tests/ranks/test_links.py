@@ -156,6 +156,7 @@ with aiockpt.SyncCheckpointer(coordination_timeout=3) as ckpt:
 """
 
 
+@pytest.mark.slow
 def test_a_store_that_has_ended_with_rank_0_ends_the_wait(python: list[str], tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -204,6 +205,7 @@ def save_while_one_hangs(rank: int, size: int, folder: Path) -> list[Any]:
     return told
 
 
+@pytest.mark.slow
 def test_a_save_that_is_given_up_on_one_rank_fails_on_all_and_the_next_works(tmp_path: Path) -> None:
     with World(2) as world:
         outcomes = world.run(save_while_one_hangs, tmp_path)

@@ -47,6 +47,7 @@ def save_layout(rank: int, world_size: int, path: Path, layout: str) -> aiockpt.
         return ckpt.save({"model": distributed(layout, world_size), "step": 7}, path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "layout"),
     [

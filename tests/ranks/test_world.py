@@ -68,6 +68,7 @@ def test_deaths_are_reported() -> None:
     assert not [pid for pid in pids if psutil.pid_exists(pid)]
 
 
+@pytest.mark.slow
 def test_timeouts_show_the_stacks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.ranks.world._GRACE_S", 2.5)
     world = World(2)

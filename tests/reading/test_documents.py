@@ -78,6 +78,7 @@ def ckpt():
         yield checkpointer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("operation", ["load", "open", "verify", "dcp"])
 @pytest.mark.parametrize(

@@ -101,6 +101,7 @@ def test_flipped_bit_anywhere(places, ckpt, record_property) -> None:
     assert refused > tried // 3
 
 
+@pytest.mark.slow
 def test_truncated_and_grown_files(places, ckpt, record_property) -> None:
     tried = refused = 0
     for file, renamed, step in files_to_damage(places):
@@ -333,6 +334,7 @@ with aiockpt.SyncCheckpointer() as ckpt:
 """
 
 
+@pytest.mark.slow
 def test_bombs_cost_neither_memory_nor_time(places, python: list[str], tmp_path: Path, record_property) -> None:
     """One process loads all bombs, with a limit of 1 GiB above its memory after loading a good checkpoint."""
     paths = []

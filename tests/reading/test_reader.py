@@ -180,6 +180,7 @@ async def test_read_ahead_counts_memory_of_small_tensors_casts_and_views(tmp_pat
             assert wanted.nbytes() == 4_000_000
 
 
+@pytest.mark.slow
 async def test_stream_of_20_000_tensors(tmp_path: Path) -> None:
     state = {f"t{i}": torch.tensor([i]) for i in range(20_000)}
     async with aiockpt.AsyncCheckpointer() as ckpt:

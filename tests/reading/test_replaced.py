@@ -38,6 +38,7 @@ def save_stock(state: Mapping[str, Any], path: Path) -> None:
         dcp.save(dict(state), storage_writer=dcp.FileSystemWriter(path, overwrite=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", STATES)
 @pytest.mark.parametrize("options", [{}, {"separation_hint": "b"}, {"compress": "zstd"}], ids=["plain", "hint", "zstd"])
 def test_checkpoint_replaced_by_the_stock_writer(

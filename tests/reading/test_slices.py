@@ -55,6 +55,7 @@ INDICES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("anywhere", "writer"), [*(("local", each) for each in WRITERS), ("server", "ours")], indirect=["anywhere"]
 )
@@ -147,6 +148,7 @@ def test_parts_across_chunk_borders(tmp_path: Path) -> None:
         assert_same({"w": whole}, ckpt.load(path))
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_part_of_any_tensor(data, readers) -> None:

@@ -188,6 +188,7 @@ def test_missing_path_raises(tmp_path: Path) -> None:
 # --- damage ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @WRITERS_ANYWHERE
 @pytest.mark.parametrize(
     ("key", "at", "kind"),
@@ -794,6 +795,7 @@ def count_unread_bytes(reads: list[tuple[str, int, int]], name: str, size: int) 
     return lacking + size - end
 
 
+@pytest.mark.slow
 @WRITERS
 def test_many_small_tensors_take_few_reads(stock: bool, tmp_path: Path) -> None:
     count = 1000 if stock else 20_000

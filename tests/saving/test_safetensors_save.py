@@ -540,6 +540,7 @@ def _llama(transformers: Any) -> Any:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("make", [_gpt, _llama], ids=["tied", "untied"])
 @pytest.mark.parametrize("shard_bytes", [None, 4000])

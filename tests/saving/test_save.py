@@ -678,6 +678,7 @@ def test_odd_timeouts(tmp_path: Path) -> None:
         aiockpt.SyncCheckpointer(drain_timeout=float("nan"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tensor", "message"),
     [

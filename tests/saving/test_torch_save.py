@@ -64,6 +64,7 @@ def folder():
         yield Path(path)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(state=_states(st.one_of(_tensors(), _OBJECTS)))

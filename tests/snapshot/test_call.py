@@ -53,6 +53,7 @@ with aiockpt.SyncCheckpointer() as ckpt:
 """
 
 
+@pytest.mark.slow
 def test_the_first_call_after_prewarm_imports_nothing(python_with_torch: list[str], tmp_path: Path) -> None:
     command = [*python_with_torch, "-c", _FIRST_CALL, tmp_path / "c"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)

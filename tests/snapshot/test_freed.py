@@ -18,6 +18,7 @@ def outcomes(python: list[str]) -> dict[str, str]:
     return dict(line.split(": ", 1) for line in lines)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "error"),
     [

@@ -215,6 +215,7 @@ def test_a_model_by_itself(ckpt, tmp_path: Path) -> None:
         ckpt.save({"model": plain, "optim": optim}, tmp_path / "s", format="safetensors")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def test_wrapped_models(ckpt, tmp_path: Path) -> None:
     """A compiled module's keys have a prefix, when saved and when loaded; its parameters are filled in place."""
@@ -580,6 +581,7 @@ def save_stored(ckpt: aiockpt.SyncCheckpointer, path: Path, form: str) -> Any:
     return ckpt.load(path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["ours", "torch", "stock"])
 @pytest.mark.parametrize("strict", [True, False])
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")

@@ -58,6 +58,7 @@ def ckpt():
         yield checkpointer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("value", "kind", "names"),
     [

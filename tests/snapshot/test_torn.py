@@ -75,6 +75,7 @@ def test_only_samples_detect_the_change(name: str, tmp_path: Path) -> None:
     assert str(error).startswith("victim changed between save() and staged, as their bytes show")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("validate", ["versions", "hash"])
 @pytest.mark.parametrize("name", KEPT)
 def test_the_change_does_not_reach_the_save(name: str, validate, tmp_path: Path) -> None:

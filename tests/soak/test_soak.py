@@ -13,6 +13,7 @@ from tests.soak.gauges import growth_bytes
 GROWTH_BYTES = 16 << 20
 
 
+@pytest.mark.slow
 @pytest.mark.asyncio
 async def test_soak(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.CRITICAL, "aiockpt")

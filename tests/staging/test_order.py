@@ -348,6 +348,7 @@ class _Program:
                 self._ckpt.load(save.path, self._state)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.full) for seed in range(4, 8))])
 def test_random_programs(seed: int, device: PosingDevice, tmp_path: Path) -> None:
     with aiockpt.SyncCheckpointer() as ckpt:  # all in one chunk, which is enqueued while the device is held

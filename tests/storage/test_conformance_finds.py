@@ -348,6 +348,7 @@ def fails(suite: Conformance, test: str, parameters: dict[str, Any], path: Path)
     return False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("owner", "name", "broken", "test", "parameters"),
     BROKEN,

@@ -148,6 +148,7 @@ def place(request: pytest.FixtureRequest, folder: Path, server: _Server) -> Iter
         memory.rm("/files", recursive=True)
 
 
+@pytest.mark.slow
 def test_checkpoints_are_read(place: tuple[str, dict[str, Any]]) -> None:
     url, options = place
     with aiockpt.SyncCheckpointer(storage_options=options) as ckpt:
@@ -167,6 +168,7 @@ def test_checkpoints_are_read(place: tuple[str, dict[str, Any]]) -> None:
             ckpt.load(f"{url}/run/step-00000007")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["run/step-00000002", "m.safetensors"])
 def test_a_slice_reads_only_its_bytes(name: str, place: tuple[str, dict[str, Any]], server: _Server) -> None:
     url, options = place

@@ -235,6 +235,7 @@ def test_symlink_in_place_of_the_lock_file_is_not_followed(tmp_path: Path) -> No
     assert (tmp_path / "other").read_text() == "precious"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("state", ["free", "dead", "empty"])
 @pytest.mark.parametrize("links", [True, False], ids=["links", "no links"])
 @pytest.mark.parametrize("locks", [True, False], ids=["flock", "no flock"])

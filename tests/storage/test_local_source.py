@@ -78,6 +78,7 @@ def source(request, tmp_path: Path, data: bytes, monkeypatch: pytest.MonkeyPatch
     opened.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shift", [0, 1, 64, 512, 4000])
 def test_read_any_range_to_any_address(source: LocalSource, data: bytes, shift: int) -> None:
     assert source.files == {"f": SIZE}

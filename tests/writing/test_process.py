@@ -300,6 +300,7 @@ def test_a_program_without_a_main_guard_works(tmp_path: Path) -> None:
         assert torch.equal(ckpt.load(tmp_path / "c")["w"], torch.arange(500_000))
 
 
+@pytest.mark.slow
 def test_a_stuck_writer_is_killed_in_the_end(tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("aiockpt.engine.engine.CANCEL_GRACE_S", 1.5)
     ckpt = aiockpt.SyncCheckpointer(writer="process", drain_timeout=0.2)
