@@ -6,18 +6,22 @@ is given new memory, so that whatever the object does with its state comes out a
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
+from types import CodeType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
+from weakref import ReferenceType
 
 import torch
 from torch.nn.modules.batchnorm import _NormBase
+from torch.utils._pytree import tree_leaves
 
 from aiockpt.planning.dtensor import is_distributed
 from aiockpt.planning.flatten import TENSOR_TYPES
-from aiockpt.reading.targets import is_encoding
+from aiockpt.reading.targets import is_encoding, overlaps_itself
 
 if TYPE_CHECKING:
     from aiockpt.format.index import ObjPath
@@ -45,6 +49,8 @@ _OPTIMIZER_HOOKS = (
 )
 _WRAPPED = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 """Names of submodules that the hooks of torch's wrappers leave out of the keys."""
+_MANY_OBJECTS = 1 << 19
+"""More than these are not looked through for what other code may change."""
 
 
 class OwnLoading:
@@ -57,11 +63,19 @@ class OwnLoading:
         return False
 
 
+@dataclass(eq=False, slots=True)
 class OptimizerLoading(OwnLoading):
     """The loading of an optimizer of torch's, which takes over the tensors of its state as they are."""
 
+    apart: set[int]  # storages that its parameters, or several values of its state, share
+
     def fills(self, path: ObjPath, leaf: Any) -> bool:
-        return path[0] == "state" and not is_encoding(leaf)  # the groups may share the tensor of a learning rate
+        if path[0] != "state" or is_encoding(leaf):  # the groups may share the tensor of a learning rate
+            return False
+        if not isinstance(leaf, torch.Tensor) or is_distributed(leaf) or leaf.layout is not torch.strided:
+            return True
+        is_plain = type(leaf) is torch.Tensor and not leaf.requires_grad
+        return is_plain and _storage_of(leaf) not in self.apart and not overlaps_itself(leaf)
 
 
 @dataclass(eq=False, slots=True)
@@ -72,6 +86,7 @@ class ModuleLoading(OwnLoading):
     optional: set[str] = field(default_factory=set)  # of these keys, those that may be done without
     extras: set[str] = field(default_factory=set)  # keys of extra states
     foreign: list[str] = field(default_factory=list)  # prefixes of keys that belong to other code
+    apart: set[int] = field(default_factory=set)  # storages that other code may come to while the module is loaded
     is_tried: bool = True  # whether tensors with encodings of their own can be tried on a copy
     renames: bool = False  # hooks of torch's wrappers may rename keys
 
@@ -86,6 +101,7 @@ class ModuleLoading(OwnLoading):
             return own is not None or (self.renames and not self.is_foreign(key))
         return (
             own is not None
+            and _storage_of(own) not in self.apart
             and type(leaf) in TENSOR_TYPES
             and not is_distributed(own)
             and (leaf.dtype, leaf.shape) == (own.dtype, own.shape)
@@ -110,21 +126,55 @@ def loading_of(value: Any) -> OwnLoading:
     if isinstance(value, _Optimizer):
         is_plain = all(_home(getattr(type(value), name)).startswith("torch.optim.") for name in _OPTIMIZER_METHODS)
         is_plain = is_plain and not _is_patched(value, _OPTIMIZER_METHODS)
-        return OptimizerLoading() if is_plain and not list(_hooks(value, _OPTIMIZER_HOOKS)) else OwnLoading()
+        is_plain = is_plain and not list(_hooks(value, _OPTIMIZER_HOOKS))
+        return OptimizerLoading(_shared_in(value)) if is_plain else OwnLoading()
     if not isinstance(value, _Module):
         return OwnLoading()
     if not has_torchs_loading(value):
         return OwnLoading()
     loading = ModuleLoading()
-    shared: set[int] = set()  # storages that other code may change while the module is loaded
-    _walk(value, "", loading, shared)
-    if loading.extras:
-        shared |= _tied_extras(loading)
-    if not loading.is_tried:  # torch's loading may fail at one of them, and has changed others by then
+    odd: list[torch.nn.Module] = []
+    _walk(value, "", loading, odd)
+    extras = [value.get_submodule(each.removesuffix(_EXTRA).rstrip(".")) for each in loading.extras]
+    own = (id(each) for module in extras for each in (module._parameters, module._buffers))  # loaded before the state
+    reached, by_extras = _reached(odd), _reached(extras, own)
+    # Torch's loading may fail at one that can't be tried, and has changed others by then.
+    if not loading.is_tried or reached is None or by_extras is None:
         return OwnLoading()
-    if shared:
-        loading.tensors = {key: each for key, each in loading.tensors.items() if _storage_of(each) not in shared}
+    loading.apart = reached | by_extras | _tied_extras(loading)
     return loading
+
+
+def _reached(code: Iterable[Any], besides: Iterable[int] = ()) -> set[int] | None:
+    """Return the storages of all tensors that modules with their hooks refer to; None if they refer to too much.
+
+    Other code may read them before they are loaded, or change them; ``besides``: ids of objects not to look into.
+    """
+    seen, storages, todo = set(besides), {0}, list(code)
+    while todo:
+        each = todo.pop()
+        kind = type(each)  # isinstance() would ask a proxy for the class of what it stands for
+        if id(each) in seen or issubclass(kind, type | ModuleType | CodeType | str | int | float):
+            continue
+        seen.add(id(each))
+        if len(seen) > _MANY_OBJECTS:
+            return None
+        if issubclass(kind, torch.Tensor):
+            storages.add(_storage_of(each))
+        elif kind is FunctionType:  # of all globals, those that it uses
+            named = (each.__globals__.get(name) for name in each.__code__.co_names)
+            todo += [each.__closure__, each.__defaults__, each.__kwdefaults__, *named]
+        else:
+            todo += [each()] if issubclass(kind, ReferenceType) else gc.get_referents(each)
+    return storages - {0}
+
+
+def _shared_in(optimizer: torch.optim.Optimizer) -> set[int]:
+    """Return the storages of an optimizer's parameters, and those that several values of its state share."""
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    values = [each for each in tree_leaves([*optimizer.state.values()]) if isinstance(each, torch.Tensor)]
+    count = Counter(map(_storage_of, [*parameters, *parameters, *values]))
+    return {storage for storage, times in count.items() if storage and times > 1}
 
 
 def has_torchs_loading(module: torch.nn.Module) -> bool:
@@ -140,10 +190,10 @@ def _tied_extras(loading: ModuleLoading) -> set[int]:
     return {storage for storage in own if storage and count[storage] > 1}
 
 
-def _walk(module: torch.nn.Module, prefix: str, loading: ModuleLoading, shared: set[int]) -> None:
+def _walk(module: torch.nn.Module, prefix: str, loading: ModuleLoading, odd: list[torch.nn.Module]) -> None:
     """Record the keys of a module and its submodules, in the way in which ``load_state_dict`` comes to them."""
     if not _only_copies(module):
-        _leave(module, prefix, loading, shared)
+        _leave(module, prefix, loading, odd)
         return
     homes = [_home(hook) for hook in _hooks(module, _MODULE_HOOKS)]
     # FSDP2's hooks only bring its parameters into their sharded form.
@@ -160,18 +210,17 @@ def _walk(module: torch.nn.Module, prefix: str, loading: ModuleLoading, shared: 
             continue
         below = prefix if homes and name in _WRAPPED else f"{prefix}{name}."
         if has_extra:  # set_extra_state is called before the submodules are loaded, and may do anything with them
-            _leave(child, below, loading, shared)
+            _leave(child, below, loading, odd)
         else:
-            _walk(child, below, loading, shared)
+            _walk(child, below, loading, odd)
 
 
-def _leave(module: torch.nn.Module, prefix: str, loading: ModuleLoading, shared: set[int]) -> None:
+def _leave(module: torch.nn.Module, prefix: str, loading: ModuleLoading, odd: list[torch.nn.Module]) -> None:
     """Record that other code decides about a submodule and all below it: its hooks see and change all their keys."""
     loading.foreign.append(prefix)
-    tensors = [*module.parameters(), *module.buffers()]
+    odd.append(module)
+    tensors = chain(module.parameters(), module.buffers())
     loading.is_tried &= all(hasattr(each, "__tensor_flatten__") for each in tensors if is_encoding(each))
-    shared.update(map(_storage_of, tensors))
-    shared.discard(0)
 
 
 def _only_copies(module: torch.nn.Module) -> bool:

@@ -224,7 +224,7 @@ class _TargetPlanner:
             # It may have other keys now than when it was saved; of modules, the keys were compared before.
             if not self._stored.holds(live.name):
                 self.plan.missing.append(name if loading.is_known else live.name)
-        elif not loading.fills(path, leaf) or _is_scalar_of_one(entry, leaf):
+        elif not loading.fills(path, leaf) or _is_taken_anyway(entry, leaf, loading):
             self._plan_own_leaf(name, entry, leaf, live)
         elif self._fill(name, entry, leaf):
             self.plan.kept[name] = leaf
@@ -439,9 +439,11 @@ def _open_containers(
     return {name: path for name, path in found.items() if owner_of(path) is None}
 
 
-def _is_scalar_of_one(entry: Entry, leaf: Any) -> bool:
-    """Return whether a tensor of one element is stored for a scalar, which loading by torch takes."""
-    return isinstance(entry, TensorEntry) and entry.shape == (1,) and isinstance(leaf, torch.Tensor) and not leaf.dim()
+def _is_taken_anyway(entry: Entry, leaf: Any, loading: OwnLoading) -> bool:
+    """Return whether torch takes what does not fit: for a scalar a tensor of one element, for any state an object."""
+    if not isinstance(entry, TensorEntry):
+        return isinstance(loading, OptimizerLoading)
+    return entry.shape == (1,) and isinstance(leaf, torch.Tensor) and not leaf.dim()
 
 
 def _is_empty(leaf: Any) -> bool:

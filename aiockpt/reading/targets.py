@@ -215,7 +215,7 @@ def _check_dtype(path: str, name: str, entry: TensorEntry, wanted: torch.dtype, 
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:
     """Return whether elements share memory, as in an expanded tensor; True if that would take long to decide."""
-    if 0 in tensor.shape:
+    if tensor.is_contiguous():
         return False
     dims = sorted((step, size) for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
     reach = 0

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import tempfile
+import weakref
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -436,3 +438,124 @@ def test_a_scalar_takes_a_tensor_of_one_element(ckpt, tmp_path: Path) -> None:
     fresh = Scaled(torch.tensor(1.0))
     ckpt.load(tmp_path / "c", {"m": fresh})
     assert (fresh.scale.item(), fresh.scale.dim()) == (3.0, 0)
+
+
+# --- what other code comes to ------------------------------------------------------------------------------
+
+
+class Twins(nn.Module):
+    """A network and its target network, which comes after it, and is filled from it by other code."""
+
+    def __init__(self, register: Callable[[nn.Module, nn.Module], object]) -> None:
+        super().__init__()
+        self.net, self.target, self.last = Layer(), Layer(), Layer()
+        register(self.net, self.target)
+
+
+def follow(net: nn.Module, target: nn.Module) -> None:
+    """Overwrite the target by a hook that knows it."""
+    net.register_load_state_dict_post_hook(lambda module, _: target.load_state_dict(module.state_dict()) and None)
+
+
+def zero(module: Any) -> None:
+    nn.init.zeros_(module.weight)
+
+
+def follow_weakly(net: nn.Module, target: nn.Module) -> None:
+    reference = weakref.ref(target)
+    net.register_load_state_dict_post_hook(lambda module, _: zero(reference()))
+
+
+def read_before(net: nn.Module, target: nn.Module) -> None:
+    def add(module: nn.Module, state: Any, prefix: str, *_: Any) -> None:
+        state[prefix + "bias"] = state[prefix + "bias"] + target.bias.detach()
+
+    net.register_load_state_dict_pre_hook(functools.partial(add))
+
+
+class Zeroing(Layer):
+    """Changes another module where it takes its extra state."""
+
+    def get_extra_state(self) -> Any:
+        return 1
+
+    def set_extra_state(self, extra: Any) -> None:
+        zero(self.others[0])
+
+
+def follow_by_state(net: Any, target: nn.Module) -> None:
+    net.__class__, net.others = Zeroing, [target]
+
+
+@pytest.mark.parametrize("register", [follow, follow_weakly, read_before, follow_by_state])
+def test_what_other_code_comes_to_before_it_is_loaded(register, ckpt, tmp_path: Path) -> None:
+    """The loading of one submodule reads or changes another, that is loaded after it."""
+    torch.manual_seed(1)
+    ckpt.save({"m": Twins(register)}, tmp_path / "c")
+    torch.manual_seed(2)
+    own = Twins(register)
+    torch.manual_seed(2)
+    mine = Twins(register)
+    own.load_state_dict(ckpt.load(tmp_path / "c")["m"])
+    ckpt.load(tmp_path / "c", {"m": mine})
+    assert_same(own.state_dict(), mine.state_dict())
+
+
+def alias(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, other: torch.Tensor) -> None:
+    optimizer.state[parameter]["slow"] = parameter.detach()
+
+
+def share(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, other: torch.Tensor) -> None:
+    optimizer.state[parameter]["slow"] = other[1:4]
+
+
+def expand(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, other: torch.Tensor) -> None:
+    optimizer.state[parameter]["slow"] = other[:1].expand(3)
+
+
+def train(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, other: torch.Tensor) -> None:
+    optimizer.state[parameter]["slow"] = nn.Parameter(torch.zeros(3))
+
+
+def learn(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, other: torch.Tensor) -> None:
+    optimizer.state[parameter]["slow"] = torch.zeros(3, requires_grad=True)
+
+
+@pytest.mark.parametrize("keep", [alias, share, expand, train, learn])
+def test_an_optimizer_whose_state_is_the_memory_of_something_else(keep, ckpt, tmp_path: Path) -> None:
+    saved, own, mine = (make_optimizer(torch.optim.AdamW, seed, 2) for seed in (1, 2, 2))
+    for optimizer in (own, mine):
+        other = torch.zeros(4)
+        for parameter in optimizer.param_groups[0]["params"]:
+            keep(optimizer, parameter, other)
+    for number, parameter in enumerate(saved.param_groups[0]["params"]):
+        saved.state[parameter]["slow"] = torch.full((3,), float(number))
+    ckpt.save({"o": saved}, tmp_path / "c")
+    own.load_state_dict(ckpt.load(tmp_path / "c")["o"])
+    ckpt.load(tmp_path / "c", {"o": mine})
+    assert_same(own.state_dict(), mine.state_dict())
+    assert_same(own.param_groups[0]["params"], mine.param_groups[0]["params"])
+    assert all(type(each["slow"]) is torch.Tensor and not each["slow"].requires_grad for each in mine.state.values())
+
+
+def test_an_optimizer_takes_a_number_for_a_tensor(ckpt, tmp_path: Path) -> None:
+    """L-BFGS has a number after its first step, and a tensor from its second on."""
+
+    def make(steps: int) -> torch.optim.Optimizer:
+        weight = nn.Parameter(torch.ones(3))
+        optimizer = torch.optim.LBFGS([weight], lr=0.1, max_iter=1)
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            (loss := (weight**4).sum()).backward()
+            return loss
+
+        for _ in range(steps):
+            optimizer.step(closure)
+        return optimizer
+
+    ckpt.save({"o": make(1)}, tmp_path / "c")
+    own, mine = make(3), make(3)
+    own.load_state_dict(ckpt.load(tmp_path / "c")["o"])
+    ckpt.load(tmp_path / "c", {"o": mine})
+    assert_same(own.state_dict(), mine.state_dict())
