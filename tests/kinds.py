@@ -160,6 +160,15 @@ KINDS: dict[str, Kind] = {
         lambda path: files(indexed(path, ".safetensors", "model.safetensors.index.json"), "consolidated.safetensors"),
         TWO,
     ),
+    "index with plain paths": Kind(
+        _with(
+            lambda p: indexed(p, ".safetensors", "model.safetensors.index.json"),
+            lambda p: (p / "model.safetensors.index.json").write_text(
+                (p / "model.safetensors.index.json").read_text().replace("model-", "././model-")
+            ),
+        ),
+        TWO,
+    ),
     "parts": Kind(lambda path: files(path, "m-00001-of-00002.safetensors", "m-00002-of-00002.safetensors"), TWO),
     "model beside its optimizer": Kind(
         lambda path: files(path, "model.safetensors", "optimizer.pt", "rng_state.pth", "training_args.bin"), ONE
@@ -175,6 +184,13 @@ KINDS: dict[str, Kind] = {
         _with(
             lambda p: files(p, "model.pt", "openvino/m.xml"),
             lambda p: [(p / n).write_bytes(b"weights of another program") for n in ("train.bin", "openvino/m.bin")],
+        ),
+        ONE,
+    ),
+    "model beside a download that was cut": Kind(
+        _with(
+            lambda p: files(p, "model.safetensors"),
+            lambda p: (p / "model.safetensors.tmp").write_bytes((p / "model.safetensors").read_bytes()[:50]),
         ),
         ONE,
     ),
@@ -204,6 +220,9 @@ KINDS: dict[str, Kind] = {
         _with(save_ours, lambda p: [(p / n).unlink() for n in (METADATA, DATA)]), is_damaged=True
     ),
     "stock, data missing": Kind(_with(save_stock, lambda p: (p / DATA).unlink()), is_damaged=True),
+    "a rank alone, data missing": Kind(
+        _with(save_stock, lambda p: [(p / METADATA).rename(p / "__0.metadata"), (p / DATA).unlink()]), is_damaged=True
+    ),
     "stock, metadata cut": Kind(_with(save_stock, lambda p: cut(p / METADATA)), is_damaged=True),
     "stock, unfinished": Kind(_with(save_stock, lambda p: (p / METADATA).unlink()), is_damaged=True),
     "index damaged": Kind(
@@ -291,6 +310,16 @@ KINDS: dict[str, Kind] = {
         ),
         says="zero_to_fp32",
     ),
+    **{
+        f"deepspeed, {what}": Kind(lambda p, names=names: files(p, *names), says="zero_to_fp32")
+        for what, names in {
+            "two layouts": ("mp_rank_00_model_states.pt", "global_step5/mp_rank_00_model_states.pt"),
+            "layers": ("mp_rank_00_model_states.pt", "layer_00-model_00-model_states.pt"),
+            "layers below": ("global_step5/mp_rank_00_model_states.pt", "global_step5/layer_00-model_states.pt"),
+            "universal": ("mp_rank_00_model_states.pt", "zero/a.weight/fp32.pt", "zero/a.weight/exp_avg.pt"),
+            "universal below": ("step5/mp_rank_00_model_states.pt", "step5/zero/a/fp32.pt", "step5/zero/a/step.pt"),
+        }.items()
+    },
     "deepspeed step": Kind(
         lambda p: files(p, "mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"),
         says="zero_to_fp32",

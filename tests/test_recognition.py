@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+import pickle
 import re
 from pathlib import Path
 
 import pytest
 import torch
 from isal.isal_zlib import crc32
+from torch.distributed.checkpoint.metadata import StorageMeta
 from typer.testing import CliRunner
 
 import aiockpt
 from aiockpt.cli.main import app
+from aiockpt.format.belonging import describes, proven_files
 from aiockpt.format.manifest.manifest import SEAL
 from aiockpt.manager.scan import scan
-from tests.kinds import KINDS, made
+from aiockpt.storage.local.entries import LocalListing
+from tests.kinds import KINDS, MANIFEST, METADATA, files, made
 
 WHOLE = [name for name, kind in KINDS.items() if kind.keys]
 DAMAGED = [name for name, kind in KINDS.items() if kind.is_damaged]
@@ -54,6 +58,38 @@ def test_whole_checkpoints_are_whole_everywhere(name: str, ckpt, tmp_path: Path)
     assert invoke("inspect", path)[0] == 0
     assert invoke("convert", path, tmp_path / "converted")[0] == 0
     assert tuple(sorted(ckpt.load(tmp_path / "converted"))) == KINDS[name].keys
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_all_agree_on_the_files(name: str, ckpt, tmp_path: Path) -> None:
+    """What is verified is what may be deleted, and what is copied; nothing else is needed to load."""
+    path = made(name, tmp_path / "run" / "step-00000001")
+    if not path.is_dir():
+        pytest.skip("it is a file")
+    with LocalListing(path) as listing:
+        listing.list_below()
+        own = proven_files(listing.files, listing.fetch)
+    report = ckpt.verify(path)
+    assert own.isdisjoint(problem.file for problem in report.problems)
+    data = {each for each in own if not describes(each)}
+    for each in data:  # all of it is needed
+        (path / each).rename(tmp_path / "away")
+        row = row_of(path) or {}
+        assert (row.get("state"), row.get("format")) != ("complete", report.format)
+        (tmp_path / "away").rename(path / each)
+    if MANIFEST in own:
+        assert invoke("mirror", path.parent, tmp_path / "mirror")[0] == 0
+        assert {each.name for each in (tmp_path / "mirror" / path.name).iterdir()} == own
+    if not own:  # files of torch.save alone name nothing
+        assert KINDS[name].keys
+        return
+    assert report.files == len(own)
+    for each in path.iterdir():
+        if each.name not in own:
+            each.rename(tmp_path / f"other-{each.name}")
+    assert tuple(sorted(ckpt.load(path))) == KINDS[name].keys
+    ckpt.delete(path)
+    assert not path.exists()
 
 
 @pytest.mark.parametrize("name", DAMAGED)
@@ -152,19 +188,53 @@ def test_an_index_is_named_where_a_directory_has_two(ckpt, tmp_path: Path) -> No
     assert sorted(ckpt.load(path / "other.safetensors.index.json")) == ["t0"]
 
 
-def test_a_document_may_be_large_for_all(ckpt, tmp_path: Path) -> None:
-    """One limit for loading, listing and deleting: what one can open, none takes for damaged."""
-    path = made("ours", tmp_path / "run" / "step-00000001")
-    manifest = path / ".aiockpt.json"
+def test_what_deepspeed_has_stored_is_no_choice(ckpt, tmp_path: Path) -> None:
+    path = files(tmp_path, "a.pt", "mp_rank_00_model_states.pt", "run/step5/layer_00-model_states.pt")
+    with pytest.raises(aiockpt.CheckpointNotFoundError, match=r"holds one: a\.pt; add this"):
+        ckpt.load(path)
+    assert sorted(ckpt.load(path / "a.pt")) == ["t0"]
+
+
+LARGE = 257 << 20
+
+
+def _large_manifest(path: Path) -> None:
+    manifest = path / MANIFEST
     body = manifest.read_bytes().rpartition(SEAL.encode())[0]
-    body = body[:1] + b" " * (257 << 20) + body[1:]
+    body = body[:1] + b" " * LARGE + body[1:]
     manifest.write_bytes(body + f'{SEAL}{crc32(body):08x}"\n}}\n'.encode())
-    assert sorted(ckpt.load(path)) == ["b", "w"]
+
+
+def _large_metadata(path: Path) -> None:
+    metadata = pickle.loads((path / METADATA).read_bytes())
+    metadata.storage_meta = StorageMeta(save_id="x" * LARGE)
+    (path / METADATA).write_bytes(pickle.dumps(metadata))
+
+
+def _large_index(path: Path) -> None:
+    index = path / "model.safetensors.index.json"
+    index.write_bytes(index.read_bytes()[:-1] + b" " * LARGE + b"}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "enlarge"),
+    [("ours", _large_manifest), ("stock", _large_metadata), ("index of safetensors", _large_index)],
+)
+def test_a_document_may_be_large_for_all(name: str, enlarge, ckpt, tmp_path: Path) -> None:
+    """One limit for loading, listing and deleting: what one can open, none takes for damaged."""
+    path = made(name, tmp_path / "run" / "step-00000001")
+    enlarge(path)
+    assert tuple(sorted(ckpt.load(path))) == KINDS[name].keys
     assert ckpt.verify(path).ok
-    assert [info.state for info in scan(path.parent)] == ["complete"]
+    with aiockpt.SyncCheckpointManager(path.parent, mode="read") as run:
+        assert run.latest().step == 1
     row = row_of(path)
     assert row is not None
     assert row["state"] == "complete"
+    assert invoke("inspect", path)[0] == 0
+    assert invoke("convert", path, tmp_path / "converted")[0] == 0
+    assert tuple(sorted(ckpt.load(tmp_path / "converted"))) == KINDS[name].keys
     ckpt.delete(path)
     assert not path.exists()
 

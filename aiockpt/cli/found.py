@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from aiockpt.core.wording import naturally
 from aiockpt.format.names import HIDDEN
-from aiockpt.format.recognise import Format, Recognised
+from aiockpt.format.recognise import Format, Recognised, is_mark
 from aiockpt.manager.scan import DEFAULT_NAMES, NO_STEP, StepInfo, StepNames, examine, is_set_aside
 from aiockpt.storage.base import Directories, Listing, LookBudget
 from aiockpt.storage.registry import directories_for
@@ -85,7 +85,9 @@ def look_into(directory: str, budget: LookBudget | None = None, names: StepNames
                 0,
             )
         if each is not None:
-            found.append(each)
+            # Beside a checkpoint, what is neither named as one nor whole is left of a download or a copy.
+            if not about.layout or each.info.state == "complete" or name in listing.folders or is_mark(name):
+                found.append(each)
         elif count:
             below[name] = count
         elif name in listing.folders and not name.startswith("."):

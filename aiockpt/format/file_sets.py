@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from aiockpt.errors import CorruptCheckpointError, LoadError, UnsafeCheckpointError
 from aiockpt.format.index import Entry, Index, ItemRange, ObjectEntry, ObjPath, StoredChunk, TensorEntry
 from aiockpt.format.names import COMMON_NAME, METADATA_NAME
-from aiockpt.format.recognise import PART, known_ranks
+from aiockpt.format.recognise import PART, known_ranks, plain_name
 from aiockpt.format.safetensors.reader import HeaderError, parse_object, shared_names
 
 _MOST_SHOWN = 10
@@ -224,12 +224,12 @@ def decode_shard_index(name: str, data: bytes) -> ShardIndex:
     except HeaderError as exc:
         raise CorruptCheckpointError(f"{name} {exc}; restore it from where it came") from exc
     for key, file in weight_map.items():
-        if _leads_out(file):
+        if _leads_out(plain_name(file)):
             raise UnsafeCheckpointError(
                 f"{name} puts the tensor {key!r} into {file!r}, which is not a plain path below the index; "
                 "nothing was read. Correct the index if you trust it."
             )
-    return ShardIndex(weight_map, metadata or {})
+    return ShardIndex({key: plain_name(file) for key, file in weight_map.items()}, metadata or {})
 
 
 def _leads_out(file: str) -> bool:

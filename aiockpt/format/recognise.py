@@ -93,8 +93,10 @@ _COMPANION = re.compile(
     r"(optimizer|scheduler|scaler|sampler|dl_state_dict|training_args|rng_state|random_states|custom_checkpoint)"
     rf"[^/]*\.(pt|pth|bin|pkl)|meta\.pt|{_MODEL.pattern}"
 )
-# See `_get_ckpt_name` and `_get_zero_ckpt_name` in `deepspeed/runtime/engine.py`.
-_DEEPSPEED = re.compile(r"([^/]+/)?[^/]+_(model|optim)_states\.pt")
+# See `_get_ckpt_name`, `_get_zero_ckpt_name` and `ckpt_layer_path` of DeepSpeed, and its `ds_to_universal.py`.
+_DEEPSPEED = re.compile(
+    r"([^/]+/)?([^/]+[-_](model|optim)_states|(?<![^/])zero/.+/(fp32|exp_avg|exp_avg_sq|step))\.pt(?![^/])"
+)
 
 _MAGICS = (
     (b"GGUF", "a GGUF file of llama.cpp"),
@@ -230,7 +232,8 @@ def _recognise_loose(files: Mapping[str, int], top: Sequence[str], fetch: Fetch,
 def _indexed(index: str, files: Mapping[str, int], fetch: Fetch) -> Recognised:
     form: Literal["safetensors", "torch"] = "safetensors" if index.endswith(SHARD_INDEX[0]) else "torch"
     try:
-        members = tuple(dict.fromkeys(map(str, json.loads(document(index, files, fetch))["weight_map"].values())))
+        names = json.loads(document(index, files, fetch))["weight_map"].values()
+        members = tuple(dict.fromkeys(plain_name(str(name)) for name in names))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         problem = f"{printable_key(index)} is damaged"
         return Recognised(layout=form, format=form, state="damaged", problem=problem, index=index)
@@ -244,6 +247,11 @@ def _indexed(index: str, files: Mapping[str, int], fetch: Fetch) -> Recognised:
         index=index,
         beside=_beside(files, [*members, index]),
     )
+
+
+def plain_name(name: str) -> str:
+    """Return a name in the map of an index as files are listed: without "./", which leads nowhere."""
+    return re.sub(r"(?<![^/])(\./)+", "", name)
 
 
 def _loose_set(members: tuple[str, ...], files: Collection[str]) -> Recognised:
@@ -390,15 +398,15 @@ def _checkpoints_in(files: Iterable[str]) -> list[str]:
             found.update(indexes)
         else:
             found.update(f"{folder}/{name}".lstrip("/") for name in marks)
-    return sorted((name for name in found if not _DEEPSPEED.fullmatch(name)), key=naturally, reverse=True)
+    return sorted((name for name in found if not _DEEPSPEED.search(name)), key=naturally, reverse=True)
 
 
 def _foreign_directory(files: Iterable[str]) -> str:
     """Return which other program's checkpoint a directory is; empty if that is not known."""
     if any(map(_DEEPSPEED.fullmatch, files)):
         return (
-            "it is a checkpoint of DeepSpeed, whose parts are not supported: convert it with the zero_to_fp32.py that "
-            "DeepSpeed has put there"
+            "it is a checkpoint of DeepSpeed, whose parts are not supported: load it with DeepSpeed, and save it, or "
+            "convert it with zero_to_fp32.py, if DeepSpeed has put that there"
         )
     if any(name.rpartition("/")[2] in ("_CHECKPOINT_METADATA", "manifest.ocdbt") for name in files):
         return "it is a checkpoint of Orbax, which is not supported: restore it with Orbax, and save it"
@@ -533,7 +541,9 @@ def assess(found: Recognised, files: Mapping[str, int], fetch: Fetch, *, is_part
         return Assessment(found.state, problem)
     match found.layout:
         case "dcp":
-            problem = _metadata_problem(document(METADATA_NAME, files, fetch), files)
+            problem = _metadata_problem(METADATA_NAME, files, fetch)
+        case "ranks":
+            problem = next(filter(None, (_metadata_problem(name, files, fetch) for name in found.ranks.values())), "")
         case "safetensors" | "torch":
             problem = next(filter(None, (_file_problem(name, files[name], fetch, found) for name in found.files)), "")
     return Assessment("damaged" if problem else "complete", problem)
@@ -563,11 +573,12 @@ def absent_text(disks: Collection[DiskFacts], files: Collection[str]) -> str:
     return f"{named} of its {total} files, which are on the own disks of several hosts" if away else ""
 
 
-def _metadata_problem(metadata: bytes, files: Collection[str]) -> str:
-    """Return why `.metadata` of DCP can't be whole: it is cut short, or a file that it names is missing."""
+def _metadata_problem(name: str, files: Mapping[str, int], fetch: Fetch) -> str:
+    """Return why a `.metadata` of DCP can't be whole: it is cut short, or a file that it names is missing."""
+    metadata, folder = document(name, files, fetch), name[: name.rfind("/") + 1]
     if metadata[:1] != b"\x80" or metadata[-1:] != b".":
-        return f"{METADATA_NAME} is cut short or damaged"
-    named = sorted({name.decode() for name in _DATA_IN_METADATA.findall(metadata)})
+        return f"{name} is cut short or damaged"
+    named = sorted({folder + name.decode() for name in _DATA_IN_METADATA.findall(metadata)})
     return next((f"it lacks its file {name}" for name in named if name not in files), "")
 
 

@@ -189,6 +189,9 @@ class Retention:
                 mirror.note_end(step, handle, "" if is_here or result is None else result.path)
             if result is not None and self._on_written is not None:
                 self._call_on_written(step, result)
+            if is_here and prunes and (info := self._scanner.look(step, handle.path)) is not None and info.problem:
+                text = "step %d was written, but is %s: no restore takes it, and no step is deleted: %s"
+                logger.error(text, step, info.state, info.problem)
         except Exception:
             logger.exception("the end of the save of %s was not followed", handle.path)
         else:
@@ -216,8 +219,6 @@ class Retention:
         infos = self._scanner.scan(lenient=True)  # what can't be read stays
         last = next((info for info in infos if info.step == written), None)
         if last is None or last.state != "complete":  # it was moved away, or the file system does not show it yet
-            if last is not None and last.state == "damaged":
-                logger.warning("step %d was written, but is damaged, so no step is deleted: %s", written, last.problem)
             return
         for info in to_delete(self._keep, infos, time.time(), self.protected()):
             if info.step in self.protected():  # pinned, opened or saved again meanwhile

@@ -185,6 +185,11 @@ class StepScanner:
                     break
         return found
 
+    def look(self, step: int, path: str) -> StepInfo | None:
+        """Return what is known of one step, by its path; None if it is not there."""
+        with self._lock:
+            return self._look(path, step, lenient=True)
+
     def stamp(self, path: str) -> Stamp | None:
         """Return a text that changes if a step is replaced after it was scanned; None if that is not known."""
         known = self._cache.get(path)

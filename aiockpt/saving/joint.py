@@ -18,7 +18,7 @@ from aiockpt.planning.dcp_plan import DcpLayout, DcpPlan
 from aiockpt.planning.planner import SavePlan, StateSummary, Summary
 from aiockpt.saving.strategy import SaveStrategy, result_of
 from aiockpt.storage.part import PartStorage
-from aiockpt.writing.commit import now, writer_name
+from aiockpt.writing.commit import checked, now, writer_name
 
 if TYPE_CHECKING:
     from aiockpt.coordination.coordinator import Coordinator
@@ -195,7 +195,7 @@ def describe_joint(
     bare = encode_manifest(Manifest(writer_name(), now()))
     documents |= added
     documents[MANIFEST_NAME] = with_parts(manifests.get("", bare), files, names)  # last: it makes the whole complete
-    return files, documents
+    return files, checked(documents)
 
 
 class JointSave(SaveStrategy):

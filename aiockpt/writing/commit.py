@@ -9,18 +9,23 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from isal.isal_zlib import crc32
 
 from aiockpt._version import __version__
+from aiockpt.errors import CommitError, printable_key
+from aiockpt.format.belonging import describes
 from aiockpt.format.manifest.manifest import DIVIDED_KEY, INDEX_KEY, FileFacts, Manifest, encode_manifest
 from aiockpt.format.names import MANIFEST_NAME, METADATA_NAME
+from aiockpt.format.recognise import DOCUMENT_BYTES
 
 if TYPE_CHECKING:
     from aiockpt.format.dcp.metadata_opcodes import EncodedItem
     from aiockpt.format.manifest.index_writer import Drafts
     from aiockpt.format.manifest.manifest import JsonValue
+
+T = TypeVar("T", bytes, bytes | bytearray)
 
 
 def writer_name() -> str:
@@ -66,7 +71,18 @@ class CommitDocuments:
         manifest = replace(self.manifest, files=files, times_s=times_s, totals=totals)
         text = None if index is None else index.finish(crcs)
         index_key = DIVIDED_KEY if index is not None and index.is_divided else INDEX_KEY
-        return {MANIFEST_NAME: encode_manifest(manifest, text, section, index_key=index_key), **documents}
+        return checked({MANIFEST_NAME: encode_manifest(manifest, text, section, index_key=index_key), **documents})
+
+
+def checked(documents: dict[str, T]) -> dict[str, T]:
+    """Return the documents of a checkpoint; raise CommitError if one is larger than any that is read."""
+    for name, data in documents.items():
+        if describes(name.rpartition("/")[2]) and len(data) > DOCUMENT_BYTES:
+            raise CommitError(
+                f"{printable_key(name)} would have {len(data)} bytes, and none of more than {DOCUMENT_BYTES} is read: "
+                "save fewer keys, in several checkpoints, or less metadata"
+            )
+    return documents
 
 
 def commit_documents(

@@ -326,7 +326,22 @@ def test_the_weight_map_decides_which_tensors_belong_to_a_set() -> None:
 
 @pytest.mark.parametrize(
     "file",
-    ["../x.safetensors", "/etc/x", "a/../../x", "..", ".", "", "a//b", "./a", "a\\..\\b", "C:x", "a\0b", "a\nb", "a/"],
+    [
+        "../x.safetensors",
+        "/etc/x",
+        "a/../../x",
+        "..",
+        ".",
+        "",
+        "a//b",
+        "./../a",
+        ".//a",
+        "a\\..\\b",
+        "C:x",
+        "a\0b",
+        "a\nb",
+        "a/",
+    ],
 )
 def test_shards_outside_of_the_folder_are_unsafe(file: str) -> None:
     document = {"weight_map": {"fine": "model-1.safetensors", "w": file}}

@@ -7,6 +7,7 @@ import gc
 import logging
 import math
 import os
+import re
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -154,6 +155,19 @@ def test_nothing_is_deleted_if_the_written_step_is_gone(tmp_path: Path) -> None:
         run._retention.finished().result()
         run.save(2, STATE, post_commit=lambda path: os.rename(path, tmp_path / "archived"))
     assert names(tmp_path) == ["archived", "step-00000001"]
+
+
+@pytest.mark.parametrize("keep", [None, aiockpt.KeepLatest(1)])
+def test_a_step_that_is_written_and_not_whole_is_named(
+    tmp_path: Path, keep: aiockpt.KeepPolicy | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    with aiockpt.SyncCheckpointManager(tmp_path, keep=keep) as run:
+        run.save(1, STATE)
+        run.save(2, STATE, post_commit=lambda path: truncate(tmp_path, 2))
+        run._retention.finished().result()
+        (record,) = [each for each in caplog.records if each.levelno >= logging.ERROR]
+    assert re.search(r"step 2 was written.*damaged.*distcp has \d+ bytes", record.getMessage())
+    assert steps(tmp_path) == [1, 2]
 
 
 def test_save_to_the_fallback_path_deletes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

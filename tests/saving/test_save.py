@@ -816,3 +816,16 @@ def test_a_save_that_is_prepared_meanwhile_changes_nothing_of_the_one_before(tmp
     for number, state in enumerate(states):
         (tmp_path / f"{number}" / ".aiockpt.json").unlink()  # so that `.metadata` is read
         assert_same(state, aiockpt.load(tmp_path / f"{number}"))
+
+
+@pytest.mark.parametrize("format", ["dcp", "safetensors"])
+def test_a_document_that_would_be_too_large_to_be_read_is_refused(
+    format: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("aiockpt.writing.commit.DOCUMENT_BYTES", 300)  # really 2 GiB
+    with (
+        aiockpt.SyncCheckpointer(process_group=None) as ckpt,
+        pytest.raises(aiockpt.SaveError, match=r"would have \d+ bytes.*save fewer keys"),
+    ):
+        ckpt.save({"w": torch.ones(2)}, tmp_path / "c", format=format)
+    assert not any(tmp_path.iterdir())

@@ -244,6 +244,8 @@ class _Reading:
                 inventory.add_archive(name)
             return
         self.format = index.format
+        if found.index:
+            self.described_files, self.described_bytes = 1, self.source.files[found.index]
         self._check_structure(index)
         inventory.add(index, None)
         for name in names if index.format == "torch" else ():  # without tensors
