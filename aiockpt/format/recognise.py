@@ -615,7 +615,9 @@ def document(name: str, files: Mapping[str, int], fetch: Fetch) -> bytes:
     # In parts: a sparse file takes no disk space, but would take up to 2 GiB of memory before its first hole is seen.
     while size <= DOCUMENT_BYTES and len(data) < size:
         part = fetch(name, len(data), min(PART_BYTES, size - len(data)))
-        if not part or HOLE in part:
+        if HOLE in part:
             return b""
+        if not part:  # it has become shorter: what is left is judged
+            break
         data += part
     return bytes(data)

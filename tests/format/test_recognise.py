@@ -20,7 +20,8 @@ def recognised(names: tuple[str, ...]) -> Recognised:
 
     def fetch(name: str, offset: int, length: int) -> bytes:
         if name.endswith(".json"):
-            return json.dumps({"weight_map": {"w": PARTS[0] if name == INDEX else BINS[0]}}).encode()
+            document = json.dumps({"weight_map": {"w": PARTS[0] if name == INDEX else BINS[0]}}).encode()
+            return document[offset : offset + length]
         begin = bytes(8) + b"{" if name.endswith(".safetensors") else b"PK\3\4" + bytes(4 + 2 + 20) + b"x/data.pkl"
         return begin[offset : offset + length]
 

@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 
+import numpy.ma  # noqa: F401 - imported by torch when it comes to it, which would count as an opened file
 import pytest
+import torch._subclasses.schema_check_mode  # noqa: F401
 
 import aiockpt
 from tests.fuzz.judge import Judge
