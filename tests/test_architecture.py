@@ -73,6 +73,7 @@ def _part(module: str) -> str:
     return parts[1] if len(parts) > 1 else "__init__"
 
 
+@pytest.mark.slow
 def test_every_module_is_on_a_floor() -> None:
     assert {_part(module) for module in _imports()} == {*LEVEL, *BESIDE}
 
@@ -172,6 +173,7 @@ def test_type_checkers_know_every_public_name() -> None:
     assert sorted(names) == sorted([*aiockpt._HOME_OF.items(), *modules])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", aiockpt._MODULES)
 def test_a_public_module_needs_no_import_of_its_own(name: str, python_with_torch: list[str]) -> None:
     code = f"import sys, aiockpt; assert 'aiockpt.{name}' not in sys.modules; aiockpt.{name}.__doc__.strip()"

@@ -49,6 +49,7 @@ def _deep() -> tuple:
     return value
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("state", "message"),
     [
@@ -247,6 +248,7 @@ state = {{f"w{{i}}": torch.arange(i, i + 500_000) for i in range(8)}}
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "body",
     [

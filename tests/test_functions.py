@@ -181,5 +181,6 @@ def _save_twice(rank: int, world_size: int, path: str) -> list[str]:
     return sorted(aiockpt.load(f"{path}/1"))
 
 
+@pytest.mark.slow
 def test_all_ranks_save_together(world2: World, tmp_path: Path) -> None:
     assert world2.results(_save_twice, str(tmp_path)) == [["of0", "of1", "step"]] * 2

@@ -222,6 +222,7 @@ _STOCK_STATES = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(state=_STOCK_STATES)
 def test_checkpoints_of_stock_dcp_load(state, folder: Path) -> None:
@@ -448,6 +449,7 @@ def test_conjugated_and_negated_views_are_not_tied(tmp_path: Path) -> None:
         assert_same(state, ckpt.load(tmp_path / "c"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checked_ahead", [True, False])
 def test_empty_and_tied_tensors_whose_layout_changes(
     checked_ahead: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -55,6 +55,7 @@ def test_a_cancelled_save_of_a_writer_process_leaves_nothing(moment: str, tmp_pa
     asyncio.run(main())
 
 
+@pytest.mark.slow
 @pytest.mark.asyncio
 @pytest.mark.parametrize("moment", MOMENTS)
 async def test_a_cancelled_overwrite_keeps_the_old_checkpoint(moment: str, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ def _assert_all_written(held: Held, *more: str) -> None:
         assert_same(held.state, ckpt.load(held.path))
 
 
+@pytest.mark.slow
 @pytest.mark.asyncio
 @pytest.mark.parametrize("way", WAYS)
 async def test_closing_goes_on_without_its_waiter(way: str, tmp_path: Path) -> None:

@@ -67,6 +67,7 @@ def _release_in_engine(storage: HeldReads, engine: EngineLoop, steps: int = 10) 
     engine.post(partial(_release_in_engine, storage, engine, steps - 1) if steps else storage.release)
 
 
+@pytest.mark.slow
 @pytest.mark.asyncio
 @pytest.mark.parametrize(
     "way",

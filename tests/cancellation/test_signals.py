@@ -38,6 +38,7 @@ def assert_written(runs: Path, moment: str) -> None:
         assert all(ckpt.verify(runs / name).ok for name in front)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("moment", "loop", "writer"),
     [
@@ -78,6 +79,7 @@ def test_a_second_ctrl_c_leaves_the_block_and_the_exit_waits_for_the_save(moment
     assert_written(runs, moment)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("moment", "writer"),
     [("captured", "thread"), ("inside a write", "thread"), ("committing", "process")],
@@ -131,6 +133,7 @@ def test_sigterm_and_closing_finish_the_save(
 _EXIT_CODES = {children.is_terminated: (1, 1), children.closes: (0, 3), children.blocks: (143, 143)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "moment"),
     [

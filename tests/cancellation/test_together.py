@@ -116,6 +116,7 @@ async def _cancel(saves: list[aiockpt.SaveHandle], cancelled: set[int], stop: St
         await other.save(state_of(9), folder / "other")
 
 
+@pytest.mark.slow
 @pytest.mark.asyncio
 @pytest.mark.parametrize(
     "cancelled",

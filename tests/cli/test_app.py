@@ -82,6 +82,7 @@ def test_exit_code_of_the_command_is_that_of_the_process():
     assert invoke(lambda: None).exit_code == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [["nonsense"], ["docs", "--nonsense"], ["docs", "a", "b"], ["--nonsense"]])
 def test_wrong_usage_is_one_line_and_exit_code_2(arguments):
     done = run(*arguments)
@@ -91,6 +92,7 @@ def test_wrong_usage_is_one_line_and_exit_code_2(arguments):
     assert "--help shows the usage" in done.stderr
 
 
+@pytest.mark.slow
 def test_help_is_shown_without_a_command():
     done = run()
     assert done.returncode == 2

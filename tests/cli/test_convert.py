@@ -186,6 +186,7 @@ def test_extraction_errors(tmp_path):
     assert (tmp_path / "m.pt").read_text() == ""
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc/self/io")
 @pytest.mark.parametrize("name", ["m.safetensors", "m.pt"])
 @pytest.mark.parametrize("form", ["aiockpt", "torch", "safetensors"])

@@ -134,6 +134,7 @@ def test_large_tensors_are_compared_in_parts(anywhere):
     assert [each[name] for name in ("elements", "differing", "max_abs")] == [48 << 20, 3, 3.0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(), (1000,), (7, 11, 13), (1, 1, 1001), (1001, 1), (3, 0, 2)])
 def test_parts_of_any_shape(shape, tmp_path, monkeypatch):
     monkeypatch.setattr(diffs, "_PART_BYTES", 256)

@@ -35,6 +35,7 @@ def steps(run):
     return {int(path.name.removeprefix("step-")) for path in run.glob("step-0*")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "kept"),
     [
@@ -113,6 +114,7 @@ def test_run_with_an_owner_allows_only_a_dry_run(run):
     assert steps(run) == {1100}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -281,6 +281,7 @@ def test_callbacks_are_called_even_if_no_thread_can_be_started(monkeypatch: pyte
     assert seen == [future]
 
 
+@pytest.mark.slow
 def test_a_process_ends_only_after_its_callbacks(python: list[str], tmp_path: Path) -> None:
     code = (
         "import sys, threading, torch, aiockpt\n"

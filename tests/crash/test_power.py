@@ -19,7 +19,6 @@ def findings_of(report) -> str:
     return "\n".join(map(str, report.findings))
 
 
-@pytest.mark.main
 @pytest.mark.parametrize("name", QUICK)
 def test_no_power_cut_breaks_a_promise(zygote: Zygote, tmp_path: Path, name: str) -> None:
     recording = zygote.call(record, name, tmp_path / "c")

@@ -46,6 +46,7 @@ def stock_load(path: Path, like: dict[str, Any]) -> dict[str, Any]:
     return target
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk_bytes", [4096, 16 << 20])
 def test_a_checkpoint_of_several_ranks(
     world4: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk_bytes: int

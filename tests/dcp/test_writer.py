@@ -641,6 +641,7 @@ def _save_sharded(rank: int, world_size: int, path: Path, options: dict[str, Any
     return [name for name, value in target["model"].items() if raw_bytes(value.full_tensor()) != raw_bytes(whole[name])]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "how"),
     [({}, "sync"), ({"single_file_per_rank": False}, "sync"), ({"thread_count": 1}, "async"), ({}, "cached plans")],

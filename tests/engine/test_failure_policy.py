@@ -379,6 +379,7 @@ class _HangsReading(WrapperStorage):
         self.works.wait(60)
 
 
+@pytest.mark.slow
 @pytest.mark.asyncio
 async def test_a_slow_post_commit_hook_causes_no_timeout(tmp_path: Path) -> None:
     go = threading.Event()

@@ -235,6 +235,7 @@ def test_a_fork_while_the_engine_starts_leaves_a_child_that_can_save(
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.slow
 def test_the_threads_of_an_engine_import_nothing(python_with_torch: list[str], tmp_path: Path) -> None:
     """A fork during a thread's import would leave the child with a half-imported module."""
     code = """

@@ -40,6 +40,7 @@ def _wait_for_rest() -> None:
     until(lambda: not _threads())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("writer", ["thread", "process"])
 def test_it_rests_and_goes_on(writer: Any, tmp_path: Path) -> None:
     with SyncCheckpointer(idle_timeout=SOON_S, writer=writer) as ckpt:

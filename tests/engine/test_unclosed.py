@@ -57,6 +57,7 @@ def _wait_for_threads() -> None:
             assert not thread.is_alive(), thread.name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("writer", ["thread", "process"])
 def test_thirty_unclosed_checkpointers_leave_nothing(writer: str, tmp_path: Path) -> None:
     process = psutil.Process()

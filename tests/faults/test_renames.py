@@ -77,6 +77,7 @@ def _holds(folder: Path, name: str, state: dict | None) -> None:
             assert_same(state, ckpt.load(folder / name))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("retries", [None, RETRIES], ids=["no-retries", "retries"])
 @pytest.mark.parametrize(
     "number", [errno.ESTALE, errno.ETIMEDOUT, errno.EINTR, errno.EEXIST, errno.ENOENT], ids=errno.errorcode.get

@@ -44,6 +44,7 @@ def _prepare_path(folder: Path, name: str, *, overwrite: bool) -> tuple[Path, di
     return folder / name, {name: OLD}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "overwrite"), [(errno.ENOSPC, False), (errno.EIO, True)], ids=["first", "overwrite"]
 )

@@ -203,6 +203,7 @@ VALUES = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(VALUES)
 def test_any_value_of_plain_types_passes(value: Any) -> None:

@@ -382,6 +382,7 @@ VALUES: st.SearchStrategy[Any] = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=400, deadline=None)
 @given(data=st.data())
 def test_changed_headers_raise_our_errors_or_fit(data: st.DataObject) -> None:

@@ -135,6 +135,7 @@ def test_a_training_state() -> None:
     assert repr(file).startswith("TorchFile(name='model.pt'")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", storable_dtypes(), ids=str)
 @pytest.mark.parametrize("shape", [(), (0,), (7,), (3, 5), (2, 0, 4)], ids=str)
 def test_every_dtype_and_a_bare_tensor(dtype: torch.dtype, shape: tuple[int, ...]) -> None:

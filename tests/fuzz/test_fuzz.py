@@ -84,6 +84,7 @@ class _RawError(aiockpt.LoadError):
         return self.args[0]
 
 
+@pytest.mark.slow
 def test_the_judge_detects_each_kind_of_problem(targets, judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
     def load(path: Path) -> None:
         data = path.read_bytes()

@@ -66,6 +66,7 @@ def steps(directory: Any) -> list[int]:
     return [info.step for info in scan(directory) if info.state == "complete"]
 
 
+@pytest.mark.slow
 def test_steps_are_mirrored(here: Path, there: Any) -> None:
     with run_of(here, there) as run:
         for step in (1, 2, 3):
@@ -211,6 +212,7 @@ def test_step_that_is_saved_again_while_it_is_copied(here: Path, there: Any, gat
         assert [info.save_id for info in scan(here)] == [info.save_id for info in scan(there)]
 
 
+@pytest.mark.slow
 def test_required_steps_stay_while_the_mirror_does_not_answer(here: Path, there: Any, gate: Gate) -> None:
     """Those of an earlier manager, too, though nobody knows yet what the mirror has."""
     with aiockpt.SyncCheckpointManager(here) as run:
@@ -292,6 +294,7 @@ class Broken(Gate):
         return
 
 
+@pytest.mark.slow
 def test_step_of_the_mirror_that_can_not_be_read_holds_up_no_other(here: Path, there: Any) -> None:
     gate = Broken(storage_of(there), str(there))
     with run_of(here, "gate://here") as run:
@@ -464,6 +467,7 @@ def test_second_ctrl_c_ends_closing(here: Path, there: Any, gate: Gate, monkeypa
     assert steps(there) == [1]
 
 
+@pytest.mark.slow
 @pytest.mark.asyncio
 async def test_mirror_that_closing_cuts_off_is_no_unretrieved_error(here: Path, there: Any, gate: Gate) -> None:
     heard: list[dict[str, Any]] = []
@@ -542,6 +546,7 @@ def test_damage_that_is_found_before_the_end_of_the_save_is_noted(here: Path, th
         assert isinstance(mirrored.exception(60), aiockpt.CorruptCheckpointError)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_same", [True, False])
 def test_step_that_is_copied_and_deleted_before_the_end_of_the_save_is_noted(is_same, here: Path, there: Any) -> None:
     with run_of(here, there, aiockpt.KeepLatest(1), mirror_keep=aiockpt.KeepEvery(1)) as run:
@@ -634,6 +639,7 @@ def test_mirror_of_another_run_is_refused(here: Path, tmp_path: Path, there: Any
     assert len({info.run_id for info in (*scan(tmp_path / "other"), *scan(tmp_path / "other-mirror"))}) == 1
 
 
+@pytest.mark.slow
 def test_run_that_goes_on_from_its_mirror_is_the_same_run(tmp_path: Path, there: Any) -> None:
     """On an empty disk, and then on the first one again."""
     with run_of(tmp_path / "old", there) as run:
@@ -792,6 +798,7 @@ def test_garbage_collected_manager_leaves_no_thread_and_no_lock(here: Path, ther
         assert again.submit(2, STATE).mirrored.result(60)
 
 
+@pytest.mark.slow
 def test_bandwidth(here: Path, there: Any) -> None:
     with run_of(here, there, mirror_bandwidth=4e6) as run:
         result = run.submit(1, {"x": torch.zeros(1_000_000)}).mirrored.result(60)

@@ -42,7 +42,6 @@ def restores(rank: int, size: int, here: Path, there: Any, verify: Any = "auto")
     return start.step, step_in(state, rank), start.path, start.repaired, len(heard)
 
 
-@pytest.mark.main
 def test_mirror_of_two_ranks(world2: World, tmp_path: Path, anywhere: Path) -> None:
     here, there = tmp_path / "here", anywhere / "there"
     assert world2.results(trains, here, there) == [3, None]

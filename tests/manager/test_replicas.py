@@ -233,6 +233,7 @@ def test_replicas_of_a_lost_disk_stay_as_long_as_the_run_has_the_step(hosts: Hos
     assert [step for step, _ in found(hosts.replicas("b", "a"))] == [2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["create", "write", "finish", "commit"])
 def test_copy_that_was_interrupted_goes_on(hosts: Hosts, tmp_path: Path, where: str) -> None:
     """A part of a file that a killed process has copied is not trusted; a whole file is not copied again."""
@@ -395,6 +396,7 @@ def test_nothing_is_deleted_before_it_is_known_what_is_replicated(watched: Watch
     until(lambda: len(watched.steps()) < 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("host", "how"), [("a", "flipped"), ("b", "flipped"), ("b", "replaced"), ("b", "manifest")])
 def test_step_that_a_disk_damages_before_it_is_copied_is_said_to_be_damaged(
     watched: Watched, how: str, host: str, caplog: pytest.LogCaptureFixture

@@ -73,6 +73,7 @@ def test_damaged_step_is_skipped_and_renamed(folder: Path, harm: Any, verify: An
     assert names(folder) == ["step-00000100", "step-00000200", "step-00000300.damaged"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", [0.3, 0.6, 0.98])
 def test_flipped_bit_at_any_place_is_detected(folder: Path, where: float) -> None:
     flip(folder, 300, where=where)
@@ -84,6 +85,7 @@ def test_flipped_bit_at_any_place_is_detected(folder: Path, where: float) -> Non
     assert (start.step, step_in(state), [each.step for each in start.skipped]) == (100, 100, [300, 200])
 
 
+@pytest.mark.slow
 def test_step_set_aside_can_be_saved_again(folder: Path) -> None:
     for expected in (".damaged", ".damaged-1", ".damaged-2"):
         flip(folder, 300)
@@ -156,6 +158,7 @@ def test_newest_step_is_verified_first_if_an_older_one_has_other_shapes(anywhere
     assert names(anywhere) == ["step-00000001", "step-00000002"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verify", ["auto", "before"])
 def test_requested_step_that_is_damaged_raises(folder: Path, verify: Any) -> None:
     flip(folder, 200)
@@ -271,6 +274,7 @@ def test_empty_step_directory_is_skipped(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step-00000001", "step-00000007"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verify", ["auto", "before", "while"])
 def test_step_of_a_later_format_version_is_not_marked_damaged(folder: Path, verify: Any) -> None:
     manifest = path_of(folder, 300) / ".aiockpt.json"
@@ -346,6 +350,7 @@ def test_step_deleted_during_the_search_is_skipped_silently(folder: Path, monkey
     assert (start.step, start.skipped, step_in(state)) == (200, (), 200)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("before", ["inspect", "verify", "load"])
 def test_reader_gets_the_newest_step_while_a_writer_deletes(
     anywhere: Path, monkeypatch: pytest.MonkeyPatch, before: str
@@ -444,6 +449,7 @@ def saved(folder: Path, *steps: int) -> None:
             run.save(step, state_of(step), {"loss": step})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("choice", [{"step": 2}, {"step": "best", "metric": "loss", "mode": "min"}])
 def test_restore_of_an_older_step_warns_at_once(anywhere: Path, choice: dict[str, Any]) -> None:
     saved(anywhere, 2, 3, 4)

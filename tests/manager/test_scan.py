@@ -52,6 +52,7 @@ def test_facts_come_from_the_manifest(anywhere: Path) -> None:
     assert found.nbytes == sum(file.stat().st_size for file in path.iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "run", ["mine", {"name": "mine"}, {"time": 1.7e18}, {"time": -1}, {"time": math.nan}, {"step": 1, "time": True}]
 )
@@ -94,6 +95,7 @@ def data_file(path: Path) -> Path:
     return next(path.glob("*.distcp"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("harm", "state", "words"),
     [

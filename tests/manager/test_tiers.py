@@ -205,6 +205,7 @@ class Model:
             self.is_lost, self.step = True, max(self.mirror, default=0)
 
 
+@pytest.mark.slow
 @given(OPERATIONS, st.none() | POLICIES, st.none() | POLICIES, st.booleans())
 @settings(max_examples=300)
 def test_no_deletion_leaves_both_tiers_without_a_step(

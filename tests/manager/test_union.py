@@ -64,7 +64,6 @@ def test_nearest_copy_is_taken(here: Path, gate: Gate, run3: None) -> None:
     assert not [name for name in gate.reads if name.endswith(".distcp")]
 
 
-@pytest.mark.main
 @pytest.mark.parametrize("mode", ["write", "read"])
 def test_empty_disk(here: Path, there: Any, run3: None, mode: str) -> None:
     """A replaced host has nothing: it goes on from the mirror, and so does the next one."""

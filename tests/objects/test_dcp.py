@@ -44,7 +44,6 @@ def loaded(bucket: Bucket, name: str, state: dict[str, Any]) -> dict[str, Any]:
     return target
 
 
-@pytest.mark.main
 @pytest.mark.parametrize("options", [{}, {"single_file_per_rank": False}, {"thread_count": 1}], ids=str)
 def test_save_and_load(options: dict[str, Any], bucket: Bucket, tmp_path: Path) -> None:
     for seed in range(2):

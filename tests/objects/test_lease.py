@@ -66,6 +66,7 @@ def test_a_process_takes_again_what_it_could_not_take_or_release(
     lease.release()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after_s", [0.0, 1e9], ids=["stopped for long", "renewed lately"])
 def test_lost_lease_publishes_and_deletes_nothing(
     after_s: float, bucket: Bucket, server: ObjectServer, monkeypatch: pytest.MonkeyPatch

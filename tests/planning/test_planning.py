@@ -95,6 +95,7 @@ def test_an_image_does_not_depend_on_the_chunk_size(sizes: list[int], head: byte
     assert sealer.crcs == [zlib.crc32(payload) for payload in payloads]
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(
     sizes=st.lists(st.one_of(st.integers(0, 3000), st.sampled_from([1 << 20, (1 << 20) + 1])), max_size=6),

@@ -234,6 +234,7 @@ async def wait_for_a_dead_rank(rank: int, world_size: int, victim: int) -> list[
     return [str(error) for error in errors]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("store", ["tcp", "file"])
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_rank_that_was_killed_is_named_in_every_later_round(size: int, store) -> None:
@@ -251,6 +252,7 @@ def test_a_rank_that_was_killed_is_named_in_every_later_round(size: int, store) 
         assert seen[2].startswith(f"rank 1 on host {os.uname().nodename}, process {pid}, is gone")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("store", ["tcp", "file"])
 def test_a_leader_that_is_killed_while_it_decides_is_named(store) -> None:
     with World(4, store=store) as world:

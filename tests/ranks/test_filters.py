@@ -50,6 +50,7 @@ def save_parts(rank: int, world_size: int, path: Path, format: Any) -> None:
             )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", ["dcp", "safetensors"])
 def test_each_rank_saves_its_part_of_the_selection(world2: World, tmp_path: Path, format: str) -> None:
     world2.results(save_parts, tmp_path, format)

@@ -47,6 +47,7 @@ async def save_unlike(rank: int, world_size: int, path: Path) -> list[str]:
     return told
 
 
+@pytest.mark.slow
 def test_plans_of_saves_in_flight_and_of_failed_ones_are_not_mixed_up(world2: World, tmp_path: Path) -> None:
     for told in world2.results(save_unlike, tmp_path):
         assert [each.partition(":")[0] for each in told] == ["written", "SaveError", "written", "written"]
@@ -169,6 +170,7 @@ def close_while_waiting(rank: int, world_size: int, path: Path) -> str:
     return told
 
 
+@pytest.mark.slow
 def test_close_does_not_wait_for_ranks_that_never_call(tmp_path: Path) -> None:
     with World(2) as world:
         assert world.results(close_while_waiting, tmp_path, timeout_s=60) == ["", "closed"]
@@ -193,6 +195,7 @@ else:
 """
 
 
+@pytest.mark.slow
 def test_a_process_exits_although_another_rank_never_calls(python: list[str], tmp_path: Path) -> None:
     stays, leaves = (
         subprocess.Popen(

@@ -96,6 +96,7 @@ def save_replicated(rank: int, world_size: int, path: Path) -> None:
         ckpt.save(state, path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_replicated_tensors_are_written_once_and_spread_evenly(
     worlds: dict[int, World], tmp_path: Path, ranks: int
@@ -255,6 +256,7 @@ def save_again(rank: int, world_size: int, path: Path) -> list[tuple[int, int]]:
     return seen
 
 
+@pytest.mark.slow
 def test_a_plan_is_reused_until_something_changes(world4: World, tmp_path: Path) -> None:
     seen = world4.results(save_again, tmp_path)
     for rank, rounds in enumerate(seen):

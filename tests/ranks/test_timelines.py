@@ -46,6 +46,7 @@ def save_and_load(
     return result, os.getpid(), names.calls, phases
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("writer", ["thread", "process"])
 def test_each_rank_has_its_own_timeline_and_observers(writer: str, world2: World, tmp_path: Path) -> None:
     answers = world2.results(save_and_load, tmp_path, writer)

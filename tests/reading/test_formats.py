@@ -59,6 +59,7 @@ def test_training_state_of_torch_save(ckpt, tmp_path: Path) -> None:
     assert ckpt.verify(tmp_path / "s.pt").ok
 
 
+@pytest.mark.slow
 def test_views_of_one_storage_share_memory_after_load(ckpt, tmp_path: Path) -> None:
     base = torch.arange(600_000, dtype=torch.float32)
     small = torch.arange(12.0)

@@ -248,6 +248,7 @@ def make_with_object(path: Path, stock: Path, blob: bytes) -> None:
     (path / "object.distcp").write_bytes(blob)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["metadata", "object", "tensor"])
 def test_arbitrary_pickle_programs(where: str, places, ckpt, tmp_path: Path, record_property) -> None:
     real = {

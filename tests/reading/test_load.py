@@ -441,6 +441,7 @@ async def test_concurrent_loads_and_saves(anywhere: Path) -> None:
         assert_same(state, back)
 
 
+@pytest.mark.slow
 @pytest.mark.asyncio
 async def test_cancelled_load_stops(anywhere: Path) -> None:
     async with aiockpt.AsyncCheckpointer() as ckpt:

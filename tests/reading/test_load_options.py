@@ -381,6 +381,7 @@ def test_disk_read_errors(ckpt, tmp_path: Path) -> None:
 # --- cancellation -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.asyncio
 @pytest.mark.parametrize("moment", range(1, 14, 2))
 async def test_load_cancelled_at_any_read_stops(moment: int, tmp_path: Path) -> None:

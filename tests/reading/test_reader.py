@@ -116,6 +116,7 @@ async def test_open_without_a_checkpointer(anywhere: Path) -> None:
             pass
 
 
+@pytest.mark.slow
 async def test_stream_yields_each_key_once(anywhere: Path) -> None:
     state = large_state(9, kib=5000) | {f"s{i}": torch.full((i,), i) for i in range(30)} | {"o": "text"}
     async with aiockpt.AsyncCheckpointer() as ckpt:
@@ -139,6 +140,7 @@ async def test_stream_yields_each_key_once(anywhere: Path) -> None:
             assert_same({"w0": state["w0"][1:3], "w2": state["w2"][:5]}, dict(sorted(parts.items())))
 
 
+@pytest.mark.slow
 async def test_stream_reads_ahead_within_its_buffer(anywhere: Path) -> None:
     state = large_state(12, kib=8192)
     storage = CountingStorage(storage_of(anywhere))
@@ -212,6 +214,7 @@ async def test_invalid_arguments_raise_at_the_call(tmp_path: Path) -> None:
             ckpt.open("")
 
 
+@pytest.mark.slow
 async def test_close_during_a_read(anywhere: Path) -> None:
     async with aiockpt.AsyncCheckpointer() as ckpt:
         for i in range(2):
@@ -342,6 +345,7 @@ async def test_cancelled_open_leaves_nothing_open(anywhere: Path) -> None:
                 await reader.aclose()
 
 
+@pytest.mark.slow
 async def test_closed_stream_stops_reading(anywhere: Path) -> None:
     state = large_state(12, kib=8192)
     storage = CountingStorage(storage_of(anywhere))

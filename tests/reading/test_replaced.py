@@ -73,6 +73,7 @@ def test_checkpoint_replaced_by_the_stock_writer(
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_damaged_metadata_is_not_taken_for_another_save(ckpt, tmp_path: Path) -> None:
     path = tmp_path / "c"
     ckpt.save({"w": torch.arange(9.0), "b": torch.ones(2)}, path)

@@ -93,6 +93,7 @@ def test_empty_and_meta_tensors_are_not_tied(ckpt: aiockpt.SyncCheckpointer, tmp
         ckpt.load(tmp_path / "c", {"a": torch.zeros(0, 3), "b": torch.zeros(0, 3, device="meta")})
 
 
+@pytest.mark.slow
 def test_a_model_of_transformers_loads_into_itself(ckpt: aiockpt.SyncCheckpointer) -> None:
     pytest.importorskip("transformers")
     model = importlib.import_module("tests.golden.make_foreign")._model(tied=True)

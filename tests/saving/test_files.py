@@ -17,6 +17,7 @@ STATE = {"w": torch.arange(70_000.0), "b": torch.ones(3)}
 CONFIG = json.dumps({"hidden_size": 3}).encode()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("writer", ["thread", "process"])
 @pytest.mark.parametrize("given", [{}, {"compress": "zstd"}, {"format": "safetensors"}], ids=str)
 def test_files_are_a_part_of_the_checkpoint(

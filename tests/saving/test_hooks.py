@@ -130,6 +130,7 @@ def _within(how: str, use: Callable[[], object]) -> Callable[[str], object]:
     return hook if how == "thread" else lambda _: use()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["function", "thread"])
 @pytest.mark.parametrize("when", ["pre_commit", "post_commit"])
 @pytest.mark.parametrize("what", USES)

@@ -470,6 +470,7 @@ async def test_a_file_that_appears_during_the_save_is_left_alone(tmp_path: Path)
     assert names_in(tmp_path) == ["m.safetensors"]
 
 
+@pytest.mark.slow
 @pytest.mark.asyncio
 @pytest.mark.parametrize("path", ["m.safetensors", "c"])
 @pytest.mark.parametrize(("step", "nth"), [("begin", 1), ("create", 1), ("write", 2), ("finish", 1), ("commit", 1)])

@@ -102,6 +102,7 @@ def test_every_way_to_read_it(suffix: str, writer: Any, tmp_path: Path) -> None:
     assert result.tensors + result.objects == len(flatten(state).names)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("count", [3, 300_000], ids=["small", "large"])
 def test_every_dtype(count: int, tmp_path: Path) -> None:

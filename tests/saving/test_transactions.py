@@ -75,6 +75,7 @@ async def test_parts_and_files_appear_at_once(writer: Writer, tmp_path: Path) ->
     assert sorted(os.listdir(tmp_path)) == ["c", "source.json"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["model.safetensors", "optimizer/.metadata", "optimizer/.aiockpt.json", "config.json", "deep/file"]
 )
@@ -163,6 +164,7 @@ def test_a_part_that_fails_fails_all(overwrite: bool, writer: Writer, tmp_path: 
         ckpt.save(OPTIMIZER, tmp_path / "next")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("step", "nth"),
     [("begin", 1), *((step, nth) for step in ("join", "create", "write", "finish", "commit") for nth in (1, 2))],

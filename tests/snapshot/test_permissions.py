@@ -215,6 +215,7 @@ def test_members_by_name_are_read_by_stock_dcp(ckpt, tmp_path: Path) -> None:
     assert target == {"x": Color.GREEN, "many": MEMBERS}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::aiockpt.SafeGlobalsWarning")
 def test_nested_members_come_back_by_name(monkeypatch: pytest.MonkeyPatch, ckpt, tmp_path: Path) -> None:
     values = {

@@ -65,6 +65,7 @@ def test_version_counters_detect_the_change(name: str, tmp_path: Path) -> None:
     assert "first" not in str(error)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", UNSEEN)
 def test_only_samples_detect_the_change(name: str, tmp_path: Path) -> None:
     """Without samples the checkpoint is published, though it mixes two states."""

@@ -44,6 +44,7 @@ def _copied(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: value.detach().clone() for name, value in state.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("validate", ["versions", "hash"])
 def test_steps_behind_a_fence(validate, device: PosingDevice, tmp_path: Path) -> None:
     state = _state()
@@ -196,6 +197,7 @@ def test_a_guard_in_another_stream_than_the_saves(fails: bool, device: PosingDev
     device.check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["save", "hash", "load", "new", "read"])
 def test_nothing_is_done_while_a_graph_is_captured(how: str, device: PosingDevice, tmp_path: Path) -> None:
     """A kernel or an event in the captured stream would become a part of the graph."""
@@ -236,6 +238,7 @@ def test_a_stream_is_restored(device: PosingDevice) -> None:
             assert device.current_stream() is stream
 
 
+@pytest.mark.slow
 def test_prewarm_locks_arenas_and_a_save_none(device: PosingDevice, tmp_path: Path, monkeypatch) -> None:
     """Locking takes milliseconds however little it is, and a fence would wait for it."""
     locked: list[tuple[int, int]] = []

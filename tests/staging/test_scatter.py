@@ -53,6 +53,7 @@ def through_chunks(monkeypatch: pytest.MonkeyPatch):
     return runtimes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("staging_bytes", [65_536, 1 << 20, None])
 def test_every_kind_of_target_is_filled(staging_bytes, through_chunks, tmp_path: Path) -> None:
     state = large_state(5, kib=3000) | {

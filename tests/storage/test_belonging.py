@@ -306,6 +306,7 @@ async def test_foreign_file_in_an_unfinished_save(tmp_path: Path) -> None:
 # --- inside a checkpoint ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ours", "ours in safetensors", "stock", "both damaged"])
 @pytest.mark.parametrize("below", ["step-1", "x/y/step-1", "m.safetensors"])
 def test_save_inside_a_checkpoint_is_refused(kind: str, below: str, ckpt, tmp_path: Path) -> None:
@@ -393,6 +394,7 @@ FILES: dict[str, Callable[[Path], object]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["last.ckpt", "m.safetensors"])
 @pytest.mark.parametrize("kind", FILES)
 def test_checkpoint_files_of_other_libraries_are_replaced_and_deleted(

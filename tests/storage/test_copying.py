@@ -129,6 +129,7 @@ async def test_kill_between_two_renames(source: str, tmp_path: Path, workers: Wo
     assert os.listdir(there) == ["copy"]
 
 
+@pytest.mark.slow
 @pytest.mark.asyncio
 async def test_copy_over_a_copy_of_the_same_checkpoint(
     source: str, anywhere: Path | ServerPath, workers: Workers

@@ -180,6 +180,7 @@ def test_a_slice_reads_only_its_bytes(name: str, place: tuple[str, dict[str, Any
     assert sum(server.sent) == (0 if url.startswith("memory") else 4000)
 
 
+@pytest.mark.slow
 def test_runs_are_looked_at(place: tuple[str, dict[str, Any]]) -> None:
     url, options = place
     with aiockpt.SyncCheckpointManager(f"{url}/run", mode="read", storage_options=options) as run:
@@ -193,6 +194,7 @@ def test_runs_are_looked_at(place: tuple[str, dict[str, Any]]) -> None:
     assert pickle.loads(pickle.dumps(storage)).stamp(path) == before
 
 
+@pytest.mark.slow
 def test_what_writes_is_refused(place: tuple[str, dict[str, Any]], server: _Server) -> None:
     url, options = place
     with aiockpt.SyncCheckpointer(storage_options=options) as ckpt:

@@ -339,6 +339,7 @@ def _open_below(folder: Path) -> set[str]:
     return found
 
 
+@pytest.mark.slow
 def test_at_most_64_files_are_open_at_a_time(tmp_path: Path) -> None:
     for n in range(200):
         (tmp_path / f"f{n}").write_bytes(b"%d" % n)

@@ -209,6 +209,7 @@ class Silent:
         return count
 
 
+@pytest.mark.slow
 def test_silent_host_is_not_asked_again_for_a_while(server: DiskServer, tmp_path: Path) -> None:
     with Silent() as silent:
         disk = RemoteDisk(moved(server.endpoint, silent.address), "node17", stall_s=0.5)
@@ -497,6 +498,7 @@ async def test_outcome_of_a_commit_without_an_answer_is_found(
     assert server.close()
 
 
+@pytest.mark.slow
 @pytest.mark.asyncio
 async def test_client_waits_for_a_server_that_works(workers: Workers, tmp_path: Path) -> None:
     """However long it takes: it is not silent."""

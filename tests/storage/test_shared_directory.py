@@ -483,6 +483,7 @@ FILES = [
 CASES = [(*file, kind) for file in FILES for kind in KINDS]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("form", "name", "kind"), CASES)
 def test_irregular_files_are_refused(form: str, name: str, kind: str, saved: Path, tmp_path: Path) -> None:
     """Above all, opening a FIFO must not wait for a process that writes to it."""

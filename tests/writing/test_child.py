@@ -40,6 +40,7 @@ async def test_a_death_is_detected_once(monkeypatch: pytest.MonkeyPatch) -> None
     await child.wait()
 
 
+@pytest.mark.slow
 @pytest.mark.asyncio
 async def test_a_failed_save_ends_after_the_saves_before_it(tmp_path: Path) -> None:
     """The next save waits only for the failed one, and must not be published before the earlier ones."""

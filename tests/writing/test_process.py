@@ -39,6 +39,7 @@ def kept() -> Iterator[aiockpt.SyncCheckpointer]:
         yield ckpt
 
 
+@pytest.mark.slow
 def test_the_checkpoints_equal_those_of_threads(tmp_path: Path) -> None:
     state = {"train": training_state(), "large": large_state(5), "big": torch.arange(3_000_000).view(1000, 3000).t()}
     with (
@@ -139,6 +140,7 @@ def test_a_storage_that_can_not_be_sent_is_refused_at_the_call(kept: aiockpt.Syn
             aiockpt.ProcessWriter(**wrong)
 
 
+@pytest.mark.slow
 def test_the_writer_process_needs_few_resources(kept: aiockpt.SyncCheckpointer, tmp_path: Path) -> None:
     """No torch, no main module, no descriptor for each tensor; one process for all saves."""
     kept.save(large_state(1), tmp_path / "few")
@@ -165,6 +167,7 @@ async def test_the_writer_process_starts_before_the_first_save_and_ends_with_the
     assert not writer.is_running()
 
 
+@pytest.mark.slow
 def test_a_save_fails_when_the_writer_process_dies_and_the_next_starts_another(tmp_path: Path, gate: Gate) -> None:
     with aiockpt.SyncCheckpointer(writer="process") as ckpt:
         ckpt.save(large_state(1), tmp_path / "before")
@@ -189,6 +192,7 @@ def test_a_save_fails_when_the_writer_process_dies_and_the_next_starts_another(t
     assert not [entry.name for entry in tmp_path.iterdir() if entry.name.startswith(".")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_a_save_that_is_being_published_can_not_be_cancelled(overwrite: bool, tmp_path: Path, gate: Gate) -> None:
     with aiockpt.SyncCheckpointer(writer="process") as ckpt:
@@ -213,6 +217,7 @@ def test_a_save_succeeds_if_the_writer_process_dies_right_after_publishing(overw
         assert ckpt.verify(tmp_path / "c").ok
 
 
+@pytest.mark.slow
 def test_the_writer_process_may_die_between_saves_or_in_a_hook(tmp_path: Path) -> None:
     with aiockpt.SyncCheckpointer(writer="process") as ckpt:
         for number in range(3):  # the same layout: it is sent to each process
