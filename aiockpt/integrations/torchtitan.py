@@ -121,6 +121,7 @@ class AiockptCheckpointManager(_Base):
             self.folder,
             keep=KeepLatest(self.keep_latest_k) if self.keep_latest_k else None,
             mode="read" if config.load_only else "write",
+            missing_ok=True,  # then the job begins from other weights
             names="step-{}",
             lock=False,  # torchtitan's restarts see to it that one job writes
             **{"idle_timeout": IDLE_S, **config.checkpointer},

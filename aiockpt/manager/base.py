@@ -24,6 +24,7 @@ from aiockpt.engine.facade import CheckpointerBase, EngineAccess
 from aiockpt.errors import (
     AiockptError,
     CheckpointerClosedError,
+    CheckpointNotFoundError,
     DeleteError,
     NoThreadError,
     SaveError,
@@ -117,6 +118,7 @@ class ManagerBase:
             self._storage = self._disks.storage
         self._names = StepNames(options.names)
         self._locks = self.writes and options.lock
+        self._must_exist = not (self.writes or options.missing_ok)
         self._filters = {"include": options.include, "exclude": options.exclude}
         self._tier = Tier(self._storage, self.directory, self._names)
         self._scanner = self._tier.scanner
@@ -410,20 +412,38 @@ class ManagerBase:
         look on one rank alone, use `aiockpt.manager.scan.scan`. The same holds for `steps`, `latest` and `best`.
 
         Raises:
+            CheckpointNotFoundError: this manager only reads, and there is no such directory; see ``missing_ok``.
             OSError: the directory can't be read.
         """
         return self._seen(self._scanner.scan)
+
+    def _found(self, look: Callable[[], T]) -> T:
+        found = look()
+        if not found and self._mirror_tier is None:  # else a restore looks there as well
+            self._check_exists(self._tier)
+        return found
+
+    def _check_exists(self, *tiers: Tier) -> None:
+        """Raise CheckpointNotFoundError if none of these directories is there, and this manager can't make them."""
+        for tier in tiers if self._must_exist else ():
+            with contextlib.suppress(FileNotFoundError), tier.storage.look(tier.directory):
+                return
+        if self._must_exist:
+            raise CheckpointNotFoundError(
+                f"there is no run at {' or '.join(tier.directory for tier in tiers)}: check the path, or pass "
+                "missing_ok=True to read a run that may not have begun"
+            )
 
     def _seen(self, look: Callable[[], T]) -> T:
         """Return what rank 0 sees."""
         if self._disks is not None:
             self._disks.meet(make=self.writes)
         if self._access.world_size == 1:
-            return look()
+            return self._found(look)
         value: object = None
         if self.leads:
             try:
-                value = look()
+                value = self._found(look)
             except OSError as exc:
                 value = exc
         found: T = self._access.agree(f"the steps of {self.directory}", value, of_rank_0).result()

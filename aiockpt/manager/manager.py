@@ -102,7 +102,7 @@ class CheckpointManager(ManagerBase):
 
         Raises:
             CheckpointNotFoundError: there is no such step, no step has the metric, or the run's owner deletes steps
-                faster than this reader can read them.
+                faster than this reader can read them; or this manager only reads, and there is no run.
             CorruptCheckpointError: the step is damaged, or all are. Nothing was renamed.
             MissingKeysError: the newest valid step lacks keys of the state.
             ShapeMismatchError: a shape or dtype differs.

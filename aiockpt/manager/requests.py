@@ -35,6 +35,8 @@ class ManagerOptions(CheckpointerOptions):
             never, but for the last save.
         mode: "write": the manager owns the run, and a second one is refused. "read": it only reads, takes no lock, and
             renames and deletes nothing.
+        missing_ok: whether what only reads takes a directory that does not exist for a run without steps. False: a look
+            at it, or a restore, raises CheckpointNotFoundError.
         names: the names of the steps' directories, as a format with one field for the number, such as
             ``"checkpoint-{}"``. Only directories with such names are steps.
         include: what each save has, unless it says otherwise, as ``include`` of `save`; `restore` knows it by the step.
@@ -69,6 +71,7 @@ class ManagerOptions(CheckpointerOptions):
     keep: KeepPolicy | Iterable[KeepPolicy] | None = field(default=None, kw_only=True)
     save: SavePolicy | None = field(default=None, kw_only=True)
     mode: Literal["write", "read"] = field(default="write", kw_only=True)
+    missing_ok: bool = field(default=False, kw_only=True)
     names: str = field(default="step-{:08d}", kw_only=True)
     include: Filter | None = field(default=None, kw_only=True)
     exclude: Filter | None = field(default=None, kw_only=True)

@@ -195,6 +195,10 @@ class Restore:
         try:
             infos = run._scanner.scan(lenient=is_lenient)
             mirror = () if looking is None else self._mirrored(looking, infos)
+            if not infos and not mirror:
+                run._check_exists(run._tier, *([] if tier is None else [tier]))
+        except CheckpointNotFoundError:
+            raise
         except OSError as exc:
             raise AiockptError(f"the run {run.directory} can't be read: {exc}") from exc
         finally:

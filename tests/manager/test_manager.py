@@ -226,6 +226,56 @@ async def test_manager_in_read_mode(anywhere: Path) -> None:
 
 
 @pytest.mark.asyncio
+async def test_a_run_that_is_not_there_is_not_read(anywhere: Path) -> None:
+    """A wrong path is no run without steps: an evaluation would go on with the weights of a new model."""
+    state, folder = empty(), anywhere / "misspelled"
+    async with aiockpt.CheckpointManager(folder, mode="read", keep=aiockpt.KeepBest(1, "loss")) as run:
+        for step in ("latest", "best", 3):
+            with pytest.raises(aiockpt.CheckpointNotFoundError, match=r"no run at .*misspelled.*missing_ok=True"):
+                await run.restore(state, step=step)  # type: ignore[arg-type]
+    with aiockpt.SyncCheckpointManager(folder, mode="read") as blocking:
+        for look in (
+            blocking.steps,
+            blocking.infos,
+            blocking.latest,
+            lambda: blocking.best("loss"),
+            lambda: blocking.restore(state),
+        ):
+            with pytest.raises(aiockpt.CheckpointNotFoundError, match="no run at"):
+                look()
+    with aiockpt.SyncCheckpointManager(folder, mode="read", missing_ok=True) as waiting:
+        assert (waiting.steps(), waiting.latest(), waiting.restore(state)) == ([], None, None)
+    assert is_untouched(state)
+    with aiockpt.SyncCheckpointManager(folder) as owner:
+        owner.save(1, state_of(1))
+        assert waiting.steps() == [1]
+
+
+def test_a_reader_may_have_the_mirror_alone(anywhere: Path, tmp_path: Path) -> None:
+    with aiockpt.SyncCheckpointManager(anywhere / "there") as run:
+        run.save(1, state_of(1))
+    for there, found in (("there", 1), ("missing", None)):
+        with aiockpt.SyncCheckpointManager(tmp_path / "none", mirror=anywhere / there, mode="read") as reader:
+            assert reader.steps() == []
+            if found is None:
+                with pytest.raises(aiockpt.CheckpointNotFoundError, match=r"no run at .*none or .*missing"):
+                    reader.restore(empty())
+            else:
+                start = reader.restore(empty())
+                assert start is not None
+                assert start.step == found
+        assert not (tmp_path / "none").exists()
+
+
+def test_a_second_manager_of_this_process_is_told_that_it_is_this_process(anywhere: Path) -> None:
+    with aiockpt.SyncCheckpointManager(anywhere) as run:
+        run.save(1, state_of(1))
+        with pytest.raises(aiockpt.RunLockedError, match="this very process: close the other manager") as caught:
+            aiockpt.SyncCheckpointManager(anywhere).restore(empty())
+        assert "end that" not in str(caught.value)
+
+
+@pytest.mark.asyncio
 async def test_close_raises_a_failure_that_was_not_awaited(anywhere: Path) -> None:
     from aiockpt.errors import SaveError
 

@@ -70,6 +70,13 @@ class LockFacts(LeaseFacts):
         ticket = read_ticket(self.ticket)
         return None if ticket is None else ticket.owner
 
+    @property
+    def remedy(self) -> str:
+        """What frees the run, for messages."""
+        if (self.owner, self.host, self.pid) == (this_process(), socket.gethostname(), os.getpid()):
+            return "that is this very process: close the other manager of the run that it has"
+        return "end that program first"
+
 
 class RunLock(RunLease):
     """The lock of a run's directory, held until `release` or the end of the process; forked children do not hold it."""
@@ -282,7 +289,8 @@ def _refusal(path: str, owner: LockFacts | None, *, unsure: bool = False, holder
             f"hosts: if it does not, remove {path}"
         )
     else:
-        error += "end that program first, choose another directory, or only read with mode='read'"
+        remedy = "end that program first" if owner is None else owner.remedy
+        error += f"{remedy}, choose another directory, or only read with mode='read'"
     return RunLockedError(error) if owner is None else RunLockedError(error, owner.host, owner.pid, owner.since)
 
 

@@ -164,6 +164,7 @@ def _is_free(objects: ObjectClient, prefix: str, found: tuple[LockFacts, Stamp, 
     return state == "dead" or (state == "unknown" and objects.now(prefix) - modified > STALE_S)
 
 
-def _locked(directory: str, owner: LeaseFacts | None) -> RunLockedError:
-    error = f"the run {directory} is being written by {owner or 'another process'}: end that, or pass mode='read'"
+def _locked(directory: str, owner: LockFacts | None) -> RunLockedError:
+    remedy = "end that" if owner is None else owner.remedy
+    error = f"the run {directory} is being written by {owner or 'another process'}: {remedy}, or pass mode='read'"
     return RunLockedError(error) if owner is None else RunLockedError(error, owner.host, owner.pid, owner.since)
