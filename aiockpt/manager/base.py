@@ -60,6 +60,7 @@ from aiockpt.manager.retention import Retention
 from aiockpt.manager.scan import RUN_KEY, StepInfo, StepNames
 from aiockpt.options import CheckpointerOptions, SaveOptions
 from aiockpt.planning.filters import recorded
+from aiockpt.storage.base import room_coming
 from aiockpt.telemetry.card import size_text
 
 if TYPE_CHECKING:
@@ -585,7 +586,13 @@ class ManagerBase:
             metadata[RUN_KEY]["filters"] = known
         if self._disks is not None:
             options["storage"] = self._storage
-        handle = start(request.state_dict, self.path_of(step), **options)
+        deletes = self.leads and self._keep is not None
+        room = self._retention.finished() if deletes else None  # of the saves before this one
+        token = room_coming.set(room)
+        try:
+            handle = start(request.state_dict, self.path_of(step), **options)
+        finally:
+            room_coming.reset(token)
         if not handle.skipped:
             self._last_began = time.monotonic()
         if self._mirror is not None:

@@ -16,6 +16,7 @@ from aiockpt.saving.handle import SaveHandle
 from aiockpt.snapshot.consistency import Consistency
 from aiockpt.staging.runtime import is_capturing
 from aiockpt.staging.throttle import SaveThrottle
+from aiockpt.storage.base import room_coming
 
 if TYPE_CHECKING:
     from aiockpt.coordination.protocol import RankCall
@@ -84,6 +85,7 @@ class SaveJob:
         self.throttle = SaveThrottle()
         self.handle = SaveHandle(self.path, self, spec.started, self.origin)
         self.cancelled: Completion[bool] = Completion(f"the end of cancelling {self.path}", self.origin)
+        self.room_coming = room_coming.get()  # as the caller says
         self.captured_s = 0.0
         self.number = 0  # for observers; 0: there are none
         self.spans: list[Span] = []  # of the work in this process

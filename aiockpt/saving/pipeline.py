@@ -32,6 +32,7 @@ from aiockpt.planning.encoding import codings_of
 from aiockpt.saving.staging_session import Leases, StagerRouter, StagingChunk
 from aiockpt.saving.strategy import AppendSave, LocalSave, SaveStrategy
 from aiockpt.staging.base import Fill, LayoutMismatchError
+from aiockpt.storage.base import room_coming
 from aiockpt.telemetry.progress import ProgressEvent, SavePhase
 from aiockpt.telemetry.timeline import Recording
 from aiockpt.writing.file_writer import CommitInputs, FileWriter, FilledChunk, WriterThreads
@@ -99,6 +100,7 @@ class SavePipeline:
         error: BaseException | None = None
         result: SaveResult | None = None
         record_to(job.spans)
+        room_coming.set(job.room_coming)
         try:
             with job.scope:
                 if job.cancel_asked:

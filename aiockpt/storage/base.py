@@ -40,6 +40,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar, Literal, Self
@@ -49,6 +50,7 @@ from aiockpt.errors import AiockptError, CommitError, DeleteError, LoadError, Sa
 
 if TYPE_CHECKING:
     import mmap
+    from concurrent.futures import Future
 
     from aiockpt.core.threads import Workers
     from aiockpt.format.manifest.manifest import FileFacts
@@ -64,6 +66,9 @@ Seen = Callable[[memoryview], object]
 """Called with each piece of what is read, in order, as soon as its bytes are there."""
 
 Document = bytes | bytearray | memoryview
+
+room_coming: ContextVar[Future[None] | None] = ContextVar("room_coming", default=None)
+"""Of the save that a task writes: done once there is the room that deletions before it make. None: there are none."""
 
 NO_DOCUMENTS: Mapping[str, Document] = MappingProxyType({})
 

@@ -195,3 +195,13 @@ def test_a_frozen_disk_blocks_saves_but_not_the_caller(step: str, tmp_path: Path
         assert names(disk, besides=OTHERS) == ["first", "later", "old"]
         assert_same({"first": 1, **large_state(2)}, ckpt.load(disk / "first"))
         assert_same({"later": 1, **large_state(2)}, ckpt.load(disk / "later"))
+
+
+def test_run_goes_on_where_the_disk_has_room_for_one_step_more_than_it_keeps(tmp_path: Path) -> None:
+    """Each save that finds the disk full waits for the deletion that the one before has left to be done."""
+    state = {"w": torch.zeros(500_000)}
+    with tmpfs(tmp_path / "disk", 5 << 20) as disk:
+        with aiockpt.SyncCheckpointManager(disk / "run", keep=aiockpt.KeepLatest(1)) as run:
+            for step in range(12):
+                run.save(step, state)
+        assert names(disk / "run") == ["step-00000011"]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
 import logging
 import math
 import os
 import re
+import threading
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ import pytest
 import torch
 
 import aiockpt
-from aiockpt.storage.local import commit
+from aiockpt.storage.local import commit, sink
 from aiockpt.storage.local import storage as deletion
 from aiockpt.testing import GatedStorage
 from tests.manager.runs import empty, names, path_of, truncate
@@ -105,6 +107,35 @@ def test_pinned_and_open_steps_stay(anywhere: Path) -> None:
         run.unpin(1)
         run.save(5, STATE)
     assert steps(anywhere) == [5]
+
+
+@pytest.mark.parametrize("frees", [True, False])
+def test_save_on_a_full_disk_waits_once_for_the_deletions_that_are_due(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, frees: bool
+) -> None:
+    """The disk has room for two steps, and the deletion of the first begins when the third has found it full."""
+    state, allocate, met, tries = {"x": torch.zeros(1 << 20)}, sink.allocate, threading.Event(), list[int]()
+
+    def reserve(fd: int, nbytes: int) -> None:
+        if len(steps(tmp_path)) == 2:
+            tries.append(nbytes)
+            met.set()
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        allocate(fd, nbytes)
+
+    monkeypatch.setattr(sink, "allocate", reserve)
+    with run_of(tmp_path, aiockpt.KeepLatest(1), on_written=lambda step, _: step == 2 and met.wait(60)) as run:
+        run.save(1, state)
+        if not frees:
+            run.pin(1)
+        run.save(2, state)
+        if frees:
+            run.save(3, state)
+        else:
+            with pytest.raises(aiockpt.WriteError, match="No space left on device"):
+                run.save(3, state)
+    assert len(tries) == (1 if frees else 2)
+    assert steps(tmp_path) == ([3] if frees else [1, 2])
 
 
 def test_damaged_and_unfinished_steps_and_other_names_stay(tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ ECONNRESET, ESHUTDOWN
 ======================================  ===============================================================================
 
 Not transient: EIO (the device has given up after retries of its own, and its data may be lost), ENOSPC, EDQUOT and
-EFBIG (a user has to make room, so it is reported at once), EROFS (the kernel has found damage), EACCES and EPERM (an
+EFBIG (a user has to make room, so it is reported at once; but what a run deletes anyway, see `room_coming`, is waited
+for once), EROFS (the kernel has found damage), EACCES and EPERM (an
 administrator has decided so), ENOTCONN, ENXIO and ENODEV (it was unplugged or its daemon has died; the mount that
 comes back is another one), EINVAL and EOPNOTSUPP (answered with a fallback, not with a retry).
 
@@ -24,6 +25,7 @@ then the next fsync succeeds. (After EINTR Python itself goes on.) Nor is close,
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import logging
 import math
@@ -37,6 +39,7 @@ from typing import TypeVar
 import anyio
 
 from aiockpt.errors import AiockptError
+from aiockpt.storage.base import room_coming
 
 T = TypeVar("T")
 
@@ -160,6 +163,7 @@ class Repeater:
         """
         begin = time.monotonic()
         failed = 0
+        room = room_coming.get()
         while True:
             try:
                 return await step()
@@ -167,6 +171,11 @@ class Repeater:
                 failed += 1
                 pause_s = next_pause_s(self.retries, exc, failed, self.draw())
                 fault = fault_of(exc)
+                if room is not None and fault is not None and _is_full(fault):
+                    logger.info("%s: %s; trying once more when earlier steps are deleted", what, fault)
+                    await asyncio.wrap_future(room)
+                    room = None
+                    continue
                 if pause_s is None or fault is None or not await _is_undone(fault, undone):
                     if failed > 1 and fault is not None:
                         fault.add_note(f"tried {failed} times in {time.monotonic() - begin:.1f} s")
@@ -176,6 +185,10 @@ class Repeater:
                     *(what, fault, pause_s, failed + 1, self.retries.attempts),
                 )
             await self.sleep(pause_s)
+
+
+def _is_full(fault: OSError) -> bool:
+    return fault.errno in (errno.ENOSPC, errno.EDQUOT) and not isinstance(fault, NotSyncedError)
 
 
 async def _is_undone(fault: OSError, undone: Callable[[], Awaitable[bool]] | None) -> bool:
