@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from aiockpt.core.futures import Completion
 from aiockpt.core.parameters import outer_stacklevel, parameters_of
-from aiockpt.core.threads import in_thread, start_thread, uninterrupted
+from aiockpt.core.threads import has_loop, in_thread, start_thread, uninterrupted
 from aiockpt.core.wording import time_text
 from aiockpt.engine.facade import CheckpointerBase, EngineAccess
 from aiockpt.errors import (
@@ -143,6 +143,7 @@ class ManagerBase:
         self._run_id = ""  # as the steps have it; chosen at the first save of a new run
         self._is_open = False
         self._is_closed = False
+        self._has_warned = False  # that it blocks a loop
         self._closing: Completion[None] | None = None  # since an async manager is being closed
         self._closer: threading.Thread | None = None
         self._hurry: concurrent.futures.Future[None] = concurrent.futures.Future()  # done: it waits for less
@@ -437,6 +438,13 @@ class ManagerBase:
 
     def _seen(self, look: Callable[[], T]) -> T:
         """Return what rank 0 sees."""
+        if self._suspends and "://" in self.directory and has_loop() and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"this blocks the event loop until the store of {self.directory} has answered: await alatest(), "
+                "asteps(), ainfos() or abest() of the manager instead",
+                stacklevel=outer_stacklevel(),
+            )
         if self._disks is not None:
             self._disks.meet(make=self.writes)
         if self._access.world_size == 1:

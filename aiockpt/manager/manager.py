@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
@@ -10,13 +11,15 @@ import anyio
 
 from aiockpt.checkpointer import AsyncCheckpointer
 from aiockpt.core.parameters import parameters_of
-from aiockpt.core.threads import check_asyncio
+from aiockpt.core.threads import check_asyncio, in_thread
 from aiockpt.engine.facade import closing, until_closed
 from aiockpt.manager.base import ManagerBase
 from aiockpt.manager.requests import Restored, RestoreRequest, StepRequest
 from aiockpt.sync_checkpointer import SyncCheckpointer
 
 if TYPE_CHECKING:
+    from aiockpt.manager.policies import Mode
+    from aiockpt.manager.scan import StepInfo
     from aiockpt.reading.reader import CheckpointReader, SyncCheckpointReader
     from aiockpt.saving.handle import SaveHandle
     from aiockpt.telemetry.saves import SaveResult
@@ -134,6 +137,22 @@ class CheckpointManager(ManagerBase):
         """
         check_asyncio("save()", _INSTEAD)
         return await self._save(request, self._checkpointer.save)
+
+    async def ainfos(self) -> tuple[StepInfo, ...]:
+        """Return all steps in the directory, as `infos`, without blocking the event loop. So do the next ones."""
+        return await asyncio.wrap_future(in_thread(self.infos))
+
+    async def asteps(self) -> list[int]:
+        """Return the numbers of the complete steps, as `steps`."""
+        return await asyncio.wrap_future(in_thread(self.steps))
+
+    async def alatest(self) -> StepInfo | None:
+        """Return the complete step with the highest number, as `latest`."""
+        return await asyncio.wrap_future(in_thread(self.latest))
+
+    async def abest(self, metric: str | None = None, mode: Mode | None = None) -> StepInfo | None:
+        """Return the complete step with the best value of a metric, as `best`."""
+        return await asyncio.wrap_future(in_thread(self.best, metric, mode))
 
     @asynccontextmanager
     async def open(self, step: int) -> AsyncIterator[CheckpointReader]:

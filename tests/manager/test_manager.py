@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
+import threading
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +23,7 @@ async def test_run_resumes_from_its_latest_step(anywhere: Path) -> None:
         state = empty()
         assert await run.restore(state) is None
         assert is_untouched(state)
-        assert run.latest() is None
+        assert await run.alatest() is None
         for step in range(6):
             if run.due(step):
                 save = await run.save(step, state_of(step), metrics={"loss": 1 / (step + 1)}, metadata={"note": step})
@@ -34,8 +37,8 @@ async def test_run_resumes_from_its_latest_step(anywhere: Path) -> None:
         again = await run.restore(state, step=2, discard_later=False)
         assert again is not None
         assert (again.step, step_in(state)) == (2, 2)
-        assert run.steps() == [2, 4]
-        latest = run.latest()
+        assert await run.asteps() == [2, 4]
+        latest = await run.alatest()
         assert latest is not None
         assert latest.step == 4
 
@@ -66,8 +69,8 @@ async def test_step_facts_are_stored_in_the_metadata(anywhere: Path) -> None:
         await (await run.save(7, state_of(7), metrics={"loss": torch.tensor(0.5)}, metadata={"mine": [1]}))
         async with run.open(7) as reader:
             facts = dict(reader.metadata["run"])
-            assert facts.pop("time") == pytest.approx(run.infos()[0].time)
-            assert facts.pop("id") == run.infos()[0].run_id
+            assert facts.pop("time") == pytest.approx((await run.ainfos())[0].time)
+            assert facts.pop("id") == (await run.ainfos())[0].run_id
             assert facts == {"step": 7, "metrics": {"loss": 0.5}, "keep": ["KeepLatest(3)", "KeepBest(1, 'loss')"]}
             assert reader.metadata["mine"] == [1]
 
@@ -77,10 +80,10 @@ async def test_best_step_is_found_and_restored(anywhere: Path) -> None:
     values = {1: 3.0, 2: math.nan, 3: 1.0, 4: 2.0, 5: None}
     async with aiockpt.CheckpointManager(anywhere, keep=aiockpt.KeepBest(9, "loss")) as run:
         with pytest.raises(ValueError, match="metric"):
-            aiockpt.CheckpointManager(anywhere, mode="read").best()
+            await aiockpt.CheckpointManager(anywhere, mode="read").abest()
         for step, value in values.items():
             await (await run.save(step, state_of(step), {"acc": step} if value is None else {"loss": value}))
-        best, worst, other = run.best("loss"), run.best("loss", "max"), run.best("nothing")
+        best, worst, other = [await run.abest(*each) for each in (("loss",), ("loss", "max"), ("nothing",))]
         assert best is not None
         assert worst is not None
         assert (best.step, worst.step, other) == (3, 1, None)
@@ -110,7 +113,7 @@ async def test_metrics_may_be_numbers_of_any_type(anywhere: Path) -> None:
     }
     async with aiockpt.CheckpointManager(anywhere) as run:
         await (await run.save(0, state_of(0), metrics))
-        found = dict(run.infos()[0].metrics)
+        found = dict((await run.ainfos())[0].metrics)
     assert math.isnan(found.pop("nan"))
     assert found == {
         "int": 3.0,
@@ -265,6 +268,54 @@ def test_a_reader_may_have_the_mirror_alone(anywhere: Path, tmp_path: Path) -> N
                 assert start is not None
                 assert start.step == found
         assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.asyncio
+async def test_looks_at_a_run_do_not_block_the_loop(anywhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, answers = asyncio.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+    async with aiockpt.CheckpointManager(anywhere, keep=aiockpt.KeepBest(2, "loss")) as run:
+        for step in (1, 2):
+            await (await run.save(step, state_of(step), {"loss": step}))
+        steps = run._scanner._steps
+
+        def slow() -> dict[int, str]:
+            loop.call_soon_threadsafe(asked.set)
+            assert answers.wait(60)
+            return steps()
+
+        monkeypatch.setattr(run._scanner, "_steps", slow)
+        for look, expected in (
+            (run.alatest, 2),
+            (run.abest, 1),
+            (run.asteps, [1, 2]),
+            (run.ainfos, [1, 2]),
+        ):
+            looking = asyncio.ensure_future(look())
+            await asked.wait()  # the loop runs while the storage is silent
+            assert not looking.done()
+            answers.set()
+            found = await looking
+            got = [getattr(each, "step", each) for each in found] if isinstance(found, tuple | list) else found.step
+            assert got == expected
+            asked.clear()
+            answers.clear()
+
+
+@pytest.mark.asyncio
+async def test_looks_that_block_the_loop_are_warned_of_once(server_url: str, tmp_path: Path) -> None:
+    url = f"{server_url}/{tmp_path.name}"
+    for directory, warns in ((url, True), (tmp_path / "run", False)):
+        async with aiockpt.CheckpointManager(directory) as run:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                assert (run.steps(), run.latest(), await run.asteps()) == ([], None, [])
+            assert [str(each.message).partition(" until")[0] for each in caught] == (
+                ["this blocks the event loop"] if warns else []
+            )
+            assert all(each.filename == __file__ for each in caught)
+    with aiockpt.SyncCheckpointManager(url) as blocking:
+        assert blocking.steps() == []
 
 
 def test_a_second_manager_of_this_process_is_told_that_it_is_this_process(anywhere: Path) -> None:
