@@ -81,12 +81,16 @@ _MOST_PAUSE_S = 1.0
 class _LeftTomb:
     """A tombstone that this process could not delete. It hinders this process no longer than it must.
 
-    A request to delete it that had no answer may arrive until ``late_s``, by `time.monotonic`, and then deletes
-    whatever is the commit object by then: nothing may need it that long, but a claim to replace an object may.
+    A request to delete it that had no answer may still arrive, and then deletes whatever is the commit object by then:
+    nothing may need it that long, but a claim to replace an object may.
     """
 
     names: tuple[str, ...]  # its stamp, or the ticket that it may have got
-    late_s: float
+    sent_s: float  # when that request was sent, by `time.monotonic`
+
+    @property
+    def may_arrive(self) -> bool:
+        return time.monotonic() < self.sent_s + cleaning.IN_FLIGHT_S
 
 
 class ObjectStorage(SharedStorage):
@@ -164,7 +168,7 @@ class ObjectStorage(SharedStorage):
             return False
         left = _left.get(f"{self._root}/{commit.key}")
         if left is not None and (commit.stamp in left.names or commit.ticket in left.names):
-            return not replaces and time.monotonic() < left.late_s
+            return not replaces and left.may_arrive
         written_s, dead_s = held_s(commit.tomb, liveness_of([commit.ticket]))
         if dead_s < math.inf:
             now_s = time.monotonic()
@@ -266,7 +270,7 @@ class ObjectStorage(SharedStorage):
             claim.stamp = put(claim.key, encode_tomb(claim.tomb, new_ticket()), claim.stamp)
         except ConditionError:
             left = _left.get(f"{self._root}/{claim.key}")
-            if left is None or time.monotonic() > left.late_s:
+            if left is None or not left.may_arrive:
                 raise
             claim.stamp = put(claim.key, encode_tomb(claim.tomb, new_ticket()), "")  # the late request has arrived
 
@@ -389,19 +393,19 @@ class ObjectStorage(SharedStorage):
         checkpoint, and nobody publishes one until the tombstone is gone, or void by `held_s`.
         """
         url, ticket = f"{self._root}/{key}", new_ticket()
-        late_s = _left[url].late_s if url in _left else 0.0
-        tomb = ""
+        left, tomb = _left.get(url), ""
+        sent_s = -math.inf if left is None else left.sent_s
         try:
             tomb = self.objects.put_surely(key, encode_tomb("delete", ticket), stamp)
-            if time.monotonic() < late_s:  # what comes there next might be deleted by a request before this one
-                _left[url] = _LeftTomb((stamp, ticket), late_s)
+            if left is not None and left.may_arrive:  # what comes there next might be deleted by that request
+                _left[url] = _LeftTomb((stamp, ticket), left.sent_s)
                 return
-            late_s = time.monotonic() + cleaning.IN_FLIGHT_S
+            sent_s = time.monotonic()
             self.objects.drop(key, tomb)
         except OSError as exc:
             if isinstance(exc, ConditionError) and not tomb:  # another process has put something else there
                 raise
-            _left[url] = _LeftTomb((stamp, ticket), 0.0 if isinstance(exc, REFUSALS) else late_s)
+            _left[url] = _LeftTomb((stamp, ticket), -math.inf if isinstance(exc, REFUSALS) else sent_s)
             raise
         _left.pop(url, None)
 
