@@ -36,8 +36,6 @@ from dataclasses import dataclass
 from random import Random
 from typing import TypeVar
 
-import anyio
-
 from aiockpt.errors import AiockptError
 from aiockpt.storage.base import room_coming
 
@@ -135,13 +133,19 @@ def next_pause_s(retries: Retries, error: BaseException, failed: int, luck: floa
     return None if failed >= retries.attempts else retries.pause_s(failed, luck)
 
 
+async def _pause(seconds: float) -> None:
+    import anyio  # not at the top: commands that list checkpoints come without a loop
+
+    await anyio.sleep(seconds)
+
+
 @dataclass(frozen=True, slots=True)
 class Repeater:
     """Retries steps, on the loop that awaits it. ``draw`` returns random numbers between 0 and 1."""
 
     retries: Retries
     draw: Callable[[], float] = _draw
-    sleep: Callable[[float], Awaitable[object]] = anyio.sleep
+    sleep: Callable[[float], Awaitable[object]] = _pause
 
     async def run(
         self,
