@@ -136,7 +136,13 @@ def _is_harmless(group: Group, call: FileCall) -> bool:
     if group.expected == "saved but for syncs":
         return call.name != "sync" or group.number == errno.EINTR  # Python itself retries after EINTR
     was_deleted = group.number == errno.ENOENT and call.name == "exchange"  # the old checkpoint is gone: plain rename
-    return call.name in ("unlink", "rmdir") or was_deleted
+    # A directory that can't be renamed while it is open is let go of, and its rename is tried once more.
+    may_be_open = group.number in (errno.EACCES, errno.EBUSY, errno.EPERM) and call.name in (
+        "rename",
+        "exchange",
+        "move",
+    )
+    return call.name in ("unlink", "rmdir") or was_deleted or may_be_open
 
 
 def _objection(group: Group, outcome: Outcome) -> str:

@@ -90,8 +90,8 @@ async def trains(rank: int, size: int, folder: Path, last: int) -> Any:
                 save = await run.save(step, state_of(rank, step), metrics={"loss": step + 100 * rank})
                 await save.staged
         await save.written
-        facts = [(info.step, info.metrics["loss"]) for info in run.infos()]
-        latest, best = run.latest(), run.best("loss", "max")
+        facts = [(info.step, info.metrics["loss"]) for info in await run.ainfos()]
+        latest, best = await run.alatest(), await run.abest("loss", "max")
         assert latest is not None
         assert best is not None
         return None if start is None else start.step, latest.step, best.step, facts[-1]
