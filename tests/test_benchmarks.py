@@ -53,6 +53,7 @@ ARGUMENTS = {
     "new-process": (*SMALL, "--only=small pages,aiockpt"),
     "startup": ("--rounds=1", "--only=aiockpt"),
     "models": ("--gib=0.004", "--rounds=1", "--only=raw,aiockpt,dcp,torch.save"),
+    "live": ("--gib=0.004", "--rounds=1"),
     "sweep": ("--gib=0.004", "--rounds=1", "--only=raw,aiockpt"),
     "slice": SMALL,
     "open": ("--count=300", "--rounds=1", "--load"),
@@ -73,7 +74,7 @@ ARGUMENTS = {
     "soak": ("--seconds=0",),
 }
 SLOW = ("blocked-loop", "models", "sweep", "new-process", "compress", "ranks", "soak")  # run with --full
-SHOWN_ONLY = ("models", "sweep", "scale")  # no bars, or none at this size
+SHOWN_ONLY = ("models", "live", "sweep", "scale")  # no bars, or none at this size
 OPTIONAL = (
     "safetensors",
     "torchsnapshot",
