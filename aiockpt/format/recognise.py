@@ -56,7 +56,7 @@ _HOLDING_STATE = (SUFFIX, *TORCH_SUFFIXES, ".pkl", ".npz", ".npy", ".h5", ".msgp
 DOCUMENT_BYTES = 2 << 30
 """The largest document that is read, for whatever purpose; a larger one is damaged."""
 PART_BYTES = 1 << 20
-"""What is read of a document at once."""
+"""The bytes of a document that are read at once."""
 HOLE = bytes(64 << 10)
 """Zeros that no document has: where they are, it was cut short."""
 

@@ -72,7 +72,7 @@ class LockFacts(LeaseFacts):
 
     @property
     def remedy(self) -> str:
-        """What frees the run, for messages."""
+        """The way to free the run, for messages."""
         if (self.owner, self.host, self.pid) == (this_process(), socket.gethostname(), os.getpid()):
             return "that is this very process: close the other manager of the run that it has"
         return "end that program first"
