@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from aiockpt.errors import CorruptCheckpointError
-from aiockpt.manager.mirror import LEFT_S, Mirror, MirrorSettings, Tier
+from aiockpt.manager.mirror import LEFT_S, MirrorCopier, MirrorSettings, Tier
 from aiockpt.manager.scan import is_unreadable
 from aiockpt.manager.tiers import is_mirrored, replicated_disks
 
@@ -43,7 +43,7 @@ def replicas_of(source: Tier, storage: Storage, directory: str) -> Tier:
     return Tier(storage, storage.below(directory, source.disk), source.names, disk=source.disk)
 
 
-class _ReplicaTask(Mirror):
+class _ReplicaTask(MirrorCopier):
     done = "replicated"
     is_replica = True
     _instead = ""
