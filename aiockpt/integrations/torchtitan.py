@@ -126,12 +126,16 @@ class AiockptCheckpointManager(_Base):
             lock=False,  # torchtitan's restarts see to it that one job writes
             **{"idle_timeout": IDLE_S, **config.checkpointer},
         )
-        self._guards: list[StepGuard] = []
-        # Of all: a step of the container announces what the inner steps change.
+        self._guards = self._guards_of(optimizers)
+        logger.info("checkpoints are loaded from and saved to %s", self.folder)
+
+    def _guards_of(self, optimizers: Any) -> list[StepGuard]:
+        """Guard all optimizers: a step of the container announces what the inner steps change."""
+        guards: list[StepGuard] = []
         for optimizer in (optimizers, *getattr(optimizers, "optimizers", ())):
             with contextlib.suppress(TypeError):  # its steps call no hooks: the trainer waits
-                self._guards.append(self.run.checkpointer.guard(optimizer))
-        logger.info("checkpoints are loaded from and saved to %s", self.folder)
+                guards.append(self.run.checkpointer.guard(optimizer))
+        return guards
 
     # --- saving -------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ import itertools
 import logging
 import queue
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -203,31 +203,10 @@ class SharedReads:
 
         async def count_down(work: Callable[..., Awaitable[None]], *args: object) -> None:
             nonlocal running
-            await work(*args)
+            await work(*args, jobs, executor)
             running -= 1
             if not running:
                 over.set()
-
-        async def read() -> None:
-            for group in pending:
-                stream = self.source.in_order(name) if (name := self._ordered(group[0])) else None
-                for share in group:
-                    await anyio.lowlevel.checkpoint_if_cancelled()  # a call into a thread is not a cancellation point
-                    is_last = share is group[-1]
-                    left = await self.workers.run(self._read, share, stream, jobs, executor, is_last=is_last)
-                    try:
-                        if left.jobs:
-                            await executor.place_on_devices(left.held, left.jobs)
-                    finally:
-                        self._to_read.give_back(left.lent)
-
-        async def receive(reader: int, expected: dict[int, Share]) -> None:
-            while (left := await self.workers.run(self._receive, reader, expected, jobs, executor)) is not None:
-                try:
-                    await executor.place_on_devices(left.held, left.jobs)
-                finally:
-                    self._to_receive.give_back(left.lent)
-                self._release(reader)
 
         async def watch() -> None:
             try:
@@ -241,9 +220,34 @@ class SharedReads:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(watch)
                 for reader, expected in theirs.items():
-                    tasks.start_soon(count_down, receive, reader, expected)
+                    tasks.start_soon(count_down, self._receive_all, reader, expected)
                 for _ in range(min(self._most_read, len(groups))):
-                    tasks.start_soon(count_down, read)
+                    tasks.start_soon(count_down, self._read_groups, pending)
+
+    async def _read_groups(self, pending: Iterator[list[Share]], jobs: SharedJobs, executor: ReadExecutor) -> None:
+        """Read the shares of the groups that are left."""
+        for group in pending:
+            stream = self.source.in_order(name) if (name := self._ordered(group[0])) else None
+            for share in group:
+                await anyio.lowlevel.checkpoint_if_cancelled()  # a call into a thread is not a cancellation point
+                is_last = share is group[-1]
+                left = await self.workers.run(self._read, share, stream, jobs, executor, is_last=is_last)
+                try:
+                    if left.jobs:
+                        await executor.place_on_devices(left.held, left.jobs)
+                finally:
+                    self._to_read.give_back(left.lent)
+
+    async def _receive_all(
+        self, reader: int, expected: dict[int, Share], jobs: SharedJobs, executor: ReadExecutor
+    ) -> None:
+        """Receive the shares that another rank reads."""
+        while (left := await self.workers.run(self._receive, reader, expected, jobs, executor)) is not None:
+            try:
+                await executor.place_on_devices(left.held, left.jobs)
+            finally:
+                self._to_receive.give_back(left.lent)
+            self._release(reader)
 
     # --- in threads -----------------------------------------------------------------------------------------
 
