@@ -114,8 +114,7 @@ class AiockptCheckpointManager(_Base):
             _titan.DATALOADER: dataloader,
             _titan.LR_SCHEDULER: lr_schedulers,
         }
-        self.sd_adapter = sd_adapter
-        self._config = config
+        self.sd_adapter, self._config = sd_adapter, config
         self._flying: SaveHandle | None = None
         self.run = SyncCheckpointManager(
             self.folder,

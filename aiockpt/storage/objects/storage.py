@@ -334,6 +334,29 @@ class ObjectStorage(SharedStorage):
         return self._clean(key, self.objects.below(key), older_than_s)
 
     def _clean(self, above: str, found: dict[str, ObjectFacts], older_than_s: float | None = None) -> list[str]:
+        left = self._judge_unfinished(above, found, older_than_s)
+        for name, facts in found.items():  # of deletions, or claims, whose processes have died
+            is_tomb = self.split("/" + name)[1] == COMMIT_NAME and facts.size == TOMB_BYTES
+            if is_tomb and not split_token(above + name)[0]:
+                self._clean_tomb(f"{self._root}/{(above + name).removesuffix(COMMIT_NAME)[:-1]}")
+        removed = []
+        for token, stamp, word, action in left:
+            # Only now: it can't be published any more.
+            now = self.record(f"{self._root}/{_path_key(token)[:-1]}")
+            if now is not None and now.replaces == token and word == "publish":  # its publisher could not do so
+                self.retire(token)
+            elif action != "keep" and (now is None or now.token != token):
+                with contextlib.suppress(ConditionError):  # it lives after all, and is being published
+                    if action == "discard":
+                        self.objects.put(f"{token}state", f"discard {secrets.token_hex(8)}".encode(), stamp)
+                    self.objects.remove(token)
+                    removed.append(f"{self._root}/{token[:-1]}")
+        return removed
+
+    def _judge_unfinished(
+        self, above: str, found: Mapping[str, ObjectFacts], older_than_s: float | None
+    ) -> list[tuple[str, Stamp, str, Action]]:
+        """Return the tokens below a key that are not the checkpoint there: with the stamp and word of the state."""
         tokens: defaultdict[str, dict[str, ObjectFacts]] = defaultdict(dict)
         for name, facts in found.items():
             token, rest = split_token(above + name)
@@ -362,23 +385,7 @@ class ObjectStorage(SharedStorage):
                 in_flight_s=cleaning.IN_FLIGHT_S,
             )
             left.append((token, facts.stamp, word, action))
-        for name, facts in found.items():  # of deletions, or claims, whose processes have died
-            is_tomb = self.split("/" + name)[1] == COMMIT_NAME and facts.size == TOMB_BYTES
-            if is_tomb and not split_token(above + name)[0]:
-                self._clean_tomb(f"{self._root}/{(above + name).removesuffix(COMMIT_NAME)[:-1]}")
-        removed = []
-        for token, stamp, word, action in left:
-            # Only now: it can't be published any more.
-            now = self.record(f"{self._root}/{_path_key(token)[:-1]}")
-            if now is not None and now.replaces == token and word == "publish":  # its publisher could not do so
-                self.retire(token)
-            elif action != "keep" and (now is None or now.token != token):
-                with contextlib.suppress(ConditionError):  # it lives after all, and is being published
-                    if action == "discard":
-                        self.objects.put(f"{token}state", f"discard {secrets.token_hex(8)}".encode(), stamp)
-                    self.objects.remove(token)
-                    removed.append(f"{self._root}/{token[:-1]}")
-        return removed
+        return left
 
     def _clean_tomb(self, path: str) -> None:
         now = self.record(path, deleted=True)
