@@ -64,8 +64,7 @@ if TYPE_CHECKING:
     from aiockpt.planning.layout import FileImage
     from aiockpt.saving.handle import SaveHandle
     from aiockpt.storage.base import Storage, Transaction
-    from aiockpt.telemetry.loads import ReadReport
-    from aiockpt.telemetry.progress import OnProgress
+    from aiockpt.telemetry.progress import OnProgress, ReadReport
     from aiockpt.writing.commit import CommitDocuments
 
 _CHUNK_BYTES = 16 << 20

@@ -36,7 +36,7 @@ from aiockpt.errors import (
 from aiockpt.staging.pool import ArenaCache
 from aiockpt.staging.runtime import current_streams
 from aiockpt.staging.throttle import Throttle
-from aiockpt.telemetry.loads import ReadReport
+from aiockpt.telemetry.progress import ReadReport
 
 if TYPE_CHECKING:
     import torch
