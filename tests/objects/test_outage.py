@@ -19,7 +19,6 @@ from benchmarks.harness.object_server import ObjectServer, Rule
 from tests.objects.buckets import Bucket
 from tests.polling import until
 
-pytestmark = pytest.mark.slow
 _LIMIT_S = 30.0  # of a wait that must end
 _CLOSING_S = 7.0  # of closing with a drain_timeout of 1 s, and 2 s more; the rest is for a busy machine
 STATE = {"x": torch.arange(30_000_000.0)}  # more than fits in the pool
