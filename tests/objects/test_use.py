@@ -143,6 +143,28 @@ def test_the_environment_is_read_again_once_it_has_changed(server: ObjectServer,
         assert ckpt.load("s3://later/c")["x"].tolist() == [0, 1, 2]
 
 
+def test_expired_credentials_are_read_again_from_the_file_of_profiles(
+    server: ObjectServer, monkeypatch, tmp_path
+) -> None:
+    pytest.importorskip("boto3")
+    given = {name: value for name, value in server.options("s3").items() if "key" not in name}
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / ".aws").mkdir()
+    file = tmp_path / ".aws" / "credentials"
+    form = "[default]\naws_access_key_id = {}\naws_secret_access_key = s\n"
+    file.write_text(form.format("OLD"))
+    server.rules(Rule(".", count=10**6, status=400, code="ExpiredToken", signed="OLD"))
+    with aiockpt.SyncCheckpointer(storage_options=given) as ckpt:
+        with pytest.raises(aiockpt.SaveError, match="the credentials have expired"):
+            ckpt.save({"x": torch.arange(3)}, "s3://renewed/c")
+        file.write_text(form.format("NEW"))
+        ckpt.save({"x": torch.arange(3)}, "s3://renewed/c")
+        assert ckpt.load("s3://renewed/c")["x"].tolist() == [0, 1, 2]
+    server.rules()
+
+
 def test_a_machine_without_credentials_says_so() -> None:
     client = storage_for_url("s3://b", region="r", endpoint="http://127.0.0.1:1").objects
     text = "Error performing PUT http://169.254.169.254/latest/api/token - status code: 403 Forbidden"
