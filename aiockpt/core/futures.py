@@ -170,7 +170,7 @@ class Completion(Future[T]):
     def _block(self, timeout: float | None) -> None:
         if not self._begin_to_wait(blocks=True):
             return
-        with self._condition:
+        with self._origin.unlocked() if self._origin is not None else contextlib.nullcontext(), self._condition:
             self._waiting += 1
             try:
                 if not self._wait_done(timeout):
