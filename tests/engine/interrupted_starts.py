@@ -1,13 +1,15 @@
-"""Start checkpointers again and again, each disturbed at a later place; print what went wrong.
+"""Start checkpointers, or save, again and again, each time disturbed at a later place; print what went wrong.
 
 Usage: python interrupted_starts.py WAY WRITER FOLDER
 
-``raises``: an interrupt, at every bytecode. ``saves``: a signal whose handler saves with the same checkpointer, at
-every third one.
+``raises``: an interrupt of a start, at every bytecode. ``saves``: a signal whose handler saves with the same
+checkpointer, at every third one. ``within``: such a signal while a save is submitted and awaited, at every fifth of the
+places where Python calls handlers.
 """
 
 from __future__ import annotations
 
+import dis
 import faulthandler
 import os
 import signal
@@ -28,11 +30,13 @@ STATE = {"x": torch.arange(10)}
 class Disturber:
     """Raises a signal at the nth of the bytecodes that this package's functions run in the main thread.
 
-    Python calls handlers at fewer places: at the beginning of a function, at a jump back, and at the end of a call.
+    Python calls handlers at fewer places, those that count if it ``is_python``: at the beginning of a function, at a
+    jump back, and at the end of a call.
     """
 
-    def __init__(self, number: signal.Signals, nth: int) -> None:
-        self._number, self._left, self.has_struck = number, nth, False
+    def __init__(self, number: signal.Signals, nth: int, *, is_python: bool) -> None:
+        self._number, self._left, self._is_python, self.has_struck = number, nth, is_python, False
+        self._last: dict[FrameType, str] = {}
 
     def trace(self, frame: FrameType, event: str, argument: object) -> Any:
         if self.has_struck or not frame.f_code.co_filename.startswith(PACKAGE):
@@ -41,7 +45,10 @@ class Disturber:
         return self._step
 
     def _step(self, frame: FrameType, event: str, argument: object) -> Any:
-        if event == "opcode" and not self.has_struck:
+        name = dis.opname[frame.f_code.co_code[frame.f_lasti]]
+        before, self._last[frame] = self._last.get(frame, ""), name
+        is_place = not self._is_python or name in ("RESUME", "JUMP_BACKWARD") or before.startswith("CALL")
+        if event == "opcode" and is_place and not self.has_struck:
             self._left -= 1
             if self._left < 0:
                 self.has_struck = True
@@ -57,15 +64,20 @@ def left() -> list[str]:
 
 
 def disturbed(way: str, writer: Any, nth: int, folder: str) -> bool:
-    """Disturb a start at the nth place; return whether it has so many."""
+    """Disturb a start, or a save, at the nth place; return whether it has so many."""
     checkpointer = aiockpt.SyncCheckpointer(writer=writer)
     number = signal.SIGINT if way == "raises" else signal.SIGUSR1
     signal.signal(signal.SIGUSR1, lambda *_: checkpointer.save(STATE, f"{folder}/{nth}-in-handler"))
-    disturber, outcome = Disturber(number, nth), "returned"
+    disturber, outcome = Disturber(number, nth, is_python=way == "within"), "returned"
+    if way == "within":
+        checkpointer.save(STATE, f"{folder}/{nth}-before")
     faulthandler.dump_traceback_later(60, exit=True)
     sys.settrace(disturber.trace)
     try:
-        checkpointer._engine.start()
+        if way == "within":
+            checkpointer.save(STATE, f"{folder}/{nth}-within")
+        else:
+            checkpointer._engine.start()
     except KeyboardInterrupt:
         outcome = "interrupted"
     except BaseException as exc:  # shown
@@ -88,7 +100,7 @@ if __name__ == "__main__":
     with aiockpt.SyncCheckpointer(writer=writer) as first:  # type: ignore[arg-type]
         first.save(STATE, f"{folder}/first")
     assert not left(), left()
-    nth, pace = 0, 1 if way == "raises" else 3
+    nth, pace = 0, {"raises": 1, "saves": 3, "within": 5}[way]
     while disturbed(way, writer, nth, folder):
         nth += pace
     sys.stdout.write(f"places {nth // pace}\n")

@@ -1,4 +1,4 @@
-"""Signals while a checkpointer starts, at every bytecode."""
+"""Signals while a checkpointer starts, and handlers that save while a save is submitted and awaited."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ import pytest
         pytest.param("raises", "process", 100, id="an interrupt, with a writer process", marks=pytest.mark.slow),
         pytest.param("saves", "thread", 30, id="a handler that saves"),
         pytest.param("saves", "process", 30, id="a handler that saves, with a writer process", marks=pytest.mark.slow),
+        pytest.param("within", "thread", 50, id="a handler that saves within a save", marks=pytest.mark.slow),
     ],
 )
-def test_a_disturbed_start_leaves_nothing_and_the_next_one_works(
+def test_what_is_disturbed_leaves_nothing_and_the_next_one_works(
     way: str, writer: str, places: int, tmp_path: Path
 ) -> None:
     command = [sys.executable, "-m", "tests.engine.interrupted_starts", way, writer, str(tmp_path)]
