@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import pickle
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from aiockpt.coordination.outcome import (
@@ -19,8 +18,9 @@ from aiockpt.coordination.outcome import (
     to_exception,
     to_remote_error,
 )
-from aiockpt.coordination.protocol import Follower, Kind, Leader, RankCall
+from aiockpt.coordination.protocol import Kind, RankCall
 from aiockpt.coordination.rendezvous import RankAddress
+from aiockpt.coordination.sides import Follower, Leader
 from aiockpt.core.threads import outlast
 from aiockpt.errors import CoordinationError
 
@@ -72,7 +72,6 @@ class Coordinator:
         self.rank = address.rank  # in the group, from 0
         self.world_size = address.world_size
         self._side = (Leader if self.rank == 0 else Follower)(address, timeout_s=timeout_s)
-        self._calls: defaultdict[Kind, Iterator[int]] = defaultdict(itertools.count)
         self._turns: defaultdict[Kind, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._abandoned = asyncio.Event()
         self._is_abandoned = False
@@ -98,8 +97,8 @@ class Coordinator:
         return await self._side.addresses(operation)
 
     def call(self, kind: Kind) -> RankCall:
-        """Count a call that all ranks make. To be called for each, first of all, also for one that fails then."""
-        return RankCall(kind, next(self._calls[kind]))
+        """Return a call that all ranks make. To be called for each, first of all, also for one that fails then."""
+        return RankCall(kind)
 
     async def round(self, call: RankCall, operation: str, value: Any, decide: Decide, undo: Undo | None = None) -> Any:
         """Send a value, or this rank's error, to rank 0 and return rank 0's reply.
@@ -164,7 +163,7 @@ class Coordinator:
         if outcome.failure is not None and isinstance(outcome.cause, _AbandonedError):
             await leader.give_up(call, operation, outcome.failure)  # also to ranks that it has not heard of yet
         else:
-            await leader.reply(call, operation, outcome.messages, failed=outcome.failure is not None)
+            await leader.reply(call, operation, outcome.messages, outcome.failure)
         if outcome.failure is not None:
             raise _with_note(to_exception(outcome.failure, operation, outcome.cause), value)
         return outcome.replies[0]
@@ -191,7 +190,7 @@ class Coordinator:
             return _Decision(failure=to_remote_error(0, exc), cause=exc)
 
     async def _undo(self, failure: RemoteError, cause: BaseException | None, undo: Undo | None) -> _Decision:
-        """Run ``undo``, and return the failure as a reply for every rank."""
+        """Run ``undo``, and return the failure, with what undoing it says."""
         if undo is not None:
             try:
                 await undo()
@@ -199,8 +198,7 @@ class Coordinator:
                 text = f"{failure.message} (and undoing it on rank 0 failed: {type(exc).__name__}: {exc})"
                 failure = failure._replace(message=text)
                 cause = cause or exc
-        messages = [pickle.dumps(failure)] * (self.world_size - 1)
-        return _Decision(messages=messages, failure=failure, cause=cause)
+        return _Decision(failure=failure, cause=cause)
 
     async def _follow(self, follower: Follower, call: RankCall, operation: str, value: Any) -> Any:
         try:

@@ -42,23 +42,6 @@ class TimedOut(NamedTuple):
     after_s: float
 
 
-class Key(NamedTuple):
-    """Names a round: a step of the n-th call of a kind, as its sender has counted; from step 1 on as rank 0 has."""
-
-    kind: str
-    number: int
-    step: int
-
-
-class Left(NamedTuple):
-    """A rank has left a round, and raised this."""
-
-    rank: int
-    key: Key
-    operation: str
-    failure: RemoteError
-
-
 Arrival = Arrived | Dead | TimedOut | RemoteError
 
 

@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from aiockpt.coordination.link import Endpoint, addresses_of_this_host
-from aiockpt.coordination.outcome import Left, store_failure_text
+from aiockpt.coordination.outcome import store_failure_text
+from aiockpt.coordination.protocol import Left
 from aiockpt.coordination.ranks import Ranks
 from aiockpt.core.threads import DaemonThreads
 from aiockpt.errors import CoordinationError

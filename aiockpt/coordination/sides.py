@@ -1,0 +1,381 @@
+"""The two sides of the links between ranks: rank 0 listens, each other rank connects; see `protocol`.
+
+Each side sends heartbeats, so that a side that is silent for the timeout is taken for dead. If a link breaks, the rank
+connects again, and repeats what it has asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import pickle
+import secrets
+import time
+from collections.abc import Coroutine, Sequence
+from typing import Any
+
+from aiockpt.coordination.link import (
+    HELLO_S,
+    Endpoint,
+    Link,
+    LinkBrokenError,
+    connect,
+    listen,
+    network_namespace,
+    reachable,
+)
+from aiockpt.coordination.outcome import (
+    Arrival,
+    RemoteError,
+    coordination_failure,
+    dead_rank_text,
+    silence_text,
+    timeout_text,
+)
+from aiockpt.coordination.protocol import Asking, Left, RankCall, Reply, Rounds
+from aiockpt.coordination.rendezvous import RankAddress, Rendezvous
+from aiockpt.errors import CoordinationError
+
+logger = logging.getLogger("aiockpt")
+
+RECONNECT_S = 2.0
+"""Limit for a living rank whose link broke to connect again; after it, rank 0 takes it for dead."""
+_FLUSH_S = 60.0
+_NOTIFY_S = 2.0
+_LONGEST_BEAT_S = 5.0
+_SHORTEST_POLL_S = 0.002
+_POLL_S = 0.1
+
+
+class _Side:
+    """The common part of both sides: tasks, and the meeting in the store."""
+
+    def __init__(self, address: RankAddress, *, timeout_s: float) -> None:
+        self._address = address
+        self._rendezvous = Rendezvous(address.store)
+        self._timeout_s = timeout_s
+        self._beat_s = min(timeout_s / 5, _LONGEST_BEAT_S)
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def _start(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.ensure_future(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._end)
+        return task
+
+    def _end(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            logger.error("a task that serves other ranks has failed", exc_info=task.exception())
+
+    async def addresses(self, operation: str) -> list[str]:
+        """Return the addresses of this host; see `Rendezvous.addresses`."""
+        return await self._rendezvous.addresses(operation, time.monotonic() + self._timeout_s)
+
+    async def _notify(self, left: Left) -> None:
+        """Write to the store why this rank leaves a call. Without the store, the others find that it does not come."""
+        with contextlib.suppress(CoordinationError):
+            await self._rendezvous.notify(left, time.monotonic() + min(_NOTIFY_S, self._timeout_s))
+
+    def close(self, timeout_s: float) -> bool:
+        """Close all links; return whether the thread that uses the store has ended in time."""
+        for task in self._tasks:
+            task.cancel()
+        return self._rendezvous.close(timeout_s)
+
+
+class Leader(_Side):
+    """Rank 0's side: collects the messages of all other ranks, then replies to each."""
+
+    def __init__(self, address: RankAddress, *, timeout_s: float) -> None:
+        super().__init__(address, timeout_s=timeout_s)
+        names = [address.own_name(), *map(address.rank_name, range(1, address.world_size))]
+        self._rounds = Rounds(names, timeout_s, min(RECONNECT_S, timeout_s))
+        self._links: dict[int, Link] = {}
+        self._server: asyncio.Server | None = None
+        self._opening = asyncio.Lock()
+
+    async def collect(self, call: RankCall, operation: str) -> list[Arrival]:
+        """Wait until every other rank has come, is dead, or is late; return one arrival for each, from rank 1 on.
+
+        Raises CoordinationError if this rank can't be reached.
+        """
+        begun, has_store = time.monotonic(), True
+        round_ = self._rounds.begin(call, operation, begun)
+        self._deliver()
+        if not round_.over.is_set():
+            await self._open(call, operation, begun + self._timeout_s)
+        while not round_.over.is_set():
+            are_linked = len(self._links) == round_.size
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._beat_s if are_linked else _POLL_S):
+                    await round_.over.wait()
+            if not are_linked and has_store and not round_.over.is_set():
+                deadline = max(begun + self._timeout_s, time.monotonic() + _POLL_S)
+                has_store = await self._read_notices(operation, round_.size, deadline)
+            self._tick()
+        return [round_.arrivals[rank] for rank in range(1, round_.size + 1)]
+
+    async def give_up(self, call: RankCall, operation: str, failure: RemoteError) -> None:
+        """Fail a call on all ranks, though this one hangs in it."""
+        if self._server is None:  # no rank can connect
+            await self._notify(Left(0, call.kind, 0, operation, failure))
+        self._rounds.fail(call, operation, failure)
+        self._deliver()
+
+    async def reply(
+        self, call: RankCall, operation: str, messages: Sequence[bytes], failure: RemoteError | None
+    ) -> None:
+        """Send its reply, or the failure, to every rank that has come; those that are late get it then."""
+        if failure is None:
+            self._rounds.reply(call, messages)
+        else:
+            self._rounds.fail(call, operation, failure)
+        self._deliver()
+        flushes = [self._start(link.flush()) for link in self._links.values()]
+        if flushes:
+            await asyncio.wait(flushes, timeout=min(_FLUSH_S, self._timeout_s))
+
+    def close(self, timeout_s: float) -> bool:  # noqa: D102
+        if self._server is not None:
+            self._server.close()
+        for link in self._links.values():
+            link.close()
+        return super().close(timeout_s)
+
+    def _deliver(self) -> None:
+        replies, self._rounds.outbox = self._rounds.outbox, []
+        for rank, reply in replies:
+            if rank in self._links:
+                self._links[rank].send(pickle.dumps(reply))
+
+    def _tick(self) -> None:
+        self._rounds.tick(time.monotonic(), {rank: link.heard for rank, link in self._links.items()})
+        self._deliver()
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(self._beat_s)
+            for link in self._links.values():
+                link.beat()
+            self._tick()
+
+    async def _read_notices(self, operation: str, size: int, deadline: float) -> bool:
+        """Read why ranks without a link have left; return whether the store works: else they are just late."""
+        try:
+            for left in await self._rendezvous.notices(operation, deadline):
+                if left.rank:  # the last one stands for a rank of a larger size, which has no place here
+                    self._rounds.leave(left._replace(rank=min(left.rank, size)), time.monotonic())
+        except CoordinationError:
+            return False
+        self._deliver()
+        return True
+
+    async def _open(self, call: RankCall, operation: str, deadline: float) -> None:
+        """Listen, and let the other ranks know where; once."""
+        async with self._opening:
+            if self._server is not None:
+                return
+            secret, own_name = secrets.token_bytes(32), self._address.own_name()
+            try:
+                host = self._address.host
+                hosts = [host] if host else await self._rendezvous.addresses(operation, deadline)
+                server = await listen(hosts, secret, f"0\n{own_name}", self._join)
+                try:
+                    addresses = [socket_.getsockname()[:2] for socket_ in server.sockets]
+                    endpoint = Endpoint(addresses, secret, network_namespace(), own_name, self._address.world_size)
+                    await self._rendezvous.publish(endpoint, operation, deadline)
+                except BaseException:
+                    server.close()
+                    raise
+            except (OSError, CoordinationError) as exc:
+                error = coordination_failure(0, f"rank 0 can't be reached for {operation}: {exc}")
+                await self._notify(Left(0, call.kind, 0, operation, error))
+                raise CoordinationError(error.message) from exc
+            self._server = server
+            self._start(self._beat())
+
+    def _join(self, hello: str, link: Link) -> None:
+        """Take a rank's new link."""
+        rank, _, name = hello.partition("\n")
+        if (old := self._links.get(int(rank))) is not None:
+            old.close()
+        self._links[int(rank)] = link
+        self._rounds.join(int(rank), name)
+        self._start(self._serve(int(rank), link))
+
+    async def _serve(self, rank: int, link: Link) -> None:
+        try:
+            while True:
+                message = pickle.loads(await link.receive())
+                if isinstance(message, Left):
+                    self._rounds.leave(message, time.monotonic())
+                else:
+                    self._rounds.ask(rank, message, time.monotonic())
+                self._deliver()
+        except LinkBrokenError:
+            if self._links.get(rank) is link:
+                del self._links[rank]
+                self._rounds.lose(rank, time.monotonic())
+        finally:
+            link.close()
+
+
+class Follower(_Side):
+    """Another rank's side: sends its message to rank 0, then waits for the reply."""
+
+    def __init__(self, address: RankAddress, *, timeout_s: float) -> None:
+        super().__init__(address, timeout_s=timeout_s)
+        self._own_name = address.own_name()
+        self._leader_name = address.rank_name(0)
+        self._asking = Asking(address.rank)
+        self._replies: dict[int, asyncio.Future[bytes]] = {}  # by the number of the call
+        self._endpoint: Endpoint | None = None
+        self._link: Link | None = None
+        self._connecting: asyncio.Task[None] | None = None
+        self.leader_lives = True  # as far as is known
+
+    async def ask(self, call: RankCall, operation: str, message: bytes) -> bytes:
+        """Send a message to rank 0 and return its reply; raise CoordinationError if it is dead or does not come."""
+        begun = time.monotonic()
+        ask = self._asking.ask(call, operation, message)
+        reply = self._replies[call.number] = asyncio.get_running_loop().create_future()
+        try:
+            if self._link is not None:
+                self._link.send(pickle.dumps(ask))
+            elif self._connecting is None or self._connecting.done():
+                self._connecting = self._start(self._connect(operation, begun + self._timeout_s))
+            while not reply.done():
+                await asyncio.wait([reply], timeout=self._beat_s)
+                if self._link is not None and time.monotonic() - max(begun, self._link.heard) >= self._timeout_s:
+                    break
+            if not reply.done():
+                raise CoordinationError(silence_text(self._leader_name, operation, self._timeout_s))
+            return reply.result()  # type: ignore[no-any-return]
+        except CoordinationError as exc:
+            await self.give_up(call, operation, coordination_failure(self._address.rank, str(exc)))
+            raise
+        finally:
+            del self._replies[call.number]
+
+    async def give_up(self, call: RankCall, operation: str, failure: RemoteError) -> None:
+        """Inform rank 0 that this rank has raised an error instead of waiting on, or of coming."""
+        left = self._asking.leave(call, operation, failure)
+        if self._link is not None:
+            self._link.send(pickle.dumps(left))
+        else:
+            await self._notify(left)
+
+    def close(self, timeout_s: float) -> bool:  # noqa: D102
+        if self._link is not None:
+            self._link.close()
+        return super().close(timeout_s)
+
+    # --- the link -------------------------------------------------------------------------------------
+
+    async def _connect(self, operation: str, deadline: float) -> None:
+        """Connect to rank 0, and ask what is not answered; fail what waits if that can't be done in time."""
+        try:
+            endpoint = await self._find(operation, deadline)
+            self._leader_name = endpoint.host
+            link = await self._connect_to(endpoint, operation, deadline)
+        except CoordinationError as exc:
+            for ask in self._asking.asks.values():
+                is_dead = not self.leader_lives
+                text = dead_rank_text(self._leader_name, ask.operation) if is_dead else str(exc)
+                self._fail(ask.number, CoordinationError(text), exc)
+            return
+        self._link, self.leader_lives = link, True
+        self._start(self._read(link))
+        self._start(self._beat(link))
+        for message in self._asking.unanswered():
+            link.send(pickle.dumps(message))
+
+    def _fail(self, number: int, error: CoordinationError, cause: BaseException) -> None:
+        error.__cause__ = cause
+        reply = self._replies.get(number)
+        if reply is not None and not reply.done():
+            reply.set_exception(error)
+
+    async def _find(self, operation: str, deadline: float) -> Endpoint:
+        """Return where rank 0 listens; raise CoordinationError if it does not until the deadline."""
+        if not self.leader_lives:  # or it listens elsewhere by now, as it could not say in time where it did
+            with contextlib.suppress(CoordinationError):  # the store has ended too
+                self._endpoint = await self._rendezvous.endpoint(operation, time.monotonic() + _NOTIFY_S)
+        pause_s = _SHORTEST_POLL_S
+        while self._endpoint is None:
+            until = max(deadline, time.monotonic() + _NOTIFY_S)  # the store gets some time even if there is none left
+            self._endpoint = await self._rendezvous.endpoint(operation, until)
+            for left in await self._rendezvous.notices(operation, until):
+                self._leave(left)
+            if self._endpoint is None:
+                if time.monotonic() >= deadline:
+                    raise CoordinationError(timeout_text(self._leader_name, operation, self._timeout_s))
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, _POLL_S)
+        if self._endpoint.size != self._address.world_size:
+            raise CoordinationError(
+                f"{self._own_name} is one of {self._address.world_size} ranks, but {self._endpoint.host} one of "
+                f"{self._endpoint.size}: all must be given the same number"
+            )
+        return self._endpoint
+
+    def _leave(self, left: Left) -> None:
+        """Take note that rank 0 has left a call before it listened."""
+        for ask in list(self._asking.asks.values()):
+            if left.rank == 0 and (ask.kind, ask.operation) == (left.kind, left.operation):
+                self._answer(Reply(ask.number, ask.step, pickle.dumps(left.failure)))
+
+    def _answer(self, reply: Reply) -> None:
+        future = self._replies.get(reply.number)
+        if self._asking.answers(reply) and future is not None and not future.done():
+            future.set_result(reply.message)
+
+    async def _connect_to(self, endpoint: Endpoint, operation: str, deadline: float) -> Link:
+        addresses = reachable(endpoint, network_namespace())
+        if not addresses:
+            raise CoordinationError(
+                f"{self._own_name} can't connect to {endpoint.host} for the name of that host resolves to loopback "
+                "there: give it its address in DNS or /etc/hosts, or set GLOO_SOCKET_IFNAME on rank 0 to the interface "
+                "by which the other ranks reach it"
+            )
+        tried = [f"{host} port {port}" for host, port in addresses]
+        hello = f"{self._address.rank}\n{self._own_name}"
+        error: BaseException = TimeoutError("there was no time left")
+        while True:
+            refusals = 0
+            for host, port in addresses:
+                try:
+                    async with asyncio.timeout(min(HELLO_S, max(_POLL_S, deadline - time.monotonic()))):
+                        return (await connect(host, port, endpoint.secret, hello))[1]
+                except (OSError, LinkBrokenError, TimeoutError) as exc:
+                    error = exc
+                    refusals += isinstance(exc, ConnectionRefusedError)
+            if refusals == len(addresses):
+                self.leader_lives = False
+                raise CoordinationError(dead_rank_text(endpoint.host, operation)) from error
+            # An error of this host's own, such as EMFILE, is no matter of time.
+            if time.monotonic() >= deadline or not isinstance(error, LinkBrokenError | TimeoutError | ConnectionError):
+                raise CoordinationError(
+                    f"{self._own_name} can't connect to {endpoint.host} at {' or '.join(tried)}: "
+                    f"{error or type(error).__name__}; set GLOO_SOCKET_IFNAME on rank 0 to the interface by which the "
+                    "other ranks reach it"
+                ) from error
+            await asyncio.sleep(_POLL_S)
+
+    async def _beat(self, link: Link) -> None:
+        while self._link is link:
+            await asyncio.sleep(self._beat_s)
+            link.beat()
+
+    async def _read(self, link: Link) -> None:
+        try:
+            while True:
+                self._answer(pickle.loads(await link.receive()))
+        except LinkBrokenError:
+            self._link = None
+            until = time.monotonic() + min(RECONNECT_S, self._timeout_s)
+            self._connecting = self._start(self._connect("this save or load", until))
+        finally:
+            link.close()
