@@ -92,8 +92,6 @@ class Coordinator:
 
         Raises OSError, or CoordinationError if they are not found out in time.
         """
-        if self._address.host:
-            return [self._address.host]
         return await self._side.addresses(operation)
 
     def call(self, kind: Kind) -> RankCall:
@@ -160,10 +158,7 @@ class Coordinator:
         outcome = await self._decide(leader, call, operation, value, decide)
         if outcome.failure is not None:
             outcome = await self._undo(outcome.failure, outcome.cause, undo)
-        if outcome.failure is not None and isinstance(outcome.cause, _AbandonedError):
-            await leader.give_up(call, operation, outcome.failure)  # also to ranks that it has not heard of yet
-        else:
-            await leader.reply(call, operation, outcome.messages, outcome.failure)
+        await leader.end(call, operation, outcome.failure or outcome.messages)
         if outcome.failure is not None:
             raise _with_note(to_exception(outcome.failure, operation, outcome.cause), value)
         return outcome.replies[0]

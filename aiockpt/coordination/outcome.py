@@ -29,12 +29,6 @@ class Arrived(NamedTuple):
     value: Any  # or its RemoteError
 
 
-class Dead(NamedTuple):
-    """A rank's process has ended."""
-
-    rank_name: str  # with its host and process
-
-
 class TimedOut(NamedTuple):
     """A rank did not come in time."""
 
@@ -42,14 +36,11 @@ class TimedOut(NamedTuple):
     after_s: float
 
 
-Arrival = Arrived | Dead | TimedOut | RemoteError
+Arrival = Arrived | TimedOut | RemoteError
 
 
 def first_failure(arrivals: Sequence[Arrival], operation: str) -> RemoteError | None:
     """Return the failure that all ranks raise, or None if all are at this operation with values."""
-    for rank, arrival in enumerate(arrivals):
-        if isinstance(arrival, Dead):
-            return coordination_failure(rank, dead_rank_text(arrival.rank_name, operation))
     for arrival in arrivals:
         if isinstance(arrival, RemoteError):
             return arrival

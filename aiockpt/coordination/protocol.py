@@ -33,10 +33,10 @@ from aiockpt.coordination.outcome import (
     SAME_CALLS,
     Arrival,
     Arrived,
-    Dead,
     RemoteError,
     TimedOut,
     coordination_failure,
+    dead_rank_text,
     silence_text,
     timeout_text,
     to_remote_error,
@@ -44,8 +44,8 @@ from aiockpt.coordination.outcome import (
 
 Kind = Literal["save", "load", "agree", "fallback"]
 
-_REMEMBERED = 64
-_KEPT_REPLIES = 8
+_REMEMBERED = 64  # calls of a kind
+_KEPT_REPLIES = 4  # calls of a kind that have them
 _WHOLE_CALL = -1
 
 
@@ -54,10 +54,10 @@ class RankCall:
     """One call that all ranks make.
 
     Attributes:
-        number: of this rank's calls, if it is not rank 0; 0 until its first message.
+        number: of this rank's calls; 0 until its first message.
         step: of the next round.
         operation: of the first round. It and what follows are known to rank 0.
-        numbers: what the other ranks count it as.
+        numbers: of the calls of the other ranks that are this one.
         failure: how it has ended, pickled.
         replied: the step of the last replies.
         replies: from rank 1 on; none if they are old.
@@ -142,19 +142,13 @@ class Asking:
 # --- rank 0 -----------------------------------------------------------------------------------------
 
 
-class _Pending(NamedTuple):
-    message: Ask | Left
-    since: float
-
-
 @dataclass(slots=True, eq=False)
 class _Lane:
     """The calls of one kind of another rank."""
 
-    pending: dict[int, _Pending] = field(default_factory=dict)  # what rank 0 has not come to
-    passed: int = 0  # the last call that was compared with those of rank 0
-    calls: dict[int, RankCall] = field(default_factory=dict)  # those of rank 0 that they were, by the rank's number
-    missed: list[RankCall] = field(default_factory=list)  # that rank 0 has failed, and the rank has not come to
+    pending: dict[int, tuple[Ask | Left, float]] = field(default_factory=dict)  # what rank 0 has not come to, and since
+    passed: int = 0  # the last call that was one of rank 0, and the number of that one
+    passed_own: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -198,51 +192,58 @@ class Rounds:
         self._peers = [_Peer(rank, names[rank]) for rank in range(1, len(names))]
         self._timeout_s = timeout_s
         self._patience_s = patience_s  # for a rank whose link is broken
+        self._calls: defaultdict[Kind, deque[RankCall]] = defaultdict(lambda: deque(maxlen=_REMEMBERED))
+        self._numbers = itertools.count(1)
         self._open: list[Round] = []
-        self._kept: deque[RankCall] = deque()  # have replies
         self.outbox: list[tuple[int, Reply]] = []
 
     def begin(self, call: RankCall, operation: str, now: float) -> Round:
         """Come to the next round of a call."""
-        call.operation = call.operation or operation
         round_ = Round(call, call.step, operation, now, len(self._peers))
-        if call.failure is not None:
-            self._fail_round(round_, pickle.loads(call.failure))
-            return round_
+        self._count(call, operation)
         self._open.append(round_)
         for peer in self._peers:
-            self._look(peer, call.kind)
+            if call.failure is not None:
+                round_.arrive(peer.rank, pickle.loads(call.failure))
+            else:
+                self._compare(peer, call.kind)
+                self._look(peer, round_)
         return round_
 
     def reply(self, call: RankCall, messages: Sequence[bytes]) -> None:
         """End a round with a message for each rank, from rank 1 on."""
-        if call.failure is not None:
-            return
         self._open = [round_ for round_ in self._open if round_.call is not call]
-        call.replied, call.replies = call.step, messages
-        self._kept.append(call)
-        if len(self._kept) > _KEPT_REPLIES and (old := self._kept.popleft()) not in self._kept:
-            old.replies = ()
-        for rank, number in call.numbers.items():
-            self.outbox.append((rank, Reply(number, call.step, messages[rank - 1])))
+        if call.failure is None:
+            call.replied, call.replies = call.step, messages
+            for rank, number in call.numbers.items():
+                self.outbox.append((rank, Reply(number, call.step, messages[rank - 1])))
 
     def fail(self, call: RankCall, operation: str, failure: RemoteError) -> None:
         """End a call on all ranks, also on those that have not come to it yet."""
+        rounds, self._open = self._open, [round_ for round_ in self._open if round_.call is not call]
         if call.failure is not None:
             return
-        call.operation, call.failure, call.replies = call.operation or operation, pickle.dumps(failure), ()
-        for round_ in self._open:
-            if round_.call is call:
-                self._fail_round(round_, failure)
-        self._open = [round_ for round_ in self._open if round_.call is not call]
+        self._count(call, operation)
+        call.failure, call.replies = pickle.dumps(failure), ()
         for peer in self._peers:
-            lane, number = peer.lanes[call.kind], call.numbers.get(peer.rank)
+            for round_ in rounds:
+                if round_.call is call:
+                    round_.arrive(peer.rank, failure)
+            number = call.numbers.get(peer.rank)
             if number is not None:
-                lane.pending.pop(number, None)
+                peer.lanes[call.kind].pending.pop(number, None)
                 self.outbox.append((peer.rank, Reply(number, _WHOLE_CALL, call.failure)))
-            else:
-                lane.missed = [*lane.missed[1 - _REMEMBERED :], call]
-                self._look(peer, call.kind)
+            self._compare(peer, call.kind)
+
+    def _count(self, call: RankCall, operation: str) -> None:
+        if not call.number:
+            call.number, call.operation = next(self._numbers), operation
+            calls = self._calls[call.kind]
+            calls.append(call)
+            for old in itertools.islice(reversed(calls), _KEPT_REPLIES, _KEPT_REPLIES + 1):
+                old.replies = ()
+
+    # --- the other ranks -------------------------------------------------------------------------------
 
     def join(self, rank: int, name: str) -> None:
         """Take note of a rank's new link."""
@@ -256,10 +257,10 @@ class Rounds:
     def ask(self, rank: int, ask: Ask, now: float) -> None:
         """Take a rank's question: reply at once if its round has ended."""
         peer = self._peers[rank - 1]
-        lane = peer.lanes[ask.kind]
-        call, pending = lane.calls.get(ask.number), lane.pending.get(ask.number)
-        if pending is not None and isinstance(pending.message, Left):
-            self._refuse(peer, ask, pending.message.failure)
+        lane, call = peer.lanes[ask.kind], self._call_of(peer, ask)
+        pending, _ = lane.pending.get(ask.number, (None, now))
+        if isinstance(pending, Left):
+            self._refuse(peer, ask, pending.failure)
         elif call is not None and call.failure is not None:
             self.outbox.append((rank, Reply(ask.number, _WHOLE_CALL, call.failure)))
         elif call is not None and call.replies and ask.step == call.replied:
@@ -268,20 +269,19 @@ class Rounds:
             text = f"the reply of rank 0 to {peer.name} was lost, as their connection broke during {ask.operation}"
             self._refuse(peer, ask, coordination_failure(rank, text))
         elif not any(round_.call is call and rank in round_.arrivals for round_ in self._open):
-            lane.pending[ask.number] = _Pending(ask, now)
-            self._look(peer, ask.kind)
+            lane.pending[ask.number] = ask, now
+            self._news(peer, ask.kind)
 
     def leave(self, left: Left, now: float) -> None:
         """Take note that a rank has left a call, though rank 0 may have come to it and wait for others."""
         peer = self._peers[left.rank - 1]
-        lane = peer.lanes[left.kind]
-        call = lane.calls.get(left.number)
+        lane, call = peer.lanes[left.kind], self._call_of(peer, left)
         if left.number > lane.passed if call is None else call.failure is None:
-            lane.pending[left.number] = _Pending(left, now)
+            lane.pending[left.number] = left, now
             for round_ in self._open:
-                if call is not None and round_.call is call:
-                    round_.arrive(left.rank, left.failure)
-            self._look(peer, left.kind)
+                if round_.call is call:
+                    round_.arrivals.pop(left.rank, None)
+            self._news(peer, left.kind)
 
     def tick(self, now: float, heard: Mapping[int, float]) -> None:
         """Find ranks that are late, and those that rank 0 has let wait; ``heard``: the last sign of linked ranks."""
@@ -290,107 +290,93 @@ class Rounds:
                 absence = None if peer.rank in round_.arrivals else self._absence(round_, peer, now, heard)
                 if absence is not None:
                     round_.arrive(peer.rank, absence)
+        name = _at(self._own_name, [round_.operation for round_ in self._open])
         for peer in self._peers:
             for lane in peer.lanes.values():
                 for ask, since in list(lane.pending.values()):
                     if isinstance(ask, Ask) and now - since >= self._timeout_s:
-                        name = _at(self._own_name, [round_.operation for round_ in self._open])
                         text = timeout_text(name, ask.operation, self._timeout_s)
-                        self._end(peer, lane, ask, coordination_failure(0, text), now)
+                        self._end(peer, ask, coordination_failure(0, text), now)
 
     # --- which call is meant ---------------------------------------------------------------------------
 
-    def _look(self, peer: _Peer, kind: Kind) -> None:
-        """Compare what a rank has sent with the rounds that rank 0 has begun."""
-        lane, first = peer.lanes[kind], None
+    def _call_of(self, peer: _Peer, message: Ask | Left) -> RankCall | None:
+        """Return the call of rank 0 that a rank's call is; None if it is not known yet, or any more."""
+        calls = reversed(self._calls[message.kind])
+        return next((call for call in calls if call.numbers.get(peer.rank) == message.number), None)
+
+    def _news(self, peer: _Peer, kind: Kind) -> None:
+        self._compare(peer, kind)
         for round_ in self._open:
-            if round_.call.kind == kind and peer.rank not in round_.arrivals:
-                if not round_.step:
-                    first = round_
-                elif (pending := lane.pending.get(round_.call.numbers.get(peer.rank, 0))) is not None:
-                    self._take(peer, lane, pending.message, round_)
-        while self._catch_up(peer, lane):
-            pass
+            if round_.call.kind == kind:
+                self._look(peer, round_)
+
+    def _compare(self, peer: _Peer, kind: Kind) -> None:
+        """Compare a rank's next calls with those of rank 0 that it has not come to: failed ones, and an open one."""
+        lane = peer.lanes[kind]
+        calls = [call for call in self._calls[kind] if call.number > lane.passed_own]
         for number in sorted(number for number in lane.pending if number > lane.passed):
             message, since = lane.pending[number]
-            if first is not None and message.operation == first.operation:
-                lane.missed.clear()
-                self._bind(peer, lane, number, first.call)
-                self._take(peer, lane, message, first)
-                return
-            if isinstance(message, Ask):  # else rank 0 goes on to a later call than the one that the rank has left
-                if first is not None:
-                    text = f"rank 0 is at {first.operation} while rank {peer.rank} is at {message.operation}"
-                    failure = coordination_failure(peer.rank, f"{text}: {SAME_CALLS}")
-                    first.arrive(peer.rank, failure)
-                    self._end(peer, lane, message, failure, since)
-                return
+            for call in calls:
+                if call.operation == message.operation:
+                    self._pass(peer, lane, message, call)
+                    return self._compare(peer, kind)
+            if isinstance(message, Ask):  # else the rank has left a call that rank 0 may come to
+                for round_ in self._open:
+                    if round_.call in calls and peer.rank not in round_.arrivals:
+                        text = f"rank 0 is at {round_.operation} while rank {peer.rank} is at {message.operation}"
+                        failure = coordination_failure(peer.rank, f"{text}: {SAME_CALLS}")
+                        round_.arrive(peer.rank, failure)
+                        self._end(peer, message, failure, since)
+                return None
+        return None
 
-    def _catch_up(self, peer: _Peer, lane: _Lane) -> bool:
-        """Let a rank pass the first call that rank 0 has failed without it; return whether there was one."""
-        for number in sorted(number for number in lane.pending if number > lane.passed):
-            message = lane.pending[number].message
-            for place, call in enumerate(lane.missed):
-                if call.operation == message.operation and call.failure is not None:
-                    del lane.missed[: place + 1]
-                    self._bind(peer, lane, number, call)
-                    if isinstance(message, Ask):
-                        self.outbox.append((peer.rank, Reply(number, _WHOLE_CALL, call.failure)))
-                    return True
-            if isinstance(message, Ask):
-                return False
-        return False
-
-    def _bind(self, peer: _Peer, lane: _Lane, number: int, call: RankCall) -> None:
+    def _pass(self, peer: _Peer, lane: _Lane, message: Ask | Left, call: RankCall) -> None:
         """Note that a rank's call is this one of rank 0; those before it are over."""
-        lane.passed = number
-        lane.calls[number] = call
-        call.numbers[peer.rank] = number
-        for old in [old for old in lane.pending if old < number and old not in lane.calls]:
-            del lane.pending[old]
+        lane.passed, lane.passed_own = message.number, call.number
+        call.numbers[peer.rank] = message.number
+        for old, _ in list(lane.pending.values()):
+            if old.number < message.number and self._call_of(peer, old) is None:
+                del lane.pending[old.number]
         if call.failure is not None:
-            del lane.pending[number]
-        if len(lane.calls) > _REMEMBERED:
-            oldest = next(iter(lane.calls))
-            del lane.calls[oldest]
-            lane.pending.pop(oldest, None)
+            del lane.pending[message.number]
+            self.outbox.append((peer.rank, Reply(message.number, _WHOLE_CALL, call.failure)))
 
-    def _take(self, peer: _Peer, lane: _Lane, message: Ask | Left, round_: Round) -> None:
+    def _look(self, peer: _Peer, round_: Round) -> None:
+        """Take what a rank has sent for a round."""
+        lane = peer.lanes[round_.call.kind]
+        message, _ = lane.pending.get(round_.call.numbers.get(peer.rank, 0), (None, 0.0))
         if isinstance(message, Left):
             round_.arrive(peer.rank, message.failure)
-            return
-        del lane.pending[message.number]
-        try:
-            round_.arrive(peer.rank, Arrived(pickle.loads(message.message)))
-        except Exception as exc:  # a class of the value can't be imported here
-            round_.arrive(peer.rank, to_remote_error(peer.rank, exc))
+        elif message is not None and peer.rank not in round_.arrivals:
+            del lane.pending[message.number]
+            try:
+                round_.arrive(peer.rank, Arrived(pickle.loads(message.message)))
+            except Exception as exc:  # a class of the value can't be imported here
+                round_.arrive(peer.rank, to_remote_error(peer.rank, exc))
 
-    def _end(self, peer: _Peer, lane: _Lane, ask: Ask, failure: RemoteError, now: float) -> None:
+    def _end(self, peer: _Peer, ask: Ask, failure: RemoteError, now: float) -> None:
         """Fail a rank's call to which rank 0 does not come."""
-        if (call := lane.calls.get(ask.number)) is not None:
+        if (call := self._call_of(peer, ask)) is not None:
             self.fail(call, ask.operation, failure)
-            return
-        self._refuse(peer, ask, failure)
-        lane.pending[ask.number] = _Pending(Left(peer.rank, ask.kind, ask.number, ask.operation, failure), now)
+        else:
+            self._refuse(peer, ask, failure)
+            left = Left(peer.rank, ask.kind, ask.number, ask.operation, failure)
+            peer.lanes[ask.kind].pending[ask.number] = left, now
 
     def _refuse(self, peer: _Peer, ask: Ask, failure: RemoteError) -> None:
         self.outbox.append((peer.rank, Reply(ask.number, _WHOLE_CALL, pickle.dumps(failure))))
 
-    # --- ranks that do not come ------------------------------------------------------------------------
-
-    def _fail_round(self, round_: Round, failure: RemoteError) -> None:
-        for peer in self._peers:
-            round_.arrive(peer.rank, failure)
-
     def _absence(self, round_: Round, peer: _Peer, now: float, heard: Mapping[int, float]) -> Arrival | None:
         if peer.broken is not None:
-            return Dead(peer.name) if now - peer.broken > self._patience_s else None
+            is_dead = now - peer.broken > self._patience_s
+            return coordination_failure(peer.rank, dead_rank_text(peer.name, round_.operation)) if is_dead else None
         if now - round_.begun < self._timeout_s:
             return None
         if now - heard.get(peer.rank, now) >= self._timeout_s:
             return coordination_failure(peer.rank, silence_text(peer.name, round_.operation, self._timeout_s))
-        asks = [pending.message for lane in peer.lanes.values() for pending in lane.pending.values()]
-        return TimedOut(_at(peer.name, [ask.operation for ask in asks if isinstance(ask, Ask)]), self._timeout_s)
+        pending = [message for lane in peer.lanes.values() for message, _ in lane.pending.values()]
+        return TimedOut(_at(peer.name, [ask.operation for ask in pending if isinstance(ask, Ask)]), self._timeout_s)
 
 
 def _at(name: str, operations: Sequence[str]) -> str:

@@ -35,6 +35,7 @@ from aiockpt.coordination.outcome import (
 )
 from aiockpt.coordination.protocol import Asking, Left, RankCall, Reply, Rounds
 from aiockpt.coordination.rendezvous import RankAddress, Rendezvous
+from aiockpt.core.wording import some_of
 from aiockpt.errors import CoordinationError
 
 logger = logging.getLogger("aiockpt")
@@ -49,14 +50,29 @@ _POLL_S = 0.1
 
 
 class _Side:
-    """The common part of both sides: tasks, and the meeting in the store."""
+    """The common part of both sides: links with heartbeats, and the meeting in the store."""
 
     def __init__(self, address: RankAddress, *, timeout_s: float) -> None:
         self._address = address
         self._rendezvous = Rendezvous(address.store)
         self._timeout_s = timeout_s
         self._beat_s = min(timeout_s / 5, _LONGEST_BEAT_S)
+        self._links: dict[int, Link] = {}  # by rank
         self._tasks: set[asyncio.Task[None]] = set()
+
+    async def addresses(self, operation: str) -> list[str]:
+        """Return the addresses at which other ranks reach this host; see `addresses_of_this_host`."""
+        if self._address.host:
+            return [self._address.host]
+        return await self._rendezvous.addresses(operation, time.monotonic() + self._timeout_s)
+
+    def close(self, timeout_s: float) -> bool:
+        """Close all links; return whether the thread that uses the store has ended in time."""
+        for link in self._links.values():
+            link.close()
+        for task in self._tasks:
+            task.cancel()
+        return self._rendezvous.close(timeout_s)
 
     def _start(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.ensure_future(coroutine)
@@ -69,20 +85,41 @@ class _Side:
         if not task.cancelled() and task.exception() is not None:
             logger.error("a task that serves other ranks has failed", exc_info=task.exception())
 
-    async def addresses(self, operation: str) -> list[str]:
-        """Return the addresses of this host; see `Rendezvous.addresses`."""
-        return await self._rendezvous.addresses(operation, time.monotonic() + self._timeout_s)
+    def _use(self, rank: int, link: Link) -> None:
+        """Use a new link until it breaks."""
+        if rank in self._links:
+            self._links[rank].close()
+        self._links[rank] = link
+        self._start(self._serve(rank, link))
+
+    async def _serve(self, rank: int, link: Link) -> None:
+        beats = self._start(self._beat(link))
+        try:
+            while True:
+                self._receive(rank, pickle.loads(await link.receive()))
+        except LinkBrokenError:
+            if self._links.get(rank) is link:
+                del self._links[rank]
+                self._lose(rank)
+        finally:
+            beats.cancel()
+            link.close()
+
+    async def _beat(self, link: Link) -> None:
+        while True:
+            await asyncio.sleep(self._beat_s)
+            link.beat()
+
+    def _receive(self, rank: int, message: Any) -> None:
+        raise NotImplementedError
+
+    def _lose(self, rank: int) -> None:
+        raise NotImplementedError
 
     async def _notify(self, left: Left) -> None:
         """Write to the store why this rank leaves a call. Without the store, the others find that it does not come."""
         with contextlib.suppress(CoordinationError):
             await self._rendezvous.notify(left, time.monotonic() + min(_NOTIFY_S, self._timeout_s))
-
-    def close(self, timeout_s: float) -> bool:
-        """Close all links; return whether the thread that uses the store has ended in time."""
-        for task in self._tasks:
-            task.cancel()
-        return self._rendezvous.close(timeout_s)
 
 
 class Leader(_Side):
@@ -92,7 +129,6 @@ class Leader(_Side):
         super().__init__(address, timeout_s=timeout_s)
         names = [address.own_name(), *map(address.rank_name, range(1, address.world_size))]
         self._rounds = Rounds(names, timeout_s, min(RECONNECT_S, timeout_s))
-        self._links: dict[int, Link] = {}
         self._server: asyncio.Server | None = None
         self._opening = asyncio.Lock()
 
@@ -105,7 +141,7 @@ class Leader(_Side):
         round_ = self._rounds.begin(call, operation, begun)
         self._deliver()
         if not round_.over.is_set():
-            await self._open(call, operation, begun + self._timeout_s)
+            await self._open(operation, begun + self._timeout_s)
         while not round_.over.is_set():
             are_linked = len(self._links) == round_.size
             with contextlib.suppress(TimeoutError):
@@ -117,31 +153,24 @@ class Leader(_Side):
             self._tick()
         return [round_.arrivals[rank] for rank in range(1, round_.size + 1)]
 
-    async def give_up(self, call: RankCall, operation: str, failure: RemoteError) -> None:
-        """Fail a call on all ranks, though this one hangs in it."""
-        if self._server is None:  # no rank can connect
-            await self._notify(Left(0, call.kind, 0, operation, failure))
-        self._rounds.fail(call, operation, failure)
-        self._deliver()
-
-    async def reply(
-        self, call: RankCall, operation: str, messages: Sequence[bytes], failure: RemoteError | None
-    ) -> None:
-        """Send its reply, or the failure, to every rank that has come; those that are late get it then."""
-        if failure is None:
-            self._rounds.reply(call, messages)
+    async def end(self, call: RankCall, operation: str, outcome: Sequence[bytes] | RemoteError) -> None:
+        """Send each rank its reply, or fail the call: also on ranks that are late, and if this one hangs in it."""
+        if isinstance(outcome, RemoteError):
+            if self._server is None:  # no rank can connect
+                await self._notify(Left(0, call.kind, 0, operation, outcome))
+            self._rounds.fail(call, operation, outcome)
         else:
-            self._rounds.fail(call, operation, failure)
+            self._rounds.reply(call, outcome)
         self._deliver()
         flushes = [self._start(link.flush()) for link in self._links.values()]
         if flushes:
             await asyncio.wait(flushes, timeout=min(_FLUSH_S, self._timeout_s))
 
+    give_up = end
+
     def close(self, timeout_s: float) -> bool:  # noqa: D102
         if self._server is not None:
             self._server.close()
-        for link in self._links.values():
-            link.close()
         return super().close(timeout_s)
 
     def _deliver(self) -> None:
@@ -154,34 +183,32 @@ class Leader(_Side):
         self._rounds.tick(time.monotonic(), {rank: link.heard for rank, link in self._links.items()})
         self._deliver()
 
-    async def _beat(self) -> None:
+    async def _watch(self) -> None:
+        """Fail what ranks ask that this one does not come to."""
         while True:
             await asyncio.sleep(self._beat_s)
-            for link in self._links.values():
-                link.beat()
             self._tick()
 
     async def _read_notices(self, operation: str, size: int, deadline: float) -> bool:
         """Read why ranks without a link have left; return whether the store works: else they are just late."""
         try:
-            for left in await self._rendezvous.notices(operation, deadline):
-                if left.rank:  # the last one stands for a rank of a larger size, which has no place here
-                    self._rounds.leave(left._replace(rank=min(left.rank, size)), time.monotonic())
+            _, lefts = await self._rendezvous.read(operation, deadline)
         except CoordinationError:
             return False
+        for left in lefts:
+            if left.rank:  # the last one stands for a rank of a larger size, which has no place here
+                self._rounds.leave(left._replace(rank=min(left.rank, size)), time.monotonic())
         self._deliver()
         return True
 
-    async def _open(self, call: RankCall, operation: str, deadline: float) -> None:
+    async def _open(self, operation: str, deadline: float) -> None:
         """Listen, and let the other ranks know where; once."""
         async with self._opening:
             if self._server is not None:
                 return
             secret, own_name = secrets.token_bytes(32), self._address.own_name()
             try:
-                host = self._address.host
-                hosts = [host] if host else await self._rendezvous.addresses(operation, deadline)
-                server = await listen(hosts, secret, f"0\n{own_name}", self._join)
+                server = await listen(await self.addresses(operation), secret, f"0\n{own_name}", self._join)
                 try:
                     addresses = [socket_.getsockname()[:2] for socket_ in server.sockets]
                     endpoint = Endpoint(addresses, secret, network_namespace(), own_name, self._address.world_size)
@@ -190,36 +217,24 @@ class Leader(_Side):
                     server.close()
                     raise
             except (OSError, CoordinationError) as exc:
-                error = coordination_failure(0, f"rank 0 can't be reached for {operation}: {exc}")
-                await self._notify(Left(0, call.kind, 0, operation, error))
-                raise CoordinationError(error.message) from exc
+                raise CoordinationError(f"rank 0 can't be reached for {operation}: {exc}") from exc
             self._server = server
-            self._start(self._beat())
+            self._start(self._watch())
 
     def _join(self, hello: str, link: Link) -> None:
-        """Take a rank's new link."""
         rank, _, name = hello.partition("\n")
-        if (old := self._links.get(int(rank))) is not None:
-            old.close()
-        self._links[int(rank)] = link
         self._rounds.join(int(rank), name)
-        self._start(self._serve(int(rank), link))
+        self._use(int(rank), link)
 
-    async def _serve(self, rank: int, link: Link) -> None:
-        try:
-            while True:
-                message = pickle.loads(await link.receive())
-                if isinstance(message, Left):
-                    self._rounds.leave(message, time.monotonic())
-                else:
-                    self._rounds.ask(rank, message, time.monotonic())
-                self._deliver()
-        except LinkBrokenError:
-            if self._links.get(rank) is link:
-                del self._links[rank]
-                self._rounds.lose(rank, time.monotonic())
-        finally:
-            link.close()
+    def _receive(self, rank: int, message: Any) -> None:
+        if isinstance(message, Left):
+            self._rounds.leave(message, time.monotonic())
+        else:
+            self._rounds.ask(rank, message, time.monotonic())
+        self._deliver()
+
+    def _lose(self, rank: int) -> None:
+        self._rounds.lose(rank, time.monotonic())
 
 
 class Follower(_Side):
@@ -232,7 +247,6 @@ class Follower(_Side):
         self._asking = Asking(address.rank)
         self._replies: dict[int, asyncio.Future[bytes]] = {}  # by the number of the call
         self._endpoint: Endpoint | None = None
-        self._link: Link | None = None
         self._connecting: asyncio.Task[None] | None = None
         self.leader_lives = True  # as far as is known
 
@@ -240,19 +254,19 @@ class Follower(_Side):
         """Send a message to rank 0 and return its reply; raise CoordinationError if it is dead or does not come."""
         begun = time.monotonic()
         ask = self._asking.ask(call, operation, message)
-        reply = self._replies[call.number] = asyncio.get_running_loop().create_future()
+        reply: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._replies[call.number] = reply
         try:
-            if self._link is not None:
-                self._link.send(pickle.dumps(ask))
+            if 0 in self._links:
+                self._links[0].send(pickle.dumps(ask))
             elif self._connecting is None or self._connecting.done():
                 self._connecting = self._start(self._connect(operation, begun + self._timeout_s))
             while not reply.done():
                 await asyncio.wait([reply], timeout=self._beat_s)
-                if self._link is not None and time.monotonic() - max(begun, self._link.heard) >= self._timeout_s:
-                    break
-            if not reply.done():
-                raise CoordinationError(silence_text(self._leader_name, operation, self._timeout_s))
-            return reply.result()  # type: ignore[no-any-return]
+                heard = self._links[0].heard if 0 in self._links else time.monotonic()
+                if not reply.done() and time.monotonic() - max(begun, heard) >= self._timeout_s:
+                    raise CoordinationError(silence_text(self._leader_name, operation, self._timeout_s))
+            return reply.result()
         except CoordinationError as exc:
             await self.give_up(call, operation, coordination_failure(self._address.rank, str(exc)))
             raise
@@ -262,61 +276,67 @@ class Follower(_Side):
     async def give_up(self, call: RankCall, operation: str, failure: RemoteError) -> None:
         """Inform rank 0 that this rank has raised an error instead of waiting on, or of coming."""
         left = self._asking.leave(call, operation, failure)
-        if self._link is not None:
-            self._link.send(pickle.dumps(left))
+        if 0 in self._links:
+            self._links[0].send(pickle.dumps(left))
         else:
             await self._notify(left)
 
-    def close(self, timeout_s: float) -> bool:  # noqa: D102
-        if self._link is not None:
-            self._link.close()
-        return super().close(timeout_s)
+    def _receive(self, rank: int, message: Any) -> None:
+        reply = self._replies.get(message.number)
+        if self._asking.answers(message) and reply is not None and not reply.done():
+            reply.set_result(message.message)
+
+    def _lose(self, rank: int) -> None:
+        until = time.monotonic() + min(RECONNECT_S, self._timeout_s)
+        self._connecting = self._start(self._connect("this save or load", until))
 
     # --- the link -------------------------------------------------------------------------------------
 
     async def _connect(self, operation: str, deadline: float) -> None:
-        """Connect to rank 0, and ask what is not answered; fail what waits if that can't be done in time."""
+        """Connect to rank 0, and say what it may lack; fail what waits if that can't be done in time."""
         try:
             endpoint = await self._find(operation, deadline)
-            self._leader_name = endpoint.host
-            link = await self._connect_to(endpoint, operation, deadline)
+            link = await self._link_to(endpoint, deadline)
         except CoordinationError as exc:
             for ask in self._asking.asks.values():
-                is_dead = not self.leader_lives
-                text = dead_rank_text(self._leader_name, ask.operation) if is_dead else str(exc)
-                self._fail(ask.number, CoordinationError(text), exc)
+                text = str(exc) if self.leader_lives else dead_rank_text(self._leader_name, ask.operation)
+                error = CoordinationError(text)
+                error.__cause__ = exc.__cause__
+                reply = self._replies.get(ask.number)
+                if reply is not None and not reply.done():
+                    reply.set_exception(error)
             return
-        self._link, self.leader_lives = link, True
-        self._start(self._read(link))
-        self._start(self._beat(link))
+        self.leader_lives = True
         for message in self._asking.unanswered():
             link.send(pickle.dumps(message))
-
-    def _fail(self, number: int, error: CoordinationError, cause: BaseException) -> None:
-        error.__cause__ = cause
-        reply = self._replies.get(number)
-        if reply is not None and not reply.done():
-            reply.set_exception(error)
+        self._use(0, link)
 
     async def _find(self, operation: str, deadline: float) -> Endpoint:
         """Return where rank 0 listens; raise CoordinationError if it does not until the deadline."""
-        if not self.leader_lives:  # or it listens elsewhere by now, as it could not say in time where it did
-            with contextlib.suppress(CoordinationError):  # the store has ended too
-                self._endpoint = await self._rendezvous.endpoint(operation, time.monotonic() + _NOTIFY_S)
         pause_s = _SHORTEST_POLL_S
-        while self._endpoint is None:
-            until = max(deadline, time.monotonic() + _NOTIFY_S)  # the store gets some time even if there is none left
-            self._endpoint = await self._rendezvous.endpoint(operation, until)
-            for left in await self._rendezvous.notices(operation, until):
+        # If it was dead, it may listen elsewhere by now, as it could not say in time where it did.
+        while self._endpoint is None or not self.leader_lives:
+            least = time.monotonic() + _NOTIFY_S  # the store gets some time even if there is none left
+            until = max(deadline, least) if self._endpoint is None else least
+            try:
+                self._endpoint, lefts = await self._rendezvous.read(operation, until)
+            except CoordinationError:
+                if self._endpoint is None:
+                    raise
+                break  # the store has ended too
+            for left in lefts:
                 self._leave(left)
-            if self._endpoint is None:
-                if time.monotonic() >= deadline:
-                    raise CoordinationError(timeout_text(self._leader_name, operation, self._timeout_s))
-                await asyncio.sleep(pause_s)
-                pause_s = min(2 * pause_s, _POLL_S)
+            if self._endpoint is not None:
+                break
+            if time.monotonic() >= deadline:
+                raise CoordinationError(timeout_text(self._leader_name, operation, self._timeout_s))
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _POLL_S)
+        assert self._endpoint is not None
+        self._leader_name = self._endpoint.host
         if self._endpoint.size != self._address.world_size:
             raise CoordinationError(
-                f"{self._own_name} is one of {self._address.world_size} ranks, but {self._endpoint.host} one of "
+                f"{self._own_name} is one of {self._address.world_size} ranks, but {self._leader_name} one of "
                 f"{self._endpoint.size}: all must be given the same number"
             )
         return self._endpoint
@@ -325,25 +345,15 @@ class Follower(_Side):
         """Take note that rank 0 has left a call before it listened."""
         for ask in list(self._asking.asks.values()):
             if left.rank == 0 and (ask.kind, ask.operation) == (left.kind, left.operation):
-                self._answer(Reply(ask.number, ask.step, pickle.dumps(left.failure)))
+                self._receive(0, Reply(ask.number, ask.step, pickle.dumps(left.failure)))
 
-    def _answer(self, reply: Reply) -> None:
-        future = self._replies.get(reply.number)
-        if self._asking.answers(reply) and future is not None and not future.done():
-            future.set_result(reply.message)
-
-    async def _connect_to(self, endpoint: Endpoint, operation: str, deadline: float) -> Link:
+    async def _link_to(self, endpoint: Endpoint, deadline: float) -> Link:
         addresses = reachable(endpoint, network_namespace())
-        if not addresses:
-            raise CoordinationError(
-                f"{self._own_name} can't connect to {endpoint.host} for the name of that host resolves to loopback "
-                "there: give it its address in DNS or /etc/hosts, or set GLOO_SOCKET_IFNAME on rank 0 to the interface "
-                "by which the other ranks reach it"
-            )
-        tried = [f"{host} port {port}" for host, port in addresses]
-        hello = f"{self._address.rank}\n{self._own_name}"
-        error: BaseException = TimeoutError("there was no time left")
-        while True:
+        hello, tried = f"{self._address.rank}\n{self._own_name}", [f"{host} port {port}" for host, port in addresses]
+        error: BaseException = LinkBrokenError(
+            "the name of that host resolves to loopback there, so give it its address in DNS or /etc/hosts"
+        )
+        while addresses:
             refusals = 0
             for host, port in addresses:
                 try:
@@ -352,30 +362,13 @@ class Follower(_Side):
                 except (OSError, LinkBrokenError, TimeoutError) as exc:
                     error = exc
                     refusals += isinstance(exc, ConnectionRefusedError)
-            if refusals == len(addresses):
-                self.leader_lives = False
-                raise CoordinationError(dead_rank_text(endpoint.host, operation)) from error
+            self.leader_lives = refusals < len(addresses)
             # An error of this host's own, such as EMFILE, is no matter of time.
-            if time.monotonic() >= deadline or not isinstance(error, LinkBrokenError | TimeoutError | ConnectionError):
-                raise CoordinationError(
-                    f"{self._own_name} can't connect to {endpoint.host} at {' or '.join(tried)}: "
-                    f"{error or type(error).__name__}; set GLOO_SOCKET_IFNAME on rank 0 to the interface by which the "
-                    "other ranks reach it"
-                ) from error
+            is_own = not isinstance(error, LinkBrokenError | TimeoutError | ConnectionError)
+            if is_own or not self.leader_lives or time.monotonic() >= deadline:
+                break
             await asyncio.sleep(_POLL_S)
-
-    async def _beat(self, link: Link) -> None:
-        while self._link is link:
-            await asyncio.sleep(self._beat_s)
-            link.beat()
-
-    async def _read(self, link: Link) -> None:
-        try:
-            while True:
-                self._answer(pickle.loads(await link.receive()))
-        except LinkBrokenError:
-            self._link = None
-            until = time.monotonic() + min(RECONNECT_S, self._timeout_s)
-            self._connecting = self._start(self._connect("this save or load", until))
-        finally:
-            link.close()
+        raise CoordinationError(
+            f"{self._own_name} can't connect to {endpoint.host} at {some_of(tried, 8)}: {error or type(error).__name__}"
+            "; set GLOO_SOCKET_IFNAME on rank 0 to the interface by which the other ranks reach it"
+        ) from error
