@@ -8,10 +8,9 @@ import logging
 import pickle
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from aiockpt.coordination.outcome import (
-    Arrived,
     RemoteError,
     coordination_failure,
     first_failure,
@@ -39,19 +38,6 @@ Decide = Callable[[Sequence[Any]], Awaitable[Sequence[Any]]]
 Undo = Callable[[], Awaitable[None]]
 
 _END_S = 5.0
-
-
-class _AbandonedError(CoordinationError):
-    """This rank has stopped waiting for the others, as its checkpointer closes."""
-
-
-class _Decision(NamedTuple):
-    """A round's outcome on rank 0: a reply for each rank, or the failure and, if it happened here, the error."""
-
-    replies: Sequence[Any] = ()
-    messages: Sequence[bytes] = ()  # the pickled replies, from rank 1 on
-    failure: RemoteError | None = None
-    cause: BaseException | None = None
 
 
 class Coordinator:
@@ -155,45 +141,30 @@ class Coordinator:
     async def _lead(
         self, leader: Leader, call: RankCall, operation: str, value: Any, decide: Decide, undo: Undo | None
     ) -> Any:
-        outcome = await self._decide(leader, call, operation, value, decide)
-        if outcome.failure is not None:
-            outcome = await self._undo(outcome.failure, outcome.cause, undo)
-        await leader.end(call, operation, outcome.failure or outcome.messages)
-        if outcome.failure is not None:
-            raise _with_note(to_exception(outcome.failure, operation, outcome.cause), value)
-        return outcome.replies[0]
-
-    async def _decide(self, leader: Leader, call: RankCall, operation: str, value: Any, decide: Decide) -> _Decision:
-        """Collect the messages of all ranks, and decide unless one has failed. Never raises."""
+        replies, messages, cause = list[Any](), list[bytes](), None
         try:
-            arrivals = [
-                Arrived(_sent(0, value)),
-                *await self._unless_abandoned(operation, leader.collect(call, operation)),
-            ]
-        except Exception as exc:
-            return _Decision(failure=coordination_failure(0, str(exc)), cause=exc)
-        found = first_failure(arrivals, operation)
-        if found is not None:
-            is_own = isinstance(value, BaseException) and found == to_remote_error(0, value)
-            return _Decision(failure=found, cause=value if is_own else None)
-        try:
-            replies = await decide([arrival.value for arrival in arrivals if isinstance(arrival, Arrived)])
-            if len(replies) != self.world_size:
-                raise ValueError(f"{len(replies)} replies were made for {self.world_size} ranks")
-            return _Decision(replies, _pickled_replies(replies[1:]))
+            others = await self._unless_abandoned(operation, leader.collect(call, operation))
+            values = [_sent(0, value), *others]
+            failure = first_failure(values)
+            if failure is None:
+                replies = list(await decide(values))
+                if len(replies) != self.world_size:
+                    raise ValueError(f"{len(replies)} replies were made for {self.world_size} ranks")
+                messages = _pickled_replies(replies[1:])
+            elif isinstance(value, BaseException) and failure == values[0]:
+                cause = value
         except BaseException as exc:  # whatever it is, the other ranks must be notified
-            return _Decision(failure=to_remote_error(0, exc), cause=exc)
-
-    async def _undo(self, failure: RemoteError, cause: BaseException | None, undo: Undo | None) -> _Decision:
-        """Run ``undo``, and return the failure, with what undoing it says."""
-        if undo is not None:
+            failure, cause = to_remote_error(0, exc), exc
+        if failure is not None and undo is not None:
             try:
                 await undo()
             except BaseException as exc:
                 text = f"{failure.message} (and undoing it on rank 0 failed: {type(exc).__name__}: {exc})"
-                failure = failure._replace(message=text)
-                cause = cause or exc
-        return _Decision(failure=failure, cause=cause)
+                failure, cause = failure._replace(message=text), cause or exc
+        await leader.end(call, operation, failure or messages)
+        if failure is not None:
+            raise _with_note(to_exception(failure, operation, cause), value)
+        return replies[0]
 
     async def _follow(self, follower: Follower, call: RankCall, operation: str, value: Any) -> Any:
         try:
@@ -203,7 +174,7 @@ class Coordinator:
             message = pickle.dumps(_sent(self.rank, value))
         try:
             reply = pickle.loads(await self._unless_abandoned(operation, follower.ask(call, operation, message)))
-        except _AbandonedError as exc:  # rank 0 can't miss a rank that it has not heard of yet
+        except CoordinationError as exc:  # rank 0 can't miss a rank that it has not heard of yet
             await follower.give_up(call, operation, coordination_failure(self.rank, str(exc)))
             raise
         if not isinstance(reply, RemoteError):
@@ -223,7 +194,7 @@ class Coordinator:
         if waiting.done():
             return waiting.result()
         waiting.cancel()
-        raise _AbandonedError(
+        raise CoordinationError(
             f"rank {self.rank} has closed its checkpointer, so the ranks can't agree on {operation}; close it when "
             "every rank has made its last save and load"
         )

@@ -27,20 +27,18 @@ import pickle
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from aiockpt.coordination.outcome import (
     SAME_CALLS,
-    Arrival,
-    Arrived,
     RemoteError,
-    TimedOut,
     coordination_failure,
     dead_rank_text,
     silence_text,
     timeout_text,
     to_remote_error,
 )
+from aiockpt.core.wording import some_of
 
 Kind = Literal["save", "load", "agree", "fallback"]
 
@@ -51,26 +49,16 @@ _WHOLE_CALL = -1
 
 @dataclass(slots=True, eq=False)
 class RankCall:
-    """One call that all ranks make.
-
-    Attributes:
-        number: of this rank's calls; 0 until its first message.
-        step: of the next round.
-        operation: of the first round. It and what follows are known to rank 0.
-        numbers: of the calls of the other ranks that are this one.
-        failure: how it has ended, pickled.
-        replied: the step of the last replies.
-        replies: from rank 1 on; none if they are old.
-    """
+    """One call that all ranks make; what follows the step is known to rank 0."""
 
     kind: Kind
-    number: int = 0
-    step: int = 0
-    operation: str = ""
-    numbers: dict[int, int] = field(default_factory=dict)
-    failure: bytes | None = None
-    replied: int = -1
-    replies: Sequence[bytes] = ()
+    number: int = 0  # of this rank's calls, from its first message on
+    step: int = 0  # of the next round
+    operation: str = ""  # of the first round
+    numbers: dict[int, int] = field(default_factory=dict)  # of the calls of the other ranks that are this one
+    failure: bytes | None = None  # how it has ended, pickled
+    replied: int = -1  # the step of the last replies
+    replies: Sequence[bytes] = ()  # these, from rank 1 on; none if they are old
 
 
 class Ask(NamedTuple):
@@ -170,11 +158,11 @@ class Round:
     operation: str
     begun: float
     size: int  # the number of other ranks
-    arrivals: dict[int, Arrival] = field(default_factory=dict)
+    arrivals: dict[int, Any] = field(default_factory=dict)  # the values, or RemoteErrors
     over: asyncio.Event = field(default_factory=asyncio.Event)  # all have arrived
 
-    def arrive(self, rank: int, arrival: Arrival) -> None:
-        """Note how a rank has come to the round, or why it does not."""
+    def arrive(self, rank: int, arrival: Any) -> None:
+        """Note the value that a rank has come with, or why it does not."""
         self.arrivals[rank] = arrival
         if len(self.arrivals) == self.size:
             self.over.set()
@@ -196,6 +184,11 @@ class Rounds:
         self._numbers = itertools.count(1)
         self._open: list[Round] = []
         self.outbox: list[tuple[int, Reply]] = []
+
+    @property
+    def are_open(self) -> bool:
+        """Whether rank 0 waits for others, or decides."""
+        return bool(self._open)
 
     def begin(self, call: RankCall, operation: str, now: float) -> Round:
         """Come to the next round of a call."""
@@ -286,10 +279,7 @@ class Rounds:
     def tick(self, now: float, heard: Mapping[int, float]) -> None:
         """Find ranks that are late, and those that rank 0 has let wait; ``heard``: the last sign of linked ranks."""
         for round_ in self._open:
-            for peer in self._peers:
-                absence = None if peer.rank in round_.arrivals else self._absence(round_, peer, now, heard)
-                if absence is not None:
-                    round_.arrive(peer.rank, absence)
+            self._miss(round_, now, heard)
         name = _at(self._own_name, [round_.operation for round_ in self._open])
         for peer in self._peers:
             for lane in peer.lanes.values():
@@ -351,7 +341,7 @@ class Rounds:
         elif message is not None and peer.rank not in round_.arrivals:
             del lane.pending[message.number]
             try:
-                round_.arrive(peer.rank, Arrived(pickle.loads(message.message)))
+                round_.arrive(peer.rank, pickle.loads(message.message))
             except Exception as exc:  # a class of the value can't be imported here
                 round_.arrive(peer.rank, to_remote_error(peer.rank, exc))
 
@@ -367,16 +357,24 @@ class Rounds:
     def _refuse(self, peer: _Peer, ask: Ask, failure: RemoteError) -> None:
         self.outbox.append((peer.rank, Reply(ask.number, _WHOLE_CALL, pickle.dumps(failure))))
 
-    def _absence(self, round_: Round, peer: _Peer, now: float, heard: Mapping[int, float]) -> Arrival | None:
-        if peer.broken is not None:
-            is_dead = now - peer.broken > self._patience_s
-            return coordination_failure(peer.rank, dead_rank_text(peer.name, round_.operation)) if is_dead else None
-        if now - round_.begun < self._timeout_s:
-            return None
-        if now - heard.get(peer.rank, now) >= self._timeout_s:
-            return coordination_failure(peer.rank, silence_text(peer.name, round_.operation, self._timeout_s))
-        pending = [message for lane in peer.lanes.values() for message, _ in lane.pending.values()]
-        return TimedOut(_at(peer.name, [ask.operation for ask in pending if isinstance(ask, Ask)]), self._timeout_s)
+    def _miss(self, round_: Round, now: float, heard: Mapping[int, float]) -> None:
+        """Find the ranks that do not come to a round."""
+        late, operation, timeout_s = dict[int, str](), round_.operation, self._timeout_s
+        for peer in [peer for peer in self._peers if peer.rank not in round_.arrivals]:
+            if peer.broken is not None:
+                if now - peer.broken > self._patience_s:
+                    text = dead_rank_text(peer.name, operation)
+                    round_.arrive(peer.rank, coordination_failure(peer.rank, text))
+            elif now - round_.begun >= timeout_s:
+                if now - heard.get(peer.rank, now) >= timeout_s:
+                    text = silence_text(peer.name, operation, timeout_s)
+                    round_.arrive(peer.rank, coordination_failure(peer.rank, text))
+                else:
+                    asks = [message for lane in peer.lanes.values() for message, _ in lane.pending.values()]
+                    late[peer.rank] = _at(peer.name, [ask.operation for ask in asks if isinstance(ask, Ask)])
+        for rank in late:
+            text = timeout_text(some_of(list(late.values()), 8), operation, timeout_s)
+            round_.arrive(rank, coordination_failure(min(late), text))
 
 
 def _at(name: str, operations: Sequence[str]) -> str:

@@ -26,9 +26,7 @@ from aiockpt.coordination.link import (
     reachable,
 )
 from aiockpt.coordination.outcome import (
-    Arrival,
     RemoteError,
-    coordination_failure,
     dead_rank_text,
     silence_text,
     timeout_text,
@@ -131,27 +129,20 @@ class Leader(_Side):
         self._rounds = Rounds(names, timeout_s, min(RECONNECT_S, timeout_s))
         self._server: asyncio.Server | None = None
         self._opening = asyncio.Lock()
+        self._has_store = True
 
-    async def collect(self, call: RankCall, operation: str) -> list[Arrival]:
-        """Wait until every other rank has come, is dead, or is late; return one arrival for each, from rank 1 on.
+    async def collect(self, call: RankCall, operation: str) -> list[Any]:
+        """Wait until every other rank has come, is dead, or is late; return its value or failure, from rank 1 on.
 
         Raises CoordinationError if this rank can't be reached.
         """
-        begun, has_store = time.monotonic(), True
-        round_ = self._rounds.begin(call, operation, begun)
+        round_ = self._rounds.begin(call, operation, begun := time.monotonic())
         self._deliver()
+        self._has_store = True
         if not round_.over.is_set():
             await self._open(operation, begun + self._timeout_s)
-        while not round_.over.is_set():
-            are_linked = len(self._links) == round_.size
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._beat_s if are_linked else _POLL_S):
-                    await round_.over.wait()
-            if not are_linked and has_store and not round_.over.is_set():
-                deadline = max(begun + self._timeout_s, time.monotonic() + _POLL_S)
-                has_store = await self._read_notices(operation, round_.size, deadline)
-            self._tick()
-        return [round_.arrivals[rank] for rank in range(1, round_.size + 1)]
+        await round_.over.wait()
+        return [round_.arrivals[rank] for rank in range(1, self._address.world_size)]
 
     async def end(self, call: RankCall, operation: str, outcome: Sequence[bytes] | RemoteError) -> None:
         """Send each rank its reply, or fail the call: also on ranks that are late, and if this one hangs in it."""
@@ -184,22 +175,22 @@ class Leader(_Side):
         self._deliver()
 
     async def _watch(self) -> None:
-        """Fail what ranks ask that this one does not come to."""
+        """Look for ranks that are late or dead, and for those that have left without a link."""
+        others = self._address.world_size - 1
         while True:
-            await asyncio.sleep(self._beat_s)
+            are_linked = len(self._links) == others
+            await asyncio.sleep(self._beat_s if are_linked else _POLL_S)
             self._tick()
-
-    async def _read_notices(self, operation: str, size: int, deadline: float) -> bool:
-        """Read why ranks without a link have left; return whether the store works: else they are just late."""
-        try:
-            _, lefts = await self._rendezvous.read(operation, deadline)
-        except CoordinationError:
-            return False
-        for left in lefts:
-            if left.rank:  # the last one stands for a rank of a larger size, which has no place here
-                self._rounds.leave(left._replace(rank=min(left.rank, size)), time.monotonic())
-        self._deliver()
-        return True
+            if are_linked or not self._has_store or not self._rounds.are_open:
+                continue
+            lefts = list[Left]()
+            try:
+                _, lefts = await self._rendezvous.read("this save or load", time.monotonic() + _NOTIFY_S)
+            except CoordinationError:
+                self._has_store = False  # in this round ranks without a link are just late
+            for left in lefts:
+                if left.rank:  # the last one stands for a rank of a larger size, which has no place here
+                    self._receive(left.rank, left._replace(rank=min(left.rank, others)))
 
     async def _open(self, operation: str, deadline: float) -> None:
         """Listen, and let the other ranks know where; once."""
@@ -235,6 +226,7 @@ class Leader(_Side):
 
     def _lose(self, rank: int) -> None:
         self._rounds.lose(rank, time.monotonic())
+        asyncio.get_running_loop().call_later(2 * _POLL_S + min(RECONNECT_S, self._timeout_s), self._tick)
 
 
 class Follower(_Side):
@@ -251,7 +243,7 @@ class Follower(_Side):
         self.leader_lives = True  # as far as is known
 
     async def ask(self, call: RankCall, operation: str, message: bytes) -> bytes:
-        """Send a message to rank 0 and return its reply; raise CoordinationError if it is dead or does not come."""
+        """Send a message to rank 0 and return its reply; raise CoordinationError if it is dead: then `give_up`."""
         begun = time.monotonic()
         ask = self._asking.ask(call, operation, message)
         reply: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
@@ -267,9 +259,6 @@ class Follower(_Side):
                 if not reply.done() and time.monotonic() - max(begun, heard) >= self._timeout_s:
                     raise CoordinationError(silence_text(self._leader_name, operation, self._timeout_s))
             return reply.result()
-        except CoordinationError as exc:
-            await self.give_up(call, operation, coordination_failure(self._address.rank, str(exc)))
-            raise
         finally:
             del self._replies[call.number]
 

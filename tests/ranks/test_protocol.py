@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from aiockpt.coordination.outcome import Arrived, RemoteError, coordination_failure, first_failure
+from aiockpt.coordination.outcome import RemoteError, coordination_failure, first_failure
 from aiockpt.coordination.protocol import Ask, Asking, Kind, Left, RankCall, Reply, Round, Rounds
 
 TIMEOUT_S, PATIENCE_S = 100.0, 5.0
@@ -162,10 +162,9 @@ class World:
             if running is None or round_ is None or not running.is_waiting or not round_.over.is_set():
                 continue
             own = (0, running.operation, len(leader.ended[running.operation]), running.call.step)
-            arrivals = [Arrived(own), *(round_.arrivals[rank] for rank in range(1, len(self.ranks)))]
-            failure = first_failure(arrivals, running.operation)
+            values = [own, *(round_.arrivals[rank] for rank in range(1, len(self.ranks)))]
+            failure = first_failure(values)
             if failure is None:
-                values = [arrival.value for arrival in arrivals if isinstance(arrival, Arrived)]
                 self.rounds.reply(running.call, [pickle.dumps((values,))] * (len(self.ranks) - 1))
                 self._end_round(leader, lane, (values,))
             else:
@@ -334,7 +333,7 @@ def test_a_message_that_is_sent_twice_counts_once() -> None:
     rounds.ask(1, first, 0.0)
     round_ = rounds.begin(call, "a", 0.0)
     rounds.ask(1, first, 1.0)
-    assert round_.arrivals == {1: Arrived(1)}
+    assert round_.arrivals == {1: 1}
     rounds.ask(2, asked(2, "a"), 1.0)
     rounds.reply(call, [b"one", b"two"])
     assert rounds.outbox == [(1, Reply(1, 0, b"one")), (2, Reply(1, 0, b"two"))]
@@ -368,9 +367,9 @@ def test_a_rank_that_is_at_another_call_is_named_with_it_after_the_timeout() -> 
     round_ = rounds.begin(RankCall("load"), "the load of b", 0.0)
     rounds.ask(1, asked(1, "the save of a"), 50.0)
     rounds.tick(TIMEOUT_S, {1: TIMEOUT_S})
-    failure = first_failure([Arrived(0), round_.arrivals[1]], round_.operation)
-    assert failure is not None
-    assert failure.message.startswith("rank 1, which is at the save of a, did not come to the load of b within 100 s")
+    assert round_.arrivals[1].message.startswith(
+        "rank 1, which is at the save of a, did not come to the load of b within 100 s"
+    )
 
 
 def test_replies_are_kept_for_a_few_rounds() -> None:
