@@ -131,9 +131,6 @@ def ls(
     mirror: Annotated[
         str | None, typer.Option(metavar="URL", help="The mirror of the run: whether it has each step, too.")
     ] = None,
-    replicas: Annotated[
-        str | None, typer.Option(metavar="DIR", help="The replica_directory of the run, if it has one of its own.")
-    ] = None,
     names: Names = _STEPS,
     as_json: Json = False,
 ) -> None:
@@ -143,7 +140,7 @@ def ls(
     """
     from aiockpt.cli.ls import ls
 
-    ls(directory, mirror=mirror, replicas=replicas, names=names, as_json=as_json)
+    ls(directory, mirror=mirror, names=names, as_json=as_json)
 
 
 @app.command()

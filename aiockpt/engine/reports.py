@@ -86,11 +86,9 @@ class Reports:
         result: MirrorResult | None,
         error: BaseException | None,
         backlog: MirrorBacklog,
-        *,
-        is_replica: bool,
     ) -> None:
         def call(observer: Observer, event: CallEvent) -> None:
-            (observer.replicated if is_replica else observer.mirrored)(event, result, backlog)
+            observer.mirrored(event, result, backlog)
 
         self._tell(call, CallEvent(path, time.time(), elapsed_s, error))
 

@@ -6,7 +6,7 @@ import operator
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from aiockpt.core.parameters import outer_stacklevel
 from aiockpt.manager.policies import SavePolicy, as_policy
@@ -101,11 +101,6 @@ class ManagerOptions(CheckpointerOptions):
         mirror_ephemeral: ``ephemeral`` of it.
         own_disks: whether each host has a disk of its own at this path, such as its NVMe, and keeps the files of its
             own ranks there. All of them together are the run. See the page on tiers.
-        replicas: 1: each host also copies the files that another host has of each step to its own disk, behind; see
-            `SaveHandle.replicated`. `restore` reads them if a host is lost. With ``own_disks``, on two hosts or more.
-        replica_directory: where each host has its copies, which may be in memory, such as ``/dev/shm/replicas``.
-            None: a hidden directory in the run's.
-        replica_bandwidth: the most bytes per second that each host copies; None: no limit.
         checkpointer: a checkpointer to save and load with, which is not closed with the manager. None: the manager
             makes one with the options that are given, and closes it.
     """
@@ -128,10 +123,12 @@ class ManagerOptions(CheckpointerOptions):
     mirror_required: bool | None = field(default=None, kw_only=True)
     mirror_ephemeral: bool | None = field(default=None, kw_only=True)
     own_disks: bool = field(default=False, kw_only=True)
-    replicas: int = field(default=0, kw_only=True)
-    replica_directory: Path | None = field(default=None, kw_only=True)
-    replica_bandwidth: float | None = field(default=None, kw_only=True)
     checkpointer: CheckpointerBase | None = field(default=None, kw_only=True)
+
+    gone: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("replicas", "replica_directory", "replica_bandwidth"),
+        "hosts no longer copy each other's files: leave it out, and pass mirror= for a second copy of each step",
+    )
 
 
 @dataclass(frozen=True, slots=True)

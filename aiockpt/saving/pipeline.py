@@ -71,6 +71,10 @@ def _strategy_for(job: SaveJob, tools: EngineResources) -> SaveStrategy:
     if world is None or (spec.is_part and spec.call is None):
         return LocalSave(job, tools.planner, tools.copy_workers, tools.io_workers)
     file_format = spec.file_format if spec.file_format is not None else DcpFormat(tools.io_workers.count)
+    if job.storage.traits.is_divided:
+        from aiockpt.saving.hosts import HostsSave  # imported already, by the manager
+
+        return HostsSave(job, file_format, world, tools.copy_workers, tools.io_workers)
     from aiockpt.saving.collective import CollectiveSave  # imported already, by the thread that met the other ranks
 
     return CollectiveSave(job, file_format, world, tools.copy_workers, tools.io_workers)
