@@ -385,10 +385,6 @@ def demo(
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="The seed of weights, dropout and choice of text.")] = 0,
     device: Annotated[str, typer.Option(help="Where to train: cpu, cuda or cuda:N.")] = "cpu",
-    forget_rng: Annotated[
-        bool,
-        typer.Option("--forget-rng", help="Resume without the random-number states, to see that the runs then differ."),
-    ] = False,
     layers: Annotated[int, typer.Option(min=1, hidden=True)] = 4,
     width: Annotated[int | None, typer.Option(min=4, hidden=True)] = None,
 ) -> None:
@@ -407,9 +403,7 @@ def demo(
         raise typer.BadParameter("--width must be a multiple of 4")
     from aiockpt.cli.demo import Config, run_demo
 
-    config = Config(
-        layers=layers, width=width or 384, steps=steps, every=every, seed=seed, device=device, rng=not forget_rng
-    )
+    config = Config(layers=layers, width=width or 384, steps=steps, every=every, seed=seed, device=device)
     keep = directory is not None if keep is None else keep
     raise typer.Exit(run_demo(config, directory, keep=keep, scale=width is None))
 

@@ -31,7 +31,7 @@ from aiockpt.errors import (
     SaveError,
     printable_key,
 )
-from aiockpt.manager.mirror import Mirror, MirrorSettings, Tier
+from aiockpt.manager.mirror import MirrorCopier, MirrorSettings, Tier
 from aiockpt.manager.policies import (
     Mode,
     SavePolicy,
@@ -47,12 +47,14 @@ from aiockpt.manager.policies import (
 from aiockpt.manager.preemption import Answer, Asked, LastSaveRequests, Pace, decide
 from aiockpt.manager.requests import (
     ManagerOptions,
+    Mirror,
     Restored,
     RestoreRequest,
     StepRequest,
     check_metadata,
     check_metrics,
     check_step,
+    mirror_of,
 )
 from aiockpt.manager.restoring import Restore
 from aiockpt.manager.retention import Retention
@@ -122,17 +124,10 @@ class ManagerBase:
         self._filters = {"include": options.include, "exclude": options.exclude}
         self._tier = Tier(self._storage, self.directory, self._names)
         self._scanner = self._tier.scanner
-        self._mirror_tier = self._mirror_of(options)  # on all ranks
-        self._mirror: Mirror | None = None  # of the rank that copies
-        self._mirror_timeout_s, self._is_ephemeral = options.mirror_timeout, options.mirror_ephemeral
-        self._mirror_settings = MirrorSettings(
-            self._keep,
-            self._keep if options.mirror_keep is None else as_policy(options.mirror_keep),
-            options.mirror_every,
-            options.mirror_bandwidth,
-            options.mirror_required,
-            options.lock,
-        )
+        mirror = mirror_of(options)
+        self._mirror_tier = None if mirror is None else self._tier_of(mirror)  # on all ranks
+        self._mirror: MirrorCopier | None = None  # of the rank that copies
+        self._mirror_options = mirror
         self._drain_s = min(in_force.drain_timeout, threading.TIMEOUT_MAX)  # locks refuse infinity
         self._retention = Retention(self._tier.new_scanner(), self._keep, options.on_written, self._storage)
         self._requests = LastSaveRequests()
@@ -154,25 +149,19 @@ class ManagerBase:
         self._pace = Pace()
         self._calls_left = 1  # until the next exchange with the other ranks
 
-    def _mirror_of(self, options: ManagerOptions) -> Tier | None:
-        """Return the mirror; check its options."""
-        if options.mirror is None:
-            given = [each for each in fields(options) if each.name.startswith("mirror_")]
-            if wrong := [each.name for each in given if getattr(options, each.name) != each.default]:
-                raise ValueError(f"{', '.join(wrong)}: these are for a mirror: pass mirror= as well")
-            return None
-        if options.mirror_every is not None and not isinstance(options.mirror_every, SavePolicy):
-            raise TypeError(f"mirror_every must be a policy such as EverySteps(100), not {options.mirror_every!r}")
-        if options.mirror_bandwidth is not None and not options.mirror_bandwidth > 0:
-            raise ValueError(
-                f"mirror_bandwidth must be positive, in bytes per second, not {options.mirror_bandwidth!r}"
-            )
-        if not options.mirror_timeout > 0:
-            raise ValueError(f"mirror_timeout must be positive, not {options.mirror_timeout!r}")
-        storage, directory = self._access.locate_by_path(options.mirror)
+    def _tier_of(self, mirror: Mirror) -> Tier:
+        storage, directory = self._access.locate_by_path(mirror.directory)
         if f"{directory}/".startswith(f"{self.directory}/") or f"{self.directory}/".startswith(f"{directory}/"):
             raise ValueError(f"mirror is {directory}, and the run {self.directory}: one must not be in the other")
         return Tier(storage, directory, self._names)
+
+    @property
+    def _mirror_patience_s(self) -> float:
+        return 0.0 if self._mirror_options is None else self._mirror_options.timeout
+
+    def _settings_of(self, mirror: Mirror) -> MirrorSettings:
+        keep = self._keep if mirror.keep is None else as_policy(mirror.keep)
+        return MirrorSettings(self._keep, keep, mirror.every, mirror.bandwidth, mirror.required, self._locks)
 
     # --- waiting, and what rank 0 does for all ranks ----------------------------------------------------------
 
@@ -263,10 +252,9 @@ class ManagerBase:
             await self._led(f"the lock of {self.directory}", self._take_lock, on_each_host=True)
         if self.writes and self._disks is not None:
             await self._led(f"what is left in {self.directory}", partial(self._delete_torn, self._disks))
-        if self.writes and self.leads and self._mirror_tier is not None:
-            self._mirror = Mirror(
-                self._tier, self._mirror_tier, self._mirror_settings, self._access.reports, self._retention
-            )
+        if self.writes and self.leads and self._mirror_tier is not None and self._mirror_options is not None:
+            settings = self._settings_of(self._mirror_options)
+            self._mirror = MirrorCopier(self._tier, self._mirror_tier, settings, self._access.reports, self._retention)
             self._retention.attach(self._mirror)
             self._mirror.poke()  # what an earlier manager has left
         self._is_open = True
@@ -535,7 +523,7 @@ class ManagerBase:
             self._retention.discard(after)
             return
         try:
-            self._mirror.discard(after, self._mirror_timeout_s)
+            self._mirror.discard(after, self._mirror_patience_s)
         except AiockptError as exc:
             raise DeleteError(f"step {after} was restored, but the mirror has later ones: {exc}") from exc
         else:
@@ -683,7 +671,7 @@ class ManagerBase:
 
     def _expected_s(self) -> float:
         """Return the expected seconds until a save that begins now would survive what is announced."""
-        mirror = self._mirror if self._is_ephemeral else None
+        mirror = self._mirror if self._mirror_options is not None and self._mirror_options.ephemeral else None
         return self._retention.expected_s() + (0.0 if mirror is None else mirror.expected_s())
 
     @property

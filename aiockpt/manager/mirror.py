@@ -178,7 +178,7 @@ class Promises:
             return made
 
 
-class Mirror:
+class MirrorCopier:
     """Copies the steps of a run to another directory whenever there is something to copy.
 
     Args:
@@ -573,7 +573,7 @@ class _MirrorState:
 class _CopyingTask:
     """The coroutine that copies as long as there is something to copy; started when there may be."""
 
-    def __init__(self, mirror: Mirror) -> None:
+    def __init__(self, mirror: MirrorCopier) -> None:
         self._mirror = mirror
         self._lock = threading.Lock()
         self._call: Call[None] | None = None

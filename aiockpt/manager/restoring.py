@@ -216,9 +216,9 @@ class Restore:
         where = "" if run._mirror_tier is None else run._mirror_tier.directory
         has_it = any(info.state == "complete" and self.choice in (info.step, "latest", "best") for info in infos)
         try:
-            found = looking.result(run._mirror_timeout_s)
+            found = looking.result(run._mirror_patience_s)
         except (OSError, AiockptError) as exc:
-            why = str(exc) or f"it did not answer within {run._mirror_timeout_s:g} s"
+            why = str(exc) or f"it did not answer within {run._mirror_patience_s:g} s"
             if not has_it:
                 lacks = f"step {self.choice}" if isinstance(self.choice, int) else "step that is whole"
                 raise LoadError(

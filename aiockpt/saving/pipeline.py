@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import inspect
 import logging
 import math
+import os
 import pickle
 import time
 from collections.abc import Awaitable, Callable
@@ -115,6 +117,12 @@ class SavePipeline:
                 error = job.cancellation
         except BaseException as exc:  # delivered to the waiters, never dropped
             error = as_save_error(exc)
+            is_full = job.room_coming is not None and os.strerror(errno.ENOSPC) in str(error)
+            if is_full and (self._tools.writer is not None or self._tools.world() is not None):
+                error.add_note(
+                    "a writer process, and ranks other than rank 0, do not wait for the steps that are being deleted: "
+                    "have room for two steps more than are kept"
+                )
         finally:
             job.settle(result, error)
 
