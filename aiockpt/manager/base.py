@@ -519,6 +519,10 @@ class ManagerBase:
 
     def _discard(self, after: int) -> None:
         """Delete the steps after one, first from the mirror: else a restart would take them from there."""
+        with contextlib.nullcontext() if self._disks is None else self._disks.storage.changes.in_order():
+            self._discard_everywhere(after)
+
+    def _discard_everywhere(self, after: int) -> None:
         if self._mirror is None:
             self._retention.discard(after)
             return
