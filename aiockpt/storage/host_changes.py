@@ -48,6 +48,7 @@ class _PendingChange:
     first: Collection[str]  # the ids of disks that come before the others
     to: str
     is_ordered: bool
+    total: int  # disks that have to make it
     problem: str = field(default="")
 
     @property
@@ -98,7 +99,7 @@ class HostChanges:
             to: see `HostChange`.
         """
         with self._lock:
-            self._pending[path] = _PendingChange(dict(marks), first, to, self._is_ordered)
+            self._pending[path] = _PendingChange(dict(marks), first, to, self._is_ordered, len(marks))
 
     @contextlib.contextmanager
     def in_order(self) -> Iterator[None]:
@@ -151,7 +152,7 @@ class HostChanges:
         """Raise DeleteError if the deletion of a checkpoint has failed on a disk before any other has made it."""
         with self._lock:
             pending = self._pending.get(path)
-            if pending is not None and pending.problem and not pending.has_begun:
+            if pending is not None and pending.problem and len(pending.marks) == pending.total:
                 del self._pending[path]
                 raise DeleteError(pending.problem)
 
