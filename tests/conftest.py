@@ -39,7 +39,6 @@ MARKED = {
         "manager/test_mirror_ranks.py",
         "manager/test_own_disks.py",
         "manager/test_ranks.py",
-        "manager/test_replica_ranks.py",
         "objects/test_ranks.py",
         "ranks/test_described.py",
         "ranks/test_filters.py",

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import inspect
 import logging
 import math
+import os
 import pickle
 import time
 from collections.abc import Awaitable, Callable
@@ -69,6 +71,10 @@ def _strategy_for(job: SaveJob, tools: EngineResources) -> SaveStrategy:
     if world is None or (spec.is_part and spec.call is None):
         return LocalSave(job, tools.planner, tools.copy_workers, tools.io_workers)
     file_format = spec.file_format if spec.file_format is not None else DcpFormat(tools.io_workers.count)
+    if job.storage.traits.is_divided:
+        from aiockpt.saving.hosts import HostsSave  # imported already, by the manager
+
+        return HostsSave(job, file_format, world, tools.copy_workers, tools.io_workers)
     from aiockpt.saving.collective import CollectiveSave  # imported already, by the thread that met the other ranks
 
     return CollectiveSave(job, file_format, world, tools.copy_workers, tools.io_workers)
@@ -111,6 +117,12 @@ class SavePipeline:
                 error = job.cancellation
         except BaseException as exc:  # delivered to the waiters, never dropped
             error = as_save_error(exc)
+            is_full = job.room_coming is not None and os.strerror(errno.ENOSPC) in str(error)
+            if is_full and (self._tools.writer is not None or self._tools.world() is not None):
+                error.add_note(
+                    "a writer process, and ranks other than rank 0, do not wait for the steps that are being deleted: "
+                    "have room for two steps more than are kept"
+                )
         finally:
             job.settle(result, error)
 

@@ -9,6 +9,8 @@ import sys
 import traceback
 import uuid
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -145,6 +147,37 @@ def test_the_environment_is_read_again_once_it_has_changed(server: ObjectServer,
         monkeypatch.setenv("AWS_ENDPOINT", url)
         ckpt.save({"x": torch.arange(3)}, "s3://later/c")
         assert ckpt.load("s3://later/c")["x"].tolist() == [0, 1, 2]
+
+
+class Profile:
+    """As the provider of obstore that uses boto3, which reads the file of profiles when it is made."""
+
+    def __init__(self) -> None:
+        self._key = Path("~/.aws/credentials").expanduser().read_text()
+
+    def __call__(self) -> dict[str, Any]:
+        return {"access_key_id": self._key, "secret_access_key": "s", "expires_at": None}
+
+
+def test_expired_credentials_are_read_again_from_the_file_of_profiles(
+    server: ObjectServer, monkeypatch, tmp_path: Path
+) -> None:
+    given = {name: value for name, value in server.options("s3").items() if "key" not in name}
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setitem(sys.modules, "obstore.auth.boto3", SimpleNamespace(Boto3CredentialProvider=Profile))
+    (tmp_path / ".aws").mkdir()
+    file = tmp_path / ".aws" / "credentials"
+    file.write_text("OLD")
+    server.rules(Rule(".", count=10**6, status=400, code="ExpiredToken", signed="OLD"))
+    with aiockpt.SyncCheckpointer(storage_options=given) as ckpt:
+        with pytest.raises(aiockpt.SaveError, match="the credentials have expired"):
+            ckpt.save({"x": torch.arange(3)}, "s3://renewed/c")
+        file.write_text("NEW")
+        ckpt.save({"x": torch.arange(3)}, "s3://renewed/c")
+        assert ckpt.load("s3://renewed/c")["x"].tolist() == [0, 1, 2]
+    server.rules()
 
 
 def test_a_machine_without_credentials_says_so() -> None:
