@@ -141,7 +141,9 @@ def ask(path: str, args: list[str]) -> int:
                 signal.signal(number, lambda number, _: os.kill(pid, number))
             for number in numbers[3:]:
                 os.close(number)
-            code = int(answers.readline())
+            if not (answer := answers.readline()):
+                sys.exit("the server of this program has ended")  # as the test run has
+            code = int(answer)
     if code < 0:
         if -code != signal.SIGKILL:
             signal.signal(-code, signal.SIG_DFL)
