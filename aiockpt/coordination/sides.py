@@ -1,6 +1,6 @@
 """The two sides of the links between ranks: rank 0 listens, each other rank connects; see `protocol`.
 
-Each side sends heartbeats, so that a side that is silent for the timeout is taken for dead. If a link breaks, the rank
+Both send heartbeats, so that a side that is silent for the timeout is taken for dead. If a link breaks, the rank
 connects again, and repeats what it has asked.
 """
 
