@@ -382,10 +382,14 @@ class SaveOptions(StateOptions, CommitOptions):
         files: files to add to the checkpoint's directory, by name: their bytes, or the path of a file to copy, which is
             read at the call. They are published with it and are in its manifest, so `verify` checks them too. With
             several ranks, those of rank 0 are added.
+        hashes: keep a hash (xxh3_128) of each tensor in the checkpoint's index, by which a later save knows what has
+            not changed. It takes about a third of the time of the CRC, in the same pass. For the "dcp" format without
+            ``compress`` and transforms, of one process, with ``writer="thread"``. Needs ``aiockpt[delta]``.
     """
 
     overwrite: bool = False
     files: Mapping[str, bytes | Path] | None = None
+    hashes: bool = False
 
 
 # --- loading ------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from aiockpt.errors import (
     SaveSkippedError,
     WriteError,
 )
+from aiockpt.format.hashes import require_hash
 from aiockpt.format.item.objects import needed_for
 from aiockpt.format.manifest.manifest import JsonValue, check_user_metadata
 from aiockpt.format.names import COMMON_NAME, CONFIG_NAME, SUFFIX
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from aiockpt.coordination.protocol import RankCall
     from aiockpt.engine.engine import Engine
     from aiockpt.engine.requests import SaveRequest, StateDict, TransactionRequest
+    from aiockpt.format.hashes import NewHash
     from aiockpt.format.transforms.base import Transform
     from aiockpt.planning.planner import FileFormat, Planner
     from aiockpt.planning.snapshot import Snapshot
@@ -203,6 +205,7 @@ class Submitter:
         check = storage.check_repository if format == "safetensors" else storage.check
         self._check_path(check, where, fallback, overwrite=request.overwrite)
         self._check_transforms(request, format)
+        new_hash = self._new_hash(request, format, together=together)
         if together or self._options.process_writer is not None:
             shared_storage(storage)
         if self._options.process_writer is not None:
@@ -247,6 +250,7 @@ class Submitter:
             post_commit=request.post_commit,
             compression=None if compress is None else choose_compression(compress, names, snapshot.tensors),
             transforms=self._transforms,
+            new_hash=new_hash,
             warn_only=self._options.warn_only,
             fallback=fallback,
             fallback_storage=place,
@@ -338,6 +342,21 @@ class Submitter:
         if format != "dcp" and (request.compress is not None or self._transforms):
             what = "transforms" if self._transforms else "compress"
             raise ValueError(f"{what} is for format='dcp'; {format} files hold tensors as they are")
+
+    def _new_hash(self, request: SaveRequest, format: SaveFormat, *, together: bool) -> NewHash | None:
+        """Return what hashes the payloads, if that is asked for; raise SaveError if they can't be hashed here."""
+        if not request.hashes:
+            return None
+        refused = {
+            f"format={format!r}: save with format='dcp'": format != "dcp",
+            "compress or transforms, whose items are stored in another form": request.compress is not None
+            or bool(self._transforms),
+            "several ranks: save with process_group=None on one rank": together,
+            "writer='process': save with writer='thread'": self._options.process_writer is not None,
+        }
+        for why in [what for what, holds in refused.items() if holds]:
+            raise SaveError(f"hashes=True can't be used with {why}")
+        return require_hash()
 
 
 def check_portable(*tools: Storage | Transform) -> None:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from aiockpt.coordination.protocol import RankCall
     from aiockpt.core.spans import Span
     from aiockpt.engine.engine import Engine
+    from aiockpt.format.hashes import NewHash
     from aiockpt.format.index import ItemRange
     from aiockpt.format.manifest.manifest import FileFacts, JsonValue
     from aiockpt.format.transforms.base import Transform
@@ -54,6 +55,7 @@ class SaveSpec:
     joint: Joint | None = None  # the transaction that this save ends
     compression: Sequence[Zstd | None] | None = None  # for each leaf
     transforms: Sequence[Transform] = ()  # applied to every item, after compression
+    new_hash: NewHash | None = None  # the payloads of items are hashed by this
     warn_only: bool = False  # failures are not raised by `staged`, nor by fences
     fallback: str | None = None  # the path to use if this one can't be written
     fallback_storage: Storage | None = None

@@ -240,7 +240,10 @@ class SavePipeline:
             return RemoteWriter(tools.writer, order, job.storage, layout, self._wrote, tools.io_workers)
         threads = WriterThreads(tools.seal_workers, tools.io_workers)
         after = job.turn.before_is_over
-        return FileWriter(layout.images, plan.heads, names, threads, after=after, count=self._wrote, codings=codings)
+        hashing = self._strategy.hashing(plan)
+        return FileWriter(
+            layout.images, plan.heads, names, threads, after=after, count=self._wrote, codings=codings, hashing=hashing
+        )
 
     def _wrote(self, nbytes: int) -> None:
         """Count bytes that a file has taken."""

@@ -10,6 +10,7 @@ from aiockpt.core.threads import SHORT_ITEMS
 from aiockpt.errors import AiockptError, CommitError, SaveError
 from aiockpt.planning.dcp_plan import DcpPlan
 from aiockpt.planning.encoding import item_ranges
+from aiockpt.planning.layout import Hashing
 from aiockpt.planning.planner import SavePlan, Summary
 from aiockpt.storage.base import shared_storage, shared_transaction
 from aiockpt.telemetry.saves import SaveResult
@@ -42,6 +43,10 @@ class SaveStrategy(ABC):
 
     async def ticket(self) -> str | None:
         """Return what a writer process needs to join the transaction of rank 0; None: it begins its own."""
+        return None
+
+    def hashing(self, plan: SavePlan) -> Hashing | None:
+        """Return which payloads are to be hashed."""
         return None
 
     async def documents(self, plan: SavePlan) -> CommitDocuments | None:
@@ -88,6 +93,10 @@ class LocalSave(SaveStrategy):
         job = self._job
         self._transaction = await job.storage.begin(job.path, overwrite=job.overwrite, workers=self._io)
         return self._transaction
+
+    def hashing(self, plan: SavePlan) -> Hashing | None:
+        new_hash = self._job.spec.new_hash
+        return None if new_hash is None else Hashing(new_hash, range(len(plan.layout.specs)))
 
     async def documents(self, plan: SavePlan) -> CommitDocuments | None:
         spec, containers = self._job.spec, self._job.snapshot.containers
