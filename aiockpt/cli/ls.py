@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.text import Text
 
-from aiockpt.cli.found import Found, look_into
+from aiockpt.cli.found import Found, look_into, shared_bytes
 from aiockpt.cli.keeping import noted_policy
 from aiockpt.cli.output import console, print_json, print_table, shown, size_text
 from aiockpt.core.wording import time_text
@@ -124,7 +124,7 @@ def _print(
         _row(place, each, each.format if has_others else "", state, copies.get((each.info.step, each.info.save_id), ()))
         for each, state in zip(found, states, strict=True)
     ]
-    titles = ("name", "state", "mirror", "replica of disk", "format", ">size", "saved", "metrics", "kept by")
+    titles = ("name", "state", "mirror", "replica of disk", "format", ">size", ">shared", "saved", "metrics", "kept by")
     print_table(titles, rows)
     out = console()
     for each in found:
@@ -139,7 +139,7 @@ def _print(
 
 def _row(place: Directories, found: Found, form: str, mirror: str, disks: Sequence[str]) -> list[str | Text]:
     metrics = ", ".join(f"{shown(name)} {value:.5g}" for name, value in found.info.metrics.items())
-    name = _short(found.name)
+    name, shared = _short(found.name), shared_bytes(found.info.path)
     if (target := place.link(found.info.path)) is not None:
         name += f" -> {shown(target)}"
     return [
@@ -149,6 +149,7 @@ def _row(place: Directories, found: Found, form: str, mirror: str, disks: Sequen
         ", ".join(disk[:_DISK_DIGITS] for disk in disks),
         form,
         size_text(found.info.nbytes),
+        size_text(shared) if shared else "",
         time_text(found.info.time),
         metrics,
         ", ".join(map(shown, found.kept_by)),
@@ -167,6 +168,7 @@ def _record(found: Found) -> dict[str, Any]:
         "state": found.info.state,
         "format": found.format,
         "bytes": found.info.nbytes,
+        "shared_bytes": shared_bytes(found.info.path),
         "saved": _iso(found.info.time),
         "step": None if found.info.step == NO_STEP else found.info.step,
         "metrics": dict(found.info.metrics),

@@ -10,7 +10,6 @@ from aiockpt.core.threads import SHORT_ITEMS
 from aiockpt.errors import AiockptError, CommitError, SaveError
 from aiockpt.planning.dcp_plan import DcpPlan
 from aiockpt.planning.encoding import item_ranges
-from aiockpt.planning.layout import Hashing
 from aiockpt.planning.planner import SavePlan, Summary
 from aiockpt.storage.base import shared_storage, shared_transaction
 from aiockpt.telemetry.saves import SaveResult
@@ -19,6 +18,7 @@ from aiockpt.writing.commit import CommitDocuments, commit_documents
 if TYPE_CHECKING:
     from aiockpt.core.threads import Workers
     from aiockpt.format.manifest.manifest import JsonValue
+    from aiockpt.planning.layout import Hashing
     from aiockpt.planning.planner import Planner
     from aiockpt.saving.job import SaveJob
     from aiockpt.storage.base import Transaction
@@ -93,10 +93,6 @@ class LocalSave(SaveStrategy):
         job = self._job
         self._transaction = await job.storage.begin(job.path, overwrite=job.overwrite, workers=self._io)
         return self._transaction
-
-    def hashing(self, plan: SavePlan) -> Hashing | None:
-        new_hash = self._job.spec.new_hash
-        return None if new_hash is None else Hashing(new_hash, range(len(plan.layout.specs)))
 
     async def documents(self, plan: SavePlan) -> CommitDocuments | None:
         spec, containers = self._job.spec, self._job.snapshot.containers

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from aiockpt.format.dcp.metadata_opcodes import EncodedItem
     from aiockpt.format.manifest.index_writer import Drafts
     from aiockpt.format.manifest.manifest import JsonValue
+    from aiockpt.planning.delta import AdoptedFiles
 
 T = TypeVar("T", bytes, bytes | bytearray)
 
@@ -47,6 +48,7 @@ class CommitDocuments:
     files: Mapping[str, bytes] = field(repr=False)  # that the caller has added
     drafts: Drafts = field(repr=False)
     manifest: Manifest  # without files, index and times
+    adopted: AdoptedFiles | None = None  # further files, whose items come behind those that are written
 
     def encode(
         self,
@@ -64,6 +66,9 @@ class CommitDocuments:
         """
         documents, index, transformed = self.drafts.documents, self.drafts.index, self.drafts.transformed
         section = None
+        if self.adopted is not None:
+            written, crcs = {**written, **self.adopted.files}, [*crcs, *self.adopted.crcs]
+            hashes = None if hashes is None else [*hashes, *self.adopted.hashes]
         if transformed is not None:
             documents = {**documents, METADATA_NAME: transformed.metadata.finish(encoded)}
             section = transformed.section(encoded)

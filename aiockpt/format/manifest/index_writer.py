@@ -44,7 +44,7 @@ class IndexDraft:
     is_divided: bool = False  # some tensors are stored in parts
 
     def finish(self, crcs: Sequence[int], hashes: Sequence[str | None] | None = None) -> str:
-        """Return the JSON text, with the CRC-32, and maybe the hash, of the payload of each tensor item, file by file."""
+        """Return the JSON text, with the CRC-32 of the payload of each tensor item, file by file, and the hash."""
         column = [crcs[slot] if slot >= 0 else 0 for slot in self.slot_of]
         columns = f'"crc32": {encode_column(column)},\n    "objects": {encode_column(self.objects)}'
         if hashes is not None:
