@@ -36,6 +36,7 @@ WORKER_BYTES = 700 << 20  # what a process of the run takes, with the processes 
 TESTS = Path(__file__).parent
 MARKED = {
     "ranks": (
+        "manager/test_host_failures.py",
         "manager/test_mirror_ranks.py",
         "manager/test_own_disks.py",
         "manager/test_ranks.py",

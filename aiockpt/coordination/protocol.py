@@ -93,7 +93,7 @@ class Left(NamedTuple):
 
 
 class Asking:
-    """What a rank has to say to rank 0, and says again over a new link."""
+    """The messages of a rank to rank 0, which are repeated over a new link."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -280,7 +280,7 @@ class Rounds:
         """Find ranks that are late, and those that rank 0 has let wait; ``heard``: the last sign of linked ranks."""
         for round_ in self._open:
             self._miss(round_, now, heard)
-        name = _at(self._own_name, [round_.operation for round_ in self._open])
+        name = _with_calls(self._own_name, [round_.operation for round_ in self._open])
         for peer in self._peers:
             for lane in peer.lanes.values():
                 for ask, since in list(lane.pending.values()):
@@ -371,12 +371,12 @@ class Rounds:
                     round_.arrive(peer.rank, coordination_failure(peer.rank, text))
                 else:
                     asks = [message for lane in peer.lanes.values() for message, _ in lane.pending.values()]
-                    late[peer.rank] = _at(peer.name, [ask.operation for ask in asks if isinstance(ask, Ask)])
+                    late[peer.rank] = _with_calls(peer.name, [ask.operation for ask in asks if isinstance(ask, Ask)])
         for rank in late:
             text = timeout_text(some_of(list(late.values()), 8), operation, timeout_s)
             round_.arrive(rank, coordination_failure(min(late), text))
 
 
-def _at(name: str, operations: Sequence[str]) -> str:
+def _with_calls(name: str, operations: Sequence[str]) -> str:
     """Return the name of a rank with what it has called instead, if anything."""
     return f"{name.removesuffix(',')}, which is at {' and '.join(operations)}," if operations else name
