@@ -68,6 +68,10 @@ def _strategy_for(job: SaveJob, tools: EngineResources) -> SaveStrategy:
         from aiockpt.saving.joint import JointSave  # imported already, by the thread that has begun the transaction
 
         return JointSave(job, spec.joint, None if world is None else world.coordinator, tools.copy_workers)
+    if spec.delta is not None:
+        from aiockpt.saving.delta import DeltaSave  # imported already, by the thread that has submitted the save
+
+        return DeltaSave(job, spec.delta, tools.planner, tools.copy_workers, tools.io_workers)
     if world is None or (spec.is_part and spec.call is None):
         return LocalSave(job, tools.planner, tools.copy_workers, tools.io_workers)
     file_format = spec.file_format if spec.file_format is not None else DcpFormat(tools.io_workers.count)
@@ -252,7 +256,10 @@ class SavePipeline:
             return RemoteWriter(tools.writer, order, job.storage, layout, self._wrote, tools.io_workers)
         threads = WriterThreads(tools.seal_workers, tools.io_workers)
         after = job.turn.before_is_over
-        return FileWriter(layout.images, plan.heads, names, threads, after=after, count=self._wrote, codings=codings)
+        hashing = self._strategy.hashing(plan)
+        return FileWriter(
+            layout.images, plan.heads, names, threads, after=after, count=self._wrote, codings=codings, hashing=hashing
+        )
 
     def _wrote(self, nbytes: int) -> None:
         """Count bytes that a file has taken."""

@@ -81,6 +81,7 @@ class IndexedEntries(_Rows[Entry]):
     length_of: NDArray[np.int64]  # of the item, in bytes
     crc_of: NDArray[np.int64]  # CRC-32 of the payload; undefined for objects
     parts: PartColumns | None = None  # None: every tensor is stored whole
+    hash_of: Sequence[str | None] | None = None  # of the payload; None: there is no such column
 
     def __getitem__(self, name: str) -> Entry:
         number = self.numbers[name]
