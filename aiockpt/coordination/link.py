@@ -18,7 +18,7 @@ import secrets
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import NamedTuple, SupportsIndex
 
 _LENGTH = struct.Struct("!Q")
@@ -179,21 +179,34 @@ async def connect(host: str, port: int, secret: bytes, name: str) -> tuple[str, 
 
 
 async def _prove(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes, name: str) -> str:
-    """Exchange names; raise LinkBrokenError unless the other side knows the secret. Both sides do the same."""
-    mine, own = secrets.token_bytes(_NONCE_BYTES), name.encode()
+    """Exchange names; see `proof`."""
+    proving, received = proof(secret, name), b""
     try:
-        writer.write(mine)
-        theirs = await reader.readexactly(_NONCE_BYTES)
-        if theirs == mine:
-            raise LinkBrokenError("the other side repeats what this one sends")
-        writer.write(_mac(secret, theirs, own) + _LENGTH.pack(len(own)) + own)
-        mac, (nbytes,) = await reader.readexactly(_MAC_BYTES), _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
-        if nbytes > _MOST_HELLO_BYTES:
-            raise LinkBrokenError("the other side speaks another language")
-        hello = await reader.readexactly(nbytes)
+        while True:
+            message, nbytes = proving.send(received or None)
+            writer.write(message)
+            received = await reader.readexactly(nbytes)
+    except StopIteration as proven:
+        return str(proven.value)
     except (EOFError, OSError) as exc:
         raise LinkBrokenError(str(exc)) from exc
-    if not hmac.compare_digest(mac, _mac(secret, mine, hello)):
+
+
+def proof(secret: bytes, name: str) -> Generator[tuple[bytes, int], bytes | None, str]:
+    """Exchange names; yield what to send, and how many bytes to receive then; return the other side's name. Pure.
+
+    Both sides do the same. Raises LinkBrokenError unless the other side knows the secret.
+    """
+    mine, own = secrets.token_bytes(_NONCE_BYTES), name.encode()
+    theirs = (yield mine, _NONCE_BYTES) or b""
+    if theirs == mine:
+        raise LinkBrokenError("the other side repeats what this one sends")
+    head = (yield _mac(secret, theirs, own) + _LENGTH.pack(len(own)) + own, _MAC_BYTES + _LENGTH.size) or b""
+    (nbytes,) = _LENGTH.unpack(head[_MAC_BYTES:])
+    if nbytes > _MOST_HELLO_BYTES:
+        raise LinkBrokenError("the other side speaks another language")
+    hello = ((yield b"", nbytes) if nbytes else b"") or b""
+    if not hmac.compare_digest(head[:_MAC_BYTES], _mac(secret, mine, hello)):
         raise LinkBrokenError("the other side does not know the secret of this group")
     return hello.decode()
 

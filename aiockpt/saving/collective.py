@@ -73,8 +73,11 @@ class CollectiveSave(SaveStrategy):
         self._operation = f"the save of {job.path}"
         self._call = world.coordinator.call("save") if job.spec.call is None else job.spec.call
         self._transaction: SharedTransaction | None = None
-        self._global = GlobalSave(job, file_format, world, compute, io)
+        self._global = self._lead()
         self._over = False  # this rank has entered the second round: it must not enter it again to report a failure
+
+    def _lead(self) -> GlobalSave:
+        return GlobalSave(self._job, self._file_format, self._world, self._compute, self._io)
 
     async def plan(self) -> SavePlan:
         """Agree with the other ranks on what each of them writes. A cancellation takes effect after that."""
@@ -348,11 +351,22 @@ class GlobalSave:
 
     async def publish(self, results: Sequence[Written]) -> list[Summary]:
         """Check what all ranks have written, write the metadata and the manifest, and publish; sum up for each rank."""
-        transaction, plan, job, run = self.transaction, self.plan, self._job, self._compute.run
-        if transaction is None or plan is None:
-            raise RuntimeError("a save can't be published before it has begun")
-        await run(plan.check, results)
+        transaction, plan = self._begun
         await _check_visible(transaction, results, is_single_file=plan.is_single_file)
+        documents, summaries = await self._documents(results)
+        await transaction.commit(documents)
+        return summaries
+
+    @property
+    def _begun(self) -> tuple[SharedTransaction, GlobalPlanCache]:
+        if self.transaction is None or self.plan is None:
+            raise RuntimeError("a save can't be published before it has begun")
+        return self.transaction, self.plan
+
+    async def _documents(self, results: Sequence[Written]) -> tuple[Mapping[str, bytes | bytearray], list[Summary]]:
+        """Check what all ranks have written; return the metadata and the manifest, and the summary for each rank."""
+        (_, plan), job, run = self._begun, self._job, self._compute.run
+        await run(plan.check, results)
         files = dict(await run(plan.data_files, results))
         sizes = {name: facts.nbytes for name, facts in files.items()}
         item_bytes = sum(sizes.values())
@@ -362,8 +376,7 @@ class GlobalSave:
             given = dict(job.spec.metadata), job.spec.files
             documents = await run(documents_of_ranks, plan, results, files, times_s, *given, job.spec.is_transformed)
             sizes |= {name: len(data) for name, data in documents.items() if name != MANIFEST_NAME}
-        await transaction.commit(documents)
-        return plan.summaries(sizes, item_bytes)
+        return documents, plan.summaries(sizes, item_bytes)
 
     async def undo(self) -> None:
         """Remove what all ranks have written."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import inspect
 import logging
 import math
+import os
 import pickle
 import time
 from collections.abc import Awaitable, Callable
@@ -66,9 +68,17 @@ def _strategy_for(job: SaveJob, tools: EngineResources) -> SaveStrategy:
         from aiockpt.saving.joint import JointSave  # imported already, by the thread that has begun the transaction
 
         return JointSave(job, spec.joint, None if world is None else world.coordinator, tools.copy_workers)
+    if spec.delta is not None:
+        from aiockpt.saving.delta import DeltaSave  # imported already, by the thread that has submitted the save
+
+        return DeltaSave(job, spec.delta, tools.planner, tools.copy_workers, tools.io_workers)
     if world is None or (spec.is_part and spec.call is None):
         return LocalSave(job, tools.planner, tools.copy_workers, tools.io_workers)
     file_format = spec.file_format if spec.file_format is not None else DcpFormat(tools.io_workers.count)
+    if job.storage.traits.is_divided:
+        from aiockpt.saving.hosts import HostsSave  # imported already, by the manager
+
+        return HostsSave(job, file_format, world, tools.copy_workers, tools.io_workers)
     from aiockpt.saving.collective import CollectiveSave  # imported already, by the thread that met the other ranks
 
     return CollectiveSave(job, file_format, world, tools.copy_workers, tools.io_workers)
@@ -111,6 +121,12 @@ class SavePipeline:
                 error = job.cancellation
         except BaseException as exc:  # delivered to the waiters, never dropped
             error = as_save_error(exc)
+            is_full = job.room_coming is not None and os.strerror(errno.ENOSPC) in str(error)
+            if is_full and (self._tools.writer is not None or self._tools.world() is not None):
+                error.add_note(
+                    "a writer process, and ranks other than rank 0, do not wait for the steps that are being deleted: "
+                    "have room for two steps more than are kept"
+                )
         finally:
             job.settle(result, error)
 
@@ -240,7 +256,10 @@ class SavePipeline:
             return RemoteWriter(tools.writer, order, job.storage, layout, self._wrote, tools.io_workers)
         threads = WriterThreads(tools.seal_workers, tools.io_workers)
         after = job.turn.before_is_over
-        return FileWriter(layout.images, plan.heads, names, threads, after=after, count=self._wrote, codings=codings)
+        hashing = self._strategy.hashing(plan)
+        return FileWriter(
+            layout.images, plan.heads, names, threads, after=after, count=self._wrote, codings=codings, hashing=hashing
+        )
 
     def _wrote(self, nbytes: int) -> None:
         """Count bytes that a file has taken."""

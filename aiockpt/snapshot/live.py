@@ -49,19 +49,6 @@ class LiveObject(NamedTuple):
         return f"{self.name or 'the state'} ({type(self.value).__name__})"
 
     @property
-    def is_module(self) -> bool:
-        """Whether it is a module, which loads only tensors of its own shapes."""
-        return isinstance(self.value, torch.nn.Module)
-
-    @property
-    def chooses_keys(self) -> bool:
-        """Whether only its ``load_state_dict`` knows which keys it needs: of modules, if hooks may rename keys."""
-        if not isinstance(self.value, torch.nn.Module):
-            return True
-        hooks = (hook for module in self.value.modules() for hook in module._load_state_dict_pre_hooks.values())
-        return not all(_home(hook).startswith("torch.distributed.") for hook in hooks)  # FSDP's hooks rename nothing
-
-    @property
     def parameters(self) -> list[torch.Tensor]:
         """The parameters of an optimizer, in the order in which its state dict numbers them."""
         if not isinstance(self.value, torch.optim.Optimizer):
@@ -79,10 +66,6 @@ class ResolvedState:
 
     tree: Any
     objects: list[LiveObject] = field(default_factory=list)
-
-
-def _home(hook: Any) -> str:
-    return str(getattr(getattr(hook, "hook", hook), "__module__", ""))
 
 
 def is_live(value: object) -> bool:

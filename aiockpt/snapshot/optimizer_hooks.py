@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
@@ -33,7 +34,7 @@ class Token:
 
 
 _live: weakref.WeakSet[Token] = weakref.WeakSet()
-_live_lock = ModuleLock()
+_live_lock = ModuleLock(threading.RLock)  # reentrant: a signal handler may save or step
 
 
 def follow_steps(snapshot: Snapshot, samples: Samples | None = None) -> None:
