@@ -69,7 +69,7 @@ _HOMES = {
     ),
     "manager.scan": ("StepInfo",),
     "manager.manager": ("CheckpointManager", "SyncCheckpointManager"),
-    "manager.requests": ("Restored", "SkippedStep"),
+    "manager.requests": ("Mirror", "Restored", "SkippedStep"),
     "options": ("Base", "ProcessWriter", "StagingWindow"),
     "reading.reader": ("CheckpointReader", "SyncCheckpointReader"),
     "storage.local.retries": ("Retries",),

@@ -59,6 +59,7 @@ from aiockpt.manager.policies import SaveAny as SaveAny
 from aiockpt.manager.policies import SavePolicy as SavePolicy
 from aiockpt.manager.policies import StepFacts as StepFacts
 from aiockpt.manager.policies import WhenIdle as WhenIdle
+from aiockpt.manager.requests import Mirror as Mirror
 from aiockpt.manager.requests import Restored as Restored
 from aiockpt.manager.requests import SkippedStep as SkippedStep
 from aiockpt.manager.rng import RngState as RngState

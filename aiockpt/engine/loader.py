@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     from aiockpt.reading.reader import CheckpointReader, SyncCheckpointReader
     from aiockpt.storage.base import Storage
     from aiockpt.storage.registry import Storages
-    from aiockpt.telemetry.loads import ReadReport
-    from aiockpt.telemetry.progress import OnProgress
+    from aiockpt.telemetry.progress import OnProgress, ReadReport
     from aiockpt.telemetry.verification import VerifyReport
 
 

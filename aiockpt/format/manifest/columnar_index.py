@@ -111,7 +111,7 @@ class IndexedEntries(_Rows[Entry]):
         order = np.lexsort((offset, file))
         file, offset = file[order], offset[order]
         same = np.flatnonzero((file[1:] == file[:-1]) & (offset[1:] == offset[:-1]))
-        return [self.names[number] for number in np.unique(order[np.concatenate((same, same + 1))])]
+        return [self.names[number] for number in sorted({*order[same].tolist(), *order[same + 1].tolist()})]
 
     def _entry(self, division: int, columns: Sequence[Sequence[int]]) -> Entry:
         """Return an entry by its division and its rows."""
