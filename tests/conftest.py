@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import importlib.util
 import os
 import re
 import signal
@@ -102,7 +103,8 @@ MARKED = {
     ),
 }
 """Files whose tests have a mark, but for those that are marked ``main``, which run by default."""
-NEEDS = {"gpu", "sim", "full"}
+FAKE = TESTS / "fakecuda"
+NEEDS = {"gpu", "sim", "fake", "full"}
 """Tests with such a mark run if it is asked for, in a file that is named as well."""
 
 
@@ -179,6 +181,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.path in marks and not item.get_closest_marker("main"):
             item.add_marker(marks[item.path])
+        if FAKE in item.path.parents:
+            item.add_marker("fake")
         if _is_of_other_loop(item):
             item.add_marker("slow")
     items.sort(key=lambda item: item.path not in marks)
@@ -213,7 +217,12 @@ def _runs(item: pytest.Item, config: pytest.Config, named: set[Path]) -> bool:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Collect only tests/gpu with ``-m gpu``: the others import packages that a GPU machine may lack."""
+    """Collect only tests/gpu with ``-m gpu``: the others import packages that a GPU machine may lack.
+
+    The tests of the fake device can be imported where it is.
+    """
+    if collection_path == FAKE and importlib.util.find_spec("fakecuda") is None:
+        return True
     if config.getoption("markexpr") != "gpu" or not collection_path.is_file():
         return None
     return True if collection_path.parent.name != "gpu" else None
