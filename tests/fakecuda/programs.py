@@ -88,7 +88,8 @@ def _freed_behind_a_save(draw: st.DrawFn) -> list[Action]:
 def _loaded_at_once(draw: st.DrawFn) -> list[Action]:
     """New tensors that are used as soon as they are there, and targets that the program still uses."""
     begin = [draw(_one("save")), Action("written")]
-    return [*begin, draw(_one("busy")), draw(_one("load", "use", "load into")), draw(_one("use", "load", "add"))]
+    work = [draw(_one("busy")), draw(_one(*STEPS))]
+    return [*begin, *work, draw(_one("load", "use", "load into")), draw(_one("use", "load", "add"))]
 
 
 @st.composite

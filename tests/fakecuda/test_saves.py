@@ -153,6 +153,7 @@ def test_a_first_save_during_a_capture(tmp_path: Path) -> None:
     tensor = torch.zeros(100_000, device="cuda")
     with aiockpt.SyncCheckpointer(**OPTIONS) as ckpt:
         with torch.cuda.graph(torch.cuda.CUDAGraph()), pytest.raises(aiockpt.SaveError, match="captures a graph"):
+            tensor.add_(0)
             ckpt.submit({"w": tensor}, tmp_path / "c")
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):

@@ -13,7 +13,6 @@ from tests.fakecuda import device as fake
 from tests.ordering import watch_cuda
 from tests.ranks.world import start_server
 
-
 NOT_ON_THE_FAKE_DEVICE = {
     "test_compiled_training_with_a_guard": "the compiler makes kernels of its own",
     "test_a_tensor_above_4_gib": "takes 12 GiB of host memory",

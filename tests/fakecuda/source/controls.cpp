@@ -28,7 +28,14 @@ EXPORT void fakecuda_missing(const char* name) {
   fprintf(stderr, "fakecuda: there is no %s here\n", name);
   abort();
 }
-EXPORT void* fakecuda_alias(const void* address) { return alias_of(address); }
+// Where a stream's thread finds memory; of a tensor that has none any more, somewhere else. CUDA would break the
+// context, and torch then end the process.
+EXPORT void* fakecuda_alias(const void* address) {
+  if (char* found = alias_of(address)) return found;
+  static char* nowhere = map(kPlainBytes, PROT_READ | PROT_WRITE);
+  settings.misuse("a kernel was given memory that is not the device's");
+  return nowhere;
+}
 EXPORT void fakecuda_break(int error) { settings.fail_as_asked(error); }
 EXPORT void fakecuda_end() { // at the process's end: what kernels use is about to be destroyed
   {

@@ -38,7 +38,7 @@ EXPORT cudaError_t cudaStreamGetDevice(cudaStream_t handle, int* device) {
 }
 EXPORT cudaError_t cudaStreamSynchronize(cudaStream_t handle) {
   CALLED();
-  CONTEXT();
+  if (int failed = use_context(); failed && failed != settings.sticky) return result(failed);
   STREAM(stream, handle);
   return result(synchronise(stream));
 }
@@ -112,7 +112,8 @@ EXPORT cudaError_t cudaEventQuery(cudaEvent_t handle) {
 }
 EXPORT cudaError_t cudaEventSynchronize(cudaEvent_t handle) {
   CALLED();
-  CONTEXT();
+  // Also in a broken context: copies are in flight until the stream is past them.
+  if (int failed = use_context(); failed && failed != settings.sticky) return result(failed);
   EVENT(event, handle);
   UNSAFE();
   MomentPtr moment;
