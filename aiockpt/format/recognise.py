@@ -518,11 +518,8 @@ class Assessment(NamedTuple):
     save_id: str = ""  # of its manifest; see `save_id_of`
 
 
-def assess(found: Recognised, files: Mapping[str, int], fetch: Fetch, *, is_part: bool = False) -> Assessment:
-    """Read the documents of a checkpoint, and look for the files that they name. A complete one can be opened.
-
-    ``is_part``: others have those that are missing.
-    """
+def assess(found: Recognised, files: Mapping[str, int], fetch: Fetch) -> Assessment:
+    """Read the documents of a checkpoint, and look for the files that they name. A complete one can be opened."""
     problem = found.problem
     if MANIFEST_NAME in files and found.layout:
         manifest = document(MANIFEST_NAME, files, fetch)
@@ -530,8 +527,7 @@ def assess(found: Recognised, files: Mapping[str, int], fetch: Fetch, *, is_part
         listed = None if head is None else facts_in(head)
         if listed is None:
             return Assessment("damaged", f"{MANIFEST_NAME} is damaged")
-        others = {name: facts.nbytes for name, facts in listed.items()} if is_part else {}
-        if not problem and (problem := wrong_file(listed, {**others, **files})):
+        if not problem and (problem := wrong_file(listed, files)):
             problem = absent_text(disks_in(head), files) or problem
         replaced = METADATA_NAME in files and is_of_another_save(listed, document(METADATA_NAME, files, fetch))
         if not problem or not replaced:

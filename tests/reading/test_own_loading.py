@@ -154,25 +154,37 @@ LEAVES: dict[str, Callable[[], nn.Module]] = {
 FRESH = {**LEAVES, "bank": Bank, "extra tensor": lambda: Extra(torch.randn(0)), "extra none": lambda: Extra({"a": 1})}
 
 leaf = st.tuples(st.sampled_from(sorted(LEAVES)), st.sampled_from(sorted(HOOKS)))
+SHARES: dict[str, Callable[[Any, Any], object]] = {
+    "nothing": lambda one, other: None,
+    "weight": lambda one, other: setattr(other, "weight", one.weight),
+    "mean": lambda one, other: setattr(other, "mean", one.mean),
+    "view": lambda one, other: setattr(other, "mean", one.weight.detach()[0]),
+    "overlap": lambda one, other: setattr(other, "bias", nn.Parameter(one.weight.detach().view(4)[1:3])),
+}
+"""What the last layer has in common with the first."""
 tree = st.recursive(
-    leaf, lambda inner: st.tuples(st.lists(inner, min_size=1, max_size=3), st.booleans(), st.booleans()), max_leaves=5
+    leaf,
+    lambda inner: st.tuples(
+        st.lists(inner, min_size=1, max_size=3), st.booleans(), st.sampled_from(sorted(SHARES)), st.booleans()
+    ),
+    max_leaves=5,
 )
 
 
-def build(described: Any, kinds: Any, *, lacks: bool = False) -> nn.Module:
+def build(described: Any, kinds: Any, *, lacks: bool = False, is_saved: bool = False) -> nn.Module:
     """Build a tree; ``lacks``: without the last child of the root."""
     if isinstance(described[0], str):
         module = kinds[described[0]]()
         if isinstance(module, Layer):
             HOOKS[described[1]](module)
         return module
-    children, shifts, ties = described
-    module = nn.ModuleList(build(each, kinds) for each in (children[:-1] if lacks else children))
+    children, shifts, shared, by_both = described
+    module = nn.ModuleList(build(each, kinds, is_saved=is_saved) for each in (children[:-1] if lacks else children))
     if shifts:
         module.register_load_state_dict_pre_hook(shift)
     layers = [each for each in module if isinstance(each, Layer)]
-    if ties and len(layers) > 1:
-        layers[-1].weight = layers[0].weight
+    if len(layers) > 1 and (by_both or not is_saved):
+        SHARES[shared](layers[0], layers[-1])
     return module
 
 
@@ -204,7 +216,7 @@ def test_a_module_loads_as_by_its_own_load_state_dict(ckpt, described, lacks, st
     lacks = lacks and not isinstance(described[0], str)
     with tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(1)
-        saved = {"m": materialised(build(described, LEAVES))}
+        saved = {"m": materialised(build(described, LEAVES, is_saved=True))}
         if by_run:
             with aiockpt.SyncCheckpointManager(folder) as run:
                 run.save(1, saved)

@@ -16,7 +16,7 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import anyio
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from aiockpt.options import ProcessWriter
     from aiockpt.planning.planner import Layout
-    from aiockpt.writing.process.client import RemoteWriter
+    from aiockpt.writing.process.messages import FromWriter
 
 _START_S = 120.0
 _END_S = 30.0
@@ -159,13 +159,23 @@ def _absolute(path: str) -> str:
 # --- the connection ------------------------------------------------------------------------------------
 
 
+class SaveInProcess(Protocol):
+    """A save whose bytes a writer process writes."""
+
+    def on_message(self, message: FromWriter) -> None:
+        """Handle a message about it."""
+
+    def on_process_death(self, error: WriteError) -> None:
+        """Fail, as the process has died."""
+
+
 class WriterConnection:
     """Sends messages to one writer process, dispatches its messages to saves, and notices its death."""
 
     def __init__(self, process: WriterProcess, hello: Hello) -> None:
         self._process = process
         self._channel = Channel(process.end)
-        self._saves: dict[int, RemoteWriter] = {}
+        self._saves: dict[int, SaveInProcess] = {}
         self._waiter = DaemonThreads(1, f"aiockpt-writer-{process.pid}")
         self._ready = anyio.Event()
         self._received_all = anyio.Event()
@@ -178,7 +188,7 @@ class WriterConnection:
     def __repr__(self) -> str:
         return f"<writer process {self._process.pid}, {len(self._saves)} saves>"
 
-    def register(self, number: int, save: RemoteWriter) -> None:
+    def register(self, number: int, save: SaveInProcess) -> None:
         """Dispatch messages about a save to it; raise WriteError if the process has died."""
         if self._error is not None:
             raise self._error
