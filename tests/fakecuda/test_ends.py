@@ -90,7 +90,7 @@ def test_at_every_copy(how: str, writer, tmp_path: Path) -> None:
 @pytest.mark.parametrize("what", ["save", "load"])
 def test_no_copy_is_left_behind_by_a_device_that_fails(what: str, tmp_path: Path, monkeypatch) -> None:
     """No event can be recorded any more once copies are enqueued: their memory is unlocked after them all the same."""
-    state, record = {"w": torch.arange(40_000, device="cuda")}, runtime.Runtime.record
+    state, record = {"w": torch.arange(40_000, device="cuda")}, runtime.CudaRuntime.record
     with aiockpt.SyncCheckpointer(chunk_bytes=CHUNK, staging_bytes=8 * CHUNK, fsync=False) as ckpt:
         ckpt.save(state, tmp_path / "first")
     copies = {"save": "to_host", "load": "from_host"}[what]
@@ -108,7 +108,7 @@ def test_no_copy_is_left_behind_by_a_device_that_fails(what: str, tmp_path: Path
     with fake.held(copies), aiockpt.SyncCheckpointer(chunk_bytes=CHUNK, staging_bytes=8 * CHUNK, fsync=False) as ckpt:
         release = threading.Timer(0.3, fake.release, [copies])
         before = fake.tasks(copies)
-        monkeypatch.setattr(runtime.Runtime, "record", failing)
+        monkeypatch.setattr(runtime.CudaRuntime, "record", failing)
         with pytest.raises((aiockpt.StageError, aiockpt.LoadError), match="illegal memory access"):
             ckpt.save(state, tmp_path / "c") if what == "save" else ckpt.load(tmp_path / "first", map_location="cuda")
     assert not fake.misuses()
