@@ -70,7 +70,7 @@ _HOMES = {
     "manager.scan": ("StepInfo",),
     "manager.manager": ("CheckpointManager", "SyncCheckpointManager"),
     "manager.requests": ("Mirror", "Restored", "SkippedStep"),
-    "options": ("ProcessWriter", "StagingWindow"),
+    "options": ("Base", "ProcessWriter", "StagingWindow"),
     "reading.reader": ("CheckpointReader", "SyncCheckpointReader"),
     "storage.local.retries": ("Retries",),
     "sync_checkpointer": ("SyncCheckpointer", "load", "save", "verify"),

@@ -97,9 +97,9 @@ MARKED = {
     ),
 }
 """Files whose tests have a mark, but for those that are marked ``main``, which run by default."""
-FOLDERS = {"gpu", "sim"}
-"""Folders whose tests have the mark of the name, and run with it alone: they need a device in their process."""
-NEEDS = {*FOLDERS, "full"}
+FOLDERS = {"fakecuda": "fake", "gpu": "gpu", "sim": "sim"}
+"""Folders whose tests have a mark and run with it alone: they need a device in their process."""
+NEEDS = {*FOLDERS.values(), "full"}
 """Tests with such a mark run if it is asked for, in a file that is named as well."""
 
 
@@ -186,7 +186,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         raise pytest.UsageError(f"{differ[0]} has an address in its name: give the parameters ids")
     for item in items:
         mark = _mark_of(item.path)
-        if mark in FOLDERS or (mark and not item.get_closest_marker("main")):
+        if mark in NEEDS or (mark and not item.get_closest_marker("main")):
             item.add_marker(mark)
         if _is_of_other_loop(item):
             item.add_marker("slow")
@@ -236,7 +236,7 @@ def _mark_of(path: Path) -> str | None:
     """Return the mark that `MARKED` or `FOLDERS` gives to a file, or to a folder."""
     name = path.relative_to(TESTS).as_posix() if path.is_relative_to(TESTS) else ""
     folder = name.partition("/")[0]
-    return folder if folder in FOLDERS else next((mark for mark, files in MARKED.items() if name in files), None)
+    return FOLDERS.get(folder) or next((mark for mark, files in MARKED.items() if name in files), None)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -245,10 +245,10 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     With the mark of a folder alone these are all others: a machine with a GPU may lack what they import.
     """
     mark = _mark_of(collection_path)
-    if (only := config.getoption("markexpr")) in FOLDERS:
+    if (only := config.getoption("markexpr")) in FOLDERS.values():
         return (collection_path.is_file() and mark != only) or None
     asked = _asked(config)
-    if mark in FOLDERS:
+    if mark in NEEDS:
         return mark not in asked or None
     if mark is None or mark in asked or config.getoption("full") or collection_path in _named(config):
         return None

@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.text import Text
 
-from aiockpt.cli.found import Found, look_into
+from aiockpt.cli.found import Found, look_into, shared_bytes
 from aiockpt.cli.keeping import noted_policy
 from aiockpt.cli.output import console, print_json, print_table, shown, size_text
 from aiockpt.core.wording import time_text
@@ -88,7 +88,7 @@ def _print(place: Directories, found: Sequence[Found], there: Mapping[int, StepI
     rows = [
         _row(place, each, each.format if has_others else "", state) for each, state in zip(found, states, strict=True)
     ]
-    titles = ("name", "state", "mirror", "format", ">size", "saved", "metrics", "kept by")
+    titles = ("name", "state", "mirror", "format", ">size", ">shared", "saved", "metrics", "kept by")
     print_table(titles, rows)
     out = console()
     for each in found:
@@ -103,7 +103,7 @@ def _print(place: Directories, found: Sequence[Found], there: Mapping[int, StepI
 
 def _row(place: Directories, found: Found, form: str, mirror: str) -> list[str | Text]:
     metrics = ", ".join(f"{shown(name)} {value:.5g}" for name, value in found.info.metrics.items())
-    name = _short(found.name)
+    name, shared = _short(found.name), shared_bytes(found.info.path)
     if (target := place.link(found.info.path)) is not None:
         name += f" -> {shown(target)}"
     return [
@@ -112,6 +112,7 @@ def _row(place: Directories, found: Found, form: str, mirror: str) -> list[str |
         Text(mirror, style=_STYLES.get(mirror, "")),
         form,
         size_text(found.info.nbytes),
+        size_text(shared) if shared else "",
         time_text(found.info.time),
         metrics,
         ", ".join(map(shown, found.kept_by)),
@@ -130,6 +131,7 @@ def _record(found: Found) -> dict[str, Any]:
         "state": found.info.state,
         "format": found.format,
         "bytes": found.info.nbytes,
+        "shared_bytes": shared_bytes(found.info.path),
         "saved": _iso(found.info.time),
         "step": None if found.info.step == NO_STEP else found.info.step,
         "metrics": dict(found.info.metrics),

@@ -71,7 +71,7 @@ class Coordinator:
     @property
     def leader_lives(self) -> bool:
         """Whether rank 0 can still be reached, as far as this rank has noticed."""
-        return isinstance(self._side, Leader) or self._side.leader_lives
+        return self._side.leader_lives
 
     async def addresses(self, operation: str) -> list[str]:
         """Return the addresses at which other ranks reach this host; see `addresses_of_this_host`.
@@ -128,9 +128,7 @@ class Coordinator:
     async def _round_in_turn(
         self, call: RankCall, operation: str, value: Any, decide: Decide, undo: Undo | None
     ) -> Any:
-        async with contextlib.AsyncExitStack() as stack:
-            if call.step == 0:
-                await stack.enter_async_context(self._turns[call.kind])
+        async with contextlib.nullcontext() if call.step else self._turns[call.kind]:
             try:
                 if isinstance(self._side, Leader):
                     return await self._lead(self._side, call, operation, value, decide, undo)

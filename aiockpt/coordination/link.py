@@ -228,11 +228,11 @@ def addresses_of_this_host(towards: str | None) -> list[str]:
     chosen = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     if chosen:
         return [_address_of_interface(chosen)]
-    found = [] if towards is None else _source_address(towards)
+    hosts = [] if towards is None else _source_address(towards)
     with contextlib.suppress(OSError):
-        found += [str(info[4][0]) for info in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)]
+        hosts += [str(info[4][0]) for info in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)]
     # Not link-local ones (fe80::), which mean nothing without an interface of the other host.
-    apart = [each for each in dict.fromkeys(found) if not is_loopback(each) and not each.startswith("fe80")]
+    apart = [host for host in dict.fromkeys(hosts) if not is_loopback(host) and not host.startswith("fe80")]
     return [*filter(_is_own, apart), "127.0.0.1"]
 
 
@@ -256,7 +256,7 @@ def is_loopback(address: str) -> bool:
 def reachable(endpoint: Endpoint, namespace: str) -> list[tuple[str, int]]:
     """Return the addresses of rank 0 for a process in this namespace, the best one first. Pure."""
     is_near = endpoint.namespace == namespace
-    addresses = [each for each in endpoint.addresses if is_near or not is_loopback(each[0])]
+    addresses = [address for address in endpoint.addresses if is_near or not is_loopback(address[0])]
     return sorted(addresses, key=lambda address: is_loopback(address[0]) != is_near)
 
 
@@ -274,7 +274,7 @@ def _address_of_interface(name: str) -> str:
         try:
             answer = fcntl.ioctl(probe, 0x8915, struct.pack("256s", name.encode()[:15]))  # SIOCGIFADDR
         except OSError as exc:
-            there = ", ".join(each for _, each in socket.if_nameindex())
+            there = ", ".join(interface for _, interface in socket.if_nameindex())
             text = f"GLOO_SOCKET_IFNAME is {name!r}, an interface that has no IPv4 address here; there are {there}"
             raise OSError(text) from exc
     return socket.inet_ntoa(answer[20:24])

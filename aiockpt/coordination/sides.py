@@ -1,6 +1,6 @@
 """The two sides of the links between ranks: rank 0 listens, each other rank connects; see `protocol`.
 
-Each side sends heartbeats, so that a side that is silent for the timeout is taken for dead. If a link breaks, the rank
+Both send heartbeats, so that a side that is silent for the timeout is taken for dead. If a link breaks, the rank
 connects again, and repeats what it has asked.
 """
 
@@ -123,6 +123,8 @@ class _Side:
 class Leader(_Side):
     """Rank 0's side: collects the messages of all other ranks, then replies to each."""
 
+    leader_lives = True
+
     def __init__(self, address: RankAddress, *, timeout_s: float) -> None:
         super().__init__(address, timeout_s=timeout_s)
         names = [address.own_name(), *map(address.rank_name, range(1, address.world_size))]
@@ -162,6 +164,8 @@ class Leader(_Side):
     def close(self, timeout_s: float) -> bool:  # noqa: D102
         if self._server is not None:
             self._server.close()
+        self._rounds.close()
+        self._deliver()
         return super().close(timeout_s)
 
     def _deliver(self) -> None:
@@ -313,8 +317,10 @@ class Follower(_Side):
                 if self._endpoint is None:
                     raise
                 break  # the store has ended too
-            for left in lefts:
-                self._leave(left)
+            for left in lefts:  # rank 0 may have left a call before it listened
+                for ask in list(self._asking.asks.values()):
+                    if left.rank == 0 and (ask.kind, ask.operation) == (left.kind, left.operation):
+                        self._receive(0, Reply(ask.number, ask.step, pickle.dumps(left.failure)))
             if self._endpoint is not None:
                 break
             if time.monotonic() >= deadline:
@@ -323,18 +329,11 @@ class Follower(_Side):
             pause_s = min(2 * pause_s, _POLL_S)
         assert self._endpoint is not None
         self._leader_name = self._endpoint.host
-        if self._endpoint.size != self._address.world_size:
-            raise CoordinationError(
-                f"{self._own_name} is one of {self._address.world_size} ranks, but {self._leader_name} one of "
-                f"{self._endpoint.size}: all must be given the same number"
-            )
+        size, own_size = self._endpoint.size, self._address.world_size
+        if size != own_size:
+            text = f"{self._own_name} is one of {own_size} ranks, but {self._leader_name} one of {size}"
+            raise CoordinationError(f"{text}: all must be given the same number")
         return self._endpoint
-
-    def _leave(self, left: Left) -> None:
-        """Take note that rank 0 has left a call before it listened."""
-        for ask in list(self._asking.asks.values()):
-            if left.rank == 0 and (ask.kind, ask.operation) == (left.kind, left.operation):
-                self._receive(0, Reply(ask.number, ask.step, pickle.dumps(left.failure)))
 
     async def _link_to(self, endpoint: Endpoint, deadline: float) -> Link:
         addresses = reachable(endpoint, network_namespace())

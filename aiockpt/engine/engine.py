@@ -33,6 +33,7 @@ from aiockpt.errors import (
     SaveError,
     SaveTimeoutError,
 )
+from aiockpt.planning.base import BaseMemory
 from aiockpt.staging.pool import ArenaCache
 from aiockpt.staging.runtime import current_streams
 from aiockpt.staging.throttle import Throttle
@@ -93,6 +94,7 @@ class Engine:
         self._world: CollectiveResources | None = None
         self._calls: weakref.WeakSet[Call[Any]] = weakref.WeakSet()
         self.arenas = ArenaCache()
+        self.base_memory = BaseMemory()
         self.joints: set[Joint] = set()  # transactions that have begun, and whose last step was not submitted
         self._last: SaveJob | None = None
         self._died: BaseException | None = None

@@ -106,6 +106,10 @@ class ManagerBase:
         self._owns_checkpointer = options.checkpointer is None
         self._checkpointer = _checkpointer_of(options, self._kind)
         in_force = self._checkpointer._options
+        if options.own_disks and options.base is not None:
+            raise ValueError(
+                "base and own_disks=True can't be used together: several ranks save whole steps; leave base out"
+            )
         if options.own_disks and in_force.fallback_path is not None:
             raise ValueError(
                 "fallback_path and own_disks=True can't be used together: hosts serve each other the directory of the "
@@ -126,6 +130,7 @@ class ManagerBase:
         self._locks = self.writes and options.lock
         self._must_exist = not (self.writes or options.missing_ok)
         self._filters = {"include": options.include, "exclude": options.exclude}
+        self._base = options.base
         self._tier = Tier(self._storage, self.directory, self._names)
         self._scanner = self._tier.scanner
         mirror = mirror_of(options)
@@ -569,6 +574,7 @@ class ManagerBase:
         options = {each.name: getattr(request, each.name) for each in fields(SaveOptions)} | {"metadata": metadata}
         filters = {name: rule if options[name] is None else options[name] for name, rule in self._filters.items()}
         options |= filters
+        options["base"] = self._base if request.base is None else request.base
         if known := recorded(**filters):
             metadata[RUN_KEY]["filters"] = known
         if self._disks is not None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from aiockpt.core.parameters import outer_stacklevel
 from aiockpt.manager.policies import SavePolicy, as_policy
 from aiockpt.manager.scan import RUN_KEY
-from aiockpt.options import CheckpointerOptions, DType, MapLocation, Path, SaveOptions
+from aiockpt.options import Base, CheckpointerOptions, DType, MapLocation, Path, SaveOptions
 
 if TYPE_CHECKING:
     from aiockpt.engine.facade import CheckpointerBase
@@ -88,6 +88,8 @@ class ManagerOptions(CheckpointerOptions):
             ``"checkpoint-{}"``. Only directories with such names are steps.
         include: what each save has, unless it says otherwise, as ``include`` of `save`; `restore` knows it by the step.
         exclude: what each save leaves out, likewise.
+        base: an earlier step of which each save shares the files that have not changed, unless it says otherwise:
+            "auto", or a `Base`. Steps may be deleted in any order all the same. A mirror gets each step whole.
         lock: whether the run has one manager that writes. False: something else sees to it that only one does.
         on_written: a function that is called with each step that is written, and its SaveResult; in a thread of the
             manager, before steps are deleted. Closing waits for it. An error of it is logged.
@@ -113,6 +115,7 @@ class ManagerOptions(CheckpointerOptions):
     names: str = field(default="step-{:08d}", kw_only=True)
     include: Filter | None = field(default=None, kw_only=True)
     exclude: Filter | None = field(default=None, kw_only=True)
+    base: Path | Base | None = field(default=None, kw_only=True)
     lock: bool = field(default=True, kw_only=True)
     on_written: Callable[[int, SaveResult], object] | None = field(default=None, kw_only=True)
     mirror: Path | Mirror | None = field(default=None, kw_only=True)

@@ -8,7 +8,7 @@ import math
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -17,7 +17,7 @@ import anyio.lowlevel
 import torch
 
 from aiockpt.core import pages
-from aiockpt.core.machine import BLOCK_BYTES
+from aiockpt.core.machine import BLOCK_BYTES, cores
 from aiockpt.core.spans import span
 from aiockpt.core.threads import run_each
 from aiockpt.errors import AiockptError, LoadError, printable, sanitize_error
@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from aiockpt.format.transforms.base import Transform
     from aiockpt.options import LoadOptions
     from aiockpt.planning.collective.sharing import Need
+    from aiockpt.reading.bulk import SmallRows
     from aiockpt.reading.decoded import DecodedSource, Held
     from aiockpt.staging.host_cache import HostCache
     from aiockpt.staging.scatter import Placement
@@ -76,6 +77,7 @@ _RUN_BYTES = 1 << 20  # of neighbouring objects, read at once
 _RUN_GAP_BYTES = 4096
 _LENGTHS_AT_ONCE = 16
 _FRAMINGS_AT_ONCE = 32
+_LOOKS = 8  # at a file, to find out whether it is in the page cache
 _TURN_S = 0.02  # of a thread with the jobs of one load; a turn for each job would cost a hop to the loop and back
 _CPU = torch.device("cpu")
 
@@ -125,7 +127,7 @@ class ReadExecutor:
         if plan.mapped:
             plan.values |= await self._tools.workers.run(map_tensors, self._source, self._path, plan.mapped)
         await self.allocate(plan)
-        await self.fill(plan.reads, plan.filled, phase, jobs)
+        await self.fill(plan.reads, plan.filled, phase, jobs, plan.small)
 
     def _without_shared(self, objects: Sequence[ObjectRead], phase: int, jobs: SharedJobs) -> list[ObjectRead]:
         """Return the objects that are not shared; add the jobs of the others."""
@@ -165,15 +167,16 @@ class ReadExecutor:
         filled: Sequence[torch.Tensor],
         phase: int = 0,
         shared_jobs: SharedJobs | None = None,
+        small: SmallRows | None = None,
     ) -> None:
         """Read tensors into place, of which ``filled`` are the caller's; see `execute`."""
         # The writes bypass autograd: count them in the version counters, so that autograd notices them, and so does a
         # save that is copying these tensors now. Before and after: such a save may begin or end during the load.
         count_change(filled)
         try:
-            await self.read(reads, phase, shared_jobs)
+            await self.read(reads, phase, shared_jobs, small)
         except LoadError as exc:
-            annotate_partial_load(exc, reads)
+            annotate_partial_load(exc, reads, small)
             raise
         finally:
             count_change(filled)
@@ -204,11 +207,21 @@ class ReadExecutor:
             await self._tools.workers.run(self._framing.locate, [read])
         return cast("TensorItem", read.item)
 
-    async def read(self, reads: Sequence[TensorRead], phase: int = 0, shared_jobs: SharedJobs | None = None) -> None:
+    async def read(
+        self,
+        reads: Sequence[TensorRead],
+        phase: int = 0,
+        shared_jobs: SharedJobs | None = None,
+        small: SmallRows | None = None,
+    ) -> None:
         """Read tensors into place; targets may be on several devices."""
         await self.prepare(reads)
         shared: SharedJobs = {} if shared_jobs is None else shared_jobs
         alone = await self._jobs_of(reads, phase, shared)
+        if small is not None:
+            jobs = small.jobs(self._source, self._path, verify=self._options.verify)
+            alone[:0] = [(_CPU, job) for job in jobs]
+            self._tools.report.tensors += len(small)
         self._tools.report.tensors += len(reads)
         self._tools.report.expect(sum(job.nbytes for _, job in itertools.chain(alone, *shared.values())))
         if self.shared is not None:
@@ -353,8 +366,17 @@ class ReadExecutor:
                 pending.clear()
 
         with workers.at_least(min(self._source.most_reads, len(jobs))) as count:
-            tasks = [watch, *[work] * min(count, len(jobs))]
+            readers = min(count, len(jobs))
+            if readers > cores() and await workers.run(self._is_cached, {job.file for job in jobs}):
+                readers = cores()  # none of them waits for a disk: more would only take the GIL from each other
+            tasks = [watch, *[work] * readers]
             await self._each(lambda task: task(), tasks, len(tasks))
+
+    def _is_cached(self, files: Iterable[str]) -> bool:
+        """Return whether the page cache seems to have all of some files."""
+        byte, sizes = [memoryview(bytearray(1))], self._source.files
+        places = ((name, sizes[name] * number // _LOOKS) for name in files if name in sizes for number in range(_LOOKS))
+        return all(self._source.read_cached(name, offset, byte) for name, offset in places)
 
     def _take_turn(self, pending: deque[ReadJob]) -> bool:
         """Run jobs for a while; return whether some may be left."""

@@ -171,18 +171,18 @@ class SaveProgress(AsyncIterator[ProgressEvent], Iterator[ProgressEvent]):
 
     async def __anext__(self) -> ProgressEvent:
         check_asyncio(f"the progress of {self._handle.path}")
-        while isinstance(found := self._look(), Completion):
-            await found
-        if found is None:
+        while isinstance(event := self._look(), Completion):
+            await event
+        if event is None:
             raise StopAsyncIteration
-        return found
+        return event
 
     def __next__(self) -> ProgressEvent:
-        while isinstance(found := self._look(), Completion):
-            found.result()
-        if found is None:
+        while isinstance(event := self._look(), Completion):
+            event.result()
+        if event is None:
             raise StopIteration
-        return found
+        return event
 
     def _look(self) -> ProgressEvent | Completion[None] | None:
         """Return the next event, or else what completes when there may be one; None at the end."""
