@@ -77,6 +77,14 @@ def misplaced(path: str, name: str, place: ItemRange, size: int | None) -> LoadE
     return CorruptCheckpointError(f"{path} lacks the file {place.file}, which holds {name}; use an older checkpoint")
 
 
+def wrong_crc(path: str, name: str, place: ItemRange, item: TensorItem) -> CorruptCheckpointError:
+    """Return the error for a payload that does not match its CRC."""
+    return CorruptCheckpointError(
+        f"{path}/{place.file}: the bytes of {name} (at offset {place.offset + item.payload_offset}, {item.nbytes} "
+        "bytes) do not match their CRC: they changed since they were written. Use an older checkpoint."
+    )
+
+
 def is_outside(name: str) -> bool:
     """Return whether a file name leaves the checkpoint; symlinks are found when the file is opened."""
     return name.startswith("/") or ".." in name.split("/")

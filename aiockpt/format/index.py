@@ -114,5 +114,6 @@ class Index:
 
     def with_names(self, names: Mapping[str, str]) -> Index:
         """Return an index with further names, each with the name of the tensor that it shares; they come last."""
-        entries = {**self.entries, **{name: self.entries[kept] for name, kept in names.items()}}
+        entries = dict(self.entries.items())
+        entries |= {name: entries[kept] for name, kept in names.items()}
         return replace(self, entries=entries, paths={**self.paths, **{name: (name,) for name in names}})

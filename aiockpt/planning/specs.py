@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -57,6 +58,23 @@ def lazy_bits(tensor: torch.Tensor) -> tuple[bool, bool]:
         return tensor.is_conj(), tensor.is_neg()
     keys = _KEYS(tensor)
     return keys.has(_CONJUGATE), keys.has(_NEGATIVE)
+
+
+def is_plain_on_host(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is strided, in host memory, and nothing else: not quantized, not lazily conjugated."""
+    if _KEYS is None:
+        is_strided = not tensor.is_nested and tensor.layout is torch.strided and not tensor.is_quantized
+        return tensor.is_cpu and is_strided and not any(lazy_bits(tensor))
+    return _KEYS(tensor).raw_repr() in _plain_keys()  # one call instead of six
+
+
+@cache
+def _plain_keys() -> frozenset[int]:
+    """Return the dispatch keys of plain tensors, with and without autograd."""
+    plain = torch.empty(1, device="cpu")
+    with torch.inference_mode():
+        inference = torch.empty(1, device="cpu")
+    return frozenset(_KEYS(each).raw_repr() for each in (plain, inference))
 
 
 def describe(tensor: torch.Tensor, *, by_rows: bool = False) -> TensorSpec | None:

@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from aiockpt.format.transforms.base import Transform
     from aiockpt.options import LoadOptions
     from aiockpt.planning.collective.sharing import Need
+    from aiockpt.reading.bulk import SmallRows
     from aiockpt.reading.decoded import DecodedSource, Held
     from aiockpt.staging.host_cache import HostCache
     from aiockpt.staging.scatter import Placement
@@ -125,7 +126,7 @@ class ReadExecutor:
         if plan.mapped:
             plan.values |= await self._tools.workers.run(map_tensors, self._source, self._path, plan.mapped)
         await self.allocate(plan)
-        await self.fill(plan.reads, plan.filled, phase, jobs)
+        await self.fill(plan.reads, plan.filled, phase, jobs, plan.small)
 
     def _without_shared(self, objects: Sequence[ObjectRead], phase: int, jobs: SharedJobs) -> list[ObjectRead]:
         """Return the objects that are not shared; add the jobs of the others."""
@@ -165,15 +166,16 @@ class ReadExecutor:
         filled: Sequence[torch.Tensor],
         phase: int = 0,
         shared_jobs: SharedJobs | None = None,
+        small: SmallRows | None = None,
     ) -> None:
         """Read tensors into place, of which ``filled`` are the caller's; see `execute`."""
         # The writes bypass autograd: count them in the version counters, so that autograd notices them, and so does a
         # save that is copying these tensors now. Before and after: such a save may begin or end during the load.
         count_change(filled)
         try:
-            await self.read(reads, phase, shared_jobs)
+            await self.read(reads, phase, shared_jobs, small)
         except LoadError as exc:
-            annotate_partial_load(exc, reads)
+            annotate_partial_load(exc, reads, small)
             raise
         finally:
             count_change(filled)
@@ -204,11 +206,21 @@ class ReadExecutor:
             await self._tools.workers.run(self._framing.locate, [read])
         return cast("TensorItem", read.item)
 
-    async def read(self, reads: Sequence[TensorRead], phase: int = 0, shared_jobs: SharedJobs | None = None) -> None:
+    async def read(
+        self,
+        reads: Sequence[TensorRead],
+        phase: int = 0,
+        shared_jobs: SharedJobs | None = None,
+        small: SmallRows | None = None,
+    ) -> None:
         """Read tensors into place; targets may be on several devices."""
         await self.prepare(reads)
         shared: SharedJobs = {} if shared_jobs is None else shared_jobs
         alone = await self._jobs_of(reads, phase, shared)
+        if small is not None:
+            jobs = small.jobs(self._source, self._path, verify=self._options.verify)
+            alone[:0] = [(_CPU, job) for job in jobs]
+            self._tools.report.tensors += len(small)
         self._tools.report.tensors += len(reads)
         self._tools.report.expect(sum(job.nbytes for _, job in itertools.chain(alone, *shared.values())))
         if self.shared is not None:

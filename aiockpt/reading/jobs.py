@@ -6,6 +6,7 @@
 | `ChunkPart` of a direct `ChunkRead` | a part of one stored chunk | straight into the target's memory |
 | `ChunkPart` of another `ChunkRead` | a part of one stored chunk | into the buffer, and leaves placements |
 | `ObjectRun` | objects | nowhere: it decodes them |
+| `BulkRead` of `bulk` | small tensors of one form | into place |
 
 A placement is a copy out of the buffer: it converts dtypes and strides, or goes to an accelerator. CRCs are computed
 in the same pass that reads the bytes.
@@ -29,11 +30,13 @@ from aiockpt.core.gc_pause import gc_pause
 from aiockpt.core.machine import BLOCK_BYTES
 from aiockpt.core.strides import is_dense, reach, row_strides
 from aiockpt.errors import CorruptCheckpointError, LoadError
+from aiockpt.format.checks import wrong_crc
 from aiockpt.format.item.tensor_item import HEAD_BYTES, TAIL_BYTES, ItemParser, parse_tensor_item
 from aiockpt.format.item.ziparchive import FramingError, SubclassItemError
 from aiockpt.format.names import METADATA_NAME
 from aiockpt.planning.ranges import Selection, StoredStream, as_stream, boxes
 from aiockpt.planning.specs import lazy_bits
+from aiockpt.reading.bulk import BulkRead
 from aiockpt.reading.targets import check_memory
 from aiockpt.staging.pool import Chunk, MappedMemory, copy_small
 from aiockpt.staging.runtime import is_host
@@ -127,12 +130,7 @@ class FramingReader:
 
     def wrong_crc(self, read: TensorRead, item: TensorItem) -> CorruptCheckpointError:
         """Return the error for a payload that does not match its CRC."""
-        place = read.chunk.place
-        return CorruptCheckpointError(
-            f"{self._path}/{place.file}: the bytes of {read.name} (at offset {place.offset + item.payload_offset}, "
-            f"{item.nbytes} bytes) do not match their CRC: they changed since they were written. Use an older "
-            "checkpoint."
-        )
+        return wrong_crc(self._path, read.name, read.chunk.place, item)
 
 
 def parse_checked(path: str, read: TensorRead, parse: Callable[..., TensorItem], *args: Any) -> TensorItem:
@@ -599,4 +597,4 @@ class ObjectRun:
         pass
 
 
-ReadJob = CoalescedRead | ChunkPart | ObjectRun
+ReadJob = CoalescedRead | ChunkPart | ObjectRun | BulkRead

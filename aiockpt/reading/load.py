@@ -18,6 +18,7 @@ from aiockpt.core.wording import a
 from aiockpt.errors import CorruptCheckpointError, MissingKeysError, ShapeMismatchError
 from aiockpt.format.item.arrays import array_names, array_of
 from aiockpt.format.keys import containers_within, hint, matching
+from aiockpt.format.manifest.columnar_index import IndexedEntries, IndexedPaths
 from aiockpt.options import LoadOptions, MapLocation, target_device
 from aiockpt.planning.dtensor import is_distributed
 from aiockpt.planning.flatten import TENSOR_TYPES, StructureError, replace_leaves, unflatten
@@ -67,7 +68,8 @@ class CheckpointLoad:
             opened = await open_checkpoint(self.storage, self.path, self.options, tools)
         try:
             await tools.begin(self.ready)
-            loader = _OpenLoad(opened, self.options, replace(tools, report=self.report))
+            in_bulk = gathering is None or not gathering.shares(opened.source)  # what is shared has an object each
+            loader = _OpenLoad(opened, self.options, replace(tools, report=self.report), in_bulk=in_bulk)
             if self.target is None:
                 return await loader.load_new(gathering)
             return await loader.load_into(self.target, self.state_dict, gathering)
@@ -94,8 +96,11 @@ async def read_requests(
 class _OpenLoad:
     """One load of an open checkpoint."""
 
-    def __init__(self, opened: OpenCheckpoint, options: LoadOptions, tools: LoadTools) -> None:
+    def __init__(
+        self, opened: OpenCheckpoint, options: LoadOptions, tools: LoadTools, *, in_bulk: bool = False
+    ) -> None:
         self._opened = opened
+        self._in_bulk = in_bulk
         self._path = opened.path
         self._options = options
         self._tools = tools
@@ -119,8 +124,10 @@ class _OpenLoad:
         run, options = self._tools.workers.run, self._options
         # All checks come before the first byte reaches the target: a load that is refused changes nothing.
         with span("plan"):
-            plan = await run(plan_target, self._path, self._opened.index, options, target, state_dict)
-        await self._compare(await run(find_twins, plan.regions))
+            plan = await run(
+                plan_target, self._path, self._opened.index, options, target, state_dict, in_bulk=self._in_bulk
+            )
+        await self._compare(await run(lambda: find_twins(plan.contested())))
         planned = await self._plan_with_arrays(plan.fresh, plan.enums)
         async with self._sharing(gathering, planned, plan.reads):
             fresh = await self._read_planned(planned)
@@ -129,7 +136,7 @@ class _OpenLoad:
             if gathering is not None and await gathering.meet(reads=await run(plan.read_hash)):
                 # Another rank of this host reads the same bytes: O_DIRECT would read the disk once for each of them.
                 self._opened.source.share()
-            await self._executor.fill(plan.reads, plan.filled, FILLS)
+            await self._executor.fill(plan.reads, plan.filled, FILLS, small=plan.small)
         # Last, and checked to succeed: a failed read leaves only tensors changed, and its error names them.
         new_values.put(target.tree, state_dict)
         if gathering is not None:
@@ -148,7 +155,9 @@ class _OpenLoad:
         enums: Mapping[str, type[Enum]] | None = None,
     ) -> ReadPlan:
         with span("plan"):
-            return await self._tools.workers.run(plan_reads, self._path, whole, parts, self._options, enums or {})
+            return await self._tools.workers.run(
+                plan_reads, self._path, whole, parts, self._options, enums or {}, in_bulk=self._in_bulk
+            )
 
     async def _execute(self, plan: ReadPlan, phase: int = 0) -> dict[str, Any]:
         await self._executor.execute(plan, phase)
@@ -234,7 +243,10 @@ def chosen_entries(path: str, index: Index, options: LoadOptions) -> tuple[Mappi
             f"aiockpt.open(path), or pass strict=False.{hint(unmatched, index.entries, names)}",
             unmatched,
         )
-    return {name: index.entries[name] for name in index.entries if name in names}, unmatched
+    entries = index.entries
+    if isinstance(entries, IndexedEntries):
+        return entries.at(np.array(sorted(map(entries.numbers.__getitem__, names)), np.int64)), unmatched
+    return {name: entries[name] for name in entries if name in names}, unmatched
 
 
 # --- values ---------------------------------------------------------------------------------------------
@@ -250,6 +262,8 @@ def build_values(plan: ReadPlan, map_location: MapLocation | None) -> BaseExcept
     move = map_location if callable(map_location) and not isinstance(map_location, torch.device) else None
     try:
         plan.values |= {read.name: read.value for read in plan.objects}
+        if plan.small is not None:
+            plan.values.update(plan.small.values())
         for new in plan.new:
             _build_tensors(new, plan.values, move)
     except BaseException as exc:  # the caller raises it
@@ -284,8 +298,11 @@ def _build_tensors(new: NewTensor, values: dict[str, Any], move: Any) -> None:
 @gc_pause()
 def build_state(path: str, index: Index, values: Mapping[str, Any]) -> Any:
     """Return the nested state dict of some or all keys of an index."""
-    names = [name for name in index.paths if name in values]
     containers: Any = index.containers
+    if isinstance(index.paths, IndexedPaths) and not containers and not index.paths.has_positions:
+        nested = index.paths.nest(values)
+        return nested if index.wrapped is None else nested.get(index.wrapped)
+    names = [name for name in index.paths if name in values]
     if len(names) < len(index.paths):
         containers = containers_within(containers, list(index.paths), list(index.paths.values()), values.keys())
     try:

@@ -11,18 +11,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import torch
+
 from aiockpt.core.gc_pause import gc_pause
 from aiockpt.errors import LoadError
 from aiockpt.format.index import Entry, InlineEntry, ItemRange, ObjectEntry, StoredChunk, TensorEntry, TensorItem
+from aiockpt.format.manifest.columnar_index import IndexedEntries
 from aiockpt.options import DType, LoadOptions, target_device
 from aiockpt.planning.ranges import Selection, overlap
+from aiockpt.reading.bulk import SmallRows, small_rows
 from aiockpt.reading.targets import loaded_dtype, target_of
 from aiockpt.staging.runtime import is_host
 
 if TYPE_CHECKING:
     from enum import Enum
-
-    import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +121,7 @@ class ReadPlan:
     objects: list[ObjectRead] = field(default_factory=list)
     mapped: dict[str, TensorEntry] = field(default_factory=dict)
     new: list[NewTensor] = field(default_factory=list)
+    small: SmallRows | None = None  # new tensors that are read in bulk
     fills: list[TensorRead] = field(default_factory=list)
     filled: list[torch.Tensor] = field(default_factory=list)  # the caller's, whose version counters change
 
@@ -134,9 +138,20 @@ def plan_reads(
     parts: Sequence[ReadRequest],
     options: LoadOptions,
     enums: Mapping[str, type[Enum]],
+    *,
+    in_bulk: bool = False,
 ) -> ReadPlan:
     """Plan the reads of whole entries into new memory, and of parts of tensors into new memory or `ReadRequest.out`."""
     plan = ReadPlan(target_device(options.map_location))
+    if in_bulk and isinstance(whole, IndexedEntries) and plan.device.type == "cpu" and not options.mmap:
+        where = options.map_location
+        is_moved = callable(where) and not isinstance(where, torch.device)
+        numbers = None if is_moved else small_rows(whole, options.dtype)
+        if numbers is not None:
+            plan.small = SmallRows(whole, numbers)
+            is_left = np.ones(len(whole), bool)
+            is_left[numbers] = False
+            whole = whole.at(np.flatnonzero(is_left))
     tensors: dict[str, TensorEntry] = {}
     for name, entry in whole.items():
         if isinstance(entry, TensorEntry):
@@ -252,15 +267,19 @@ def reads_of(
     return found
 
 
-def annotate_partial_load(error: LoadError, reads: Sequence[TensorRead]) -> None:
+def annotate_partial_load(error: LoadError, reads: Sequence[TensorRead], small: SmallRows | None = None) -> None:
     """Add to an error which of the caller's tensors, if there are any, were filled, and which hold only a part."""
     begun: dict[str, bool] = {}
+    unfinished: set[str] = set()
+    if small is not None and small.fills:
+        begun = dict(zip(small.names, small.begun.tolist(), strict=True))
+        unfinished = {small.names[number] for number in np.flatnonzero(~small.done).tolist()}
     for read in reads:
         if read.fills:
             begun[read.name] = begun.get(read.name, False) or read.begun
     if not begun:
         return
-    unfinished = {read.name for read in reads if read.fills and read.pending}
+    unfinished |= {read.name for read in reads if read.fills and read.pending}
     placed = tuple(name for name in begun if name not in unfinished)
     annotate(error, len(begun), placed, tuple(name for name in begun if name in unfinished and begun[name]))
 

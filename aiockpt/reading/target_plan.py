@@ -16,8 +16,10 @@ from aiockpt.errors import LoadError, MissingKeysError, ShapeMismatchError, prin
 from aiockpt.format.index import Entry, Index, ObjPath, TensorEntry
 from aiockpt.format.item.arrays import ARRAY_TYPES
 from aiockpt.format.keys import containers_of, hint, matching
+from aiockpt.format.manifest.columnar_index import IndexedEntries
 from aiockpt.planning.dtensor import is_distributed, whole_shape
 from aiockpt.planning.flatten import FlatState, StructureError, Subtrees, flatten, replace_leaves
+from aiockpt.reading.bulk import SmallFills, SmallRows
 from aiockpt.reading.plain_loading import ModuleLoading, OptimizerLoading, OwnLoading, has_torchs_loading, loading_of
 from aiockpt.reading.read_plan import TensorRead, reads_of, value_key
 from aiockpt.reading.targets import Region, is_encoding, loaded_dtype, place_in_memory, target_of
@@ -41,6 +43,7 @@ class TargetPlan:
 
     stored: Subtrees
     reads: list[TensorRead] = field(default_factory=list)  # into tensors of the target
+    small: SmallRows | None = None  # of those that are read in bulk
     filled: list[torch.Tensor] = field(default_factory=list)  # the caller's, whose version counters change
     regions: list[Region] = field(default_factory=list)  # of memory, that the reads fill
     fresh: dict[str, Entry] = field(default_factory=dict)  # read into new memory
@@ -59,27 +62,37 @@ class TargetPlan:
     @property
     def names(self) -> tuple[str, ...]:
         """The keys whose tensors are filled."""
-        return tuple(dict.fromkeys(read.name for read in self.reads))
+        small = [] if self.small is None else self.small.names
+        return tuple(dict.fromkeys([*(read.name for read in self.reads), *small]))
+
+    def contested(self) -> list[Region]:
+        """Return the regions that may share memory."""
+        return self.regions + ([] if self.small is None else self.small.contested(self.regions))
 
     def read_hash(self) -> int:
         """Return a hash of the byte ranges, equal on ranks that read the same; 0 for few bytes."""
-        if sum(read.target.nbytes for read in self.reads if read.target is not None) < _FEW_BYTES:
+        small = [] if self.small is None else self.small.tensors
+        targets = [*(read.target for read in self.reads if read.target is not None), *small]
+        if sum(target.nbytes for target in targets) < _FEW_BYTES:
             return 0
-        ranges = (
+        ranges = [
             f"{read.name} {read.chunk.offsets} {[(s.start, s.count, s.step) for s in read.selections or ()]}"
             for read in self.reads
-        )
+        ]
+        ranges += [] if self.small is None else self.small.names
         # Never 0, which stands for few bytes. A key may hold lone surrogates, which strict UTF-8 refuses.
         return 1 + zlib.crc32("\n".join(ranges).encode("utf-8", "surrogatepass"))
 
 
 @gc_pause()
-def plan_target(path: str, index: Index, options: LoadOptions, target: ResolvedState, state_dict: Any) -> TargetPlan:
+def plan_target(
+    path: str, index: Index, options: LoadOptions, target: ResolvedState, state_dict: Any, *, in_bulk: bool = False
+) -> TargetPlan:
     """Compare a target, in which state dicts replace live objects, with what is stored."""
-    planner = _TargetPlanner(path, index, options, target, {})
+    planner = _TargetPlanner(path, index, options, target, {}, in_bulk)
     flat = planner.flatten()
     if tied := tied_names(flat, index.entries):
-        planner = _TargetPlanner(path, index.with_names(tied), options, target, tied)
+        planner = _TargetPlanner(path, index.with_names(tied), options, target, tied, False)
         flat = planner.flatten()
     planner.look_at_objects()
     planner.plan_leaves(flat)
@@ -92,7 +105,8 @@ def plan_target(path: str, index: Index, options: LoadOptions, target: ResolvedS
 def tied_names(flat: FlatState, entries: Mapping[str, Entry]) -> dict[str, str]:
     """Return the names of tensors that are not stored but share their memory with one that is, with its name."""
     leaves = list(zip(flat.names, flat.leaves, strict=True))
-    absent = {name: leaf for name, leaf in leaves if isinstance(leaf, torch.Tensor) and name not in entries}
+    known = entries.numbers if isinstance(entries, IndexedEntries) else entries
+    absent = {name: leaf for name, leaf in leaves if name not in known and isinstance(leaf, torch.Tensor)}
     if not absent:
         return {}
     places = {place_in_memory(leaf): name for name, leaf in reversed(leaves) if name in entries}
@@ -109,11 +123,15 @@ class _TargetPlanner:
     _options: LoadOptions
     _target: ResolvedState
     _tied: Mapping[str, str]  # names that were added to the index, with those of the tensors that they share
+    _in_bulk: bool  # small tensors may be
     _wanted: set[str] = field(default_factory=set)  # the names that the options ask for
     _open: dict[str, ObjPath] = field(default_factory=dict)  # containers and Nones that can take a subtree
 
     def __post_init__(self) -> None:
-        self._entries = dict(self._index.entries.items())
+        entries = self._index.entries
+        self._small = SmallFills(entries if self._in_bulk else {}, self._options.dtype)
+        # Few of the others are asked for one by one.
+        self._entries = entries if self._small.is_possible else dict(entries.items())
         self._stored = Subtrees(self._index.paths, self._index.containers)
         self._owner_of = _Owners(self._target.objects)
         self._loadings: dict[int, OwnLoading] = {}  # by the id of the live object
@@ -122,7 +140,11 @@ class _TargetPlanner:
 
     def flatten(self) -> FlatState:
         """Return the leaves of the target; an object that is stored whole is one leaf."""
-        objects = {name for name, entry in self._entries.items() if not isinstance(entry, TensorEntry)}
+        entries = self._entries
+        if isinstance(entries, IndexedEntries):
+            objects = set(entries.objects())
+        else:
+            objects = {name for name, entry in entries.items() if not isinstance(entry, TensorEntry)}
         for each in self._target.objects:  # a live object is never part of a leaf
             objects.difference_update(".".join(map(str, each.path[:depth])) for depth in range(len(each.path)))
         try:
@@ -224,9 +246,12 @@ class _TargetPlanner:
                 continue
             live = self._owner_of(path)
             if live is None:
-                self._plan_leaf(name, path, leaf)
+                if not self._small.take(name, leaf):
+                    self._plan_leaf(name, path, leaf)
             else:
                 self._plan_live_leaf(name, path[len(live.path) :], leaf, live)
+        self.plan.small = self._small.rows()
+        self.plan.filled += self._small.tensors
 
     def _plan_leaf(self, name: str, path: ObjPath, leaf: Any) -> None:
         plan, entry = self.plan, self._entries.get(name)
@@ -239,7 +264,11 @@ class _TargetPlanner:
                 plan.arrays[name] = leaf
 
     def _plan_live_leaf(self, name: str, path: ObjPath, leaf: Any, live: LiveObject) -> None:
-        loading, entry = self._loadings[id(live.value)], self._entries.get(name)
+        loading = self._loadings[id(live.value)]
+        if self._small.is_possible and loading.fills(path, leaf) and self._small.take(name, leaf):
+            self.plan.kept[name] = leaf
+            return
+        entry = self._entries.get(name)
         if entry is None:
             # It may have other keys now than when it was saved; of modules, the keys were compared before.
             if not self._stored.holds(live.name):

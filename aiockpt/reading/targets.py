@@ -279,11 +279,8 @@ def contested(tensors: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
     """Return the names whose tensors may have bytes in common with a tensor of another name."""
     extents: defaultdict[torch.device, list[tuple[int, int, str]]] = defaultdict(list)
     for name, tensor in tensors:
-        if type(tensor) in TENSOR_TYPES and tensor.layout is torch.strided and tensor.numel():
-            begin = tensor.data_ptr()
-            is_dense = tensor.is_contiguous()
-            end = begin + tensor.nbytes if is_dense else tensor.untyped_storage().data_ptr() + reach_bytes(tensor)
-            extents[tensor.device].append((begin, end, name))
+        if has_extent(tensor):
+            extents[tensor.device].append((*extent_of(tensor), name))
     found: set[str] = set()
     for each in extents.values():
         end, owner = 0, ""  # of those so far, the one that ends last
@@ -293,6 +290,18 @@ def contested(tensors: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
             if high > end:
                 end, owner = high, name
     return found
+
+
+def has_extent(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is known to be a view of one storage, and not empty."""
+    return type(tensor) in TENSOR_TYPES and tensor.layout is torch.strided and tensor.numel() > 0
+
+
+def extent_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the addresses of the first byte of a tensor, and of the one behind its last."""
+    begin = tensor.data_ptr()
+    is_dense = tensor.is_contiguous()
+    return begin, begin + tensor.nbytes if is_dense else tensor.untyped_storage().data_ptr() + reach_bytes(tensor)
 
 
 def _view_key(tensor: torch.Tensor) -> tuple[object, ...]:

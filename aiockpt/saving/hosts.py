@@ -155,7 +155,7 @@ class HostsSave(CollectiveSave):
         return HostsGlobalSave(self._job, self._file_format, self._world, self._compute, self._io)
 
     async def _round(self, value: Any, decide: Any) -> Any:
-        return await self._world.coordinator.round(self._call, self._what, value, decide, self._global.undo)
+        return await self._world.coordinator.round(self._call, self._operation, value, decide, self._global.undo)
 
     async def _first_round(self, request: PlanRequest | BaseException) -> RankAssignment:
         changes, mine = self._global.hosts.changes, request

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import ItemsView, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -98,15 +98,46 @@ class IndexedEntries(_Rows[Entry]):
         if self.parts is None:
             return dict(zip(self.names, map(self._whole, *columns), strict=True)).items()
         found: dict[str, Entry] = {}
-        ends = [*self.parts.begin_of[1:].tolist(), len(self.form_of)]
+        ends = [*self.parts.begin_of.tolist(), len(self.form_of)][1:]
         bounds = zip(self.names, self.parts.division_of.tolist(), self.parts.begin_of.tolist(), ends, strict=True)
         for name, division, begin, end in bounds:
             found[name] = self._entry(division, [column[begin:end] for column in columns])
         return found.items()
 
+    @property
+    def first_rows(self) -> NDArray[np.int64]:
+        """The first row of each name."""
+        return np.arange(len(self.names)) if self.parts is None else self.parts.begin_of
+
+    def at(self, numbers: NDArray[np.int64]) -> IndexedEntries:
+        """Return the entries at some positions, in ascending order."""
+        names = [self.names[number] for number in numbers.tolist()]
+        rows, parts = numbers, None
+        if self.parts is not None:
+            begin = self.parts.begin_of[numbers]
+            counts = np.append(self.parts.begin_of, len(self.form_of))[numbers + 1] - begin
+            begin_of = np.cumsum(counts) - counts
+            rows = np.repeat(begin - begin_of, counts) + np.arange(counts.sum())
+            parts = PartColumns(self.parts.divisions, self.parts.division_of[numbers], begin_of)
+        return replace(
+            self,
+            names=names,
+            numbers=dict(zip(names, range(len(names)), strict=True)),
+            form_of=self.form_of[rows],
+            file_of=self.file_of[rows],
+            offset_of=self.offset_of[rows],
+            length_of=self.length_of[rows],
+            crc_of=self.crc_of[rows],
+            parts=parts,
+        )
+
+    def objects(self) -> list[str]:
+        """Return the names of those that are no tensors."""
+        return [self.names[number] for number in np.flatnonzero(self.form_of[self.first_rows] < 0).tolist()]
+
     def sharing(self) -> list[str]:
         """Return the names whose first item is also that of another name, in order; fast."""
-        rows = slice(None) if self.parts is None else self.parts.begin_of
+        rows = self.first_rows
         file, offset = self.file_of[rows], self.offset_of[rows]
         order = np.lexsort((offset, file))
         file, offset = file[order], offset[order]
@@ -173,6 +204,21 @@ class IndexedPaths(_Rows[ObjPath]):
     heads: Sequence[str]  # the common beginning of the names of each parent's leaves
     parent_of: Sequence[int]  # positions in ``parents``
     sequences: frozenset[int]  # the parents whose leaves are elements of a list
+
+    def nest(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return some or all values as nested dicts; no path leads through a list."""
+        root: dict[str, Any] = {}
+        within: dict[int, tuple[dict[str, Any], int]] = {}  # by parent: its dict, and the length of the names' heads
+        for name, parent in zip(self.names, self.parent_of, strict=True):
+            if name in values:
+                if parent not in within:
+                    container = root
+                    for part in self.parents[parent]:
+                        container = container.setdefault(part, {})  # type: ignore[arg-type]
+                    within[parent] = container, len(self.heads[parent])
+                container, head = within[parent]
+                container[name[head:]] = values[name]
+        return root
 
     @property
     def has_positions(self) -> bool:
