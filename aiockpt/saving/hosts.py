@@ -58,7 +58,7 @@ class HostRequest:
 
 
 class HostDocuments(NamedTuple):
-    """What is still to be written to each disk, and what has to be there."""
+    """Documents that are still to be written to each disk, and the files that have to be there."""
 
     documents: Mapping[str, bytes | bytearray]
     sizes: Mapping[str, Mapping[str, int]]  # of the files on each disk, by its id
@@ -114,10 +114,10 @@ class HostsGlobalSave(GlobalSave):
             sizes[disk] |= {name: facts.nbytes for name, facts in written.files.items()}
         facts = [DiskFacts(disk.id, disk.host, frozenset(sizes[disk.id])) for disk in self.hosts.disks]
         manifest = await self._compute.run(with_disks, bytes(documents[MANIFEST_NAME]), facts)
-        written = HostDocuments({**documents, MANIFEST_NAME: manifest}, sizes)
+        whole = HostDocuments({**documents, MANIFEST_NAME: manifest}, sizes)
         ranks = self.hosts.ranks
         lowest = {disk: rank for rank, disk in reversed(list(enumerate(ranks)))}
-        return [written if lowest[disk] == rank else None for rank, disk in enumerate(ranks)]
+        return [whole if lowest[disk] == rank else None for rank, disk in enumerate(ranks)]
 
     async def note_written(self, results: Sequence[None]) -> Sequence[None]:
         """Do nothing: every disk has all that is to be published."""
