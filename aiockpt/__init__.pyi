@@ -59,10 +59,12 @@ from aiockpt.manager.policies import SaveAny as SaveAny
 from aiockpt.manager.policies import SavePolicy as SavePolicy
 from aiockpt.manager.policies import StepFacts as StepFacts
 from aiockpt.manager.policies import WhenIdle as WhenIdle
+from aiockpt.manager.requests import Mirror as Mirror
 from aiockpt.manager.requests import Restored as Restored
 from aiockpt.manager.requests import SkippedStep as SkippedStep
 from aiockpt.manager.rng import RngState as RngState
 from aiockpt.manager.scan import StepInfo as StepInfo
+from aiockpt.options import Base as Base
 from aiockpt.options import ProcessWriter as ProcessWriter
 from aiockpt.options import StagingWindow as StagingWindow
 from aiockpt.reading.info import ChunkInfo as ChunkInfo

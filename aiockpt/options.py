@@ -382,10 +382,51 @@ class SaveOptions(StateOptions, CommitOptions):
         files: files to add to the checkpoint's directory, by name: their bytes, or the path of a file to copy, which is
             read at the call. They are published with it and are in its manifest, so `verify` checks them too. With
             several ranks, those of rank 0 are added.
+        hashes: keep a hash (xxh3_128) of each tensor in the checkpoint's index, by which a later save knows what has
+            not changed. It takes about a third of the time of the CRC, in the same pass. For the "dcp" format without
+            ``compress`` and transforms, of one process, with ``writer="thread"``. Needs ``aiockpt[delta]``.
+        base: an earlier checkpoint of this state, with hashes: its path, "auto" for the last one that this checkpointer
+            wrote or loaded, or a `Base`. Files of which nothing has changed become files of the new checkpoint by hard
+            links, and the rest is written; see the page on saving. The result has ``bytes_written`` and
+            ``bytes_reused``. If it can't be used, for whatever reason, everything is written. It implies ``hashes``.
+            For directories of a file system; not together with ``separation_hint`` and ``fallback_path``.
     """
 
     overwrite: bool = False
     files: Mapping[str, bytes | Path] | None = None
+    hashes: bool = False
+    base: Path | Base | None = None
+
+
+# --- delta saves ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """An earlier checkpoint, of which a save shares the files that have not changed.
+
+    ::
+
+        ckpt.save(state, "runs/a/step-200", base="auto")                        # Base() with its defaults
+        aiockpt.CheckpointManager("runs/a", base=aiockpt.Base(full_every=20))   # of each save of a run
+
+    Attributes:
+        path: the checkpoint. "auto": the last one that the checkpointer has written; before its first save, the last
+            one that it has loaded.
+        full_every: each so many saves, write everything anew. A damaged block of the disk damages all checkpoints that
+            share it: at most so many. None: never.
+    """
+
+    path: Path = "auto"
+    full_every: int | None = field(default=50, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.path, str | os.PathLike):
+            raise TypeError(f"the path of a Base must be a path or 'auto', not {self.path!r}")
+        if self.full_every is None:
+            return
+        if type(self.full_every) is not int or self.full_every < 1:
+            raise ValueError(f"full_every of a Base must be a number of saves, at least 1, not {self.full_every!r}")
 
 
 # --- loading ------------------------------------------------------------------------------------------
@@ -487,6 +528,8 @@ def check_options(options: LoadOptions, *, into: bool) -> None:
         raise TypeError(f"map_location must be a device, its name, a dict or a function, not {where!r}")
     try:
         torch.empty(0, device=target_device(where))
+    except torch.OutOfMemoryError:  # the load says so, if it needs memory there
+        pass
     except (RuntimeError, AssertionError, NotImplementedError) as exc:  # depends on the device that is missing
         reason = str(exc).partition("\n")[0]
         raise ValueError(f"tensors can't be put on {where!r} here: {reason}") from exc

@@ -45,6 +45,7 @@ MODULES = {
     "share": "benchmarks.ranks.share",
     "scale": "benchmarks.ranks.scale",
     "compress": "benchmarks.measured.compress",
+    "delta": "benchmarks.measured.delta",
     "writers": "benchmarks.measured.writers",
     "training": "benchmarks.measured.training",
     "objects": "benchmarks.measured.objects",

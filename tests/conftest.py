@@ -1,35 +1,28 @@
-"""Event loops and cases that tests run with, and a check for leaks after every test."""
+"""The tests that a command runs, and the processes and event loops that they run in.
+
+The fixtures are in `tests.fixtures`. The process that starts others for the tests does not import torch.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gc
 import os
 import re
+import shlex
 import signal
-import threading
-import time
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-import torch
 import uvloop
 from hypothesis import HealthCheck, settings
 
-import aiockpt
-from aiockpt import sync_checkpointer
-from aiockpt.staging.pool import ChunkPool
-from aiockpt.storage.local import replacing
 from tests import forked_python
-from tests.memory import settled_bytes
-from tests.object_server import start_server
-from tests.places import ServerPath, left_in
-from tests.server_storage import ServerStorage
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell's script
     signal.signal(signal.SIGINT, signal.default_int_handler)  # so children do not inherit that it is ignored
@@ -43,10 +36,10 @@ WORKER_BYTES = 700 << 20  # what a process of the run takes, with the processes 
 TESTS = Path(__file__).parent
 MARKED = {
     "ranks": (
+        "manager/test_host_failures.py",
         "manager/test_mirror_ranks.py",
         "manager/test_own_disks.py",
         "manager/test_ranks.py",
-        "manager/test_replica_ranks.py",
         "objects/test_ranks.py",
         "ranks/test_described.py",
         "ranks/test_filters.py",
@@ -89,6 +82,7 @@ MARKED = {
     "docs": (
         "cli/test_readme.py",
         "environments/test_kernel.py",
+        "notebooks/test_notebook.py",
         "ranks/test_readme.py",
         "test_benchmark_results.py",
     ),
@@ -98,11 +92,14 @@ MARKED = {
         "manager/test_union.py",
         "objects/test_conformance.py",
         "objects/test_dcp.py",
+        "objects/test_outage.py",
         "objects/test_use.py",
     ),
 }
 """Files whose tests have a mark, but for those that are marked ``main``, which run by default."""
-NEEDS = {"gpu", "sim", "full"}
+FOLDERS = {"fakecuda": "fake", "gpu": "gpu", "sim": "sim"}
+"""Folders whose tests have a mark and run with it alone: they need a device in their process."""
+NEEDS = {*FOLDERS.values(), "full"}
 """Tests with such a mark run if it is asked for, in a file that is named as well."""
 
 
@@ -142,13 +139,25 @@ BOTH = {"cancellation", "core", "engine", "environments"}
 """Folders of tests about waiting, cancelling and closing, where the loop matters: the second one is ``slow``."""
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Start one server of programs for all workers; see `tests.forked_python`."""
-    if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
-        os.environ.setdefault("MALLOC_ARENA_MAX", "2")  # glibc would keep memory for each thread that ever was
-        servers = contextlib.ExitStack()
-        servers.enter_context(forked_python.shared())
-        config.add_cleanup(servers.close)
+    """Import the fixtures where tests run; or start the servers that fork workers, programs and ranks."""
+    starts_workers = getattr(config.option, "numprocesses", None) and not config.option.collectonly
+    if not starts_workers or hasattr(config, "workerinput"):
+        config.pluginmanager.import_plugin("tests.fixtures")
+        return
+    os.environ.setdefault("MALLOC_ARENA_MAX", "2")  # glibc would keep memory for each thread that ever was
+    servers = contextlib.ExitStack()
+    servers.enter_context(forked_python.shared())
+    config.add_cleanup(servers.close)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(specs: list[Any]) -> None:
+    """Fork the workers from a process that has imported what they need, so that they share the memory of that."""
+    for spec in specs:
+        if spec.popen and not spec.python:
+            spec.python = shlex.join(forked_python.command(os.environ[forked_python.FOLDER], "worker"))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -175,14 +184,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Mark the tests of the files in `MARKED`, and deselect what is left out; refuse names that differ between runs."""
     if differ := [item.nodeid for item in items if " at 0x" in item.nodeid]:
         raise pytest.UsageError(f"{differ[0]} has an address in its name: give the parameters ids")
-    marks = {TESTS / file: mark for mark, files in MARKED.items() for file in files}
     for item in items:
-        if item.path in marks and not item.get_closest_marker("main"):
-            item.add_marker(marks[item.path])
+        mark = _mark_of(item.path)
+        if mark in NEEDS or (mark and not item.get_closest_marker("main")):
+            item.add_marker(mark)
         if _is_of_other_loop(item):
             item.add_marker("slow")
-    items.sort(key=lambda item: item.path not in marks)
-    named = {Path(arg.partition("::")[0]).resolve() for arg in config.args}
+    items.sort(key=lambda item: _mark_of(item.path) is None)
+    named = _named(config)
     kept = [item for item in items if _runs(item, config, named)]
     config.hook.pytest_deselected(items=list(set(items).difference(kept)))
     items[:] = kept
@@ -204,7 +213,7 @@ def _loop_of(name: str) -> str:
 def _runs(item: pytest.Item, config: pytest.Config, named: set[Path]) -> bool:
     """Whether a test is not left out: ``-m`` names one of its marks, or its file is named, or it has no such mark."""
     marks = {mark.name for mark in item.iter_markers()}
-    asked = set(re.findall(r"\w+", config.getoption("markexpr")))
+    asked = _asked(config)
     is_full = config.getoption("full")
     if not (marks & NEEDS) <= (asked | {"full"} if is_full else asked - {"full"}):
         return False
@@ -212,138 +221,35 @@ def _runs(item: pytest.Item, config: pytest.Config, named: set[Path]) -> bool:
     return not costs or bool(costs & asked) or is_full or item.path in named
 
 
+def _asked(config: pytest.Config) -> set[str]:
+    """Return the marks that ``-m`` names."""
+    return set(re.findall(r"\w+", config.getoption("markexpr")))
+
+
+def _named(config: pytest.Config) -> set[Path]:
+    """Return the files and folders that the command line names."""
+    return {Path(arg.partition("::")[0]).resolve() for arg in config.args}
+
+
+@functools.cache
+def _mark_of(path: Path) -> str | None:
+    """Return the mark that `MARKED` or `FOLDERS` gives to a file, or to a folder."""
+    name = path.relative_to(TESTS).as_posix() if path.is_relative_to(TESTS) else ""
+    folder = name.partition("/")[0]
+    return FOLDERS.get(folder) or next((mark for mark, files in MARKED.items() if name in files), None)
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Collect only tests/gpu with ``-m gpu``: the others import packages that a GPU machine may lack."""
-    if config.getoption("markexpr") != "gpu" or not collection_path.is_file():
+    """Do not import files of which no test can run.
+
+    With the mark of a folder alone these are all others: a machine with a GPU may lack what they import.
+    """
+    mark = _mark_of(collection_path)
+    if (only := config.getoption("markexpr")) in FOLDERS.values():
+        return (collection_path.is_file() and mark != only) or None
+    asked = _asked(config)
+    if mark in NEEDS:
+        return mark not in asked or None
+    if mark is None or mark in asked or config.getoption("full") or collection_path in _named(config):
         return None
-    return True if collection_path.parent.name != "gpu" else None
-
-
-def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Return freed memory to the system after each file."""
-    if nextitem is None or nextitem.path != item.path:
-        gc.collect()
-        settled_bytes()
-
-
-@pytest.fixture(scope="session", autouse=True)
-def warm(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Open what stays open in a process, such as uvloop's pipe, before leaks are counted."""
-    with aiockpt.SyncCheckpointer() as ckpt:
-        ckpt.save({"x": torch.ones(1)}, tmp_path_factory.mktemp("warm") / "c")
-    gc.collect()  # the tests that are left out
-    gc.freeze()  # the imported modules: scanning them in every collection takes a sixth of the time of all tests
-    gc.enable()
-    settled_bytes()
-
-
-@pytest.fixture(scope="session")
-def _pythons() -> Iterator[str]:
-    with forked_python.started() as folder:
-        yield folder
-
-
-@pytest.fixture(scope="session")
-def python(_pythons: str) -> list[str]:
-    """Return the command line of a Python that has imported aiockpt; see `tests.forked_python`."""
-    return forked_python.command(_pythons, "aiockpt")
-
-
-@pytest.fixture(scope="session")
-def python_with_torch(_pythons: str) -> list[str]:
-    """Return the command line of a Python that has imported torch, but nothing else; see `tests.forked_python`."""
-    return forked_python.command(_pythons, "torch")
-
-
-@pytest.fixture(scope="session")
-def _server() -> Iterator[str]:
-    with start_server() as url:
-        ServerStorage(url).objects.remove("")  # this thread's connection stays open
-        yield url
-
-
-@pytest.fixture
-def server_url(_server: str) -> Iterator[str]:
-    """Return the URL of a server of objects; a test leaves none of an unfinished save."""
-    yield _server
-    left = left_in(_server)
-    ServerStorage(_server).objects.remove("")
-    assert not left, f"objects left: {left}"
-
-
-@pytest.fixture(params=["local", "server"])
-def anywhere(request: pytest.FixtureRequest, tmp_path: Path, server_url: str) -> Path | ServerPath:
-    """Return a directory where nothing is: in the file system, and in a server."""
-    return tmp_path if request.param == "local" else ServerPath(f"{server_url}/{tmp_path.name}")
-
-
-def _open_files(process: psutil.Process) -> int:
-    """Count file descriptors, except those of CUDA, which opens them at any time."""
-    if not torch.cuda.is_available():
-        return process.num_fds()
-    count = 0
-    for link in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # the descriptor of the folder itself
-            count += not os.readlink(link).startswith(("/dev/nvidia", "anon_inode:"))
-    return count
-
-
-def _children(process: psutil.Process) -> set[psutil.Process]:
-    try:  # cheap checks first: psutil looks at all processes of the machine
-        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:
-        return set()
-    if not Path(f"/proc/self/task/{os.getpid()}/children").exists():
-        return set(process.children())
-    found: set[psutil.Process] = set()
-    for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError, psutil.NoSuchProcess):  # it has just ended
-            found |= {psutil.Process(int(pid)) for pid in (task / "children").read_text().split()}
-    return found
-
-
-@pytest.fixture(autouse=True)
-def no_leaks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """Assert that a test leaves no thread, file descriptor, lease, child process or hidden directory."""
-    pools: list[ChunkPool] = []
-    make = ChunkPool.__init__
-
-    def recorded(self: ChunkPool, *args, **kwargs) -> None:
-        make(self, *args, **kwargs)
-        pools.append(self)
-
-    monkeypatch.setattr(ChunkPool, "__init__", recorded)
-    process = psutil.Process()
-    before = _open_files(process)
-    servers = _children(process)  # these live as long as the test run, such as the server of tests/ranks
-    monkeypatch.setattr(sync_checkpointer, "IDLE_S", 0.0)
-    yield
-    if sync_checkpointer._shared is not None:  # its threads end by themselves
-        for thread in threading.enumerate():
-            if thread.name.startswith("aiockpt"):
-                thread.join(10)
-    left = [thread.name for thread in threading.enumerate() if thread.name.startswith("aiockpt")]
-    assert not left, f"threads left: {left}"
-    assert [pool.leased for pool in pools] == [0] * len(pools)
-    assert not _children(process) - servers
-    hidden = [str(path) for path in tmp_path.rglob(".aiockpt-*")]
-    assert not hidden, f"unfinished checkpoints left: {hidden}"
-    deadline = time.monotonic() + 10  # other threads, such as those of a DataLoader, may still be closing files
-    while _open_files(process) > before and time.monotonic() < deadline:
-        gc.collect()
-        time.sleep(0.005)
-    assert _open_files(process) <= before, f"{_open_files(process) - before} file descriptors left"
-
-
-@pytest.fixture(autouse=True)
-def no_known_exchanges(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forget which file systems can exchange names: a test may make them answer otherwise."""
-    monkeypatch.setattr(replacing, "_EXCHANGES", {})
-
-
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    if torch.accelerator.is_available():
-        torch.manual_seed(0)
-    else:  # for devices that may come later, torch would keep a stack trace of each test
-        torch.default_generator.manual_seed(0)
+    return "mark.main" not in collection_path.read_text() or None

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING
 import anyio
 from isal.isal_zlib import crc32
 
-from aiockpt.format.manifest.manifest import FileFacts, Manifest, encode_manifest
+from aiockpt.format.manifest.manifest import DiskFacts, FileFacts, Manifest, encode_manifest, with_disks
 from aiockpt.format.names import MANIFEST_NAME, METADATA_NAME
+from aiockpt.storage.base import shared_storage
+from aiockpt.storage.host_changes import HostChanges
 from aiockpt.storage.hosts import Disk, HostDisks
 from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.storage.wrapper import WrapperStorage
@@ -116,9 +118,47 @@ def disks_in(folder: Path, *names: str) -> dict[str, Disk]:
     return disks
 
 
+class Union(HostDisks):
+    """What a process of one host sees of all disks. Whatever is to be done on the others, their hosts do at once."""
+
+    def __init__(self, disks: Sequence[Disk], own: str, ranks: Sequence[str] = (), rank: int = 0) -> None:
+        super().__init__(disks, own, ranks or [own, *(disk.id for disk in disks if disk.id != own)], rank)
+
+    async def delete(self, path: str, *, workers: Workers) -> None:
+        await super().delete(path, workers=workers)
+        await settle(self, workers)
+
+    async def clean(self, directory: str, *, older_than_s: float | None = None, workers: Workers) -> list[str]:
+        removed = [path for disk in self.disks for path in await disk.storage.clean(directory, workers=workers)]
+        names = sorted(set().union(*self.folders_in(directory)))
+        torn = self.delete_torn([self.below(directory, name) for name in names])
+        await settle(self, workers)
+        return removed + torn
+
+    def _in_order_of_removal(self, path: str) -> list[Disk]:
+        """Return the disks in the order in which a deletion reaches them."""
+        _, whole = self._seen(path)
+        return sorted(self.disks, key=lambda disk: disk.id != whole.last)
+
+
 def union_of(disks: Mapping[str, Disk], own: str, *names: str) -> HostDisks:
     """Return what a process of the host ``own`` sees of these disks; of all, if none is named."""
-    return HostDisks([disks[name] for name in names or disks], disks[own].id)
+    return Union([disks[name] for name in names or disks], disks[own].id)
+
+
+async def settle(union: HostDisks, workers: Workers) -> None:
+    """Let each host do what rank 0 has decided on, as in rounds of all ranks, until nothing is left to do."""
+    while changes := union.changes.due():
+        for disk in union.disks:
+            host = HostDisks([disk], disk.id)
+            done = host.changes.accept(changes)
+            if done is not None:
+                await workers.run(done.result)
+            union.changes.note(host.changes.reports())
+            await workers.run(host.changes.close, 60)
+    await workers.run(union.changes.close, 60)
+    union.changes = HostChanges(union._change_own)
+    union.changes.serve(union.own.id)
 
 
 def documents_of(files: Mapping[str, bytes], note: str) -> dict[str, bytes]:
@@ -134,23 +174,35 @@ async def write(
 ) -> dict[str, bytes]:
     """Save a checkpoint as ranks on these disks do, rank 0 first; return its contents, but for the documents."""
     files = {f"__{rank}_0.distcp": f"{note} of rank {rank}".encode() for rank in range(len(ranks))}
-    job = list(dict.fromkeys(ranks))
-    begun = await union_of(disks, ranks[0], *job).begin(path, overwrite=overwrite, workers=workers)
+    job = {name: shared_storage(disks[name].storage) for name in dict.fromkeys(ranks)}
+    begun: dict[str, SharedTransaction] = {}
+    published: list[str] = []
     try:
-        for rank, disk in enumerate(ranks):
-            name = f"__{rank}_0.distcp"
-            joined = begun if rank == 0 else await union_of(disks, disk, *job).join(path, begun.ticket, workers=workers)
-            await joined.write_files({name: files[name]})
+        for name, storage in job.items():
+            begun[name] = await storage.begin(path, overwrite=overwrite, workers=workers)
+        for rank, name in enumerate(ranks):
+            joined = begun[name]
+            if rank:
+                joined = await job[name].join(path, joined.ticket, workers=workers)
+            await joined.write_files({f"__{rank}_0.distcp": files[f"__{rank}_0.distcp"]})
             if rank:
                 await joined.commit()
                 await joined.release()
-        assert await begun.sizes() == {name: len(data) for name, data in files.items()}
-        await begun.commit(documents_of(files, note))
+        facts = [DiskFacts(disks[name].id, disks[name].host, frozenset(await begun[name].sizes())) for name in job]
+        documents = documents_of(files, note)
+        documents[MANIFEST_NAME] = with_disks(documents[MANIFEST_NAME], facts)
+        for transaction in begun.values():
+            await transaction.write_files(documents)
+        for name in [*job][::-1]:  # that of rank 0 last
+            await begun[name].commit()
+            published.append(name)
     except BaseException:
         with anyio.CancelScope(shield=True):
-            await begun.abort()
+            for name, transaction in begun.items():
+                await (job[name].delete(path, workers=workers) if name in published else transaction.abort())
         raise
-    await begun.release()
+    for transaction in begun.values():
+        await transaction.release()
     return files
 
 

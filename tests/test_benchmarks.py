@@ -64,6 +64,7 @@ ARGUMENTS = {
     "safetensors-ranks": SMALL,
     "share": (*SMALL, "--ranks=2"),
     "compress": ("--gib=0.004", "--rounds=1"),
+    "delta": ("--gib=0.004", "--rounds=1"),
     "scale": ("--ranks=4,8", "--items=50", "--world=2", "--rounds=1", "--limit=300"),
     "writers": (*SMALL, "--count=300", "--alone=0.05", "--work=small", "--only=no save,aiockpt"),
     "objects": (*SMALL, "--only=obstore,aiockpt"),

@@ -125,3 +125,45 @@ def test_retired_words_are_gone() -> None:
         if token.type == tokenize.NAME
     }
     assert not found & set(RETIRED.split())
+
+
+# Folders in which these words, which say nothing, are no names, and begin no docstring.
+NAMED_WELL = ("coordination", "saving", "snapshot")
+EMPTY_WORDS = {"each", "found", "at", "those", "what"}
+
+
+def _bound_names(tree: ast.Module) -> set[str]:
+    """Return the names that a module gives to variables, parameters, attributes, functions and classes."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            names.add(node.id if isinstance(node, ast.Name) else node.attr)
+        elif isinstance(node, ast.arg):
+            names.add(node.arg)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+    return names
+
+
+def _docstrings(tree: ast.Module) -> list[str]:
+    nodes = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    return [ast.get_docstring(node) or "" for node in ast.walk(tree) if isinstance(node, nodes)]
+
+
+def test_words_that_say_nothing_are_no_names_and_no_subjects() -> None:
+    for folder in NAMED_WELL:
+        for file in (PACKAGE / folder).rglob("*.py"):
+            tree = ast.parse(file.read_text())
+            assert not {name.strip("_") for name in _bound_names(tree)} & EMPTY_WORDS, file
+            subjects = {text.partition(" ")[0].lower() for text in _docstrings(tree)}
+            assert not subjects & EMPTY_WORDS, file
+
+
+def test_the_glossary_has_at_most_60_words() -> None:
+    table = CONTRIBUTING.partition("## Glossary")[2].partition("\n## ")[0]
+    rows = [
+        line
+        for line in table.splitlines()
+        if line.startswith("| ") and not line.startswith(("| **", "| word", "| ---"))
+    ]
+    assert 30 < len(rows) <= 60

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
@@ -157,3 +158,13 @@ def _leftover(problem: str, name: str, listing: Listing) -> Found:
         name=name,
         info=StepInfo(NO_STEP, listing.path, "unfinished", nbytes, listing.changed_s, problem=problem),
     )
+
+
+def shared_bytes(path: str) -> int:
+    """Return the bytes of the files of a checkpoint that others have too, by links: its deletion does not free them."""
+    try:
+        with os.scandir(path) as entries:
+            facts = [entry.stat(follow_symlinks=False) for entry in entries if entry.is_file(follow_symlinks=False)]
+    except OSError:  # it is one file, in an object store, or gone
+        return 0
+    return sum(each.st_size for each in facts if each.st_nlink > 1)

@@ -10,63 +10,43 @@ from typing import Any
 
 from rich.text import Text
 
-from aiockpt.cli.found import Found, look_into
+from aiockpt.cli.found import Found, look_into, shared_bytes
 from aiockpt.cli.keeping import noted_policy
 from aiockpt.cli.output import console, print_json, print_table, shown, size_text
 from aiockpt.core.wording import time_text
 from aiockpt.format.names import HIDDEN
 from aiockpt.manager.policies import select
 from aiockpt.manager.scan import NO_STEP, StepInfo, StepNames, scan
-from aiockpt.manager.tiers import is_mirrored, replicas_directory, replicated_disks
+from aiockpt.manager.tiers import is_mirrored
 from aiockpt.storage.base import Directories
-from aiockpt.storage.registry import directories_for, scheme_of
+from aiockpt.storage.registry import directories_for
 
-_DISK_DIGITS = 8  # as in errors
 _MOST_NAMES = 20  # of directories in which no checkpoint was found
-_Copies = dict[tuple[int, str], list[str]]
 _STYLES = {"complete": "green", "unfinished": "magenta", "damaged": "bold red"}
 
 
-def ls(
-    directory: str,
-    *,
-    names: StepNames,
-    mirror: str | None = None,
-    replicas: str | None = None,
-    as_json: bool = False,
-) -> None:
+def ls(directory: str, *, names: StepNames, mirror: str | None = None, as_json: bool = False) -> None:
     """Print the checkpoints in a directory; with ``mirror``, whether that one has each step, and what only it has.
 
-    Of a run on the own disks of hosts also the replicas that are here: in its directory, or below ``replicas``.
-
     Raises:
-        OSError: the directory, the mirror, or the replicas can't be read.
+        OSError: the directory, or the mirror, can't be read.
     """
     place, path = directories_for(directory)
     contents = look_into(path, names=names)
     found, below = with_reasons(place, contents.found), contents.below
     there = None if mirror is None else {info.step: info for info in scan(mirror, names=names)}
     only_there = [step for step in there or () if step not in {each.info.step for each in found}]
-    copies: _Copies = {}
-    if not scheme_of(path):  # hosts have their own disks in file systems
-        chosen = place.resolve(replicas) if replicas else ""
-        copies = _replicas(place, replicas_directory(place, path, chosen), names)
     owner = place.owner_of(path)
     if as_json:
         facts = None if owner is None else {"host": owner.host, "pid": owner.pid, "since": _iso(owner.since)}
-        records = [
-            _record(each)
-            | ({} if there is None else {"mirror": _state_there(each, there)})
-            | ({"replicas_of": copies.get((each.info.step, each.info.save_id), [])} if copies else {})
-            for each in found
-        ]
+        records = [_record(each) | ({} if there is None else {"mirror": _state_there(each, there)}) for each in found]
         record = {"directory": path, "owner": facts, "checkpoints": records, "below": below, "cut": contents.is_cut}
         print_json(record | ({} if there is None else {"only_in_mirror": only_there}))
         return
     if owner is not None:
         console().print(f"A manager writes to this run: {shown(str(owner))}.", style="bold")
     if found:
-        _print(place, found, there, copies)
+        _print(place, found, there)
     elif not below:
         why = f": {contents.problem}" if contents.problem else ""
         console().print(f"There are no checkpoints in {shown(path)}{why}.")
@@ -102,29 +82,13 @@ def _state_there(found: Found, there: Mapping[int, StepInfo]) -> str:
     return "another save" if state == "complete" and info.save_id and not is_mirrored(info, there) else state
 
 
-def _replicas(place: Directories, directory: str, names: StepNames) -> _Copies:
-    """Return the ids of the disks whose files are here, by the step and the id of the save."""
-    found: _Copies = {}
-    for disk in replicated_disks(place, directory):
-        for info in scan(place.below(directory, disk), names=names, is_part=True):
-            if info.state == "complete" and info.save_id:
-                found.setdefault((info.step, info.save_id), []).append(disk)
-    return found
-
-
-def _print(
-    place: Directories,
-    found: Sequence[Found],
-    there: Mapping[int, StepInfo] | None,
-    copies: _Copies,
-) -> None:
+def _print(place: Directories, found: Sequence[Found], there: Mapping[int, StepInfo] | None) -> None:
     has_others = any(each.format not in ("aiockpt", "") for each in found)
     states = ["" if there is None else _state_there(each, there) for each in found]
     rows = [
-        _row(place, each, each.format if has_others else "", state, copies.get((each.info.step, each.info.save_id), ()))
-        for each, state in zip(found, states, strict=True)
+        _row(place, each, each.format if has_others else "", state) for each, state in zip(found, states, strict=True)
     ]
-    titles = ("name", "state", "mirror", "replica of disk", "format", ">size", "saved", "metrics", "kept by")
+    titles = ("name", "state", "mirror", "format", ">size", ">shared", "saved", "metrics", "kept by")
     print_table(titles, rows)
     out = console()
     for each in found:
@@ -137,18 +101,18 @@ def _print(
     out.print(f"{len(complete)} complete{others}; {total}", style="dim")
 
 
-def _row(place: Directories, found: Found, form: str, mirror: str, disks: Sequence[str]) -> list[str | Text]:
+def _row(place: Directories, found: Found, form: str, mirror: str) -> list[str | Text]:
     metrics = ", ".join(f"{shown(name)} {value:.5g}" for name, value in found.info.metrics.items())
-    name = _short(found.name)
+    name, shared = _short(found.name), shared_bytes(found.info.path)
     if (target := place.link(found.info.path)) is not None:
         name += f" -> {shown(target)}"
     return [
         name,
         Text(found.info.state, style=_STYLES[found.info.state]),
         Text(mirror, style=_STYLES.get(mirror, "")),
-        ", ".join(disk[:_DISK_DIGITS] for disk in disks),
         form,
         size_text(found.info.nbytes),
+        size_text(shared) if shared else "",
         time_text(found.info.time),
         metrics,
         ", ".join(map(shown, found.kept_by)),
@@ -167,6 +131,7 @@ def _record(found: Found) -> dict[str, Any]:
         "state": found.info.state,
         "format": found.format,
         "bytes": found.info.nbytes,
+        "shared_bytes": shared_bytes(found.info.path),
         "saved": _iso(found.info.time),
         "step": None if found.info.step == NO_STEP else found.info.step,
         "metrics": dict(found.info.metrics),

@@ -131,9 +131,6 @@ def ls(
     mirror: Annotated[
         str | None, typer.Option(metavar="URL", help="The mirror of the run: whether it has each step, too.")
     ] = None,
-    replicas: Annotated[
-        str | None, typer.Option(metavar="DIR", help="The replica_directory of the run, if it has one of its own.")
-    ] = None,
     names: Names = _STEPS,
     as_json: Json = False,
 ) -> None:
@@ -143,7 +140,7 @@ def ls(
     """
     from aiockpt.cli.ls import ls
 
-    ls(directory, mirror=mirror, replicas=replicas, names=names, as_json=as_json)
+    ls(directory, mirror=mirror, names=names, as_json=as_json)
 
 
 @app.command()
@@ -388,10 +385,6 @@ def demo(
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="The seed of weights, dropout and choice of text.")] = 0,
     device: Annotated[str, typer.Option(help="Where to train: cpu, cuda or cuda:N.")] = "cpu",
-    forget_rng: Annotated[
-        bool,
-        typer.Option("--forget-rng", help="Resume without the random-number states, to see that the runs then differ."),
-    ] = False,
     layers: Annotated[int, typer.Option(min=1, hidden=True)] = 4,
     width: Annotated[int | None, typer.Option(min=4, hidden=True)] = None,
 ) -> None:
@@ -410,9 +403,7 @@ def demo(
         raise typer.BadParameter("--width must be a multiple of 4")
     from aiockpt.cli.demo import Config, run_demo
 
-    config = Config(
-        layers=layers, width=width or 384, steps=steps, every=every, seed=seed, device=device, rng=not forget_rng
-    )
+    config = Config(layers=layers, width=width or 384, steps=steps, every=every, seed=seed, device=device)
     keep = directory is not None if keep is None else keep
     raise typer.Exit(run_demo(config, directory, keep=keep, scale=width is None))
 

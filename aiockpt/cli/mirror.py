@@ -8,8 +8,9 @@ import aiockpt
 from aiockpt.cli.app import Code, CommandError
 from aiockpt.cli.output import console, print_json, shown, size_text, time_text
 from aiockpt.engine.facade import EngineAccess
-from aiockpt.manager.mirror import Mirror, MirrorSettings, Tier
+from aiockpt.manager.mirror import MirrorCopier, MirrorSettings
 from aiockpt.manager.scan import StepNames
+from aiockpt.manager.tiers import Tier
 from aiockpt.storage.registry import storage_for
 
 
@@ -53,7 +54,7 @@ def mirror(
     copied = _Copied(quiet=as_json)
     with aiockpt.SyncCheckpointer(process_group=None, observers=[copied]) as ckpt:
         settings = MirrorSettings(bytes_per_s=bytes_per_s)
-        work = Mirror(Tier(storage, path, names), there, settings, EngineAccess(ckpt).reports)
+        work = MirrorCopier(Tier(storage, path, names), there, settings, EngineAccess(ckpt).reports)
         try:
             work.poke()
             if (ended := work.finish()) is not None:

@@ -12,7 +12,7 @@ import typer
 
 import aiockpt
 from aiockpt.cli.app import Code, CommandError, report
-from aiockpt.cli.found import find
+from aiockpt.cli.found import find, shared_bytes
 from aiockpt.cli.output import console, print_json, print_table, shown, size_text
 from aiockpt.errors import AiockptError
 from aiockpt.format.names import HIDDEN
@@ -88,6 +88,7 @@ def prune(
         infos = scan(directory, names=names)  # again: no manager starts between this list and the deletions
         _check(directory, infos, policies, names)
         policy, now = KeepAny(tuple(policies)), time.time()
+        shared = {info.step: shared_bytes(info.path) for info in infos}
         doomed = to_delete(policy, infos, now)
         fates = [] if dry_run else list(_deleted([info.path for info in doomed]))
     finally:
@@ -101,6 +102,7 @@ def prune(
             "step": info.step,
             "path": info.path,
             "bytes": info.nbytes,
+            "shared_bytes": shared[info.step],
             "removed": not dry_run and info.step in doomed_steps - failed,
             "would_be_removed": info.step in doomed_steps,
             "because": [] if info.step in doomed_steps - failed else _reasons(info, kept, failed),
@@ -136,11 +138,16 @@ def _check(directory: str, infos: Sequence[StepInfo], policies: Sequence[KeepPol
 
 def _print(records: Sequence[Mapping[str, Any]], word: str) -> None:
     rows = [
-        (str(each["step"]), size_text(each["bytes"]), *(("stays", ", ".join(map(shown, why))) if why else (word, "")))
+        (
+            str(each["step"]),
+            size_text(each["bytes"]),
+            size_text(each["shared_bytes"]) if each["shared_bytes"] else "",
+            *(("stays", ", ".join(map(shown, why))) if why else (word, "")),
+        )
         for each in records
         for why in (each["because"],)
     ]
-    print_table((">step", ">size", "", "because"), rows)
+    print_table((">step", ">size", ">shared", "", "because"), rows)
     gone = [each["bytes"] for each in records if not each["because"]]
     console().print(f"{len(gone)} of {len(records)} steps {word}, {size_text(sum(gone))}")
 

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import pickle
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from aiockpt.coordination.outcome import (
-    Arrived,
     RemoteError,
     coordination_failure,
     first_failure,
     to_exception,
     to_remote_error,
 )
-from aiockpt.coordination.protocol import Follower, Kind, Leader, RankCall
+from aiockpt.coordination.protocol import Kind, RankCall
 from aiockpt.coordination.rendezvous import RankAddress
+from aiockpt.coordination.sides import Follower, Leader
 from aiockpt.core.threads import outlast
 from aiockpt.errors import CoordinationError
 
@@ -41,19 +40,6 @@ Undo = Callable[[], Awaitable[None]]
 _END_S = 5.0
 
 
-class _AbandonedError(CoordinationError):
-    """This rank has stopped waiting for the others, as its checkpointer closes."""
-
-
-class _Decision(NamedTuple):
-    """A round's outcome on rank 0: a reply for each rank, or the failure and, if it happened here, the error."""
-
-    replies: Sequence[Any] = ()
-    messages: Sequence[bytes] = ()  # the pickled replies, from rank 1 on
-    failure: RemoteError | None = None
-    cause: BaseException | None = None
-
-
 class Coordinator:
     """One rank's connection to the other ranks, of a `torch.distributed` process group or of `Ranks`. Rank 0 leads.
 
@@ -72,7 +58,6 @@ class Coordinator:
         self.rank = address.rank  # in the group, from 0
         self.world_size = address.world_size
         self._side = (Leader if self.rank == 0 else Follower)(address, timeout_s=timeout_s)
-        self._calls: defaultdict[Kind, Iterator[int]] = defaultdict(itertools.count)
         self._turns: defaultdict[Kind, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._abandoned = asyncio.Event()
         self._is_abandoned = False
@@ -86,20 +71,18 @@ class Coordinator:
     @property
     def leader_lives(self) -> bool:
         """Whether rank 0 can still be reached, as far as this rank has noticed."""
-        return isinstance(self._side, Leader) or self._side.leader_lives
+        return self._side.leader_lives
 
     async def addresses(self, operation: str) -> list[str]:
         """Return the addresses at which other ranks reach this host; see `addresses_of_this_host`.
 
         Raises OSError, or CoordinationError if they are not found out in time.
         """
-        if self._address.host:
-            return [self._address.host]
         return await self._side.addresses(operation)
 
     def call(self, kind: Kind) -> RankCall:
-        """Count a call that all ranks make. To be called for each, first of all, also for one that fails then."""
-        return RankCall(kind, next(self._calls[kind]))
+        """Return a call that all ranks make. To be called for each, first of all, also for one that fails then."""
+        return RankCall(kind)
 
     async def round(self, call: RankCall, operation: str, value: Any, decide: Decide, undo: Undo | None = None) -> Any:
         """Send a value, or this rank's error, to rank 0 and return rank 0's reply.
@@ -145,9 +128,7 @@ class Coordinator:
     async def _round_in_turn(
         self, call: RankCall, operation: str, value: Any, decide: Decide, undo: Undo | None
     ) -> Any:
-        async with contextlib.AsyncExitStack() as stack:
-            if call.step == 0:
-                await stack.enter_async_context(self._turns[call.kind])
+        async with contextlib.nullcontext() if call.step else self._turns[call.kind]:
             try:
                 if isinstance(self._side, Leader):
                     return await self._lead(self._side, call, operation, value, decide, undo)
@@ -158,49 +139,30 @@ class Coordinator:
     async def _lead(
         self, leader: Leader, call: RankCall, operation: str, value: Any, decide: Decide, undo: Undo | None
     ) -> Any:
-        outcome = await self._decide(leader, call, operation, value, decide)
-        if outcome.failure is not None:
-            outcome = await self._undo(outcome.failure, outcome.cause, undo)
-        if outcome.failure is not None and isinstance(outcome.cause, _AbandonedError):
-            await leader.give_up(call, operation, outcome.failure)  # also to ranks that it has not heard of yet
-        else:
-            await leader.reply(call, operation, outcome.messages, failed=outcome.failure is not None)
-        if outcome.failure is not None:
-            raise _with_note(to_exception(outcome.failure, operation, outcome.cause), value)
-        return outcome.replies[0]
-
-    async def _decide(self, leader: Leader, call: RankCall, operation: str, value: Any, decide: Decide) -> _Decision:
-        """Collect the messages of all ranks, and decide unless one has failed. Never raises."""
+        replies, messages, cause = list[Any](), list[bytes](), None
         try:
-            arrivals = [
-                Arrived(_sent(0, value)),
-                *await self._unless_abandoned(operation, leader.collect(call, operation)),
-            ]
-        except Exception as exc:
-            return _Decision(failure=coordination_failure(0, str(exc)), cause=exc)
-        found = first_failure(arrivals, operation)
-        if found is not None:
-            is_own = isinstance(value, BaseException) and found == to_remote_error(0, value)
-            return _Decision(failure=found, cause=value if is_own else None)
-        try:
-            replies = await decide([arrival.value for arrival in arrivals if isinstance(arrival, Arrived)])
-            if len(replies) != self.world_size:
-                raise ValueError(f"{len(replies)} replies were made for {self.world_size} ranks")
-            return _Decision(replies, _pickled_replies(replies[1:]))
+            others = await self._unless_abandoned(operation, leader.collect(call, operation))
+            values = [_sent(0, value), *others]
+            failure = first_failure(values)
+            if failure is None:
+                replies = list(await decide(values))
+                if len(replies) != self.world_size:
+                    raise ValueError(f"{len(replies)} replies were made for {self.world_size} ranks")
+                messages = _pickled_replies(replies[1:])
+            elif isinstance(value, BaseException) and failure == values[0]:
+                cause = value
         except BaseException as exc:  # whatever it is, the other ranks must be notified
-            return _Decision(failure=to_remote_error(0, exc), cause=exc)
-
-    async def _undo(self, failure: RemoteError, cause: BaseException | None, undo: Undo | None) -> _Decision:
-        """Run ``undo``, and return the failure as a reply for every rank."""
-        if undo is not None:
+            failure, cause = to_remote_error(0, exc), exc
+        if failure is not None and undo is not None:
             try:
                 await undo()
             except BaseException as exc:
                 text = f"{failure.message} (and undoing it on rank 0 failed: {type(exc).__name__}: {exc})"
-                failure = failure._replace(message=text)
-                cause = cause or exc
-        messages = [pickle.dumps(failure)] * (self.world_size - 1)
-        return _Decision(messages=messages, failure=failure, cause=cause)
+                failure, cause = failure._replace(message=text), cause or exc
+        await leader.end(call, operation, failure or messages)
+        if failure is not None:
+            raise _with_note(to_exception(failure, operation, cause), value)
+        return replies[0]
 
     async def _follow(self, follower: Follower, call: RankCall, operation: str, value: Any) -> Any:
         try:
@@ -210,7 +172,7 @@ class Coordinator:
             message = pickle.dumps(_sent(self.rank, value))
         try:
             reply = pickle.loads(await self._unless_abandoned(operation, follower.ask(call, operation, message)))
-        except _AbandonedError as exc:  # rank 0 can't miss a rank that it has not heard of yet
+        except CoordinationError as exc:  # rank 0 can't miss a rank that it has not heard of yet
             await follower.give_up(call, operation, coordination_failure(self.rank, str(exc)))
             raise
         if not isinstance(reply, RemoteError):
@@ -230,7 +192,7 @@ class Coordinator:
         if waiting.done():
             return waiting.result()
         waiting.cancel()
-        raise _AbandonedError(
+        raise CoordinationError(
             f"rank {self.rank} has closed its checkpointer, so the ranks can't agree on {operation}; close it when "
             "every rank has made its last save and load"
         )

@@ -18,7 +18,7 @@ import secrets
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import NamedTuple, SupportsIndex
 
 _LENGTH = struct.Struct("!Q")
@@ -179,21 +179,34 @@ async def connect(host: str, port: int, secret: bytes, name: str) -> tuple[str, 
 
 
 async def _prove(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes, name: str) -> str:
-    """Exchange names; raise LinkBrokenError unless the other side knows the secret. Both sides do the same."""
-    mine, own = secrets.token_bytes(_NONCE_BYTES), name.encode()
+    """Exchange names; see `proof`."""
+    proving, received = proof(secret, name), b""
     try:
-        writer.write(mine)
-        theirs = await reader.readexactly(_NONCE_BYTES)
-        if theirs == mine:
-            raise LinkBrokenError("the other side repeats what this one sends")
-        writer.write(_mac(secret, theirs, own) + _LENGTH.pack(len(own)) + own)
-        mac, (nbytes,) = await reader.readexactly(_MAC_BYTES), _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
-        if nbytes > _MOST_HELLO_BYTES:
-            raise LinkBrokenError("the other side speaks another language")
-        hello = await reader.readexactly(nbytes)
+        while True:
+            message, nbytes = proving.send(received or None)
+            writer.write(message)
+            received = await reader.readexactly(nbytes)
+    except StopIteration as proven:
+        return str(proven.value)
     except (EOFError, OSError) as exc:
         raise LinkBrokenError(str(exc)) from exc
-    if not hmac.compare_digest(mac, _mac(secret, mine, hello)):
+
+
+def proof(secret: bytes, name: str) -> Generator[tuple[bytes, int], bytes | None, str]:
+    """Exchange names; yield what to send, and how many bytes to receive then; return the other side's name. Pure.
+
+    Both sides do the same. Raises LinkBrokenError unless the other side knows the secret.
+    """
+    mine, own = secrets.token_bytes(_NONCE_BYTES), name.encode()
+    theirs = (yield mine, _NONCE_BYTES) or b""
+    if theirs == mine:
+        raise LinkBrokenError("the other side repeats what this one sends")
+    head = (yield _mac(secret, theirs, own) + _LENGTH.pack(len(own)) + own, _MAC_BYTES + _LENGTH.size) or b""
+    (nbytes,) = _LENGTH.unpack(head[_MAC_BYTES:])
+    if nbytes > _MOST_HELLO_BYTES:
+        raise LinkBrokenError("the other side speaks another language")
+    hello = ((yield b"", nbytes) if nbytes else b"") or b""
+    if not hmac.compare_digest(head[:_MAC_BYTES], _mac(secret, mine, hello)):
         raise LinkBrokenError("the other side does not know the secret of this group")
     return hello.decode()
 
@@ -215,11 +228,11 @@ def addresses_of_this_host(towards: str | None) -> list[str]:
     chosen = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     if chosen:
         return [_address_of_interface(chosen)]
-    found = [] if towards is None else _source_address(towards)
+    hosts = [] if towards is None else _source_address(towards)
     with contextlib.suppress(OSError):
-        found += [str(info[4][0]) for info in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)]
+        hosts += [str(info[4][0]) for info in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)]
     # Not link-local ones (fe80::), which mean nothing without an interface of the other host.
-    apart = [each for each in dict.fromkeys(found) if not is_loopback(each) and not each.startswith("fe80")]
+    apart = [host for host in dict.fromkeys(hosts) if not is_loopback(host) and not host.startswith("fe80")]
     return [*filter(_is_own, apart), "127.0.0.1"]
 
 
@@ -243,7 +256,7 @@ def is_loopback(address: str) -> bool:
 def reachable(endpoint: Endpoint, namespace: str) -> list[tuple[str, int]]:
     """Return the addresses of rank 0 for a process in this namespace, the best one first. Pure."""
     is_near = endpoint.namespace == namespace
-    addresses = [each for each in endpoint.addresses if is_near or not is_loopback(each[0])]
+    addresses = [address for address in endpoint.addresses if is_near or not is_loopback(address[0])]
     return sorted(addresses, key=lambda address: is_loopback(address[0]) != is_near)
 
 
@@ -261,7 +274,7 @@ def _address_of_interface(name: str) -> str:
         try:
             answer = fcntl.ioctl(probe, 0x8915, struct.pack("256s", name.encode()[:15]))  # SIOCGIFADDR
         except OSError as exc:
-            there = ", ".join(each for _, each in socket.if_nameindex())
+            there = ", ".join(interface for _, interface in socket.if_nameindex())
             text = f"GLOO_SOCKET_IFNAME is {name!r}, an interface that has no IPv4 address here; there are {there}"
             raise OSError(text) from exc
     return socket.inet_ntoa(answer[20:24])

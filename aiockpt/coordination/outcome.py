@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from aiockpt import errors
-from aiockpt.core.wording import some_of
 from aiockpt.errors import AiockptError, CoordinationError, LoadError, SaveError
 
 SAME_CALLS = (
@@ -23,60 +22,10 @@ class RemoteError(NamedTuple):
     message: str
 
 
-class Arrived(NamedTuple):
-    """A rank sent its message."""
-
-    value: Any  # or its RemoteError
-
-
-class Dead(NamedTuple):
-    """A rank's process has ended."""
-
-    rank_name: str  # with its host and process
-
-
-class TimedOut(NamedTuple):
-    """A rank did not come in time."""
-
-    rank_name: str
-    after_s: float
-
-
-class Key(NamedTuple):
-    """Names a round: a step of the n-th call of a kind, as its sender has counted; from step 1 on as rank 0 has."""
-
-    kind: str
-    number: int
-    step: int
-
-
-class Left(NamedTuple):
-    """A rank has left a round, and raised this."""
-
-    rank: int
-    key: Key
-    operation: str
-    failure: RemoteError
-
-
-Arrival = Arrived | Dead | TimedOut | RemoteError
-
-
-def first_failure(arrivals: Sequence[Arrival], operation: str) -> RemoteError | None:
-    """Return the failure that all ranks raise, or None if all are at this operation with values."""
-    for rank, arrival in enumerate(arrivals):
-        if isinstance(arrival, Dead):
-            return coordination_failure(rank, dead_rank_text(arrival.rank_name, operation))
-    for arrival in arrivals:
-        if isinstance(arrival, RemoteError):
-            return arrival
-    arrived = [arrival for arrival in arrivals if isinstance(arrival, Arrived)]
-    if len(arrived) < len(arrivals):
-        return _timeout_failure(arrivals, operation)
-    for arrival in arrived:
-        if isinstance(arrival.value, RemoteError):
-            return arrival.value
-    return None
+def first_failure(arrivals: Sequence[Any]) -> RemoteError | None:
+    """Return the failure that all ranks raise, of a rank that does not come before one that has failed."""
+    failures = [arrival for arrival in arrivals if isinstance(arrival, RemoteError)]
+    return min(failures, key=lambda failure: failure.kind != "CoordinationError", default=None)
 
 
 def coordination_failure(rank: int, text: str) -> RemoteError:
@@ -112,13 +61,6 @@ def silence_text(rank_name: str, operation: str, after_s: float) -> str:
 def timeout_text(rank_names: str, operation: str, after_s: float) -> str:
     """Return the message for ranks that did not come in time."""
     return f"{rank_names} did not come to {operation} within {after_s:g} s: {SAME_CALLS}"
-
-
-def _timeout_failure(arrivals: Sequence[Arrival], operation: str) -> RemoteError:
-    late = {rank: arrival for rank, arrival in enumerate(arrivals) if isinstance(arrival, TimedOut)}
-    after_s = max(arrival.after_s for arrival in late.values())
-    rank_names = some_of([arrival.rank_name for arrival in late.values()], 8)
-    return coordination_failure(min(late), timeout_text(rank_names, operation, after_s))
 
 
 def to_remote_error(rank: int, error: BaseException) -> RemoteError:

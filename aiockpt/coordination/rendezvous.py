@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from aiockpt.coordination.link import Endpoint, addresses_of_this_host
-from aiockpt.coordination.outcome import Left, store_failure_text
+from aiockpt.coordination.outcome import store_failure_text
+from aiockpt.coordination.protocol import Left
 from aiockpt.coordination.ranks import Ranks
 from aiockpt.core.threads import DaemonThreads
 from aiockpt.errors import CoordinationError
@@ -91,16 +92,6 @@ class Rendezvous:
         """Write where rank 0 listens."""
         await self._call(lambda: _put(self._client(), "endpoint", endpoint), operation, deadline)
 
-    async def endpoint(self, operation: str, deadline: float) -> Endpoint | None:
-        """Read where rank 0 listens; None if it does not yet."""
-
-        def read() -> Endpoint | None:
-            client = self._client()
-            found: Endpoint | None = pickle.loads(client.get("endpoint")) if client.check(["endpoint"]) else None
-            return found
-
-        return await self._call(read, operation, deadline)
-
     async def notify(self, left: Left, deadline: float) -> None:
         """Write why this rank, which has no link, has left a round."""
 
@@ -110,16 +101,17 @@ class Rendezvous:
 
         await self._call(write, left.operation, deadline)
 
-    async def notices(self, operation: str, deadline: float) -> list[Left]:
-        """Read what ranks without a link have written since the last call."""
+    async def read(self, operation: str, deadline: float) -> tuple[Endpoint | None, list[Left]]:
+        """Return where rank 0 listens, None if it does not yet, and what ranks without a link have written since."""
 
-        def read() -> list[Left]:
-            client, found = self._client(), list[Left]()
+        def read() -> tuple[Endpoint | None, list[Left]]:
+            client, lefts = self._client(), list[Left]()
+            endpoint = pickle.loads(client.get("endpoint")) if client.check(["endpoint"]) else None
             count = client.add("left", 0)
             while self._seen < count and client.check([f"left/{self._seen + 1}"]):
                 self._seen += 1
-                found.append(pickle.loads(client.get(f"left/{self._seen}")))
-            return found
+                lefts.append(pickle.loads(client.get(f"left/{self._seen}")))
+            return endpoint, lefts
 
         return await self._call(read, operation, deadline)
 

@@ -139,12 +139,12 @@ class MemoryWire(Wire):
         self._receiving = threading.Lock()
         self._is_broken = False
 
-    def announce(self, number: int, nbytes: int, arena: Arena, at: int) -> int:
+    def announce(self, number: int, nbytes: int, arena: Arena, offset: int) -> int:
         """Send a message that stands in an arena, always the same one; return its ticket."""
         try:
             if not self._announced:
                 socket.send_fds(self._socket, [_DONE], [arena.fd])
-            self._socket.sendall(_HEAD.pack(number, nbytes, at))
+            self._socket.sendall(_HEAD.pack(number, nbytes, offset))
         except OSError as exc:
             raise LinkBrokenError(str(exc)) from exc
         self._announced += 1
@@ -223,14 +223,16 @@ class Wires:
             self._servers.append(await listen(addresses[0][0], secret, str(self._rank), self._join))
         server = await listen(hosts, secret, str(self._rank), self._join)
         self._servers.append(server)
-        addresses += [each.getsockname()[:2] for each in server.sockets]
+        addresses += [listening.getsockname()[:2] for listening in server.sockets]
         return Endpoint(addresses, secret, network_namespace(), socket.gethostname(), 0)
 
     async def connect(self, readers: Mapping[int, Endpoint], takers: Collection[int]) -> None:
         """Connect to all readers, and wait until all takers have connected; after some seconds without the others."""
         for taker in takers:
             self._joined.setdefault(taker, asyncio.get_running_loop().create_future())
-        reaching = {asyncio.ensure_future(self._reach(reader, each)): reader for reader, each in readers.items()}
+        reaching = {
+            asyncio.ensure_future(self._reach(reader, endpoint)): reader for reader, endpoint in readers.items()
+        }
         waits: list[asyncio.Future[Wire]] = [*reaching, *(self._joined[taker] for taker in takers)]
         try:
             if waits:

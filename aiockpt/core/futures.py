@@ -68,6 +68,7 @@ class Completion(Future[T]):
         self._listener = listener
         self._loop_waiters: list[asyncio.Future[None]] = []  # unlike done callbacks, they can be removed
         self._waiting = 0
+        self._blocked: list[tuple[threading.Lock, bool]] = []  # of threads that wait, and whether they get the result
         self.observed = False  # the error was delivered
 
     def __repr__(self) -> str:
@@ -77,7 +78,7 @@ class Completion(Future[T]):
     @property
     def expected(self) -> bool:
         """Whether a waiter is waiting, or about to get the result."""
-        return self._waiting > 0
+        return self._waiting > 0 or any(delivers for _, delivers in list(self._blocked))
 
     # The next three take no lock: in a forked process, it may stay locked for ever.
 
@@ -149,9 +150,8 @@ class Completion(Future[T]):
 
     def ended(self, timeout: float | None) -> None:
         """Block until it completes, without its value or error; raise TimeoutError if it does not in time."""
-        with self._condition:
-            if not self._wait_done(timeout):
-                raise TimeoutError(f"{self._what} did not complete within {timeout} s")
+        if not self._wait_done(timeout, delivers=False):
+            raise TimeoutError(f"{self._what} did not complete within {timeout} s")
 
     def check_waiter(self) -> None:
         """Raise an error if this thread, or what it starts, can't wait for it."""
@@ -170,22 +170,24 @@ class Completion(Future[T]):
     def _block(self, timeout: float | None) -> None:
         if not self._begin_to_wait(blocks=True):
             return
-        with self._condition:
-            self._waiting += 1
-            try:
-                if not self._wait_done(timeout):
-                    raise TimeoutError(f"{self._what} did not complete within {timeout} s; the work goes on")
-            finally:
-                self._waiting -= 1
+        if not self._wait_done(timeout, delivers=True):
+            raise TimeoutError(f"{self._what} did not complete within {timeout} s; the work goes on")
 
-    def _wait_done(self, timeout: float | None) -> bool:
-        # In short waits: a signal that another thread has taken, or that came right before, does not end a wait for a
-        # lock, and Python runs its handler in the main thread only.
+    def _wait_done(self, timeout: float | None, *, delivers: bool) -> bool:
+        # Not with the condition: the thread that completes this future needs it, while a signal's handler in this one
+        # may wait for a later one. In short waits: a signal that another thread has taken, or that came right before,
+        # does not end a wait for a lock, and Python runs its handler in the main thread only.
         deadline = math.inf if timeout is None else time.monotonic() + timeout
-        while not self._condition.wait_for(self.done, min(_WAIT_S, deadline - time.monotonic())):
-            if time.monotonic() >= deadline:
-                return False
-        return True
+        blocked = threading.Lock(), delivers
+        blocked[0].acquire()
+        self._blocked.append(blocked)  # before the look: whoever completes it looks at these after that
+        try:
+            with self._origin.unlocked() if self._origin is not None else contextlib.nullcontext():
+                while not self.done() and (left_s := deadline - time.monotonic()) > 0:
+                    blocked[0].acquire(timeout=min(_WAIT_S, left_s))
+            return self.done()
+        finally:
+            self._blocked.remove(blocked)
 
     @property
     def _waiters(self) -> list[Any]:
@@ -262,6 +264,8 @@ class Completion(Future[T]):
         with self._condition:
             waiters, self._loop_waiters = self._loop_waiters, []
             callbacks, self._done_callbacks = self._done_callbacks, []
+        for blocked, _ in list(self._blocked):
+            blocked.release()
         for waiter in waiters:
             self._wake(waiter)
         if not callbacks:

@@ -24,7 +24,7 @@ def parameters_of(request: Callable[P, R]) -> Callable[[Callable[[S, R], T]], Ca
 
     Type checkers, `inspect.signature` and `help` show the fields of the dataclass as the method's parameters; those of
     its bases come last, as its own are what most callers need. The ``Attributes:`` of the dataclass and of its bases
-    become the ``Args:`` of the method.
+    become the ``Args:`` of the method. Its ``gone`` are names of options that it had once, with what to do instead.
     """
 
     def decorate(method: Callable[[S, R], T]) -> Callable[Concatenate[S, P], T]:
@@ -61,7 +61,9 @@ def _bound(request: Callable[P, R], name: str, /, *args: P.args, **kwargs: P.kwa
 
         known = _signature(request).parameters
         meant = [like for each in kwargs if each not in known for like in get_close_matches(each, known, 1)]
-        raise TypeError(f"{name}() {exc}{f'. Did you mean {meant[0]!r}?' if meant else ''}") from None
+        hints = [f": {text}" for each, text in getattr(request, "gone", {}).items() if each in kwargs]
+        hints += [f". Did you mean {like!r}?" for like in meant]
+        raise TypeError(f"{name}() {exc}{hints[0] if hints else ''}") from None
     made = request(*args, **kwargs)
     for flag in _flags(request):
         if (value := getattr(made, flag)) not in (True, False):  # a text such as "no" would count as true

@@ -51,6 +51,20 @@ class Origin:
 
     def __init__(self) -> None:
         self._pid = os.getpid()
+        # Reentrant: a signal handler may save while the main thread holds it.
+        self.lock = threading.RLock()
+
+    @contextlib.contextmanager
+    def unlocked(self) -> Iterator[None]:
+        """Free the lock if this thread holds it, as in a signal's handler: it is to wait for what needs the lock."""
+        if not self.lock._is_owned():  # type: ignore[attr-defined]
+            yield
+            return
+        held = self.lock._release_save()  # type: ignore[attr-defined] # as `threading.Condition.wait` does
+        try:
+            yield
+        finally:
+            self.lock._acquire_restore(held)  # type: ignore[attr-defined]
 
     @property
     def is_here(self) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -64,14 +64,27 @@ if TYPE_CHECKING:
     from aiockpt.planning.layout import FileImage
     from aiockpt.saving.handle import SaveHandle
     from aiockpt.storage.base import Storage, Transaction
-    from aiockpt.telemetry.loads import ReadReport
-    from aiockpt.telemetry.progress import OnProgress
+    from aiockpt.telemetry.progress import OnProgress, ReadReport
     from aiockpt.writing.commit import CommitDocuments
 
 _CHUNK_BYTES = 16 << 20
 _CHUNKS = 4
 _MOST_EXPANDED_BYTES = 1 << 30
 _CPU = torch.device("cpu")
+
+
+@contextlib.asynccontextmanager
+async def _aborted_by_an_error(transaction: Transaction) -> AsyncIterator[None]:
+    try:
+        yield
+    except BaseException as exc:
+        error = unwrapped(exc)
+        with anyio.CancelScope(shield=True):
+            try:
+                await transaction.abort()
+            except AiockptError as worse:
+                error.add_note(str(worse))
+        raise error from error.__cause__
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,17 +147,9 @@ class Recoding:
             plan = await run(_plan, index, entries, blobs, values, containers, file_format, self.options.dtype, target)
             report.expect(plan.layout.nbytes)
             transaction = await storage.begin(target, overwrite=self.overwrite, workers=tools.workers)
-            try:
+            async with _aborted_by_an_error(transaction):
                 documents = await run(documents_of, plan, metadata, containers)
                 await self._write(plan, filler, documents, transaction, tools, report)
-            except BaseException as exc:
-                error = unwrapped(exc)
-                with anyio.CancelScope(shield=True):
-                    try:
-                        await transaction.abort()
-                    except AiockptError as worse:
-                        error.add_note(str(worse))
-                raise error from error.__cause__
         finally:
             await run(opened.source.close)
 

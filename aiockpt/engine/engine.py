@@ -9,7 +9,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -33,10 +33,11 @@ from aiockpt.errors import (
     SaveError,
     SaveTimeoutError,
 )
+from aiockpt.planning.base import BaseMemory
 from aiockpt.staging.pool import ArenaCache
 from aiockpt.staging.runtime import current_streams
 from aiockpt.staging.throttle import Throttle
-from aiockpt.telemetry.loads import ReadReport
+from aiockpt.telemetry.progress import ReadReport
 
 if TYPE_CHECKING:
     import torch
@@ -81,6 +82,9 @@ class Engine:
         )
         self.loop = EngineLoop(self.origin, self._fail)
         self._lock = self.queue.lock
+        # Held to start the loop's thread, or to begin to close; never by the main thread: handlers of signals run
+        # there, which may save, or raise what leaves a lock held.
+        self._starting = threading.Lock()
         self._throttle: Throttle | None = None
         if options.staging_window is not None:
             self._throttle = Throttle(options.staging_window, lambda *args: self.loop.post(*args))
@@ -90,6 +94,7 @@ class Engine:
         self._world: CollectiveResources | None = None
         self._calls: weakref.WeakSet[Call[Any]] = weakref.WeakSet()
         self.arenas = ArenaCache()
+        self.base_memory = BaseMemory()
         self.joints: set[Joint] = set()  # transactions that have begun, and whose last step was not submitted
         self._last: SaveJob | None = None
         self._died: BaseException | None = None
@@ -110,41 +115,53 @@ class Engine:
 
     # --- the loop's thread --------------------------------------------------------------------------
 
-    def start(self) -> None:
-        """Start the thread if it doesn't run, without waiting until it is ready."""
-        self.origin.check_process()
-        with self._lock:
-            self._start()
+    def start(self, *, while_closing: bool = False) -> None:
+        """Start the thread if it doesn't run, without waiting until it is ready; not to be called with the lock held.
 
-    def _start(self, *, while_closing: bool = False) -> None:
-        """Start the thread if it doesn't run; with the lock held. ``while_closing``: also after closing has begun.
-
-        Whatever may fail for lack of resources is done here, in the caller's thread: the call fails, and the next one
-        tries again.
+        ``while_closing``: also after closing has begun. Whatever may fail for lack of resources is done within this
+        call: it fails, and the next one tries again.
         """
-        check_threads()
-        if self._closed is not None and (self._is_over or not while_closing):
-            raise CheckpointerClosedError("this checkpointer is closed; make a new one")
-        if self._died is not None:
-            raise AiockptError(f"this checkpointer's thread has failed: {self._died!r}; make a new one") from self._died
+        self.origin.check_process()
+        self._check_open(while_closing)
         if self.loop.thread is not None:
             return
         try:
-            uninterrupted(self._start_loop)
+            uninterrupted(partial(self._start_loop, while_closing))
         except (OSError, ImportError, NoThreadError) as exc:
             raise AiockptError(
                 f"the checkpointer can't start: {exc}. Close files, end threads, or raise the limits (see ulimit), "
                 "and call again"
             ) from exc
 
-    def _start_loop(self) -> None:
-        with contextlib.ExitStack() as stack:
+    def _check_open(self, while_closing: bool) -> None:
+        check_threads()
+        if self._closed is not None and (self._is_over or not while_closing):
+            raise CheckpointerClosedError("this checkpointer is closed; make a new one")
+        if self._died is not None:
+            raise AiockptError(f"this checkpointer's thread has failed: {self._died!r}; make a new one") from self._died
+
+    def _start_loop(self, while_closing: bool) -> None:
+        with self._starting, contextlib.ExitStack() as stack:
+            self._check_open(while_closing)
+            if self.loop.thread is not None:
+                return
             shared = shared_memory(self.options)
             if shared is not None:
                 stack.callback(shared.close)
             self.loop.start(partial(self._main, shared))
             stack.pop_all()
         _live.add(self)
+
+    @contextlib.contextmanager
+    def _running(self, *, while_closing: bool = False) -> Iterator[None]:
+        """Hold the lock once the thread runs; start it if it doesn't."""
+        while True:
+            self.start(while_closing=while_closing)
+            with self._lock:
+                self._check_open(while_closing)
+                if self.loop.thread is not None:  # else it has gone to rest since
+                    yield
+                    return
 
     async def _main(self, shared: SharedMemory | None) -> None:
         self._stop = stop = anyio.Event()
@@ -239,11 +256,10 @@ class Engine:
 
     def submit(self, job: SaveJob) -> None:
         """Queue a save. Raise the error of an earlier save that was not awaited, or that the engine is closed."""
-        with self._lock:  # saves get their places in the queue, the throttle and the loop in one order
+        with self._running():  # saves get their places in the queue, the throttle and the loop in one order
             is_joint = job.spec.is_part or job.spec.joint is not None  # then its transaction has passed these
             if not is_joint:
                 self.queue.raise_unreported()
-            self._start()
             if self.leads and not is_joint:
                 self.queue.supersede(job.path)
             if self._throttle is not None:
@@ -254,11 +270,8 @@ class Engine:
 
     def refuse(self, job: SaveJob) -> None:
         """Queue a save that only informs the other ranks why this one does not take part."""
-        if not self.origin.is_here:
-            return
-        with self._lock:
-            if self._closed is None and self._died is None:
-                self._start()
+        if self.is_open:
+            with self._running():
                 self._enqueue(job)
 
     def _enqueue(self, job: SaveJob) -> None:
@@ -324,11 +337,15 @@ class Engine:
             self.origin,
             lambda *args: self.loop.post(*args),
         )
-        with self._lock:
-            # Closing waits for hooks and observers: what they ask for is still done.
-            self._start(while_closing=self.origin.is_served_here)
-            self._calls.add(call)
-            self.loop.post(lambda: self._tasks.start_soon(self._run_call, call), call)
+        # Closing waits for hooks and observers: what they ask for is still done.
+        with self._running(while_closing=self.origin.is_served_here):
+            try:
+                self._calls.add(call)
+                self.loop.post(lambda: self._tasks.start_soon(self._run_call, call), call)
+            except BaseException:  # of a signal's handler: closing must not wait for what may never begin
+                self._calls.discard(call)
+                call.cancel()
+                raise
         return call
 
     def start_behind(self, function: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -361,27 +378,28 @@ class Engine:
             closed._settle(None)
             return closed
         self.origin.check("closing")
-        has_no_thread = False
-        with self._lock:
-            if self._closed is not None:
-                return self._closed
-            if self.loop.thread is None:
-                closed._settle(None)
-            else:
-                try:
-                    uninterrupted(lambda: self._start_closer(closed))
-                except NoThreadError:
-                    has_no_thread = True
-            self._closed = closed
-        if has_no_thread:
-            logger.warning("no thread can be started to close the checkpointer, so this one blocks until it is closed")
-            self._finish(closed)
+        with self.origin.unlocked():
+            has_begun = uninterrupted(partial(self._start_closer, closed))
+        if has_begun:
+            return self._closed or closed
+        logger.warning("no thread can be started to close the checkpointer, so this one blocks until it is closed")
+        self._finish(closed)
         return closed
 
-    def _start_closer(self, closed: Completion[None]) -> None:
-        closer = threading.Thread(target=self._finish, args=(closed,), name="aiockpt-close", daemon=True)
-        start_thread(closer)
-        self._closer, self._closed = closer, closed
+    def _start_closer(self, closed: Completion[None]) -> bool:
+        """Begin to close, unless that has begun; return whether there is a thread for it."""
+        with self._starting, self._lock:
+            if self._closed is not None:
+                return True
+            self._closed = closed
+            if self.loop.thread is None:
+                closed._settle(None)
+                return True
+            closer = threading.Thread(target=self._finish, args=(closed,), name="aiockpt-close", daemon=True)
+            with contextlib.suppress(NoThreadError):
+                start_thread(closer)
+                self._closer = closer
+            return self._closer is not None
 
     def join(self) -> None:
         """Wait for the thread that closes the engine, which has nothing left to do once `close` has completed."""
@@ -459,9 +477,9 @@ class Engine:
 
         The garbage collector calls this in any thread, at any point: it takes no lock and never blocks.
         """
+        self._is_orphan = True  # which the loop checks as it begins, if it hasn't yet
         if not self.origin.is_here or self.loop.thread is None or self._closed is not None:
             return
-        self._is_orphan = True  # which the loop checks as it begins, if it hasn't yet
         self.loop.post_without_lock(self._end_if_orphan)
         warnings.warn(
             f"unclosed {what}: leave it by `with` or `async with`, or close it; what is in flight is finished",

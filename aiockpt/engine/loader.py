@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     from aiockpt.reading.reader import CheckpointReader, SyncCheckpointReader
     from aiockpt.storage.base import Storage
     from aiockpt.storage.registry import Storages
-    from aiockpt.telemetry.loads import ReadReport
-    from aiockpt.telemetry.progress import OnProgress
+    from aiockpt.telemetry.progress import OnProgress, ReadReport
     from aiockpt.telemetry.verification import VerifyReport
 
 
@@ -118,7 +117,7 @@ class Loader:
         gathering = self._gathering(request)
         if gathering is None:
             alone = self._checked(request, storage, report, together=False)
-            call = self._engine.call(alone.run, f"load {os.fspath(request.path)}")
+            call = self._engine.call(partial(self._run_alone, alone, report.path), f"load {os.fspath(request.path)}")
             return Loading(call, request.missing, lambda _: None, self._handing_over, report)
         if self._is_handing_over:
             raise LoadError(
@@ -134,6 +133,11 @@ class Loader:
             lambda tools: load_together(gathering, self._turn, partial(load.run, tools)), gathering.what
         )
         return Loading(call, request.missing, partial(self._conclude, gathering), self._handing_over, report)
+
+    async def _run_alone(self, load: CheckpointLoad, path: str, tools: LoadTools) -> Filled:
+        filled = await load.run(tools)
+        self._engine.base_memory.restored(path)
+        return filled
 
     def _conclude(self, gathering: Gathering, error: BaseException | None) -> Call[None] | None:
         """Report to the other ranks how the ``load_state_dict`` calls went, if there were any."""

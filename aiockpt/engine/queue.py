@@ -81,8 +81,7 @@ class SaveQueue:
         self._reports = reports  # get the outcome of each save
         # Weak: an error leads to the frames that it passed, which may hold the checkpointer and keep it alive.
         self._failures = weakref.ref(failures)
-        # Guards everything. Reentrant: a signal handler may save, and outcomes are recorded, while it is held.
-        self.lock = threading.RLock()
+        self.lock = origin.lock  # guards everything
         self._idle = threading.Condition(self.lock)
         self._on_busy = on_busy
         self._most = most  # saves in flight before the checkpointer is busy
@@ -252,9 +251,9 @@ class SaveQueue:
                 # A caller that cancelled the save knows already; one that waits for it is about to receive the error.
                 is_reported = self._on_failure == "warn" or job.handle.observed
                 if is_reported or error is None or outcome_of(error) != "failed":
-                    self._unreported.remove(job)
+                    self.mark_reported(job)
                 elif not any(future.expected for future in job.handle):
-                    self._unreported.remove(job)
+                    self.mark_reported(job)
                     error.add_note(f"(this is the failure of the earlier save to {job.path}, which nobody awaited)")
                     raise error
 

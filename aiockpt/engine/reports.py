@@ -11,8 +11,9 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from aiockpt.core.threads import DaemonThreads, Duty, Origin
-from aiockpt.telemetry.loads import LoadResult, ReadReport
+from aiockpt.telemetry.loads import LoadResult
 from aiockpt.telemetry.observer import CallEvent, Observer, SaveEvent
+from aiockpt.telemetry.progress import ReadReport
 
 if TYPE_CHECKING:
     from aiockpt.saving.job import SaveJob
@@ -85,11 +86,9 @@ class Reports:
         result: MirrorResult | None,
         error: BaseException | None,
         backlog: MirrorBacklog,
-        *,
-        is_replica: bool,
     ) -> None:
         def call(observer: Observer, event: CallEvent) -> None:
-            (observer.replicated if is_replica else observer.mirrored)(event, result, backlog)
+            observer.mirrored(event, result, backlog)
 
         self._tell(call, CallEvent(path, time.time(), elapsed_s, error))
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import aiockpt.saving.pipeline  # noqa: F401 - what runs the save, imported before the engine's thread wants it
 from aiockpt.core.gc_pause import gc_pause
+from aiockpt.core.importing import importing
 from aiockpt.core.parameters import outer_stacklevel
 from aiockpt.core.spans import Span
 from aiockpt.core.wording import a
@@ -25,12 +26,14 @@ from aiockpt.errors import (
     SaveSkippedError,
     WriteError,
 )
+from aiockpt.format.hashes import require_hash
 from aiockpt.format.item.objects import needed_for
 from aiockpt.format.manifest.manifest import JsonValue, check_user_metadata
 from aiockpt.format.names import COMMON_NAME, CONFIG_NAME, SUFFIX
 from aiockpt.format.recognise import TORCH_SUFFIXES, is_mark
 from aiockpt.format.transforms.zstd import choose_compression
-from aiockpt.options import Path, Replicas, SaveFormat, Validation, check_choice
+from aiockpt.options import Base, Path, Replicas, SaveFormat, Validation, check_choice
+from aiockpt.planning.base import DeltaSpec
 from aiockpt.planning.dcp_plan import DcpFormat
 from aiockpt.planning.flatten import NameMemo
 from aiockpt.planning.safetensors_plan import SafetensorsFormat
@@ -203,6 +206,7 @@ class Submitter:
         check = storage.check_repository if format == "safetensors" else storage.check
         self._check_path(check, where, fallback, overwrite=request.overwrite)
         self._check_transforms(request, format)
+        delta = self._delta(request, format, storage, together=together)
         if together or self._options.process_writer is not None:
             shared_storage(storage)
         if self._options.process_writer is not None:
@@ -247,6 +251,7 @@ class Submitter:
             post_commit=request.post_commit,
             compression=None if compress is None else choose_compression(compress, names, snapshot.tensors),
             transforms=self._transforms,
+            delta=delta,
             warn_only=self._options.warn_only,
             fallback=fallback,
             fallback_storage=place,
@@ -338,6 +343,43 @@ class Submitter:
         if format != "dcp" and (request.compress is not None or self._transforms):
             what = "transforms" if self._transforms else "compress"
             raise ValueError(f"{what} is for format='dcp'; {format} files hold tensors as they are")
+
+    def _delta(self, request: SaveRequest, format: SaveFormat, storage: Storage, *, together: bool) -> DeltaSpec | None:
+        """Return how hashes are kept, and upon what the save is based; raise SaveError if that is not possible here."""
+        if request.base is None and not request.hashes:
+            return None
+        base = request.base if isinstance(request.base, Base) or request.base is None else Base(request.base)
+        options, what = self._options, "hashes=True" if base is None else "base="
+        is_encoded, has_hints = request.compress is not None or bool(self._transforms), bool(request.separation_hint)
+        refused = {
+            f"format={format!r}: save with format='dcp'": format != "dcp",
+            "compress= or transforms=, whose items are stored in another form": is_encoded,
+            "several ranks: save with process_group=None on one rank": together,
+            "writer='process': save with writer='thread'": options.process_writer is not None,
+        }
+        if base is not None:
+            kind = type(storage).__name__
+            refused |= {
+                f"{kind}, whose checkpoints share no files: save to a file system": not storage.traits.adopts,
+                "separation_hint=: what changes and what does not go to different files": has_hints,
+                "fallback_path=, where there may be no file to share": options.fallback_path is not None,
+            }
+        for why in [why for why, holds in refused.items() if holds]:
+            raise SaveError(f"{what} can't be used with {why}")
+        new_hash = require_hash()
+        with importing():
+            import aiockpt.saving.delta  # noqa: F401 - as above
+        memory = self._engine.base_memory
+        if base is None:
+            return DeltaSpec(new_hash, memory)
+        if base.path == "auto":
+            return DeltaSpec(new_hash, memory, is_auto=True, full_every=base.full_every)
+        its_storage, path = self._storages.of(base.path, request.storage, request.storage_options)
+        if its_storage is not storage:
+            raise SaveError(
+                f"base={path!r} is in another storage than the checkpoint: save beside it, or with base=None"
+            )
+        return DeltaSpec(new_hash, memory, path, full_every=base.full_every)
 
 
 def check_portable(*tools: Storage | Transform) -> None:

@@ -114,8 +114,7 @@ class AiockptCheckpointManager(_Base):
             _titan.DATALOADER: dataloader,
             _titan.LR_SCHEDULER: lr_schedulers,
         }
-        self.sd_adapter = sd_adapter
-        self._config = config
+        self.sd_adapter, self._config = sd_adapter, config
         self._flying: SaveHandle | None = None
         self.run = SyncCheckpointManager(
             self.folder,
@@ -126,12 +125,16 @@ class AiockptCheckpointManager(_Base):
             lock=False,  # torchtitan's restarts see to it that one job writes
             **{"idle_timeout": IDLE_S, **config.checkpointer},
         )
-        self._guards: list[StepGuard] = []
-        # Of all: a step of the container announces what the inner steps change.
+        self._guards = self._guards_of(optimizers)
+        logger.info("checkpoints are loaded from and saved to %s", self.folder)
+
+    def _guards_of(self, optimizers: Any) -> list[StepGuard]:
+        """Guard all optimizers: a step of the container announces what the inner steps change."""
+        guards: list[StepGuard] = []
         for optimizer in (optimizers, *getattr(optimizers, "optimizers", ())):
             with contextlib.suppress(TypeError):  # its steps call no hooks: the trainer waits
-                self._guards.append(self.run.checkpointer.guard(optimizer))
-        logger.info("checkpoints are loaded from and saved to %s", self.folder)
+                guards.append(self.run.checkpointer.guard(optimizer))
+        return guards
 
     # --- saving -------------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from aiockpt.core.futures import Completion
+from aiockpt.core.importing import importing
 from aiockpt.core.parameters import outer_stacklevel, parameters_of
 from aiockpt.core.threads import has_loop, in_thread, start_thread, uninterrupted
 from aiockpt.core.wording import time_text
@@ -30,8 +31,6 @@ from aiockpt.errors import (
     SaveError,
     printable_key,
 )
-from aiockpt.manager.disks import RunDisks
-from aiockpt.manager.mirror import Mirror, MirrorSettings, Tier
 from aiockpt.manager.policies import (
     Mode,
     SavePolicy,
@@ -45,25 +44,31 @@ from aiockpt.manager.policies import (
     split,
 )
 from aiockpt.manager.preemption import Answer, Asked, LastSaveRequests, Pace, decide
-from aiockpt.manager.replicas import ReplicaCopies, ReplicaWatch, replicas_of, sources_of
 from aiockpt.manager.requests import (
     ManagerOptions,
+    Mirror,
     Restored,
     RestoreRequest,
     StepRequest,
     check_metadata,
     check_metrics,
     check_step,
+    mirror_of,
 )
 from aiockpt.manager.restoring import Restore
 from aiockpt.manager.retention import Retention
 from aiockpt.manager.scan import RUN_KEY, StepInfo, StepNames
+from aiockpt.manager.tiers import Tier
 from aiockpt.options import CheckpointerOptions, SaveOptions
 from aiockpt.planning.filters import recorded
 from aiockpt.storage.base import room_coming
 from aiockpt.telemetry.card import size_text
 
 if TYPE_CHECKING:
+    from aiockpt.core.futures import Call
+    from aiockpt.manager.disks import RunDisks
+    from aiockpt.manager.mirror import MirrorCopier
+    from aiockpt.manager.ports import CheckpointerPort
     from aiockpt.saving.handle import SaveHandle
     from aiockpt.storage.base import RunLease, Storage
     from aiockpt.telemetry.mirrors import MirrorBacklog
@@ -87,6 +92,7 @@ class ManagerBase:
 
     _kind: type[CheckpointerBase] = CheckpointerBase
     _suspends: bool
+    _port_of: Callable[[Any], CheckpointerPort]
 
     @parameters_of(ManagerOptions)
     def __init__(self, options: ManagerOptions) -> None:
@@ -100,42 +106,37 @@ class ManagerBase:
         self._owns_checkpointer = options.checkpointer is None
         self._checkpointer = _checkpointer_of(options, self._kind)
         in_force = self._checkpointer._options
+        if options.own_disks and options.base is not None:
+            raise ValueError(
+                "base and own_disks=True can't be used together: several ranks save whole steps; leave base out"
+            )
         if options.own_disks and in_force.fallback_path is not None:
             raise ValueError(
                 "fallback_path and own_disks=True can't be used together: hosts serve each other the directory of the "
                 "run, and no other; leave fallback_path out, and pass mirror= for a second place"
             )
+        self._port = self._port_of(self._checkpointer)
         self._access = EngineAccess(self._checkpointer)
         self._storage, self.directory = self._access.locate(options.directory)
         self.writes = options.mode == "write"
-        self._replicas = self._check_replicas(options)
-        replica_directory = options.replica_directory and self._access.locate(options.replica_directory)[1]
-        self._disks = (
-            RunDisks(self._storage, self.directory, self._access, replica_directory or "")
-            if options.own_disks
-            else None
-        )
-        if self._disks is not None:
-            self._storage = self._disks.storage
         self._names = StepNames(options.names)
+        self._disks: RunDisks | None = None
+        if options.own_disks:
+            with importing():
+                from aiockpt.manager.disks import RunDisks
+
+            self._disks = RunDisks(self._storage, self.directory, self._names, self._access)
+            self._storage = self._disks.storage
         self._locks = self.writes and options.lock
         self._must_exist = not (self.writes or options.missing_ok)
         self._filters = {"include": options.include, "exclude": options.exclude}
+        self._base = options.base
         self._tier = Tier(self._storage, self.directory, self._names)
         self._scanner = self._tier.scanner
-        self._mirror_tier = self._mirror_of(options)  # on all ranks
-        self._mirror: Mirror | None = None  # of the rank that copies
-        self._behind: list[Mirror] = []  # this one, and what this rank does for replicas
-        self._replica_watch: ReplicaWatch | None = None  # of rank 0
-        self._mirror_timeout_s, self._is_ephemeral = options.mirror_timeout, options.mirror_ephemeral
-        self._mirror_settings = MirrorSettings(
-            self._keep,
-            self._keep if options.mirror_keep is None else as_policy(options.mirror_keep),
-            options.mirror_every,
-            options.mirror_bandwidth,
-            options.mirror_required,
-            options.lock,
-        )
+        mirror = mirror_of(options)
+        self._mirror_tier = None if mirror is None else self._tier_of(mirror)  # on all ranks
+        self._mirror: MirrorCopier | None = None  # of the rank that copies
+        self._mirror_options = mirror
         self._drain_s = min(in_force.drain_timeout, threading.TIMEOUT_MAX)  # locks refuse infinity
         self._retention = Retention(self._tier.new_scanner(), self._keep, options.on_written, self._storage)
         self._requests = LastSaveRequests()
@@ -157,44 +158,26 @@ class ManagerBase:
         self._pace = Pace()
         self._calls_left = 1  # until the next exchange with the other ranks
 
-    def _mirror_of(self, options: ManagerOptions) -> Tier | None:
-        """Return the mirror; check its options."""
-        if options.mirror is None:
-            given = [each for each in fields(options) if each.name.startswith("mirror_")]
-            if wrong := [each.name for each in given if getattr(options, each.name) != each.default]:
-                raise ValueError(f"{', '.join(wrong)}: these are for a mirror: pass mirror= as well")
-            return None
-        if options.mirror_every is not None and not isinstance(options.mirror_every, SavePolicy):
-            raise TypeError(f"mirror_every must be a policy such as EverySteps(100), not {options.mirror_every!r}")
-        if options.mirror_bandwidth is not None and not options.mirror_bandwidth > 0:
-            raise ValueError(
-                f"mirror_bandwidth must be positive, in bytes per second, not {options.mirror_bandwidth!r}"
-            )
-        if not options.mirror_timeout > 0:
-            raise ValueError(f"mirror_timeout must be positive, not {options.mirror_timeout!r}")
-        storage, directory = self._access.locate_by_path(options.mirror)
+    def _tier_of(self, mirror: Mirror) -> Tier:
+        with importing():
+            from aiockpt.manager import mirror as _  # noqa: F401 - for what copies, in the caller's thread
+        storage, directory = self._access.locate_by_path(mirror.directory)
         if f"{directory}/".startswith(f"{self.directory}/") or f"{self.directory}/".startswith(f"{directory}/"):
             raise ValueError(f"mirror is {directory}, and the run {self.directory}: one must not be in the other")
         return Tier(storage, directory, self._names)
 
-    @staticmethod
-    def _check_replicas(options: ManagerOptions) -> MirrorSettings | None:
-        """Return the settings of replicas, or None without; check the options."""
-        limit = options.replica_bandwidth
-        if options.replicas not in (0, 1):
-            raise ValueError(f"replicas must be 0 or 1, not {options.replicas!r}")
-        if limit is not None and not limit > 0:
-            raise ValueError(f"replica_bandwidth must be positive, in bytes per second, not {limit!r}")
-        if not options.own_disks and (options.replicas or options.replica_directory):
-            raise ValueError("replicas are for hosts with disks of their own: pass own_disks=True as well")
-        return MirrorSettings(bytes_per_s=limit, locks=options.lock) if options.replicas else None
+    @property
+    def _mirror_patience_s(self) -> float:
+        return 0.0 if self._mirror_options is None else self._mirror_options.timeout
+
+    def _copier_of(self, mirror: Mirror, tier: Tier) -> MirrorCopier:
+        from aiockpt.manager.mirror import MirrorCopier, MirrorSettings  # imported already, since there is a mirror
+
+        keep = self._keep if mirror.keep is None else as_policy(mirror.keep)
+        settings = MirrorSettings(self._keep, keep, mirror.every, mirror.bandwidth, mirror.required, self._locks)
+        return MirrorCopier(self._tier, tier, settings, self._access.reports, self._retention)
 
     # --- waiting, and what rank 0 does for all ranks ----------------------------------------------------------
-
-    async def _call(self, method: str, *args: object, **options: object) -> Any:
-        """Call a method of the checkpointer, and wait for its result."""
-        result = getattr(self._checkpointer, method)(*args, **options)
-        return await result if self._suspends else result
 
     def _storage_at(self, *, is_mirror: bool) -> Storage:
         """Return the storage of the run's directory, or of its mirror."""
@@ -203,19 +186,24 @@ class ManagerBase:
             raise RuntimeError("there is no mirror")
         return tier.storage
 
-    async def _inspect(self, path: str, storage: Storage) -> Mapping[str, Any]:
-        """Open a checkpoint, which checks its structure and the sizes of its files; return the info of each key."""
-        reader: Any = self._checkpointer.open(path, storage=storage)  # type: ignore[attr-defined] # both checkpointers have it
-        if self._suspends:
-            async with reader:
-                return dict(reader)
-        with reader:
-            return dict(reader)
-
     async def _agree(self, what: str, value: object, decide: Callable[[Sequence[Any]], T]) -> T:
         """Agree with the other ranks; see `EngineAccess.agree`."""
-        call = self._access.agree(what, value, decide)
-        return await call.wait() if self._suspends else call.result()
+        call, received = self._asked(what, value, decide)
+        return received(await call.wait() if self._suspends else call.result())
+
+    def _agree_now(self, what: str, value: object, decide: Callable[[Sequence[Any]], T]) -> T:
+        """Do as `_agree`, blocking."""
+        call, received = self._asked(what, value, decide)
+        return received(call.result())
+
+    def _asked(
+        self, what: str, value: object, decide: Callable[[Sequence[Any]], T]
+    ) -> tuple[Call[Any], Callable[[Any], T]]:
+        """Begin a round; return it, and what makes the value of the reply. It carries changes of the hosts' disks."""
+        disks = self._disks
+        if disks is None:
+            return self._access.agree(what, value, decide), lambda reply: reply
+        return self._access.agree(what, disks.sent(value), partial(disks.decided, decide)), disks.received
 
     async def _run(self, function: Callable[..., T], *args: object) -> T:
         """Call a function that blocks. A task that is cancelled leaves it behind, in its thread."""
@@ -226,13 +214,16 @@ class ManagerBase:
         """Whether this is rank 0, which decides, or there are no other ranks."""
         return self._access.leads
 
-    async def _led(self, what: str, work: Callable[[], Awaitable[T]]) -> T:
-        """Do something on rank 0 alone; its result, or its error, is that of all ranks."""
+    async def _led(self, what: str, work: Callable[[], Awaitable[T]], *, on_each_host: bool = False) -> T:
+        """Do something on rank 0 alone; its result, or its error, is that of all ranks.
+
+        ``on_each_host``: hosts with disks of their own do it too, each on its own; an error of one is that of all.
+        """
         if self._access.world_size == 1:
             return await work()
         value: T | BaseException | None = None
         error: BaseException | None = None
-        if self.leads:
+        if self.leads or (on_each_host and self._disks is not None and self._disks.serves):
             try:
                 value = await work()
             except BaseException as exc:  # raised below, once the other ranks have been notified
@@ -257,43 +248,15 @@ class ManagerBase:
             return
         if self._disks is not None:
             await self._run(partial(self._disks.meet, make=self.writes))
-            if self.writes and self._replicas is not None and len(self._disks.storage.disks) == 1:
-                raise AiockptError(
-                    f"replicas=1: all ranks of {self.directory} have the same disk, and there is no other host to copy "
-                    "it to: start ranks on two hosts or more, each with a disk of its own there, or pass replicas=0"
-                )
         if self.writes:
-            await self._led(f"the lock of {self.directory}", self._take_lock)
-        if self.writes and self.leads and self._mirror_tier is not None:
-            self._mirror = Mirror(
-                self._tier, self._mirror_tier, self._mirror_settings, self._access.reports, self._retention
-            )
-            self._start_behind(self._mirror)
-        if self.writes and self._disks is not None and self._replicas is not None:
-            self._start_replicas(self._disks, self._replicas)
+            await self._led(f"the lock of {self.directory}", self._take_lock, on_each_host=True)
+        if self.writes and self._disks is not None:
+            await self._led(f"what is left in {self.directory}", partial(self._delete_torn, self._disks))
+        if self.writes and self.leads and self._mirror_tier is not None and self._mirror_options is not None:
+            self._mirror = self._copier_of(self._mirror_options, self._mirror_tier)
+            self._retention.attach(self._mirror)
+            self._mirror.poke()  # what an earlier manager has left
         self._is_open = True
-
-    def _start_replicas(self, disks: RunDisks, settings: MirrorSettings) -> None:
-        """Copy another disk's files if this rank serves its own; on rank 0, find out what all have copied."""
-        runs = {each.id: Tier(each.storage, self.directory, self._names, disk=each.id) for each in disks.storage.disks}
-        sources, directory, reports = sources_of(runs), disks.replica_directory, self._access.reports
-        if disks.serves:
-            own = disks.storage.own.id
-            source = next(each for each in disks.storage.disks if each.id == sources[own])
-            copies = ReplicaCopies(
-                runs[source.id], runs[own], directory, settings, reports, disks.own_damage, str(source)
-            )
-            self._start_behind(copies)
-        if self.leads:
-            there = Tier(self._storage, directory, self._names)
-            replicas = [replicas_of(runs[source], runs[disk].storage, directory) for disk, source in sources.items()]
-            self._replica_watch = ReplicaWatch(self._tier, there, replicas, reports, self._retention, disks.damage)
-            self._start_behind(self._replica_watch)
-
-    def _start_behind(self, mirror: Mirror) -> None:
-        self._behind.append(mirror)
-        self._retention.attach(mirror)
-        mirror.poke()  # what an earlier manager has left
 
     async def _take_lock(self) -> None:
         if self._locks and self._lock is None:  # else it was taken, and what follows was interrupted
@@ -306,11 +269,11 @@ class ManagerBase:
                     f"the run {self.directory} can't be locked: {exc}; to only read it, pass mode='read'"
                 ) from exc
         try:
-            await self._call("clean", self.directory, storage=self._storage)
+            await self._port.clean(self.directory, self._storage)
         except AiockptError as exc:  # orphans cost space, no more
             logger.warning("can't look for what killed processes have left in %s: %s", self.directory, exc)
         with contextlib.suppress(OSError):  # a restore raises it
-            latest = await self._run(self._scanner.latest)
+            latest = await self._run(self._scanner.latest) if self.leads else None
             self._run_id = self._run_id or (latest.run_id if latest is not None else "")
         deadline = time.monotonic() + _WRITER_S
         while await self._run(self._is_finishing):  # else its step would appear after the restore
@@ -318,6 +281,28 @@ class ManagerBase:
                 logger.warning("a writer process of a killed trainer still writes to %s", self.directory)
                 break
             await self._run(time.sleep, _WRITER_POLL_S)
+
+    async def _delete_torn(self, disks: RunDisks) -> None:
+        """Delete what was published, or deleted, on some disks only."""
+        try:
+            torn = await self._run(disks.delete_torn)
+        except (OSError, AiockptError) as exc:  # it costs space, no more
+            logger.warning("can't look for what killed processes have left on all disks: %s", exc)
+        else:
+            if torn:
+                logger.info("%s: not all hosts have published these, or had deleted them", ", ".join(torn))
+
+    async def _settle_disks(self, *, renames: bool) -> None:
+        """Wait until all hosts have renamed, or deleted, what rank 0 has decided on; raise DeleteError if one can't."""
+        disks = self._disks
+        if disks is None:
+            return
+        left = 1
+        while left:
+            await self._run(disks.wait)
+            left = await self._agree(
+                f"the changes of {self.directory}", None, lambda _: disks.storage.changes.left(renames=renames)
+            )
 
     def _lock_run(self) -> None:
         self._lock = self._storage.lease(self.directory)
@@ -377,20 +362,19 @@ class ManagerBase:
 
     def _finish_mirror(self) -> None:
         """Wait for the saves in flight, and until they are mirrored, for `drain_timeout` at most; then stop that."""
-        if not self._behind or self._retention.has_ended:
+        mirror = self._mirror
+        if mirror is None or self._retention.has_ended:
             return
         deadline = time.monotonic() + self._drain_s
-        with contextlib.ExitStack() as stack:
-            for mirror in self._behind:
-                stack.callback(mirror.close)
+        with contextlib.closing(mirror):
             self._wait(self._retention.finished(), self._drain_s)
-            for mirror, left in [(mirror, mirror.finish()) for mirror in self._behind]:
-                if left is not None:
-                    left_s = max(0.0, deadline - time.monotonic())
-                    self._wait(left, min(_QUIET_S, left_s))
-                    if not left.done() and not self._hurry.done() and left_s > _QUIET_S:
-                        mirror.log_wait(left_s - _QUIET_S)
-                        self._wait(left, left_s - _QUIET_S)
+            left = mirror.finish()
+            if left is not None:
+                left_s = max(0.0, deadline - time.monotonic())
+                self._wait(left, min(_QUIET_S, left_s))
+                if not left.done() and not self._hurry.done() and left_s > _QUIET_S:
+                    mirror.log_wait(left_s - _QUIET_S)
+                    self._wait(left, left_s - _QUIET_S)
 
     def _end(self) -> None:
         """End the deletions, and let others write to the run. Blocks; idempotent."""
@@ -455,7 +439,7 @@ class ManagerBase:
                 value = self._found(look)
             except OSError as exc:
                 value = exc
-        found: T = self._access.agree(f"the steps of {self.directory}", value, of_rank_0).result()
+        found: T = self._agree_now(f"the steps of {self.directory}", value, of_rank_0)
         return found
 
     def steps(self) -> list[int]:
@@ -519,6 +503,7 @@ class ManagerBase:
             self._retention.restored(restored.step)
             if discard_later:
                 await self._led("the later steps", partial(self._run, self._discard, restored.step))
+                await self._settle_disks(renames=False)
             elif discard_later is None and step != "latest" and self.writes and self.leads:
                 infos = await self._run(partial(self._scanner.scan, lenient=True))
                 latest = max((info.step for info in infos if info.state == "complete"), default=0)
@@ -533,11 +518,15 @@ class ManagerBase:
 
     def _discard(self, after: int) -> None:
         """Delete the steps after one, first from the mirror: else a restart would take them from there."""
+        with contextlib.nullcontext() if self._disks is None else self._disks.storage.changes.in_order():
+            self._discard_everywhere(after)
+
+    def _discard_everywhere(self, after: int) -> None:
         if self._mirror is None:
             self._retention.discard(after)
             return
         try:
-            self._mirror.discard(after, self._mirror_timeout_s)
+            self._mirror.discard(after, self._mirror_patience_s)
         except AiockptError as exc:
             raise DeleteError(f"step {after} was restored, but the mirror has later ones: {exc}") from exc
         else:
@@ -552,11 +541,6 @@ class ManagerBase:
         Does not block.
         """
         return None if self._mirror is None else self._mirror.backlog
-
-    @property
-    def replica_backlog(self) -> MirrorBacklog | None:
-        """The steps that are not replicated yet, as `mirror_backlog`; None without replicas, or not on rank 0."""
-        return None if self._replica_watch is None else self._replica_watch.backlog
 
     # --- saving -------------------------------------------------------------------------------------------------
 
@@ -574,7 +558,7 @@ class ManagerBase:
             return saved
         # The last save is neither skipped nor superseded: whatever on_busy says, it waits for its turn.
         if is_last or self._checkpointer._options.on_busy == "wait":
-            await self._call("ready")
+            await self._port.ready()
         while is_last and (failure := self._access.take_failure()) is not None:  # else `start` raises it
             logger.error("an earlier save has failed, and the last one is begun all the same", exc_info=failure)
         if self._lock is not None:
@@ -590,6 +574,7 @@ class ManagerBase:
         options = {each.name: getattr(request, each.name) for each in fields(SaveOptions)} | {"metadata": metadata}
         filters = {name: rule if options[name] is None else options[name] for name, rule in self._filters.items()}
         options |= filters
+        options["base"] = self._base if request.base is None else request.base
         if known := recorded(**filters):
             metadata[RUN_KEY]["filters"] = known
         if self._disks is not None:
@@ -605,8 +590,6 @@ class ManagerBase:
             self._last_began = time.monotonic()
         if self._mirror is not None:
             handle._follow_mirror(self._mirror.promises.make(step, handle, now))
-        if self._replica_watch is not None:
-            handle._follow_replicas(self._replica_watch.promises.make(step, handle, now))
         self._retention.follow(handle, step, prunes=self.leads)
         self._begun = step, handle
         return handle
@@ -685,14 +668,14 @@ class ManagerBase:
         answer = partial(decide, is_due=by_facts, expected_s=expected_s, calls=calls)
         if is_alone:
             return answer([mine])
-        agreed = self._access.agree(f"the next save of {self.directory}", mine, answer).result()
+        agreed = self._agree_now(f"the next save of {self.directory}", mine, answer)
         if self.leads:
             self._pace.end(time.monotonic() - began)
         return agreed
 
     def _expected_s(self) -> float:
         """Return the expected seconds until a save that begins now would survive what is announced."""
-        mirror = self._mirror if self._is_ephemeral else None
+        mirror = self._mirror if self._mirror_options is not None and self._mirror_options.ephemeral else None
         return self._retention.expected_s() + (0.0 if mirror is None else mirror.expected_s())
 
     @property

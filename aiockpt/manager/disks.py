@@ -1,7 +1,8 @@
 """The disks of a run whose hosts have one each: they meet when the run is opened, by two rounds of all ranks.
 
-In the first, the ranks exchange the ids of their disks; the lowest rank of each disk then serves it. In the second,
-they get the addresses of these servers. After that no round is needed to list, read, publish or delete.
+In the first, the ranks exchange the ids of their disks; the lowest rank of each disk then serves it to the other hosts,
+for reading. In the second, they get the addresses of these servers. From then on, each round of all ranks also carries
+what is to be deleted or renamed.
 """
 
 from __future__ import annotations
@@ -9,105 +10,146 @@ from __future__ import annotations
 import secrets
 import socket
 import weakref
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from aiockpt.manager.replicas import sources_of
-from aiockpt.manager.tiers import replicas_directory, replicated_disks
+from aiockpt.saving import hosts as _hosts  # noqa: F401 - which saves import in a thread else
 from aiockpt.storage.base import shared_storage
 from aiockpt.storage.hosts import Disk, HostDisks
-from aiockpt.storage.remote_disk import DiskEndpoint, RemoteDisk
-from aiockpt.storage.remote_server import DiskServer
+from aiockpt.storage.peers import PeerDisk, PeerServer
 
 if TYPE_CHECKING:
+    from aiockpt.coordination.link import Endpoint
     from aiockpt.engine.facade import EngineAccess
+    from aiockpt.manager.scan import StepNames
     from aiockpt.storage.base import Storage
+    from aiockpt.storage.host_changes import HostChange, HostReport
+
+T = TypeVar("T")
 
 _ID_BYTES = 16
 _END_S = 5.0
 
 
+class _RankDisk(NamedTuple):
+    """The disk of a rank."""
+
+    id: str
+    host: str
+
+
+class _RoundMessage(NamedTuple):
+    """A rank's message in a round of the manager."""
+
+    value: Any
+    reports: list[HostReport]
+
+
+class _RoundReply(NamedTuple):
+    """Rank 0's reply."""
+
+    value: Any
+    due: list[HostChange]
+
+
 class RunDisks:
-    """This host's disk, and the way to the others. Its methods block.
+    """This host's disk, and the way to the others.
 
     Attributes:
         storage: all disks as one; the own one alone until they have met.
-        replica_directory: where each host has replicas of other disks, by the ids of these.
-        own_damage: what this host can't copy; see `ReplicaCopies`.
     """
 
-    def __init__(self, own: Storage, directory: str, access: EngineAccess, replica_directory: str = "") -> None:
-        self.replica_directory = replicas_directory(own, directory, replica_directory)
-        self._own, self._directory, self._access = shared_storage(own), directory, access
+    def __init__(self, own: Storage, directory: str, names: StepNames, access: EngineAccess) -> None:
+        self._own, self._directory, self._names, self._access = shared_storage(own), directory, names, access
         self.storage = HostDisks([Disk("", socket.gethostname(), own)], "")
-        self._server: DiskServer | None = None
-        self._remote: list[RemoteDisk] = []
-        self.own_damage: dict[str, str] = {}
+        self._server: PeerServer | None = None
+        self._peers: list[PeerDisk] = []
         self._have_met = False
 
-    @property
-    def serves(self) -> bool:
-        """Whether this rank serves the disk of its host, and does for all what one rank of a host does."""
-        return self._server is not None
+    # --- meeting; this blocks -----------------------------------------------------------------------------
 
     def meet(self, *, make: bool) -> None:
-        """Find the disks of all ranks, all of which call this; ``make``: choose an id for a disk without one."""
+        """Find the disks of all ranks, all of which call this; an error of one is that of all.
+
+        ``make``: choose an id for a disk that has none.
+        """
         if self._have_met:
             return
-        access, what = self._access, f"the disks of {self._directory}"
-        mine: tuple[str, str, list[str]] | Exception
-        try:
-            found = self._own.identify(self._directory, make=make)
-            mine = (
-                found or secrets.token_hex(_ID_BYTES),
-                socket.gethostname(),
-                replicated_disks(self._own, self.replica_directory),
-            )
-        except Exception as exc:  # raised on all ranks
-            mine = exc
-        ranks = access.agree(what, mine, list).result()
-        serving: dict[str, int] = {}
-        for rank, (each, *_) in enumerate(ranks):
-            serving.setdefault(each, rank)
-        own = ranks[access.rank][0]
-        endpoint: DiskEndpoint | Exception | None = None
-        if len(serving) > 1 and serving[own] == access.rank:
-            try:
-                endpoint = self._serve(what)
-            except Exception as exc:  # raised on all ranks
-                endpoint = exc
-        endpoints = access.agree(f"the servers of {what}", endpoint, list).result()
-        disks, replicas = [], []
-        for each, rank in serving.items():
-            storage: Storage = self._own
-            if each != own:
-                storage = remote = RemoteDisk(endpoints[rank], ranks[rank][1])
-                self._remote.append(remote)
-            disks.append(Disk(each, ranks[rank][1], storage))
-            for source in sorted({*ranks[rank][2], sources_of(serving)[each]} - {each}):
-                directory = storage.below(self.replica_directory, source)
-                replicas.append(Disk(source, ranks[rank][1], storage, directory, is_near=each == own))
-        self.storage.meet(disks, own, replicas)
+        what = f"the disks of {self._directory}"
+        ranks: list[_RankDisk] = self._access.agree(what, _tried(lambda: self._identified(make=make)), list).result()
+        own, rank = ranks[self._access.rank], self._access.rank
+        lowest = {disk.id: number for number, disk in reversed(list(enumerate(ranks)))}
+        serves = len(lowest) > 1 and lowest[own.id] == rank
+        endpoint = _tried(lambda: self._serve(what)) if serves else None
+        endpoints: list[Endpoint] = self._access.agree(f"the servers of {what}", endpoint, list).result()
+        disks = [self._disk(ranks[number], own, endpoints[number]) for number in sorted(lowest.values())]
+        self.storage.meet(disks, own.id, [disk.id for disk in ranks], rank)
         self._have_met = True
 
-    def _serve(self, what: str) -> DiskEndpoint:
+    def _identified(self, *, make: bool) -> _RankDisk:
+        found = self._own.identify(self._directory, make=make)
+        return _RankDisk(found or secrets.token_hex(_ID_BYTES), socket.gethostname())
+
+    def _serve(self, what: str) -> Endpoint:
         if self._server is None:
-            hosts = self._access.addresses(what).result()
-            served = [self._directory, self.replica_directory]
-            self._server = DiskServer(self._own, served, hosts=hosts, damage=self.own_damage)
+            self._server = PeerServer(self._own, self._directory, hosts=self._access.addresses(what).result())
             weakref.finalize(self, self._server.close, _END_S).atexit = False
         return self._server.endpoint
 
-    def damage(self) -> dict[str, str]:
-        """Return what all hosts can't copy, each as its disk's server says; raise OSError."""
-        found = dict(self.own_damage)
-        for disk in self._remote:
-            found |= disk.damage()
-        return found
+    def _disk(self, disk: _RankDisk, own: _RankDisk, endpoint: Endpoint) -> Disk:
+        if disk.id == own.id:
+            return Disk(own.id, own.host, self._own)
+        self._peers.append(PeerDisk(endpoint, disk.host))
+        return Disk(disk.id, disk.host, self._peers[-1])
+
+    # --- rounds -------------------------------------------------------------------------------------------
+
+    @property
+    def serves(self) -> bool:
+        """Whether this is the lowest rank of its host, which does what is to be done on the disk."""
+        return self.storage.serves
+
+    def sent(self, value: object) -> object:
+        """Return the message of this rank: its value, and what it has done on the disk."""
+        return value if isinstance(value, BaseException) else _RoundMessage(value, self.storage.changes.reports())
+
+    def decided(self, decide: Callable[[Sequence[Any]], T], sent: Sequence[_RoundMessage]) -> _RoundReply:
+        """Return rank 0's reply: what it decides, and what is to be done on the disks."""
+        changes = self.storage.changes
+        for message in sent:
+            changes.note(message.reports)
+        return _RoundReply(decide([message.value for message in sent]), changes.due())
+
+    def received(self, reply: _RoundReply) -> Any:
+        """Begin to do what is to be done on the disk; return what rank 0 has decided."""
+        self.storage.changes.accept(reply.due)
+        return reply.value
+
+    def wait(self) -> None:
+        """Wait until this rank has done what it has to do on the disk. Blocks."""
+        self.storage.changes.wait()
+
+    def delete_torn(self) -> list[str]:
+        """Delete the steps that were never announced, or are being deleted; return their paths. On rank 0; blocks."""
+        folders = self.storage.folders_in(self._directory)
+        names = sorted(name for name in set().union(*folders) if self._names.step_of(name) is not None)
+        everywhere = set.intersection(*folders)
+        below = self.storage.below
+        return self.storage.delete_torn([below(self._directory, name) for name in names if name not in everywhere])
 
     def close(self, timeout_s: float) -> None:
         """Leave the other disks; serve this one until the others have left it, for so long at most. Idempotent."""
-        for disk in self._remote:
+        self.storage.changes.close(timeout_s)
+        for disk in self._peers:
             disk.close()
         if self._server is not None:
             self._server.wait(timeout_s)
             self._server.close(_END_S)
+
+
+def _tried(function: Callable[[], T]) -> T | Exception:
+    """Return what a function returns, or its error, which is raised on all ranks."""
+    try:
+        return function()
+    except Exception as exc:
+        return exc

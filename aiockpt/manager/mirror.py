@@ -36,8 +36,8 @@ from aiockpt.errors import (
     SaveError,
     SaveSkippedError,
 )
-from aiockpt.manager.scan import StepInfo, StepNames, StepScanner, is_unreadable
-from aiockpt.manager.tiers import backlog, due_steps, is_mirrored, mirror_to_delete, other_run
+from aiockpt.manager.scan import StepInfo, is_unreadable
+from aiockpt.manager.tiers import Tier, backlog, due_steps, is_mirrored, mirror_to_delete, other_run
 from aiockpt.storage.copying import RateLimit, copy_checkpoint
 from aiockpt.sync_checkpointer import SyncCheckpointer
 from aiockpt.telemetry.mirrors import MirrorBacklog, MirrorResult
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from aiockpt.manager.retention import Retention
     from aiockpt.reading.executor import LoadTools
     from aiockpt.saving.handle import SaveHandle
-    from aiockpt.storage.base import RunLease, Storage
+    from aiockpt.storage.base import RunLease
 
 _FIRST_RETRY_S = 1.0
 _LONGEST_RETRY_S = 60.0
@@ -85,7 +85,6 @@ class MirrorSettings:
         bytes_per_s: the limit; None: no limit.
         is_required: no step is deleted before it is mirrored.
         locks: whether the mirror has one writer.
-        newest_first: the order, which else is that only while the run is being closed.
     """
 
     keep: KeepPolicy | None = None
@@ -94,33 +93,15 @@ class MirrorSettings:
     bytes_per_s: float | None = None
     is_required: bool = False
     locks: bool = True
-    newest_first: bool = False
-
-
-class Tier:
-    """A directory with steps; ``disk``: the id of the one whose files it has, if it has no others."""
-
-    def __init__(self, storage: Storage, directory: str, names: StepNames, *, disk: str = "") -> None:
-        self.storage, self.directory, self.names, self.disk = storage, directory, names, disk
-        self.scanner = StepScanner(storage, directory, names, is_part=bool(disk))
-
-    def new_scanner(self) -> StepScanner:
-        """Return a scanner of its own, for another thread than one that may hang."""
-        return StepScanner(self.storage, self.directory, self.names, is_part=bool(self.disk), known=self.scanner)
-
-    def path_of(self, step: int) -> str:
-        """Return the path of a step, whether it exists or not."""
-        return self.storage.below(self.directory, self.names.name_of(step))
 
 
 class Promises:
-    """The futures `SaveHandle.mirrored` or ``replicated`` of steps that are not so yet. From any thread.
+    """The futures `SaveHandle.mirrored` of steps that are not so yet. From any thread.
 
     Each is that of a save: the same step may be saved again, while an earlier save of it is looked at or copied.
     """
 
-    def __init__(self, done: str = "mirrored") -> None:
-        self._done = done
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._made: dict[int, tuple[SaveHandle, Completion[MirrorResult]]] = {}
         self._times: dict[int, float] = {}
@@ -128,8 +109,8 @@ class Promises:
 
     def make(self, step: int, handle: SaveHandle, time_s: float) -> Completion[MirrorResult]:
         """Return the future of a save that has begun; ``time_s`` is its `StepInfo.time`."""
-        made: Completion[MirrorResult] = Completion(f"`{self._done}` of {handle.path}", handle._origin)
-        self.fail(step, SaveSkippedError(f"step {step} was saved again before it was {self._done}"))
+        made: Completion[MirrorResult] = Completion(f"`mirrored` of {handle.path}", handle._origin)
+        self.fail(step, SaveSkippedError(f"step {step} was saved again before it was mirrored"))
         with self._lock:
             self._made[step], self._times[step] = (handle, made), time_s
             self._written.discard(step)
@@ -168,7 +149,7 @@ class Promises:
         with self._lock:
             left = list(self._made)
         for step in left:
-            self.fail(step, SaveError(f"step {step} is not {self._done}: {reason}"))
+            self.fail(step, SaveError(f"step {step} is not mirrored: {reason}"))
 
     def _take(self, step: int, of: SaveHandle | None) -> Completion[MirrorResult] | None:
         with self._lock:
@@ -181,10 +162,8 @@ class Promises:
             return made
 
 
-class Mirror:
+class MirrorCopier:
     """Copies the steps of a run to another directory whenever there is something to copy.
-
-    `aiockpt.manager.replicas` has other kinds of it.
 
     Args:
         here: the directory of the run.
@@ -194,11 +173,6 @@ class Mirror:
         retention: deletes the steps of the run; None if nothing does.
     """
 
-    done = "mirrored"  # in messages: what it has done with a step
-    is_replica = False
-    pause_s = 0.0  # before it looks for more to do
-    _instead = ", or `aiockpt mirror` is run"
-
     def __init__(
         self,
         here: Tier,
@@ -207,7 +181,7 @@ class Mirror:
         reports: Reports,
         retention: Retention | None = None,
     ) -> None:
-        self.here, self.there, self.promises = here, there, Promises(self.done)
+        self.here, self.there, self.promises = here, there, Promises()
         self._settings, self._reports, self._retention = settings, reports, retention
         self._checkpointer = SyncCheckpointer(process_group=None, drain_timeout=_END_S)
         self._checkpointer._warns_as("manager with a mirror")
@@ -256,13 +230,13 @@ class Mirror:
         try:
             self._task.poke()
         except (AiockptError, RuntimeError) as exc:  # closed, or no thread can be had: the next step tries again
-            logger.warning("%s can't be %s now: %s", self.here.directory, self.done, exc)
+            logger.warning("%s can't be mirrored now: %s", self.here.directory, exc)
 
     def note_end(self, step: int, handle: SaveHandle, path: str = "") -> None:
         """Note that the save of a step has ended; ``path``: where it was written to instead."""
         error = handle.written._exception
         if path:
-            error = SaveSkippedError(f"step {step} is not {self.done}: it was written to {path}")
+            error = SaveSkippedError(f"step {step} is not mirrored: it was written to {path}")
         if error is not None:
             self.promises.fail(step, error, handle)
         else:
@@ -307,8 +281,8 @@ class Mirror:
         """Log what closing waits for."""
         limit = f"for {most_s:.0f} s at most" if most_s < _NO_LIMIT_S else "without a limit"
         what = self._shown_left() or "what it lacks"
-        text = "closing waits until %s of %s is %s to %s, %s; a second Ctrl-C ends that"
-        logger.warning(text, what, self.here.directory, self.done, self.there.directory, limit)
+        text = "closing waits until %s of %s is mirrored to %s, %s; a second Ctrl-C ends that"
+        logger.warning(text, what, self.here.directory, self.there.directory, limit)
 
     def _shown_left(self) -> str:
         left = self.promises.written or self.backlog.steps
@@ -321,8 +295,8 @@ class Mirror:
         self._task.stop()
         if shown := self._shown_left():
             why = f": {self.backlog.error}" if self.backlog.error is not None else ""
-            text = "%s lacks %s of %s, until a manager opens the run again%s%s"
-            logger.warning(text, self.there.directory, shown, self.here.directory, self._instead, why)
+            text = "%s lacks %s of %s, until a manager opens the run again, or `aiockpt mirror` is run%s"
+            logger.warning(text, self.there.directory, shown, self.here.directory, why)
         self.promises.fail_all("the manager was closed before")
         lease, self._lease = self._lease, None
         if lease is not None:
@@ -351,7 +325,7 @@ class Mirror:
         await self._own(workers)
         self._state.mirror = await workers.run(self._steps_there)
         text = other_run(self.here.directory, local, self.there.directory, self._state.mirror)
-        if text and not self.is_replica:
+        if text:
             raise RunLockedError(text)
         mirror = await self._pruned(local, self._state.mirror, workers)
         missing = self._look(local, mirror, written)
@@ -372,7 +346,7 @@ class Mirror:
         if not left:  # perhaps a later save stands there: it is not replaced
             step = missing[0].step
             raise OSError(f"{self.there.path_of(step)} of the mirror: {unreadable[step]}")
-        info = left[-1 if self._task.is_closing or self._settings.newest_first else 0]
+        info = left[-1 if self._task.is_closing else 0]
         self._state.copied = info.step
         try:
             await self._copy(info, written.get(info.step), self.workers)
@@ -392,10 +366,10 @@ class Mirror:
         logged, self._state.logged = self._state.logged, _NUMBERS.sub("", repr(error))
         is_gone = isinstance(error, CheckpointNotFoundError)  # deleted or replaced just now
         if logged != self._state.logged and not is_gone:
-            logger.warning("%s can't be %s to %s now: %s", self.here.directory, self.done, self.there.directory, error)
+            logger.warning("%s can't be mirrored to %s now: %s", self.here.directory, self.there.directory, error)
 
     def _report(self, path: str, elapsed_s: float, result: MirrorResult | None, error: BaseException | None) -> None:
-        self._reports.copied(path, elapsed_s, result, error, self.backlog, is_replica=self.is_replica)
+        self._reports.copied(path, elapsed_s, result, error, self.backlog)
 
     async def _own(self, workers: Workers) -> None:
         """Take the lease of the mirror, and remove what nobody goes on with."""
@@ -454,9 +428,7 @@ class Mirror:
         waiting = {info.step for info in missing}
         for step, handle in written.items():
             if step in here and here[step].state == "damaged" and not is_unreadable(here[step]):
-                damage = CorruptCheckpointError(
-                    f"step {step} is not {self.done}, as it is damaged: {here[step].problem}"
-                )
+                damage = CorruptCheckpointError(f"step {step} is not mirrored, as it is damaged: {here[step].problem}")
                 self.promises.fail(step, damage, handle)
             elif self._has_it(here.get(step), there.get(step), handle):
                 self.promises.keep(step, MirrorResult(there[step].path, there[step].nbytes, 0, 0.0), handle)
@@ -466,7 +438,7 @@ class Mirror:
                 every = "mirror_every says so; the newest is when the run is closed"
                 why = "the policies keep later ones" if step in due else every
                 why += "" if step in here else ", or it was deleted by other means"
-                self.promises.fail(step, SaveSkippedError(f"step {step} is not {self.done}: {why}"), handle)
+                self.promises.fail(step, SaveSkippedError(f"step {step} is not mirrored: {why}"), handle)
         return missing
 
     def _has_it(self, own: StepInfo | None, copy: StepInfo | None, handle: SaveHandle) -> bool:
@@ -489,15 +461,14 @@ class Mirror:
                 workers=workers,
                 limit=self._limit,
                 check=self._check_lease,
-                disk=self.here.disk,
             )
         except CorruptCheckpointError as exc:
             self._state.damaged[info.save_id] = exc
             del self._state.begun[info.save_id]  # it is removed already
             if handle is not None:
                 self.promises.fail(info.step, exc, handle)
-            text = "step %d is not %s, as it is damaged; what is there stays: %s"
-            logger.warning(text, info.step, self.done, exc)
+            text = "step %d is not mirrored, as it is damaged; what is there stays: %s"
+            logger.warning(text, info.step, exc)
             self._report(path, time.perf_counter() - begun, None, exc)
             return
         except LoadError:
@@ -531,9 +502,7 @@ class Mirror:
                 await self.there.storage.delete(info.path, workers=workers)
                 left.remove(info)
             except AiockptError as exc:
-                logger.warning(
-                    "%s is no longer kept, but stays until the next step is %s: %s", info.path, self.done, exc
-                )
+                logger.warning("%s is no longer kept, but stays until the next step is mirrored: %s", info.path, exc)
         return left
 
     def _to_delete(self, local: Sequence[StepInfo], mirror: Sequence[StepInfo]) -> list[StepInfo]:
@@ -588,7 +557,7 @@ class _MirrorState:
 class _CopyingTask:
     """The coroutine that copies as long as there is something to copy; started when there may be."""
 
-    def __init__(self, mirror: Mirror) -> None:
+    def __init__(self, mirror: MirrorCopier) -> None:
         self._mirror = mirror
         self._lock = threading.Lock()
         self._call: Call[None] | None = None
@@ -659,9 +628,6 @@ class _CopyingTask:
                     continue
                 if not is_more and self._has_ended():
                     return
-                if is_more and self._mirror.pause_s:
-                    with anyio.move_on_after(self._mirror.pause_s):
-                        await woken.wait()
         except BaseException:  # it is stopped
             self._has_ended(anyway=True)
             raise

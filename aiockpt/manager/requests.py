@@ -3,23 +3,70 @@
 from __future__ import annotations
 
 import operator
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import KW_ONLY, dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from aiockpt.core.parameters import outer_stacklevel
+from aiockpt.manager.policies import SavePolicy, as_policy
 from aiockpt.manager.scan import RUN_KEY
-from aiockpt.options import CheckpointerOptions, DType, MapLocation, Path, SaveOptions
+from aiockpt.options import Base, CheckpointerOptions, DType, MapLocation, Path, SaveOptions
 
 if TYPE_CHECKING:
     from aiockpt.engine.facade import CheckpointerBase
     from aiockpt.engine.requests import StateDict
-    from aiockpt.manager.policies import KeepPolicy, Mode, SavePolicy
+    from aiockpt.manager.policies import KeepPolicy, Mode
     from aiockpt.planning.filters import Filter
     from aiockpt.telemetry.progress import OnProgress
     from aiockpt.telemetry.saves import SaveResult
 
 Verification = Literal["auto", "before", "while"]
 StepChoice = int | Literal["latest", "best"]
+
+
+@dataclass(frozen=True, slots=True)
+class Mirror:
+    """The mirror of a run, to which its steps are copied behind, when they are written; see `SaveHandle.mirrored`.
+
+    Attributes:
+        directory: another directory, or a URL such as ``s3://bucket/runs/a``; neither of the two is in the other.
+        keep: the steps to keep there: a policy, or a list of them. None: as the run.
+        every: the steps to copy, by a policy such as ``EverySteps(1000)``. None: all that both the run and the mirror
+            keep; when copying is behind, steps that they no longer keep are left out. The newest step is copied in any
+            case when the manager is closed.
+        bandwidth: the most bytes per second that are copied; None: no limit.
+        required: whether steps that the mirror keeps stay in the run until they are copied, even if the disk gets full
+            meanwhile.
+        timeout: seconds that `restore` waits for the list of the mirror's steps.
+        ephemeral: whether the run's directory is lost with the node, so that the notice of `on_signal` has to last
+            until the last save is mirrored, not only written.
+
+    Raises:
+        TypeError: ``keep`` or ``every`` is no policy, or a flag is neither True nor False.
+        ValueError: ``bandwidth`` or ``timeout`` is not positive.
+    """
+
+    directory: Path
+    _: KW_ONLY
+    keep: KeepPolicy | Iterable[KeepPolicy] | None = None
+    every: SavePolicy | None = None
+    bandwidth: float | None = None
+    required: bool = False
+    timeout: float = 10.0
+    ephemeral: bool = False
+
+    def __post_init__(self) -> None:
+        as_policy(self.keep)
+        if self.every is not None and not isinstance(self.every, SavePolicy):
+            raise TypeError(f"every= of a mirror must be a policy such as EverySteps(100), not {self.every!r}")
+        if self.bandwidth is not None and not self.bandwidth > 0:
+            raise ValueError(f"bandwidth= of a mirror must be positive, in bytes per second, not {self.bandwidth!r}")
+        if not self.timeout > 0:
+            raise ValueError(f"timeout= of a mirror must be positive, in seconds, not {self.timeout!r}")
+        for name in ("required", "ephemeral"):
+            if (value := getattr(self, name)) not in (True, False):  # a text such as "no" would count as true
+                raise TypeError(f"{name}= of a mirror must be True or False, not {value!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,28 +88,21 @@ class ManagerOptions(CheckpointerOptions):
             ``"checkpoint-{}"``. Only directories with such names are steps.
         include: what each save has, unless it says otherwise, as ``include`` of `save`; `restore` knows it by the step.
         exclude: what each save leaves out, likewise.
+        base: an earlier step of which each save shares the files that have not changed, unless it says otherwise:
+            "auto", or a `Base`. Steps may be deleted in any order all the same. A mirror gets each step whole.
         lock: whether the run has one manager that writes. False: something else sees to it that only one does.
         on_written: a function that is called with each step that is written, and its SaveResult; in a thread of the
             manager, before steps are deleted. Closing waits for it. An error of it is logged.
-        mirror: a second directory, or a URL, to which the steps are copied when they are written, behind; see
-            `SaveHandle.mirrored`. `restore` takes the newest step of both. None: there is none.
-        mirror_keep: the steps to keep there. None: as ``keep``.
-        mirror_every: the steps to copy, by a policy such as ``EverySteps(1000)``. None: all that both ``keep`` and
-            ``mirror_keep`` keep; when copying is behind, steps that they no longer keep are left out. The newest step
-            is copied in any case when the manager is closed.
-        mirror_bandwidth: the most bytes per second that are copied; None: no limit.
-        mirror_timeout: seconds that `restore` waits for the list of the mirror's steps.
-        mirror_required: whether steps that ``mirror_keep`` keeps stay until they are copied, even if the disk gets
-            full meanwhile.
-        mirror_ephemeral: whether the run's directory is lost with the node, so that the notice of `on_signal` has to
-            last until the last save is mirrored, not only written.
+        mirror: a second directory, a URL, or a `Mirror` with settings, to which the steps are copied when they are
+            written, behind; see `SaveHandle.mirrored`. `restore` takes the newest step of both. None: there is none.
+        mirror_keep: deprecated, as are the next ones: ``keep`` of `Mirror`.
+        mirror_every: ``every`` of it.
+        mirror_bandwidth: ``bandwidth`` of it.
+        mirror_timeout: ``timeout`` of it.
+        mirror_required: ``required`` of it.
+        mirror_ephemeral: ``ephemeral`` of it.
         own_disks: whether each host has a disk of its own at this path, such as its NVMe, and keeps the files of its
             own ranks there. All of them together are the run. See the page on tiers.
-        replicas: 1: each host also copies the files that another host has of each step to its own disk, behind; see
-            `SaveHandle.replicated`. `restore` reads them if a host is lost. With ``own_disks``, on two hosts or more.
-        replica_directory: where each host has its copies, which may be in memory, such as ``/dev/shm/replicas``.
-            None: a hidden directory in the run's.
-        replica_bandwidth: the most bytes per second that each host copies; None: no limit.
         checkpointer: a checkpointer to save and load with, which is not closed with the manager. None: the manager
             makes one with the options that are given, and closes it.
     """
@@ -75,20 +115,23 @@ class ManagerOptions(CheckpointerOptions):
     names: str = field(default="step-{:08d}", kw_only=True)
     include: Filter | None = field(default=None, kw_only=True)
     exclude: Filter | None = field(default=None, kw_only=True)
+    base: Path | Base | None = field(default=None, kw_only=True)
     lock: bool = field(default=True, kw_only=True)
     on_written: Callable[[int, SaveResult], object] | None = field(default=None, kw_only=True)
-    mirror: Path | None = field(default=None, kw_only=True)
+    mirror: Path | Mirror | None = field(default=None, kw_only=True)
     mirror_keep: KeepPolicy | Iterable[KeepPolicy] | None = field(default=None, kw_only=True)
     mirror_every: SavePolicy | None = field(default=None, kw_only=True)
     mirror_bandwidth: float | None = field(default=None, kw_only=True)
-    mirror_timeout: float = field(default=10.0, kw_only=True)
-    mirror_required: bool = field(default=False, kw_only=True)
-    mirror_ephemeral: bool = field(default=False, kw_only=True)
+    mirror_timeout: float | None = field(default=None, kw_only=True)
+    mirror_required: bool | None = field(default=None, kw_only=True)
+    mirror_ephemeral: bool | None = field(default=None, kw_only=True)
     own_disks: bool = field(default=False, kw_only=True)
-    replicas: int = field(default=0, kw_only=True)
-    replica_directory: Path | None = field(default=None, kw_only=True)
-    replica_bandwidth: float | None = field(default=None, kw_only=True)
     checkpointer: CheckpointerBase | None = field(default=None, kw_only=True)
+
+    gone: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("replicas", "replica_directory", "replica_bandwidth"),
+        "hosts no longer copy each other's files: leave it out, and pass mirror= for a second copy of each step",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +238,22 @@ class Restored:
     skipped: tuple[SkippedStep, ...] = ()
     repaired: tuple[str, ...] = ()
     left: tuple[str, ...] = ()
+
+
+def mirror_of(options: ManagerOptions) -> Mirror | None:
+    """Return the mirror, with the settings that are given beside it; warn that these are those of `Mirror` now."""
+    named = {option.name: getattr(options, option.name) for option in fields(options)}
+    flat = {name: value for name, value in named.items() if name.startswith("mirror_") and value is not None}
+    settings = {name.removeprefix("mirror_"): value for name, value in flat.items()}
+    if flat and options.mirror is None:
+        raise ValueError(f"{', '.join(flat)}: these are for a mirror: pass mirror=aiockpt.Mirror(DIRECTORY, ...)")
+    if flat:
+        instead = ", ".join(f"{name}=..." for name in settings)
+        message = f"{', '.join(flat)}: pass mirror=aiockpt.Mirror(DIRECTORY, {instead}) instead"
+        warnings.warn(message, DeprecationWarning, stacklevel=outer_stacklevel())
+    if options.mirror is None or isinstance(options.mirror, Mirror):
+        return options.mirror and replace(options.mirror, **settings)
+    return Mirror(options.mirror, **settings)
 
 
 def check_step(step: object) -> int:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from aiockpt.core.importing import importing
 from aiockpt.core.parameters import outer_stacklevel
 from aiockpt.core.threads import DaemonThreads
 from aiockpt.core.wording import some_of
@@ -28,8 +29,6 @@ from aiockpt.manager.scan import is_unreadable
 from aiockpt.manager.tiers import StepCopy, copies_in_order, other_run
 from aiockpt.planning.filters import needed_with
 from aiockpt.reading.info import TensorInfo
-from aiockpt.storage.hosts import HostDisks
-from aiockpt.storage.patched import PatchedStorage, Patches
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -37,12 +36,12 @@ if TYPE_CHECKING:
     from aiockpt.manager.base import ManagerBase
     from aiockpt.manager.scan import StepInfo
     from aiockpt.storage.base import Storage
-    from aiockpt.telemetry.verification import Problem, VerifyReport
+    from aiockpt.storage.patched import Patches
+    from aiockpt.telemetry.verification import Problem
 
 logger = logging.getLogger("aiockpt")
 
 _MOST_NAMES = 1000
-_MOST_SHOWN = 8
 _END_S = 5.0
 _SHOWN = 10  # steps and metrics that an error lists
 _ADVICE = re.compile(r"[.;,]( so)? use an older (checkpoint|one)\b.*", re.IGNORECASE | re.DOTALL)  # it is taken
@@ -105,11 +104,8 @@ class Restore:
         run = self.manager
         skipped: list[tuple[StepCopy, LoadError]] = []
         for at, each in enumerate(listed):
-            has_copy = each.repairs is not None or any(map(each.is_copy_of, listed[at + 1 : at + 3]))
+            has_copy = each.repairs is not None or any(map(each.is_copy_of, listed[at + 1 : at + 2]))
             place = _Place(run._storage_at(is_mirror=each.is_mirror), each.info.path)
-            is_damaged = bool(skipped) and isinstance(skipped[-1][1], CorruptCheckpointError)
-            if each.is_replica and not (is_damaged and skipped[-1][0] == each.repairs):
-                continue
             try:
                 if each.repairs is not None:
                     place = await self._patched(each.repairs, each)
@@ -120,13 +116,12 @@ class Restore:
                 options, left = self.request.load_options(), list[str]()
                 if each.info.filters and self.request.keys is None and self.request.strict is True:
                     options |= {"strict": needed_with(each.info.filters), "missing": left}
-                await run._call("load", place.path, self.request.state_dict, storage=place.storage, **options)
+                await run._port.load(place.path, self.request.state_dict, place.storage, options)
             except LoadError as exc:
                 is_damaged = isinstance(exc, CorruptCheckpointError | CheckpointNotFoundError)
                 # Unreadable, but there is a copy; or on a host that is gone, so that the newest step counts that the
-                # mirror or the other hosts have.
-                has_others = run._mirror_tier is not None or run._replicas is not None
-                is_away = isinstance(exc, MissingHostError) and has_others
+                # mirror has.
+                is_away = isinstance(exc, MissingHostError) and run._mirror_tier is not None
                 if not is_damaged and not is_away and not (has_copy and type(exc) is LoadError):
                     _note(exc, touched_by)
                     raise
@@ -145,10 +140,9 @@ class Restore:
             except BaseException as exc:
                 _note(exc, touched_by)
                 raise
-            if each.is_replica:  # the rest of this step is read from where it is
-                logger.warning("%s is damaged: replicas had %s", each.info.path, some_of(place.repaired, _MOST_SHOWN))
-                skipped.pop()
             moved = await run._led("the damaged steps", partial(self._set_aside, each, skipped))
+            if moved:
+                await run._settle_disks(renames=True)
             if moved and run.leads:
                 self._warn(each, moved)
             info = each.info
@@ -174,10 +168,12 @@ class Restore:
         find = partial(self._damage, damaged)
         patches, repaired = await run._led(f"the damage of {damaged.info.path}", find)
         here, other = run._storage_at(is_mirror=False), run._storage_at(is_mirror=copy.is_mirror)
-        other = other.replicated() if copy.is_replica and isinstance(other, HostDisks) else other
         if not patches:
             return _Place(other, copy.info.path)
-        here = here.partial() if isinstance(here, HostDisks) else here
+        here = here if run._disks is None else run._disks.storage.partial()
+        with importing():
+            from aiockpt.storage.patched import PatchedStorage
+
         patched = PatchedStorage(here, other, copy.info.path, patches)
         return _Place(patched, damaged.info.path, repaired)
 
@@ -210,8 +206,6 @@ class Restore:
             if found and found[-1].is_copy_of(listed):
                 found.append(replace(listed, repairs=found[-1]))
             found.append(listed)
-            if run._replicas is not None and not copy.is_mirror:
-                found.append(replace(listed, repairs=listed, is_replica=True))
         return found
 
     def _is_gone(self, listed: StepCopy) -> bool:
@@ -226,9 +220,9 @@ class Restore:
         where = "" if run._mirror_tier is None else run._mirror_tier.directory
         has_it = any(info.state == "complete" and self.choice in (info.step, "latest", "best") for info in infos)
         try:
-            found = looking.result(run._mirror_timeout_s)
+            found = looking.result(run._mirror_patience_s)
         except (OSError, AiockptError) as exc:
-            why = str(exc) or f"it did not answer within {run._mirror_timeout_s:g} s"
+            why = str(exc) or f"it did not answer within {run._mirror_patience_s:g} s"
             if not has_it:
                 lacks = f"step {self.choice}" if isinstance(self.choice, int) else "step that is whole"
                 raise LoadError(
@@ -270,26 +264,26 @@ class Restore:
         """
         storage, path = self.manager._storage_at(is_mirror=False), damaged.info.path
         infos: Mapping[str, Any] = {}
-        if isinstance(storage, HostDisks):
-            missing = await self.manager._run(storage.missing, path)
+        if (disks := self.manager._disks) is not None:
+            missing = await self.manager._run(disks.storage.missing, path)
             if missing:  # the rest is not read twice: the load checks it
                 return dict.fromkeys(missing), missing
         try:
-            report: VerifyReport = await self.manager._call("verify", path, storage=storage)
+            report = await self.manager._port.verify(path, storage)
         except LoadError:
             return {}, ()
         with contextlib.suppress(LoadError):  # it can't be opened: whole files
-            infos = await self.manager._inspect(path, storage)
+            infos = await self.manager._port.inspect(path, storage)
         return _patches_of(report.errors, infos)
 
     async def _judge(self, place: _Place, older: Sequence[StepCopy], is_touched: bool) -> None:
         """Check a step as far as it must be before the load; raise CorruptCheckpointError if it is damaged."""
-        found = await self.manager._inspect(place.path, place.storage)
+        found = await self.manager._port.inspect(place.path, place.storage)
         if self.request.verify == "while":
             return
         if self.request.verify == "auto" and not is_touched and await self._can_be_undone(found, older):
             return
-        report: VerifyReport = await self.manager._call("verify", place.path, storage=place.storage)
+        report = await self.manager._port.verify(place.path, place.storage)
         unreadable = [problem for problem in report.errors if problem.kind == "unreadable"]
         if unreadable:  # the disk or a server failed, which does not prove that the checkpoint is damaged
             raise LoadError(f"{place.path} can't be read: {unreadable[0]}; nothing was changed")
@@ -300,7 +294,7 @@ class Restore:
         for each in older:
             try:
                 storage = self.manager._storage_at(is_mirror=each.is_mirror)
-                below = await self.manager._inspect(each.info.path, storage)
+                below = await self.manager._port.inspect(each.info.path, storage)
             except (CorruptCheckpointError, CheckpointNotFoundError):
                 continue
             except LoadError:  # it may be sound, but can't be read now

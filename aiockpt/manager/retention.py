@@ -19,7 +19,7 @@ from aiockpt.manager.policies import KeepPolicy, to_delete
 from aiockpt.sync_checkpointer import SyncCheckpointer
 
 if TYPE_CHECKING:
-    from aiockpt.manager.mirror import Mirror
+    from aiockpt.manager.mirror import MirrorCopier
     from aiockpt.manager.scan import StepScanner
     from aiockpt.saving.handle import SaveHandle
     from aiockpt.storage.base import Storage
@@ -63,23 +63,23 @@ class Retention:
         self._pinned: set[int] = set()
         self._last: int | None = None  # the step that was written last, or restored
         self._written_s: deque[float] = deque(maxlen=_REMEMBERED)
-        self._in_flight: dict[int, tuple[int, float]] = {}  # step and beginning of saves, by the id of the handle
-        self._mirrors: list[Mirror] = []
+        self._in_flight: dict[SaveHandle, tuple[int, float]] = {}  # step and beginning of saves
+        self._mirrors: list[MirrorCopier] = []
 
     # --- from the caller's thread -----------------------------------------------------------------------
 
     def follow(self, handle: SaveHandle, step: int, *, prunes: bool) -> None:
         """Measure a save when it is written; with ``prunes``, then delete the steps that are no longer kept."""
         with self._lock:
-            self._in_flight[id(handle)] = (step, time.monotonic())
+            self._in_flight[handle] = (step, time.monotonic())
         try:
             self._thread.submit(self._follow, handle, step, prunes)
         except RuntimeError as exc:  # the save goes on all the same
             with self._lock:
-                self._in_flight.pop(id(handle), None)
+                self._in_flight.pop(handle, None)
             logger.warning("no thread could be started to follow the save of %s: %s", handle.path, exc)
 
-    def attach(self, mirror: Mirror) -> None:
+    def attach(self, mirror: MirrorCopier) -> None:
         """Report to a mirror which steps are written, and keep those that it needs."""
         self._mirrors.append(mirror)
 
@@ -181,7 +181,7 @@ class Retention:
             result = None if handle.written._exception is not None else handle.written._result
             is_here = result is not None and result.fallback_error is None
             with self._lock:
-                self._in_flight.pop(id(handle), None)
+                self._in_flight.pop(handle, None)
                 if result is not None and is_here:
                     self._written_s.append(result.written_s)
                     self._last = step
@@ -195,7 +195,10 @@ class Retention:
         except Exception:
             logger.exception("the end of the save of %s was not followed", handle.path)
         else:
-            if is_here and prunes:
+            with self._lock:
+                others = [other.written._result for other in self._in_flight]
+            is_last = all(other is None or other.fallback_error is not None for other in others)
+            if is_here and prunes and is_last:  # else the next one deletes for both: a look at all steps takes a while
                 self._prune_safely(step)
 
     def _prune_safely(self, written: int) -> None:

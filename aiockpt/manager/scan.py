@@ -139,7 +139,6 @@ class _Known(NamedTuple):
 class StepScanner:
     """Scans a run's directory again and again, in any thread; the documents of an unchanged step are read once.
 
-    ``is_part``: a step is complete there if it has its documents; other directories have the files that are missing.
     ``known``: another scanner of it, in a thread that may hang; what one has read, the other does not read again.
     """
 
@@ -149,13 +148,11 @@ class StepScanner:
         directory: str,
         names: StepNames = DEFAULT_NAMES,
         *,
-        is_part: bool = False,
         known: StepScanner | None = None,
     ) -> None:
         self._storage = storage
         self._directory = directory
         self._step_of = names.step_of
-        self._is_part = is_part
         self._cache: dict[str, _Known] = {} if known is None else known._cache
         self._lock = threading.Lock()
 
@@ -249,24 +246,22 @@ class StepScanner:
         if known is None or listed is None or known.listed != listed:
             with self._storage.look(path) as listing:
                 is_same = known is not None and known.stamp == listing.stamp
-                info = known.info if known is not None and is_same else examine(listing, step, is_part=self._is_part)[1]
+                info = known.info if known is not None and is_same else examine(listing, step)[1]
                 known = self._cache[path] = _Known(listing.stamp, listed, info)
         return known.info if known.info.step == step else replace(known.info, step=step)
 
 
-def examine(
-    listing: Listing, step: int = NO_STEP, *, counts: bool = False, is_part: bool = False
-) -> tuple[Recognised, StepInfo]:
+def examine(listing: Listing, step: int = NO_STEP, *, counts: bool = False) -> tuple[Recognised, StepInfo]:
     """Return what a directory or a file is, and its facts as those of a step.
 
-    ``counts``: the choices in one that is no checkpoint matter as well. ``is_part``: see `assess`.
+    ``counts``: the choices in one that is no checkpoint matter as well.
     """
     files, fetch = listing.files, listing.fetch
     found = recognise(files, fetch, alone=listing.is_file)
     if listing.folders and ((counts and not found.layout) or depends_on_below(found, files, listing.folders)):
         listing.list_below()
         found = recognise(files, fetch)
-    state, problem, head, save_id = assess(found, files, fetch, is_part=is_part)
+    state, problem, head, save_id = assess(found, files, fetch)
     if not found.layout:
         state, problem = "unfinished", problem or f"it has neither {MANIFEST_NAME} nor {METADATA_NAME}"
     info = StepInfo(step, listing.path, state, sum(files.values()), listing.changed_s, problem=problem, save_id=save_id)
@@ -277,8 +272,6 @@ def scan(
     directory: str | os.PathLike[str],
     storage: Storage | None = None,
     names: StepNames = DEFAULT_NAMES,
-    *,
-    is_part: bool = False,
 ) -> tuple[StepInfo, ...]:
     """Return the steps in a run's directory, in the order of their numbers. Reads no tensors, and needs no torch.
 
@@ -286,7 +279,6 @@ def scan(
         directory: the run's directory, or a URL; ``~`` is the home directory.
         storage: where it is; None: by the path, see `aiockpt.storage`.
         names: those of its steps.
-        is_part: a step is complete if its documents are there: the disks of other hosts have the files that it lacks.
 
     Returns:
         A `StepInfo` for each directory with the name of a step; none if the run's directory does not exist.
@@ -296,7 +288,7 @@ def scan(
     """
     from aiockpt.storage.local.storage import LocalStorage  # which needs what `examine` does without
 
-    return StepScanner(*Storages(storage, LocalStorage()).of(directory), names, is_part=is_part).scan()
+    return StepScanner(*Storages(storage, LocalStorage()).of(directory), names).scan()
 
 
 # --- one step -----------------------------------------------------------------------------------------

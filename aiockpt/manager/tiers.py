@@ -1,4 +1,4 @@
-"""Decisions about the tiers of a run: its directory, its mirror, and replicas. Without torch.
+"""Decisions about the tiers of a run: its directory and its mirror. Without torch.
 
 A step of a tier is known by its number and its `StepInfo.save_id`: copies with the same one are interchangeable. A
 number may be used again, as after going back to an older step; then what was saved later counts.
@@ -6,38 +6,33 @@ number may be used again, as after going back to an older step; then what was sa
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from aiockpt.manager.policies import KeepPolicy, SavePolicy, StepFacts, select, to_delete
+from aiockpt.manager.scan import StepScanner
 
 if TYPE_CHECKING:
-    from aiockpt.manager.scan import StepInfo
-    from aiockpt.storage.base import Directories, Stamp
-
-REPLICAS_NAME = ".aiockpt.replicas"
-"""The directory for replicas in that of a run, unless another one is given."""
-
-_RUN_DIGITS = 16
+    from aiockpt.manager.scan import StepInfo, StepNames
+    from aiockpt.storage.base import Stamp, Storage
 
 
-def replicas_directory(place: Directories, directory: str, chosen: str = "") -> str:
-    """Return where a host has the replicas of a run, by the ids of the disks that they are of."""
-    if not chosen:
-        return place.below(directory, REPLICAS_NAME)
-    return place.below(chosen, hashlib.sha256(directory.encode()).hexdigest()[:_RUN_DIGITS])  # several runs may have it
+class Tier:
+    """A directory with steps."""
 
+    def __init__(self, storage: Storage, directory: str, names: StepNames) -> None:
+        self.storage, self.directory, self.names = storage, directory, names
+        self.scanner = StepScanner(storage, directory, names)
 
-def replicated_disks(place: Directories, replicas: str) -> list[str]:
-    """Return the ids of the disks that a host has replicas of. Blocks; raises OSError."""
-    try:
-        with place.look(replicas) as listing:
-            return [name for name in listing.folders if not name.startswith(".")]
-    except (FileNotFoundError, NotADirectoryError):  # there are none yet, or it is no directory of a run
-        return []
+    def new_scanner(self) -> StepScanner:
+        """Return a scanner of its own, for another thread than one that may hang."""
+        return StepScanner(self.storage, self.directory, self.names, known=self.scanner)
+
+    def path_of(self, step: int) -> str:
+        """Return the path of a step, whether it exists or not."""
+        return self.storage.below(self.directory, self.names.name_of(step))
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +43,6 @@ class StepCopy:
     is_mirror: bool
     stamp: Stamp | None = None  # changes if it is replaced
     repairs: StepCopy | None = None  # the damaged copy that is tried once more with what it lacks from this one
-    is_replica: bool = False  # as the other hosts have it
 
     def is_copy_of(self, other: StepCopy) -> bool:
         """Return whether another one, of the mirror, has the same bytes as this one of the run's directory."""

@@ -72,22 +72,15 @@ class LoggingObserver(Observer):
 
     def mirrored(self, event: CallEvent, result: MirrorResult | None, backlog: MirrorBacklog) -> None:
         """Log size, time and what is left, or the error."""
-        self._log_copy("mirrored", event, result, backlog)
-
-    def replicated(self, event: CallEvent, result: MirrorResult | None, backlog: MirrorBacklog) -> None:
-        """Log size, time and what is left, or the error."""
-        self._log_copy("replicated", event, result, backlog)
-
-    def _log_copy(self, done: str, event: CallEvent, result: MirrorResult | None, backlog: MirrorBacklog) -> None:
         left = {"backlog_steps": len(backlog.steps), "backlog_bytes": backlog.nbytes}
         if result is None:
-            text = f"%s was not {done}: %s"
-            self._log(logging.WARNING, done, text, event.path, event.error, seconds=event.elapsed_s, **left)
+            text = "%s was not mirrored: %s"
+            self._log(logging.WARNING, "mirrored", text, event.path, event.error, seconds=event.elapsed_s, **left)
             return
         size, took = size_text(result.nbytes), time_text(result.mirrored_s)
         figures = {"bytes": result.nbytes, "sent_bytes": result.sent_bytes, "seconds": result.mirrored_s, **left}
-        text = f"{done} %s: %s in %s; %d steps are left"
-        self._log(self._level, done, text, event.path, size, took, len(backlog.steps), **figures)
+        text = "mirrored %s: %s in %s; %d steps are left"
+        self._log(self._level, "mirrored", text, event.path, size, took, len(backlog.steps), **figures)
 
     def _log(self, level: int, name: str, text: str, path: str, *args: object, **figures: float) -> None:
         shown = [printable(str(value)) if isinstance(value, BaseException) else value for value in args]

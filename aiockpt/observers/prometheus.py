@@ -78,11 +78,6 @@ class PrometheusObserver(Observer):
         self._mirror_time = gauge(
             "mirror_newest_timestamp_seconds", "When the mirror's newest step was saved, Unix time"
         )
-        self._replicas = counter(
-            "replicas_total", "Attempts to replicate a step that have ended, by outcome", "outcome"
-        )
-        self._replicated_bytes = counter("replicated_bytes_total", "Bytes that were copied from another host's disk")
-        self._replica_backlog = gauge("replica_backlog_steps", "Steps that this host has no replica of yet")
         for outcome in _OUTCOMES:  # present from the beginning, so that a rate sees the first failure
             self._saves.labels(outcome)
         for outcome in ("done", "failed"):
@@ -137,9 +132,3 @@ class PrometheusObserver(Observer):
         self._backlog.set(len(backlog.steps))
         self._backlog_bytes.set(backlog.nbytes)
         self._mirror_time.set(backlog.newest_time)
-
-    def replicated(self, event: CallEvent, result: MirrorResult | None, backlog: MirrorBacklog) -> None:
-        """Count it, and measure what is left."""
-        self._replicas.labels("failed" if result is None else "done").inc()
-        self._replicated_bytes.inc(0 if result is None else result.sent_bytes)
-        self._replica_backlog.set(len(backlog.steps))

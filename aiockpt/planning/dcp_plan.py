@@ -37,10 +37,14 @@ class DcpLayout(Layout):
     objects: Mapping[int, int]  # for each leaf that is written as an object, the number of its file
 
     @lazy_property
+    def framings(self) -> dict[int, Framing]:
+        """The framing of each leaf that is a tensor item."""
+        return {slot.leaf: slot.framing for image in self.stored_images for slot in image.slots}
+
+    @lazy_property
     def world(self) -> GlobalPlanCache:
         """The global plan, if this rank is the whole world; the same for every save."""
-        framings = {slot.leaf: slot.framing for image in self.images for slot in image.slots}
-        tied = self.summary.tied
+        framings, tied = self.framings, self.summary.tied
         inventory = inventory_of(self.summary, [], lambda leaf, _: framings[tied.get(leaf, leaf)])
         return GlobalPlanCache(0, [inventory], plan_globally([inventory]), [places_of(self)])
 
@@ -60,6 +64,9 @@ class DcpPlan(SavePlan):
         drafts = self.layout.world.drafts([self.object_places], is_transformed=is_transformed)
         # Copies: the next save, which has the same layout, may be planned before this one is written.
         return replace(drafts, documents={name: bytes(data) for name, data in drafts.documents.items()})
+
+
+_Group = tuple[str, bool]  # the hint that the names of tensors begin with, and whether they are cold
 
 
 class DcpFormat(FileFormat):
@@ -99,17 +106,17 @@ class DcpFormat(FileFormat):
         # Some room to spare, so that a counter which grows a digit does not move every tensor.
         spare = min(object_bytes // 4 + 1024, 65_536)
         head_bytes = align_up(object_bytes + spare, BLOCK_BYTES) if object_bytes else 0
-        groups = self._separated(summary, written.leaves)
+        groups = self._separated(summary, written)
         images: list[FileImage] = []
-        for hint, group in groups.items():
-            objects_here = object_bytes if not hint else 0
+        for (hint, is_cold), group in groups.items():
+            objects_here = object_bytes if not (hint or is_cold) else 0
             if not group and not objects_here and (hint or not alone or len(groups) > 1):
                 continue  # a rank with nothing to write makes no file
             sizes = [framing.length for _, framing in group]
             buckets = assign_buckets(sizes, bucket_count(sum(sizes) + objects_here, self._max_buckets))
             images += [
                 lay_out(
-                    f"{hint}{written.prefix}{len(images) + number}.distcp",
+                    f"{hint}{written.prefix}{written.first + len(images) + number}.distcp",
                     head_bytes if not images and number == 0 else 0,
                     [group[i] for i in bucket],
                 )
@@ -127,9 +134,10 @@ class DcpFormat(FileFormat):
                 images.append(lay_out(f"{written.prefix}{len(images)}.distcp", 0, [(leaf, framing)]))
         return _with_objects(DcpLayout(summary, images, {leaf: n for n, leaf in enumerate(blobs)}), blobs)
 
-    def _separated(self, summary: StateSummary, leaves: Sequence[int]) -> dict[str, list[tuple[int, Framing]]]:
-        """Group the tensors, with their framing, by the hint that their names begin with; first those without one."""
-        groups: dict[str, list[tuple[int, Framing]]] = {"": []}
+    def _separated(self, summary: StateSummary, written: RankLeaves) -> dict[_Group, list[tuple[int, Framing]]]:
+        """Group the tensors, with their framing, by hint, and whether they are cold; first those without either."""
+        groups: dict[_Group, list[tuple[int, Framing]]] = {("", False): []}
+        leaves = written.leaves
         # Device by device: small tensors side by side are packed there, and copied together, which those of another
         # device between them, as Adam's `step`, would prevent.
         devices = list(dict.fromkeys(spec.device for spec in summary.specs if spec is not None))
@@ -140,7 +148,7 @@ class DcpFormat(FileFormat):
             name, spec = summary.structure.names[leaf], summary.specs[leaf]
             if spec is not None:
                 hint = next((hint for hint in self._hints if name.startswith(hint)), "") if self._hints else ""
-                groups.setdefault(hint, []).append((leaf, self.framing(name, spec)))
+                groups.setdefault((hint, leaf in written.cold), []).append((leaf, self.framing(name, spec)))
         return groups
 
     def fill(self, layout: Layout, snapshot: Snapshot) -> DcpPlan | None:

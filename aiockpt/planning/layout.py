@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import struct
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
@@ -14,6 +14,7 @@ from isal.isal_zlib import crc32, crc32_combine
 from aiockpt.core.machine import BLOCK_BYTES
 
 if TYPE_CHECKING:
+    from aiockpt.format.hashes import NewHash, PayloadHash
     from aiockpt.format.item.ziparchive import Framing
 
 
@@ -64,6 +65,7 @@ def split_in_order(sizes: Mapping[T, int], most_bytes: int | None) -> list[list[
 ALIGNED_PAYLOAD_BYTES = 1 << 20
 ITEM_ALIGNMENT = 64  # items start at multiples of this, so that their payloads are aligned for every dtype
 _SEPARATE_CRC_BYTES = 64 << 10  # below this, a second pass over cached bytes costs less than the calls that avoid it
+_HASH_STEP_BYTES = 256 << 10
 _ZEROS = bytes(ITEM_ALIGNMENT)
 _CRC = struct.Struct("<I")
 
@@ -135,6 +137,13 @@ def lay_out(name: str, head_bytes: int, items: Sequence[tuple[int, Framing]], *,
     return FileImage(name, head_bytes, slots, offset, ends)
 
 
+class Hashing(NamedTuple):
+    """The items whose payloads are hashed when they are sealed."""
+
+    new_hash: NewHash
+    leaves: Container[int]
+
+
 class Sealer:
     """Completes the chunks of one file image, in order, once their payload is staged.
 
@@ -142,9 +151,12 @@ class Sealer:
     Touches staged memory only, never the tensors.
     """
 
-    def __init__(self, image: FileImage, head: bytes) -> None:
+    def __init__(self, image: FileImage, head: bytes, hashing: Hashing | None = None) -> None:
         self._image = image
         self._head = head
+        self._hashing = hashing
+        self._hash: PayloadHash | None = None  # of the payload that is being sealed
+        self.hashes: list[str | None] = []  # of each payload, in hexadecimal digits, if it is to be hashed
         self._done = 0
         self._next = 0
         self._payload_crc = 0
@@ -161,21 +173,30 @@ class Sealer:
             slot = slots[self._next]
             end = ends[self._next]
             filled = self._zero(chunk, filled, slot.offset - start)
+            if self._hashing is not None and slot.offset >= start:
+                self._hash = self._hashing.new_hash() if slot.leaf in self._hashing.leaves else None
             if slot.offset >= start and end <= stop and slot.framing.nbytes < _SEPARATE_CRC_BYTES:
                 filled = _seal_whole(chunk, start, slot, self.crcs)
-                self._next += 1
+                if self._hash is not None:
+                    self._hash.update(chunk[slot.payload_offset - start : slot.payload_end - start])
+                self._end_slot()
                 continue
             filled = self._seal_slot(chunk, start, stop, slot, filled)
             if end > stop:
                 break
-            self._next += 1
             self.crcs.append(self._payload_crc)
             self._payload_crc = 0
+            self._end_slot()
         filled = self._fill_tail(chunk, start, stop, filled)
         self._zero(chunk, filled, stop - start)
         self._cover(chunk, stop - start)
         # Direct I/O writes whole blocks; the file is cut to its size afterwards.
         self._zero(chunk, stop - start, align_up(stop - start, BLOCK_BYTES))
+
+    def _end_slot(self) -> None:
+        self._next += 1
+        if self._hashing is not None:
+            self.hashes.append(None if self._hash is None else self._hash.hexdigest())
 
     def _fill_head(self, chunk: memoryview, start: int, stop: int) -> int:
         end = min(self._image.head_bytes, stop)
@@ -217,10 +238,12 @@ class Sealer:
     def _payload(self, chunk: memoryview, low: int, high: int) -> None:
         if high - low < _SEPARATE_CRC_BYTES:
             self._payload_crc = crc32(chunk[low:high], self._payload_crc)
+            if self._hash is not None:
+                self._hash.update(chunk[low:high])
             return
         # A long run is summed once, for the item and the file both.
         self._cover(chunk, low)
-        crc = crc32(chunk[low:high])
+        crc = crc32(chunk[low:high]) if self._hash is None else _crc_and_hash(chunk[low:high], self._hash)
         self._payload_crc = crc32_combine(self._payload_crc, crc, high - low)
         self.file_crc = crc32_combine(self.file_crc, crc, high - low)
         self._done = high
@@ -236,6 +259,16 @@ class Sealer:
             chunk[low:high] = _ZEROS[: high - low] if high - low <= ITEM_ALIGNMENT else bytes(high - low)
             return high
         return low
+
+
+def _crc_and_hash(data: memoryview, payload_hash: PayloadHash) -> int:
+    """Return the CRC-32, and add to the hash, piece by piece, so that the second finds each in the cache."""
+    crc = 0
+    for at in range(0, len(data), _HASH_STEP_BYTES):
+        piece = data[at : at + _HASH_STEP_BYTES]
+        crc = crc32(piece, crc)
+        payload_hash.update(piece)
+    return crc
 
 
 def _seal_whole(chunk: memoryview, start: int, slot: Slot, crcs: list[int]) -> int:

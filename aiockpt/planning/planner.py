@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -60,14 +60,19 @@ class Layout:
         return [*self.summary.tied, *empty, *self.summary.late_objects]
 
     @property
+    def stored_images(self) -> Sequence[FileImage]:
+        """All files with items, also those that are not written anew."""
+        return self.images
+
+    @property
     def nbytes(self) -> int:
-        """Bytes of all files."""
+        """Bytes of all files that are written."""
         return sum(image.nbytes for image in self.images)
 
     @lazy_property
     def tensor_bytes(self) -> int:
         """Bytes of all tensors, each stored one counted once."""
-        return sum(slot.framing.nbytes for image in self.images for slot in image.slots)
+        return sum(slot.framing.nbytes for image in self.stored_images for slot in image.slots)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +101,8 @@ class RankLeaves(NamedTuple):
     prefix: str  # of the names of its files
     leaves: Sequence[int]
     shared: SharedFiles | None = None  # for a format whose files all ranks write together
+    first: int = 0  # the number of the first file
+    cold: Collection[int] = frozenset()  # leaves that go to files of their own
 
 
 @dataclass(frozen=True)

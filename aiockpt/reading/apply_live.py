@@ -22,7 +22,7 @@ from aiockpt.snapshot.live import LiveObject, refuse_awaitable
 
 if TYPE_CHECKING:
     from aiockpt.core.futures import Call
-    from aiockpt.telemetry.loads import ReadReport
+    from aiockpt.telemetry.progress import ReadReport
 
 
 class Gift(NamedTuple):

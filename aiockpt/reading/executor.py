@@ -48,7 +48,7 @@ from aiockpt.snapshot.optimizer_hooks import count_change
 from aiockpt.staging.pool import Chunk, ChunkPool, MappedMemory
 from aiockpt.staging.runtime import is_host
 from aiockpt.staging.scatter import AcceleratorPlacer, place
-from aiockpt.telemetry.loads import ReadReport
+from aiockpt.telemetry.progress import ReadReport
 
 if TYPE_CHECKING:
     from aiockpt.core.threads import Workers

@@ -30,7 +30,7 @@ from aiockpt.reading.read_plan import NewTensor, ReadPlan, ReadRequest, TensorRe
 from aiockpt.reading.sharing import FILLS, hash_of
 from aiockpt.reading.target_plan import TargetPlan, distinct_trees, plan_target
 from aiockpt.reading.targets import Region, find_twins, relocated
-from aiockpt.telemetry.loads import ReadReport
+from aiockpt.telemetry.progress import ReadReport
 
 if TYPE_CHECKING:
     from enum import Enum

@@ -7,13 +7,12 @@ is given new memory, so that whatever the object does with its state comes out a
 from __future__ import annotations
 
 import gc
-from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections import OrderedDict, defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from types import CodeType, FunctionType, ModuleType
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
-from weakref import ReferenceType
 
 import torch
 from torch.nn.modules.batchnorm import _NormBase
@@ -21,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from aiockpt.planning.dtensor import is_distributed
 from aiockpt.planning.flatten import TENSOR_TYPES
+from aiockpt.reading.reach import LOADING, Range, extent_of, reached_by, shared_among
 from aiockpt.reading.targets import is_encoding, overlaps_itself
 
 if TYPE_CHECKING:
@@ -32,8 +32,10 @@ _COPIES: Mapping[str, tuple[object, ...]] = {
     "_load_from_state_dict": (_Module._load_from_state_dict, _NormBase._load_from_state_dict),
     "_save_to_state_dict": (_Module._save_to_state_dict,),
     "state_dict": (_Module.state_dict,),
+    "__getattribute__": (object.__getattribute__,),
 }
 """The methods of a submodule that only copy. That of `_NormBase` also does without a key, which old versions lack."""
+_LOADS: tuple[object, ...] = (_Module.load_state_dict,)
 _MODULE_HOOKS = (
     "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",
@@ -49,8 +51,6 @@ _OPTIMIZER_HOOKS = (
 )
 _WRAPPED = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 """Names of submodules that the hooks of torch's wrappers leave out of the keys."""
-_MANY_OBJECTS = 1 << 19
-"""More than these are not looked through for what other code may change."""
 
 
 class OwnLoading:
@@ -67,15 +67,12 @@ class OwnLoading:
 class OptimizerLoading(OwnLoading):
     """The loading of an optimizer of torch's, which takes over the tensors of its state as they are."""
 
-    apart: set[int]  # storages that its parameters, or several values of its state, share
+    apart: set[int]  # the ids of tensors of its state that are more than that, or share memory with something
 
     def fills(self, path: ObjPath, leaf: Any) -> bool:
-        if path[0] != "state" or is_encoding(leaf):  # the groups may share the tensor of a learning rate
+        if path[0] != "state":  # the groups may share the tensor of a learning rate
             return False
-        if not isinstance(leaf, torch.Tensor) or is_distributed(leaf) or leaf.layout is not torch.strided:
-            return True
-        is_plain = type(leaf) is torch.Tensor and not leaf.requires_grad
-        return is_plain and _storage_of(leaf) not in self.apart and not overlaps_itself(leaf)
+        return id(leaf) not in self.apart if type(leaf) is torch.Tensor else is_distributed(leaf)
 
 
 @dataclass(eq=False, slots=True)
@@ -86,7 +83,8 @@ class ModuleLoading(OwnLoading):
     optional: set[str] = field(default_factory=set)  # of these keys, those that may be done without
     extras: set[str] = field(default_factory=set)  # keys of extra states
     foreign: list[str] = field(default_factory=list)  # prefixes of keys that belong to other code
-    apart: set[int] = field(default_factory=set)  # storages that other code may come to while the module is loaded
+    ties: list[list[str]] = field(default_factory=list)  # keys of one and the same tensor
+    apart: set[str] = field(default_factory=set)  # keys whose memory others have too, or other code may come to
     is_tried: bool = True  # whether tensors with encodings of their own can be tried on a copy
     renames: bool = False  # hooks of torch's wrappers may rename keys
 
@@ -97,11 +95,12 @@ class ModuleLoading(OwnLoading):
     def fills(self, path: ObjPath, leaf: Any) -> bool:
         key = str(path[0])
         own = self.tensors.get(key) if len(path) == 1 else None
+        if key in self.apart:
+            return False
         if is_distributed(leaf):  # FSDP makes shards for its state dict, and their loading copies
             return own is not None or (self.renames and not self.is_foreign(key))
         return (
             own is not None
-            and _storage_of(own) not in self.apart
             and type(leaf) in TENSOR_TYPES
             and not is_distributed(own)
             and (leaf.dtype, leaf.shape) == (own.dtype, own.shape)
@@ -124,73 +123,94 @@ class ModuleLoading(OwnLoading):
 def loading_of(value: Any) -> OwnLoading:
     """Return what is known of the loading of a live object."""
     if isinstance(value, _Optimizer):
-        is_plain = all(_home(getattr(type(value), name)).startswith("torch.optim.") for name in _OPTIMIZER_METHODS)
-        is_plain = is_plain and not _is_patched(value, _OPTIMIZER_METHODS)
-        is_plain = is_plain and not list(_hooks(value, _OPTIMIZER_HOOKS))
-        return OptimizerLoading(_shared_in(value)) if is_plain else OwnLoading()
-    if not isinstance(value, _Module):
-        return OwnLoading()
-    if not has_torchs_loading(value):
+        return _optimizers(value)
+    if not isinstance(value, _Module) or not has_torchs_loading(value):
         return OwnLoading()
     loading = ModuleLoading()
     odd: list[torch.nn.Module] = []
     _walk(value, "", loading, odd)
     extras = [value.get_submodule(each.removesuffix(_EXTRA).rstrip(".")) for each in loading.extras]
-    own = (id(each) for module in extras for each in (module._parameters, module._buffers))  # loaded before the state
-    reached, by_extras = _reached(odd), _reached(extras, own)
+    own = [each for module in extras for each in (module._parameters, module._buffers)]  # loaded before the state
+    reached = reached_by(odd, names=LOADING) if odd else []
+    by_extras = reached_by(extras, besides=own, names=LOADING) if extras else []
     # Torch's loading may fail at one that can't be tried, and has changed others by then.
     if not loading.is_tried or reached is None or by_extras is None:
         return OwnLoading()
-    loading.apart = reached | by_extras | _tied_extras(loading)
+    _separate(loading, reached + by_extras)
     return loading
 
 
-def _reached(code: Iterable[Any], besides: Iterable[int] = ()) -> set[int] | None:
-    """Return the storages of all tensors that modules with their hooks refer to; None if they refer to too much.
-
-    Other code may read them before they are loaded, or change them; ``besides``: ids of objects not to look into.
-    """
-    seen, storages, todo = set(besides), {0}, list(code)
-    while todo:
-        each = todo.pop()
-        kind = type(each)  # isinstance() would ask a proxy for the class of what it stands for
-        if id(each) in seen or issubclass(kind, type | ModuleType | CodeType | str | int | float):
-            continue
-        seen.add(id(each))
-        if len(seen) > _MANY_OBJECTS:
-            return None
-        if issubclass(kind, torch.Tensor):
-            storages.add(_storage_of(each))
-        elif kind is FunctionType:  # of all globals, those that it uses
-            named = (each.__globals__.get(name) for name in each.__code__.co_names)
-            todo += [each.__closure__, each.__defaults__, each.__kwdefaults__, *named]
+def _optimizers(optimizer: torch.optim.Optimizer) -> OwnLoading:
+    """Return what is known of an optimizer: nothing if it has hooks on states, or methods of others for them."""
+    held = vars(optimizer)
+    groups: Any = held.get("param_groups")
+    state: Any = held.get("state")
+    if (
+        not all(_is_torchs(optimizer, name, "torch.optim.") for name in _OPTIMIZER_METHODS)
+        or list(_hooks(optimizer, _OPTIMIZER_HOOKS))
+        or type(state) not in (dict, defaultdict)
+        or not isinstance(groups, list)
+    ):
+        return OwnLoading()
+    parameters = [each for group in groups for each in group["params"]]
+    rest = [value for name, value in held.items() if name not in ("state", "param_groups", "_aiockpt_guards")]
+    rest += [value for group in groups for name, value in group.items() if name != "params"]
+    rest += gc.get_referents(*(each for each in parameters if type(each) in TENSOR_TYPES))
+    reached = reached_by([*rest, type(optimizer)], besides=[optimizer, torch.nn.Parameter, torch.Tensor])
+    if reached is None:
+        return OwnLoading()
+    reached += [extent_of(each.grad) for each in parameters if each.is_leaf and each.grad is not None]
+    reached += map(extent_of, parameters)
+    tensors, odd, extents = _tensors_in(state), set(), []
+    for each in tensors:  # of which there may be hundreds of thousands
+        if each.layout is torch.strided and each.is_contiguous() and not each.requires_grad and not each.is_neg():
+            begin = each.data_ptr()
+            extents.append((begin, begin + each.nbytes))
         else:
-            todo += [each()] if issubclass(kind, ReferenceType) else gc.get_referents(each)
-    return storages - {0}
+            extents.append(extent_of(each))
+            if each.layout is not torch.strided or each.requires_grad or each.is_neg() or overlaps_itself(each):
+                odd.add(id(each))
+    odd |= {id(each) for each in tensors if each.is_nested or each.is_conj()}
+    return OptimizerLoading(odd | {id(tensors[number]) for number in shared_among(extents, reached)})
 
 
-def _shared_in(optimizer: torch.optim.Optimizer) -> set[int]:
-    """Return the storages of an optimizer's parameters, and those that several values of its state share."""
-    parameters = [each for group in optimizer.param_groups for each in group["params"]]
-    values = [each for each in tree_leaves([*optimizer.state.values()]) if isinstance(each, torch.Tensor)]
-    count = Counter(map(_storage_of, [*parameters, *parameters, *values]))
-    return {storage for storage, times in count.items() if storage and times > 1}
+def _tensors_in(state: Mapping[Any, Any]) -> list[torch.Tensor]:
+    """Return the tensors of an optimizer's state of no further class."""
+    values = [
+        value for each in state.values() for value in (each.values() if type(each) is dict else tree_leaves(each))
+    ]
+    kinds = set(map(type, values))
+    if kinds <= {torch.Tensor}:
+        return values
+    return [leaf for value in values for leaf in tree_leaves(value) if type(leaf) is torch.Tensor]
 
 
 def has_torchs_loading(module: torch.nn.Module) -> bool:
     """Return whether ``load_state_dict`` of a module, which calls its submodules' own loading, is torch's."""
-    return type(module).load_state_dict is _Module.load_state_dict and not _is_patched(module, ["load_state_dict"])
+    return _is_own(module, "load_state_dict", _LOADS)
 
 
-def _tied_extras(loading: ModuleLoading) -> set[int]:
-    """Return the storages of modules with extra states that have several keys: `set_extra_state` comes in between."""
+def _separate(loading: ModuleLoading, reached: Sequence[Range]) -> None:
+    """Record which tensors are one, and which share memory with others, or with what other code comes to."""
+    keys: dict[object, list[str]] = {}
+    extents: list[Range] = []
+    for key, tensor in loading.tensors.items():
+        own = getattr(tensor, "_local_tensor", tensor)
+        begin, end = extent_of(own)
+        view = (begin, end, own.dtype, own.shape, own.stride()) if end > begin else key
+        if view not in keys:
+            extents.append((begin, end))
+        keys.setdefault(view, []).append(key)
+    groups = list(keys.values())
+    loading.ties = [group for group in groups if len(group) > 1]
     prefixes = {each.removesuffix(_EXTRA) for each in loading.extras}
-    count = Counter(_storage_of(tensor) for tensor in loading.tensors.values())
-    own = {_storage_of(each) for key, each in loading.tensors.items() if key[: key.rfind(".") + 1] in prefixes}
-    return {storage for storage in own if storage and count[storage] > 1}
+    loading.apart = {key for number in shared_among(extents, reached) for key in groups[number]}
+    # `set_extra_state` comes in between.
+    tied = ({key[: key.rfind(".") + 1] for key in group} for group in loading.ties)
+    loading.apart |= {key for group, own in zip(loading.ties, tied, strict=True) if own & prefixes for key in group}
 
 
-def _walk(module: torch.nn.Module, prefix: str, loading: ModuleLoading, odd: list[torch.nn.Module]) -> None:
+def _walk(module: Any, prefix: str, loading: ModuleLoading, odd: list[Any]) -> None:
     """Record the keys of a module and its submodules, in the way in which ``load_state_dict`` comes to them."""
     if not _only_copies(module):
         _leave(module, prefix, loading, odd)
@@ -215,21 +235,23 @@ def _walk(module: torch.nn.Module, prefix: str, loading: ModuleLoading, odd: lis
             _walk(child, below, loading, odd)
 
 
-def _leave(module: torch.nn.Module, prefix: str, loading: ModuleLoading, odd: list[torch.nn.Module]) -> None:
+def _leave(module: Any, prefix: str, loading: ModuleLoading, odd: list[Any]) -> None:
     """Record that other code decides about a submodule and all below it: its hooks see and change all their keys."""
     loading.foreign.append(prefix)
     odd.append(module)
+    if not isinstance(module, _Module):  # only something like one
+        loading.is_tried = False
+        return
     tensors = chain(module.parameters(), module.buffers())
     loading.is_tried &= all(hasattr(each, "__tensor_flatten__") for each in tensors if is_encoding(each))
 
 
-def _only_copies(module: torch.nn.Module) -> bool:
+def _only_copies(module: Any) -> bool:
     return (
-        all(getattr(type(module), name) in known for name, known in _COPIES.items())
-        and not _is_patched(module, _COPIES)
+        isinstance(module, _Module)
+        and all(_is_own(module, name, known) for name, known in _COPIES.items())
         and all(_home(hook).startswith("torch.distributed.") for hook in _hooks(module, _MODULE_HOOKS))
-        and isinstance(module._parameters, dict)
-        and isinstance(module._buffers, dict)
+        and all(type(each) in (dict, OrderedDict) for each in (module._parameters, module._buffers, module._modules))
         and all(type(tensor) in TENSOR_TYPES or is_distributed(tensor) for _, tensor in _own_tensors(module))
     )
 
@@ -243,9 +265,24 @@ def _own_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, tensor
 
 
-def _is_patched(value: object, names: Collection[str]) -> bool:
-    """Return whether methods are replaced on the object itself."""
-    return not vars(value).keys().isdisjoint(names)
+def _is_own(value: object, name: str, known: Sequence[object]) -> bool:
+    """Return whether the method that an object has under a name is a known one, as torch has written it."""
+    found = next((vars(kind)[name] for kind in type(value).__mro__ if name in vars(kind)), None)
+    return (
+        found in known and name not in vars(value) and (not isinstance(found, FunctionType) or _wrote(found, "torch."))
+    )
+
+
+def _is_torchs(value: object, name: str, home: str) -> bool:
+    found = next((vars(kind)[name] for kind in type(value).__mro__ if name in vars(kind)), None)
+    return name not in vars(value) and _wrote(found.__func__ if isinstance(found, staticmethod) else found, home)
+
+
+def _wrote(function: Any, home: str) -> bool:
+    """Return whether a function was written there, and every function around it by torch."""
+    while hasattr(function, "__wrapped__") and str(function.__globals__.get("__name__")).startswith("torch."):
+        function = function.__wrapped__
+    return str(getattr(function, "__globals__", {}).get("__name__")).startswith(home)
 
 
 def _hooks(value: object, tables: Collection[str]) -> Iterator[Any]:
@@ -255,10 +292,3 @@ def _hooks(value: object, tables: Collection[str]) -> Iterator[Any]:
 
 def _home(function: Any) -> str:
     return str(getattr(getattr(function, "hook", function), "__module__", ""))
-
-
-def _storage_of(tensor: torch.Tensor) -> int:
-    """Return the address of a tensor's storage; 0 if it has none of its own."""
-    if type(tensor) not in TENSOR_TYPES or tensor.layout is not torch.strided or tensor.is_meta:
-        return 0
-    return tensor.untyped_storage().data_ptr()

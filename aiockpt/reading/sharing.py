@@ -11,9 +11,9 @@ import itertools
 import logging
 import queue
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import anyio
 import anyio.lowlevel
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from aiockpt.core.threads import Workers
     from aiockpt.format.index import Index, ItemRange
     from aiockpt.reading.decoded import DecodedSource, DecodedStream
-    from aiockpt.reading.executor import ReadExecutor
     from aiockpt.reading.jobs import ReadJob
     from aiockpt.reading.read_plan import TensorRead
 
@@ -152,6 +151,19 @@ class _ForDevices:
     lent: _Lent | None
 
 
+class CellReader(Protocol):
+    """Carries out the jobs of a load whose bytes have come."""
+
+    def place(self, held: Held, jobs: Sequence[DeviceJob]) -> list[DeviceJob]:
+        """Run those for the CPU; return the others. Blocks."""
+
+    async def place_on_devices(self, held: Held, jobs: Sequence[DeviceJob]) -> None:
+        """Run those for devices."""
+
+    def finish(self, job: ReadJob) -> None:
+        """Count a job as done, and check the CRC if it is the last part. Blocks for a moment."""
+
+
 @dataclass(eq=False)
 class SharedReads:
     """A rank's part in the shared reads of one load."""
@@ -182,7 +194,7 @@ class SharedReads:
         self._to_read.arena.close()
         self._to_receive.arena.close()
 
-    async def run(self, phase: int, jobs: SharedJobs, executor: ReadExecutor) -> None:
+    async def run(self, phase: int, jobs: SharedJobs, executor: CellReader) -> None:
         """Get all cells of a phase, and carry out their jobs.
 
         Removes these from ``jobs``; those that stay are of cells that did not come.
@@ -203,31 +215,10 @@ class SharedReads:
 
         async def count_down(work: Callable[..., Awaitable[None]], *args: object) -> None:
             nonlocal running
-            await work(*args)
+            await work(*args, jobs, executor)
             running -= 1
             if not running:
                 over.set()
-
-        async def read() -> None:
-            for group in pending:
-                stream = self.source.in_order(name) if (name := self._ordered(group[0])) else None
-                for share in group:
-                    await anyio.lowlevel.checkpoint_if_cancelled()  # a call into a thread is not a cancellation point
-                    is_last = share is group[-1]
-                    left = await self.workers.run(self._read, share, stream, jobs, executor, is_last=is_last)
-                    try:
-                        if left.jobs:
-                            await executor.place_on_devices(left.held, left.jobs)
-                    finally:
-                        self._to_read.give_back(left.lent)
-
-        async def receive(reader: int, expected: dict[int, Share]) -> None:
-            while (left := await self.workers.run(self._receive, reader, expected, jobs, executor)) is not None:
-                try:
-                    await executor.place_on_devices(left.held, left.jobs)
-                finally:
-                    self._to_receive.give_back(left.lent)
-                self._release(reader)
 
         async def watch() -> None:
             try:
@@ -241,9 +232,34 @@ class SharedReads:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(watch)
                 for reader, expected in theirs.items():
-                    tasks.start_soon(count_down, receive, reader, expected)
+                    tasks.start_soon(count_down, self._receive_all, reader, expected)
                 for _ in range(min(self._most_read, len(groups))):
-                    tasks.start_soon(count_down, read)
+                    tasks.start_soon(count_down, self._read_groups, pending)
+
+    async def _read_groups(self, pending: Iterator[list[Share]], jobs: SharedJobs, executor: CellReader) -> None:
+        """Read the shares of the groups that are left."""
+        for group in pending:
+            stream = self.source.in_order(name) if (name := self._ordered(group[0])) else None
+            for share in group:
+                await anyio.lowlevel.checkpoint_if_cancelled()  # a call into a thread is not a cancellation point
+                is_last = share is group[-1]
+                left = await self.workers.run(self._read, share, stream, jobs, executor, is_last=is_last)
+                try:
+                    if left.jobs:
+                        await executor.place_on_devices(left.held, left.jobs)
+                finally:
+                    self._to_read.give_back(left.lent)
+
+    async def _receive_all(
+        self, reader: int, expected: dict[int, Share], jobs: SharedJobs, executor: CellReader
+    ) -> None:
+        """Receive the shares that another rank reads."""
+        while (left := await self.workers.run(self._receive, reader, expected, jobs, executor)) is not None:
+            try:
+                await executor.place_on_devices(left.held, left.jobs)
+            finally:
+                self._to_receive.give_back(left.lent)
+            self._release(reader)
 
     # --- in threads -----------------------------------------------------------------------------------------
 
@@ -253,7 +269,7 @@ class SharedReads:
         return file if self.source.is_virtual(file) else ""
 
     def _read(
-        self, share: Share, stream: DecodedStream | None, jobs: SharedJobs, executor: ReadExecutor, *, is_last: bool
+        self, share: Share, stream: DecodedStream | None, jobs: SharedJobs, executor: CellReader, *, is_last: bool
     ) -> _ForDevices:
         """Read what is shared, send it, and put it into place."""
         file, begin, end = share.cells[0].file, share.begin, share.end
@@ -320,7 +336,7 @@ class SharedReads:
             logger.warning("rank %d sends nothing more to rank %d: %s", self.rank, taker, error)
 
     def _receive(
-        self, reader: int, expected: dict[int, Share], jobs: SharedJobs, executor: ReadExecutor
+        self, reader: int, expected: dict[int, Share], jobs: SharedJobs, executor: CellReader
     ) -> _ForDevices | None:
         """Receive what a rank reads, and put it into place; return what is for devices, None at the end."""
         wire = self.wires.inbound.get(reader)
@@ -342,9 +358,7 @@ class SharedReads:
             del self.wires.inbound[reader]
         return None
 
-    def _take(
-        self, wire: Wire, head: Head, share: Share, jobs: SharedJobs, executor: ReadExecutor
-    ) -> _ForDevices | None:
+    def _take(self, wire: Wire, head: Head, share: Share, jobs: SharedJobs, executor: CellReader) -> _ForDevices | None:
         file, (_, begin, end) = share.cells[0].file, share.takers[0]
         if isinstance(wire, MemoryWire):
             held = Held(file, begin, wire.view(head))

@@ -21,7 +21,7 @@ from aiockpt.planning.dtensor import is_distributed, whole_shape
 from aiockpt.planning.flatten import FlatState, StructureError, Subtrees, flatten, replace_leaves
 from aiockpt.reading.bulk import SmallFills, SmallRows
 from aiockpt.reading.plain_loading import ModuleLoading, OptimizerLoading, OwnLoading, has_torchs_loading, loading_of
-from aiockpt.reading.read_plan import TensorRead, reads_of
+from aiockpt.reading.read_plan import TensorRead, reads_of, value_key
 from aiockpt.reading.targets import Region, is_encoding, loaded_dtype, place_in_memory, target_of
 
 if TYPE_CHECKING:
@@ -177,6 +177,8 @@ class _TargetPlanner:
             loading = OwnLoading() if is_inner else self._loadings.get(id(live.value)) or loading_of(live.value)
             if isinstance(loading, ModuleLoading) and self._is_loaded(live):
                 loading = self._checked(live, loading)
+            if isinstance(loading, ModuleLoading):
+                self._separate(live, loading)
             self._loadings[id(live.value)] = loading
 
     def _checked(self, live: LiveObject, loading: ModuleLoading) -> OwnLoading:
@@ -208,6 +210,24 @@ class _TargetPlanner:
             return loading
         fits = all(self._fits(prefix + key, tensor) for key, tensor in loading.tensors.items())
         return OwnLoading() if lacking or unknown or not fits else loading
+
+    def _separate(self, live: LiveObject, loading: ModuleLoading) -> None:
+        """Have no tensor filled that is stored under several names, and given to other code, or has several values."""
+        prefix = f"{live.name}." if live.name else ""
+        for group in loading.ties:
+            names = [prefix + key for key in group if prefix + key in self._wanted]
+            stored = [(name, self._entries.get(name)) for name in names]
+            if len({value_key(name, entry) for name, entry in stored if isinstance(entry, TensorEntry)}) > 1:
+                loading.apart.update(group)
+        if loading.foreign or loading.extras:
+            places: dict[object, list[str]] = {}
+            for name in self._stored.below(live.name):
+                entry = self._entries[name]
+                if isinstance(entry, TensorEntry):
+                    for chunk in entry.chunks:
+                        places.setdefault(chunk.place, []).append(name[len(prefix) :])
+            shared = (keys for keys in places.values() if not loading.tensors.keys() >= set(keys))
+            loading.apart.update(key for keys in shared if len(keys) > 1 for key in keys)
 
     def _fits(self, name: str, tensor: torch.Tensor) -> bool:
         entry = self._entries.get(name)
@@ -253,12 +273,20 @@ class _TargetPlanner:
             # It may have other keys now than when it was saved; of modules, the keys were compared before.
             if not self._stored.holds(live.name):
                 self.plan.missing.append(name if loading.is_known else live.name)
-        elif not loading.fills(path, leaf) or _is_taken_anyway(entry, leaf, loading):
+        elif not loading.fills(path, leaf) or self._is_taken_anyway(entry, leaf, loading):
             self._plan_own_leaf(name, entry, leaf, live)
         elif self._fill(name, entry, leaf):
             self.plan.kept[name] = leaf
         else:
             self._plan_fresh(name, entry, leaf)
+
+    def _is_taken_anyway(self, entry: Entry, leaf: Any, loading: OwnLoading) -> bool:
+        """Return whether torch takes what does not fit: an optimizer anything, a scalar a tensor of one element."""
+        if not isinstance(entry, TensorEntry):
+            return isinstance(loading, OptimizerLoading)
+        if isinstance(loading, OptimizerLoading) and type(leaf) is torch.Tensor:
+            return leaf.shape != entry.shape or leaf.dtype is not loaded_dtype(entry, self._options.dtype, leaf.dtype)
+        return entry.shape == (1,) and isinstance(leaf, torch.Tensor) and not leaf.dim()
 
     def _plan_own_leaf(self, name: str, entry: Entry, leaf: Any, live: LiveObject) -> None:
         """Plan new memory for a value of which only the object knows what to do with it."""
@@ -466,13 +494,6 @@ def _open_containers(
         if _is_empty(leaf) and name not in entries and stored.holds(name)
     }
     return {name: path for name, path in found.items() if owner_of(path) is None}
-
-
-def _is_taken_anyway(entry: Entry, leaf: Any, loading: OwnLoading) -> bool:
-    """Return whether torch takes what does not fit: for a scalar a tensor of one element, for any state an object."""
-    if not isinstance(entry, TensorEntry):
-        return isinstance(loading, OptimizerLoading)
-    return entry.shape == (1,) and isinstance(leaf, torch.Tensor) and not leaf.dim()
 
 
 def _is_empty(leaf: Any) -> bool:

@@ -70,11 +70,14 @@ class CollectiveSave(SaveStrategy):
         self._world = world
         self._compute = compute
         self._io = io
-        self._what = f"the save of {job.path}"
+        self._operation = f"the save of {job.path}"
         self._call = world.coordinator.call("save") if job.spec.call is None else job.spec.call
         self._transaction: SharedTransaction | None = None
-        self._global = GlobalSave(job, file_format, world, compute, io)
+        self._global = self._lead()
         self._over = False  # this rank has entered the second round: it must not enter it again to report a failure
+
+    def _lead(self) -> GlobalSave:
+        return GlobalSave(self._job, self._file_format, self._world, self._compute, self._io)
 
     async def plan(self) -> SavePlan:
         """Agree with the other ranks on what each of them writes. A cancellation takes effect after that."""
@@ -121,7 +124,7 @@ class CollectiveSave(SaveStrategy):
 
     async def _first_round(self, request: PlanRequest | BaseException) -> RankAssignment:
         assignment: RankAssignment = await self._world.coordinator.round(
-            self._call, self._what, request, self._global.decide, self._global.undo
+            self._call, self._operation, request, self._global.decide, self._global.undo
         )
         return assignment
 
@@ -179,7 +182,7 @@ class CollectiveSave(SaveStrategy):
         coordinator = self._world.coordinator
         try:
             summary: Summary = await coordinator.round(
-                self._call, self._what, mine, self._global.publish, self._global.undo
+                self._call, self._operation, mine, self._global.publish, self._global.undo
             )
         except AiockptError as exc:
             if isinstance(exc, CoordinationError) and not coordinator.leads:
@@ -216,14 +219,15 @@ class CollectiveSave(SaveStrategy):
     async def fall_back(self, fallback: str, hindrance: str | None, *, is_planned: bool) -> str:
         """Agree on the path: all ranks save there, or none; rank 0 begins the transaction if there is a plan."""
         job, coordinator = self._job, self._world.coordinator
-        what, self._call, self._transaction = f"the fallback of {self._what}", coordinator.call("fallback"), None
+        operation = f"the fallback of {self._operation}"
+        self._call, self._transaction = coordinator.call("fallback"), None
         job.spec = replace(job.spec, call=self._call)  # this one has to be given up from now on
         mine = is_planned if hindrance is None else SaveError(hindrance)
         decide = partial(self._global.fall_back, fallback)
-        path, ticket = await coordinator.round(self._call, what, mine, decide, self._global.undo)
+        path, ticket = await coordinator.round(self._call, operation, mine, decide, self._global.undo)
         if ticket is not None:
             self._assignment = replace(self._assignment, ticket=ticket)
-        self._what, self._over = f"the save of {path}", False
+        self._operation, self._over = f"the save of {path}", False
         return str(path)
 
 
@@ -306,11 +310,11 @@ class GlobalSave:
 
     def _check_alike(self, requests: Sequence[PlanRequest]) -> None:
         for rank, request in enumerate(requests):
-            for name, what in _ALIKE.items():
+            for name, option in _ALIKE.items():
                 mine, theirs = getattr(requests[0], name), getattr(request, name)
                 if mine != theirs:
                     raise SaveError(
-                        f"{what} is {mine} on rank 0 but {theirs} on rank {rank}; all ranks must pass the same"
+                        f"{option} is {mine} on rank 0 but {theirs} on rank {rank}; all ranks must pass the same"
                     )
 
     async def _plan(self, kept: GlobalPlanCache | None, requests: Sequence[PlanRequest]) -> GlobalPlanCache | None:
@@ -319,7 +323,7 @@ class GlobalSave:
             request.inventory or (kept.ranks[rank] if kept is not None and request.token == kept.token else None)
             for rank, request in enumerate(requests)
         ]
-        known = [each for each in ranks if each is not None]
+        known = [inventory for inventory in ranks if inventory is not None]
         if len(known) < len(ranks):
             return None
         apart = await self._differing(known)
@@ -331,29 +335,40 @@ class GlobalSave:
 
     async def _differing(self, ranks: Sequence[RankInventory]) -> frozenset[str]:
         """Return the plain tensors that differ between the ranks; warn of those that are new, or raise SaveError."""
-        digests = [each for each in self._digests if each is not None]
+        digests = [digest for digest in self._digests if digest is not None]
         if len(digests) < len(ranks) or not any(digests):
             return frozenset()
-        found = await self._compute.run(differing_replicas, ranks, digests)
-        new = [name for name in found if name not in self._warned]
+        differing = await self._compute.run(differing_replicas, ranks, digests)
+        new = [name for name in differing if name not in self._warned]
         advice = "make them equal, as by broadcasting them, or put the rank into their names"
-        if found and self._job.spec.replicas == "error":
-            raise SaveError(f"{some_of(found, _SHOWN)}: these tensors differ between the ranks; {advice}")
+        if differing and self._job.spec.replicas == "error":
+            raise SaveError(f"{some_of(differing, _SHOWN)}: these tensors differ between the ranks; {advice}")
         if new:
             self._warned.update(new)
             text = "%s: these tensors differ between the ranks, so those of the lowest rank are saved; %s"
             logger.warning(text, printable(some_of(new, _SHOWN)), advice)
-        return frozenset(found)
+        return frozenset(differing)
 
     async def publish(self, results: Sequence[Written]) -> list[Summary]:
         """Check what all ranks have written, write the metadata and the manifest, and publish; sum up for each rank."""
-        transaction, plan, job, run = self.transaction, self.plan, self._job, self._compute.run
-        if transaction is None or plan is None:
-            raise RuntimeError("a save can't be published before it has begun")
-        await run(plan.check, results)
+        transaction, plan = self._begun
         await _check_visible(transaction, results, is_single_file=plan.is_single_file)
+        documents, summaries = await self._documents(results)
+        await transaction.commit(documents)
+        return summaries
+
+    @property
+    def _begun(self) -> tuple[SharedTransaction, GlobalPlanCache]:
+        if self.transaction is None or self.plan is None:
+            raise RuntimeError("a save can't be published before it has begun")
+        return self.transaction, self.plan
+
+    async def _documents(self, results: Sequence[Written]) -> tuple[Mapping[str, bytes | bytearray], list[Summary]]:
+        """Check what all ranks have written; return the metadata and the manifest, and the summary for each rank."""
+        (_, plan), job, run = self._begun, self._job, self._compute.run
+        await run(plan.check, results)
         files = dict(await run(plan.data_files, results))
-        sizes = {name: each.nbytes for name, each in files.items()}
+        sizes = {name: facts.nbytes for name, facts in files.items()}
         item_bytes = sum(sizes.values())
         documents: Mapping[str, bytes | bytearray] = {}
         if not plan.is_single_file:
@@ -361,8 +376,7 @@ class GlobalSave:
             given = dict(job.spec.metadata), job.spec.files
             documents = await run(documents_of_ranks, plan, results, files, times_s, *given, job.spec.is_transformed)
             sizes |= {name: len(data) for name, data in documents.items() if name != MANIFEST_NAME}
-        await transaction.commit(documents)
-        return plan.summaries(sizes, item_bytes)
+        return documents, plan.summaries(sizes, item_bytes)
 
     async def undo(self) -> None:
         """Remove what all ranks have written."""
@@ -401,9 +415,9 @@ async def _check_visible(transaction: SharedTransaction, results: Sequence[Writt
         for name, facts in written.files.items():
             seen = sizes.get(SINGLE_NAME if is_single_file else name)
             if seen != facts.nbytes:
-                found = "is not there" if seen is None else f"has {seen} bytes there"
+                size = "is not there" if seen is None else f"has {seen} bytes there"
                 raise SaveError(
-                    f"rank {rank} has written {name} ({facts.nbytes} bytes), which {found} as rank 0 sees it: all "
+                    f"rank {rank} has written {name} ({facts.nbytes} bytes), which {size} as rank 0 sees it: all "
                     "ranks must save to one file system that every host has mounted, or with a manager that has "
                     "own_disks=True"
                 )

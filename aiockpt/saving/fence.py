@@ -66,31 +66,31 @@ class StepGuard:
 
 def _with_hooks(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Return the optimizer whose steps call hooks: this one, or the one that it wraps; TypeError if there is none."""
-    found, seen = optimizer, {id(optimizer)}
-    while not getattr(type(found).step, "hooked", False):  # set by torch.optim.Optimizer.__init__, which wraps `step`
-        held = (getattr(found, name, None) for name in ("optimizer", "_optimizer"))
-        inner = next((each for each in held if isinstance(each, torch.optim.Optimizer)), None)
+    hooked, seen = optimizer, {id(optimizer)}
+    while not getattr(type(hooked).step, "hooked", False):  # set by torch.optim.Optimizer.__init__, which wraps `step`
+        held = (getattr(hooked, name, None) for name in ("optimizer", "_optimizer"))
+        inner = next((optimizer for optimizer in held if isinstance(optimizer, torch.optim.Optimizer)), None)
         if inner is None or id(inner) in seen:
             raise TypeError(
                 f"steps of a {type(optimizer).__name__} call no hooks (its __init__ does not call that of "
                 "torch.optim.Optimizer), so they can't wait: guard() the optimizer within it, or call fence() before "
                 "each step"
             )
-        found = inner
-        seen.add(id(found))
-    return found
+        hooked = inner
+        seen.add(id(hooked))
+    return hooked
 
 
 def _changed_by(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """Return the tensors that a step changes, including those of optimizers inside this one."""
-    found: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
     waiting, seen = [optimizer], {id(optimizer)}
-    for each in waiting:
-        found += tensors_of(each)
-        inner = [value for value in vars(each).values() if isinstance(value, torch.optim.Optimizer)]
+    for outer in waiting:
+        tensors += tensors_of(outer)
+        inner = [value for value in vars(outer).values() if isinstance(value, torch.optim.Optimizer)]
         waiting += [value for value in inner if id(value) not in seen]
         seen |= set(map(id, inner))
-    return found
+    return tensors
 
 
 def hold_back(job: SaveJob, timeout_s: float, optimizer: torch.optim.Optimizer) -> None:

@@ -40,7 +40,6 @@ class SaveHandle(Awaitable[SaveResult]):
         self.staged: Completion[None] = Completion(f"`staged` of {path}", origin, listener=job)
         self.written: Completion[SaveResult] = Completion(f"`written` of {path}", origin, listener=job)
         self._mirrored: Completion[MirrorResult] | None = None
-        self._replicated: Completion[MirrorResult] | None = None
         self._origin = origin
         self._job = job
         self._started = started
@@ -80,26 +79,10 @@ class SaveHandle(Awaitable[SaveResult]):
             raise AiockptError(f"{self.path} has no `mirrored`: only rank 0 of a manager with mirror= knows that")
         return self._mirrored
 
-    @property
-    def replicated(self) -> Completion[MirrorResult]:
-        """Completes when each host's files of the step are on another host too; on rank 0 of a manager with replicas.
-
-        It fails as `mirrored` does. The result has the path of a replica, and the bytes of all replicas of the step.
-
-        Raises:
-            AiockptError: there are no replicas, or this is not rank 0.
-        """
-        if self._replicated is None:
-            raise AiockptError(f"{self.path} has no `replicated`: only rank 0 of a manager with replicas=1 knows that")
-        return self._replicated
-
     # Set by a manager before the caller has the handle.
 
     def _follow_mirror(self, mirrored: Completion[MirrorResult]) -> None:
         self._mirrored = mirrored
-
-    def _follow_replicas(self, replicated: Completion[MirrorResult]) -> None:
-        self._replicated = replicated
 
     @property
     def state(self) -> SaveState:
@@ -188,18 +171,18 @@ class SaveProgress(AsyncIterator[ProgressEvent], Iterator[ProgressEvent]):
 
     async def __anext__(self) -> ProgressEvent:
         check_asyncio(f"the progress of {self._handle.path}")
-        while isinstance(found := self._look(), Completion):
-            await found
-        if found is None:
+        while isinstance(event := self._look(), Completion):
+            await event
+        if event is None:
             raise StopAsyncIteration
-        return found
+        return event
 
     def __next__(self) -> ProgressEvent:
-        while isinstance(found := self._look(), Completion):
-            found.result()
-        if found is None:
+        while isinstance(event := self._look(), Completion):
+            event.result()
+        if event is None:
             raise StopIteration
-        return found
+        return event
 
     def _look(self) -> ProgressEvent | Completion[None] | None:
         """Return the next event, or else what completes when there may be one; None at the end."""

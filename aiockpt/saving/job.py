@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from aiockpt.format.transforms.base import Transform
     from aiockpt.format.transforms.zstd import Zstd
     from aiockpt.options import CommitHook, Hook, Replicas
+    from aiockpt.planning.base import DeltaSpec
     from aiockpt.planning.planner import FileFormat, Planner
     from aiockpt.saving.joint import Joint
     from aiockpt.saving.pipeline import SavePipeline
@@ -54,6 +55,7 @@ class SaveSpec:
     joint: Joint | None = None  # the transaction that this save ends
     compression: Sequence[Zstd | None] | None = None  # for each leaf
     transforms: Sequence[Transform] = ()  # applied to every item, after compression
+    delta: DeltaSpec | None = None  # hashes are kept, and it may share files with a base
     warn_only: bool = False  # failures are not raised by `staged`, nor by fences
     fallback: str | None = None  # the path to use if this one can't be written
     fallback_storage: Storage | None = None

@@ -65,15 +65,15 @@ class Joint:
                     raise objection
                 await begin([True])
                 return
-            what, hindrance = f"the transaction of {self.path}", None
-            ticket = await coordinator.round(call, what, objection or True, begin, self.abort)
+            operation, hindrance = f"the transaction of {self.path}", None
+            ticket = await coordinator.round(call, operation, objection or True, begin, self.abort)
             try:
                 if not coordinator.leads:
                     self._transaction = await self.storage.join(self.path, ticket, workers=workers)
                     self.folder = await self._transaction.open_folder() if self.storage.traits.folders else None
             except AiockptError as exc:
                 hindrance = exc
-            await coordinator.round(call, what, hindrance or True, _agree, self.abort)
+            await coordinator.round(call, operation, hindrance or True, _agree, self.abort)
         except BaseException:
             with anyio.CancelScope(shield=True):
                 await self.abort()
@@ -126,7 +126,7 @@ class Joint:
         facts, documents = await compute.run(describe, others)
         await transaction.commit(documents)
         self._transaction = None
-        return {name: each.nbytes for name, each in facts.items()}
+        return {name: file.nbytes for name, file in facts.items()}
 
     async def abort(self) -> None:
         """Remove everything that was written, unless it is published; on ranks behind rank 0, stop taking part."""
@@ -183,7 +183,7 @@ def describe_joint(
     for name, manifest in manifests.items():
         listed = facts_in(decode_head(manifest) or {}) or {}
         prefix = f"{name}/" if name else ""
-        groups.append({f"{prefix}{each}": facts for each, facts in listed.items()})
+        groups.append({f"{prefix}{file}": facts for file, facts in listed.items()})
         if name:
             documents[f"{name}/{MANIFEST_NAME}"] = manifest
             groups.append({f"{name}/{MANIFEST_NAME}": FileFacts(len(manifest), crc32(manifest))})
@@ -206,7 +206,7 @@ class JointSave(SaveStrategy):
         self._joint = joint
         self._coordinator = coordinator
         self._compute = compute
-        self._what = f"the save of {job.path}"
+        self._operation = f"the save of {job.path}"
         self._over = False  # the last round, or one that has failed
 
     async def plan(self) -> SavePlan:
@@ -231,9 +231,9 @@ class JointSave(SaveStrategy):
         summary = Summary(
             files,
             sum(files.values()),
-            sum(each.tensor_bytes for each in results),
-            sum(each.tensors for each in results),
-            sum(each.objects for each in results),
+            sum(result.tensor_bytes for result in results),
+            sum(result.tensors for result in results),
+            sum(result.objects for result in results),
         )
         return result_of(self._job, plan, summary, times_s)
 
@@ -246,7 +246,7 @@ class JointSave(SaveStrategy):
         if self._joint.failure is not None:
             raise self._joint.failure
         try:
-            await self._coordinator.round(call, self._what, self._joint.own_failure or True, _agree)
+            await self._coordinator.round(call, self._operation, self._joint.own_failure or True, _agree)
         except BaseException:
             self._over = call.step > 0  # then all ranks raise it
             raise
@@ -260,7 +260,7 @@ class JointSave(SaveStrategy):
         if joint.failure is not None and failure is not None:
             if self._coordinator is not None and self._job.spec.call is not None:
                 # Usually it is one on all ranks: those that do not know it must not wait for this one.
-                await self._coordinator.give_up(self._job.spec.call, self._what, failure)
+                await self._coordinator.give_up(self._job.spec.call, self._operation, failure)
             raise failure
         error = error or joint.own_failure
         if self._coordinator is None or self._job.spec.call is None:
@@ -277,7 +277,7 @@ class JointSave(SaveStrategy):
             except AiockptError as exc:
                 error = exc
         files: dict[str, int] = await self._coordinator.round(
-            self._job.spec.call, self._what, True if error is None else error, publish, joint.abort
+            self._job.spec.call, self._operation, True if error is None else error, publish, joint.abort
         )
         await joint.release()
         return files

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import inspect
 import logging
 import math
+import os
 import pickle
 import time
 from collections.abc import Awaitable, Callable
@@ -66,9 +68,17 @@ def _strategy_for(job: SaveJob, tools: EngineResources) -> SaveStrategy:
         from aiockpt.saving.joint import JointSave  # imported already, by the thread that has begun the transaction
 
         return JointSave(job, spec.joint, None if world is None else world.coordinator, tools.copy_workers)
+    if spec.delta is not None:
+        from aiockpt.saving.delta import DeltaSave  # imported already, by the thread that has submitted the save
+
+        return DeltaSave(job, spec.delta, tools.planner, tools.copy_workers, tools.io_workers)
     if world is None or (spec.is_part and spec.call is None):
         return LocalSave(job, tools.planner, tools.copy_workers, tools.io_workers)
     file_format = spec.file_format if spec.file_format is not None else DcpFormat(tools.io_workers.count)
+    if job.storage.traits.is_divided:
+        from aiockpt.saving.hosts import HostsSave  # imported already, by the manager
+
+        return HostsSave(job, file_format, world, tools.copy_workers, tools.io_workers)
     from aiockpt.saving.collective import CollectiveSave  # imported already, by the thread that met the other ranks
 
     return CollectiveSave(job, file_format, world, tools.copy_workers, tools.io_workers)
@@ -111,6 +121,12 @@ class SavePipeline:
                 error = job.cancellation
         except BaseException as exc:  # delivered to the waiters, never dropped
             error = as_save_error(exc)
+            is_full = job.room_coming is not None and os.strerror(errno.ENOSPC) in str(error)
+            if is_full and (self._tools.writer is not None or self._tools.world() is not None):
+                error.add_note(
+                    "a writer process, and ranks other than rank 0, do not wait for the steps that are being deleted: "
+                    "have room for two steps more than are kept"
+                )
         finally:
             job.settle(result, error)
 
@@ -240,7 +256,10 @@ class SavePipeline:
             return RemoteWriter(tools.writer, order, job.storage, layout, self._wrote, tools.io_workers)
         threads = WriterThreads(tools.seal_workers, tools.io_workers)
         after = job.turn.before_is_over
-        return FileWriter(layout.images, plan.heads, names, threads, after=after, count=self._wrote, codings=codings)
+        hashing = self._strategy.hashing(plan)
+        return FileWriter(
+            layout.images, plan.heads, names, threads, after=after, count=self._wrote, codings=codings, hashing=hashing
+        )
 
     def _wrote(self, nbytes: int) -> None:
         """Count bytes that a file has taken."""
@@ -365,14 +384,15 @@ class SavePipeline:
             with span("stage", batch[-1][2] - batch[0][1], image.name):
                 pending = await router.issue([Fill(lease.chunk, image.pieces(*ends)) for lease, *ends in batch])
             done += len(batch)
-            filled = [StagingChunk(*each, copies) for each, copies in zip(batch, pending, strict=True)]
-            leases.pending.update((each.lease, each.pending) for each in filled)  # in case this fails or is cancelled
+            filled = [StagingChunk(*taken, copies) for taken, copies in zip(batch, pending, strict=True)]
+            # In case this fails or is cancelled.
+            leases.pending.update((staged.lease, staged.pending) for staged in filled)
             if done == len(ranges):
                 self._images_left -= 1
                 if self._images_left == 0:
                     self._job.consistency.issued.set()
-            for each in filled:
-                await pass_on(each)
+            for staged in filled:
+                await pass_on(staged)
 
     async def _put(self, writer: Writer, number: int, staged: StagingChunk) -> None:
         """Wait for the copy, and put the chunk to the writer."""
@@ -437,8 +457,8 @@ class SavePipeline:
                 writer.end(number)
             await self._hand_over(plan, writer)
 
-    async def _run_hook(self, hook: Callable[..., object], what: str, *more: object) -> None:
-        await self._tools.io_workers.run(_run_hook, hook, what, self._job.origin, self._job.path, *more)
+    async def _run_hook(self, hook: Callable[..., object], moment: str, *more: object) -> None:
+        await self._tools.io_workers.run(_run_hook, hook, moment, self._job.origin, self._job.path, *more)
 
     async def _after(self, result: SaveResult, hook: CommitHook) -> SaveResult:
         """Run the post_commit hook, which can't undo the commit."""
@@ -467,20 +487,20 @@ def _takes_two(hook: CommitHook) -> bool:
     """Return whether a hook has two parameters without defaults: the path, and the result or the directory."""
     with contextlib.suppress(TypeError, ValueError):  # of a builtin, say, nothing is known
         kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        needed = [each for each in inspect.signature(hook).parameters.values() if each.default is each.empty]
-        return len([each for each in needed if each.kind in kinds]) == 2
+        needed = [taken for taken in inspect.signature(hook).parameters.values() if taken.default is taken.empty]
+        return len([taken for taken in needed if taken.kind in kinds]) == 2
     return False
 
 
-def _run_hook(hook: Callable[..., object], what: str, origin: Origin, path: str, *more: object) -> None:
+def _run_hook(hook: Callable[..., object], moment: str, origin: Origin, path: str, *more: object) -> None:
     """Call a hook, and await what it returns in an event loop of its own. Blocks."""
     try:
-        with Duty(origin, "saves", f"the {what} hook of {path}"):
+        with Duty(origin, "saves", f"the {moment} hook of {path}"):
             value = hook(path, *more)
             if inspect.isawaitable(value):
                 asyncio.run(_awaited(value))
     except BaseException as exc:  # SystemExit of a hook fails the save; it must not end the engine's loop
-        raise SaveError(f"the {what} hook of {path} failed: {type(exc).__name__}: {exc}") from exc
+        raise SaveError(f"the {moment} hook of {path} failed: {type(exc).__name__}: {exc}") from exc
 
 
 async def _awaited(value: Awaitable[Any]) -> None:

@@ -109,8 +109,8 @@ class StagerRouter:
                 # Each stager gets all pieces: a packed copy covers the gaps between pieces, and has to know which gaps
                 # hold pieces of another device.
                 pending = await self._by_device[device].issue(fills, self._snapshot, self._layout)
-                for joined, each in zip(issued, pending, strict=True):
-                    joined.pending.append(each)
+                for joined, copies in zip(issued, pending, strict=True):
+                    joined.pending.append(copies)
         except BaseException:
             with anyio.CancelScope(shield=True):  # the chunks go back: nothing may be on its way into them
                 for joined in issued:
@@ -127,9 +127,9 @@ class _JoinedCopies:
 
     async def wait(self) -> None:
         errors = []
-        for each in self.pending:  # all of them: the chunk may be given back after this
+        for copies in self.pending:  # all of them: the chunk may be given back after this
             try:
-                await each.wait()
+                await copies.wait()
             except Exception as exc:
                 errors.append(exc)
         if errors:

@@ -18,6 +18,7 @@ from aiockpt.writing.commit import CommitDocuments, commit_documents
 if TYPE_CHECKING:
     from aiockpt.core.threads import Workers
     from aiockpt.format.manifest.manifest import JsonValue
+    from aiockpt.planning.layout import Hashing
     from aiockpt.planning.planner import Planner
     from aiockpt.saving.job import SaveJob
     from aiockpt.storage.base import Transaction
@@ -42,6 +43,10 @@ class SaveStrategy(ABC):
 
     async def ticket(self) -> str | None:
         """Return what a writer process needs to join the transaction of rank 0; None: it begins its own."""
+        return None
+
+    def hashing(self, plan: SavePlan) -> Hashing | None:
+        """Return which payloads are to be hashed."""
         return None
 
     async def documents(self, plan: SavePlan) -> CommitDocuments | None:

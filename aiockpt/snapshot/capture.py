@@ -82,9 +82,9 @@ def _take_local_parts(flat: FlatState, shards: dict[int, Shard], *, together: bo
         flat.paths += [path] * len(taken)
         flat.leaves += taken
     for record in flat.containers:
-        at = record["at"]
-        if isinstance(at, int):
-            record["at"] = moved[at] if at < len(moved) else len(flat.leaves)
+        first = record["at"]
+        if isinstance(first, int):
+            record["at"] = moved[first] if first < len(moved) else len(flat.leaves)
     return wholes
 
 
@@ -119,7 +119,7 @@ def _parts_of(name: str, value: Any, *, together: bool) -> list[LocalPart]:
         )
     whole = parts[0].tensor.new_empty(shape)
     for part, (offsets, sizes) in zip(parts, boxes, strict=True):
-        whole[tuple(slice(at, at + n) for at, n in zip(offsets, sizes, strict=True))] = part.tensor
+        whole[tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))] = part.tensor
     return [LocalPart(whole, Shard(shape, (0,) * len(shape)))]
 
 
@@ -193,7 +193,7 @@ def capture_state(
     except RuntimeError as exc:
         raise StageError(f"the device can't be used: {exc}") from exc
     if ranks is not None:
-        saved = [each for each in resolved.objects if any(path[: len(each.path)] == each.path for path in flat.paths)]
+        saved = [live for live in resolved.objects if any(path[: len(live.path)] == live.path for path in flat.paths)]
         check_optimizers(saved, SaveError, flat.leaves, ranks)
     shards: dict[int, Shard] = {}
     wholes: dict[int, torch.Tensor] = {}
@@ -253,7 +253,7 @@ def _capture_leaves(
                 met: dict[int, Any] = {}
                 _capture_object(flat.names[leaf], leaf, value, values, blobs, foreign, met)
                 shared = shared or _what_both_share(flat.names, leaf, met, owners)
-                owners |= {each: (leaf, found) for each, found in met.items()}
+                owners |= {identity: (leaf, thing) for identity, thing in met.items()}
                 leaves[leaf] = None
     tensors = leaves
     if torch.nn.Parameter in kinds:
@@ -351,9 +351,10 @@ def _what_both_share(
     names: Sequence[str], leaf: int, met: dict[int, Any], owners: dict[int, tuple[int, Any]]
 ) -> tuple[str, str, str] | None:
     """Return the name of an earlier leaf, that of this one, and the class of an object that is in both."""
-    for each in met.keys() & owners.keys():
-        if not isinstance(met[each], torch.Tensor | Enum) and foreign_names({type(met[each]): False}):
-            return names[owners[each][0]], names[leaf], type(met[each]).__qualname__
+    for identity in met.keys() & owners.keys():
+        kind = type(met[identity])
+        if not issubclass(kind, torch.Tensor | Enum) and foreign_names({kind: False}):
+            return names[owners[identity][0]], names[leaf], kind.__qualname__
     return None
 
 
@@ -423,7 +424,7 @@ def _versions(tensors: Sequence[torch.Tensor | None]) -> list[int | None]:
 def ready_events(state_dict: Mapping[Any, Any]) -> dict[torch.device, torch.Event]:
     """Record an event in the caller's stream of each accelerator that holds tensors of a state dict.
 
-    Raise LoadError if that stream captures a graph.
+    Raise LoadError if that stream captures a graph, or if the device has failed.
     """
     if not torch.accelerator.is_available():
         return {}
@@ -431,8 +432,11 @@ def ready_events(state_dict: Mapping[Any, Any]) -> dict[torch.device, torch.Even
         leaves = flatten(state_dict).leaves
     except StructureError:
         return {}  # reported by the load that follows
-    _check_captures(leaves, LoadError)
-    return _ready_events({leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)})
+    try:
+        _check_captures(leaves, LoadError)
+        return _ready_events({leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)})
+    except RuntimeError as exc:
+        raise LoadError(f"the device of what is to be filled has failed: {exc}") from exc
 
 
 def _ready_events(devices: Iterable[torch.device]) -> dict[torch.device, torch.Event]:

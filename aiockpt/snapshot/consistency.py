@@ -94,7 +94,7 @@ class Consistency:
 
         A guard asks at each step of its optimizer, of which there may be one for each parameter.
         """
-        found: set[int] = set()
+        leaves: set[int] = set()
         if self._leaves_at is None:
             self._leaves_at = {}
             # The stager of host memory is not asynchronous: what it has issued is copied.
@@ -104,13 +104,13 @@ class Consistency:
                     continue
                 was_pickled = tensor.layout is not torch.strided or tensor.is_quantized  # before any copy was issued
                 if was_pickled or (host_is_copied and is_host(tensor.device)):
-                    found.add(leaf)
+                    leaves.add(leaf)
                 elif (memory := _memory(tensor)) is not None:
                     self._leaves_at.setdefault(memory, []).append(leaf)
         for tensor in tensors:
             for part in _parts(tensor):
-                found.update(self._leaves_at.get(_memory(part), ()))
-        return found
+                leaves.update(self._leaves_at.get(_memory(part), ()))
+        return leaves
 
     # --- comparing --------------------------------------------------------------------------------
 

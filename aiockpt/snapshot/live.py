@@ -49,19 +49,6 @@ class LiveObject(NamedTuple):
         return f"{self.name or 'the state'} ({type(self.value).__name__})"
 
     @property
-    def is_module(self) -> bool:
-        """Whether it is a module, which loads only tensors of its own shapes."""
-        return isinstance(self.value, torch.nn.Module)
-
-    @property
-    def chooses_keys(self) -> bool:
-        """Whether only its ``load_state_dict`` knows which keys it needs: of modules, if hooks may rename keys."""
-        if not isinstance(self.value, torch.nn.Module):
-            return True
-        hooks = (hook for module in self.value.modules() for hook in module._load_state_dict_pre_hooks.values())
-        return not all(_home(hook).startswith("torch.distributed.") for hook in hooks)  # FSDP's hooks rename nothing
-
-    @property
     def parameters(self) -> list[torch.Tensor]:
         """The parameters of an optimizer, in the order in which its state dict numbers them."""
         if not isinstance(self.value, torch.optim.Optimizer):
@@ -79,10 +66,6 @@ class ResolvedState:
 
     tree: Any
     objects: list[LiveObject] = field(default_factory=list)
-
-
-def _home(hook: Any) -> str:
-    return str(getattr(getattr(hook, "hook", hook), "__module__", ""))
 
 
 def is_live(value: object) -> bool:
@@ -193,9 +176,9 @@ def _find_live(value: Any, seen: set[int], seeker: TensorSeeker) -> Any:
     for part in _parts(value, seeker):
         if type(part) not in _PLAIN and id(part) not in seen:
             seen.add(id(part))
-            found = part if is_live(part) else _find_live(part, seen, seeker)
-            if found is not None:
-                return found
+            live = part if is_live(part) else _find_live(part, seen, seeker)
+            if live is not None:
+                return live
     return None
 
 
@@ -207,16 +190,16 @@ def _parts(value: Any, seeker: TensorSeeker) -> Iterable[Any]:
     if isinstance(value, SimpleNamespace | Namespace):
         return vars(value).values()
     if is_dataclass(value) and not isinstance(value, type):
-        return [getattr(value, each.name, None) for each in fields(value)]
+        return [getattr(value, member.name, None) for member in fields(value)]
     return ()
 
 
-def refuse_awaitable(result: object, what: str, error: type[AiockptError]) -> None:
+def refuse_awaitable(result: object, function: str, error: type[AiockptError]) -> None:
     """Raise an error if a function turns out to be asynchronous."""
     if inspect.isawaitable(result):
         if inspect.iscoroutine(result):
             result.close()
-        raise error(f"{what} is asynchronous; it must be a plain function")
+        raise error(f"{function} is asynchronous; it must be a plain function")
 
 
 def _text(key: object) -> str:
@@ -239,17 +222,17 @@ def check_optimizers(
     the ranks don't have the same parameters. If ``leaves``, the values to be saved, contain DTensors, but none
     of them spans all ranks, then the ranks are assumed to have different parameters, as the stages of a pipeline do.
     """
-    tensors = [*leaves, *(parameter for each in objects for parameter in each.parameters)]
+    tensors = [*leaves, *(parameter for live in objects for parameter in live.parameters)]
     widest = max((_mesh_size(tensor) for tensor in tensors if is_distributed(tensor)), default=ranks)
-    for each in objects:
-        if any(hasattr(p, "_fsdp_flattened") or hasattr(p, "_is_flat_param") for p in each.parameters):
+    for live in objects:
+        if any(hasattr(p, "_fsdp_flattened") or hasattr(p, "_is_flat_param") for p in live.parameters):
             why = "its parameters are flattened by FullyShardedDataParallel, and each rank has others"
-        elif widest < ranks and any(map(is_distributed, each.parameters)):
+        elif widest < ranks and any(map(is_distributed, live.parameters)):
             why = f"its parameters are sharded over {widest} of {ranks} ranks, and the other ranks may have others"
         else:
             continue
         raise error(
-            f"{each.described}: {why}, so the numbers that its state_dict() calls them by don't tell which they are. "
+            f"{live.described}: {why}, so the numbers that its state_dict() calls them by don't tell which they are. "
             "Use get_state_dict(model, optim) of torch.distributed.checkpoint.state_dict, whose keys are names, and "
             "set_state_dict after loading"
         )

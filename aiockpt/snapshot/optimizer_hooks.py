@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
@@ -33,7 +34,7 @@ class Token:
 
 
 _live: weakref.WeakSet[Token] = weakref.WeakSet()
-_live_lock = ModuleLock()
+_live_lock = ModuleLock(threading.RLock)  # reentrant: a signal handler may save or step
 
 
 def follow_steps(snapshot: Snapshot, samples: Samples | None = None) -> None:
@@ -111,7 +112,7 @@ def wait_before_steps(optimizer: torch.optim.Optimizer, wait: Callable[[], objec
 
 def stop_waiting_before_steps(optimizer: torch.optim.Optimizer, wait: Callable[[], object]) -> None:
     """Undo `wait_before_steps`. Idempotent."""
-    setattr(optimizer, _GUARDS, tuple(each for each in getattr(optimizer, _GUARDS, ()) if each is not wait))
+    setattr(optimizer, _GUARDS, tuple(guard for guard in getattr(optimizer, _GUARDS, ()) if guard is not wait))
 
 
 def tensors_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -120,21 +121,21 @@ def tensors_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     They are counted before the step: an operator counts its change when it is done, and a copy made meanwhile would
     pass as unchanged. Fused steps never count, nor do those that change many DTensors at once.
     """
-    found = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    tensors = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for value in list(optimizer.state.values()):
-        found += _tensors_in(value)
-    return found
+        tensors += _tensors_in(value)
+    return tensors
 
 
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):
-        for each in list(value.values()):
-            yield from _tensors_in(each)
+        for inner in list(value.values()):
+            yield from _tensors_in(inner)
     elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _tensors_in(each)
+        for inner in value:
+            yield from _tensors_in(inner)
 
 
 @cache

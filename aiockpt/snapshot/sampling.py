@@ -101,17 +101,17 @@ class Samples:
         leaves: Iterable[int] | None = None,
         readable: Callable[[torch.device], AbstractContextManager[object]] | None = None,
     ) -> None:
-        """Compare these leaves (None: all) with their samples. Each is compared only once.
+        """Compare these leaves (None: all) with their samples, and no leaf twice.
 
         ``readable`` is a context in which a device's copies are made, and their result awaited. None: use the current
         streams, behind the caller's work in them, and block only for host memory.
         """
-        found: dict[_Kind, list[tuple[int, SamplePoint]]] = {}
+        by_kind: dict[_Kind, list[tuple[int, SamplePoint]]] = {}
         for leaf in sorted(self._left if leaves is None else self._left.keys() & set(leaves)):
             for kind, start, point in self._left.pop(leaf):
-                found.setdefault(kind, []).append((start, point))
+                by_kind.setdefault(kind, []).append((start, point))
         with torch.no_grad():
-            for kind, points in found.items():
+            for kind, points in by_kind.items():
                 with nullcontext() if readable is None else readable(kind[0]):
                     self._compare(self._samples[kind], points, wait=readable is not None)
 
@@ -124,8 +124,10 @@ class Samples:
                 stayed.append((start, point))
         if not stayed:
             return
-        if not wait:
-            use_in(None, samples)
+        if not wait:  # the program may go on in another stream, and free there what is read here
+            kept = {id(read): read for _, point in stayed for read in (point.view, point.indices) if read is not None}
+            for tensor in (samples, *kept.values()):
+                use_in(None, tensor)
         try:
             # Here, not when the points were chosen: there, this kernel would run in another stream than the next ones.
             before = torch.cat([samples.narrow(0, start, point.number) for start, point in stayed])

@@ -39,7 +39,7 @@ process, and for ranks that start others, a storage must be picklable.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -85,6 +85,8 @@ class Traits:
         single_files: a checkpoint may be one file instead of a directory.
         shared_files: several ranks may write one file: `SharedTransaction.reserve` and ``open_part`` work.
         folders: what is written is in a directory of a file system, `Transaction.open_folder`.
+        adopts: a checkpoint may share files with an earlier one: `Transaction.adopt` works.
+        is_divided: it is the own disks of several hosts, each of which writes a part; see `aiockpt.storage.hosts`.
         removal_s: how long closing waits until what was cancelled is removed, in seconds. What is left after that is
             removed by the next save there, or `clean`.
     """
@@ -92,6 +94,8 @@ class Traits:
     single_files: bool = True
     shared_files: bool = False
     folders: bool = False
+    adopts: bool = False
+    is_divided: bool = False
     removal_s: float = 30.0
 
 
@@ -185,6 +189,21 @@ class Transaction(ABC):
             sink = await self.create(name, len(data))
             await sink.write(memoryview(data))
             await sink.finish()
+
+    async def adopt(self, path: str, files: Mapping[str, tuple[str, FileFacts]]) -> Collection[str]:
+        """Share files with another checkpoint, each under a new name: a link, whose bytes stay if that is deleted.
+
+        Args:
+            path: the other checkpoint. It may be damaged, or deleted or replaced meanwhile.
+            files: by their names there, the new names, and the facts that their bytes must have.
+
+        Returns:
+            The names there of the files that are shared. The others can't be, for whatever reason.
+        """
+        return ()
+
+    async def vouch(self, files: Mapping[str, FileFacts]) -> None:
+        """Note the facts of files that this process has written, so that a later `adopt` need not read them."""
 
     @abstractmethod
     async def commit(self, documents: Mapping[str, Document] = NO_DOCUMENTS) -> None:

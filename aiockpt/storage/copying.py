@@ -19,7 +19,7 @@ from isal.isal_zlib import crc32
 
 from aiockpt.core.threads import run_each
 from aiockpt.errors import CheckpointNotFoundError, CorruptCheckpointError, WriteError
-from aiockpt.format.manifest.manifest import FileFacts, decode_head, disks_in, facts_in, save_id_of
+from aiockpt.format.manifest.manifest import FileFacts, decode_head, facts_in, save_id_of
 from aiockpt.format.names import MANIFEST_NAME, METADATA_NAME
 from aiockpt.telemetry.mirrors import MirrorResult
 
@@ -77,7 +77,6 @@ async def copy_checkpoint(
     workers: Workers,
     limit: RateLimit,
     check: Callable[[], object] = lambda: None,
-    disk: str = "",
 ) -> MirrorResult:
     """Copy a checkpoint that has a manifest, replacing what is at the target.
 
@@ -92,7 +91,6 @@ async def copy_checkpoint(
         workers: threads for blocking work.
         limit: how fast to copy.
         check: called in a thread before the copy is published; may raise.
-        disk: the id of the disk that the source is, of several that have the files together: its own are copied.
 
     Raises:
         CheckpointNotFoundError: it is not there any more.
@@ -102,7 +100,7 @@ async def copy_checkpoint(
     begun = time.perf_counter()
     opened = await source.open(path, workers=workers)
     try:
-        documents, files = await workers.run(partial(_contents, opened, path, save_id, disk))
+        documents, files = await workers.run(partial(_contents, opened, path, save_id))
         transaction = await target.resume(target_path, save_id, workers=workers)
         try:
             whole = await transaction.whole_files()
@@ -122,7 +120,7 @@ async def copy_checkpoint(
     return MirrorResult(target_path, nbytes, sent_bytes, time.perf_counter() - begun)
 
 
-def _contents(source: Source, path: str, save_id: str, disk: str) -> tuple[dict[str, bytes], Mapping[str, FileFacts]]:
+def _contents(source: Source, path: str, save_id: str) -> tuple[dict[str, bytes], Mapping[str, FileFacts]]:
     """Return the documents, the manifest as the last of them, and the facts of all other files. Blocks."""
     sizes = source.files
     documents = {name: source.read_bytes(name, 0, sizes[name]) for name in _DOCUMENTS if name in sizes}
@@ -135,8 +133,7 @@ def _contents(source: Source, path: str, save_id: str, disk: str) -> tuple[dict[
         data = documents[METADATA_NAME]
         if files.get(METADATA_NAME) != FileFacts(len(data), crc32(data)):
             raise CorruptCheckpointError(f"{path}/{METADATA_NAME} does not match its CRC, so it is not copied")
-    there = next((each.files for each in disks_in(head) if each.id == disk), files)
-    files = {name: facts for name, facts in files.items() if name in there and name not in documents}
+    files = {name: facts for name, facts in files.items() if name not in documents}
     for name, facts in files.items():
         if sizes.get(name) != facts.nbytes:  # nor is a name taken that leads out of the checkpoint
             raise CorruptCheckpointError(f"{path} lacks {name}, or a part of it, so it is not copied")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from aiockpt.storage.base import (
@@ -38,6 +38,7 @@ Step = Literal[
     "join",
     "take_over",
     "create",
+    "adopt",
     "write",
     "finish",
     "commit",
@@ -192,6 +193,13 @@ class WrapperTransaction(SharedTransaction):
         await self.write_files(documents)  # so that each step of a document is met
         await self._storage.before("commit", self._path)
         await self._inner.commit()
+
+    async def adopt(self, path: str, files: Mapping[str, tuple[str, FileFacts]]) -> Collection[str]:
+        await self._storage.before("adopt", path)
+        return await self._inner.adopt(path, files)
+
+    async def vouch(self, files: Mapping[str, FileFacts]) -> None:
+        await self._inner.vouch(files)
 
     async def whole_files(self) -> Mapping[str, int]:
         return await self._inner.whole_files()

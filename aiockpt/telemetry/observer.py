@@ -93,6 +93,3 @@ class Observer:
 
     def mirrored(self, event: CallEvent, result: MirrorResult | None, backlog: MirrorBacklog) -> None:
         """An attempt to mirror a step has ended; ``result`` is None if it has failed. ``backlog`` is what is left."""
-
-    def replicated(self, event: CallEvent, result: MirrorResult | None, backlog: MirrorBacklog) -> None:
-        """As `mirrored`, of another host's files of a step, which this host copies."""

@@ -26,6 +26,7 @@ class SaveResult(Timed):
         written_s: from the call until durable under the final name.
         post_commit_error: the exception of the post_commit hook, if it failed.
         fallback_error: why it is at the ``fallback_path``; None if it is where it was to go.
+        bytes_reused: of ``nbytes``, those of files that are shared with the ``base`` of a delta save.
         error: why nothing was written, in the results of `SyncCheckpointer.save` with ``on_failure="warn"``.
 
     `timeline` returns what each thread did, `chrome_trace` writes it to a file, and a notebook shows it. With several
@@ -45,11 +46,17 @@ class SaveResult(Timed):
     post_commit_error: BaseException | None = None
     fallback_error: BaseException | None = None
     error: BaseException | None = None
+    bytes_reused: int = 0
 
     @classmethod
     def of_failure(cls, path: str, error: BaseException, elapsed_s: float) -> Self:
         """Make the result of a save that has failed, and wrote nothing."""
         return cls(path, 0, 0, 0, 0, {}, 0.0, 0.0, 0.0, elapsed_s, error=error)
+
+    @property
+    def bytes_written(self) -> int:
+        """Of ``nbytes``, those that were written."""
+        return self.nbytes - self.bytes_reused
 
     @property
     def bytes_per_s(self) -> float:
@@ -62,6 +69,7 @@ class SaveResult(Timed):
         facts = {
             "tensors": f"{self.tensors} ({size_text(self.tensor_bytes)}), and {self.objects} objects",
             "files": f"{len(self.files)} ({size_text(self.nbytes)})",
+            **({"shared with the base": size_text(self.bytes_reused)} if self.bytes_reused else {}),
             "held the caller": time_text(self.captured_s),
             "staged after": time_text(self.staged_s),
             "written after": f"{time_text(self.written_s)} ({size_text(self.bytes_per_s)}/s)",

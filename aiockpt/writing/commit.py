@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from aiockpt.format.dcp.metadata_opcodes import EncodedItem
     from aiockpt.format.manifest.index_writer import Drafts
     from aiockpt.format.manifest.manifest import JsonValue
+    from aiockpt.planning.delta import AdoptedFiles
 
 T = TypeVar("T", bytes, bytes | bytearray)
 
@@ -47,6 +48,7 @@ class CommitDocuments:
     files: Mapping[str, bytes] = field(repr=False)  # that the caller has added
     drafts: Drafts = field(repr=False)
     manifest: Manifest  # without files, index and times
+    adopted: AdoptedFiles | None = None  # further files, whose items come behind those that are written
 
     def encode(
         self,
@@ -54,14 +56,19 @@ class CommitDocuments:
         crcs: Sequence[int],
         times_s: Mapping[str, float],
         encoded: Sequence[Sequence[EncodedItem]],
+        hashes: Sequence[str | None] | None = None,
     ) -> dict[str, bytes | bytearray]:
         """Return the manifest and the documents, in the order in which they are to be written.
 
         ``written`` are all files with items, ``crcs`` those of the payloads of all tensor items, file by file, and
-        ``encoded`` the items of each file as they are stored, if they are transformed.
+        ``encoded`` the items of each file as they are stored, if they are transformed; ``hashes`` are those of the same
+        payloads, if they were hashed.
         """
         documents, index, transformed = self.drafts.documents, self.drafts.index, self.drafts.transformed
         section = None
+        if self.adopted is not None:
+            written, crcs = {**written, **self.adopted.files}, [*crcs, *self.adopted.crcs]
+            hashes = None if hashes is None else [*hashes, *self.adopted.hashes]
         if transformed is not None:
             documents = {**documents, METADATA_NAME: transformed.metadata.finish(encoded)}
             section = transformed.section(encoded)
@@ -69,7 +76,7 @@ class CommitDocuments:
         totals = {**self.manifest.totals, "file_bytes": sum(facts.nbytes for facts in written.values())}
         files = {**written, **{name: FileFacts(len(data), crc32(data)) for name, data in documents.items()}}
         manifest = replace(self.manifest, files=files, times_s=times_s, totals=totals)
-        text = None if index is None else index.finish(crcs)
+        text = None if index is None else index.finish(crcs, hashes)
         index_key = DIVIDED_KEY if index is not None and index.is_divided else INDEX_KEY
         return checked({MANIFEST_NAME: encode_manifest(manifest, text, section, index_key=index_key), **documents})
 

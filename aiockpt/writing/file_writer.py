@@ -22,7 +22,7 @@ from aiockpt.core.threads import SHORT_BYTES, SHORT_ITEMS
 from aiockpt.errors import SaveError
 from aiockpt.format.manifest.manifest import FileFacts
 from aiockpt.format.names import MANIFEST_NAME
-from aiockpt.planning.layout import FileImage, Sealer
+from aiockpt.planning.layout import FileImage, Hashing, Sealer
 from aiockpt.planning.parts import RUNS_AT_ONCE, PartImage, PartSealer
 from aiockpt.storage.base import FileSink, Transaction, shared_transaction
 from aiockpt.writing.encode import EncodedOutput, ImageEncoder
@@ -137,6 +137,7 @@ class FileWriter(ChunkWriter):
         after: anyio.Event | None = None,
         count: Callable[[int], object] = lambda _: None,
         codings: Sequence[ImageCoding] | None = None,
+        hashing: Hashing | None = None,
     ) -> None:
         self._images = images
         self._names = names
@@ -144,7 +145,8 @@ class FileWriter(ChunkWriter):
         self._after = after
         self._count = count  # of the bytes that a file has taken
         self._begun = anyio.Event()
-        self._sealers = [_sealer_of(image, head) for image, head in zip(images, heads, strict=True)]
+        self._hashes = hashing is not None
+        self._sealers = [_sealer_of(image, head, hashing) for image, head in zip(images, heads, strict=True)]
         self._inputs: list[MemoryObjectSendStream[FilledChunk]] = []
         self._finished = 0
         self._sizes: dict[str, int] = {}
@@ -200,7 +202,8 @@ class FileWriter(ChunkWriter):
             crcs, encode = list(self._crcs()), inputs.documents.encode
             with span("documents"):
                 is_short, workers = len(crcs) <= SHORT_ITEMS, self._threads.io_workers
-                documents = await workers.run_unless(is_short, encode, files, crcs, times_s, self.encoded or ())
+                arguments = files, crcs, times_s, self.encoded or (), self.hashes
+                documents = await workers.run_unless(is_short, encode, *arguments)
             self._documents = documents
             self._sizes |= {name: len(data) for name, data in documents.items() if name != MANIFEST_NAME}
 
@@ -215,6 +218,12 @@ class FileWriter(ChunkWriter):
 
     def _crcs(self) -> Iterable[int]:
         return chain.from_iterable(sealer.crcs for sealer in self._sealers)
+
+    @property
+    def hashes(self) -> list[str | None] | None:
+        """Hash of the payload of each tensor item, image by image, once written; None: they are not hashed."""
+        sealers = [sealer for sealer in self._sealers if isinstance(sealer, Sealer)]
+        return list(chain.from_iterable(sealer.hashes for sealer in sealers)) if self._hashes else None
 
     def revoke(self) -> None:
         if self._begun.is_set():  # else there is no transaction yet
@@ -327,5 +336,5 @@ class FileWriter(ChunkWriter):
         self._finished += 1
 
 
-def _sealer_of(image: FileImage, head: bytes) -> Sealer | PartSealer:
-    return PartSealer(image, head) if isinstance(image, PartImage) else Sealer(image, head)
+def _sealer_of(image: FileImage, head: bytes, hashing: Hashing | None) -> Sealer | PartSealer:
+    return PartSealer(image, head) if isinstance(image, PartImage) else Sealer(image, head, hashing)

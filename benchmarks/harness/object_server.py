@@ -57,6 +57,7 @@ class Rule:
         late_s: the connection is closed, or the process killed, and so much later it is done after all, in seconds.
         ignores_conditions: it is done as if it had no conditions, and answered.
         code: the error code of the answer; empty: one that says the status.
+        signed: only if the request is signed with this access key; empty: all.
     """
 
     match: str
@@ -69,6 +70,7 @@ class Rule:
     late_s: float = 0.0
     ignores_conditions: bool = False
     code: str = ""
+    signed: str = ""
 
 
 @dataclass(frozen=True)
@@ -177,7 +179,9 @@ class _Talk(socketserver.BaseRequestHandler):
             rules = [
                 rule
                 for rule, numbers in store.rules
-                if re.search(rule.match, line) and rule.first <= next(numbers) < rule.first + rule.count
+                if re.search(rule.match, line)
+                and rule.signed in headers.get("authorization", "")
+                and rule.first <= next(numbers) < rule.first + rule.count
             ]
         if store.latency_s:
             time.sleep(store.latency_s)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import os
 import signal
 import sys
+import tempfile
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -84,9 +86,11 @@ class Child:
         **options: Any,
     ) -> None:
         self._pipe, theirs = _context.Pipe()
+        self._stacks = tempfile.NamedTemporaryFile("r", prefix="stacks-")  # noqa: SIM115
         make = partial(Line, theirs, folder, moment, loop, writer)
+        args = (program, make, options, self._stacks.name)
         # A daemonic process of multiprocessing may not start a writer process.
-        self._process = _context.Process(target=_serve, args=(program, make, options), daemon=writer == "thread")
+        self._process = _context.Process(target=_serve, args=args, daemon=writer == "thread")
         self._process.start()
         theirs.close()
 
@@ -98,6 +102,7 @@ class Child:
         self._process.join(WAIT_S)
         self._process.close()
         self._pipe.close()
+        self._stacks.close()
 
     @property
     def pid(self) -> int:
@@ -107,7 +112,8 @@ class Child:
 
     def expect(self, *words: object) -> None:
         """Wait for the child's next words, and check them."""
-        assert self._pipe.poll(WAIT_S), f"the child did not send {words}"
+        if not self._pipe.poll(WAIT_S):
+            self._abort(f"the child did not send {words}")
         assert self._pipe.recv() == words
 
     def signal(self, number: signal.Signals) -> None:
@@ -121,10 +127,19 @@ class Child:
     def exit_code(self) -> int | None:
         """Wait until the child ends; return its exit code."""
         self._process.join(WAIT_S)
+        if self._process.exitcode is None:
+            self._abort("the child did not end")
         return self._process.exitcode
 
+    def _abort(self, why: str) -> None:
+        """End a child that hangs, and fail with the stacks of its threads."""
+        self.signal(signal.SIGABRT)
+        self._process.join(WAIT_S)
+        raise AssertionError(f"{why}; its stacks:\n{self._stacks.read()}")
 
-def _serve(program: Program, make: Callable[[], Line], options: dict[str, Any]) -> None:
+
+def _serve(program: Program, make: Callable[[], Line], options: dict[str, Any], stacks: str) -> None:
+    faulthandler.enable(os.open(stacks, os.O_WRONLY))  # open to the end of the process: a child may hang at its exit
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     line = make()

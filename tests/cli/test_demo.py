@@ -63,16 +63,6 @@ def test_resumed_run_is_identical(python, tmp_path):
     assert not state["losses"].isnan().any()
 
 
-@pytest.mark.full
-def test_runs_differ_without_the_random_numbers(python, tmp_path):
-    output, code = run_demo(python, tmp_path, "--forget-rng", "--dir", str(tmp_path / "runs"), "--no-keep")
-    assert code == 1, output
-    assert "The losses differ, first at step " in output
-    assert "The resumed run differs from the one that was never interrupted." in output
-    assert demo_directories(tmp_path) == []
-    assert not (tmp_path / "runs").exists()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("part", [b"1. Save", b"2. The same run"])
 def test_ctrl_c_on_a_terminal_leaves_no_file(part, tmp_path):
@@ -194,7 +184,7 @@ def test_costs_leave_out_the_last_save(capsys):
     [
         ({}, "are bit-identical"),
         ({"w": torch.tensor([-0.0])}, "differ in 1 key, first in w."),
-        ({"losses": torch.tensor([3.0, 1.5])}, "first at step 2: 2.0 and 1.5."),
+        ({"losses": torch.tensor([3.0, 1.5])}, "differ in 1 key, first in losses."),
     ],
 )
 def test_states_are_compared(change, said, tmp_path, capsys):

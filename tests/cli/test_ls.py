@@ -17,7 +17,6 @@ from aiockpt.cli.keeping import noted_policy, parse_best, parse_policy
 from aiockpt.cli.main import app
 from aiockpt.manager.policies import KeepAll, KeepAny
 from aiockpt.manager.scan import scan
-from aiockpt.manager.tiers import replicas_directory
 from aiockpt.storage.base import LookBudget
 from aiockpt.storage.local.directories import LocalDirectories
 from aiockpt.storage.local.temp_dir import new_ticket
@@ -36,28 +35,6 @@ def invoke(*arguments):
 
 def rows(*arguments):
     return {each["name"]: each for each in json.loads(invoke(*arguments, "--json"))["checkpoints"]}
-
-
-@pytest.mark.parametrize("apart", [False, True])
-def test_replicas_of_other_disks(tmp_path, apart):
-    """A column names the disks whose files of the very same save this host has; without any there is none."""
-    run, disk, spare = tmp_path / "run", "3f2a91c0" + 24 * "0", tmp_path / "spare"
-    with aiockpt.SyncCheckpointManager(run) as manager:
-        for step in (1, 2):
-            manager.save(step, {"x": torch.ones(3)})
-    assert "replica" not in invoke(run)
-    assert "replicas_of" not in rows(run)["step-00000001"]
-    replicas = replicas_directory(LocalDirectories(), str(run), str(spare) if apart else "")
-    copy = Path(replicas) / disk / "step-00000001"
-    shutil.copytree(run / "step-00000001", copy)
-    next(copy.glob("*.distcp")).unlink()  # of another disk
-    shutil.copytree(copy, copy.with_name("step-00000002"))  # of another save
-    options = ["--replicas", spare] if apart else []
-    assert [each["replicas_of"] for each in rows(run, *options).values()] == [[disk], []]
-    (line,) = [line for line in invoke(run, *options).splitlines() if line.startswith("step-00000001")]
-    assert " 3f2a91c0 " in line
-    if apart:
-        assert "replica" not in invoke(run)
 
 
 def save_step(run, step, keep=(), **metrics):

@@ -54,6 +54,11 @@ def tensors_of(name: str, step: int) -> dict[str, torch.Tensor]:
     return {"w": state["model"]["w"], "b": state["model"]["b"], "m": state["optim"]["m"], "n": state["optim"]["n"]}
 
 
+def partly_frozen(name: str, step: int) -> dict[str, Any]:
+    """Return such a state, most bytes of which are the same for all names and steps."""
+    return {**state_of(name, step), "frozen": torch.arange(400_000, dtype=torch.int64)}
+
+
 @dataclass(frozen=True, slots=True)
 class Scenario:
     """A program, and the initial checkpoints of its directory.
@@ -67,6 +72,7 @@ class Scenario:
         whom: the processes to kill.
         staged_is_promise: True if a staged save must survive when ``whom`` are killed.
         storage: returns the storage of the next run; None for the file system.
+        frozen: True if the states are those of `partly_frozen`.
         together: True if steps from 2 on are transactions, of a checkpoint, a part of it and files.
         refused: True if the file system supports neither RENAME_EXCHANGE nor RENAME_NOREPLACE.
         crashed: True if an earlier program was killed in the directory, right before its save was published.
@@ -83,9 +89,12 @@ class Scenario:
     crashed: bool = False
     refused: bool = False
     together: bool = False
+    frozen: bool = False
 
     def state(self, name: str, step: int) -> dict[str, Any]:
         """Return the state to save under a name at a step."""
+        if self.frozen:
+            return partly_frozen(name, step)
         return tensors_of(name, step) if self.flat else state_of(name, step)
 
     def is_state(self, found: Any, name: str, step: int) -> bool:
@@ -121,17 +130,18 @@ class Program:
         announce: Announce,
         *,
         flat: bool = False,
+        frozen: bool = False,
         cut: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
         self.ckpt = ckpt
         self.folder = folder
         self.announce = announce
-        self.flat = flat
+        self.state = partly_frozen if frozen else tensors_of if flat else state_of
         self.cut = cut  # returns this rank's part of a flat tensor
 
     def begin(self, name: str, step: int, **options: Any) -> SaveHandle:
         self.announce(f"begin {name} {step}")
-        state = tensors_of(name, step) if self.flat else state_of(name, step)
+        state = self.state(name, step)
         if self.cut is not None:
             state = {key: self.cut(tensor) for key, tensor in state.items()}
         return self.ckpt.submit(state, self.folder / name, **options)
@@ -184,6 +194,18 @@ def save_and_delete(folder: Path, announce: Announce) -> None:
         program.delete("old-1")
         program.end(save, "c", 3)
         program.delete("old-2")
+
+
+def save_deltas(folder: Path, announce: Announce) -> None:
+    """Save what shares files with an older checkpoint, delete that one, and go on from there."""
+    with checkpointer() as ckpt:
+        program = Program(ckpt, folder, announce, frozen=True)
+        program.save("c", 2, base=folder / "old")
+        program.delete("old")
+        program.save("d", 3, base="auto")
+        save = program.begin("c", 4, base="auto", overwrite=True)
+        program.end(save, "c", 4)
+        assert save.written.result(0).bytes_reused > 0
 
 
 def save_together(folder: Path, announce: Announce, *, writer: Literal["thread", "process"] = "thread") -> None:
@@ -312,6 +334,8 @@ SCENARIOS: dict[str, Scenario] = {
     "two steps, one safetensors file": _refused(
         partial(save_one, name=_FILE, overwrite=True, **_FLAT, **_SAFE), {_FILE: 1}, suffix=SUFFIX, **_TENSORS
     ),
+    "deltas": Scenario(save_deltas, {"old": 1}, {"base": "auto"}, frozen=True),
+    "two steps, deltas": _refused(save_deltas, {"old": 1}, options={"base": "auto"}, frozen=True),
     "compressed": Scenario(partial(save_one, compress="zstd", overwrite=True), {"c": 1}),
     "together": Scenario(save_together, {"c": 1}, together=True),
     "together, first save": Scenario(save_together, together=True),
@@ -341,9 +365,11 @@ def _die(_: str) -> None:
 
 def warm_up(folder: Path) -> None:
     """Run two of the programs once, so that everything is imported."""
-    for number, scenario in enumerate((SCENARIOS["compressed"], SCENARIOS["one safetensors file (overwrite)"])):
+    for number, scenario in enumerate(
+        SCENARIOS[name] for name in ("compressed", "one safetensors file (overwrite)", "deltas")
+    ):
         prepare(scenario, folder / str(number))
         scenario.run(folder / str(number), str)
         with checkpointer() as ckpt:
-            for name in scenario.before:
+            for name in os.listdir(folder / str(number)):
                 ckpt.load(folder / str(number) / name)

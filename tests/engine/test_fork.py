@@ -248,6 +248,8 @@ class Finder:
 found = []
 sys.meta_path.insert(0, Finder())
 state = {"x": torch.ones(300_000), "small": torch.ones(3), "step": 3}
+state["tied"] = state["x"]
+interleaved = {"small": torch.zeros(100).as_strided((3,), (2,)), "grid": torch.zeros(100).as_strided((3, 3), (2, 3))}
 where = sys.argv[1] + "/"
 with aiockpt.SyncCheckpointer(writer=sys.argv[2]) as ckpt:
     ckpt.save(state, where + "a", pre_commit=lambda path: None)
@@ -256,6 +258,8 @@ with aiockpt.SyncCheckpointer(writer=sys.argv[2]) as ckpt:
         ckpt.load(where + name)
         assert ckpt.verify(where + name).ok
     ckpt.load(where + "a", dict(state))
+    ckpt.save({"small": state["small"], "grid": torch.ones(3, 3)}, where + "g")
+    ckpt.load(where + "g", interleaved)
     ckpt.delete(where + "b")
     ckpt.save({"x": state["x"]}, where + "s", format="safetensors")
     ckpt.load(where + "s", mmap=True)

@@ -28,6 +28,7 @@ STATES: dict[str, Callable[[], dict[str, Any]]] = {
     "compressed": lambda: training(large=True),
     "encrypted": lambda: training(large=True),
     "hinted": lambda: tensors(large=True),
+    "delta": lambda: tensors(large=True),
     "ranks-central": ranks,
     "ranks-decentralized": ranks,
     "safetensors": tensors,
@@ -105,7 +106,7 @@ def test_a_part_of_a_golden_checkpoint_loads(name: str) -> None:
     key, index, whole = {
         ranks: ("rows", slice(2, 7), values(torch.float32, 10, 6, seed=1)),
     }.get(STATES[name], ("model.embed.weight", slice(5, 30, 3), values(torch.bfloat16, 33, 8)))
-    if name == "hinted":
+    if name in ("hinted", "delta"):
         key, index, whole = "large", (slice(3, 60), slice(250, 256)), values(torch.float32, 70, 257, seed=3)
     with aiockpt.SyncCheckpointer(transforms=TRANSFORMS if "encrypted" in name else ()) as ckpt:
         with ckpt.open(path) as reader:
@@ -144,7 +145,7 @@ def test_metadata_is_read(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
-@pytest.mark.parametrize("name", ["training", "hinted", "ranks-central", "ranks-decentralized"])
+@pytest.mark.parametrize("name", ["training", "hinted", "delta", "ranks-central", "ranks-decentralized"])
 def test_stock_dcp_loads_golden_checkpoints(name: str) -> None:
     state = STATES[name]()
     target = blank(state)

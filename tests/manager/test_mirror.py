@@ -103,7 +103,7 @@ def test_closing_finishes_the_mirror(here: Path, there: Any) -> None:
 @pytest.mark.slow
 def test_mirror_has_a_policy_of_its_own(here: Path, there: Any) -> None:
     keep = [aiockpt.KeepLatest(2)]
-    with run_of(here, there, *keep, mirror_keep=aiockpt.KeepEvery(3), mirror_every=aiockpt.EverySteps(1)) as run:
+    with run_of(here, aiockpt.Mirror(there, keep=aiockpt.KeepEvery(3), every=aiockpt.EverySteps(1)), *keep) as run:
         for step in range(1, 9):
             run.submit(step, STATE).mirrored.result(60)
     assert steps(here) == [7, 8]
@@ -111,7 +111,7 @@ def test_mirror_has_a_policy_of_its_own(here: Path, there: Any) -> None:
 
 
 def test_mirror_every(here: Path, there: Any) -> None:
-    with run_of(here, there, mirror_every=aiockpt.EverySteps(3)) as run:
+    with run_of(here, aiockpt.Mirror(there, every=aiockpt.EverySteps(3))) as run:
         saves = {step: run.submit(step, STATE) for step in range(1, 8)}
         with pytest.raises(aiockpt.SaveSkippedError, match="step 2 is not mirrored: mirror_every says so"):
             saves[2].mirrored.result(60)
@@ -121,7 +121,7 @@ def test_mirror_every(here: Path, there: Any) -> None:
 
 
 def test_newest_step_is_mirrored_when_the_run_is_closed(here: Path, there: Any) -> None:
-    with run_of(here, there, mirror_every=aiockpt.EverySteps(10)) as run:
+    with run_of(here, aiockpt.Mirror(there, every=aiockpt.EverySteps(10))) as run:
         saves = [run.submit(step, STATE) for step in range(1, 6)]
         assert isinstance(saves[-1].mirrored.exception(60), aiockpt.SaveSkippedError)
         assert run._mirror is not None
@@ -219,8 +219,8 @@ def test_required_steps_stay_while_the_mirror_does_not_answer(here: Path, there:
         for step in (1, 2, 3):
             run.save(step, STATE)
     gate.hangs = threading.Event()
-    keep = {"mirror_keep": aiockpt.KeepEvery(1), "mirror_required": True}
-    with run_of(here, "gate://here", aiockpt.KeepLatest(1), **keep) as run:
+    mirror = aiockpt.Mirror("gate://here", keep=aiockpt.KeepEvery(1), required=True)
+    with run_of(here, mirror, aiockpt.KeepLatest(1)) as run:
         save = run.submit(4, STATE)
         save.written.result()
         run._retention.finished().result()
@@ -234,8 +234,8 @@ def test_required_steps_stay_while_the_mirror_does_not_answer(here: Path, there:
 
 def test_required_steps_stay_until_they_are_mirrored(here: Path, there: Any, gate: Gate) -> None:
     gate.holds = "commit"
-    keep = {"mirror_keep": aiockpt.KeepEvery(1), "mirror_required": True}
-    with run_of(here, "gate://here", aiockpt.KeepLatest(1), **keep) as run:
+    mirror = aiockpt.Mirror("gate://here", keep=aiockpt.KeepEvery(1), required=True)
+    with run_of(here, mirror, aiockpt.KeepLatest(1)) as run:
         saves = [run.submit(step, STATE) for step in (1, 2, 3)]
         saves[-1].written.result()
         run._retention.finished().result()
@@ -316,11 +316,11 @@ def test_step_of_the_mirror_that_can_not_be_read_holds_up_no_other(here: Path, t
 
 
 def test_step_that_is_pinned_while_the_mirror_deletes_others_stays(here: Path, there: Any, gate: Gate) -> None:
-    with run_of(here, "gate://here", aiockpt.KeepLatest(1), mirror_keep=aiockpt.KeepLatest(4)) as run:
+    with run_of(here, aiockpt.Mirror("gate://here", keep=aiockpt.KeepLatest(4)), aiockpt.KeepLatest(1)) as run:
         for step in (1, 2, 3, 4):
             run.submit(step, STATE).mirrored.result(60)
     gate.holds = "delete"
-    with run_of(here, "gate://here", aiockpt.KeepLatest(1), mirror_keep=aiockpt.KeepLatest(1)) as run:
+    with run_of(here, aiockpt.Mirror("gate://here", keep=aiockpt.KeepLatest(1)), aiockpt.KeepLatest(1)) as run:
         run.submit(5, STATE).mirrored.result(60)
         gate.waits.result(60)  # of the first
         run.pin(3)
@@ -455,7 +455,7 @@ def test_second_ctrl_c_ends_closing(here: Path, there: Any, gate: Gate, monkeypa
     gate.holds = "commit"
     with monkeypatch.context() as patched:
         patched.setattr("aiockpt.manager.base._QUIET_S", 0.0)
-        patched.setattr(mirroring.Mirror, "log_wait", lambda *_: signal.raise_signal(signal.SIGINT))
+        patched.setattr(mirroring.MirrorCopier, "log_wait", lambda *_: signal.raise_signal(signal.SIGINT))
         with pytest.raises(KeyboardInterrupt), run_of(here, "gate://here", drain_timeout=1e9) as run:
             save = run.submit(1, STATE)
             gate.waits.result(60)
@@ -494,7 +494,7 @@ def test_closing_does_not_wait_for_a_mirror_without_need(
     monkeypatch.setattr(mirroring, "_END_S", 0.1)
     monkeypatch.setattr("aiockpt.engine.engine.CANCEL_GRACE_S", 0.3)
     gate.is_away, gate.hangs = True, threading.Event() if hangs else None
-    with run_of(here, "gate://here", mirror_timeout=0.1, drain_timeout=1e9) as run:
+    with run_of(here, aiockpt.Mirror("gate://here", timeout=0.1), drain_timeout=1e9) as run:
         with pytest.raises(aiockpt.LoadError, match="can't be read"):
             run.restore(dict(STATE))
         until(lambda: run._mirror and run._mirror._state.has_looked)
@@ -549,7 +549,7 @@ def test_damage_that_is_found_before_the_end_of_the_save_is_noted(here: Path, th
 @pytest.mark.slow
 @pytest.mark.parametrize("is_same", [True, False])
 def test_step_that_is_copied_and_deleted_before_the_end_of_the_save_is_noted(is_same, here: Path, there: Any) -> None:
-    with run_of(here, there, aiockpt.KeepLatest(1), mirror_keep=aiockpt.KeepEvery(1)) as run:
+    with run_of(here, aiockpt.Mirror(there, keep=aiockpt.KeepEvery(1)), aiockpt.KeepLatest(1)) as run:
         saved = run.submit(1, state_of(1))
         saved.mirrored.result(60)
         (info,) = scan(there)
@@ -716,12 +716,51 @@ def test_options_are_checked(tmp_path: Path) -> None:
         aiockpt.SyncCheckpointManager(tmp_path / "a", mirror=tmp_path / "a" / "b")
     with pytest.raises(ValueError, match="mirror_keep: these are for a mirror"):
         aiockpt.SyncCheckpointManager(tmp_path / "a", mirror_keep=aiockpt.KeepLatest(1))
-    with pytest.raises(ValueError, match="mirror_bandwidth must be positive"):
-        aiockpt.SyncCheckpointManager(tmp_path / "a", mirror=tmp_path / "b", mirror_bandwidth=0)
     with aiockpt.SyncCheckpointer() as ckpt:
         handle = ckpt.submit(STATE, tmp_path / "c")
         with pytest.raises(aiockpt.AiockptError, match="has no `mirrored`"):
             handle.mirrored  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"bandwidth": 0}, ValueError, "bandwidth= of a mirror must be positive"),
+        ({"timeout": 0}, ValueError, "timeout= of a mirror must be positive"),
+        ({"every": 3}, TypeError, r"every= of a mirror must be a policy such as EverySteps\(100\), not 3"),
+        ({"keep": 3}, TypeError, "keep"),
+        ({"required": "no"}, TypeError, "required= of a mirror must be True or False, not 'no'"),
+        ({"ephemeral": "no"}, TypeError, "ephemeral= of a mirror must be True or False"),
+    ],
+)
+def test_settings_are_checked(settings: dict[str, Any], error: type[Exception], message: str, there: Any) -> None:
+    with pytest.raises(error, match=message):
+        aiockpt.Mirror(there, **settings)
+
+
+FLAT = {
+    "keep": aiockpt.KeepLatest(2),
+    "every": aiockpt.EverySteps(3),
+    "bandwidth": 4e6,
+    "timeout": 3.0,
+    "required": True,
+    "ephemeral": True,
+}
+
+
+@pytest.mark.parametrize("name", FLAT)
+@pytest.mark.parametrize("grouped", [False, True])
+def test_flat_options_are_those_of_the_mirror_for_now(name: str, grouped: bool, tmp_path: Path) -> None:
+    mirror: Any = aiockpt.Mirror(tmp_path / "b", timeout=7.0) if grouped else tmp_path / "b"
+    options: Any = {"mirror": mirror, f"mirror_{name}": FLAT[name]}
+    with pytest.warns(
+        DeprecationWarning, match=rf"mirror_{name}: pass mirror=aiockpt.Mirror\(DIRECTORY, {name}="
+    ) as warned:
+        run = aiockpt.SyncCheckpointManager(tmp_path / "a", **options)
+    assert warned[0].filename == __file__
+    expected = aiockpt.Mirror(tmp_path / "b", **({"timeout": 7.0} if grouped else {}) | {name: FLAT[name]})  # type: ignore[arg-type]
+    assert run._mirror_options == expected
+    run.close()
 
 
 @pytest.mark.parametrize("options", [{"format": "safetensors"}, {"compress": "zstd"}, {"files": {"notes.txt": b"a"}}])
@@ -748,7 +787,7 @@ def test_run_in_a_store_with_a_mirror_in_a_directory(tmp_path: Path, server_url:
 
 def test_notice_of_an_ephemeral_directory_includes_the_mirror(here: Path, there: Any) -> None:
     for is_ephemeral in (False, True):
-        with run_of(here, there, mirror_ephemeral=is_ephemeral) as run:
+        with run_of(here, aiockpt.Mirror(there, ephemeral=is_ephemeral)) as run:
             assert run._mirror is not None
             assert run._mirror.expected_s() == 0.0
             step = 2 + is_ephemeral
@@ -800,7 +839,7 @@ def test_garbage_collected_manager_leaves_no_thread_and_no_lock(here: Path, ther
 
 @pytest.mark.slow
 def test_bandwidth(here: Path, there: Any) -> None:
-    with run_of(here, there, mirror_bandwidth=4e6) as run:
+    with run_of(here, aiockpt.Mirror(there, bandwidth=4e6)) as run:
         result = run.submit(1, {"x": torch.zeros(1_000_000)}).mirrored.result(60)
     assert result.mirrored_s > 0.5  # what is sent within a second goes at once
 

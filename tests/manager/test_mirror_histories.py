@@ -61,16 +61,13 @@ class History:
         self.written: dict[int, int] = {}  # versions that were announced, by step
         self.mirrored: dict[int, int] = {}
         self.pending: list[tuple[int, int, aiockpt.SaveHandle]] = []
-        self.options = {
-            "keep": self.random.choice(KEEPS),
-            "mirror_keep": self.random.choice(KEEPS),
-            "mirror_required": self.random.random() < 0.3,
-            "max_in_flight": 2,
-        }
+        self.keep, self.mirror_keep = self.random.choice(KEEPS), self.random.choice(KEEPS)
+        self.mirror = aiockpt.Mirror("away://here", keep=self.mirror_keep, required=self.random.random() < 0.3)
 
     def open(self) -> aiockpt.SyncCheckpointManager:
         drain_s = self.random.choice((0.0, 0.05, 60.0))
-        return aiockpt.SyncCheckpointManager(self.here, mirror="away://here", drain_timeout=drain_s, **self.options)
+        options: Any = {"keep": self.keep, "drain_timeout": drain_s, "max_in_flight": 2}
+        return aiockpt.SyncCheckpointManager(self.here, mirror=self.mirror, **options)
 
     def run(self) -> None:
         """Run one manager: restore, save, be closed."""

@@ -10,6 +10,7 @@ import math
 import os
 import re
 import threading
+from collections import Counter
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,11 @@ import pytest
 import torch
 
 import aiockpt
+from aiockpt.storage.base import Listing, LookBudget, Storage
 from aiockpt.storage.local import commit, sink
 from aiockpt.storage.local import storage as deletion
+from aiockpt.storage.local.storage import LocalStorage
+from aiockpt.storage.wrapper import WrapperStorage
 from aiockpt.testing import GatedStorage
 from tests.manager.runs import empty, names, path_of, truncate
 from tests.places import storage_of
@@ -29,6 +33,18 @@ STATE = {"x": torch.arange(10.0)}
 
 def steps(folder: Path) -> list[int]:
     return [int(name.removeprefix("step-")) for name in names(folder) if name.startswith("step-")]
+
+
+class LookingStorage(WrapperStorage):
+    """Counts the looks at each directory."""
+
+    def __init__(self, inner: Storage) -> None:
+        super().__init__(inner)
+        self.looks: Counter[str] = Counter()
+
+    def look(self, path: str, budget: LookBudget | None = None) -> Listing:
+        self.looks[path] += 1
+        return super().look(path, budget)
 
 
 def refuse(_: str) -> None:
@@ -65,6 +81,19 @@ def test_steps_are_deleted_only_after_a_later_save(anywhere: Path) -> None:
         assert steps(anywhere) == [1, 2, 3]
         run.save(7, STATE)
     assert names(anywhere) == ["other", "step-00000007"]
+
+
+def test_saves_that_are_written_at_once_look_at_the_run_once(anywhere: Path) -> None:
+    """The first save is followed late: all others are written by then, and the last of them deletes for all."""
+    storage, met = LookingStorage(storage_of(anywhere)), threading.Event()
+    options = {"storage": storage, "on_written": lambda step, _: step == 1 and met.wait(60)}
+    with run_of(anywhere, aiockpt.KeepLatest(1), **options) as run:
+        for step in range(1, 6):
+            run.save(step, STATE)
+        before = storage.looks[str(anywhere)]
+        met.set()
+    assert storage.looks[str(anywhere)] == before + 1
+    assert steps(anywhere) == [5]
 
 
 def test_newest_step_stays_whatever_the_policy(anywhere: Path) -> None:
@@ -136,6 +165,28 @@ def test_save_on_a_full_disk_waits_once_for_the_deletions_that_are_due(
                 run.save(3, state)
     assert len(tries) == (1 if frees else 2)
     assert steps(tmp_path) == ([3] if frees else [1, 2])
+
+
+class FullStorage(WrapperStorage):
+    """Has no room for one checkpoint."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(LocalStorage())
+        self._name = name
+
+    async def before(self, step: str, name: str) -> None:
+        if step == "begin" and name.endswith(self._name):
+            raise aiockpt.WriteError(f"can't begin: {OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))}")
+
+
+@pytest.mark.slow
+def test_a_writer_process_says_that_it_does_not_wait_for_deletions(tmp_path: Path) -> None:
+    options = {"writer": "process", "storage": FullStorage(path_of(tmp_path, 2).name)}
+    with run_of(tmp_path, aiockpt.KeepLatest(1), **options) as run:
+        run.save(1, STATE)
+        with pytest.raises(aiockpt.WriteError, match="No space left on device") as failure:
+            run.save(2, STATE)
+    assert "have room for two steps more than are kept" in "".join(failure.value.__notes__)
 
 
 def test_damaged_and_unfinished_steps_and_other_names_stay(tmp_path: Path) -> None:

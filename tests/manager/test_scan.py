@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,10 @@ import torch.distributed.checkpoint as dcp
 
 import aiockpt
 from aiockpt.manager.scan import DEFAULT_NAMES, StepInfo, StepScanner, scan, step_of
+from aiockpt.storage.base import Listing, LookBudget, Storage
 from aiockpt.storage.local import entries
 from aiockpt.storage.local.storage import LocalStorage
+from aiockpt.storage.wrapper import WrapperStorage
 from tests.manager.runs import path_of
 from tests.places import remove, storage_of
 
@@ -149,6 +152,45 @@ def test_manifest_is_read_again_only_after_a_change(tmp_path: Path) -> None:
             assert scanner.scan() == first
     finally:
         manifest.chmod(0o644)
+
+
+class LookingStorage(WrapperStorage):
+    """Counts the looks at directories, and the documents that are read of them."""
+
+    def __init__(self, inner: Storage) -> None:
+        super().__init__(inner)
+        self.looks: Counter[str] = Counter()
+        self.reads = 0
+
+    def look(self, path: str, budget: LookBudget | None = None) -> Listing:
+        self.looks[path] += 1
+        listing = super().look(path, budget)
+        fetch = listing.fetch
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.reads += 1
+            return fetch(*args, **kwargs)
+
+        listing.fetch = counted  # type: ignore[method-assign]
+        return listing
+
+
+def test_a_further_look_lists_each_step_at_most_once_and_reads_nothing(anywhere: Path) -> None:
+    paths = [str(write(anywhere, step)) for step in range(1, 8)]
+    storage = LookingStorage(storage_of(anywhere))
+    with aiockpt.SyncCheckpointManager(anywhere, storage=storage, mode="read") as run:
+        assert list(run.steps()) == list(range(1, 8))
+        assert storage.reads >= len(paths)
+        for look, most in ((run.steps, len(paths)), (run.infos, len(paths)), (run.latest, 1)):
+            storage.looks.clear()
+            storage.reads = 0
+            look()
+            assert storage.reads == 0
+            assert storage.looks.pop(str(anywhere)) == 1
+            assert set(storage.looks.values()) <= {1}
+            assert storage.looks.total() <= most
+        storage.looks.clear()
+    assert not storage.looks  # closing needs no look
 
 
 def test_replaced_step_is_read_again(anywhere: Path) -> None:

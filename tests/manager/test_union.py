@@ -301,7 +301,7 @@ def test_empty_disk_and_a_mirror_that_is_away_is_no_new_run(here: Path, gate: Ga
 def test_mirror_that_hangs_is_left_out(here: Path, gate: Gate, run3: None, caplog: pytest.LogCaptureFixture) -> None:
     """Neither the restore nor closing waits for it."""
     gate.hangs = threading.Event()
-    with aiockpt.SyncCheckpointManager(here, mirror=URL, mode="read", mirror_timeout=0.05) as run:
+    with aiockpt.SyncCheckpointManager(here, mirror=aiockpt.Mirror(URL, timeout=0.05), mode="read") as run:
         found = run.restore(empty())
     assert found is not None
     assert found.step == 3
@@ -313,7 +313,7 @@ def test_mirror_that_hangs_is_left_out(here: Path, gate: Gate, run3: None, caplo
 
 
 def test_later_steps_stay_if_the_mirror_hangs(here: Path, gate: Gate, run3: None) -> None:
-    with aiockpt.SyncCheckpointManager(here, mirror=URL, mirror_timeout=0.05, drain_timeout=0.1) as run:
+    with aiockpt.SyncCheckpointManager(here, mirror=aiockpt.Mirror(URL, timeout=0.05), drain_timeout=0.1) as run:
         run.restore(empty())
         idle = run._mirror.finish() if run._mirror is not None else None
         if idle is not None:

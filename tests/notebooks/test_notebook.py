@@ -26,7 +26,6 @@ pytest.importorskip("ipykernel")
 pytest.importorskip("ipywidgets")
 pytest.importorskip("matplotlib")
 
-pytestmark = pytest.mark.docs
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOK = ROOT / "aiockpt" / "docs" / "tutorial.ipynb"

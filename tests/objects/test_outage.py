@@ -19,20 +19,24 @@ from benchmarks.harness.object_server import ObjectServer, Rule
 from tests.objects.buckets import Bucket
 from tests.polling import until
 
-pytestmark = pytest.mark.slow
 _LIMIT_S = 30.0  # of a wait that must end
 _CLOSING_S = 7.0  # of closing with a drain_timeout of 1 s, and 2 s more; the rest is for a busy machine
-STATE = {"x": torch.arange(30_000_000.0)}  # more than fits in the pool
+
+
+@pytest.fixture(scope="module")
+def large() -> dict[str, Any]:
+    """Return a state of more than fits in the pool."""
+    return {"x": torch.arange(30_000_000.0)}
 
 
 OPTIONS = {"chunk_bytes": 5 << 20, "staging_bytes": 40 << 20, "drain_timeout": 1.0}
 
 
 @pytest.fixture(autouse=True, scope="module")
-def warm(_server: ObjectServer) -> None:
+def warm(_server: ObjectServer, large: dict[str, Any]) -> None:
     """Start what stays: the threads of obstore, and a pipe that the first cancelled save leaves."""
     with Bucket("s3://warm", _server.options("s3")).checkpointer(**OPTIONS) as ckpt:
-        save = ckpt.submit(STATE, "s3://warm/c")
+        save = ckpt.submit(large, "s3://warm/c")
         until(lambda: any("partNumber" in line for line in _server.log))
         save.cancel().result()
 
@@ -82,11 +86,11 @@ def outcome(call: Callable[[], Any], limit_s: float = _LIMIT_S) -> Any:
 
 
 def test_a_store_that_goes_away_in_an_upload_is_named(
-    bucket: Bucket, server: ObjectServer, process: psutil.Process
+    bucket: Bucket, server: ObjectServer, process: psutil.Process, large: dict[str, Any]
 ) -> None:
     options = bucket.options | {"retry_config": {"max_retries": 1, "retry_timeout": timedelta(seconds=2)}}
     ckpt = aiockpt.SyncCheckpointer(storage_options=options, chunk_bytes=5 << 20, staging_bytes=40 << 20)
-    save = ckpt.submit(STATE, bucket / "c")
+    save = ckpt.submit(large, bucket / "c")
     until(lambda: any("partNumber=2" in line for line in server.log))
     process.kill()
     error = outcome(save.written.result)
@@ -101,13 +105,19 @@ def test_a_store_that_goes_away_in_an_upload_is_named(
     [("begin", "close"), ("begin", "timeout"), ("parts", "cancel"), ("parts", "close"), ("parts", "timeout")],
 )
 def test_nobody_waits_for_ever(
-    at: str, what: str, how: signal.Signals, bucket: Bucket, server: ObjectServer, process: psutil.Process
+    at: str,
+    what: str,
+    how: signal.Signals,
+    bucket: Bucket,
+    server: ObjectServer,
+    process: psutil.Process,
+    large: dict[str, Any],
 ) -> None:
     ckpt = bucket.checkpointer(**OPTIONS, save_timeout=3.0 if what == "timeout" else None)
     if at == "begin":
         ckpt.save({"x": torch.arange(3)}, bucket / "a")
         process.send_signal(how)
-    save = ckpt.submit(STATE, bucket / "c")
+    save = ckpt.submit(large, bucket / "c")
     if at == "parts":
         until(lambda: any("partNumber=2" in line for line in server.log))
         process.send_signal(how)
@@ -148,9 +158,11 @@ def test_closing_while_a_save_is_published(does: bool, bucket: Bucket, server: O
         assert bucket.dead() == []
 
 
-def test_closing_a_manager_whose_store_hangs(bucket: Bucket, server: ObjectServer, process: psutil.Process) -> None:
+def test_closing_a_manager_whose_store_hangs(
+    bucket: Bucket, server: ObjectServer, process: psutil.Process, large: dict[str, Any]
+) -> None:
     run = aiockpt.SyncCheckpointManager(bucket / "run", storage_options=bucket.options, **OPTIONS).__enter__()
-    save = run.submit(1, STATE)
+    save = run.submit(1, large)
     until(lambda: any("partNumber=2" in line for line in server.log))
     process.send_signal(signal.SIGSTOP)
     assert isinstance(outcome(run.close, _CLOSING_S + 2.0), aiockpt.SaveCancelledError)
@@ -159,13 +171,15 @@ def test_closing_a_manager_whose_store_hangs(bucket: Bucket, server: ObjectServe
 
 @pytest.mark.parametrize("what", ["cancel", "close", "timeout"])
 @pytest.mark.parametrize("of", ["deletions", "lists"])
-def test_discard_in_a_store_that_hangs_in(of: str, what: str, bucket: Bucket, server: ObjectServer) -> None:
+def test_discard_in_a_store_that_hangs_in(
+    of: str, what: str, bucket: Bucket, server: ObjectServer, large: dict[str, Any]
+) -> None:
     """It ends, and what it has left is removed by the next cleaning."""
     ckpt = bucket.checkpointer(**OPTIONS, save_timeout=3.0 if what == "timeout" else None)
     hanging = {"deletions": "(DELETE|POST .*[?]delete) ", "lists": "GET .*list-type"}[of]
     with bucket.checkpointer() as other:
         other.save({"x": torch.arange(3)}, bucket / "a")
-    save = ckpt.submit(STATE, bucket / "c")
+    save = ckpt.submit(large, bucket / "c")
     until(lambda: any("partNumber=2" in line for line in server.log))
     server.rules(
         Rule("partNumber|uploadId|DELETE .*uploadId", count=10**6, status=503), Rule(hanging, 1, 10**6, hang_s=60.0)
@@ -185,13 +199,15 @@ def test_discard_in_a_store_that_hangs_in(of: str, what: str, bucket: Bucket, se
         assert torch.equal(other.load(bucket / "a")["x"], torch.arange(3))
 
 
-def test_what_a_failed_discard_has_left_is_removed_by_the_next_save(bucket: Bucket, server: ObjectServer) -> None:
+def test_what_a_failed_discard_has_left_is_removed_by_the_next_save(
+    bucket: Bucket, server: ObjectServer, large: dict[str, Any]
+) -> None:
     refusing = {"retry_config": {"max_retries": 0, "retry_timeout": timedelta(seconds=1)}}
     impatient = Bucket(bucket.url, bucket.given | refusing)
     with impatient.checkpointer(**OPTIONS) as ckpt:
         server.rules(Rule("POST .*uploadId", count=100, status=500), Rule("PUT .*/state$", 2, 1000, 500))
         with pytest.raises(aiockpt.SaveError, match="500"):
-            ckpt.save(STATE, bucket / "run/c")
+            ckpt.save(large, bucket / "run/c")
         server.rules()
         assert [key for key in bucket.dead() if key.endswith("/state")]
         ckpt.save({"y": torch.arange(3)}, bucket / "run/c")

@@ -44,7 +44,7 @@ def forks() -> None:
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("client._PAUSE_S", "transaction._PAUSE_S", "storage._PAUSE_S"):
+    for name in ("client._PAUSE_S", "transaction._PAUSE_S", "records._PAUSE_S"):
         monkeypatch.setattr(f"aiockpt.storage.objects.{name}", 0.001)
 
 

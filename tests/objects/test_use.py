@@ -9,6 +9,8 @@ import sys
 import traceback
 import uuid
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,14 +22,18 @@ from aiockpt.storage.objects.obstore import storage_for_url
 from benchmarks.harness.object_server import ObjectServer, Rule
 from tests.objects.buckets import Bucket
 
-STATE = {"x": torch.arange(12_000_000.0), "y": torch.arange(7), "n": 3}
+
+@pytest.fixture(scope="module")
+def large() -> dict[str, Any]:
+    """Return a state that is sent in parts."""
+    return {"x": torch.arange(12_000_000.0), "y": torch.arange(7), "n": 3}
 
 
-def test_a_save_takes_its_parts_and_five_requests(bucket: Bucket, server: ObjectServer) -> None:
+def test_a_save_takes_its_parts_and_five_requests(bucket: Bucket, server: ObjectServer, large: dict[str, Any]) -> None:
     with bucket.checkpointer() as ckpt:
-        ckpt.save(STATE, bucket / "run/0")  # the first one finds out what the store can do
+        ckpt.save(large, bucket / "run/0")  # the first one finds out what the store can do
         server.rules()
-        ckpt.save(STATE, bucket / "run/1")
+        ckpt.save(large, bucket / "run/1")
         files = [line for line in server.log if "/files/" in line and not line.startswith("GET")]
         others = [line for line in server.log if line not in files]
         # A list and a state at the same time, twice; then the commit.
@@ -39,15 +45,15 @@ def test_a_save_takes_its_parts_and_five_requests(bucket: Bucket, server: Object
             assert len(server.log) <= 3
             server.rules()
             rows = reader.read("x", slice(5_000_000, 5_000_100))
-        assert torch.equal(rows, STATE["x"][5_000_000:5_000_100])
+        assert torch.equal(rows, large["x"][5_000_000:5_000_100])
         assert len(server.log) == 1
 
 
 @pytest.mark.full
-def test_command_line(server: ObjectServer) -> None:
+def test_command_line(server: ObjectServer, large: dict[str, Any]) -> None:
     bucket = Bucket("s3://commands", server.options("s3"))
     with bucket.checkpointer() as ckpt:
-        ckpt.save(STATE, bucket / "run/c")
+        ckpt.save(large, bucket / "run/c")
     given = {
         "ENDPOINT": server.url,
         "REGION": "r",
@@ -67,9 +73,9 @@ def test_command_line(server: ObjectServer) -> None:
     assert bucket.listed() == []
 
 
-def test_what_cannot_be_is_refused_with_the_way_out(bucket: Bucket) -> None:
+def test_what_cannot_be_is_refused_with_the_way_out(bucket: Bucket, large: dict[str, Any]) -> None:
     with bucket.checkpointer() as ckpt:
-        ckpt.save(STATE, bucket / "c")
+        ckpt.save(large, bucket / "c")
         with pytest.raises(aiockpt.LoadError, match="can't be mapped; load it without mmap=True"):
             ckpt.load(bucket / "c", mmap=True)
         with pytest.raises(aiockpt.CheckpointNotFoundError, match=re.escape(bucket / "d")):
@@ -111,15 +117,15 @@ def test_what_will_never_succeed_is_told_at_once(case: str, server: ObjectServer
         server.rules()
 
 
-def test_credentials_that_have_expired_are_named(bucket: Bucket, server: ObjectServer) -> None:
+def test_credentials_that_have_expired_are_named(bucket: Bucket, server: ObjectServer, large: dict[str, Any]) -> None:
     """S3 says so with the status 400, and in the answer to a HEAD not at all."""
     with bucket.checkpointer() as ckpt:
-        ckpt.save(STATE, bucket / "c")
+        ckpt.save(large, bucket / "c")
         objects = bucket.storage().objects
         server.rules(Rule(".", count=10**6, status=400, code="ExpiredToken"))
         said = f"{bucket.url}.*access is denied: the credentials have expired.*pass credential_provider"
         with pytest.raises(aiockpt.SaveError, match=said):
-            ckpt.save(STATE, bucket / "d")
+            ckpt.save(large, bucket / "d")
         with pytest.raises(aiockpt.LoadError, match=said):
             ckpt.load(bucket / "c")
         with pytest.raises(PermissionError, match=said):
@@ -143,6 +149,37 @@ def test_the_environment_is_read_again_once_it_has_changed(server: ObjectServer,
         assert ckpt.load("s3://later/c")["x"].tolist() == [0, 1, 2]
 
 
+class Profile:
+    """As the provider of obstore that uses boto3, which reads the file of profiles when it is made."""
+
+    def __init__(self) -> None:
+        self._key = Path("~/.aws/credentials").expanduser().read_text()
+
+    def __call__(self) -> dict[str, Any]:
+        return {"access_key_id": self._key, "secret_access_key": "s", "expires_at": None}
+
+
+def test_expired_credentials_are_read_again_from_the_file_of_profiles(
+    server: ObjectServer, monkeypatch, tmp_path: Path
+) -> None:
+    given = {name: value for name, value in server.options("s3").items() if "key" not in name}
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setitem(sys.modules, "obstore.auth.boto3", SimpleNamespace(Boto3CredentialProvider=Profile))
+    (tmp_path / ".aws").mkdir()
+    file = tmp_path / ".aws" / "credentials"
+    file.write_text("OLD")
+    server.rules(Rule(".", count=10**6, status=400, code="ExpiredToken", signed="OLD"))
+    with aiockpt.SyncCheckpointer(storage_options=given) as ckpt:
+        with pytest.raises(aiockpt.SaveError, match="the credentials have expired"):
+            ckpt.save({"x": torch.arange(3)}, "s3://renewed/c")
+        file.write_text("NEW")
+        ckpt.save({"x": torch.arange(3)}, "s3://renewed/c")
+        assert ckpt.load("s3://renewed/c")["x"].tolist() == [0, 1, 2]
+    server.rules()
+
+
 def test_a_machine_without_credentials_says_so() -> None:
     client = storage_for_url("s3://b", region="r", endpoint="http://127.0.0.1:1").objects
     text = "Error performing PUT http://169.254.169.254/latest/api/token - status code: 403 Forbidden"
@@ -163,9 +200,9 @@ def test_an_option_that_can_not_be_is_refused(options: dict[str, Any], capfd: py
     capfd.readouterr()  # of a panic in Rust
 
 
-def test_who_may_not_delete_loses_nothing(bucket: Bucket, server: ObjectServer) -> None:
+def test_who_may_not_delete_loses_nothing(bucket: Bucket, server: ObjectServer, large: dict[str, Any]) -> None:
     with bucket.checkpointer() as ckpt:
-        ckpt.save(STATE, bucket / "c")
+        ckpt.save(large, bucket / "c")
         ckpt.save({"x": torch.arange(3)}, bucket / "m.safetensors")
         server.rules(Rule("DELETE|[?]delete", count=10**6, status=403))
         for name in ("c", "m.safetensors"):
@@ -174,7 +211,7 @@ def test_who_may_not_delete_loses_nothing(bucket: Bucket, server: ObjectServer) 
         server.rules()
         assert ckpt.load(bucket / "c")["n"] == 3
         assert torch.equal(ckpt.load(bucket / "m.safetensors")["x"], torch.arange(3))
-        ckpt.save(STATE, bucket / "c", overwrite=True)
+        ckpt.save(large, bucket / "c", overwrite=True)
         ckpt.delete(bucket / "m.safetensors")
         assert ckpt.verify(bucket / "c").ok
 
@@ -182,12 +219,13 @@ def test_who_may_not_delete_loses_nothing(bucket: Bucket, server: ObjectServer) 
 @pytest.mark.main
 def test_what_is_there_is_said(bucket: Bucket) -> None:
     """Checkpoints within checkpoints, and objects of others."""
+    small = {"x": torch.arange(9.0), "y": torch.arange(7), "n": 3}
     objects = bucket.storage().objects
     objects.put("notes/a.txt", b"a")
     objects.put("model", b"an object of this name")
     with bucket.checkpointer() as first:
-        first.save(STATE, bucket / "c")
-        first.save(STATE, bucket / "run/step-1")
+        first.save(small, bucket / "c")
+        first.save(small, bucket / "run/step-1")
     with bucket.checkpointer() as ckpt:
         for name, match in {
             "model": "is one object; delete it before, or save under another name",
@@ -198,7 +236,7 @@ def test_what_is_there_is_said(bucket: Bucket) -> None:
         }.items():
             for overwrite in (False, True):
                 with pytest.raises(aiockpt.CheckpointExistsError, match=re.escape(match)):
-                    ckpt.save(STATE, bucket / name, overwrite=overwrite)
+                    ckpt.save(small, bucket / name, overwrite=overwrite)
     assert objects.get("model")[1] == b"an object of this name"
     assert bucket.dead() == ["model", "notes/a.txt"]
 
@@ -222,20 +260,22 @@ class _Texts(aiockpt.Observer):
         self.of["deleted"] = repr(about)
 
 
-def test_credentials_are_in_no_text(bucket: Bucket, server: ObjectServer, caplog: pytest.LogCaptureFixture) -> None:
+def test_credentials_are_in_no_text(
+    bucket: Bucket, server: ObjectServer, caplog: pytest.LogCaptureFixture, large: dict[str, Any]
+) -> None:
     caplog.set_level(0)
     secret = "not-so-secret"
     options = bucket.options | {"secret_access_key": secret} if bucket.url.startswith("s3") else bucket.options
     observer = _Texts()
     with aiockpt.SyncCheckpointer(storage_options=options, observers=[observer]) as ckpt:
-        ckpt.save(STATE, bucket / "c")
+        ckpt.save(large, bucket / "c")
         texts = [repr(ckpt), repr(aiockpt.storage.storage_for(bucket / "c", **options))]
         with ckpt.open(bucket / "c") as reader:
             texts.append(repr(reader))
         ckpt.load(bucket / "c")
         server.rules(Rule("(PUT|POST) .*/files/", count=10**6, status=403))
         with pytest.raises(aiockpt.WriteError) as refused:
-            ckpt.save(STATE, bucket / "d")
+            ckpt.save(large, bucket / "d")
         server.rules()
         objects = bucket.storage().objects
         stored = b"".join(objects.get(key)[1] for key in bucket.listed())
@@ -292,7 +332,7 @@ def test_a_large_checkpoint_is_opened_by_few_requests(bucket: Bucket, server: Ob
             assert torch.equal(reader.read("layer.7001.weight"), state["layer.7001.weight"])
 
 
-def test_credentials_that_expire_within_a_save(server: ObjectServer) -> None:
+def test_credentials_that_expire_within_a_save(server: ObjectServer, large: dict[str, Any]) -> None:
     """The provider is asked again; what it raises ends the save, and is shown."""
     bucket = Bucket(f"s3://{uuid.uuid4().hex}", server.options("s3"))
     given = {
@@ -309,11 +349,11 @@ def test_credentials_that_expire_within_a_save(server: ObjectServer) -> None:
 
     most = 10**6
     with aiockpt.SyncCheckpointer(storage_options={**given, "credential_provider": provide}) as ckpt:
-        ckpt.save(STATE, bucket / "c")
+        ckpt.save(large, bucket / "c")
         assert len(calls) > 1
         most = len(calls) + 2
         with pytest.raises(aiockpt.SaveError, match="the role was revoked") as caught:
-            ckpt.save(STATE, bucket / "d")
+            ckpt.save(large, bucket / "d")
         assert "not-so-secret" not in repr(caught.value)
     with bucket.checkpointer() as ckpt:
         assert ckpt.verify(bucket / "c").ok
@@ -349,13 +389,15 @@ def test_a_fork_is_refused_with_words(bucket: Bucket) -> None:
     assert "'spawn' or 'forkserver'" in done.stdout
 
 
-def test_upload_that_fails_before_it_takes_its_parts_gives_them_back(bucket: Bucket, server: ObjectServer) -> None:
+def test_upload_that_fails_before_it_takes_its_parts_gives_them_back(
+    bucket: Bucket, server: ObjectServer, large: dict[str, Any]
+) -> None:
     options = bucket.options | {"retry_config": {"max_retries": 0}}
     with aiockpt.SyncCheckpointer(storage_options=options, chunk_bytes=8 << 20, staging_bytes=32 << 20) as ckpt:
         for at in range(10):
             server.rules(Rule("POST .*uploads|PUT .*partNumber", count=10**6, status=400, hang_s=at / 500))
             with pytest.raises(aiockpt.SaveError, match="400"):
-                ckpt.save(STATE, bucket / "c")
+                ckpt.save(large, bucket / "c")
         server.rules()
-        ckpt.save(STATE, bucket / "c")
+        ckpt.save(large, bucket / "c")
         assert ckpt.verify(bucket / "c").ok

@@ -50,6 +50,8 @@ import torch.distributed as dist
 import uvloop
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from tests import forked_python
+
 Loop = Literal["asyncio", "uvloop"]
 Rendezvous = Literal["tcp", "file"]
 
@@ -90,7 +92,8 @@ def start_server() -> None:
     os.environ.setdefault("RES_OPTIONS", "attempts:0")
     _context.set_forkserver_preload(PRELOAD)
     resource_tracker.ensure_running()
-    forkserver.ensure_running()
+    with forked_python.forking_forkserver():
+        forkserver.ensure_running()
 
 
 @functools.cache

@@ -632,13 +632,17 @@ async def test_a_dead_engine_fails_every_caller(tmp_path: Path, monkeypatch: pyt
     """After a defect, or without resources, no caller may wait for ever."""
     from aiockpt.engine.engine import Engine
 
+    submitted = threading.Event()
+
     async def die(self: Engine, *_: object) -> None:
+        submitted.wait(60)
         raise RuntimeError("out of luck")
 
     monkeypatch.setattr(Engine, "_main", die)
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
     ckpt = aiockpt.AsyncCheckpointer()
     save = ckpt.save({"x": 1}, tmp_path / "c")
+    submitted.set()
     with pytest.raises(aiockpt.AiockptError, match="out of luck"):
         await save
     assert [event async for event in save.progress()] == []

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import errno
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,10 +16,8 @@ from aiockpt.manager.scan import scan
 from aiockpt.storage.base import Storage
 from aiockpt.storage.hosts import Disk, HostDisks
 from aiockpt.storage.local.storage import LocalStorage
-from aiockpt.storage.remote_disk import RemoteDisk
-from aiockpt.storage.remote_server import DiskServer
-from aiockpt.testing import FaultyStorage, StorageConformance
-from tests.disks import HostDisk, disks_in, documents_of, read, union_of, write
+from aiockpt.testing import StorageConformance
+from tests.disks import HostDisk, disks_in, read, settle, union_of, write
 
 
 @pytest.mark.slow
@@ -101,24 +97,10 @@ async def test_deletion_and_renaming_reach_all_disks(tmp_path: Path, workers: Wo
     assert [names_in(disk) for disk in disks.values()] == [[]] * 3
     Path(cast("HostDisk", disks["c"].storage).place(f"{RUN}/aside")).mkdir()
     assert union.set_aside(f"{RUN}/step-00000002", ["aside", "aside-2"]) == f"{RUN}/aside-2"
+    await settle(union, workers)
     assert [len(names_in(disk, f"{RUN}/aside-2")) for disk in disks.values()] == [3] * 3
     with pytest.raises(OSError, match="taken"):
         union.set_aside(f"{RUN}/aside-2", ["aside"])
-
-
-@pytest.mark.asyncio
-@pytest.mark.parametrize("victim", ["a", "b", "c"])
-@pytest.mark.parametrize("step", ["begin", "create", "commit"])
-async def test_failure_on_one_disk_takes_all_back(tmp_path: Path, workers: Workers, victim: str, step: str) -> None:
-    """The error names the host; nothing is left, and the next save succeeds."""
-    disks = disks_in(tmp_path, "a", "b", "c")
-    inner = cast("HostDisk", disks[victim].storage)
-    faulty = dict(disks)
-    faulty[victim] = Disk(victim, f"host-{victim}", FaultyStorage(inner, step, OSError(errno.ENOSPC, "full")))
-    with pytest.raises(aiockpt.SaveError, match="full"):
-        await write(faulty, ["a", "b", "c"], STEP, "first", workers)
-    assert [names_in(disk, RUN) for disk in disks.values()] == [[]] * 3
-    await write(disks, ["a", "b", "c"], STEP, "second", workers)
 
 
 @pytest.mark.asyncio
@@ -144,21 +126,6 @@ async def test_kill_between_the_publications_of_two_disks(
 
 
 @pytest.mark.asyncio
-async def test_host_that_is_gone_after_the_publication_fails_nothing(tmp_path: Path, workers: Workers) -> None:
-    disks = disks_in(tmp_path, "a", "b")
-    server = DiskServer(disks["b"].storage, [RUN], hosts=["127.0.0.1"])  # type: ignore[arg-type]
-    remote = RemoteDisk(server.endpoint, "host-b")
-    union = HostDisks([disks["a"], Disk("b", "host-b", remote)], "a")
-    transaction = await union.begin(STEP, overwrite=False, workers=workers)
-    await transaction.write_files({"__0_0.distcp": b"of a"})
-    await transaction.commit(documents_of({"__0_0.distcp": b"of a"}, "save 1"))
-    assert await asyncio.to_thread(server.close)
-    await transaction.release()
-    assert [info.state for info in scan(RUN, union_of(disks, "a"))] == ["complete"]
-    remote.close()
-
-
-@pytest.mark.asyncio
 async def test_part_of_an_earlier_save_is_never_mixed_in(tmp_path: Path, workers: Workers) -> None:
     """A host that was away has files of the same names and sizes, of a step that was deleted and saved again."""
     disks = disks_in(tmp_path, "a", "b", "c")
@@ -175,40 +142,6 @@ async def test_part_of_an_earlier_save_is_never_mixed_in(tmp_path: Path, workers
     assert [names_in(disk) for disk in disks.values()] == [[]] * 3
 
 
-@pytest.mark.asyncio
-async def test_replica_completes_what_a_lost_disk_had(tmp_path: Path, workers: Workers) -> None:
-    """A replica of this very save, and no other one; alone it is no checkpoint."""
-    disks = disks_in(tmp_path, "a", "b")
-    places = []
-    for note in ("save 1", "save 2"):
-        files = await write(disks, ["a", "b"], STEP, note, workers, overwrite=True)
-        kept = tmp_path / f"kept {note}"
-        shutil.copytree(cast("HostDisk", disks["b"].storage).place(STEP), kept / "step-00000001")
-        places.append(Disk("b", "host-a", LocalStorage(), str(kept), is_near=True))
-    both = HostDisks([disks["a"]], "a", places)
-    assert await read(both, STEP, workers) == files
-    assert (scan(RUN, both)[0].state, both.missing(STEP)) == ("complete", ())
-    with pytest.raises(aiockpt.MissingHostError):
-        await read(HostDisks([disks["a"]], "a", places[:1]), STEP, workers)
-    (tmp_path / "empty").mkdir()
-    alone = HostDisks([Disk("c", "host-c", HostDisk(tmp_path / "empty"))], "c", places)
-    with pytest.raises(aiockpt.CheckpointNotFoundError):
-        await read(alone, STEP, workers)
-
-
-@pytest.mark.parametrize("other", ["a", "b"])
-def test_one_manager_writes_whatever_host_its_rank_0_is_on(tmp_path: Path, other: str) -> None:
-    disks = disks_in(tmp_path, "a", "b")
-    for disk in disks.values():
-        Path(cast("HostDisk", disk.storage).place(RUN)).mkdir()
-    lock = union_of(disks, "a").lease(RUN)
-    with pytest.raises(aiockpt.RunLockedError):
-        union_of(disks, other).lease(RUN)
-    lock.check()
-    lock.release()
-    union_of(disks, other).lease(RUN).release()
-
-
 class FailingReads(HostDisk):
     """Fails to read after the first bytes of each file."""
 
@@ -222,11 +155,9 @@ async def test_read_goes_on_at_the_next_holder(tmp_path: Path, workers: Workers)
     disks = disks_in(tmp_path, "a", "b")
     files = await write(disks, ["a", "b"], STEP, "save 1", workers)
     root = tmp_path / "b"
-    shutil.copytree(root / "run" / "step-00000001", tmp_path / "kept" / "step-00000001")
-    kept = Disk("b", "host-a", LocalStorage(), str(tmp_path / "kept"))
     failing = Disk("b", "host-b", FailingReads(root))
     missing = root / "run" / "step-00000001" / "__1_0.distcp"
-    source = await HostDisks([disks["a"], failing], "a", [kept]).open(STEP, workers=workers)
+    source = await HostDisks([disks["a"], failing], "a").open(STEP, workers=workers)
     with pytest.raises(aiockpt.LoadError, match="gone"):
         source.read_bytes("__1_0.distcp", 0, missing.stat().st_size)
     source.close()

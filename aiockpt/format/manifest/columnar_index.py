@@ -81,6 +81,7 @@ class IndexedEntries(_Rows[Entry]):
     length_of: NDArray[np.int64]  # of the item, in bytes
     crc_of: NDArray[np.int64]  # CRC-32 of the payload; undefined for objects
     parts: PartColumns | None = None  # None: every tensor is stored whole
+    hash_of: Sequence[str | None] | None = None  # of the payload; None: there is no such column
 
     def __getitem__(self, name: str) -> Entry:
         number = self.numbers[name]
@@ -141,7 +142,7 @@ class IndexedEntries(_Rows[Entry]):
         order = np.lexsort((offset, file))
         file, offset = file[order], offset[order]
         same = np.flatnonzero((file[1:] == file[:-1]) & (offset[1:] == offset[:-1]))
-        return [self.names[number] for number in np.unique(order[np.concatenate((same, same + 1))])]
+        return [self.names[number] for number in sorted({*order[same].tolist(), *order[same + 1].tolist()})]
 
     def _entry(self, division: int, columns: Sequence[Sequence[int]]) -> Entry:
         """Return an entry by its division and its rows."""

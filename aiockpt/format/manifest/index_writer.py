@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from aiockpt.format.hashes import ALGORITHM
+
 if TYPE_CHECKING:
     from aiockpt.format.index import ObjPath
     from aiockpt.format.manifest.columnar_index import ItemForm
@@ -41,10 +43,13 @@ class IndexDraft:
     objects: Sequence[tuple[int, int, int]] = field(repr=False)  # row, offset and length of each, in bytes
     is_divided: bool = False  # some tensors are stored in parts
 
-    def finish(self, crcs: Sequence[int]) -> str:
-        """Return the JSON text, with the CRC-32 of the payload of each tensor item, file by file."""
+    def finish(self, crcs: Sequence[int], hashes: Sequence[str | None] | None = None) -> str:
+        """Return the JSON text, with the CRC-32 of the payload of each tensor item, file by file, and the hash."""
         column = [crcs[slot] if slot >= 0 else 0 for slot in self.slot_of]
         columns = f'"crc32": {encode_column(column)},\n    "objects": {encode_column(self.objects)}'
+        if hashes is not None:
+            hashed = [hashes[slot] if slot >= 0 else None for slot in self.slot_of]
+            columns += f',\n    "{ALGORITHM}": {encode_column(hashed)}'
         return f"{{{self.head},\n    {columns}\n  }}"
 
 

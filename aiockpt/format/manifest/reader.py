@@ -8,7 +8,8 @@ The columns ``names`` and ``parent`` have a row for each leaf, in the order of t
 bytes of the item, offset of the payload in it, bytes of the payload); or -1 for an object, whose row, offset and length
 are in ``objects``. The path of a leaf is ``parents[parent]`` and the rest of its name after the parent's; the leaves of
 the parents listed in ``sequences`` are elements of a list. Offsets and lengths are in bytes; the CRC-32 is the
-payload's.
+payload's. A column ``xxh3_128``, if there is one, has the hash of each payload in hexadecimal digits, or null: see
+`aiockpt.planning.delta`.
 
 Where several ranks have stored tensors in parts, the section has another name, as versions before knew no parts: they
 read `.metadata`. There ``division`` has for each leaf a position in ``divisions``, which
@@ -30,6 +31,7 @@ from isal.isal_zlib import crc32
 from aiockpt.errors import CorruptCheckpointError, LoadError
 from aiockpt.format.checks import MAX_DIMS, check_paths, cover_error
 from aiockpt.format.dtypes import DTYPES
+from aiockpt.format.hashes import ALGORITHM, DIGITS
 from aiockpt.format.index import Index
 from aiockpt.format.item.arrays import ARRAY_RECORD, check_arrays
 from aiockpt.format.keys import FACTORIES, decode_key
@@ -190,6 +192,7 @@ def decode_index(document: Mapping[str, Any], raw: Any) -> Index:
         length_of=length_of,
         crc_of=_numbers(raw, "crc32", rows, 0, 0xFFFF_FFFF),
         parts=parts,
+        hash_of=_hashes(raw, rows),
     )
     return Index(entries, _paths(raw, names, numbers), document["containers"], document["metadata"], "aiockpt")
 
@@ -212,6 +215,17 @@ def _numbers(raw: Any, column: str, count: int, low: int, high: int) -> NDArray[
     if count and not (low <= array.min() and array.max() <= high):
         raise ValueError(f"the column {column} of the index holds numbers beyond {low} to {high}")
     return array
+
+
+def _hashes(raw: Any, count: int) -> list[str | None] | None:
+    values = raw.get(ALGORITHM)
+    if values is None:
+        return None
+    if type(values) is not list or len(values) != count or not set(map(type, values)) <= {str, type(None)}:
+        raise ValueError(f"the column {ALGORITHM} of the index does not have {count} hashes")
+    if any(value is not None and len(value) != DIGITS for value in values):
+        raise ValueError(f"the column {ALGORITHM} of the index holds other things than hashes")
+    return values
 
 
 def _form(

@@ -356,13 +356,7 @@ def read_torch_file(
     placeholders = Placeholders(archive)
     data, refusal = archive.read("data.pkl"), None
     try:
-        _check_functions(data)
-        if trust:
-            unpickler = _TrustingUnpickler(io.BytesIO(data), encoding="utf-8")
-            unpickler.persistent_load = placeholders.load  # type: ignore[method-assign]
-            value = unpickler.load()
-        else:
-            value = _unpickle_restricted(data, placeholders, safe_globals)
+        value = _unpickled(data, placeholders, safe_globals, trust=trust)
     except LoadError:
         raise
     except Warning:  # the program turns warnings into errors
@@ -377,8 +371,25 @@ def read_torch_file(
             raise refusal from exc
     finally:
         _forget_sparse_tensors()
+    _check_size(name, value, len(data))
+    # By the address of the placeholder, which every view of it has.
+    storages = {stored.placeholder._cdata: stored for stored in placeholders.by_key.values()}
+    return TorchFile(name, value, storages, refusal)
+
+
+def _unpickled(data: bytes, placeholders: Placeholders, safe_globals: Sequence[Any], *, trust: bool) -> Any:
+    _check_functions(data)
+    if not trust:
+        return _unpickle_restricted(data, placeholders, safe_globals)
+    unpickler = _TrustingUnpickler(io.BytesIO(data), encoding="utf-8")
+    unpickler.persistent_load = placeholders.load  # type: ignore[method-assign]
+    return unpickler.load()
+
+
+def _check_size(name: str, value: Any, nbytes: int) -> None:
+    """Raise LoadError for a value of a pickle of so many bytes that can't be taken apart."""
     try:
-        too_much = _expands_too_much(value, len(data))
+        too_much = _expands_too_much(value, nbytes)
     except RecursionError as exc:
         raise LoadError(
             f"{name} nests its containers too deep to be taken apart, or one holds itself; if you trust the file, read "
@@ -389,9 +400,6 @@ def read_torch_file(
             f"{name} holds one container many times, which holds another many times; it has more parts than can be "
             "taken apart. If you trust the file, read it with torch.load."
         )
-    # By the address of the placeholder, which every view of it has.
-    storages = {stored.placeholder._cdata: stored for stored in placeholders.by_key.values()}
-    return TorchFile(name, value, storages, refusal)
 
 
 def _refusal(

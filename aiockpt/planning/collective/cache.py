@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -142,49 +142,56 @@ class GlobalPlanCache:
         return IndexDraft(head, slot_of, found, is_divided)
 
     def _index_head(self, objects: Sequence[Mapping[int, ItemRange]]) -> _IndexHead:
-        plan, table = self.plan, self._range_table()
+        plan, table, rows = self.plan, self._range_table(), self._plan_rows()
         file_of, files = table.file_of.copy(), {name: number for number, name in enumerate(table.files)}
         for begin, mine in zip(self._begins, objects, strict=False):
             for leaf, place in mine.items():
                 file_of[begin + leaf] = files[place.file]
+        slots, (form_of, forms) = self._slots(), self._forms()
+        where = self._begins[np.array(rows.ranks, np.int64)] + np.array(rows.leaves, np.int64)
+        columns = [each[where].tolist() for each in (form_of, file_of, table.offsets)]
+        places = ItemRows(columns[0], columns[1], columns[2], rows.divisions, rows.division_of)
+        head = encode_index(list(plan.paths), list(plan.paths.values()), table.files, list(forms), places)
+        return _IndexHead(head, slots[where].tolist(), rows.objects, bool(rows.divisions))
+
+    def _forms(self) -> tuple[np.ndarray[Any, Any], list[ItemForm]]:
+        """Return the number of the form of each leaf of all ranks, and the forms."""
         forms: dict[ItemForm, int] = {}
         # One more at the end, for objects, which have the form -1.
         numbers = [[*(forms.setdefault(each.item, len(forms)) for each in rank.forms), -1] for rank in self.ranks]
         forms_of = [
             np.array(each)[rank.form_of] for each, rank in zip(numbers, self.ranks, strict=True) if rank.form_of
         ]
-        form_of = np.concatenate([np.zeros(0, np.int64), *forms_of])
-        slots = np.full(len(form_of), -1)
+        return np.concatenate([np.zeros(0, np.int64), *forms_of]), list(forms)
+
+    def _slots(self) -> np.ndarray[Any, Any]:
+        """Return the slot of each leaf of all ranks whose place is known when it is written, else -1."""
+        slots = np.full(sum(len(rank.form_of) for rank in self.ranks), -1)
         taken = 0
         for begin, each in zip(self._begins, self._places or (), strict=False):
             slots[begin + np.array(each.leaves, np.int64)] = range(taken, taken + len(each.leaves))
             taken += len(each.leaves)
-        ranks: list[int] = []  # by row: the rank that writes it, and the leaf there
-        leaves: list[int] = []
-        division_of: list[int] = []
-        divisions: list[Division] = []
+        return slots
+
+    def _plan_rows(self) -> _PlanRows:
+        plan, rows = self.plan, _PlanRows()
         known: dict[tuple[int, tuple[int, ...]], int] = {}  # by the identity of the parts, and the shape
-        object_rows: list[int] = []
         for name in plan.paths:
             tensor, division = plan.tensors.get(name), -1
             if tensor is None:
-                object_rows.append(len(ranks))
+                rows.objects.append(len(rows.ranks))
                 rank, leaf = plan.objects[name]
-                ranks.append(rank)
-                leaves.append(leaf)
+                rows.ranks.append(rank)
+                rows.leaves.append(leaf)
             else:
-                ranks += tensor.ranks
-                leaves += tensor.leaves
+                rows.ranks += tensor.ranks
+                rows.leaves += tensor.leaves
                 if len(tensor.cut) > 1 or tensor.cut[0][1] != tensor.shape:
-                    division = known.setdefault((id(tensor.cut), tensor.shape), len(divisions))
-                    if division == len(divisions):
-                        divisions.append(Division(tensor.shape, [offsets for offsets, _ in tensor.cut]))
-            division_of.append(division)
-        where = self._begins[np.array(ranks, np.int64)] + np.array(leaves, np.int64)
-        columns = [each[where].tolist() for each in (form_of, file_of, table.offsets)]
-        places = ItemRows(columns[0], columns[1], columns[2], divisions, division_of)
-        head = encode_index(list(plan.paths), list(plan.paths.values()), table.files, list(forms), places)
-        return _IndexHead(head, slots[where].tolist(), object_rows, bool(divisions))
+                    division = known.setdefault((id(tensor.cut), tensor.shape), len(rows.divisions))
+                    if division == len(rows.divisions):
+                        rows.divisions.append(Division(tensor.shape, [offsets for offsets, _ in tensor.cut]))
+            rows.division_of.append(division)
+        return rows
 
     def _transformed(self, objects: Sequence[Mapping[int, ItemRange]]) -> TransformedDraft:
         """Describe items whose stored bytes are not those of the files as they were planned."""
@@ -214,6 +221,17 @@ class GlobalPlanCache:
                 keys.append([keys_of[rank, leaf] for leaf in ordered])
                 facts.append([_payload_facts(inventory, leaf) for leaf in ordered])
         return TransformedDraft(MetadataDraft(made.bare_head, files, keys), facts)
+
+
+@dataclass(slots=True)
+class _PlanRows:
+    """The rows of the index: one for each part of a tensor, and for each object."""
+
+    ranks: list[int] = field(default_factory=list)  # that write them
+    leaves: list[int] = field(default_factory=list)  # there
+    objects: list[int] = field(default_factory=list)  # the rows of objects
+    divisions: list[Division] = field(default_factory=list)
+    division_of: list[int] = field(default_factory=list)  # each path; -1: it is whole
 
 
 class _IndexHead(NamedTuple):

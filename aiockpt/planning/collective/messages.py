@@ -152,11 +152,11 @@ def places_of(layout: Layout) -> ItemPlaces:
     """Return where the tensors of a layout are."""
     rows = [
         (slot.leaf, number, slot.offset, slot.framing.length)
-        for number, image in enumerate(layout.images)
+        for number, image in enumerate(layout.stored_images)
         for slot in image.slots
     ]
     columns = [list(column) for column in zip(*rows, strict=True)] or [[], [], [], []]
-    return ItemPlaces([image.name for image in layout.images], *columns)
+    return ItemPlaces([image.name for image in layout.stored_images], *columns)
 
 
 @dataclass(frozen=True, slots=True)

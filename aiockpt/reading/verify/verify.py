@@ -50,7 +50,7 @@ from aiockpt.reading.verify.inventory import (
     cut_segments,
     split_overlaps,
 )
-from aiockpt.telemetry.loads import ReadReport
+from aiockpt.telemetry.progress import ReadReport
 from aiockpt.telemetry.verification import Findings, ProblemKind, Severity, VerifyReport
 
 if TYPE_CHECKING:

@@ -95,7 +95,7 @@ class LocalStorage(LocalDirectories, SharedStorage):
             LocalStorage, direct_io=policy.direct_io, fsync=policy.fsync, retries=policy.repeater.retries
         ), ()
 
-    traits = Traits(shared_files=True, folders=True)
+    traits = Traits(shared_files=True, folders=True, adopts=True)
 
     def within_checkpoints(self) -> LocalStorage:
         """Return a storage that also writes files into the directory of a checkpoint, as conversions may."""

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Collection, Container, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn, ParamSpec, TypeVar
 
 from isal.isal_zlib import crc32
 
-from aiockpt.core.threads import SHORT_BYTES, Workers, outlast
+from aiockpt.core.threads import SHORT_BYTES, Workers, outlast, run_each
 from aiockpt.errors import CommitError, WriteError
 from aiockpt.format.manifest.manifest import FileFacts
 from aiockpt.format.names import OPEN_MARK, SINGLE_NAME
 from aiockpt.storage.base import NO_DOCUMENTS, Document, FileSink, PartSink, SharedTransaction, Stamp, Status
 from aiockpt.storage.faults import errors
+from aiockpt.storage.local.adopting import KnownFiles, adopt, vouch
 from aiockpt.storage.local.belonging import OtherThingsError, remove
 from aiockpt.storage.local.commit import (
     NotDurableError,
@@ -51,6 +52,7 @@ class WritePolicy:
     fsync: bool
     repeater: Repeater = field(repr=False)  # retries transient errors
     orphans: OrphanCleaner = field(repr=False)  # takes note of what could not be removed
+    known: KnownFiles = field(repr=False, default_factory=KnownFiles)  # which other checkpoints may share
 
 
 @dataclass(eq=False, repr=False)
@@ -102,6 +104,27 @@ class LocalTransaction(SharedTransaction):
         if self._policy.fsync:
             for folder in self._folders:
                 await self._workers.run(sync_directory, folder)
+
+    async def adopt(self, path: str, files: Mapping[str, tuple[str, FileFacts]]) -> Collection[str]:
+        policy, adopted = self._policy, set[str]()
+
+        async def take(name: str) -> None:
+            new, facts = files[name]
+            file = self._new_file(new)
+            source, fsync = os.path.join(path, name), policy.fsync
+            if await self._workers.run(partial(adopt, source, file.path, facts, policy.known, fsync=fsync)):
+                adopted.add(name)
+
+        with errors(WriteError, f"share files of {path} with {self._path}"):
+            await run_each(take, list(files), self._workers.count)
+        return adopted
+
+    async def vouch(self, files: Mapping[str, FileFacts]) -> None:
+        def note() -> None:
+            for name, facts in files.items():
+                vouch(os.path.join(self._hidden, name), facts, self._policy.known)
+
+        await self._workers.run(note)
 
     async def write_files(self, files: Mapping[str, Document]) -> None:
         await self._make_folders(*files)

@@ -100,7 +100,7 @@ class ObstoreClient(ObjectClient):
             if not isinstance(options.get(name, {}), Mapping):
                 raise AiockptError(f"{url}: {name} must be a dict, not {options[name]!r}; see storage_options")
         self._secrets = [str(value) for name, value in options.items() if _SECRET.search(name) and value]
-        self._environment = _environment()
+        self._environment: dict[str, str] | None = _environment()  # None: the store is to be made anew
         self._store = self._made()
         self._clock: tuple[float, float] | None = None  # when it was looked at, and what it was ahead then
 
@@ -188,6 +188,7 @@ class ObstoreClient(ObjectClient):
             what = "no credentials are in storage_options, in the environment, or given by the machine"
             return PermissionError(f"{where}: access is denied: {what}: {text}")
         if _EXPIRED.search(text):
+            self._environment = None  # a file of profiles, too, may have others by now
             what = "the credentials have expired; set new ones, or pass credential_provider, which renews them"
             return PermissionError(f"{where}: access is denied: {what}: {text}")
         if _REPEATED.search(text):  # one that was sent before may have been done, or may be yet

@@ -14,7 +14,7 @@ from aiockpt.storage.remote import RemoteListing, put_into
 
 if TYPE_CHECKING:
     from aiockpt.storage.base import LookBudget, Seen, Stamp
-    from aiockpt.storage.objects.storage import ObjectStorage
+    from aiockpt.storage.objects.records import ObjectRecords
 
 _WHOLE_BYTES = 64 << 20  # of a document that is read at once
 
@@ -22,9 +22,9 @@ _WHOLE_BYTES = 64 << 20  # of a document that is read at once
 class ObjectListing(RemoteListing):
     """A checkpoint, or what is below a path."""
 
-    def __init__(self, storage: ObjectStorage, path: str, budget: LookBudget) -> None:
+    def __init__(self, storage: ObjectRecords, documents: Documents, path: str, budget: LookBudget) -> None:
         super().__init__(path, budget)
-        self.storage = storage
+        self.storage, self._kept = storage, documents
         self.keys: dict[str, tuple[str, Stamp | None]] = {}  # of the files; and a stamp, if an object may be replaced
         self.documents: dict[str, tuple[Commit, str]] = {}  # the other files, and their names there
         commit, inside = storage.record(path), ""
@@ -110,7 +110,7 @@ class ObjectListing(RemoteListing):
         commit, own = self.documents[name]
         at = 0
         for offset, length in runs:
-            at += put_into(view[at:], self.storage.documents.bytes_of(commit, own, offset, length), seen)
+            at += put_into(view[at:], self._kept.bytes_of(commit, own, offset, length), seen)
         return at
 
 

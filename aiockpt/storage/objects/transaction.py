@@ -28,10 +28,11 @@ from aiockpt.storage.objects import cleaning
 from aiockpt.storage.objects.cleaning import token_name
 from aiockpt.storage.objects.client import REFUSALS, ConditionError, NotSentError, ObjectSink
 from aiockpt.storage.objects.commit import COMMIT_NAME, FILES, Claim, Commit, Tomb, encode_commit
+from aiockpt.storage.objects.records import is_taken
 
 if TYPE_CHECKING:
     from aiockpt.core.threads import Workers
-    from aiockpt.storage.objects.storage import ObjectStorage
+    from aiockpt.storage.objects.records import ObjectRecords
 
 _ATTEMPTS = 8  # of a commit
 _PAUSE_S = 0.05
@@ -65,16 +66,11 @@ async def _both(one: Awaitable[_One], other: Awaitable[_Other]) -> tuple[_One, _
     return found  # type: ignore[return-value]  # no errors
 
 
-def is_taken(path: str) -> CheckpointExistsError:
-    """Return the error of a path that may not be overwritten."""
-    return CheckpointExistsError(f"{path} exists already; save under another name, or pass overwrite=True")
-
-
 @dataclass(eq=False, repr=False)
 class ObjectTransaction(SharedTransaction):
     """A checkpoint that this process has begun, taken over or joined."""
 
-    _storage: ObjectStorage
+    _storage: ObjectRecords
     _path: str
     ticket: str = ""
     _workers: Workers = field(kw_only=True)

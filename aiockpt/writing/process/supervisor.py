@@ -16,13 +16,13 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import anyio
 
 from aiockpt.core.machine import python_program
 from aiockpt.core.threads import DaemonThreads, Workers
-from aiockpt.errors import WriteError
+from aiockpt.errors import WriteError, unwrapped
 from aiockpt.writing.process.channel import Channel
 from aiockpt.writing.process.messages import Hello, Log, Message, PackedImage, Ready
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from aiockpt.options import ProcessWriter
     from aiockpt.planning.planner import Layout
-    from aiockpt.writing.process.client import RemoteWriter
+    from aiockpt.writing.process.messages import FromWriter
 
 _START_S = 120.0
 _END_S = 30.0
@@ -159,13 +159,23 @@ def _absolute(path: str) -> str:
 # --- the connection ------------------------------------------------------------------------------------
 
 
+class SaveInProcess(Protocol):
+    """A save whose bytes a writer process writes."""
+
+    def on_message(self, message: FromWriter) -> None:
+        """Handle a message about it."""
+
+    def on_process_death(self, error: WriteError) -> None:
+        """Fail, as the process has died."""
+
+
 class WriterConnection:
     """Sends messages to one writer process, dispatches its messages to saves, and notices its death."""
 
     def __init__(self, process: WriterProcess, hello: Hello) -> None:
         self._process = process
         self._channel = Channel(process.end)
-        self._saves: dict[int, RemoteWriter] = {}
+        self._saves: dict[int, SaveInProcess] = {}
         self._waiter = DaemonThreads(1, f"aiockpt-writer-{process.pid}")
         self._ready = anyio.Event()
         self._received_all = anyio.Event()
@@ -178,7 +188,7 @@ class WriterConnection:
     def __repr__(self) -> str:
         return f"<writer process {self._process.pid}, {len(self._saves)} saves>"
 
-    def register(self, number: int, save: RemoteWriter) -> None:
+    def register(self, number: int, save: SaveInProcess) -> None:
         """Dispatch messages about a save to it; raise WriteError if the process has died."""
         if self._error is not None:
             raise self._error
@@ -224,9 +234,9 @@ class WriterConnection:
         how = "has died"
         try:
             await self._serve()
-        except Exception as exc:  # a bug here: the saves must be notified all the same
+        except Exception as exc:  # a bug here, or there is no thread: the saves must be notified all the same
             logger.exception("supervising the writer process %d has failed", self._process.pid)
-            how = f"was given up ({type(exc).__name__}: {exc})"
+            how = f"was given up ({type(error := unwrapped(exc)).__name__}: {error})"
             self.kill()
             if not self._waiter.unfinished:  # no thread could be started to wait for it
                 self._process.wait()

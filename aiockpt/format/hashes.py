@@ -1,0 +1,44 @@
+"""Strong hashes of payloads, by which an item is known to be that of an earlier checkpoint.
+
+xxh3_128 takes less time than the CRC-32. It is safe against accidents, not against an attacker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol, TypeAlias
+
+from aiockpt.errors import AiockptError
+
+ALGORITHM = "xxh3_128"
+"""The name of the column in the index."""
+DIGITS = 32
+
+
+class PayloadHash(Protocol):
+    """A hash of bytes that come in pieces."""
+
+    def update(self, data: memoryview, /) -> object:
+        """Add bytes; releases the GIL for long ones."""
+
+    def hexdigest(self) -> str:
+        """Return the digest of the bytes so far."""
+
+
+NewHash: TypeAlias = Callable[[], PayloadHash]
+
+
+def require_hash() -> NewHash:
+    """Return the function that begins a hash. Imports its package, so call it in the caller's thread.
+
+    Raises:
+        AiockptError: the package is missing.
+    """
+    try:
+        import xxhash
+    except ImportError as exc:
+        raise AiockptError(
+            "hashes=True and base= need the package xxhash, which is missing: pip install 'aiockpt[delta]'"
+        ) from exc
+    new_hash: NewHash = xxhash.xxh3_128
+    return new_hash

@@ -1,0 +1,250 @@
+"""Saves to the own disks of several hosts: the lowest rank of each host begins and publishes on the disk of its host.
+
+A host's part of a checkpoint is a transaction of its own. The save has the rounds of every save of several ranks, and
+two more, so that all disks publish or none does:
+
+==========  ==========================================================  ============================================
+before the  each rank                                                   rank 0 then
+round       (its lowest on a host, for what is on the disk)
+==========  ==========================================================  ============================================
+1           begins                                                      plans, and sends each rank its ticket
+2           writes its files                                            encodes the documents
+3           writes the documents                                        has nothing to do: all disks can publish now
+4           publishes, on all disks but rank 0's                        publishes on its own: now the checkpoint counts
+==========  ==========================================================  ============================================
+
+If one fails, all do: what is not published is removed by its host, and so is what is, once rank 0 has said that it does
+not count. If rank 0 can't say so, as it is gone, then a part without that of rank 0's disk does not count either; what
+opens the run next removes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+from aiockpt.errors import (
+    AiockptError,
+    CheckpointExistsError,
+    CommitUncertainError,
+    CoordinationError,
+    SaveError,
+    WriteError,
+)
+from aiockpt.format.manifest.manifest import DiskFacts, with_disks
+from aiockpt.format.names import MANIFEST_NAME
+from aiockpt.planning.collective.messages import PlanRequest, RankAssignment, Written
+from aiockpt.saving.collective import CollectiveSave, GlobalSave
+from aiockpt.storage.base import SharedTransaction, room_coming, shared_storage
+from aiockpt.storage.faults import errors
+
+if TYPE_CHECKING:
+    from aiockpt.core.threads import Workers
+    from aiockpt.planning.planner import FileFormat, Summary
+    from aiockpt.saving.collective import CollectiveResources
+    from aiockpt.saving.job import SaveJob
+    from aiockpt.storage.host_changes import HostChange, HostReport
+    from aiockpt.storage.hosts import HostDisks
+
+
+@dataclass(frozen=True, slots=True)
+class HostRequest:
+    """A rank's message in the first round."""
+
+    request: PlanRequest
+    ticket: str | None  # of what it has begun on its host's disk; None: another rank of the host has
+    reports: Sequence[HostReport]
+
+
+class HostDocuments(NamedTuple):
+    """What is still to be written to each disk, and what has to be there."""
+
+    documents: Mapping[str, bytes | bytearray]
+    sizes: Mapping[str, Mapping[str, int]]  # of the files on each disk, by its id
+
+
+class HostsGlobalSave(GlobalSave):
+    """Rank 0's part in one save to the disks of several hosts."""
+
+    def __init__(
+        self, job: SaveJob, file_format: FileFormat, world: CollectiveResources, compute: Workers, io: Workers
+    ) -> None:
+        super().__init__(job, file_format, world, compute, io)
+        self.hosts = cast("HostDisks", job.storage)
+        job.storage = self.hosts.own.storage  # what this rank writes, it writes there
+        self._summaries: list[Summary] = []
+
+    async def decide_for_hosts(self, asked: Sequence[HostRequest]) -> list[tuple[RankAssignment, list[HostChange]]]:
+        """Do as `decide`; each rank gets the ticket of what was begun on its disk, and what there is to change."""
+        changes, ranks = self.hosts.changes, self.hosts.ranks
+        for each in asked:
+            changes.note(each.reports)
+        due = changes.due()
+        if not self._job.overwrite:
+            await self._io.run(self._check_free)
+        tickets = {ranks[rank]: each.ticket for rank, each in enumerate(asked) if each.ticket is not None}
+        assignments = await self.decide([each.request for each in asked])
+        return [
+            (given if given.ticket is None else replace(given, ticket=tickets[disk]), due)
+            for given, disk in zip(assignments, ranks, strict=True)
+        ]
+
+    def _check_free(self) -> None:
+        """Raise CheckpointExistsError if all disks together have something at the path. Blocks."""
+        path = self._job.path
+        with errors(WriteError, f"look at {path} on all disks"):
+            try:
+                self.hosts.look(path).close()
+            except FileNotFoundError:
+                return
+        raise CheckpointExistsError(f"{path} exists; pass overwrite=True to replace it")
+
+    async def _begin(self, path: str, *, overwrite: bool) -> str:
+        """Return the ticket of what this rank has begun before the round."""
+        if self.transaction is None:
+            raise RuntimeError("rank 0 has not begun")
+        return self.transaction.ticket
+
+    async def gather(self, results: Sequence[Written]) -> list[HostDocuments | None]:
+        """Check what all ranks have written; return what is still to be written, for the lowest rank of each host."""
+        documents, self._summaries = await self._documents(results)
+        sizes: dict[str, dict[str, int]] = {disk.id: {} for disk in self.hosts.disks}
+        for disk, written in zip(self.hosts.ranks, results, strict=True):
+            sizes[disk] |= {name: facts.nbytes for name, facts in written.files.items()}
+        facts = [DiskFacts(disk.id, disk.host, frozenset(sizes[disk.id])) for disk in self.hosts.disks]
+        manifest = await self._compute.run(with_disks, bytes(documents[MANIFEST_NAME]), facts)
+        found = HostDocuments({**documents, MANIFEST_NAME: manifest}, sizes)
+        ranks = self.hosts.ranks
+        lowest = {disk: rank for rank, disk in reversed(list(enumerate(ranks)))}
+        return [found if lowest[disk] == rank else None for rank, disk in enumerate(ranks)]
+
+    async def note_written(self, results: Sequence[None]) -> Sequence[None]:
+        """Do nothing: every disk has all that is to be published."""
+        return results
+
+    async def publish_last(self, results: Sequence[None]) -> list[Summary]:
+        """Publish on this host's disk, as all others have published."""
+        transaction, _ = self._begun
+        try:
+            async with self.hosts.changes.held_off(self._io):
+                await transaction.commit()
+        except Exception as exc:
+            if await _may_count(transaction):
+                raise CommitUncertainError(f"{exc}. {self._job.path} may be published all the same") from exc
+            raise
+        return self._summaries
+
+
+async def _may_count(transaction: SharedTransaction) -> bool:
+    """Return whether what could not be published, as its error says, may be published all the same."""
+    try:
+        return await transaction.status() == "published"
+    except WriteError:
+        return True
+
+
+class HostsSave(CollectiveSave):
+    """A save to the own disks of several hosts."""
+
+    _global: HostsGlobalSave
+    _own: SharedTransaction | None = None  # on this host's disk, of its lowest rank
+    _is_published = False
+
+    def _lead(self) -> HostsGlobalSave:
+        return HostsGlobalSave(self._job, self._file_format, self._world, self._compute, self._io)
+
+    async def _round(self, value: Any, decide: Any) -> Any:
+        return await self._world.coordinator.round(self._call, self._operation, value, decide, self._global.undo)
+
+    async def _first_round(self, request: PlanRequest | BaseException) -> RankAssignment:
+        changes, mine = self._global.hosts.changes, request
+        try:
+            if isinstance(request, PlanRequest):
+                mine = HostRequest(request, await self._begin_own(), changes.reports())  # type: ignore[assignment]
+        except Exception as exc:  # goes to all ranks, this one among them
+            mine = exc
+        try:
+            assignment, due = await self._round(mine, self._global.decide_for_hosts)
+        except BaseException as exc:
+            await self._take_back(exc)
+            raise
+        room = changes.accept(due)
+        if room is not None and room_coming.get() is None:
+            room_coming.set(room)
+        given: RankAssignment = assignment
+        return given
+
+    async def _begin_own(self) -> str | None:
+        """Begin on this host's disk, if this is its lowest rank; return the ticket."""
+        job = self._job
+        if not self._global.hosts.serves:
+            return None
+        if self._own is None:
+            # A part that does not count may be there. If something else is, rank 0 finds it.
+            overwrite = job.overwrite or await self._io.run(job.storage.stamp, job.path) is not None
+            storage = shared_storage(job.storage)
+            self._own = await storage.begin(job.path, overwrite=overwrite, workers=self._io)
+            if self._world.coordinator.leads:
+                self._global.transaction = self._own
+        return self._own.ticket
+
+    async def _last_round(self, mine: Written | BaseException) -> Summary:
+        await self._job.turn.wait_for("over")
+        self._over = True
+        try:
+            found = await self._round(mine, self._global.gather)
+            await self._round(await _outcome(self._write_documents(found)), self._global.note_written)
+            summary: Summary = await self._round(await _outcome(self._publish()), self._global.publish_last)
+        except BaseException as exc:
+            await self._take_back(exc)
+            raise
+        finally:
+            if self._own is not None:
+                await self._own.release()
+        return summary
+
+    async def _write_documents(self, found: HostDocuments | None) -> None:
+        """Check that this host's disk has all files of its ranks; write the documents there."""
+        own, hosts = self._own, self._global.hosts
+        if own is None or found is None:
+            return
+        seen = await own.sizes()
+        for name, nbytes in found.sizes[hosts.own.id].items():
+            if seen.get(name) != nbytes:
+                has = seen.get(name, "none")
+                raise SaveError(f"{name} was written with {nbytes} bytes, but has {has} on {hosts.own}")
+        await own.write_files(found.documents)
+
+    async def _publish(self) -> None:
+        """Publish on this host's disk, unless that is the one of rank 0."""
+        if self._own is None or self._world.coordinator.leads:
+            return
+        async with self._global.hosts.changes.held_off(self._io):
+            await self._own.commit()
+            self._is_published = True
+
+    async def _take_back(self, error: BaseException) -> None:
+        """Remove this host's part of a save that has failed; add a note of what stays to the error."""
+        coordinator, own = self._world.coordinator, self._own
+        if coordinator.leads:  # the round has done so
+            return
+        await self._leave(error)
+        if own is None:
+            return
+        try:
+            if not self._is_published:
+                await own.abort()
+            elif isinstance(error, AiockptError) and not isinstance(error, CoordinationError | CommitUncertainError):
+                await self._job.storage.delete(self._job.path, workers=self._io)  # else it may count
+        except AiockptError as exc:
+            error.add_note(f"{self._global.hosts.own} may have its part until the run is opened again: {exc}")
+
+
+async def _outcome(work: Awaitable[None]) -> Exception | None:
+    """Return the error of what this rank does before a round; all ranks raise it then."""
+    try:
+        await work
+    except Exception as exc:
+        return exc
+    return None

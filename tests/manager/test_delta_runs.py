@@ -1,0 +1,90 @@
+"""Runs whose steps share files with the step before."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import aiockpt
+from aiockpt.cli.ls import ls
+from aiockpt.cli.removing import prune
+from aiockpt.manager.scan import StepNames
+from aiockpt.planning import layout
+from tests.saving.deltas import BUCKET_BYTES, OPTIONS, State, check, copied, shared_files
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout, "MIN_BUCKET_BYTES", BUCKET_BYTES)
+
+
+def state_of(step: int) -> State:
+    state = {f"w{number:02}": torch.arange(5_000, dtype=torch.int32) * (number + 1) for number in range(20)}
+    state["w03"] += step
+    return state
+
+
+def run_of(folder: Path, base: aiockpt.Base | str = "auto", **options: object) -> aiockpt.SyncCheckpointManager:
+    return aiockpt.SyncCheckpointManager(folder, base=base, **{**OPTIONS, **options})  # type: ignore[arg-type]
+
+
+def test_retention_deletes_the_base_while_later_steps_live_on(tmp_path: Path) -> None:
+    with run_of(tmp_path / "run", keep=[aiockpt.KeepLatest(2), aiockpt.KeepEvery(4)]) as run:
+        results = [run.save(step, state_of(step)) for step in range(1, 11)]
+    with run_of(tmp_path / "run", mode="read") as run:
+        assert run.steps() == [4, 8, 9, 10]
+        for info in run.infos():
+            check(Path(info.path), state_of(info.step), run.checkpointer)
+            assert run.checkpointer.verify(info.path).ok
+    assert all(result.bytes_reused > 0.9 * result.nbytes for result in results[1:])
+
+
+def test_a_restarted_run_shares_files_with_the_step_that_it_restores(tmp_path: Path) -> None:
+    with run_of(tmp_path / "run") as run:
+        run.save(1, state_of(1))
+    with run_of(tmp_path / "run") as run:
+        state = copied(state_of(0))
+        assert run.restore(state) is not None
+        assert run.save(2, state_of(2)).bytes_reused > 0
+        assert run.save(3, state_of(3), base=aiockpt.Base(full_every=1)).bytes_reused == 0
+        check(Path(run.path_of(2)), state_of(2), run.checkpointer)
+
+
+def test_a_mirror_gets_each_step_whole(tmp_path: Path) -> None:
+    with run_of(tmp_path / "run", mirror=tmp_path / "mirror") as run:
+        for step in (1, 2, 3):
+            run.submit(step, state_of(step)).mirrored.result(60)
+    for step in (1, 2, 3):
+        (path,) = (tmp_path / "mirror").glob(f"step-*{step}")
+        assert shared_files(tmp_path / "run" / path.name)
+        assert not shared_files(path)
+        with aiockpt.SyncCheckpointer() as ckpt:
+            check(path, state_of(step), ckpt)
+
+
+def test_several_hosts_disks_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="base and own_disks=True"):
+        run_of(tmp_path / "run", own_disks=True)
+
+
+def test_the_command_line_shows_what_is_shared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with run_of(tmp_path / "run") as run:
+        sizes = [run.save(step, state_of(step)).nbytes for step in (1, 2)]
+    names = StepNames("step-{:08d}")
+    ls(str(tmp_path / "run"), names=names, as_json=True)
+    found = json.loads(capsys.readouterr().out)["checkpoints"]
+    assert [each["shared_bytes"] for each in found] == [sizes[0], sizes[0]]
+    ls(str(tmp_path / "run"), names=names)
+    assert "shared" in capsys.readouterr().out
+    prune(str(tmp_path / "run"), [aiockpt.KeepLatest(1)], names=names)
+    assert "shared" in capsys.readouterr().out
+    ls(str(tmp_path / "run"), names=names)
+    assert "shared" not in capsys.readouterr().out
