@@ -102,7 +102,7 @@ class DeltaSave(LocalSave):
 
     async def _unchanged(self, plan: DcpPlan, kept: Mapping[int, BaseItem]) -> dict[int, BaseItem]:
         """Return the leaves whose payloads have the hashes of the base."""
-        layout, snapshot, found = plan.layout, self._job.snapshot, dict[int, str]()
+        layout, snapshot, hashes = plan.layout, self._job.snapshot, dict[int, str]()
         batches: list[list[int]] = [[]]
         filled = 0
         for leaf, item in kept.items():
@@ -114,11 +114,11 @@ class DeltaSave(LocalSave):
                     batches.append([])
 
         async def take(batch: Sequence[int]) -> None:
-            found.update(await self._compute.run(hash_payloads, batch, snapshot, layout, self._spec.new_hash))
+            hashes.update(await self._compute.run(hash_payloads, batch, snapshot, layout, self._spec.new_hash))
 
         await run_each(take, [batch for batch in batches if batch], self._compute.count)
         self._job.consistency.raise_if_aborted()
-        return {leaf: item for leaf, item in kept.items() if found.get(leaf) == item.hash}
+        return {leaf: item for leaf, item in kept.items() if hashes.get(leaf) == item.hash}
 
     async def _sharing(self, plan: DcpPlan, base: BaseContents, unchanged: Mapping[int, BaseItem]) -> DcpPlan:
         """Begin the transaction, link files of the base, and lay out the rest."""
@@ -130,8 +130,8 @@ class DeltaSave(LocalSave):
             try:
                 wanted = {file: (name, base.files[file]) for file, name in new_names.items()}
                 with span("share"):
-                    found = await transaction.adopt(base.path, wanted)
-                taken = [file for file in chosen if file in found]
+                    adopted = await transaction.adopt(base.path, wanted)
+                taken = [file for file in chosen if file in adopted]
             except BaseException as exc:
                 with anyio.CancelScope(shield=True):
                     await self.fail(exc)
