@@ -528,6 +528,8 @@ def check_options(options: LoadOptions, *, into: bool) -> None:
         raise TypeError(f"map_location must be a device, its name, a dict or a function, not {where!r}")
     try:
         torch.empty(0, device=target_device(where))
+    except torch.OutOfMemoryError:  # the load says so, if it needs memory there
+        pass
     except (RuntimeError, AssertionError, NotImplementedError) as exc:  # depends on the device that is missing
         reason = str(exc).partition("\n")[0]
         raise ValueError(f"tensors can't be put on {where!r} here: {reason}") from exc

@@ -13,6 +13,7 @@ import anyio
 from aiockpt.core.lazy import lazy_property
 from aiockpt.core.machine import cores, memory_share_bytes, python_program
 from aiockpt.core.threads import Duty, Origin, Workers
+from aiockpt.errors import LoadError
 from aiockpt.staging.cpu import CpuStager
 from aiockpt.staging.cuda import AcceleratorStager
 from aiockpt.staging.host_cache import HostCache
@@ -103,10 +104,13 @@ class EngineResources:
     def _placer_for(self, device: torch.device) -> AcceleratorPlacer:
         placer = self.placers.get(device)
         if placer is None:
-            stager = self.stager_for(device)
-            if not isinstance(stager, AcceleratorStager):
-                raise TypeError(f"{device} is no accelerator")
-            placer = self.placers[device] = AcceleratorPlacer(stager)
+            try:
+                stager = self.stager_for(device)
+                if not isinstance(stager, AcceleratorStager):
+                    raise TypeError(f"{device} is no accelerator")
+                placer = self.placers[device] = AcceleratorPlacer(stager)
+            except RuntimeError as exc:
+                raise LoadError(f"{device} can't be used: {exc}") from exc
             if self._options.staging_bytes is None:  # chunks to read into while others are copied
                 self.pool.raise_capacity(2 * self._options.writing_threads)
         return placer

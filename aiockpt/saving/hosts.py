@@ -166,11 +166,11 @@ class HostsSave(CollectiveSave):
             mine = exc
         try:
             assignment, due = await self._round(mine, self._global.decide_for_hosts)
-        except AiockptError as exc:
+        except BaseException as exc:
             await self._take_back(exc)
             raise
         room = changes.accept(due)
-        if room is not None:
+        if room is not None and room_coming.get() is None:
             room_coming.set(room)
         given: RankAssignment = assignment
         return given
@@ -196,7 +196,7 @@ class HostsSave(CollectiveSave):
             found = await self._round(mine, self._global.gather)
             await self._round(await _outcome(self._write_documents(found)), self._global.note_written)
             summary: Summary = await self._round(await _outcome(self._publish()), self._global.publish_last)
-        except AiockptError as exc:
+        except BaseException as exc:
             await self._take_back(exc)
             raise
         finally:
@@ -224,7 +224,7 @@ class HostsSave(CollectiveSave):
             await self._own.commit()
             self._is_published = True
 
-    async def _take_back(self, error: AiockptError) -> None:
+    async def _take_back(self, error: BaseException) -> None:
         """Remove this host's part of a save that has failed; add a note of what stays to the error."""
         coordinator, own = self._world.coordinator, self._own
         if coordinator.leads:  # the round has done so
@@ -235,8 +235,8 @@ class HostsSave(CollectiveSave):
         try:
             if not self._is_published:
                 await own.abort()
-            elif not isinstance(error, CoordinationError | CommitUncertainError):  # else it may count
-                await self._job.storage.delete(self._job.path, workers=self._io)
+            elif isinstance(error, AiockptError) and not isinstance(error, CoordinationError | CommitUncertainError):
+                await self._job.storage.delete(self._job.path, workers=self._io)  # else it may count
         except AiockptError as exc:
             error.add_note(f"{self._global.hosts.own} may have its part until the run is opened again: {exc}")
 

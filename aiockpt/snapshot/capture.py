@@ -424,7 +424,7 @@ def _versions(tensors: Sequence[torch.Tensor | None]) -> list[int | None]:
 def ready_events(state_dict: Mapping[Any, Any]) -> dict[torch.device, torch.Event]:
     """Record an event in the caller's stream of each accelerator that holds tensors of a state dict.
 
-    Raise LoadError if that stream captures a graph.
+    Raise LoadError if that stream captures a graph, or if the device has failed.
     """
     if not torch.accelerator.is_available():
         return {}
@@ -432,8 +432,11 @@ def ready_events(state_dict: Mapping[Any, Any]) -> dict[torch.device, torch.Even
         leaves = flatten(state_dict).leaves
     except StructureError:
         return {}  # reported by the load that follows
-    _check_captures(leaves, LoadError)
-    return _ready_events({leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)})
+    try:
+        _check_captures(leaves, LoadError)
+        return _ready_events({leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)})
+    except RuntimeError as exc:
+        raise LoadError(f"the device of what is to be filled has failed: {exc}") from exc
 
 
 def _ready_events(devices: Iterable[torch.device]) -> dict[torch.device, torch.Event]:

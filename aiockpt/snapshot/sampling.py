@@ -124,8 +124,10 @@ class Samples:
                 stayed.append((start, point))
         if not stayed:
             return
-        if not wait:
-            use_in(None, samples)
+        if not wait:  # the program may go on in another stream, and free there what is read here
+            kept = {id(read): read for _, point in stayed for read in (point.view, point.indices) if read is not None}
+            for tensor in (samples, *kept.values()):
+                use_in(None, tensor)
         try:
             # Here, not when the points were chosen: there, this kernel would run in another stream than the next ones.
             before = torch.cat([samples.narrow(0, start, point.number) for start, point in stayed])

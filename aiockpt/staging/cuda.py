@@ -100,10 +100,11 @@ class AcceleratorStager(Stager):
             pages.prefer_node(*chunk.arena, self._node)
 
     async def pin(self, chunk: Chunk) -> None:
-        if not self._locked:
-            await self._issuer.run(self._load_kernels)
-        if chunk.arena[0] not in self._locked and self._locks:
-            await self._issuer.run(self._pin, [chunk])
+        with contextlib.suppress(RuntimeError):  # of a device that has failed, as the copies then say
+            if not self._locked:
+                await self._issuer.run(self._load_kernels)
+            if chunk.arena[0] not in self._locked and self._locks:
+                await self._issuer.run(self._pin, [chunk])
 
     def _pin(self, chunks: Sequence[Chunk]) -> None:
         """Lock the arenas of chunks, each once, in the stager's own thread: there the device is current."""
@@ -140,7 +141,8 @@ class AcceleratorStager(Stager):
 
     def _unpin(self) -> None:
         if self._locked:
-            self._runtime.enter()
+            with contextlib.suppress(RuntimeError):  # of a device that has failed; its memory is unlocked all the same
+                self._runtime.enter()
         for address in self._locked:
             self._runtime.unlock(address)
         self._locked.clear()

@@ -365,8 +365,10 @@ class Runtime:
 
     def sleep_until(self, event: torch.Event) -> None:
         """Block until an event is reached."""
-        self.enter()  # for a thread that only waits: without it, device 0 would get a context, and a capture would fail
-        event.synchronize()
+        try:
+            self.enter()  # for a thread that only waits: else device 0 would get a context, and a capture would fail
+        finally:  # copies may be in flight even if the device can't be entered any more
+            event.synchronize()
 
     def drain(self) -> None:
         """Block until nothing is in flight in the staging stream, also if the device has failed for good."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -56,7 +57,8 @@ class AcceleratorPlacer:
 
     async def begin(self, ready: torch.Event | None) -> None:
         """Make later copies wait for an event of the caller's stream, whose work may still use the targets."""
-        await self._issuer.run(self._begin, ready)
+        with self._errors():
+            await self._issuer.run(self._begin, ready)
 
     async def new(
         self, shapes: Sequence[tuple[tuple[int, ...], torch.dtype]], stream: Any = None
@@ -66,13 +68,22 @@ class AcceleratorPlacer:
         ``stream`` is the stream that will use them: their memory is then freed in order with its work. None: the
         device's default stream.
         """
-        return await self._issuer.run(self._new, shapes, stream)
+        with self._errors():
+            return await self._issuer.run(self._new, shapes, stream)
 
     async def issue(self, placements: Sequence[Placement], chunk: Chunk) -> Pending:
         """Enqueue copies whose data is in ``chunk``; they are done once the result's `wait` returns."""
-        await self._stager.pin(chunk)
-        event, sources = await self._issuer.run(self._enqueue, placements)
+        with self._errors():
+            await self._stager.pin(chunk)
+            event, sources = await self._issuer.run(self._enqueue, placements)
         return Copies(event, self._runtime, self._waiter, sources)
+
+    @contextlib.contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as exc:
+            raise LoadError(f"copying to {self.device} failed: {exc}") from exc
 
     def close(self) -> None:
         self._waiter.close()

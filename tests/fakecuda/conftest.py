@@ -1,0 +1,33 @@
+"""The fake device, for each test as new."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import aiockpt
+from tests.fakecuda import device as fake
+
+
+@pytest.fixture(scope="session", autouse=True)
+def ready(warm: None, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Make the contexts of both devices, after `warm`: their threads and files are there before leaks are counted."""
+    if not fake.is_here():
+        pytest.skip("the fake CUDA device is not here: see README.md")
+    state = {str(index): torch.ones(300, 300, device=f"cuda:{index}") for index in range(2)}
+    with aiockpt.SyncCheckpointer() as ckpt:
+        ckpt.save(state, tmp_path_factory.mktemp("ready") / "c")
+
+
+@pytest.fixture(autouse=True)
+def device(ready: None) -> Iterator[None]:
+    """Undo what a test has set, and check that it has not misused the device."""
+    fake.reset()
+    fake.misuses()
+    fake.set_seed(1)
+    yield
+    fake.reset()
+    fake.check()
+    assert not (left := fake.locked()), f"{left} pieces of host memory are still locked"
