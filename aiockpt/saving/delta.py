@@ -138,7 +138,7 @@ class DeltaSave(LocalSave):
                 raise
         leaves = {new_names[file]: chosen[file] for file in taken}
         facts = {new_names[file]: base.files[file] for file in taken}
-        live = [leaf for each in leaves.values() for leaf in each]
+        live = [leaf for of_file in leaves.values() for leaf in of_file]
         items = [unchanged[leaf] for leaf in live]
         self._adopted = AdoptedFiles(facts, [item.crc for item in items], [item.hash for item in items])
         self._since_full = base.since_full + 1 if taken else 0
