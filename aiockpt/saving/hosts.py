@@ -58,7 +58,7 @@ class HostRequest:
 
 
 class HostDocuments(NamedTuple):
-    """The documents that are still to be written to each disk, and the files that have to be there."""
+    """Documents that are still to be written to each disk, and the files that have to be there."""
 
     documents: Mapping[str, bytes | bytearray]
     sizes: Mapping[str, Mapping[str, int]]  # of the files on each disk, by its id
@@ -78,13 +78,13 @@ class HostsGlobalSave(GlobalSave):
     async def decide_for_hosts(self, asked: Sequence[HostRequest]) -> list[tuple[RankAssignment, list[HostChange]]]:
         """Do as `decide`; each rank gets the ticket of what was begun on its disk, and what there is to change."""
         changes, ranks = self.hosts.changes, self.hosts.ranks
-        for message in asked:
-            changes.note(message.reports)
+        for request in asked:
+            changes.note(request.reports)
         due = changes.due()
         if not self._job.overwrite:
             await self._io.run(self._check_free)
-        tickets = {ranks[rank]: message.ticket for rank, message in enumerate(asked) if message.ticket is not None}
-        assignments = await self.decide([message.request for message in asked])
+        tickets = {ranks[rank]: own.ticket for rank, own in enumerate(asked) if own.ticket is not None}
+        assignments = await self.decide([own.request for own in asked])
         return [
             (given if given.ticket is None else replace(given, ticket=tickets[disk]), due)
             for given, disk in zip(assignments, ranks, strict=True)
@@ -114,10 +114,10 @@ class HostsGlobalSave(GlobalSave):
             sizes[disk] |= {name: facts.nbytes for name, facts in written.files.items()}
         facts = [DiskFacts(disk.id, disk.host, frozenset(sizes[disk.id])) for disk in self.hosts.disks]
         manifest = await self._compute.run(with_disks, bytes(documents[MANIFEST_NAME]), facts)
-        left = HostDocuments({**documents, MANIFEST_NAME: manifest}, sizes)
+        whole = HostDocuments({**documents, MANIFEST_NAME: manifest}, sizes)
         ranks = self.hosts.ranks
         lowest = {disk: rank for rank, disk in reversed(list(enumerate(ranks)))}
-        return [left if lowest[disk] == rank else None for rank, disk in enumerate(ranks)]
+        return [whole if lowest[disk] == rank else None for rank, disk in enumerate(ranks)]
 
     async def note_written(self, results: Sequence[None]) -> Sequence[None]:
         """Do nothing: every disk has all that is to be published."""
@@ -193,8 +193,8 @@ class HostsSave(CollectiveSave):
         await self._job.turn.wait_for("over")
         self._over = True
         try:
-            left = await self._round(mine, self._global.gather)
-            await self._round(await _outcome(self._write_documents(left)), self._global.note_written)
+            documents = await self._round(mine, self._global.gather)
+            await self._round(await _outcome(self._write_documents(documents)), self._global.note_written)
             summary: Summary = await self._round(await _outcome(self._publish()), self._global.publish_last)
         except BaseException as exc:
             await self._take_back(exc)
@@ -204,17 +204,17 @@ class HostsSave(CollectiveSave):
                 await self._own.release()
         return summary
 
-    async def _write_documents(self, left: HostDocuments | None) -> None:
+    async def _write_documents(self, whole: HostDocuments | None) -> None:
         """Check that this host's disk has all files of its ranks; write the documents there."""
         own, hosts = self._own, self._global.hosts
-        if own is None or left is None:
+        if own is None or whole is None:
             return
         seen = await own.sizes()
-        for name, nbytes in left.sizes[hosts.own.id].items():
+        for name, nbytes in whole.sizes[hosts.own.id].items():
             if seen.get(name) != nbytes:
                 has = seen.get(name, "none")
                 raise SaveError(f"{name} was written with {nbytes} bytes, but has {has} on {hosts.own}")
-        await own.write_files(left.documents)
+        await own.write_files(whole.documents)
 
     async def _publish(self) -> None:
         """Publish on this host's disk, unless that is the one of rank 0."""

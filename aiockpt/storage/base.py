@@ -85,8 +85,8 @@ class Traits:
         single_files: a checkpoint may be one file instead of a directory.
         shared_files: several ranks may write one file: `SharedTransaction.reserve` and ``open_part`` work.
         folders: what is written is in a directory of a file system, `Transaction.open_folder`.
-        adopts: a checkpoint may share files with an earlier one: `Transaction.adopt` works.
         is_divided: it is the own disks of several hosts, each of which writes a part; see `aiockpt.storage.hosts`.
+        adopts: a checkpoint may share files with an earlier one: `Transaction.adopt` works.
         removal_s: how long closing waits until what was cancelled is removed, in seconds. What is left after that is
             removed by the next save there, or `clean`.
     """
@@ -94,8 +94,8 @@ class Traits:
     single_files: bool = True
     shared_files: bool = False
     folders: bool = False
-    adopts: bool = False
     is_divided: bool = False
+    adopts: bool = False
     removal_s: float = 30.0
 
 
