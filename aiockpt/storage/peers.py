@@ -190,6 +190,7 @@ class PeerServer:
         self._strangers = 0
         self._is_closed = False
         self._listening: list[socket.socket] = []
+        self._newest: socket.socket | None = None  # which may not be among the connections yet
         self._awake, self._wake = socket.socketpair()
         self._accepting = threading.Thread(target=self._accept, name="aiockpt-disk", daemon=True)
         try:
@@ -216,7 +217,7 @@ class PeerServer:
 
     def _welcome(self, listening: socket.socket) -> None:
         try:
-            own, _ = listening.accept()
+            self._newest = own = listening.accept()[0]
         except BlockingIOError:  # it has left already
             return
         except OSError as exc:
@@ -295,8 +296,9 @@ class PeerServer:
     def leave(self) -> None:
         """Close all in a forked child: else others would wait for it when its parent is dead."""
         self._close_listening()
-        for own in self._connections.values():
-            own.close()
+        for own in (*self._connections.values(), self._newest):
+            if own is not None:
+                own.close()
 
 
 _servers = called_in_children(PeerServer.leave)
