@@ -185,7 +185,8 @@ def serve(listener: socket.socket) -> list[str]:
             os.close(file)
         client.sendall(b"%d\n" % child)
         _, status = os.waitpid(child, 0)
-        client.sendall(b"%d\n" % os.waitstatus_to_exitcode(status))
+        with contextlib.suppress(BrokenPipeError):  # the client was killed
+            client.sendall(b"%d\n" % os.waitstatus_to_exitcode(status))
         os._exit(0)
     client.close()
     signal.signal(signal.SIGINT, signal.default_int_handler)

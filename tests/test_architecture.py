@@ -159,6 +159,31 @@ def test_a_process_imports_only_what_it_uses(
     assert (done.returncode, done.stderr) == (0, "")
 
 
+TIERS = "aiockpt.manager.mirror aiockpt.manager.disks aiockpt.storage.hosts aiockpt.storage.peers aiockpt.saving.hosts"
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [("", ""), ("mirror='there'", TIERS.split()[0]), ("own_disks=True", " ".join(TIERS.split()[1:]))],
+)
+def test_a_manager_imports_what_its_options_ask_for(
+    options: str, wanted: str, python_with_torch: list[str], tmp_path: Path
+) -> None:
+    """When it is made: nothing is left for a thread to import."""
+    code = (
+        "import sys, torch, aiockpt\n"
+        f"run = aiockpt.SyncCheckpointManager('run', {options})\n"
+        f"found = {{m for m in {TIERS.split()} if m in sys.modules}}\n"
+        f"with run: run.save(1, {{'x': torch.ones(2)}})\n"
+        f"later = {{m for m in {TIERS.split()} if m in sys.modules}} - found\n"
+        f"sys.exit(str((found, later)) if found != set({wanted.split()}) or later else 0)"
+    )
+    done = subprocess.run(
+        [*python_with_torch, "-c", code], capture_output=True, text=True, timeout=120, check=False, cwd=tmp_path
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_public_names_are_sorted_and_exist() -> None:
     assert aiockpt.__all__ == sorted(aiockpt.__all__)
     assert all(hasattr(aiockpt, name) for name in aiockpt.__all__)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from isal.isal_zlib import crc32
+from safetensors.torch import save_file
 from torch.distributed.checkpoint.metadata import StorageMeta
 from typer.testing import CliRunner
 
@@ -244,3 +245,30 @@ def test_names_that_other_programs_give_files_of_torch_are_files(name: str, ckpt
     ckpt.save({"w": torch.ones(2)}, tmp_path / name)
     assert (tmp_path / name).is_file()
     assert torch.equal(ckpt.load(tmp_path / name)["w"], torch.load(tmp_path / name)["w"])
+
+
+@pytest.mark.parametrize("name", ["optim.pt", "OPTIM.pt", "Optimizer.PT", "lr_scheduler.pt", "grad_scaler.pt"])
+def test_companions_have_short_names_and_capitals_too(name: str, ckpt, tmp_path: Path) -> None:
+    torch.save({"state": torch.ones(2)}, tmp_path / name)
+    with pytest.raises(aiockpt.CheckpointNotFoundError, match="stored beside a model, but no model"):
+        ckpt.load(tmp_path)
+    save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
+    assert list(ckpt.load(tmp_path)) == ["w"]
+    assert ckpt.verify(tmp_path).ok
+    assert {each.name for each in tmp_path.iterdir()} == {name, "model.safetensors"}
+
+
+def test_names_that_only_begin_like_a_companion_s_are_models(ckpt, tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / "optimus.pt")
+    assert list(ckpt.load(tmp_path)) == ["w"]
+
+
+def test_an_empty_file_beside_a_model_is_no_choice(ckpt, tmp_path: Path) -> None:
+    (tmp_path / "other.pt").touch()
+    with pytest.raises(aiockpt.LoadError):
+        ckpt.load(tmp_path)
+    torch.save({"w": torch.ones(2)}, tmp_path / "model.pt")
+    assert list(ckpt.load(tmp_path)) == ["w"]
+    assert ckpt.verify(tmp_path).ok
+    with pytest.raises(aiockpt.DeleteError):  # it is not proven to be the model's
+        ckpt.delete(tmp_path)

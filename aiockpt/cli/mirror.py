@@ -8,8 +8,9 @@ import aiockpt
 from aiockpt.cli.app import Code, CommandError
 from aiockpt.cli.output import console, print_json, shown, size_text, time_text
 from aiockpt.engine.facade import EngineAccess
-from aiockpt.manager.mirror import MirrorCopier, MirrorSettings, Tier
+from aiockpt.manager.mirror import MirrorCopier, MirrorSettings
 from aiockpt.manager.scan import StepNames
+from aiockpt.manager.tiers import Tier
 from aiockpt.storage.registry import storage_for
 
 

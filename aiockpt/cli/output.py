@@ -53,14 +53,16 @@ def print_table(titles: Sequence[str], rows: Sequence[Sequence[str | Text]]) -> 
     bands = _bands(widths, out.width if out.is_terminal else None)
     for cells in lines:
         for number, band in enumerate(bands):
+            padded = [(cells[at], " " * (widths[at] - cells[at].cell_len), right[at]) for at in band]
+            if not out.is_terminal:  # there is one band; rich would take half of the time of a long list
+                plain = (gap + cell.plain if is_right else cell.plain + gap for cell, gap, is_right in padded)
+                print((" " * _GAP).join(plain).rstrip())
+                continue
             line = Text(" " * _INDENT if number else "")
-            for at in band:
-                gap = " " * (widths[at] - cells[at].cell_len)
-                line += Text.assemble(*((gap, cells[at]) if right[at] else (cells[at], gap)), " " * _GAP)
+            for cell, gap, is_right in padded:
+                line += Text.assemble(*((gap, cell) if is_right else (cell, gap)), " " * _GAP)
             line.rstrip()
-            if not out.is_terminal:
-                print(line.plain)
-            elif line.plain or not number:
+            if line.plain or not number:
                 for each in line.wrap(out, out.width - _INDENT) if line.cell_len > out.width else [line]:
                     out.print(each)
 

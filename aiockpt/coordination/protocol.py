@@ -13,7 +13,7 @@ same order on all ranks, so the operation of a rank's next call shows whether it
 | --- | --- |
 | the same operation | it takes part in the round |
 | one that rank 0 has failed without this rank | it is late, and gets that failure |
-| another one | a rank has skipped a call, and both calls fail, with an error that names both |
+| another one | a rank has skipped a call: rank 0's fails, naming both, and the rank's waits for the next one |
 
 Each rank counts its calls. A message names the call by this number, so that what is sent again after a broken link is
 known again.
@@ -45,6 +45,8 @@ Kind = Literal["save", "load", "agree", "fallback"]
 _REMEMBERED = 64  # calls of a kind
 _KEPT_REPLIES = 4  # calls of a kind that have them
 _WHOLE_CALL = -1
+_HOLD_S = 5.0
+"""How long a rank that is ahead waits for rank 0, which has failed the call before."""
 
 
 @dataclass(slots=True, eq=False)
@@ -137,6 +139,9 @@ class _Lane:
     pending: dict[int, tuple[Ask | Left, float]] = field(default_factory=dict)  # what rank 0 has not come to, and since
     passed: int = 0  # the last call that was one of rank 0, and the number of that one
     passed_own: int = 0
+    held: dict[int, RemoteError] = field(
+        default_factory=dict
+    )  # what the rank has asked ahead of rank 0 -> how that failed
 
 
 @dataclass(slots=True, eq=False)
@@ -183,6 +188,7 @@ class Rounds:
         self._calls: defaultdict[Kind, deque[RankCall]] = defaultdict(lambda: deque(maxlen=_REMEMBERED))
         self._numbers = itertools.count(1)
         self._open: list[Round] = []
+        self._now = 0.0
         self.outbox: list[tuple[int, Reply]] = []
 
     @property
@@ -192,6 +198,7 @@ class Rounds:
 
     def begin(self, call: RankCall, operation: str, now: float) -> Round:
         """Come to the next round of a call."""
+        self._now = now
         round_ = Round(call, call.step, operation, now, len(self._peers))
         self._count(call, operation)
         self._open.append(round_)
@@ -238,6 +245,13 @@ class Rounds:
 
     # --- the other ranks -------------------------------------------------------------------------------
 
+    def close(self) -> None:
+        """Refuse what ranks have asked ahead of rank 0."""
+        for peer in self._peers:
+            for lane in peer.lanes.values():
+                for number, failure in lane.held.items():
+                    self.outbox.append((peer.rank, Reply(number, _WHOLE_CALL, pickle.dumps(failure))))
+
     def join(self, rank: int, name: str) -> None:
         """Take note of a rank's new link."""
         peer = self._peers[rank - 1]
@@ -249,6 +263,7 @@ class Rounds:
 
     def ask(self, rank: int, ask: Ask, now: float) -> None:
         """Take a rank's question: reply at once if its round has ended."""
+        self._now = now
         peer = self._peers[rank - 1]
         lane, call = peer.lanes[ask.kind], self._call_of(peer, ask)
         pending, _ = lane.pending.get(ask.number, (None, now))
@@ -286,7 +301,7 @@ class Rounds:
                 for ask, since in list(lane.pending.values()):
                     if isinstance(ask, Ask) and now - since >= self._timeout_s:
                         text = timeout_text(name, ask.operation, self._timeout_s)
-                        self._end(peer, ask, coordination_failure(0, text), now)
+                        self._end(peer, ask, lane.held.get(ask.number, coordination_failure(0, text)), now)
 
     # --- which call is meant ---------------------------------------------------------------------------
 
@@ -311,20 +326,26 @@ class Rounds:
                 if call.operation == message.operation:
                     self._pass(peer, lane, message, call)
                     return self._compare(peer, kind)
-            if isinstance(message, Ask):  # else the rank has left a call that rank 0 may come to
-                for round_ in self._open:
-                    if round_.call in calls and peer.rank not in round_.arrivals:
-                        text = f"rank 0 is at {round_.operation} while rank {peer.rank} is at {message.operation}"
-                        failure = coordination_failure(peer.rank, f"{text}: {SAME_CALLS}")
-                        round_.arrive(peer.rank, failure)
-                        self._end(peer, message, failure, since)
+            if isinstance(message, Left):  # rank 0 may come to this call
+                continue
+            waits = (one for one in self._open if one.call in calls and peer.rank not in one.arrivals)
+            if (round_ := next(waits, None)) is None:
                 return None
+            if number in lane.held:  # rank 0 has not come to it next
+                self._end(peer, message, lane.held[number], since)
+                continue
+            text = f"rank 0 is at {round_.operation} while rank {peer.rank} is at {message.operation}"
+            lane.held[number] = coordination_failure(peer.rank, f"{text}: {SAME_CALLS}")
+            lane.pending[number] = message, self._now - self._timeout_s + min(_HOLD_S, self._timeout_s)
+            round_.arrive(peer.rank, lane.held[number])
+            return None
         return None
 
     def _pass(self, peer: _Peer, lane: _Lane, message: Ask | Left, call: RankCall) -> None:
         """Note that a rank's call is this one of rank 0; those before it are over."""
         lane.passed, lane.passed_own = message.number, call.number
         call.numbers[peer.rank] = message.number
+        lane.held = {number: failure for number, failure in lane.held.items() if number > message.number}
         for old, _ in list(lane.pending.values()):
             if old.number < message.number and self._call_of(peer, old) is None:
                 del lane.pending[old.number]
@@ -351,6 +372,7 @@ class Rounds:
             self.fail(call, ask.operation, failure)
         else:
             self._refuse(peer, ask, failure)
+            peer.lanes[ask.kind].held.pop(ask.number, None)
             left = Left(peer.rank, ask.kind, ask.number, ask.operation, failure)
             peer.lanes[ask.kind].pending[ask.number] = left, now
 

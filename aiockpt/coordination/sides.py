@@ -164,6 +164,8 @@ class Leader(_Side):
     def close(self, timeout_s: float) -> bool:  # noqa: D102
         if self._server is not None:
             self._server.close()
+        self._rounds.close()
+        self._deliver()
         return super().close(timeout_s)
 
     def _deliver(self) -> None:

@@ -90,8 +90,8 @@ _CONSOLIDATED_FROM = "sharded"  # beside the files that HuggingFaceStorageWriter
 # What Trainer, accelerate, the Hub and Lightning keep beside a model.
 _MODEL = re.compile(r"pytorch_model[^/]*\.bin|consolidated\.[0-9]+\.pth")
 _COMPANION = re.compile(
-    r"(optimizer|scheduler|scaler|sampler|dl_state_dict|training_args|rng_state|random_states|custom_checkpoint)"
-    rf"[^/]*\.(pt|pth|bin|pkl)|meta\.pt|{_MODEL.pattern}"
+    r"(?i:(optimizer|optim(?![a-z])|(lr_)?scheduler|(grad_)?scaler|sampler|dl_state_dict|training_args|rng_state|"
+    rf"random_states|custom_checkpoint)[^/]*\.(pt|pth|bin|pkl))|meta\.pt|{_MODEL.pattern}"
 )
 # See `_get_ckpt_name`, `_get_zero_ckpt_name` and `ckpt_layer_path` of DeepSpeed, and its `ds_to_universal.py`.
 _DEEPSPEED = re.compile(
@@ -206,7 +206,8 @@ def _recognise_loose(files: Mapping[str, int], top: Sequence[str], fetch: Fetch,
         indexes = [name for name in indexes if name.endswith(SHARD_INDEX[0])]
     if len(indexes) == 1:
         return _indexed(indexes[0], files, fetch)
-    things = {} if indexes else _things(top, fetch)
+    filled = [name for name in top if files[name] or not name.lower().endswith(TORCH_SUFFIXES) or PART.fullmatch(name)]
+    things = {} if indexes else _things(filled, fetch) or _things(top, fetch)  # what is empty counts if it is alone
     sizes, files = files, {name: size for name, size in files.items() if not _is_other_program(name, fetch)}
     below, parts = _folders_with_checkpoints(files), frozenset[str]()
     if MANIFEST_NAME in files and (below or len(things) > 1):

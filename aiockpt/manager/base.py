@@ -31,7 +31,6 @@ from aiockpt.errors import (
     SaveError,
     printable_key,
 )
-from aiockpt.manager.mirror import MirrorCopier, MirrorSettings, Tier
 from aiockpt.manager.policies import (
     Mode,
     SavePolicy,
@@ -59,6 +58,7 @@ from aiockpt.manager.requests import (
 from aiockpt.manager.restoring import Restore
 from aiockpt.manager.retention import Retention
 from aiockpt.manager.scan import RUN_KEY, StepInfo, StepNames
+from aiockpt.manager.tiers import Tier
 from aiockpt.options import CheckpointerOptions, SaveOptions
 from aiockpt.planning.filters import recorded
 from aiockpt.storage.base import room_coming
@@ -67,6 +67,8 @@ from aiockpt.telemetry.card import size_text
 if TYPE_CHECKING:
     from aiockpt.core.futures import Call
     from aiockpt.manager.disks import RunDisks
+    from aiockpt.manager.mirror import MirrorCopier
+    from aiockpt.manager.ports import CheckpointerPort
     from aiockpt.saving.handle import SaveHandle
     from aiockpt.storage.base import RunLease, Storage
     from aiockpt.telemetry.mirrors import MirrorBacklog
@@ -90,6 +92,7 @@ class ManagerBase:
 
     _kind: type[CheckpointerBase] = CheckpointerBase
     _suspends: bool
+    _port_of: Callable[[Any], CheckpointerPort]
 
     @parameters_of(ManagerOptions)
     def __init__(self, options: ManagerOptions) -> None:
@@ -112,6 +115,7 @@ class ManagerBase:
                 "fallback_path and own_disks=True can't be used together: hosts serve each other the directory of the "
                 "run, and no other; leave fallback_path out, and pass mirror= for a second place"
             )
+        self._port = self._port_of(self._checkpointer)
         self._access = EngineAccess(self._checkpointer)
         self._storage, self.directory = self._access.locate(options.directory)
         self.writes = options.mode == "write"
@@ -155,6 +159,8 @@ class ManagerBase:
         self._calls_left = 1  # until the next exchange with the other ranks
 
     def _tier_of(self, mirror: Mirror) -> Tier:
+        with importing():
+            from aiockpt.manager import mirror as _  # noqa: F401 - for what copies, in the caller's thread
         storage, directory = self._access.locate_by_path(mirror.directory)
         if f"{directory}/".startswith(f"{self.directory}/") or f"{self.directory}/".startswith(f"{directory}/"):
             raise ValueError(f"mirror is {directory}, and the run {self.directory}: one must not be in the other")
@@ -164,16 +170,14 @@ class ManagerBase:
     def _mirror_patience_s(self) -> float:
         return 0.0 if self._mirror_options is None else self._mirror_options.timeout
 
-    def _settings_of(self, mirror: Mirror) -> MirrorSettings:
+    def _copier_of(self, mirror: Mirror, tier: Tier) -> MirrorCopier:
+        from aiockpt.manager.mirror import MirrorCopier, MirrorSettings  # imported already, since there is a mirror
+
         keep = self._keep if mirror.keep is None else as_policy(mirror.keep)
-        return MirrorSettings(self._keep, keep, mirror.every, mirror.bandwidth, mirror.required, self._locks)
+        settings = MirrorSettings(self._keep, keep, mirror.every, mirror.bandwidth, mirror.required, self._locks)
+        return MirrorCopier(self._tier, tier, settings, self._access.reports, self._retention)
 
     # --- waiting, and what rank 0 does for all ranks ----------------------------------------------------------
-
-    async def _call(self, method: str, *args: object, **options: object) -> Any:
-        """Call a method of the checkpointer, and wait for its result."""
-        result = getattr(self._checkpointer, method)(*args, **options)
-        return await result if self._suspends else result
 
     def _storage_at(self, *, is_mirror: bool) -> Storage:
         """Return the storage of the run's directory, or of its mirror."""
@@ -181,15 +185,6 @@ class ManagerBase:
         if tier is None:
             raise RuntimeError("there is no mirror")
         return tier.storage
-
-    async def _inspect(self, path: str, storage: Storage) -> Mapping[str, Any]:
-        """Open a checkpoint, which checks its structure and the sizes of its files; return the info of each key."""
-        reader: Any = self._checkpointer.open(path, storage=storage)  # type: ignore[attr-defined] # both checkpointers have it
-        if self._suspends:
-            async with reader:
-                return dict(reader)
-        with reader:
-            return dict(reader)
 
     async def _agree(self, what: str, value: object, decide: Callable[[Sequence[Any]], T]) -> T:
         """Agree with the other ranks; see `EngineAccess.agree`."""
@@ -258,8 +253,7 @@ class ManagerBase:
         if self.writes and self._disks is not None:
             await self._led(f"what is left in {self.directory}", partial(self._delete_torn, self._disks))
         if self.writes and self.leads and self._mirror_tier is not None and self._mirror_options is not None:
-            settings = self._settings_of(self._mirror_options)
-            self._mirror = MirrorCopier(self._tier, self._mirror_tier, settings, self._access.reports, self._retention)
+            self._mirror = self._copier_of(self._mirror_options, self._mirror_tier)
             self._retention.attach(self._mirror)
             self._mirror.poke()  # what an earlier manager has left
         self._is_open = True
@@ -275,7 +269,7 @@ class ManagerBase:
                     f"the run {self.directory} can't be locked: {exc}; to only read it, pass mode='read'"
                 ) from exc
         try:
-            await self._call("clean", self.directory, storage=self._storage)
+            await self._port.clean(self.directory, self._storage)
         except AiockptError as exc:  # orphans cost space, no more
             logger.warning("can't look for what killed processes have left in %s: %s", self.directory, exc)
         with contextlib.suppress(OSError):  # a restore raises it
@@ -524,6 +518,10 @@ class ManagerBase:
 
     def _discard(self, after: int) -> None:
         """Delete the steps after one, first from the mirror: else a restart would take them from there."""
+        with contextlib.nullcontext() if self._disks is None else self._disks.storage.changes.in_order():
+            self._discard_everywhere(after)
+
+    def _discard_everywhere(self, after: int) -> None:
         if self._mirror is None:
             self._retention.discard(after)
             return
@@ -560,7 +558,7 @@ class ManagerBase:
             return saved
         # The last save is neither skipped nor superseded: whatever on_busy says, it waits for its turn.
         if is_last or self._checkpointer._options.on_busy == "wait":
-            await self._call("ready")
+            await self._port.ready()
         while is_last and (failure := self._access.take_failure()) is not None:  # else `start` raises it
             logger.error("an earlier save has failed, and the last one is begun all the same", exc_info=failure)
         if self._lock is not None:

@@ -36,8 +36,8 @@ from aiockpt.errors import (
     SaveError,
     SaveSkippedError,
 )
-from aiockpt.manager.scan import StepInfo, StepNames, StepScanner, is_unreadable
-from aiockpt.manager.tiers import backlog, due_steps, is_mirrored, mirror_to_delete, other_run
+from aiockpt.manager.scan import StepInfo, is_unreadable
+from aiockpt.manager.tiers import Tier, backlog, due_steps, is_mirrored, mirror_to_delete, other_run
 from aiockpt.storage.copying import RateLimit, copy_checkpoint
 from aiockpt.sync_checkpointer import SyncCheckpointer
 from aiockpt.telemetry.mirrors import MirrorBacklog, MirrorResult
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from aiockpt.manager.retention import Retention
     from aiockpt.reading.executor import LoadTools
     from aiockpt.saving.handle import SaveHandle
-    from aiockpt.storage.base import RunLease, Storage
+    from aiockpt.storage.base import RunLease
 
 _FIRST_RETRY_S = 1.0
 _LONGEST_RETRY_S = 60.0
@@ -93,22 +93,6 @@ class MirrorSettings:
     bytes_per_s: float | None = None
     is_required: bool = False
     locks: bool = True
-
-
-class Tier:
-    """A directory with steps."""
-
-    def __init__(self, storage: Storage, directory: str, names: StepNames) -> None:
-        self.storage, self.directory, self.names = storage, directory, names
-        self.scanner = StepScanner(storage, directory, names)
-
-    def new_scanner(self) -> StepScanner:
-        """Return a scanner of its own, for another thread than one that may hang."""
-        return StepScanner(self.storage, self.directory, self.names, known=self.scanner)
-
-    def path_of(self, step: int) -> str:
-        """Return the path of a step, whether it exists or not."""
-        return self.storage.below(self.directory, self.names.name_of(step))
 
 
 class Promises:

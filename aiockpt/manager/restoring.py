@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from aiockpt.core.importing import importing
 from aiockpt.core.parameters import outer_stacklevel
 from aiockpt.core.threads import DaemonThreads
 from aiockpt.core.wording import some_of
@@ -28,7 +29,6 @@ from aiockpt.manager.scan import is_unreadable
 from aiockpt.manager.tiers import StepCopy, copies_in_order, other_run
 from aiockpt.planning.filters import needed_with
 from aiockpt.reading.info import TensorInfo
-from aiockpt.storage.patched import PatchedStorage, Patches
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     from aiockpt.manager.base import ManagerBase
     from aiockpt.manager.scan import StepInfo
     from aiockpt.storage.base import Storage
-    from aiockpt.telemetry.verification import Problem, VerifyReport
+    from aiockpt.storage.patched import Patches
+    from aiockpt.telemetry.verification import Problem
 
 logger = logging.getLogger("aiockpt")
 
@@ -115,7 +116,7 @@ class Restore:
                 options, left = self.request.load_options(), list[str]()
                 if each.info.filters and self.request.keys is None and self.request.strict is True:
                     options |= {"strict": needed_with(each.info.filters), "missing": left}
-                await run._call("load", place.path, self.request.state_dict, storage=place.storage, **options)
+                await run._port.load(place.path, self.request.state_dict, place.storage, options)
             except LoadError as exc:
                 is_damaged = isinstance(exc, CorruptCheckpointError | CheckpointNotFoundError)
                 # Unreadable, but there is a copy; or on a host that is gone, so that the newest step counts that the
@@ -170,6 +171,9 @@ class Restore:
         if not patches:
             return _Place(other, copy.info.path)
         here = here if run._disks is None else run._disks.storage.partial()
+        with importing():
+            from aiockpt.storage.patched import PatchedStorage
+
         patched = PatchedStorage(here, other, copy.info.path, patches)
         return _Place(patched, damaged.info.path, repaired)
 
@@ -265,21 +269,21 @@ class Restore:
             if missing:  # the rest is not read twice: the load checks it
                 return dict.fromkeys(missing), missing
         try:
-            report: VerifyReport = await self.manager._call("verify", path, storage=storage)
+            report = await self.manager._port.verify(path, storage)
         except LoadError:
             return {}, ()
         with contextlib.suppress(LoadError):  # it can't be opened: whole files
-            infos = await self.manager._inspect(path, storage)
+            infos = await self.manager._port.inspect(path, storage)
         return _patches_of(report.errors, infos)
 
     async def _judge(self, place: _Place, older: Sequence[StepCopy], is_touched: bool) -> None:
         """Check a step as far as it must be before the load; raise CorruptCheckpointError if it is damaged."""
-        found = await self.manager._inspect(place.path, place.storage)
+        found = await self.manager._port.inspect(place.path, place.storage)
         if self.request.verify == "while":
             return
         if self.request.verify == "auto" and not is_touched and await self._can_be_undone(found, older):
             return
-        report: VerifyReport = await self.manager._call("verify", place.path, storage=place.storage)
+        report = await self.manager._port.verify(place.path, place.storage)
         unreadable = [problem for problem in report.errors if problem.kind == "unreadable"]
         if unreadable:  # the disk or a server failed, which does not prove that the checkpoint is damaged
             raise LoadError(f"{place.path} can't be read: {unreadable[0]}; nothing was changed")
@@ -290,7 +294,7 @@ class Restore:
         for each in older:
             try:
                 storage = self.manager._storage_at(is_mirror=each.is_mirror)
-                below = await self.manager._inspect(each.info.path, storage)
+                below = await self.manager._port.inspect(each.info.path, storage)
             except (CorruptCheckpointError, CheckpointNotFoundError):
                 continue
             except LoadError:  # it may be sound, but can't be read now

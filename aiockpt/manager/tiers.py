@@ -12,10 +12,27 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from aiockpt.manager.policies import KeepPolicy, SavePolicy, StepFacts, select, to_delete
+from aiockpt.manager.scan import StepScanner
 
 if TYPE_CHECKING:
-    from aiockpt.manager.scan import StepInfo
-    from aiockpt.storage.base import Stamp
+    from aiockpt.manager.scan import StepInfo, StepNames
+    from aiockpt.storage.base import Stamp, Storage
+
+
+class Tier:
+    """A directory with steps."""
+
+    def __init__(self, storage: Storage, directory: str, names: StepNames) -> None:
+        self.storage, self.directory, self.names = storage, directory, names
+        self.scanner = StepScanner(storage, directory, names)
+
+    def new_scanner(self) -> StepScanner:
+        """Return a scanner of its own, for another thread than one that may hang."""
+        return StepScanner(self.storage, self.directory, self.names, known=self.scanner)
+
+    def path_of(self, step: int) -> str:
+        """Return the path of a step, whether it exists or not."""
+        return self.storage.below(self.directory, self.names.name_of(step))
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ import math
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -17,7 +17,7 @@ import anyio.lowlevel
 import torch
 
 from aiockpt.core import pages
-from aiockpt.core.machine import BLOCK_BYTES
+from aiockpt.core.machine import BLOCK_BYTES, cores
 from aiockpt.core.spans import span
 from aiockpt.core.threads import run_each
 from aiockpt.errors import AiockptError, LoadError, printable, sanitize_error
@@ -77,6 +77,7 @@ _RUN_BYTES = 1 << 20  # of neighbouring objects, read at once
 _RUN_GAP_BYTES = 4096
 _LENGTHS_AT_ONCE = 16
 _FRAMINGS_AT_ONCE = 32
+_LOOKS = 8  # at a file, to find out whether it is in the page cache
 _TURN_S = 0.02  # of a thread with the jobs of one load; a turn for each job would cost a hop to the loop and back
 _CPU = torch.device("cpu")
 
@@ -365,8 +366,17 @@ class ReadExecutor:
                 pending.clear()
 
         with workers.at_least(min(self._source.most_reads, len(jobs))) as count:
-            tasks = [watch, *[work] * min(count, len(jobs))]
+            readers = min(count, len(jobs))
+            if readers > cores() and await workers.run(self._is_cached, {job.file for job in jobs}):
+                readers = cores()  # none of them waits for a disk: more would only take the GIL from each other
+            tasks = [watch, *[work] * readers]
             await self._each(lambda task: task(), tasks, len(tasks))
+
+    def _is_cached(self, files: Iterable[str]) -> bool:
+        """Return whether the page cache seems to have all of some files."""
+        byte, sizes = [memoryview(bytearray(1))], self._source.files
+        places = ((name, sizes[name] * number // _LOOKS) for name in files if name in sizes for number in range(_LOOKS))
+        return all(self._source.read_cached(name, offset, byte) for name, offset in places)
 
     def _take_turn(self, pending: deque[ReadJob]) -> bool:
         """Run jobs for a while; return whether some may be left."""

@@ -50,6 +50,8 @@ if TYPE_CHECKING:
     Buffer = Chunk | MappedMemory  # a chunk of staging memory, or a thread's own
 
 _MAX_STRETCHES = 64  # of one batch
+_STRAIGHT_BYTES = 64 << 10  # payloads from here on are read straight into new memory, where that spares a copy
+_GROUP_BYTES = 1 << 20  # of these, read at once, so that their CRCs find them in the processor's cache
 _MAX_RUNS = 16_384  # of one part; bounds the list of runs in memory
 _MAX_FETCH_BYTES = 1 << 20
 _HEADERS_BYTES = 1024
@@ -225,8 +227,13 @@ class CoalescedRead:
         at = 0
         for each in self._stretches:
             at += (each.begin - at) % BLOCK_BYTES  # same offset in the page as in the file, as O_DIRECT requires
-            framing.source.read(each.file, each.begin, view[at : at + each.end - each.begin])
+            part = view[at : at + each.end - each.begin]
+            placed = self._read_cached(each, part)
+            if placed is None:
+                framing.source.read(each.file, each.begin, part)
             for read in each.reads:
+                if placed and id(read) in placed:
+                    continue
                 place = read.chunk.place
                 start = at + place.offset - each.begin
                 item = read.chunk.item or framing.parse(read, view[start : start + place.length])
@@ -245,6 +252,43 @@ class CoalescedRead:
             if rest is not None:
                 left.append(rest)
         return left
+
+    def _read_cached(self, stretch: _Stretch, view: memoryview) -> set[int] | None:
+        """Read a stretch, payloads of new tensors straight into them, if the page cache has it; check their CRCs.
+
+        Return the ids of the reads that are done, or None if it must be read into the buffer. Then new tensors are only
+        made.
+        """
+        groups: list[list[tuple[TensorRead, TensorItem, int]]] = [[]]
+        end = stretch.begin
+        for read in stretch.reads:
+            item, place = read.chunk.item, read.chunk.place
+            is_large = item is not None and item.nbytes >= _STRAIGHT_BYTES and not read.only_checked
+            if item is not None and is_large and place.offset >= end and _is_new(read, item):
+                begin = place.offset + item.payload_offset
+                if groups[-1] and begin + item.nbytes - groups[-1][0][2] > _GROUP_BYTES:
+                    groups.append([])
+                groups[-1].append((read, item, begin))
+            end = max(end, place.offset + place.length)
+        if not groups[0]:
+            return None
+        at = stretch.begin
+        for group in groups:
+            views: list[memoryview] = []
+            start = at
+            for read, item, begin in group:
+                read.made = torch.empty_strided(item.shape, item.stride, dtype=item.dtype, device="cpu")
+                views += [view[at - stretch.begin : begin - stretch.begin], memory_of(read.made)]
+                at = begin + item.nbytes
+            if group is groups[-1]:
+                views.append(view[at - stretch.begin :])
+            if not self._framing.source.read_cached(stretch.file, start, views):
+                return None
+            for (read, item, _), payload in zip(group, views[1::2], strict=False):
+                if self._framing.verify and item.crc is not None and crc32(payload) != item.crc:
+                    raise self._framing.wrong_crc(read, item)
+                read.item, read.begun = item, True
+        return {id(read) for group in groups for read, _, _ in group}
 
     def finish(self) -> None:
         for each in self._stretches:
@@ -290,18 +334,23 @@ def _make_tensors(found: Sequence[tuple[TensorRead, TensorItem]]) -> None:
     """
     kinds: defaultdict[tuple[torch.dtype, tuple[int, ...], tuple[int, ...]], list[TensorRead]] = defaultdict(list)
     for read, item in found:
-        is_plain = not (read.shared or item.storage_offset or item.conj or item.neg)
-        if read.target is None and is_plain and item.nbytes == math.prod(item.shape) * item.dtype.itemsize:
+        if read.made is None and _is_new(read, item):
             kinds[item.dtype, item.shape, item.stride].append(read)
     for (dtype, shape, stride), reads in kinds.items():
-        if is_dense(shape, stride):
-            made = [torch.empty_strided(shape, stride, dtype=dtype, device="cpu")]
-            if stride != row_strides(shape):
-                made += [torch.empty_strided(shape, stride, dtype=dtype, device="cpu") for _ in reads[1:]]
-            elif reads[1:]:  # one operator makes all of them, as copies whose values are overwritten
-                made += torch.unbind_copy(made[0].expand(len(reads) - 1, *shape))  # type: ignore[arg-type, func-returns-value]
-            for read, tensor in zip(reads, made, strict=True):
-                read.made = tensor
+        made = [torch.empty_strided(shape, stride, dtype=dtype, device="cpu")]
+        if stride != row_strides(shape) or made[0].nbytes >= _STRAIGHT_BYTES:
+            made += [torch.empty_strided(shape, stride, dtype=dtype, device="cpu") for _ in reads[1:]]
+        elif reads[1:]:  # one operator makes all of them, as copies whose values are overwritten
+            made += torch.unbind_copy(made[0].expand(len(reads) - 1, *shape))  # type: ignore[arg-type, func-returns-value]
+        for read, tensor in zip(reads, made, strict=True):
+            read.made = tensor
+
+
+def _is_new(read: TensorRead, item: TensorItem) -> bool:
+    """Return whether the payload, as it is, becomes the memory of a new tensor."""
+    is_plain = not (read.shared or item.storage_offset or item.conj or item.neg)
+    fits = item.nbytes == math.prod(item.shape) * item.dtype.itemsize and is_dense(item.shape, item.stride)
+    return read.target is None and is_plain and fits
 
 
 def _place(read: TensorRead, item: TensorItem, buffer: memoryview, start: int, address: int) -> Placement | None:
@@ -310,7 +359,8 @@ def _place(read: TensorRead, item: TensorItem, buffer: memoryview, start: int, a
     read.item = item
     if target is None:
         if read.made is not None:
-            copy_small(read.made.data_ptr(), address, item.nbytes)
+            copy = copy_small if item.nbytes < _STRAIGHT_BYTES else ctypes.memmove  # which releases the GIL
+            copy(read.made.data_ptr(), address, item.nbytes)
             return None
         read.memory = torch.empty(item.nbytes, dtype=torch.uint8, device="cpu")
         copy_small(read.memory.data_ptr(), address, item.nbytes)

@@ -11,18 +11,9 @@ import mmap
 import sys
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
-from types import (
-    AsyncGeneratorType,
-    BuiltinFunctionType,
-    CodeType,
-    CoroutineType,
-    FrameType,
-    FunctionType,
-    GeneratorType,
-    ModuleType,
-)
+from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, GeneratorType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -42,7 +33,7 @@ _VALUES = (str, int, float, complex, bytes, type(None), torch.dtype, torch.devic
 _OPAQUE: tuple[type, ...] = (
     *(bytearray, memoryview, mmap.mmap, array.array, ctypes._SimpleCData.__mro__[-2]),
     *(contextvars.ContextVar, contextvars.Context, threading.local, weakref.ProxyType, weakref.CallableProxyType),
-    *(GeneratorType, CoroutineType, AsyncGeneratorType, FrameType),
+    *(GeneratorType, Coroutine, AsyncGenerator, FrameType),
 )
 _KNOWN = frozenset({*sys.stdlib_module_names, "torch", "numpy", "aiockpt"})
 _HIDES = frozenset(
@@ -70,7 +61,10 @@ def reached_by(
     """
     walk = _Reach(names)
     walk.seen = {id(each): each for each in besides}
-    return walk.ranges if walk.sees(code) else None
+    try:
+        return walk.ranges if walk.sees(code) else None
+    except Exception:  # of a class that answers in its own way
+        return None
 
 
 class _Reach:
@@ -159,10 +153,8 @@ class _Reach:
 
     def _add_memory(self, each: Any) -> None:
         if isinstance(each, np.ndarray):
-            ends = [(size - 1) * step for size, step in zip(each.shape, each.strides, strict=True) if size]
-            begin = each.__array_interface__["data"][0]
-            low, high = sum(end for end in ends if end < 0), sum(end for end in ends if end > 0)
-            self.ranges.append((begin + low, begin + high + each.itemsize))
+            begin = each.__array_interface__["data"][0]  # what is a view has a base
+            self.ranges += [(begin, begin + each.nbytes)] if each.base is None else []
             self._todo += [each.base, *(each.flat if each.dtype.hasobject else ())]
             return
         if isinstance(each, torch.Tensor):
@@ -171,7 +163,7 @@ class _Reach:
                 if type(each).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
                     return
                 parts = [each] if each.layout is torch.strided else strided_parts(each)
-            storages = [part.untyped_storage() for part in parts if torch._C._has_storage(part)]
+                storages = [part.untyped_storage() for part in parts if torch._C._has_storage(part)]
         else:
             storages = [each if isinstance(each, torch.UntypedStorage) else each.untyped()]
         self.ranges += [(each.data_ptr(), each.data_ptr() + each.nbytes()) for each in storages if each.data_ptr()]

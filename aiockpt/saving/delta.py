@@ -102,7 +102,7 @@ class DeltaSave(LocalSave):
 
     async def _unchanged(self, plan: DcpPlan, kept: Mapping[int, BaseItem]) -> dict[int, BaseItem]:
         """Return the leaves whose payloads have the hashes of the base."""
-        layout, snapshot, found = plan.layout, self._job.snapshot, dict[int, str]()
+        layout, snapshot, hashes = plan.layout, self._job.snapshot, dict[int, str]()
         batches: list[list[int]] = [[]]
         filled = 0
         for leaf, item in kept.items():
@@ -114,11 +114,11 @@ class DeltaSave(LocalSave):
                     batches.append([])
 
         async def take(batch: Sequence[int]) -> None:
-            found.update(await self._compute.run(hash_payloads, batch, snapshot, layout, self._spec.new_hash))
+            hashes.update(await self._compute.run(hash_payloads, batch, snapshot, layout, self._spec.new_hash))
 
         await run_each(take, [batch for batch in batches if batch], self._compute.count)
         self._job.consistency.raise_if_aborted()
-        return {leaf: item for leaf, item in kept.items() if found.get(leaf) == item.hash}
+        return {leaf: item for leaf, item in kept.items() if hashes.get(leaf) == item.hash}
 
     async def _sharing(self, plan: DcpPlan, base: BaseContents, unchanged: Mapping[int, BaseItem]) -> DcpPlan:
         """Begin the transaction, link files of the base, and lay out the rest."""
@@ -130,15 +130,15 @@ class DeltaSave(LocalSave):
             try:
                 wanted = {file: (name, base.files[file]) for file, name in new_names.items()}
                 with span("share"):
-                    found = await transaction.adopt(base.path, wanted)
-                taken = [file for file in chosen if file in found]
+                    linked = await transaction.adopt(base.path, wanted)
+                taken = [file for file in chosen if file in linked]
             except BaseException as exc:
                 with anyio.CancelScope(shield=True):
                     await self.fail(exc)
                 raise
         leaves = {new_names[file]: chosen[file] for file in taken}
         facts = {new_names[file]: base.files[file] for file in taken}
-        live = [leaf for each in leaves.values() for leaf in each]
+        live = [leaf for own in leaves.values() for leaf in own]
         items = [unchanged[leaf] for leaf in live]
         self._adopted = AdoptedFiles(facts, [item.crc for item in items], [item.hash for item in items])
         self._since_full = base.since_full + 1 if taken else 0

@@ -58,7 +58,7 @@ class HostRequest:
 
 
 class HostDocuments(NamedTuple):
-    """What is still to be written to each disk, and what has to be there."""
+    """Documents that are still to be written to each disk, and the files that have to be there."""
 
     documents: Mapping[str, bytes | bytearray]
     sizes: Mapping[str, Mapping[str, int]]  # of the files on each disk, by its id
@@ -78,13 +78,13 @@ class HostsGlobalSave(GlobalSave):
     async def decide_for_hosts(self, asked: Sequence[HostRequest]) -> list[tuple[RankAssignment, list[HostChange]]]:
         """Do as `decide`; each rank gets the ticket of what was begun on its disk, and what there is to change."""
         changes, ranks = self.hosts.changes, self.hosts.ranks
-        for each in asked:
-            changes.note(each.reports)
+        for request in asked:
+            changes.note(request.reports)
         due = changes.due()
         if not self._job.overwrite:
             await self._io.run(self._check_free)
-        tickets = {ranks[rank]: each.ticket for rank, each in enumerate(asked) if each.ticket is not None}
-        assignments = await self.decide([each.request for each in asked])
+        tickets = {ranks[rank]: own.ticket for rank, own in enumerate(asked) if own.ticket is not None}
+        assignments = await self.decide([own.request for own in asked])
         return [
             (given if given.ticket is None else replace(given, ticket=tickets[disk]), due)
             for given, disk in zip(assignments, ranks, strict=True)
@@ -114,10 +114,10 @@ class HostsGlobalSave(GlobalSave):
             sizes[disk] |= {name: facts.nbytes for name, facts in written.files.items()}
         facts = [DiskFacts(disk.id, disk.host, frozenset(sizes[disk.id])) for disk in self.hosts.disks]
         manifest = await self._compute.run(with_disks, bytes(documents[MANIFEST_NAME]), facts)
-        found = HostDocuments({**documents, MANIFEST_NAME: manifest}, sizes)
+        whole = HostDocuments({**documents, MANIFEST_NAME: manifest}, sizes)
         ranks = self.hosts.ranks
         lowest = {disk: rank for rank, disk in reversed(list(enumerate(ranks)))}
-        return [found if lowest[disk] == rank else None for rank, disk in enumerate(ranks)]
+        return [whole if lowest[disk] == rank else None for rank, disk in enumerate(ranks)]
 
     async def note_written(self, results: Sequence[None]) -> Sequence[None]:
         """Do nothing: every disk has all that is to be published."""
@@ -166,11 +166,11 @@ class HostsSave(CollectiveSave):
             mine = exc
         try:
             assignment, due = await self._round(mine, self._global.decide_for_hosts)
-        except AiockptError as exc:
+        except BaseException as exc:
             await self._take_back(exc)
             raise
         room = changes.accept(due)
-        if room is not None:
+        if room is not None and room_coming.get() is None:
             room_coming.set(room)
         given: RankAssignment = assignment
         return given
@@ -193,10 +193,10 @@ class HostsSave(CollectiveSave):
         await self._job.turn.wait_for("over")
         self._over = True
         try:
-            found = await self._round(mine, self._global.gather)
-            await self._round(await _outcome(self._write_documents(found)), self._global.note_written)
+            documents = await self._round(mine, self._global.gather)
+            await self._round(await _outcome(self._write_documents(documents)), self._global.note_written)
             summary: Summary = await self._round(await _outcome(self._publish()), self._global.publish_last)
-        except AiockptError as exc:
+        except BaseException as exc:
             await self._take_back(exc)
             raise
         finally:
@@ -204,17 +204,17 @@ class HostsSave(CollectiveSave):
                 await self._own.release()
         return summary
 
-    async def _write_documents(self, found: HostDocuments | None) -> None:
+    async def _write_documents(self, whole: HostDocuments | None) -> None:
         """Check that this host's disk has all files of its ranks; write the documents there."""
         own, hosts = self._own, self._global.hosts
-        if own is None or found is None:
+        if own is None or whole is None:
             return
         seen = await own.sizes()
-        for name, nbytes in found.sizes[hosts.own.id].items():
+        for name, nbytes in whole.sizes[hosts.own.id].items():
             if seen.get(name) != nbytes:
                 has = seen.get(name, "none")
                 raise SaveError(f"{name} was written with {nbytes} bytes, but has {has} on {hosts.own}")
-        await own.write_files(found.documents)
+        await own.write_files(whole.documents)
 
     async def _publish(self) -> None:
         """Publish on this host's disk, unless that is the one of rank 0."""
@@ -224,7 +224,7 @@ class HostsSave(CollectiveSave):
             await self._own.commit()
             self._is_published = True
 
-    async def _take_back(self, error: AiockptError) -> None:
+    async def _take_back(self, error: BaseException) -> None:
         """Remove this host's part of a save that has failed; add a note of what stays to the error."""
         coordinator, own = self._world.coordinator, self._own
         if coordinator.leads:  # the round has done so
@@ -235,8 +235,8 @@ class HostsSave(CollectiveSave):
         try:
             if not self._is_published:
                 await own.abort()
-            elif not isinstance(error, CoordinationError | CommitUncertainError):  # else it may count
-                await self._job.storage.delete(self._job.path, workers=self._io)
+            elif isinstance(error, AiockptError) and not isinstance(error, CoordinationError | CommitUncertainError):
+                await self._job.storage.delete(self._job.path, workers=self._io)  # else it may count
         except AiockptError as exc:
             error.add_note(f"{self._global.hosts.own} may have its part until the run is opened again: {exc}")
 

@@ -376,6 +376,13 @@ class Source(ABC):
             self.read(name, offset, view[at : at + length])
             at += length
 
+    def read_cached(self, name: str, offset: int, views: Sequence[memoryview]) -> bool:
+        """Fill views, one behind the other, if that only copies what is in this host's memory.
+
+        Return False otherwise; some bytes may have been copied then. Blocks.
+        """
+        return False
+
     def map(self, name: str) -> mmap.mmap:
         """Map a file into memory, copy-on-write. Blocks for a moment.
 

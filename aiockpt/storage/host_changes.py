@@ -11,7 +11,7 @@ import contextlib
 import logging
 import threading
 import weakref
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -47,6 +47,8 @@ class _PendingChange:
     marks: dict[str, str]  # of those that have not, by the ids of their disks
     first: Collection[str]  # the ids of disks that come before the others
     to: str
+    is_ordered: bool
+    total: int  # disks that have to make it
     problem: str = field(default="")
 
     @property
@@ -77,6 +79,7 @@ class HostChanges:
         self._workers = Workers(1, "aiockpt-disk-changes")
         self._unclosed = weakref.finalize(self, _end, self._thread, self._workers, 0.0)
         self._unclosed.atexit = False
+        self._is_ordered = False  # what is decided on now
         self._own: str | None = None
         self._last: Future[None] | None = None  # that was begun
 
@@ -96,22 +99,30 @@ class HostChanges:
             to: see `HostChange`.
         """
         with self._lock:
-            self._pending[path] = _PendingChange(dict(marks), first, to)
+            self._pending[path] = _PendingChange(dict(marks), first, to, self._is_ordered, len(marks))
+
+    @contextlib.contextmanager
+    def in_order(self) -> Iterator[None]:
+        """Delete what is decided on within this context in this order, whatever is interrupted."""
+        self._is_ordered = True
+        try:
+            yield
+        finally:
+            self._is_ordered = False
 
     def due(self) -> list[HostChange]:
         """Return what is to do now.
 
-        Checkpoints are deleted in the order of the decisions, whatever is interrupted: until a disk has made one no
-        longer count, other disks wait with the next ones, unless it can't.
+        Where the order counts, other disks wait with the next checkpoint until a disk has made one no longer count.
         """
         found: list[HostChange] = []
         ahead: set[str] = set()
         with self._lock:
             for path, pending in self._pending.items():
                 turn = pending.turn
-                if pending.to or pending.has_begun or ahead in (set(), turn):
+                if not pending.is_ordered or pending.has_begun or ahead in (set(), turn):
                     found += [HostChange(disk, path, pending.marks[disk], pending.to) for disk in sorted(turn)]
-                if not (pending.to or pending.has_begun or pending.problem):
+                if pending.is_ordered and not (pending.has_begun or pending.problem):
                     ahead = ahead or turn
         return found
 
@@ -141,7 +152,7 @@ class HostChanges:
         """Raise DeleteError if the deletion of a checkpoint has failed on a disk before any other has made it."""
         with self._lock:
             pending = self._pending.get(path)
-            if pending is not None and pending.problem and not pending.has_begun:
+            if pending is not None and pending.problem and len(pending.marks) == pending.total:
                 del self._pending[path]
                 raise DeleteError(pending.problem)
 

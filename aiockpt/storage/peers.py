@@ -65,7 +65,7 @@ LIST, READ, DATA, ANSWER, ERROR = range(5)
 STALL_S = 60.0
 """How long the other side may be silent within a message, or before its answer."""
 IDLE_S = 30.0
-"""How long a connection is kept for the next request; the server keeps it for twice as long."""
+"""How long a connection is kept for the next request; the server waits for it for twice as long, as for all."""
 SILENT_S = 30.0
 """How long a host that was silent is not asked again: each call to one without power would wait for its limit."""
 _PIECE_BYTES = 4 << 20  # read and sent at a time
@@ -73,8 +73,7 @@ _MOST_DOCUMENT_BYTES = 1 << 28
 _MOST_IDLE = 8  # connections of a process to one server
 _MOST_STRANGERS = 1024  # connections whose other side has not proven anything yet
 _PAUSE_S = 1.0  # before the next connection is taken where there was no descriptor for one
-_FACTS = ("is_file", "files", "folders", "others", "changed_s", "stamp")
-_SILENCE = (BlockingIOError, TimeoutError)  # the kernel's limit, or one of this module
+_FACTS = {"is_file": bool, "files": dict, "folders": list, "others": list, "changed_s": float, "stamp": str}
 _UNREACHABLE = {errno.EHOSTUNREACH, errno.EHOSTDOWN, errno.ENETUNREACH}
 
 logger = logging.getLogger("aiockpt")
@@ -99,6 +98,8 @@ class PeerWire(Wire):
 
     def is_quiet(self, for_ms: float = 0) -> bool:
         """Return whether nothing comes, nor the other side leaves, within a time."""
+        if self._socket.fileno() < 0:  # in a forked child
+            return False
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
         return not poll.poll(for_ms)
@@ -248,7 +249,7 @@ class PeerServer:
                         self._strangers -= 1
                 wire = PeerWire(own, self._stall_s)
                 with contextlib.closing(_Service(self._storage, self._place, wire)) as service:
-                    while not wire.is_quiet(2e3 * IDLE_S):
+                    while True:
                         service.answer()
             except (LinkBrokenError, OSError) as exc:  # also if it is broken as soon as it is made
                 logger.debug("a connection to the disk of this host has ended: %s", exc)
@@ -333,12 +334,12 @@ class _Service:
             listing.close()
 
     def _list(self, asked: Mapping[str, Any]) -> dict[str, Any]:
-        path, budget, below = str(asked["path"]), LookBudget(int(asked["left"])), bool(asked["below"])
+        path, below = str(asked["path"]), bool(asked["below"])
         self.close()
-        self._listing = listing = self._storage.look(self._place(path), budget)
+        self._listing = listing = self._storage.look(self._place(path))
         if below:
             listing.list_below()
-        return {name: getattr(listing, name) for name in _FACTS} | {"left": budget.left}
+        return {name: getattr(listing, name) for name in _FACTS}
 
     def _read(self, asked: Mapping[str, Any]) -> dict[str, Any]:
         name, runs = str(asked["name"]), [(int(offset), int(length)) for offset, length in asked["runs"]]
@@ -374,33 +375,63 @@ def _batches(runs: Sequence[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]
 # --- the client ---------------------------------------------------------------------------------------------
 
 
-class _Client:
-    """Requests of any thread to one server. They block.
+class PeerDisk(Storage):
+    """The storage of another host, as its `PeerServer` shows it, for reading. Its paths are those of that host.
 
-    They raise OSError as the server does, and ConnectionError, caused by LinkBrokenError, if there is no answer.
+    Any threads may use it, and forked children too. A server that is dead, silent or can't be reached is an error of
+    each call that names the host; the next call tries again.
+
+    Args:
+        endpoint: `PeerServer.endpoint`.
+        host_name: the name of the host, for messages.
+        stall_s: how long the server may be silent, in seconds.
     """
 
-    def __init__(self, endpoint: Endpoint, host_name: str, stall_s: float) -> None:
-        self._endpoint, self.host_name, self._stall_s = endpoint, host_name, stall_s
+    def __init__(self, endpoint: Endpoint, host_name: str, *, stall_s: float = STALL_S) -> None:
+        self.host_name = host_name
+        self._endpoint, self._stall_s = endpoint, stall_s
         self._silent_until, self._silence = 0.0, ""
         self._idle: list[PeerWire] = []
-        self._origin = os.getpid()
         weakref.finalize(self, _close_all, self._idle).atexit = False
 
-    def list(self, path: str, left: int, *, below: bool) -> dict[str, Any]:
-        """Return what is at a path, as the attributes of a `Listing`, and ``left`` of a `LookBudget`."""
-        return self._ask(path, functools.partial(self._list, path=path, left=left, below=below))
+    def __repr__(self) -> str:
+        return f"PeerDisk({self.host_name})"
+
+    def close(self) -> None:
+        """Close the connections that are not in use; the next call makes new ones. Idempotent, does not block."""
+        _close_all(self._idle)
+
+    def look(self, path: str, budget: LookBudget | None = None) -> Listing:
+        return _PeerListing(self, path)
+
+    async def begin(self, path: str, *, overwrite: bool, workers: Workers) -> Transaction:
+        raise WriteError(f"{path} of host {self.host_name} is written by the ranks of that host only")
+
+    async def open(self, path: str, *, workers: Workers) -> Source:
+        return await workers.run(_PeerSource, self, path)
+
+    # --- requests; they block, and raise the OSError of the server, or ConnectionError if there is no answer ----
+
+    def list(self, path: str, *, below: bool) -> dict[str, Any]:
+        """Return what is at a path, as the attributes of a `Listing`; ``below``: with the files one level below."""
+        return self._ask(path, functools.partial(self._list, path=path, below=below))
 
     def read(
-        self, path: str, stamp: str, name: str, runs: Sequence[tuple[int, int]], view: memoryview, seen: Seen | None
+        self,
+        path: str,
+        stamp: str,
+        name: str,
+        runs: Sequence[tuple[int, int]],
+        view: memoryview,
+        seen: Seen | None = None,
     ) -> None:
         """Read bytes of a file of what was listed; raise FileNotFoundError if that has been replaced."""
-        below = "/" in name
+        wanted = path, stamp, "/" in name
 
         def read(wire: PeerWire) -> None:
-            if wire.listed != (path, stamp, below):
-                found = self._list(wire, path=path, left=LookBudget().left, below=below)
-                if found["stamp"] != stamp:
+            if wire.listed != wanted:
+                self._list(wire, path=path, below="/" in name)
+                if wire.listed != wanted:
                     what = f"host {self.host_name}: {path} was deleted or replaced meanwhile"
                     raise FileNotFoundError(errno.ENOENT, what)
             wire.put(READ, {"name": name, "runs": runs})
@@ -408,9 +439,9 @@ class _Client:
 
         self._ask(f"{path}/{name}", read)
 
-    def _list(self, wire: PeerWire, *, path: str, left: int, below: bool) -> dict[str, Any]:
+    def _list(self, wire: PeerWire, *, path: str, below: bool) -> dict[str, Any]:
         wire.listed = None
-        wire.put(LIST, {"path": path, "left": left, "below": below})
+        wire.put(LIST, {"path": path, "below": below})
         found = _checked_facts(self._answer(wire))
         wire.listed = path, found["stamp"], below
         return found
@@ -419,8 +450,6 @@ class _Client:
         kind, document = wire.take(view, seen)
         if kind == ANSWER:
             return document
-        if kind != ERROR:
-            raise _strange()
         try:
             number, text = int(document["errno"]), str(document["text"])
         except (KeyError, TypeError, ValueError) as exc:
@@ -431,18 +460,14 @@ class _Client:
         """Make a request over a connection that is kept, or else a new one."""
         wire: PeerWire | None = None
         try:
-            wire = self._taken()
+            wire = self._taken(what)
             result = request(wire)
         except LinkBrokenError as exc:
             if wire is not None:
                 wire.close()
-                if _is_silence(exc):
-                    self._note_silence(f"nothing came for {self._stall_s:.3g} s")
-            raise ConnectionError(
-                f"host {self.host_name} does not answer to a look at {what} ({exc}): its process has ended or is "
-                "frozen, or the network between the hosts is cut"
-            ) from exc
-        except OSError:
+            self._note(exc)
+            raise self._no_answer(what, str(exc)) from exc
+        except OSError:  # an answer
             if wire is not None:
                 self._give(wire)
             raise
@@ -450,12 +475,15 @@ class _Client:
             if wire is not None:
                 wire.close()  # what comes next would be the rest of this
             raise
+        self._silence = ""
         self._give(wire)
         return result
 
-    def rest(self) -> None:
-        """Close the connections that are not in use."""
-        _close_all(self._idle)
+    def _no_answer(self, what: str, why: str) -> ConnectionError:
+        return ConnectionError(
+            f"host {self.host_name} does not answer to a look at {what} ({why}): its process has ended or is frozen, "
+            "or the network between the hosts is cut"
+        )
 
     def _give(self, wire: PeerWire) -> None:
         wire.idle_since = time.monotonic()
@@ -464,48 +492,44 @@ class _Client:
             with contextlib.suppress(IndexError):
                 self._idle.pop(0).close()
 
-    def _taken(self) -> PeerWire:
-        if self._origin != os.getpid():  # a fork, which must not use those of its parent
-            self._idle.clear()
-            self._origin = os.getpid()
+    def _taken(self, what: str) -> PeerWire:
         with contextlib.suppress(IndexError):
             while True:
                 wire = self._idle.pop()
                 if time.monotonic() < wire.idle_since + IDLE_S and wire.is_quiet():
                     return wire
                 wire.close()  # the other side has closed it, or is about to
-        return self._connected()
-
-    def _connected(self) -> PeerWire:
-        limit_s = min(HELLO_S, self._stall_s)
-        now = time.monotonic()
+        limit_s, now = min(HELLO_S, self._stall_s), time.monotonic()
         if now < self._silent_until:
-            raise LinkBrokenError(f"{self._silence}; it is asked again in {self._silent_until - now:.3g} s")
+            left_s = self._silent_until - now
+            raise self._no_answer(what, f"{self._silence}; it is asked again in {left_s:.3g} s")
         if self._silence:  # this thread asks again, the others need not wait with it
             self._silent_until = now + limit_s
-        try:
-            own = _connect(self._endpoint, now + limit_s, limit_s)
-            try:
-                wire = PeerWire(own, self._stall_s)
-            except OSError as exc:  # it is broken already
-                own.close()
-                raise LinkBrokenError(str(exc)) from exc
-        except LinkBrokenError as exc:
+        return _connect(self._endpoint, limit_s, self._stall_s)
+
+    def _note(self, error: LinkBrokenError) -> None:
+        """Ask no more for a while if nothing has come, as from a host without power: each call would take as long."""
+        cause: BaseException | None = error
+        while isinstance(cause, LinkBrokenError):
+            cause = cause.__cause__
+        if isinstance(cause, BlockingIOError | TimeoutError) or getattr(cause, "errno", None) in _UNREACHABLE:
+            is_kernels = isinstance(cause, BlockingIOError)
+            self._silence = f"nothing came for {self._stall_s:.3g} s" if is_kernels else str(error)
+            self._silent_until = time.monotonic() + min(SILENT_S, self._stall_s)
+            self.close()
+        else:
             self._silent_until, self._silence = 0.0, ""
-            if _is_silence(exc):
-                self._note_silence(str(exc))
-            raise
-        self._silent_until, self._silence = 0.0, ""
-        return wire
-
-    def _note_silence(self, text: str) -> None:
-        self._silent_until, self._silence = time.monotonic() + min(SILENT_S, self._stall_s), text
-        self.rest()  # each would be waited for as long
 
 
-def _connect(endpoint: Endpoint, deadline: float, limit_s: float) -> socket.socket:
+def _close_all(idle: list[PeerWire]) -> None:
+    with contextlib.suppress(IndexError):  # other threads take some as well
+        while True:
+            idle.pop().close()
+
+
+def _connect(endpoint: Endpoint, limit_s: float, stall_s: float) -> PeerWire:
     """Connect to the address that answers first; raise LinkBrokenError if none does in time, or proves itself."""
-    addresses = reachable(endpoint, network_namespace())
+    addresses, deadline = reachable(endpoint, network_namespace()), time.monotonic() + limit_s
     error: BaseException = LinkBrokenError("it listens at addresses of another network only")
     with selectors.DefaultSelector() as selector, contextlib.ExitStack() as stack:
         for host, port in addresses:
@@ -524,105 +548,56 @@ def _connect(endpoint: Endpoint, deadline: float, limit_s: float) -> socket.sock
                 break
             own = ready[0][0].data
             selector.unregister(own)
-            code = own.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
             try:
-                if code:
+                if code := own.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
                     raise OSError(code, os.strerror(code))
                 _prove(own, endpoint.secret, socket.gethostname(), deadline)
+                return PeerWire(socket.socket(fileno=os.dup(own.fileno())), stall_s)
             except (OSError, LinkBrokenError) as exc:
                 error = exc
-                continue
-            return socket.socket(fileno=own.detach())
     raise LinkBrokenError(str(error)) from error
-
-
-def _close_all(idle: list[PeerWire]) -> None:
-    with contextlib.suppress(IndexError):  # other threads take some as well
-        while True:
-            idle.pop().close()
-
-
-def _is_silence(error: BaseException | None) -> bool:
-    """Return whether nothing has come for a while, as from a host without power: asking again would take as long."""
-    while isinstance(error, LinkBrokenError):
-        error = error.__cause__
-    return isinstance(error, _SILENCE) or getattr(error, "errno", None) in _UNREACHABLE
 
 
 def _checked_facts(document: Any) -> dict[str, Any]:
     """Return the facts of a listing; raise LinkBrokenError if they are none, or a name leads out of it."""
     try:
-        found = {name: document[name] for name in (*_FACTS, "left")}
-        files = {str(name): int(nbytes) for name, nbytes in found["files"].items()}
-        folders, others = list(map(str, found["folders"])), list(map(str, found["others"]))
-        found |= {"files": files, "folders": folders, "others": others, "stamp": str(found["stamp"])}
-        found |= {"changed_s": float(found["changed_s"]), "is_file": bool(found["is_file"]), "left": int(found["left"])}
-    except (KeyError, TypeError, ValueError, AttributeError) as exc:
+        found = {name: document[name] for name in _FACTS}
+        is_valid = all(isinstance(found[name], kind) for name, kind in _FACTS.items())
+        names = [*found["files"], *found["folders"]]
+        is_valid &= all(type(name) is str for name in names) and all(type(n) is int for n in found["files"].values())
+    except (KeyError, TypeError, AttributeError) as exc:
         raise _strange() from exc
-    for name in (*files, *folders):
-        if name.startswith("/") or {"", "..", "."} & set(name.split("/")):
+    if not is_valid:
+        raise _strange()
+    for name in names:
+        if {"", "..", "."} & set(name.split("/")):
             raise LinkBrokenError(f"the other side has a file {printable_key(name)}, which leads out of the checkpoint")
     return found
 
 
-class PeerDisk(Storage):
-    """The storage of another host, as its `PeerServer` shows it, for reading. Its paths are those of that host.
-
-    Any threads may use it, and forked children too. A server that is dead, silent or can't be reached is an error of
-    each call that names the host; the next call tries again.
-
-    Args:
-        endpoint: `PeerServer.endpoint`.
-        host_name: the name of the host, for messages.
-        stall_s: how long the server may be silent, in seconds.
-    """
-
-    def __init__(self, endpoint: Endpoint, host_name: str, *, stall_s: float = STALL_S) -> None:
-        self._client = _Client(endpoint, host_name, stall_s)
-
-    def __repr__(self) -> str:
-        return f"PeerDisk({self._client.host_name})"
-
-    def close(self) -> None:
-        """Close the connections that are not in use; the next call makes new ones. Idempotent, does not block."""
-        self._client.rest()
-
-    def look(self, path: str, budget: LookBudget | None = None) -> Listing:
-        return _PeerListing(self._client, path, budget or LookBudget())
-
-    async def begin(self, path: str, *, overwrite: bool, workers: Workers) -> Transaction:
-        raise WriteError(f"{path} of host {self._client.host_name} is written by the ranks of that host only")
-
-    async def open(self, path: str, *, workers: Workers) -> Source:
-        return await workers.run(_PeerSource, self._client, path)
-
-
 class _PeerListing(Listing):
-    def __init__(self, client: _Client, path: str, budget: LookBudget) -> None:
-        self._client, self.path, self._budget = client, path, budget
-        found = client.list(path, budget.left, below=False)
-        budget.left = found.pop("left")
-        vars(self).update(found)
+    def __init__(self, disk: PeerDisk, path: str) -> None:
+        self._disk, self.path = disk, path
+        vars(self).update(disk.list(path, below=False))
 
     def list_below(self) -> None:
-        found = self._client.list(self.path, self._budget.left, below=True)
-        self.files, self._budget.left = found["files"], found["left"]
+        self.files = self._disk.list(self.path, below=True)["files"]
 
     def fetch(self, name: str, offset: int, length: int) -> bytes:
         data = bytearray(max(0, min(length, self.files.get(name, 0) - offset)))
-        self._client.read(self.path, self.stamp, name, [(offset, len(data))], memoryview(data), None)
+        self._disk.read(self.path, self.stamp, name, [(offset, len(data))], memoryview(data))
         return bytes(data)
 
 
 class _PeerSource(Source):
     is_remote = True
 
-    def __init__(self, client: _Client, path: str) -> None:
-        self._client, self._path = client, path
+    def __init__(self, disk: PeerDisk, path: str) -> None:
+        self._disk, self._path = disk, path
         try:
-            found = client.list(path, LookBudget().left, below=True)
+            found = disk.list(path, below=True)
         except (FileNotFoundError, NotADirectoryError) as exc:
-            raise CheckpointNotFoundError(f"there is no checkpoint at {path} on host {client.host_name}") from exc
+            raise CheckpointNotFoundError(f"there is no checkpoint at {path} on host {disk.host_name}") from exc
         except OSError as exc:
             raise LoadError(f"{path} can't be opened: {exc}") from exc
         self._stamp, self._files = found["stamp"], found["files"]
@@ -635,20 +610,19 @@ class _PeerSource(Source):
         self._read(name, [(offset, len(view))], view, seen)
 
     def read_runs(self, name: str, runs: Sequence[tuple[int, int]], view: memoryview) -> None:
-        self._read(name, runs, view, None)
+        self._read(name, runs, view)
 
-    def _read(self, name: str, runs: Sequence[tuple[int, int]], view: memoryview, seen: Seen | None) -> None:
-        where = f"{self._path}/{printable_key(name)}"
+    def _read(self, name: str, runs: Sequence[tuple[int, int]], view: memoryview, seen: Seen | None = None) -> None:
+        where, files = f"{self._path}/{printable_key(name)}", self._files
         end = max((offset + length for offset, length in runs), default=0)
-        if name not in self._files or end > self._files[name]:
-            what = "is missing" if name not in self._files else f"ends before byte {end}"
-            raise CorruptCheckpointError(f"{where} {what} on host {self._client.host_name}")
+        if name not in files or end > files[name]:
+            what = "is missing" if name not in files else f"ends before byte {end}"
+            raise CorruptCheckpointError(f"{where} {what} on host {self._disk.host_name}")
         try:
-            self._client.read(self._path, self._stamp, name, runs, view, seen)
+            self._disk.read(self._path, self._stamp, name, runs, view, seen)
         except OSError as exc:
             is_gone = isinstance(exc, FileNotFoundError) or exc.errno == errno.ENODATA
-            kind = CorruptCheckpointError if is_gone else LoadError
-            raise kind(f"{where} can't be read: {exc}") from exc
+            raise (CorruptCheckpointError if is_gone else LoadError)(f"{where} can't be read: {exc}") from exc
 
     def close(self) -> None:
         """Do nothing: what a server has open ends with its connection."""

@@ -109,7 +109,8 @@ def copy_and_crc(directory: Path) -> Callable[[], object]:
 
 def list_steps(directory: Path) -> Callable[[], object]:
     """Return the command line's list."""
-    from aiockpt.cli.main import main
+    from aiockpt.cli.ls import ls
+    from aiockpt.manager.scan import DEFAULT_NAMES
 
     def work() -> None:
         sys.stdout.flush()
@@ -117,7 +118,7 @@ def list_steps(directory: Path) -> Callable[[], object]:
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, 1)
         try:
-            main(["ls", str(directory / "run")])
+            ls(str(directory / "run"), names=DEFAULT_NAMES)
             sys.stdout.flush()
         finally:
             os.dup2(kept, 1)

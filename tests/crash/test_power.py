@@ -12,7 +12,14 @@ from tests.crash.power_next import next_runs
 from tests.crash.power_recordings import Recording, drop_each_sync, record, replay, replays
 from tests.crash.zygote import Zygote
 
-QUICK = ["first save", "overwrite", "several in flight", "deleting older ones", "one safetensors file (overwrite)"]
+QUICK = [
+    "first save",
+    "overwrite",
+    "several in flight",
+    "deleting older ones",
+    "deltas",
+    "one safetensors file (overwrite)",
+]
 
 
 def findings_of(report) -> str:

@@ -8,6 +8,7 @@ import os
 import shutil
 import warnings
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -364,7 +365,8 @@ def test_reader_gets_the_newest_step_while_a_writer_deletes(
     ):
         warnings.simplefilter("error")
         owner.save(1, state_of(1))
-        call, inspect = run._call, run._inspect
+        port = run._port
+        load, verify, inspect = port.load, port.verify, port.inspect
         left = [3, 2]
 
         def delete_before(what: str) -> None:
@@ -373,16 +375,12 @@ def test_reader_gets_the_newest_step_while_a_writer_deletes(
                 owner.save(step, state_of(step))
                 owner._retention.finished().result()
 
-        async def delete_and_call(method: str, *args: Any, **options: Any) -> Any:
+        async def delete_and_call(method: str, call: Any, *args: Any) -> Any:
             delete_before(method)
-            return await call(method, *args, **options)
+            return await call(*args)
 
-        async def delete_and_inspect(*args: Any) -> Any:
-            delete_before("inspect")
-            return await inspect(*args)
-
-        monkeypatch.setattr(run, "_call", delete_and_call)
-        monkeypatch.setattr(run, "_inspect", delete_and_inspect)
+        for name, call in (("load", load), ("verify", verify), ("inspect", inspect)):
+            monkeypatch.setattr(port, name, partial(delete_and_call, name, call))
         start = run.restore(state)
     assert start is not None
     assert (start.step, start.skipped, step_in(state), names(anywhere)) == (3, (), 3, ["step-00000003"])
@@ -401,16 +399,16 @@ def test_step_replaced_during_the_read_is_not_marked_damaged(folder: Path, monke
     flip(folder, 300)
     state = empty()
     with aiockpt.SyncCheckpointManager(folder) as run:
-        call = run._call
+        load = run._port.load
 
-        async def replace_after(*args: Any, **options: Any) -> Any:
+        async def replace_after(*args: Any) -> None:
             try:
-                return await call(*args, **options)
+                await load(*args)
             except aiockpt.CorruptCheckpointError:
                 run.save(300, state_of(300), overwrite=True)
                 raise
 
-        monkeypatch.setattr(run, "_call", replace_after)
+        monkeypatch.setattr(run._port, "load", replace_after)
         start = run.restore(state)
     assert start is not None
     assert (start.step, start.skipped, step_in(state)) == (300, (), 300)

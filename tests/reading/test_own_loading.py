@@ -153,7 +153,8 @@ LEAVES: dict[str, Callable[[], nn.Module]] = {
 }
 FRESH = {**LEAVES, "bank": Bank, "extra tensor": lambda: Extra(torch.randn(0)), "extra none": lambda: Extra({"a": 1})}
 
-leaf = st.tuples(st.sampled_from(sorted(LEAVES)), st.sampled_from(sorted(HOOKS)))
+plain = st.just(("layer", "none"))
+leaf = plain | st.tuples(st.sampled_from(sorted(LEAVES)), st.sampled_from(sorted(HOOKS)))
 SHARES: dict[str, Callable[[Any, Any], object]] = {
     "nothing": lambda one, other: None,
     "weight": lambda one, other: setattr(other, "weight", one.weight),
@@ -571,3 +572,102 @@ def test_an_optimizer_takes_a_number_for_a_tensor(ckpt, tmp_path: Path) -> None:
     own.load_state_dict(ckpt.load(tmp_path / "c")["o"])
     ckpt.load(tmp_path / "c", {"o": mine})
     assert_same(own.state_dict(), mine.state_dict())
+
+
+def opened(kind: type[torch.optim.Optimizer], dtype: torch.dtype, size: int, **given: Any) -> torch.optim.Optimizer:
+    """Return an optimizer that has stepped."""
+    parameters = [nn.Parameter(torch.randn(size, 2, dtype=dtype)) for _ in range(2)]
+    optimizer = kind(parameters, **given)
+    for each in parameters:
+        each.grad = torch.randn_like(each)
+    optimizer.step()
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    ("kind", "given"),
+    [
+        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+        (torch.optim.AdamW, {"foreach": True, "amsgrad": True}),
+        (torch.optim.Adam, {"fused": True}),
+        (torch.optim.Adafactor, {}),
+        (torch.optim.ASGD, {}),
+    ],
+)
+@pytest.mark.parametrize(("dtype", "size"), [(torch.bfloat16, 3), (torch.float64, 3), (torch.float32, 5)])
+def test_an_optimizer_takes_any_dtype_and_shape(dtype, size, kind, given, ckpt, tmp_path: Path) -> None:
+    """Torch casts all but the steps to the dtype of the parameter."""
+    ckpt.save({"o": opened(kind, dtype, size, **given)}, tmp_path / "c")
+    own, mine = opened(kind, torch.float32, 3, **given), opened(kind, torch.float32, 3, **given)
+    own.load_state_dict(ckpt.load(tmp_path / "c")["o"])
+    ckpt.load(tmp_path / "c", {"o": mine})
+    assert_same(own.state_dict(), mine.state_dict())
+
+
+KEPT: list[torch.Tensor] = []
+
+
+class Keeping(torch.optim.AdamW):
+    """Refers to the tensors of its state from elsewhere too, for as long as it has not stepped again."""
+
+    kept: Any = ()
+
+    def step(self, closure: Any = None) -> Any:
+        super().step()
+        KEPT[:] = [each["exp_avg"] for each in self.state.values()]
+
+
+def keep_in_itself(optimizer: Any, state: list[Any]) -> list[torch.Tensor]:
+    optimizer._cache = {"averages": [each["exp_avg"][1:] for each in state]}
+    return optimizer._cache["averages"]
+
+
+def keep_in_its_class(optimizer: Any, state: list[Any]) -> list[torch.Tensor]:
+    type(optimizer).kept = tuple(each["exp_avg"] for each in state)
+    return list(type(optimizer).kept)
+
+
+def keep_in_a_global(optimizer: Any, state: list[Any]) -> list[torch.Tensor]:
+    return list(KEPT)
+
+
+def keep_in_a_group(optimizer: Any, state: list[Any]) -> list[torch.Tensor]:
+    optimizer.param_groups[0]["slow"] = state[0]["exp_avg"]
+    return [state[0]["exp_avg"]]
+
+
+def keep_in_a_parameter(optimizer: Any, state: list[Any]) -> list[torch.Tensor]:
+    optimizer.param_groups[0]["params"][0].slow = state[0]["exp_avg"]
+    return [state[0]["exp_avg"]]
+
+
+def keep_as_a_gradient(optimizer: Any, state: list[Any]) -> list[torch.Tensor]:
+    optimizer.param_groups[0]["params"][0].grad = state[0]["exp_avg"]
+    return [state[0]["exp_avg"]]
+
+
+def keep_in_a_hook(optimizer: Any, state: list[Any]) -> list[torch.Tensor]:
+    averages = [each["exp_avg"] for each in state]
+    optimizer.register_step_post_hook(lambda *_: averages.clear())
+    return averages
+
+
+@pytest.mark.parametrize("keep", [each for name, each in list(globals().items()) if name.startswith("keep_")])
+def test_what_an_optimizer_keeps_elsewhere_too_stays_as_it_was(keep, ckpt, tmp_path: Path) -> None:
+    ckpt.save({"o": opened(Keeping, torch.float32, 3)}, tmp_path / "c")
+    mine = opened(Keeping, torch.float32, 3)
+    kept = keep(mine, list(mine.state.values()))
+    before = [each.clone() for each in kept]
+    ckpt.load(tmp_path / "c", {"o": mine})
+    assert_same(before, kept)
+    assert_same(ckpt.load(tmp_path / "c")["o"]["state"], mine.state_dict()["state"])
+
+
+def test_an_optimizer_of_torchs_is_filled_in_place(ckpt, tmp_path: Path) -> None:
+    ckpt.save({"o": opened(torch.optim.AdamW, torch.float32, 3)}, tmp_path / "c")
+    mine = opened(torch.optim.AdamW, torch.float32, 3)
+    torch.optim.lr_scheduler.StepLR(mine, 1)
+    ckpt.save({"o": mine}, tmp_path / "d")
+    places = [value.data_ptr() for each in mine.state.values() for value in each.values()]
+    ckpt.load(tmp_path / "c", {"o": mine})
+    assert places == [value.data_ptr() for each in mine.state.values() for value in each.values()]

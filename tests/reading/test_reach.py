@@ -233,6 +233,14 @@ def test_another_module_that_is_changed_before_it_is_loaded(register, tmp_path: 
     assert_same(*results)
 
 
+def test_a_lazy_module_has_no_memory(tmp_path: Path) -> None:
+    saved, fresh = nn.LazyLinear(2), nn.LazyLinear(2)
+    saved(torch.zeros(1, 3))
+    aiockpt.save({"m": saved}, tmp_path / "c")
+    aiockpt.load(tmp_path / "c", {"m": fresh})
+    assert_same(dict(saved.state_dict()), dict(fresh.state_dict()))
+
+
 class Config:
     """Has attributes by other names too, as those of transformers have, and what can't be looked into."""
 

@@ -57,7 +57,7 @@ def change(state: State, *numbers: int) -> None:
         state[f"w{number:02}"] += 1
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3))])
 def test_each_checkpoint_of_a_random_history_is_what_was_saved(tmp_path: Path, seed: int) -> None:
     history = History(tmp_path / "run", seed)
     try:

@@ -421,8 +421,8 @@ def test_an_optimizer_that_does_not_fit(ckpt, tmp_path: Path) -> None:
     stepped = torch.optim.Adam(other.parameters())
     sum(each.sum() for each in other).backward()
     stepped.step()
-    with pytest.raises(aiockpt.ShapeMismatchError, match=r"optim\.state\.0\.exp_avg has the shape \(8, 9\)"):
-        ckpt.load(tmp_path / "c", {"optim": stepped})  # torch would accept it
+    ckpt.load(tmp_path / "c", {"optim": stepped})  # which torch accepts, and only its next step refuses
+    assert_same(run.optim.state_dict()["state"], stepped.state_dict()["state"])
 
 
 def test_a_module_that_does_not_fit(ckpt, tmp_path: Path) -> None:

@@ -15,7 +15,9 @@ from typer.testing import CliRunner
 
 import aiockpt
 from aiockpt.cli.main import app
+from aiockpt.storage.objects.cleaning import split_token
 from tests.kinds import cut, save_ours, save_stock
+from tests.places import ServerPath, remove, storage_of
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 9\n"
 INDEX = "alice.safetensors.index.json"
@@ -125,19 +127,45 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "gone": lambda path: path.unlink(),
     "zeros": lambda path: path.write_bytes(bytes(path.stat().st_size)),
 }
-CALLS: dict[str, Callable[[Path], object]] = {
+
+
+def run(*arguments: object) -> None:
+    """Run a command; raise AiockptError if it has failed, but not if it was called wrongly."""
+    ended = CliRunner().invoke(app, [*map(str, arguments)])
+    assert ended.exit_code in (0, 1, 3), (arguments, ended.output)  # 2: called wrongly
+    if ended.exit_code:
+        raise aiockpt.AiockptError(ended.output)
+
+
+CALLS: dict[str, Callable[[Path | ServerPath], object]] = {
     "delete": delete,
-    "rm": lambda path: CliRunner().invoke(app, ["rm", "--yes", str(path)]),
+    "rm": lambda path: run("rm", "--yes", path),
     "save": lambda path: aiockpt.save({"w": torch.ones(2)}, path, overwrite=True),
     "safetensors": lambda path: aiockpt.save({"w": torch.ones(2)}, path, overwrite=True, format="safetensors"),
-    "prune": lambda path: CliRunner().invoke(app, ["prune", str(path.parent), "--keep-last", "1"]),
-    "clean": lambda path: CliRunner().invoke(app, ["clean", str(path.parent), "--older-than", "0s"]),
+    "prune": lambda path: run("prune", path.parent, "--keep-latest", "1"),
+    "clean": lambda path: run("clean", path.parent),
 }
+
+
+def upload(path: Path, url: ServerPath) -> None:
+    """Copy a directory to a server, as programs do that know nothing of checkpoints."""
+    storage = storage_of(url)
+    for name, content in contents(path).items():
+        storage.objects.put(storage.key(str(url)) + name, content)
+
+
+def contents_of(url: ServerPath) -> dict[str, bytes]:
+    storage = storage_of(url)
+    start = storage.key(str(url))
+    names = [name for name in storage.objects.below(start) if not split_token(start + name)[0]]
+    return {name: storage.objects.get(start + name)[1] for name in names}
 
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
 @given(data=st.data())
-def test_no_call_removes_what_is_not_proven(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_no_call_removes_what_is_not_proven(
+    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory, server_url: str
+) -> None:
     path = tmp_path_factory.mktemp("any") / "step-00000001"
     save_ours(path.with_name("step-00000002"))
     OURS[data.draw(st.sampled_from(sorted(OURS)))](path)
@@ -151,9 +179,23 @@ def test_no_call_removes_what_is_not_proven(data: st.DataObject, tmp_path_factor
     for name in data.draw(st.lists(st.sampled_from(own), max_size=2, unique=True)) if own else ():
         DAMAGE[data.draw(st.sampled_from(sorted(DAMAGE)))](path / name)
     mine = {name: (path / name).read_bytes() for name in foreign}
-    for name in data.draw(st.lists(st.sampled_from(sorted(CALLS)), min_size=1, max_size=3)):
+    place: Path | ServerPath = path
+    calls = data.draw(st.lists(st.sampled_from(sorted(CALLS)), min_size=1, max_size=3))
+    if data.draw(st.booleans()):
+        place = ServerPath(f"{server_url}/{path.parent.name}/{path.name}")
+        upload(path, place)
+
+    def look() -> dict[str, bytes]:
+        return contents_of(place) if isinstance(place, ServerPath) else contents(place)
+
+    for name in calls:
+        before = look()
         try:
-            CALLS[name](path)
+            CALLS[name](place)
         except aiockpt.AiockptError:
-            continue
-    assert {name: (path / name).read_bytes() for name in foreign} == mine
+            assert look() == before
+        else:
+            assert name != "rm" or not look().keys() & before.keys() - mine.keys()
+        assert {name: content for name, content in look().items() if name in mine} == mine
+    if isinstance(place, ServerPath):
+        remove(place.parent)

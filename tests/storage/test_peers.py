@@ -32,7 +32,7 @@ from tests.storage.relay import relay_to
 
 DATA_NAME, BELOW = "__0_0.distcp", "more/notes.txt"
 CONTENTS = os.urandom(9_000_001)  # more than two messages
-GOOD = {"is_file": False, "files": {}, "folders": [], "others": [], "changed_s": 1.0, "stamp": "s", "left": 1}
+GOOD = {"is_file": False, "files": {}, "folders": [], "others": [], "changed_s": 1.0, "stamp": "s"}
 _LIMIT_S = 60
 
 
@@ -70,7 +70,7 @@ def workers() -> Iterator[Workers]:
 
 
 def opened(disk: PeerDisk, path: str) -> Source:
-    return peers._PeerSource(disk._client, path)
+    return peers._PeerSource(disk, path)
 
 
 def all_of(source: Source, name: str = DATA_NAME) -> bytes:
@@ -143,7 +143,7 @@ def test_many_threads_read_at_once(disk: PeerDisk, step: str) -> None:
     with ThreadPoolExecutor(16) as threads:
         found = list(threads.map(lambda _: all_of(source), range(32)))
     assert found == [CONTENTS] * 32
-    assert len(disk._client._idle) <= 8
+    assert len(disk._idle) <= 8
 
 
 # --- what changes meanwhile ---------------------------------------------------------------------------------
@@ -211,7 +211,7 @@ def test_disk_that_fails_is_no_damage(step: str, tmp_path: Path) -> None:
         with pytest.raises(aiockpt.LoadError, match=r"disk has failed|a defect") as caught:
             all_of(source)
         assert type(caught.value) is aiockpt.LoadError
-    assert len(disk._client._idle) == 1
+    assert len(disk._idle) == 1
     disk.close()
     assert server.close()
 
@@ -234,8 +234,8 @@ def test_names_that_lead_out_are_refused(
 ) -> None:
     """By the server, whatever its client asks for."""
     Path(step, "link").symlink_to(tmp_path / "secret")
-    wire = disk._client._connected()
-    wire.put(LIST, {"path": step, "left": 100, "below": True})
+    wire = disk._taken("it")
+    wire.put(LIST, {"path": step, "below": True})
     assert wire.take()[0] == ANSWER
     wire.put(READ, {"name": name, "runs": [[0, 3]]})
     kind, document = wire.take(memoryview(bytearray(3)))
@@ -346,7 +346,7 @@ def test_client_that_does_not_follow_the_protocol(
     server: PeerServer, disk: PeerDisk, step: str, request_: tuple[int, bytes]
 ) -> None:
     """Its connection ends, and no other one."""
-    wire = disk._client._connected()
+    wire = disk._taken("it")
     kind, data = request_
     wire.send(kind, crc32(data), memoryview(data))
     with pytest.raises(LinkBrokenError):
@@ -357,8 +357,8 @@ def test_client_that_does_not_follow_the_protocol(
 
 @pytest.mark.parametrize("runs", [[[-1, 5]], [[0, -5]], [[0]], "all", [["a", 1]], None])
 def test_runs_that_are_none(disk: PeerDisk, step: str, runs: object) -> None:
-    wire = disk._client._connected()
-    wire.put(LIST, {"path": step, "left": 1, "below": False})
+    wire = disk._taken("it")
+    wire.put(LIST, {"path": step, "below": False})
     wire.take()
     wire.put(READ, {"name": DATA_NAME, "runs": runs})
     with pytest.raises(LinkBrokenError):
@@ -472,10 +472,10 @@ def test_silent_host_is_not_asked_again_for_a_while(step: str) -> None:
     with pytest.raises(ConnectionError, match="it is asked again in"):
         disk.look(step)
     listening.close()
-    until(lambda: disk._client._silent_until < time.monotonic())
+    until(lambda: disk._silent_until < time.monotonic())
     with pytest.raises(ConnectionError, match="refused"):
         disk.look(step)
-    assert disk._client._silent_until == 0.0
+    assert disk._silent_until == 0.0
 
 
 def test_silence_within_an_answer(server: PeerServer, step: str) -> None:
@@ -589,16 +589,15 @@ def test_server_waits_for_those_that_read(server: PeerServer, disk: PeerDisk, st
 
 def test_connection_that_was_not_used_for_long_is_made_anew(disk: PeerDisk, step: str) -> None:
     source = opened(disk, step)
-    (wire,) = disk._client._idle
+    (wire,) = disk._idle
     wire.idle_since -= peers.IDLE_S
     assert all_of(source) == CONTENTS
-    assert wire not in disk._client._idle
+    assert wire not in disk._idle
 
 
-def test_server_ends_what_is_not_used(step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "IDLE_S", 0.0)
-    server = PeerServer(LocalStorage(), str(tmp_path / "run"), hosts=["127.0.0.1"])
-    wire = PeerDisk(server.endpoint, "node17")._client._connected()
+def test_server_ends_what_is_not_used(step: str, tmp_path: Path) -> None:
+    server = PeerServer(LocalStorage(), str(tmp_path / "run"), hosts=["127.0.0.1"], stall_s=0.1)
+    wire = PeerDisk(server.endpoint, "node17")._taken("it")
     with pytest.raises(LinkBrokenError, match="closed"):
         wire.take()
     wire.close()

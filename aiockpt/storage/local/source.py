@@ -147,6 +147,15 @@ class LocalFile:
                     self._read_buffered(offset, part)
                 at += length
 
+    def read_cached(self, offset: int, views: Sequence[memoryview]) -> bool:
+        wanted = sum(map(len, views))
+        if not self._tries_nowait or not self._is_cached(offset + wanted // 2, 1):
+            return False
+        try:
+            return os.preadv(self._fd, views, offset, _NOWAIT) == wanted
+        except OSError:  # some bytes are not there, or `read` says what is wrong
+            return False
+
     def map(self) -> mmap.mmap:
         try:
             return mmap.mmap(self._fd, self.nbytes, access=mmap.ACCESS_COPY)
@@ -369,6 +378,10 @@ class LocalSource(Source):
     def read_runs(self, name: str, runs: Sequence[tuple[int, int]], view: memoryview) -> None:
         with self._file(name) as file:
             file.read_runs(runs, view)
+
+    def read_cached(self, name: str, offset: int, views: Sequence[memoryview]) -> bool:
+        with self._file(name) as file:
+            return file.read_cached(offset, views)
 
     def map(self, name: str) -> mmap.mmap:
         with self._file(name) as file:

@@ -22,7 +22,7 @@ import anyio
 
 from aiockpt.core.machine import python_program
 from aiockpt.core.threads import DaemonThreads, Workers
-from aiockpt.errors import WriteError
+from aiockpt.errors import WriteError, unwrapped
 from aiockpt.writing.process.channel import Channel
 from aiockpt.writing.process.messages import Hello, Log, Message, PackedImage, Ready
 
@@ -234,9 +234,9 @@ class WriterConnection:
         how = "has died"
         try:
             await self._serve()
-        except Exception as exc:  # a bug here: the saves must be notified all the same
+        except Exception as exc:  # a bug here, or there is no thread: the saves must be notified all the same
             logger.exception("supervising the writer process %d has failed", self._process.pid)
-            how = f"was given up ({type(exc).__name__}: {exc})"
+            how = f"was given up ({type(error := unwrapped(exc)).__name__}: {error})"
             self.kill()
             if not self._waiter.unfinished:  # no thread could be started to wait for it
                 self._process.wait()

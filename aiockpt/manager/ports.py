@@ -1,0 +1,78 @@
+"""Methods of a checkpointer that a manager calls and waits for: those of asyncio suspend, the others block."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from aiockpt.checkpointer import AsyncCheckpointer
+    from aiockpt.engine.requests import StateDict
+    from aiockpt.storage.base import Storage
+    from aiockpt.sync_checkpointer import SyncCheckpointer
+    from aiockpt.telemetry.verification import VerifyReport
+
+
+class CheckpointerPort(Protocol):
+    """A checkpointer's methods that wait; see `AsyncCheckpointer`."""
+
+    async def ready(self) -> None:
+        """Wait until a save would not have to."""
+
+    async def clean(self, directory: str, storage: Storage) -> None:
+        """Remove what killed processes have left in a directory."""
+
+    async def load(self, path: str, state_dict: StateDict, storage: Storage, options: Mapping[str, Any]) -> None:
+        """Load a checkpoint into a state."""
+
+    async def verify(self, path: str, storage: Storage) -> VerifyReport:
+        """Check all of a checkpoint."""
+
+    async def inspect(self, path: str, storage: Storage) -> Mapping[str, Any]:
+        """Open a checkpoint, which checks its structure and the sizes of its files; return the info of each key."""
+
+
+class WaitingPort:
+    """That of a manager of asyncio."""
+
+    def __init__(self, checkpointer: AsyncCheckpointer) -> None:
+        self._checkpointer = checkpointer
+
+    async def ready(self) -> None:
+        await self._checkpointer.ready()
+
+    async def clean(self, directory: str, storage: Storage) -> None:
+        await self._checkpointer.clean(directory, storage=storage)
+
+    async def load(self, path: str, state_dict: StateDict, storage: Storage, options: Mapping[str, Any]) -> None:
+        await self._checkpointer.load(path, state_dict, storage=storage, **options)
+
+    async def verify(self, path: str, storage: Storage) -> VerifyReport:
+        return await self._checkpointer.verify(path, storage=storage)
+
+    async def inspect(self, path: str, storage: Storage) -> Mapping[str, Any]:
+        async with self._checkpointer.open(path, storage=storage) as reader:
+            return dict(reader)
+
+
+class BlockingPort:
+    """That of a manager without asyncio."""
+
+    def __init__(self, checkpointer: SyncCheckpointer) -> None:
+        self._checkpointer = checkpointer
+
+    async def ready(self) -> None:
+        self._checkpointer.ready()
+
+    async def clean(self, directory: str, storage: Storage) -> None:
+        self._checkpointer.clean(directory, storage=storage)
+
+    async def load(self, path: str, state_dict: StateDict, storage: Storage, options: Mapping[str, Any]) -> None:
+        self._checkpointer.load(path, state_dict, storage=storage, **options)
+
+    async def verify(self, path: str, storage: Storage) -> VerifyReport:
+        return self._checkpointer.verify(path, storage=storage)
+
+    async def inspect(self, path: str, storage: Storage) -> Mapping[str, Any]:
+        with self._checkpointer.open(path, storage=storage) as reader:
+            return dict(reader)

@@ -1,0 +1,144 @@
+"""Loads from the page cache: payloads are read straight into new memory, by as many threads as there are cores."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+import aiockpt
+from aiockpt.reading import executor
+from aiockpt.storage.local.source import LocalSource, open_source
+from tests.states import assert_same, random_tensor
+
+KIB = 1 << 10
+
+
+@pytest.fixture
+def ckpt() -> Iterator[aiockpt.SyncCheckpointer]:
+    with aiockpt.SyncCheckpointer() as checkpointer:
+        yield checkpointer
+
+
+class Cached:
+    """Counts the bytes that are copied out of the page cache, or refuses them from some read on."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.nbytes, self.refused_from = 0, 1 << 62
+        real = LocalSource.read_cached
+
+        def read_cached(source: LocalSource, name: str, offset: int, views: Sequence[memoryview]) -> bool:
+            if len(views) > 1 and self.nbytes >= self.refused_from:
+                return False
+            done = real(source, name, offset, views)
+            self.nbytes += sum(map(len, views)) if done and len(views) > 1 else 0
+            return done
+
+        patch.setattr(LocalSource, "read_cached", read_cached)
+
+
+@pytest.fixture
+def cached(monkeypatch: pytest.MonkeyPatch) -> Cached:
+    return Cached(monkeypatch)
+
+
+def state() -> dict[str, torch.Tensor]:
+    made: dict[str, torch.Tensor] = {}
+    for number, dtype in enumerate([torch.float32, torch.bfloat16, torch.int64, torch.bool] * 4):
+        made[f"mid{number}"] = random_tensor(dtype, (96 * KIB // dtype.itemsize + number,), number)
+        made[f"small{number}"] = random_tensor(dtype, (3, number), number)
+    made["transposed"] = random_tensor(torch.float32, (200, 300), 1).t()
+    made["part"] = random_tensor(torch.float32, (60_000,), 1)[100:]
+    made["complex"] = random_tensor(torch.complex64, (20_000,), 1).conj()
+    made["large"] = random_tensor(torch.float32, (KIB * KIB,), 1)
+    return made
+
+
+def warm(path: Path) -> None:
+    """Read the files through the page cache: a save writes past it."""
+    for file in path.iterdir():
+        file.read_bytes()
+
+
+def test_middle_sized_payloads_are_read_straight_into_new_tensors(ckpt, cached: Cached, tmp_path: Path) -> None:
+    saved = state()
+    ckpt.save(saved, tmp_path / "c")
+    warm(tmp_path / "c")
+    loaded = ckpt.load(tmp_path / "c")
+    assert_same(saved, loaded)
+    assert cached.nbytes > 16 * 96 * KIB
+    for name, value in loaded.items():
+        assert value.stride() == (saved[name].stride() if name == "transposed" else value.stride())
+        if name.startswith("mid"):
+            assert value.untyped_storage().nbytes() == value.nbytes
+            value.resize_(value.numel() + 1)
+
+
+@pytest.mark.parametrize("refused_from", [0, 100 * KIB, 700 * KIB])
+def test_bytes_that_leave_the_cache_are_read_otherwise(refused_from: int, ckpt, cached: Cached, tmp_path: Path) -> None:
+    cached.refused_from = refused_from
+    ckpt.save(state(), tmp_path / "c")
+    warm(tmp_path / "c")
+    assert_same(state(), ckpt.load(tmp_path / "c"))
+
+
+def test_flipped_bit_is_found(ckpt, cached: Cached, tmp_path: Path) -> None:
+    path = tmp_path / "c"
+    ckpt.save(state(), path)
+    with ckpt.open(path) as reader:
+        chunk = reader["mid5"].chunks[0]
+    file = path / chunk.file
+    content = bytearray(file.read_bytes())
+    content[chunk.offset + chunk.nbytes // 2] ^= 4
+    file.write_bytes(content)
+    with pytest.raises(aiockpt.CorruptCheckpointError, match=r"the bytes of mid5 \(at offset"):
+        ckpt.load(path)
+    loaded = ckpt.load(path, verify=False)
+    assert not torch.equal(loaded["mid5"], state()["mid5"])
+
+
+def test_tied_tensors_stay_tied(ckpt, cached: Cached, tmp_path: Path) -> None:
+    saved = state()
+    saved["again"] = saved["mid3"]
+    ckpt.save(saved, tmp_path / "c")
+    warm(tmp_path / "c")
+    loaded = ckpt.load(tmp_path / "c")
+    assert_same(saved, loaded)
+    assert loaded["again"].data_ptr() == loaded["mid3"].data_ptr()
+
+
+def test_read_cached_fills_views_in_order_and_needs_all_bytes(tmp_path: Path) -> None:
+    content = os.urandom(100_000)
+    (tmp_path / "f").write_bytes(content)
+    source = open_source(str(tmp_path), direct_io=True)
+    try:
+        views = [memoryview(bytearray(size)) for size in (10, 0, 5000, 3)]
+        if source.read_cached("f", 50, views):  # not where the file system has no direct I/O, or no such reads
+            assert b"".join(views) == content[50 : 50 + 5013]
+        assert not source.read_cached("f", 99_990, [memoryview(bytearray(11))])
+    finally:
+        source.close()
+
+
+def test_as_many_threads_as_cores_read_from_the_cache(ckpt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executor, "cores", lambda: 1)
+    monkeypatch.setattr(executor, "PART_BYTES", KIB * KIB)
+    saved = {f"w{number}": torch.zeros(KIB * KIB) for number in range(4)}
+    ckpt.save(saved, tmp_path / "c")
+    real = executor.ReadExecutor._take_turn
+    calls: list[int] = []
+
+    def take_turn(self: executor.ReadExecutor, pending: object) -> bool:
+        calls.append(1)
+        return real(self, pending)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(executor.ReadExecutor, "_take_turn", take_turn)
+    monkeypatch.setattr(executor, "_TURN_S", 1e9)
+    for is_cached, expected in ((True, 1), (False, 8)):
+        monkeypatch.setattr(LocalSource, "read_cached", lambda *_args, found=is_cached: found and len(_args[3]) == 1)
+        calls.clear()
+        assert_same(saved, ckpt.load(tmp_path / "c"))
+        assert len(calls) == expected
