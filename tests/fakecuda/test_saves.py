@@ -180,3 +180,24 @@ def test_streams_are_used_again(tmp_path: Path) -> None:
 
     save("a")
     assert save("b") == 0
+
+
+@pytest.mark.parametrize("how", ["changed", "freed"])
+def test_the_program_goes_on_while_copies_are_held(how: str, tmp_path: Path) -> None:
+    """What it enqueues behind the fence waits for them, and memory of another stream stays until they are done."""
+    tensor, stream = torch.arange(30_000, device="cuda"), torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with aiockpt.SyncCheckpointer(**OPTIONS | {"staging_bytes": 64 * CHUNK}) as ckpt:
+        ckpt.save({"w": tensor}, tmp_path / "first")
+        with fake.held("to_host"):
+            with torch.cuda.stream(stream):
+                save = ckpt.submit({"w": tensor}, tmp_path / "c")
+                save.fence(WAIT_S)
+                if how == "changed":
+                    tensor.add_(1)
+                    assert not stream.query()
+            if how == "freed":
+                tensor.untyped_storage().resize_(0)
+                torch.cuda.current_stream().synchronize()
+        save.written.result(WAIT_S)
+        assert torch.equal(ckpt.load(tmp_path / "c")["w"], torch.arange(30_000))
