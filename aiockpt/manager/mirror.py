@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -424,8 +424,19 @@ class MirrorCopier:
             0.0 if newest is None else newest.time,
             state.backlog.error if missing else None,
         )
-        here = {info.step: info for info in local}
-        waiting = {info.step for info in missing}
+        self._settle({info.step: info for info in local}, there, written, due, {info.step for info in missing})
+        return missing
+
+    def _settle(
+        self,
+        here: Mapping[int, StepInfo],
+        there: Mapping[int, StepInfo],
+        written: Mapping[int, SaveHandle],
+        due: Collection[int],
+        waiting: Collection[int],
+    ) -> None:
+        """Settle the futures of steps that were written if they are there, or are dropped."""
+        state = self._state
         for step, handle in written.items():
             if step in here and here[step].state == "damaged" and not is_unreadable(here[step]):
                 damage = CorruptCheckpointError(f"step {step} is not mirrored, as it is damaged: {here[step].problem}")
@@ -435,11 +446,10 @@ class MirrorCopier:
             elif step in here and here[step].save_id in state.damaged:  # found before the end of the save was noted
                 self.promises.fail(step, state.damaged[here[step].save_id], handle)
             elif step not in waiting:
-                every = "mirror_every says so; the newest is when the run is closed"
+                every = "`every` of the mirror says so; the newest is when the run is closed"
                 why = "the policies keep later ones" if step in due else every
                 why += "" if step in here else ", or it was deleted by other means"
                 self.promises.fail(step, SaveSkippedError(f"step {step} is not mirrored: {why}"), handle)
-        return missing
 
     def _has_it(self, own: StepInfo | None, copy: StepInfo | None, handle: SaveHandle) -> bool:
         """Return whether the mirror has what a save has written: which may be deleted here, if it was copied early."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from aiockpt.telemetry.observer import CallEvent, Observer, SaveEvent
 
 if TYPE_CHECKING:
-    from prometheus_client import CollectorRegistry
+    from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
     from aiockpt.telemetry.loads import LoadResult
     from aiockpt.telemetry.mirrors import MirrorBacklog, MirrorResult
@@ -35,24 +35,8 @@ class PrometheusObserver(Observer):
     """
 
     def __init__(self, registry: CollectorRegistry | None = None, *, namespace: str = "aiockpt") -> None:
-        try:
-            import prometheus_client as client
-        except ImportError as exc:
-            raise ImportError(
-                "a PrometheusObserver needs prometheus_client: pip install 'aiockpt[prometheus]'"
-            ) from exc
-        if registry is None:
-            registry = client.REGISTRY
-
-        def counter(name: str, text: str, *labels: str) -> client.Counter:
-            return client.Counter(name, text, labels, namespace=namespace, registry=registry)
-
-        def gauge(name: str, text: str) -> client.Gauge:
-            return client.Gauge(name, text, namespace=namespace, registry=registry)
-
-        def histogram(name: str, text: str) -> client.Histogram:
-            return client.Histogram(name, text, namespace=namespace, registry=registry, buckets=_SECONDS)
-
+        metrics = _Metrics(registry, namespace)
+        counter, gauge, histogram = metrics.counter, metrics.gauge, metrics.histogram
         try:
             self._saves = counter("saves_total", "Saves that have ended, by outcome", "outcome")
         except ValueError as exc:
@@ -132,3 +116,26 @@ class PrometheusObserver(Observer):
         self._backlog.set(len(backlog.steps))
         self._backlog_bytes.set(backlog.nbytes)
         self._mirror_time.set(backlog.newest_time)
+
+
+class _Metrics:
+    """Makes the metrics of one registry."""
+
+    def __init__(self, registry: CollectorRegistry | None, namespace: str) -> None:
+        try:
+            import prometheus_client as client
+        except ImportError as exc:
+            raise ImportError(
+                "a PrometheusObserver needs prometheus_client: pip install 'aiockpt[prometheus]'"
+            ) from exc
+        self._client = client
+        self._names: Any = {"namespace": namespace, "registry": client.REGISTRY if registry is None else registry}
+
+    def counter(self, name: str, text: str, *labels: str) -> Counter:
+        return self._client.Counter(name, text, labels, **self._names)
+
+    def gauge(self, name: str, text: str) -> Gauge:
+        return self._client.Gauge(name, text, **self._names)
+
+    def histogram(self, name: str, text: str) -> Histogram:
+        return self._client.Histogram(name, text, buckets=_SECONDS, **self._names)

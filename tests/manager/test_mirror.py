@@ -113,7 +113,7 @@ def test_mirror_has_a_policy_of_its_own(here: Path, there: Any) -> None:
 def test_mirror_every(here: Path, there: Any) -> None:
     with run_of(here, aiockpt.Mirror(there, every=aiockpt.EverySteps(3))) as run:
         saves = {step: run.submit(step, STATE) for step in range(1, 8)}
-        with pytest.raises(aiockpt.SaveSkippedError, match="step 2 is not mirrored: mirror_every says so"):
+        with pytest.raises(aiockpt.SaveSkippedError, match="step 2 is not mirrored: `every` of the mirror says so"):
             saves[2].mirrored.result(60)
         saves[6].mirrored.result(60)
         assert steps(there) == [3, 6]
