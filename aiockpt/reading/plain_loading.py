@@ -134,9 +134,11 @@ def loading_of(value: Any) -> OwnLoading:
     reached = reached_by(odd, names=LOADING) if odd else []
     by_extras = reached_by(extras, besides=own, names=LOADING) if extras else []
     # Torch's loading may fail at one that can't be tried, and has changed others by then.
-    if not loading.is_tried or reached is None or by_extras is None:
+    if not loading.is_tried:
         return OwnLoading()
-    _separate(loading, reached + by_extras)
+    _separate(loading, [*(reached or ()), *(by_extras or ())])
+    if reached is None or by_extras is None:
+        loading.apart.update(loading.tensors)
     return loading
 
 

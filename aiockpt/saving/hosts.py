@@ -129,6 +129,8 @@ class HostsGlobalSave(GlobalSave):
         try:
             async with self.hosts.changes.held_off(self._io):
                 await transaction.commit()
+        except Warning:  # the program turns warnings into errors
+            raise
         except Exception as exc:
             if await _may_count(transaction):
                 raise CommitUncertainError(f"{exc}. {self._job.path} may be published all the same") from exc
