@@ -41,6 +41,7 @@ class Disturber:
     def trace(self, frame: FrameType, event: str, argument: object) -> Any:
         if self.has_struck or not frame.f_code.co_filename.startswith(PACKAGE):
             return None
+        frame.f_trace = self._step  # before the next line: since Python 3.13 that one needs it
         frame.f_trace_opcodes = True
         return self._step
 
