@@ -27,7 +27,7 @@ class BaseItem(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BaseContents:
-    """What a base stores."""
+    """The files and items that a base stores."""
 
     path: str
     items: Mapping[str, BaseItem] = field(repr=False)  # by key
@@ -58,7 +58,7 @@ def _whole_items(entries: IndexedEntries) -> Iterator[tuple[str, BaseItem]]:
 
 
 class BaseMemory:
-    """What a checkpointer remembers from save to save. For the engine's loop."""
+    """The memory of a checkpointer from save to save. For the engine's loop."""
 
     def __init__(self) -> None:
         self.path: str | None = None  # of the last checkpoint that it has written, or else restored

@@ -25,7 +25,7 @@ logger = logging.getLogger("aiockpt")
 
 
 class HostChange(NamedTuple):
-    """What one host has to do."""
+    """A deletion or renaming that one host has to do."""
 
     disk: str  # the id of its disk
     path: str
@@ -34,7 +34,7 @@ class HostChange(NamedTuple):
 
 
 class HostReport(NamedTuple):
-    """What has become of a change: it is done, or there is a problem."""
+    """The outcome of a change: it is done, or there is a problem."""
 
     change: HostChange
     problem: str = ""

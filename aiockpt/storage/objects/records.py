@@ -1,4 +1,4 @@
-"""What is published at each path of an object store, who may change it, and what is left to clean up there."""
+"""The records of an object store: commits at its paths, claims, tombstones, and the cleaning of what is left."""
 
 from __future__ import annotations
 
