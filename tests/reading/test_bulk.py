@@ -17,6 +17,7 @@ from aiockpt.reading import bulk
 from tests.states import assert_same, random_tensor, raw_bytes, storable_dtypes
 
 PLAIN = [dtype for dtype in storable_dtypes() if not str(dtype).startswith(("torch.q", "torch.bits"))]
+CONJUGATED = [torch.complex64, torch.complex128]  # of the newer ones torch can't make the values, nor print them
 SHAPES = [(), (1,), (3,), (2, 3), (0,), (2, 0), (1, 1), (5, 1), (64, 7)]
 
 
@@ -65,7 +66,7 @@ def tensors(draw: st.DrawFn) -> torch.Tensor:
         return made[..., ::2] if made.dim() else made
     if kind == "part":
         return made[1:] if made.dim() else made
-    return made.conj() if kind == "conjugated" and made.is_complex() else made
+    return made.conj() if kind == "conjugated" and made.dtype in CONJUGATED else made
 
 
 def strides(tree: dict[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
