@@ -32,7 +32,7 @@ from aiockpt.errors import (
 from aiockpt.planning.dcp_plan import DcpFormat, DcpPlan
 from aiockpt.planning.encoding import codings_of
 from aiockpt.saving.staging_session import Leases, StagerRouter, StagingChunk
-from aiockpt.saving.strategy import AppendSave, LocalSave, SaveStrategy
+from aiockpt.saving.strategy import AppendSave, LocalSave, PartSave, SaveStrategy
 from aiockpt.staging.base import Fill, LayoutMismatchError
 from aiockpt.storage.base import room_coming
 from aiockpt.telemetry.progress import ProgressEvent, SavePhase
@@ -72,7 +72,9 @@ def _strategy_for(job: SaveJob, tools: EngineResources) -> SaveStrategy:
         from aiockpt.saving.delta import DeltaSave  # imported already, by the thread that has submitted the save
 
         return DeltaSave(job, spec.delta, tools.planner, tools.copy_workers, tools.io_workers)
-    if world is None or (spec.is_part and spec.call is None):
+    if spec.is_part and spec.call is None:
+        return PartSave(job, tools.planner, tools.copy_workers, tools.io_workers)
+    if world is None:
         return LocalSave(job, tools.planner, tools.copy_workers, tools.io_workers)
     file_format = spec.file_format if spec.file_format is not None else DcpFormat(tools.io_workers.count)
     if job.storage.traits.is_divided:

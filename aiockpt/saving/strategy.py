@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from aiockpt.core.threads import SHORT_ITEMS
 from aiockpt.errors import AiockptError, CommitError, SaveError
+from aiockpt.format.names import MANIFEST_NAME
 from aiockpt.planning.dcp_plan import DcpPlan
 from aiockpt.planning.encoding import item_ranges
 from aiockpt.planning.planner import SavePlan, Summary
@@ -108,6 +111,11 @@ class LocalSave(SaveStrategy):
         except CommitError:
             self._job.consistency.raise_if_aborted()
             raise
+        return self._result(plan, writer, sizes, times_s)
+
+    def _result(
+        self, plan: SavePlan, writer: ChunkWriter, sizes: dict[str, int], times_s: Mapping[str, float]
+    ) -> SaveResult:
         if plan.is_single_file:
             (self._job.single,) = writer.files.values()
         return result_of(self._job, plan, summary_of(self._job, plan, sizes), times_s)
@@ -125,6 +133,34 @@ class LocalSave(SaveStrategy):
         if hindrance is not None:
             raise SaveError(hindrance)
         return fallback
+
+
+class PartSave(LocalSave):
+    """A save of one process that is a part of a transaction: another process may write its files, not its documents."""
+
+    _documents: CommitDocuments | None  # since all is staged
+
+    async def ticket(self) -> str:
+        return shared_transaction(await self.begin()).ticket
+
+    async def documents(self, plan: SavePlan) -> None:
+        self._documents = await super().documents(plan)
+
+    async def commit(self, plan: SavePlan, writer: ChunkWriter, times_s: Mapping[str, float]) -> SaveResult:
+        documents: dict[str, bytes | bytearray] = {}
+        if self._transaction is None:
+            raise RuntimeError("a save can't be committed before it has begun")
+        await writer.encode_documents()  # which checks that all files are written
+        if self._documents is not None:
+            files = {image.name: writer.files[image.name] for image in plan.layout.images}
+            written_s = {**times_s, "data_written": time.perf_counter() - self._job.spec.started}
+            encode, crcs = self._documents.encode, list(array("I", writer.crcs))
+            documents = await self._io.run(encode, files, crcs, written_s, writer.encoded or ())
+        self._job.consistency.raise_if_aborted()
+        await self._transaction.commit(documents)
+        sizes = {name: facts.nbytes for name, facts in writer.files.items()}
+        sizes |= {name: len(data) for name, data in documents.items() if name != MANIFEST_NAME}
+        return self._result(plan, writer, sizes, times_s)
 
 
 class AppendSave(LocalSave):

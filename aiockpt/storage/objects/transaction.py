@@ -173,16 +173,6 @@ class ObjectTransaction(SharedTransaction):
         found = await self._run(self._objects.below, f"{self._token}{FILES}")
         return {name: facts.size for name, facts in found.items()}
 
-    async def put_sidecar(self, name: str, data: bytes) -> None:
-        await self._run(self._objects.put, f"{self._token}sidecars/{name}", data)
-
-    async def get_sidecar(self, name: str) -> bytes | None:
-        found = await self._run(self._objects.get, f"{self._token}sidecars/{name}")
-        return None if found is None else found[1]
-
-    async def delete_sidecar(self, name: str) -> None:
-        await self._run(self._objects.delete, [f"{self._token}sidecars/{name}"])
-
     # --- the end ------------------------------------------------------------------------------------------
 
     async def commit(self, documents: Mapping[str, Document] = NO_DOCUMENTS) -> None:
