@@ -16,6 +16,7 @@ from aiockpt.format.manifest.manifest import FileFacts, Manifest, decode_head, e
 from aiockpt.format.names import MANIFEST_NAME
 from aiockpt.planning.dcp_plan import DcpLayout, DcpPlan
 from aiockpt.planning.planner import SavePlan, StateSummary, Summary
+from aiockpt.saving.job import SaveSpec
 from aiockpt.saving.strategy import SaveStrategy, result_of
 from aiockpt.storage.part import PartStorage
 from aiockpt.writing.commit import checked, now, writer_name
@@ -192,12 +193,26 @@ def describe_joint(
     return files, checked(documents)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JointSpec(SaveSpec):
+    """The last step of a transaction, which has no state of its own."""
+
+    copies = False
+
+    joint: Joint
+
+    @property
+    def parts(self) -> list[SaveJob]:
+        return list(self.joint.jobs.values())
+
+
 class JointSave(SaveStrategy):
     """The last step of a transaction: it waits for its parts, and publishes them."""
 
-    def __init__(self, job: SaveJob, joint: Joint, coordinator: Coordinator | None, compute: Workers) -> None:
+    def __init__(self, job: SaveJob, coordinator: Coordinator | None, compute: Workers) -> None:
+        assert isinstance(job.spec, JointSpec)
         self._job = job
-        self._joint = joint
+        self._joint = job.spec.joint
         self._coordinator = coordinator
         self._compute = compute
         self._operation = f"the save of {job.path}"
@@ -216,6 +231,11 @@ class JointSave(SaveStrategy):
 
     async def begin(self) -> SharedTransaction:
         return self._joint.transaction
+
+    def hook_arguments(self) -> tuple[object, ...]:
+        if (failure := self._joint.failure or self._joint.own_failure) is not None:
+            raise failure
+        return (self._joint.folder,)
 
     async def commit(self, plan: SavePlan, writer: ChunkWriter, times_s: Mapping[str, float]) -> SaveResult:
         """Publish, on rank 0, when all parts are written."""

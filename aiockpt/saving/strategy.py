@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from aiockpt.format.manifest.manifest import JsonValue
     from aiockpt.planning.layout import Hashing
     from aiockpt.planning.planner import Planner
-    from aiockpt.saving.job import SaveJob
+    from aiockpt.saving.job import AppendSpec, SaveJob
     from aiockpt.storage.base import Transaction
     from aiockpt.writing.file_writer import ChunkWriter
 
@@ -55,6 +55,10 @@ class SaveStrategy(ABC):
     async def documents(self, plan: SavePlan) -> CommitDocuments | None:
         """Encode the metadata and the manifest; None if another process writes them."""
         return None
+
+    def hook_arguments(self) -> tuple[object, ...]:
+        """Return what a pre_commit hook gets if it takes more than the path; raise what keeps it from being called."""
+        return ()
 
     @abstractmethod
     async def commit(self, plan: SavePlan, writer: ChunkWriter, times_s: Mapping[str, float]) -> SaveResult:
@@ -100,7 +104,7 @@ class LocalSave(SaveStrategy):
     async def documents(self, plan: SavePlan) -> CommitDocuments | None:
         spec, containers = self._job.spec, self._job.snapshot.containers
         is_short = len(plan.layout.specs) <= SHORT_ITEMS
-        arguments = plan, dict(spec.metadata), containers, spec.is_transformed, spec.files
+        arguments = plan, dict(spec.options.metadata or {}), containers, spec.is_transformed, spec.files
         return await self._io.run_unless(is_short, documents_of, *arguments)
 
     async def commit(self, plan: SavePlan, writer: ChunkWriter, times_s: Mapping[str, float]) -> SaveResult:
@@ -166,13 +170,17 @@ class PartSave(LocalSave):
 class AppendSave(LocalSave):
     """A save that adds files to an existing directory, or to a transaction; its caller makes a checkpoint of them."""
 
+    def __init__(self, job: SaveJob, spec: AppendSpec, compute: Workers, io: Workers) -> None:
+        super().__init__(job, spec.planner, compute, io)
+        self._ticket = spec.ticket
+
     async def begin(self) -> Transaction:
         """Check that files can be added."""
-        path, spec = self._job.path, self._job.spec
-        if spec.append_ticket:
-            self._transaction = await shared_storage(spec.storage).join(path, spec.append_ticket, workers=self._io)
+        path, storage = self._job.path, self._job.storage
+        if self._ticket:
+            self._transaction = await shared_storage(storage).join(path, self._ticket, workers=self._io)
         else:
-            self._transaction = spec.storage.append_to(path, workers=self._io)
+            self._transaction = storage.append_to(path, workers=self._io)
         return self._transaction
 
     async def documents(self, plan: SavePlan) -> None:
@@ -183,7 +191,7 @@ class AppendSave(LocalSave):
         if self._transaction is None or not isinstance(plan, DcpPlan):
             raise RuntimeError("a save can't be committed before it has begun")
         await self._transaction.commit()
-        if self._job.spec.append_ticket:
+        if self._ticket:
             await shared_transaction(self._transaction).release()
         self._job.item_ranges = item_ranges(plan, writer.encoded)
         sizes = {name: facts.nbytes for name, facts in writer.files.items()}
