@@ -66,6 +66,10 @@ async def _both(one: Awaitable[_One], other: Awaitable[_Other]) -> tuple[_One, _
     return found  # type: ignore[return-value]  # no errors
 
 
+def _pause(attempt: int) -> None:
+    time.sleep(min(_MOST_PAUSE_S, _PAUSE_S * 2**attempt))
+
+
 @dataclass(eq=False, repr=False)
 class ObjectTransaction(SharedTransaction):
     """A checkpoint that this process has begun, taken over or joined."""
@@ -281,7 +285,7 @@ class ObjectTransaction(SharedTransaction):
                     before = self._storage.record(self._path, deleted=True)
                 except OSError as exc:
                     problem, attempt = exc, attempt + 1
-                    time.sleep(min(_MOST_PAUSE_S, _PAUSE_S * 2**attempt))
+                    _pause(attempt)
                     continue
                 if before is not None and before.token == self._token:
                     return self._retire(before.replaces)
@@ -308,13 +312,19 @@ class ObjectTransaction(SharedTransaction):
                 pass
             except OSError as exc:
                 problem, is_late = exc, is_late or not isinstance(exc, REFUSALS)
-                time.sleep(min(_MOST_PAUSE_S, _PAUSE_S * 2**attempt))
+                _pause(attempt)
             attempt += 1
-        if self._is_sent:
-            self._over = True  # it may be the only good checkpoint
-            text = f"it is not known whether {self._path} was published, so {self._token} stays: {problem}"
-            raise CommitUncertainError(text) from problem
-        raise problem
+        raise self._not_published(problem)
+
+    def _not_published(self, problem: OSError) -> Exception:
+        """Return why it was not published, or may have been."""
+        if not self._is_sent:
+            return problem
+        self._over = True  # it may be the only good checkpoint
+        text = f"it is not known whether {self._path} was published, so {self._token} stays: {problem}"
+        error = CommitUncertainError(text)
+        error.__cause__ = problem
+        return error
 
     def _check_revoked(self) -> None:
         self._refuse_if_revoked(self._path)
