@@ -256,6 +256,20 @@ def mirror_of(options: ManagerOptions) -> Mirror | None:
     return Mirror(options.mirror, **settings)
 
 
+def check_restore(request: RestoreRequest, directory: str, *, writes: bool) -> StepChoice:
+    """Return the step that is asked for; raise TypeError or ValueError for wrong arguments of `restore`."""
+    if request.verify not in ("auto", "before", "while"):
+        raise ValueError(f"verify must be 'auto', 'before' or 'while', not {request.verify!r}")
+    choice = request.step
+    if choice not in ("latest", "best"):
+        if isinstance(choice, str):
+            raise ValueError(f"step must be 'latest', 'best' or a number, not {choice!r}")
+        choice = check_step(choice)
+    if request.discard_later and not writes:
+        raise ValueError(f"discard_later: this manager only reads {directory}; make one with mode='write'")
+    return choice
+
+
 def check_step(step: object) -> int:
     """Return the number of a step; raise TypeError or ValueError if it is none."""
     try:
