@@ -181,7 +181,7 @@ def test_a_manager_imports_what_its_options_ask_for(
     done = subprocess.run(
         [*python_with_torch, "-c", code], capture_output=True, text=True, timeout=120, check=False, cwd=tmp_path
     )
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == 0, done.stderr  # on a slow machine, closing says what it waits for
 
 
 def test_public_names_are_sorted_and_exist() -> None:

@@ -29,12 +29,13 @@ from aiockpt.manager.requests import (
     StepRequest,
     check_metadata,
     check_metrics,
-    check_restore,
     check_step,
+    checked_restore,
+    is_read_only,
 )
 from aiockpt.manager.restoring import Restore
 from aiockpt.manager.retention import Retention
-from aiockpt.manager.run import Run
+from aiockpt.manager.run import RunDirectory
 from aiockpt.manager.run_tiers import Tiers
 from aiockpt.manager.scan import RUN_KEY, StepInfo
 from aiockpt.options import CheckpointerOptions, SaveOptions
@@ -71,8 +72,7 @@ class ManagerBase:
     @parameters_of(ManagerOptions)
     def __init__(self, options: ManagerOptions) -> None:
         """Create a manager of the checkpoints in one directory. Nothing is read or locked before its first use."""
-        if options.mode not in ("write", "read"):
-            raise ValueError(f"mode must be 'write' or 'read', not {options.mode!r}")
+        self.writes = not is_read_only(options)
         self._options, self._keep, self._due = options, as_policy(options.keep), Due(options.save)
         self._checkpointer = _checkpointer_of(options, self._kind)
         in_force = self._checkpointer._options
@@ -85,8 +85,8 @@ class ManagerBase:
             self._tiers.options,
             self._tiers.run.scanner,
         )
-        self._run = Run(options, self._tiers, access, self._port, suspends=self._suspends)
-        self.directory, self.writes = self._run.directory, self._run.writes
+        self._run = RunDirectory(options, self._tiers, access, self._port, writes=self.writes, suspends=self._suspends)
+        self.directory = self._run.directory
         scanner = self._tiers.run.new_scanner()
         self._retention = Retention(scanner, self._keep, options.on_written, self._tiers.run.storage)
         self._drain_s = min(in_force.drain_timeout, threading.TIMEOUT_MAX)  # locks refuse infinity
@@ -215,10 +215,10 @@ class ManagerBase:
     # --- restoring --------------------------------------------------------------------------------------------
 
     async def _restore(self, request: RestoreRequest) -> Restored | None:
-        choice = check_restore(request, self.directory, writes=self.writes)
-        metric, mode = self._metric(request.metric, request.mode) if choice == "best" else ("", "min")
+        request = checked_restore(request, self.directory, writes=self.writes)
+        metric, mode = self._metric(request.metric, request.mode) if request.step == "best" else ("", "min")
         await self._opened()
-        restored = await Restore(self._run, self._retention, request, choice, metric, mode).perform()
+        restored = await Restore(self._run, self._retention, request, metric, mode).perform()
         if restored is not None:
             self._due.go_on_from(restored.step)
             self._begun = None
@@ -227,7 +227,7 @@ class ManagerBase:
                 discard = partial(self._run.call, self._tiers.discard, restored.step, self._retention)
                 await self._run.led("the later steps", discard)
                 await self._settle_disks(renames=False)
-            elif request.discard_later is None and choice != "latest" and self.writes and self.leads:
+            elif request.discard_later is None and request.step != "latest" and self.writes and self.leads:
                 await self._warn_of_later(restored.step)
         return restored
 
@@ -259,7 +259,7 @@ class ManagerBase:
         if request.storage is not None:
             raise ValueError("a manager saves to the directory of its run: leave storage out")
         if not self.writes:
-            raise SaveError(f"this manager only reads {self.directory}; make one with mode='write'")
+            raise SaveError(f"this manager only reads {self.directory}; make one without read_only=True")
         await self._opened()
         is_last = self._due.is_last(step)
         if is_last and not request.overwrite and (saved := await self._saved(step)) is not None:

@@ -53,7 +53,7 @@ class CheckpointManager(ManagerBase):
 
     Attributes:
         directory: the run's directory, as an absolute path.
-        writes: whether it owns the run; False with ``mode="read"``.
+        writes: whether it owns the run; False with ``read_only=True``.
     """
 
     _kind = AsyncCheckpointer

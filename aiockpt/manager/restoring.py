@@ -24,7 +24,7 @@ from aiockpt.errors import (
     MissingHostError,
 )
 from aiockpt.manager.policies import Mode, ranked
-from aiockpt.manager.requests import Restored, RestoreRequest, SkippedStep, StepChoice
+from aiockpt.manager.requests import Restored, RestoreRequest, SkippedStep
 from aiockpt.manager.scan import is_unreadable
 from aiockpt.manager.tiers import StepCopy, copies_in_order, other_run
 from aiockpt.planning.filters import needed_with
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from aiockpt.manager.retention import Retention
-    from aiockpt.manager.run import Run
+    from aiockpt.manager.run import RunDirectory
     from aiockpt.manager.scan import StepInfo
     from aiockpt.storage.base import Storage
     from aiockpt.storage.patched import Patches
@@ -83,10 +83,9 @@ class Restore:
     is verified before the load begins.
     """
 
-    run: Run
+    run: RunDirectory
     retention: Retention
     request: RestoreRequest
-    choice: StepChoice
     metric: str
     mode: Mode
 
@@ -127,7 +126,7 @@ class Restore:
                     return _Gone(copy.info.path, touched_by)
                 if copy.repairs is not None:  # all of it comes from the mirror, next
                     continue
-                if isinstance(self.choice, int) and not older:
+                if isinstance(self.request.step, int) and not older:
                     raise
                 skipped.append((copy, exc))
             except BaseException as exc:
@@ -191,7 +190,7 @@ class Restore:
 
     def _raise_if_damaged(self, skipped: Sequence[tuple[StepCopy, LoadError]], touched_by: str) -> None:
         """Raise the error of a restore that has found no step to load, unless the run has none."""
-        if isinstance(self.choice, int) and skipped:
+        if isinstance(self.request.step, int) and skipped:
             raise skipped[-1][1]
         damaged = [(copy.info, error) for copy, error in skipped if isinstance(error, CorruptCheckpointError)]
         if damaged:
@@ -221,7 +220,7 @@ class Restore:
 
     def _listed(self) -> list[StepCopy]:
         """Return the copies of steps to try, the preferred one first."""
-        run, choice = self.run, self.choice
+        run, choice = self.run, self.request.step
         tier = run.tiers.mirror
         scanner = None if tier is None else tier.new_scanner()  # of its own, as the thread: it may hang
         threads = DaemonThreads(1, "aiockpt-mirror")
@@ -258,13 +257,13 @@ class Restore:
         """Return the steps of the mirror; if the run has steps itself, those that can't be read are left out."""
         run, tiers = self.run, self.run.tiers
         where = "" if tiers.mirror is None else tiers.mirror.directory
-        has_it = any(info.state == "complete" and self.choice in (info.step, "latest", "best") for info in infos)
+        has_it = any(info.state == "complete" and self.request.step in (info.step, "latest", "best") for info in infos)
         try:
             found = looking.result(tiers.patience_s)
         except (OSError, AiockptError) as exc:
             why = str(exc) or f"it did not answer within {tiers.patience_s:g} s"
             if not has_it:
-                lacks = f"step {self.choice}" if isinstance(self.choice, int) else "step that is whole"
+                lacks = f"step {self.request.step}" if isinstance(self.request.step, int) else "step that is whole"
                 raise LoadError(
                     f"the mirror {where} can't be read, and {run.directory} has no {lacks}: {why}. Nothing was "
                     "restored: try again, or pass mirror=None to begin without it"
@@ -280,7 +279,7 @@ class Restore:
 
     def _chosen(self, infos: Sequence[StepInfo]) -> Sequence[StepInfo]:
         """Return the steps to try, the preferred one first."""
-        directory, choice = self.run.directory, self.choice
+        directory, choice = self.run.directory, self.request.step
         if choice == "latest":
             return infos[::-1]
         if choice == "best":
@@ -319,9 +318,9 @@ class Restore:
     async def _judge(self, place: _Place, older: Sequence[StepCopy], is_touched: bool) -> None:
         """Check a step as far as it must be before the load; raise CorruptCheckpointError if it is damaged."""
         found = await self.run.port.inspect(place.path, place.storage)
-        if self.request.verify == "while":
+        if self.request.verify_when == "while":
             return
-        if self.request.verify == "auto" and not is_touched and await self._can_be_undone(found, older):
+        if self.request.verify_when == "auto" and not is_touched and await self._can_be_undone(found, older):
             return
         report = await self.run.port.verify(place.path, place.storage)
         unreadable = [problem for problem in report.errors if problem.kind == "unreadable"]

@@ -34,14 +34,15 @@ _WRITER_S = 60.0  # for the writer process of a killed trainer to finish
 _WRITER_POLL_S = 0.05
 
 
-class Run:
-    """A run. Its coroutines suspend in an async manager, and block in a blocking one.
+class RunDirectory:
+    """The directory of a run. Its coroutines suspend in an async manager, and block in a blocking one.
 
     Args:
         options: those of the manager.
         tiers: the run's directory, and what else has its steps.
         access: the engine of the checkpointer.
         port: the methods of the checkpointer that wait.
+        writes: whether the manager writes to the run.
         suspends: whether this is the run of an async manager.
 
     Attributes:
@@ -54,11 +55,18 @@ class Run:
     """
 
     def __init__(
-        self, options: ManagerOptions, tiers: Tiers, access: EngineAccess, port: CheckpointerPort, *, suspends: bool
+        self,
+        options: ManagerOptions,
+        tiers: Tiers,
+        access: EngineAccess,
+        port: CheckpointerPort,
+        *,
+        writes: bool,
+        suspends: bool,
     ) -> None:
         self.tiers, self.access, self.port = tiers, access, port
         self.directory, self.scanner = tiers.run.directory, tiers.run.scanner
-        self.writes = options.mode == "write"
+        self.writes = writes
         self.locks = self.writes and options.lock
         self.id = ""
         self.is_open = self.is_closed = False
@@ -161,7 +169,7 @@ class Run:
                 raise
             except OSError as exc:
                 raise AiockptError(
-                    f"the run {self.directory} can't be locked: {exc}; to only read it, pass mode='read'"
+                    f"the run {self.directory} can't be locked: {exc}; to only read it, pass read_only=True"
                 ) from exc
         try:
             await self.port.clean(self.directory, self.tiers.run.storage)
