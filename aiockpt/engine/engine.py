@@ -32,6 +32,7 @@ from aiockpt.errors import (
     SaveCancelledError,
     SaveError,
     SaveTimeoutError,
+    unwrapped,
 )
 from aiockpt.options import SaveOptions
 from aiockpt.planning.base import BaseMemory
@@ -190,6 +191,9 @@ class Engine:
                         with anyio.CancelScope(shield=True):
                             await tools.writer.aclose()
                     tasks.cancel_scope.deadline = anyio.current_time() + _LEAVING_S
+        except BaseException as exc:  # at once: what is posted from now on has no task group, and must be refused
+            self._fail(unwrapped(exc))
+            raise
         finally:
             try:
                 tools.close()
