@@ -1,8 +1,8 @@
 r"""The temporary directory that a checkpoint is written to: its name, its lock, and the sidecar files beside it.
 
 A name is `.aiockpt-MACHINE BOOT SPACE.PID.START.RANDOM`, the first three being hashes of ten letters each without a gap
-between them, and maybe a suffix: `-swept` for a directory that is being removed, say. The name encodes the owner process,
-so that orphans can be recognised. RANDOM has 64 bits, so that it can't be guessed.
+between them, and maybe a suffix: `-swept` for a directory that is being removed, say. The name encodes the owner
+process, so that orphans can be recognised. RANDOM has 64 bits, so that it can't be guessed.
 
 The name of the checkpoint is no part of it: a program that looks for checkpoints with `step-(\d+)` would take a killed
 save for a complete one. For the same reason the hashes have no vowels, so that they spell no word by chance, and no
