@@ -17,6 +17,13 @@ ObjPath = tuple[str | int, ...]
 Format = Literal["aiockpt", "dcp", "torch", "safetensors"]
 
 
+class Division(NamedTuple):
+    """The division of a tensor into stored parts."""
+
+    shape: tuple[int, ...]  # of the whole tensor
+    offsets: Sequence[tuple[int, ...]]  # where each part begins in it
+
+
 class ItemRange(NamedTuple):
     """The bytes of an item."""
 
