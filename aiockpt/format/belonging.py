@@ -87,11 +87,6 @@ def is_still_open(name: str) -> bool:
     return any(fnmatchcase(name, each) for each in _STILL_OPEN)
 
 
-def has_marks(names: Collection[str]) -> bool:
-    """Return whether a directory with these files looks like a checkpoint, whatever is in it besides."""
-    return any(describes(name) or name.endswith((".metadata", ".distcp", SUFFIX)) for name in names)
-
-
 def is_one_checkpoint(names: Collection[str]) -> bool:
     """Return whether everything in a directory with these files is replaced and deleted as one checkpoint."""
     # Other programs have directories with a `.metadata` of their own.

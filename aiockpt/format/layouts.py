@@ -16,7 +16,6 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from itertools import chain
 from typing import ClassVar, Literal
 
 from aiockpt.errors import CorruptCheckpointError, LoadError, printable_key
@@ -108,18 +107,24 @@ class DcpFiles(Recognised):
     def is_described(self) -> bool:
         return True
 
+    @property
+    def documents(self) -> list[str]:
+        """The metadata that names its files."""
+        return [METADATA_NAME]
+
     def find_problem(self, files: Mapping[str, int], fetch: Fetch) -> str:
-        return metadata_problem(METADATA_NAME, files, fetch)
+        return next(filter(None, (metadata_problem(name, files, fetch) for name in self.documents)), "")
 
     def own_files(self, files: Mapping[str, int], fetch: Fetch) -> set[str]:
-        if METADATA_NAME not in files:
+        if not files.keys() >= set(self.documents):
             raise CorruptCheckpointError(self.problem)
-        own = {METADATA_NAME, *named_by(METADATA_NAME, document(METADATA_NAME, files, fetch))}
+        own = {*self.documents}.union(*(named_by(name, document(name, files, fetch)) for name in self.documents))
         # What other programs store beside a `.metadata`, which does not name it.
-        if _LIGHTNING in files and isinstance(recognise_file(_LIGHTNING, files[_LIGHTNING], fetch), TorchFiles):
-            own.add(_LIGHTNING)
-        if "sharded_backend" in config_of(files, fetch):
+        if METADATA_NAME in own and "sharded_backend" in config_of(files, fetch):
             own |= {COMMON_NAME, CONFIG_NAME}
+        is_there = METADATA_NAME in own and _LIGHTNING in files
+        if is_there and isinstance(recognise_file(_LIGHTNING, files[_LIGHTNING], fetch), TorchFiles):
+            own.add(_LIGHTNING)
         return own
 
 
@@ -129,23 +134,18 @@ class UnfinishedFiles(DcpFiles):
     broken = "unfinished"
 
 
-class RankFiles(Recognised):
+class RankFiles(DcpFiles):
     """The metadata of ranks that saved alone, with the files of each."""
 
     @property
-    def is_described(self) -> bool:
-        return True
-
-    def find_problem(self, files: Mapping[str, int], fetch: Fetch) -> str:
-        return next(filter(None, (metadata_problem(name, files, fetch) for name in self.ranks.values())), "")
-
-    def own_files(self, files: Mapping[str, int], fetch: Fetch) -> set[str]:
-        names = sorted(self.ranks.values())
-        return {*names, *chain(*(named_by(name, document(name, files, fetch)) for name in names))}
+    def documents(self) -> list[str]:
+        return list(self.ranks.values())
 
 
 class LooseFiles(Recognised):
     """Files that hold tensors by name: one, those of an index, or a set by their names."""
+
+    are_proven: ClassVar[bool]  # without an index, by their headers
 
     def find_problem(self, files: Mapping[str, int], fetch: Fetch) -> str:
         for name in self.files:
@@ -160,9 +160,11 @@ class LooseFiles(Recognised):
         raise NotImplementedError
 
     def own_files(self, files: Mapping[str, int], fetch: Fetch) -> set[str]:
-        if self.problem and not (self.index and self.files):
-            raise CorruptCheckpointError(self.problem)
-        return {self.index, *(name for name in self.files if name.endswith((SUFFIX, ".bin")))} - {""}
+        if self.index and self.files:
+            return {self.index, *(name for name in self.files if name.endswith((SUFFIX, ".bin")))}
+        if problem := self.problem or (self.find_problem(files, fetch) if self.are_proven else ""):
+            raise CorruptCheckpointError(problem)
+        return {*self.files} if self.are_proven else set()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,6 +172,7 @@ class SafetensorsFiles(LooseFiles):
     """Safetensors files."""
 
     format: Format = "safetensors"
+    are_proven = True
 
     def file_problem(self, name: str, size: int, fetch: Fetch) -> str:
         length = int.from_bytes(fetch(name, 0, min(size, _LENGTH_BYTES)), "little")
@@ -183,27 +186,17 @@ class SafetensorsFiles(LooseFiles):
             return "its header is damaged"
         return "" if expected == size else f"it has {size} bytes, but should have {expected}"
 
-    def own_files(self, files: Mapping[str, int], fetch: Fetch) -> set[str]:
-        if self.index:
-            return LooseFiles.own_files(self, files, fetch)
-        if problem := self.problem or self.find_problem(files, fetch):
-            raise CorruptCheckpointError(problem)
-        return set(self.files)
-
 
 @dataclass(frozen=True, kw_only=True)
 class TorchFiles(LooseFiles):
     """Files of ``torch.save``; without an index nothing proves that they are of one checkpoint."""
 
     format: Format = "torch"
+    are_proven = False
 
     def file_problem(self, name: str, size: int, fetch: Fetch) -> str:
-        is_archive = fetch(name, 0, 4) == ZIP_MAGIC
-        is_cut = is_archive and "data.pkl" not in _records(name, size, fetch)
+        is_cut = fetch(name, 0, 4) == ZIP_MAGIC and "data.pkl" not in _records(name, size, fetch)
         return "it was cut short, or is damaged" if is_cut else ""
-
-    def own_files(self, files: Mapping[str, int], fetch: Fetch) -> set[str]:
-        return LooseFiles.own_files(self, files, fetch) if self.index or self.problem else set()
 
 
 # --- documents ------------------------------------------------------------------------------------------

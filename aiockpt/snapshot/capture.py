@@ -7,7 +7,6 @@ whether they changed before they were copied. Arrays have no such counter: sampl
 
 from __future__ import annotations
 
-import math
 import sys
 from dataclasses import dataclass, field
 from enum import Enum
@@ -19,7 +18,7 @@ import torch
 
 from aiockpt.core.extent import address_of, freed_message, is_freed, plain_memory
 from aiockpt.errors import AiockptError, LoadError, SaveError, StageError
-from aiockpt.format.checks import overlapping
+from aiockpt.format.checks import cover_of
 from aiockpt.format.item.arrays import ARRAY_RECORD, ARRAY_TYPES, tensor_of
 from aiockpt.format.item.objects import encode_object, foreign_names, is_frozen
 from aiockpt.planning.dtensor import (
@@ -113,7 +112,7 @@ def _parts_of(name: str, value: Any, *, together: bool) -> list[LocalPart]:
     if together or [tuple(part.tensor.shape) for part in parts] == [shape]:
         return parts
     boxes = [(part.shard.offsets, tuple(part.tensor.shape)) for part in parts]
-    if shape is None or sum(part.tensor.numel() for part in parts) != math.prod(shape) or overlapping(boxes):
+    if shape is None or cover_of(shape, boxes).error:
         raise SaveError(
             f"{name} is a {type(value).__name__}, of which this process has a part only, and it saves alone: make the "
             "checkpointer with the process group of all ranks that have the others, or gather it with full_tensor()"

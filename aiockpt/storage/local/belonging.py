@@ -16,6 +16,7 @@ from aiockpt.format import belonging
 from aiockpt.format.layouts import DOCUMENT_BYTES, Fetch, named_by, recognise_file
 from aiockpt.format.manifest.manifest import decode_head
 from aiockpt.format.names import MANIFEST_NAME, METADATA_NAME, OPEN_MARK, SINGLE_NAME
+from aiockpt.format.recognise import is_mark
 from aiockpt.storage.local.entries import LocalListing, open_regular, read_regular
 from aiockpt.storage.syscalls import identity, open_directory
 
@@ -174,7 +175,7 @@ def _looks_like_one(path: str) -> bool:
             ((name, size),) = listing.files.items()
             fetch = listing.fetch
             return recognise_file("", size, lambda _, *place: fetch(name, *place)).is_checkpoint
-        return belonging.has_marks(listing.files)
+        return any(map(is_mark, listing.files))
 
 
 def checkpoint_above(path: str) -> str | None:
