@@ -17,7 +17,7 @@ def ready(warm: None, request: pytest.FixtureRequest, tmp_path_factory: pytest.T
     if not fake.is_here():
         pytest.skip("the fake CUDA device is not here: see README.md")
     if request.config.getoption("check_order"):
-        pytest.skip("--check-order is for tests/gpu: torch's trace stays on, and loses errors where it frees memory")
+        pytest.skip("--check-order is for tests/gpu: torch's trace, which it turns on, loses errors")
     state = {str(index): torch.ones(300, 300, device=f"cuda:{index}") for index in range(2)}
     with aiockpt.SyncCheckpointer() as ckpt:
         ckpt.save(state, tmp_path_factory.mktemp("ready") / "c")
