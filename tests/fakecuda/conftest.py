@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -18,6 +19,7 @@ def ready(warm: None, request: pytest.FixtureRequest, tmp_path_factory: pytest.T
         pytest.skip("the fake CUDA device is not here: see README.md")
     if request.config.getoption("check_order"):
         pytest.skip("--check-order is for tests/gpu: torch's trace, which it turns on, loses errors")
+    assert "torch.cuda._sanitizer" not in sys.modules, "its import turns on torch's trace, which loses errors"
     state = {str(index): torch.ones(300, 300, device=f"cuda:{index}") for index in range(2)}
     with aiockpt.SyncCheckpointer() as ckpt:
         ckpt.save(state, tmp_path_factory.mktemp("ready") / "c")
