@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import aiockpt
+from aiockpt.staging import runtime
 from tests.fakecuda import device as fake
 
 
@@ -26,8 +27,10 @@ def ready(warm: None, request: pytest.FixtureRequest, tmp_path_factory: pytest.T
 
 
 @pytest.fixture(autouse=True)
-def device(ready: None) -> Iterator[None]:
+def device(ready: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Undo what a test has set, and check that it has not misused the device."""
+    driver = runtime._driver()
+    monkeypatch.setattr(driver, "_copy_batch", driver._copy_batch)  # after an error, as of a broken context, it is None
     fake.reset()
     fake.misuses()
     fake.set_seed(1)
