@@ -67,7 +67,10 @@ def test_signature_and_help_have_every_option(kind: Any, name: str, request_type
 @pytest.mark.parametrize(
     ("method", "first"),
     [
-        *((kind, ["directory", "keep", "save", "mode"]) for kind in (*MANAGERS, *(each.__init__ for each in MANAGERS))),
+        *(
+            (kind, ["directory", "keep", "save", "read_only"])
+            for kind in (*MANAGERS, *(each.__init__ for each in MANAGERS))
+        ),
         *((kind.save, ["self", "step", "state_dict", "metrics", "overwrite"]) for kind in MANAGERS),
         *((kind.load, ["self", "path", "state_dict", "map_location", "keys", "dtype", "strict"]) for kind in KINDS),
         *((kind, ["on_busy", "max_in_flight", "on_failure"]) for kind in KINDS),

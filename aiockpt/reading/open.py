@@ -43,22 +43,22 @@ from aiockpt.format.item.objects import decode_object
 from aiockpt.format.item.tensor_item import parse_tensor_item
 from aiockpt.format.item.ziparchive import FramingError
 from aiockpt.format.keys import check_patterns, hint, matching
+from aiockpt.format.layouts import (
+    DOCUMENT_BYTES,
+    HOLE,
+    DcpFiles,
+    RankFiles,
+    Recognised,
+    TorchFiles,
+    has_common,
+    parts_of,
+    recognise_file,
+)
 from aiockpt.format.manifest.columnar_index import IndexedEntries
 from aiockpt.format.manifest.manifest import Manifest, is_of_another_save, is_pickled
 from aiockpt.format.manifest.reader import decode_manifest
 from aiockpt.format.names import COMMON_NAME, MANIFEST_NAME, METADATA_NAME
-from aiockpt.format.recognise import (
-    DOCUMENT_BYTES,
-    HOLE,
-    PART_BYTES,
-    SHARD_INDEX,
-    Recognised,
-    absent_text,
-    has_common,
-    rank_metadata,
-    recognise,
-    wrong_file,
-)
+from aiockpt.format.recognise import SHARD_INDEX, absent_text, rank_metadata, recognise, wrong_file
 from aiockpt.format.safetensors.reader import (
     HEADER_PROBE_BYTES,
     decode_header,
@@ -92,8 +92,6 @@ NOT_ITS_MANIFEST = (
 
 logger = logging.getLogger("aiockpt")
 
-"""A run of zeros that no JSON or pickle of names and numbers contains: a hole of a truncated sparse file."""
-
 
 def read_index(
     source: Source,
@@ -112,15 +110,15 @@ def read_index(
     """
     try:
         found = look_at(source, path)
-        if found.state != "complete" and not (found.ranks or found.index):  # reading these tells more
+        if found.problem and not (found.ranks or found.index):  # reading these tells more
             raise CorruptCheckpointError(f"{path}: {found.problem}. Use an older checkpoint, or restore what it lacks")
-        if found.layout == "dcp":
+        if isinstance(found, DcpFiles):
             index = _read_dcp(source, path, trust=trust, as_stored=as_stored)
             common = None if as_stored else read_common(source, path, safe_globals, trust=trust)
             if common is not None:
                 with _located(path):
                     index = join_common(index, common)
-        elif found.layout == "ranks":
+        elif isinstance(found, RankFiles):
             index = _read_ranks(source, path, found.ranks, trust=trust, as_stored=as_stored)
         else:
             with _located(path):
@@ -162,9 +160,9 @@ def look_at(source: Source, path: str, *, is_joint: bool = False) -> Recognised:
             f"{path}: it is no checkpoint, but holds {'several' if found.choices[1:] else 'one'}: "
             f"{some_of(found.choices, _MOST_SHOWN)}; add {'one of these' if found.choices[1:] else 'this'} to the path"
         )
-    if not found.layout and found.problem:
+    if not found.is_checkpoint and found.problem:
         raise CheckpointNotFoundError(f"{path}: there is no checkpoint: {found.problem}")
-    if not found.layout and not found.format:
+    if not found.is_checkpoint and not found.format:
         what = "it is neither a torch.save file, nor a safetensors file, nor a directory"
         if not alone:
             what = f"the directory has no {METADATA_NAME} and no safetensors or torch.save file"
@@ -192,7 +190,7 @@ def _read_set(
     for name in found.files:
         if name not in source.files:
             raise CorruptCheckpointError(f"{found.index} names the file {name}, which is missing")
-        is_torch = found.layout == "torch"
+        is_torch = isinstance(found, TorchFiles)
         args = (source, name, safe_globals, trust, lenient)
         headers[name] = _read_torch(*args) if is_torch else _read_safetensors(source, name)
     index = join_files(headers) if shards is None else merge_shards(found.index, shards, headers)
@@ -335,7 +333,7 @@ def _read_safetensors(source: Source, name: str) -> Index:
     try:
         end = header_end(name, head, size)
     except CorruptCheckpointError as exc:
-        what = recognise({name: size}, source.read_bytes, alone=True).problem
+        what = recognise_file(name, size, source.read_bytes).problem
         raise (CorruptCheckpointError(f"{name}: {what}") if what else exc) from None
     if end > len(head):
         head += _bytes(source, name, len(head), end - len(head), name)
@@ -392,10 +390,7 @@ def _bytes(source: Source, name: str, offset: int, size: int, shown: str | None 
             "100 MiB, so it is damaged. Use another checkpoint"
         )
     data = bytearray()
-    # In parts: a sparse file takes no disk space, but would take up to 2 GiB of memory before its first hole is seen.
-    while len(data) < size:
-        part = bytearray(min(PART_BYTES, size - len(data)))
-        source.read(name, offset + len(data), memoryview(part))
+    for part in parts_of(name, offset, size, source.read_bytes):
         if shown is not None and HOLE in part:
             raise CorruptCheckpointError(
                 f"{shown} has nothing but zeros somewhere behind byte {len(data)}: it was cut short or damaged. Use "

@@ -46,9 +46,6 @@ Step = Literal[
     "reserve",
     "open_part",
     "sizes",
-    "put_sidecar",
-    "get_sidecar",
-    "delete_sidecar",
     "status",
     "finalize",
     "discard_all",
@@ -69,7 +66,7 @@ class WrapperStorage(SharedStorage):
         self.inner = inner
 
     async def before(self, step: str, name: str) -> None:
-        """Run before a `Step` of a file, of a sidecar file, or of the checkpoint at a path."""
+        """Run before a `Step` of a file, or of the checkpoint at a path."""
 
     def before_read(self, name: str, offset: int, nbytes: int) -> None:
         """Run before each read from a file, in the thread that reads."""
@@ -237,9 +234,6 @@ class WrapperTransaction(SharedTransaction):
 
     reserve = _passed_on("reserve", named=True)
     sizes = _passed_on("sizes")
-    put_sidecar = _passed_on("put_sidecar", named=True)
-    get_sidecar = _passed_on("get_sidecar", named=True)
-    delete_sidecar = _passed_on("delete_sidecar", named=True)
     status = _passed_on("status")
     finalize = _passed_on("finalize")
     discard_all = _passed_on("discard_all")

@@ -16,9 +16,9 @@ from isal.isal_zlib import crc32
 from aiockpt._version import __version__
 from aiockpt.errors import CommitError, printable_key
 from aiockpt.format.belonging import describes
+from aiockpt.format.layouts import DOCUMENT_BYTES
 from aiockpt.format.manifest.manifest import DIVIDED_KEY, INDEX_KEY, FileFacts, Manifest, encode_manifest
 from aiockpt.format.names import MANIFEST_NAME, METADATA_NAME
-from aiockpt.format.recognise import DOCUMENT_BYTES
 
 if TYPE_CHECKING:
     from aiockpt.format.dcp.metadata_opcodes import EncodedItem

@@ -24,6 +24,7 @@ from aiockpt.format.index import Entry, Index, ItemRange, ObjectEntry, TensorEnt
 from aiockpt.format.item.arrays import check_arrays
 from aiockpt.format.item.tensor_item import Framed, ItemChecker, read_framing
 from aiockpt.format.item.ziparchive import ZIP_MAGIC, FramingError
+from aiockpt.format.layouts import DcpFiles, RankFiles, Recognised
 from aiockpt.format.manifest.manifest import FileFacts, Manifest, is_of_another_save
 from aiockpt.format.manifest.reader import decode_manifest
 from aiockpt.format.names import COMMON_NAME, CONFIG_NAME, MANIFEST_NAME, METADATA_NAME
@@ -55,7 +56,6 @@ from aiockpt.telemetry.verification import Findings, ProblemKind, Severity, Veri
 
 if TYPE_CHECKING:
     from aiockpt.core.threads import Workers
-    from aiockpt.format.recognise import Recognised
     from aiockpt.format.transforms.base import Transform
     from aiockpt.storage.base import Source, Storage
 
@@ -134,11 +134,11 @@ class _Reading:
         documents = {METADATA_NAME, MANIFEST_NAME, *found.ranks.values(), *config}
         described = {name: size for name, size in files.items() if name not in documents}
         inventory = Inventory(described, facts, self.findings)
-        if found.layout == "ranks":
+        if isinstance(found, RankFiles):
             self._add_ranks(inventory, found.ranks)
-        elif found.layout == "dcp":
+        elif isinstance(found, DcpFiles):
             self._add_dcp(inventory, manifest, metadata)
-        elif not found.layout:
+        elif not found.is_checkpoint:
             self.format = found.format
         else:
             self._add_other(inventory, found)
