@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import encodings.idna  # noqa: F401 - of addresses, which the engine's thread would import
 import errno
 import fcntl
 import hashlib
@@ -230,6 +231,13 @@ def proof(secret: bytes, name: str) -> Generator[tuple[bytes, int], bytes | None
 
 def _mac(secret: bytes, nonce: bytes, name: bytes) -> bytes:
     return hmac.digest(secret, nonce + name, "sha256")
+
+
+def check_descriptors(count: int) -> None:
+    """Raise OSError if this process can't open so many more descriptors."""
+    with contextlib.ExitStack() as stack:
+        for _ in range(count):
+            stack.enter_context(socket.socket(socket.AF_UNIX))
 
 
 # --- addresses --------------------------------------------------------------------------------------
