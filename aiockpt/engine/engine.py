@@ -286,9 +286,8 @@ class Engine:
             with self._running():
                 self._enqueue(job)
         except AiockptError as exc:
-            self._tell(
-                job.spec.call, f"the save of {job.path}", job.spec.error if isinstance(job.spec, RefusedSpec) else exc
-            )
+            why = job.spec.error if isinstance(job.spec, RefusedSpec) else exc
+            self._tell(job.spec.call, f"the save of {job.path}", why)
 
     def _tell(self, call: RankCall | None, operation: str, error: BaseException) -> None:
         """Fail a call on the other ranks if this one can't start the loop in which it would take part."""

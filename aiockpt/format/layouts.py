@@ -279,11 +279,16 @@ def recognise_file(name: str, size: int, fetch: Fetch) -> Recognised:
         )
     if name.endswith(".onnx"):
         return Recognised(problem="it is an ONNX model")
-    if name.lower().endswith(SUFFIX) or (begin[8:9] == b"{" and int.from_bytes(begin[:8], "little") <= _HEADER_BYTES):
+    if name.lower().endswith(SUFFIX) or is_safetensors(begin):
         return SafetensorsFiles(files=(name,))
     if begin[:1] == b"\x80" and begin[1:2] in (b"\2", b"\3", b"\4", b"\5"):
         return Recognised(problem="it is a pickle, but not one of torch.save; to unpickle it may run code")
     return Recognised()
+
+
+def is_safetensors(begin: bytes) -> bool:
+    """Return whether a file that begins so has a header of safetensors."""
+    return begin[8:9] == b"{" and int.from_bytes(begin[:8], "little") <= _HEADER_BYTES
 
 
 def _recognise_archive(name: str, size: int, begin: bytes, fetch: Fetch) -> Recognised:
