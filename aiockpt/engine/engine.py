@@ -32,7 +32,9 @@ from aiockpt.errors import (
     SaveCancelledError,
     SaveError,
     SaveTimeoutError,
+    unwrapped,
 )
+from aiockpt.options import SaveOptions
 from aiockpt.planning.base import BaseMemory
 from aiockpt.staging.pool import ArenaCache
 from aiockpt.staging.runtime import current_streams
@@ -54,6 +56,7 @@ if TYPE_CHECKING:
     from aiockpt.saving.joint import Joint
     from aiockpt.saving.pipeline import SavePipeline
     from aiockpt.staging.pool import SharedMemory
+    from aiockpt.telemetry.saves import SaveResult
 
 T = TypeVar("T")
 
@@ -189,6 +192,9 @@ class Engine:
                         with anyio.CancelScope(shield=True):
                             await tools.writer.aclose()
                     tasks.cancel_scope.deadline = anyio.current_time() + _LEAVING_S
+        except BaseException as exc:  # at once: what is posted from now on has no task group, and must be refused
+            self._fail(unwrapped(exc))
+            raise
         finally:
             try:
                 tools.close()
@@ -260,26 +266,26 @@ class Engine:
     def submit(self, job: SaveJob) -> None:
         """Queue a save. Raise the error of an earlier save that was not awaited, or that the engine is closed."""
         with self._running():  # saves get their places in the queue, the throttle and the loop in one order
-            is_joint = job.spec.is_part or job.spec.joint is not None  # then its transaction has passed these
-            if not is_joint:
+            is_alone = job.spec.copies and job.spec.has_outcome  # else its transaction has passed these
+            if is_alone:
                 self.queue.raise_unreported()
-            if self.leads and not is_joint:
+            if self.leads and is_alone:
                 self.queue.supersede(job.path)
             if self._throttle is not None:
                 job.throttle = self._throttle.for_next_save()
-            if not job.spec.is_part:
+            if job.spec.has_outcome:
                 self.reports.started(job)
             self._enqueue(job)
 
-    def refuse(self, job: SaveJob) -> None:
-        """Queue a save that only informs the other ranks why this one does not take part."""
+    def refuse(self, job: SaveJob, error: BaseException) -> None:
+        """Queue a save that only informs the other ranks of the error for which this one does not take part."""
         if not self.is_open:
             return
         try:
             with self._running():
                 self._enqueue(job)
-        except AiockptError as exc:
-            self._tell(job.spec.call, f"the save of {job.path}", job.spec.refusal or exc)
+        except AiockptError:
+            self._tell(job.spec.call, f"the save of {job.path}", error)
 
     def _tell(self, call: RankCall | None, operation: str, error: BaseException) -> None:
         """Fail a call on the other ranks if this one can't start the loop in which it would take part."""
@@ -320,6 +326,18 @@ class Engine:
                 self._last = None
                 await self.tools.growth.fill(list(self.tools.stagers.values()))
             self._has_idled()
+
+    def post(self, function: Callable[[], object], work: SaveJob) -> None:
+        self.loop.post(function, work)
+
+    def on_delivery(self, job: SaveJob) -> None:
+        self.queue.mark_reported(job)
+
+    def on_staged(self, job: SaveJob) -> None:
+        self.reports.staged(job)
+
+    def on_end(self, job: SaveJob, result: SaveResult | None, error: BaseException | None) -> None:
+        self.queue.record(job, result, error)
 
     def open_window(self) -> None:
         """Allow staging to copy for one more window; see `StagingWindow`."""
@@ -573,7 +591,7 @@ async def _run_save(job: SaveJob, queue: SaveQueue, resources: EngineResources, 
         await job.turn.finish_in_order()  # a save that has failed early must not let the next one overtake others
         # A caller may keep the handle, and with it the job; the hooks may refer to the checkpointer, which could
         # not be garbage-collected then.
-        job.spec = replace(job.spec, pre_commit=None, post_commit=None)
+        job.spec = replace(job.spec, options=SaveOptions())
         job.pipeline = None
 
 
