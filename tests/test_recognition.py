@@ -247,9 +247,23 @@ def test_names_that_other_programs_give_files_of_torch_are_files(name: str, ckpt
     assert torch.equal(ckpt.load(tmp_path / name)["w"], torch.load(tmp_path / name)["w"])
 
 
-@pytest.mark.parametrize("name", ["optim.pt", "OPTIM.pt", "Optimizer.PT", "lr_scheduler.pt", "grad_scaler.pt"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "optim.pt",
+        "OPTIM.pt",
+        "Optimizer.PT",
+        "lr_scheduler.pt",
+        "grad_scaler.pt",
+        "optim.safetensors",
+        "Optimizer.safetensors",
+    ],
+)
 def test_companions_have_short_names_and_capitals_too(name: str, ckpt, tmp_path: Path) -> None:
-    torch.save({"state": torch.ones(2)}, tmp_path / name)
+    if name.endswith(".safetensors"):
+        save_file({"state": torch.ones(2)}, tmp_path / name)
+    else:
+        torch.save({"state": torch.ones(2)}, tmp_path / name)
     with pytest.raises(aiockpt.CheckpointNotFoundError, match="stored beside a model, but no model"):
         ckpt.load(tmp_path)
     save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
@@ -272,3 +286,49 @@ def test_an_empty_file_beside_a_model_is_no_choice(ckpt, tmp_path: Path) -> None
     assert ckpt.verify(tmp_path).ok
     with pytest.raises(aiockpt.DeleteError):  # it is not proven to be the model's
         ckpt.delete(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("model.safetensors-00001-of-00002",),
+        ("model.pt-1-of-2", "README.md"),
+        ("weights",),
+        ("model.safetensors.tmp",),
+        ("sub/model.safetensors-00001-of-00002",),
+    ],
+    ids=" ".join,
+)
+def test_files_that_no_name_makes_checkpoints_are_none_for_verify(names: tuple[str, ...], ckpt, tmp_path: Path) -> None:
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        save_file({"w": torch.ones(2)}, tmp_path / name)
+    before = sorted(tmp_path.rglob("*"))
+    for attempt in (ckpt.load, ckpt.verify):
+        with pytest.raises(aiockpt.CheckpointNotFoundError):
+            attempt(tmp_path)
+    for command in (["verify"], ["inspect"], ["rm", "--yes"]):
+        assert invoke(*command, tmp_path)[0] == 3
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_the_number_of_a_part_behind_the_ending_is_named(ckpt, tmp_path: Path) -> None:
+    save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors-00001-of-00002")
+    with pytest.raises(aiockpt.CheckpointNotFoundError, match="is one of several parts by its name"):
+        ckpt.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_torch"), [("model.bin", False), ("model.pkl", False), ("model.safetensors", True), ("MODEL.pt", False)]
+)
+def test_bytes_decide_how_a_file_is_read(name: str, is_torch: bool, ckpt, tmp_path: Path) -> None:
+    path = tmp_path / "in" / "c"
+    path.mkdir(parents=True)
+    (path / "five.ckpt").write_bytes(b"\x80\x04K\x01.")  # a pickle, shorter than what is looked at
+    write = torch.save if is_torch else save_file
+    write({"w": torch.ones(2)}, path / name)
+    assert list(ckpt.load(path)) == ["w"]
+    assert ckpt.verify(path).ok
+    assert (row_of(path) or {})["state"] == "complete"
+    assert [invoke(command, path)[0] for command in ("verify", "inspect")] == [0, 0]
+    assert invoke("rm", "--yes", path)[0] == 3  # the other file is not proven to be the model's

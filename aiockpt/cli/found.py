@@ -94,7 +94,14 @@ def look_into(directory: str, budget: LookBudget | None = None, names: StepNames
             below[name] = count
         elif name in listing.folders and not name.startswith("."):
             folders.append(name)
-    return Contents(found=found, below=below, folders=folders, problem=about.problem, is_cut=budget.is_spent)
+    problem = about.problem
+    if (
+        found
+        and not (about.is_checkpoint or about.choices or problem)
+        and all(each.name in listing.top for each in found)
+    ):
+        problem = "none of its files has the name of a checkpoint's: name the file"
+    return Contents(found=found, below=below, folders=folders, problem=problem, is_cut=budget.is_spent)
 
 
 def walk(directory: str, budget: LookBudget | None = None, levels: int = _MOST_LEVELS) -> Iterator[Found]:

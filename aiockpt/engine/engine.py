@@ -36,7 +36,6 @@ from aiockpt.errors import (
 )
 from aiockpt.options import SaveOptions
 from aiockpt.planning.base import BaseMemory
-from aiockpt.saving.job import RefusedSpec
 from aiockpt.staging.pool import ArenaCache
 from aiockpt.staging.runtime import current_streams
 from aiockpt.staging.throttle import Throttle
@@ -278,16 +277,15 @@ class Engine:
                 self.reports.started(job)
             self._enqueue(job)
 
-    def refuse(self, job: SaveJob) -> None:
-        """Queue a save that only informs the other ranks why this one does not take part."""
+    def refuse(self, job: SaveJob, error: BaseException) -> None:
+        """Queue a save that only informs the other ranks of the error for which this one does not take part."""
         if not self.is_open:
             return
         try:
             with self._running():
                 self._enqueue(job)
-        except AiockptError as exc:
-            why = job.spec.error if isinstance(job.spec, RefusedSpec) else exc
-            self._tell(job.spec.call, f"the save of {job.path}", why)
+        except AiockptError:
+            self._tell(job.spec.call, f"the save of {job.path}", error)
 
     def _tell(self, call: RankCall | None, operation: str, error: BaseException) -> None:
         """Fail a call on the other ranks if this one can't start the loop in which it would take part."""

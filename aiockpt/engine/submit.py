@@ -127,7 +127,8 @@ class Submitter:
         ``call`` is None if this rank has not counted it.
         """
         if (coordinator := self._engine.coordinator()) is not None:
-            self._engine.refuse(self._refusal(path, error, time.perf_counter(), call or coordinator.call("save")))
+            job = self._refusal(path, error, time.perf_counter(), call or coordinator.call("save"))
+            self._engine.refuse(job, error)
 
     def _refusal(self, path: str, error: BaseException, started: float, call: RankCall | None) -> SaveJob:
         """Return the job that only says why this process does not save."""

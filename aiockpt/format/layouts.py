@@ -287,7 +287,7 @@ def recognise_file(name: str, size: int, fetch: Fetch) -> Recognised:
 
 
 def is_safetensors(begin: bytes) -> bool:
-    """Return whether a file that begins so has a header of safetensors."""
+    """Return whether a file that begins so is one of safetensors."""
     return begin[8:9] == b"{" and int.from_bytes(begin[:8], "little") <= _HEADER_BYTES
 
 

@@ -40,6 +40,7 @@ from aiockpt.format.layouts import (
     UnfinishedFiles,
     document,
     has_common,
+    is_safetensors,
     recognise_file,
 )
 from aiockpt.format.manifest.manifest import (
@@ -73,6 +74,7 @@ PART = re.compile(rf"(?:shard-([0-9]{{1,9}})-)?(.*?){_PART_OF}{_ENDING}", re.IGN
 Sources: ``save_pretrained`` of transformers; for shards ``torch/distributed/checkpoint/_hf_utils.py``.
 """
 
+_PART_BEHIND = re.compile(rf"{_ENDING}{_PART_OF}", re.IGNORECASE | re.DOTALL)
 # Names that ranks give their parts, which do not say how many there are.
 _MAYBE_PART = re.compile(
     r"(^|[-_.])(rank|shard|part)[-_]?[0-9]+(?![0-9])|world_size_[0-9]|^mp_rank_|^consolidated\.(?!00)[0-9]",
@@ -83,7 +85,7 @@ _CONSOLIDATED_FROM = "sharded"  # beside the files that HuggingFaceStorageWriter
 _MODEL = re.compile(r"pytorch_model[^/]*\.bin|consolidated\.[0-9]+\.pth")
 _COMPANION = re.compile(
     r"(?i:(optimizer|optim(?![a-z])|(lr_)?scheduler|(grad_)?scaler|sampler|dl_state_dict|training_args|rng_state|"
-    rf"random_states|custom_checkpoint)[^/]*\.(pt|pth|bin|pkl))|meta\.pt|{_MODEL.pattern}"
+    rf"random_states|custom_checkpoint)[^/]*\.(pt|pth|bin|pkl|safetensors))|meta\.pt|{_MODEL.pattern}"
 )
 # See `_get_ckpt_name`, `_get_zero_ckpt_name` and `ckpt_layer_path` of DeepSpeed, and its `ds_to_universal.py`.
 _DEEPSPEED = re.compile(
@@ -155,8 +157,9 @@ def _recognise_loose(files: Mapping[str, int], top: Sequence[str], fetch: Fetch,
     if len(indexes) == 1:
         return _indexed(indexes[0], files, fetch)
     filled = [name for name in top if files[name] or not name.lower().endswith(TORCH_SUFFIXES) or PART.fullmatch(name)]
-    things = {} if indexes else _things(filled, fetch) or _things(top, fetch)  # what is empty counts if it is alone
-    sizes, files = files, {name: size for name, size in files.items() if not _is_other_program(name, fetch)}
+    # What is empty counts if it is alone.
+    things = {} if indexes else _things(filled, files, fetch) or _things(top, files, fetch)
+    sizes, files = files, {name: size for name, size in files.items() if not _is_other_program(name, size, fetch)}
     below, parts = _folders_with_checkpoints(files), frozenset[str]()
     if MANIFEST_NAME in files and (below or len(things) > 1):
         parts = parts_in(decode_head(document(MANIFEST_NAME, files, fetch)))  # that were published together
@@ -170,11 +173,12 @@ def _recognise_loose(files: Mapping[str, int], top: Sequence[str], fetch: Fetch,
         if not alone.is_checkpoint:  # by its contents
             return Recognised(problem=f"{printable_key(members[0])}: {alone.problem}")
         if not below:
-            return _loose_set(members, files)
+            return _loose_set(members, files, SafetensorsFiles if isinstance(alone, SafetensorsFiles) else TorchFiles)
     if parts:
         return Recognised(format="aiockpt", choices=tuple(sorted(parts)))
     choices = tuple(_checkpoints_in(files))
     problem = "" if choices else _foreign_directory(files) or _of_others(sizes, fetch) or _companions_alone(top)
+    problem = problem or ("" if choices else _parts_by_others(top))
     return Recognised(choices=choices, problem=problem)
 
 
@@ -195,11 +199,12 @@ def plain_name(name: str) -> str:
     return re.sub(r"(?<![^/])(\./)+", "", name)
 
 
-def _loose_set(members: tuple[str, ...], files: Collection[str]) -> Recognised:
+def _loose_set(
+    members: tuple[str, ...], files: Collection[str], kind: type[SafetensorsFiles | TorchFiles]
+) -> Recognised:
     problem = _problem_of_set(members)
     if not problem and f"{members[0]}.aria2" in files:
         problem = f"{printable_key(members[0])} is not downloaded to its end: {members[0]}.aria2 is beside it"
-    kind = SafetensorsFiles if members[0].lower().endswith(SUFFIX) else TorchFiles
     return kind(problem=problem, files=members, beside=_beside(files, members))
 
 
@@ -251,7 +256,9 @@ def _absent(parts: Sequence[re.Match[str]], group: int, count: int) -> list[str]
     return [f"{name[:begin]}{number:0{end - begin}}{name[end:]}" for number in islice(absent, _MOST_SHOWN + 1)]
 
 
-def _things(top: Iterable[str], fetch: Fetch) -> dict[tuple[str | bool, ...], tuple[str, ...]]:
+def _things(
+    top: Iterable[str], files: Mapping[str, int], fetch: Fetch
+) -> dict[tuple[str | bool, ...], tuple[str, ...]]:
     """Return the loose files and sets of files, by what the names of each have in common.
 
     The files of companions are none, but those of a model where there is nothing else.
@@ -261,27 +268,27 @@ def _things(top: Iterable[str], fetch: Fetch) -> dict[tuple[str | bool, ...], tu
     kinds: tuple[dict[tuple[str | bool, ...], list[str]], ...] = ({}, {})
     for name in sorted(top):
         is_model = bool(_MODEL.fullmatch(name))
-        if not name.lower().endswith((SUFFIX, *TORCH_SUFFIXES)) or _is_other_program(name, fetch):
+        if not name.lower().endswith((SUFFIX, *TORCH_SUFFIXES)) or _is_other_program(name, files[name], fetch):
             continue
         if is_model or not _COMPANION.fullmatch(name):
             kinds[is_model].setdefault(set_of(name), []).append(name)
     return {key: tuple(members) for key, members in next(filter(None, kinds), {}).items()}
 
 
-def _is_other_program(name: str, fetch: Fetch) -> bool:
+def _is_other_program(name: str, size: int, fetch: Fetch) -> bool:
     """Return whether a file has the name of one of torch.save, but other bytes."""
-    if not name.lower().endswith(TORCH_SUFFIXES):
+    if not size or not name.lower().endswith(TORCH_SUFFIXES):
         return False
     try:
-        begin = fetch(name, 0, 16)
-    except (OSError, LoadError):  # it can't be read, or is shorter: its name has to do
+        begin = fetch(name, 0, min(size, 16))
+    except (OSError, LoadError):  # it can't be read: its name has to do
         return False
-    return begin[:4] != ZIP_MAGIC and LEGACY_MAGIC[:8] not in begin
+    return begin[:4] != ZIP_MAGIC and LEGACY_MAGIC[:8] not in begin and not is_safetensors(begin)
 
 
 def _of_others(files: Mapping[str, int], fetch: Fetch) -> str:
     """Return what the first file at the top is that has a name of torch.save and is known to be something else."""
-    names = sorted(name for name in files if "/" not in name and _is_other_program(name, fetch))
+    names = sorted(name for name in files if "/" not in name and _is_other_program(name, files[name], fetch))
     found = ((name, recognise_file(name, files[name], fetch).problem) for name in names)
     return next((f"{printable_key(name)}: {problem}" for name, problem in found if problem), "")
 
@@ -290,6 +297,12 @@ def _companions_alone(top: Iterable[str]) -> str:
     """Return that a directory has nothing but what is stored beside a model; empty if it has not even that."""
     names = [printable_key(name) for name in sorted(top) if _COMPANION.fullmatch(name)]
     return f"it holds {some_of(names, _MOST_SHOWN)}, which is stored beside a model, but no model" if names else ""
+
+
+def _parts_by_others(top: Iterable[str]) -> str:
+    """Return which file has a number of parts behind the end of its name, as no program reads it; empty if none has."""
+    names = [printable_key(name) for name in sorted(top) if _PART_BEHIND.fullmatch(name)]
+    return f"{names[0]} is one of several parts by its name: put the numbers before the ending" if names else ""
 
 
 def _folders_with_checkpoints(files: Iterable[str]) -> set[str]:
@@ -305,9 +318,9 @@ def is_mark(name: str) -> bool:
     if name.startswith("."):  # others are copies and litter
         return name in (METADATA_NAME, MANIFEST_NAME)
     return (
-        name.lower().endswith((SUFFIX, ".distcp", *SHARD_INDEX))
+        name.lower().endswith((".distcp", *SHARD_INDEX))
         or bool(_RANK_METADATA.fullmatch(name))
-        or (name.lower().endswith(TORCH_SUFFIXES[:-1]) and not _COMPANION.fullmatch(name))
+        or (name.lower().endswith((SUFFIX, *TORCH_SUFFIXES[:-1])) and not _COMPANION.fullmatch(name))
     )
 
 
