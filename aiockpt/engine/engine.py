@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio
 
-from aiockpt.coordination.choose import choose_coordinator, is_distributed
+from aiockpt.coordination.choose import choose_coordinator, is_distributed, may_be_of_several
 from aiockpt.core.futures import Call, Completion
 from aiockpt.core.importing import importing
 from aiockpt.core.threads import Origin, check_threads, start_thread, uninterrupted
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from anyio.abc import TaskGroup
 
     from aiockpt.coordination.coordinator import Coordinator
+    from aiockpt.coordination.protocol import RankCall
     from aiockpt.engine.loop import Work
     from aiockpt.format.transforms.base import Transform
     from aiockpt.options import CheckpointerOptions
@@ -243,13 +244,15 @@ class Engine:
         with self._lock:
             if self._world is None:
                 group, timeout_s = self.options.process_group, self.options.coordination_timeout
+                if may_be_of_several(group):
+                    with importing():  # before there is a coordinator, of which all ranks must make as many
+                        import aiockpt.saving.collective  # noqa: F401
                 coordinator = choose_coordinator(group, timeout_s, was_distributed=self._was_distributed)
                 if coordinator is None:
                     return None
-                with importing():
-                    from aiockpt.planning.dcp_plan import DcpFormat, prefix_of
-                    from aiockpt.planning.planner import Planner
-                    from aiockpt.saving.collective import CollectiveResources
+                from aiockpt.planning.dcp_plan import DcpFormat, prefix_of
+                from aiockpt.planning.planner import Planner
+                from aiockpt.saving.collective import CollectiveResources
 
                 planner = Planner(DcpFormat(self.options.writing_threads), prefix_of(coordinator.rank))
                 self._world = CollectiveResources(coordinator, planner)
@@ -276,9 +279,20 @@ class Engine:
 
     def refuse(self, job: SaveJob) -> None:
         """Queue a save that only informs the other ranks why this one does not take part."""
-        if self.is_open:
+        if not self.is_open:
+            return
+        try:
             with self._running():
                 self._enqueue(job)
+        except AiockptError as exc:
+            self._tell(job.spec.call, f"the save of {job.path}", job.spec.refusal or exc)
+
+    def _tell(self, call: RankCall | None, operation: str, error: BaseException) -> None:
+        """Fail a call on the other ranks if this one can't start the loop in which it would take part."""
+        if call is None or self._world is None or self.loop.thread is not None:
+            return
+        if not self._world.coordinator.tell(call, operation, error):
+            error.add_note("the other ranks could not be informed: they wait for coordination_timeout")
 
     def _enqueue(self, job: SaveJob) -> None:
         once = [job]
@@ -342,8 +356,20 @@ class Engine:
 
     # --- loads, and other calls -----------------------------------------------------------------------
 
-    def call(self, function: Callable[[LoadTools], Coroutine[Any, Any, T]], what: str) -> Call[T]:
-        """Run a coroutine function on the engine's loop; ``what`` names it in messages."""
+    def call(
+        self, function: Callable[[LoadTools], Coroutine[Any, Any, T]], what: str, rank_call: RankCall | None = None
+    ) -> Call[T]:
+        """Run a coroutine function on the engine's loop.
+
+        ``what`` names it in messages; ``rank_call`` is the call that other ranks make too, with that as the operation.
+        """
+        try:
+            return self._begin_call(function, what)
+        except AiockptError as exc:
+            self._tell(rank_call, what, exc)
+            raise
+
+    def _begin_call(self, function: Callable[[LoadTools], Coroutine[Any, Any, T]], what: str) -> Call[T]:
         with importing():
             import aiockpt.reading.executor  # noqa: F401 - before the engine's thread wants it
 

@@ -170,7 +170,7 @@ class CheckpointTransaction:
             engine.joints.add(joint)
             return joint
 
-        return engine.call(begin, f"the transaction of {self.path}")
+        return engine.call(begin, f"the transaction of {self.path}", call)
 
     def _check(self) -> None:
         queue, overwrite = self._checkpointer._engine.queue, self._request.overwrite

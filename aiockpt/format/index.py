@@ -17,6 +17,13 @@ ObjPath = tuple[str | int, ...]
 Format = Literal["aiockpt", "dcp", "torch", "safetensors"]
 
 
+class Division(NamedTuple):
+    """The division of a tensor into stored parts."""
+
+    shape: tuple[int, ...]  # of the whole tensor
+    offsets: Sequence[tuple[int, ...]]  # where each part begins in it
+
+
 def lacking_of(shape: Sequence[int], sizes: Iterable[Sequence[int]]) -> int:
     """Return how many elements of a shape parts of these sizes lack; less than 0 if they overlap."""
     return math.prod(shape) - sum(map(math.prod, sizes))

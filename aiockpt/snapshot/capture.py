@@ -249,18 +249,18 @@ def _capture_leaves(
         watch_optimizers()
     kinds = set(map(type, flat.leaves))
     arrays = set() if kinds.isdisjoint(ARRAY_TYPES) else _replace_arrays(flat)
-    found, tensors = _Objects(dict(pickled or {})), list(flat.leaves)
+    objects, tensors = _Objects(dict(pickled or {})), list(flat.leaves)
     if not kinds <= TENSOR_TYPES:
         for leaf, value in enumerate(flat.leaves):
-            if type(value) not in TENSOR_TYPES and leaf not in found.blobs:
-                found.take(flat.names, leaf, value)
+            if type(value) not in TENSOR_TYPES and leaf not in objects.blobs:
+                objects.take(flat.names, leaf, value)
                 tensors[leaf] = None
     if torch.nn.Parameter in kinds:
         # Assigning to a parameter's `.data` replaces its memory; the detached tensor keeps the present one.
         tensors = [t.detach() if type(t) is torch.nn.Parameter else t for t in tensors]
-    structure = Structure(flat.names, flat.paths, frozenset(found.values.keys() | found.blobs.keys()), shards)
-    snapshot = Snapshot(structure, flat.containers, tensors, [], values=found.values, blobs=found.blobs)
-    snapshot.foreign, snapshot.shared = found.foreign, found.shared
+    structure = Structure(flat.names, flat.paths, frozenset(objects.values.keys() | objects.blobs.keys()), shards)
+    snapshot = Snapshot(structure, flat.containers, tensors, [], values=objects.values, blobs=objects.blobs)
+    snapshot.foreign, snapshot.shared = objects.foreign, objects.shared
     devices = _check_devices(flat.names, tensors)
     _check_kinds(flat.names, tensors)
     snapshot.versions = _versions(tensors)

@@ -22,7 +22,7 @@ from aiockpt.format.names import MANIFEST_NAME, METADATA_NAME
 
 if TYPE_CHECKING:
     from aiockpt.format.dcp.metadata_opcodes import EncodedItem
-    from aiockpt.format.manifest.index_writer import Drafts
+    from aiockpt.format.manifest.drafts import Drafts
     from aiockpt.format.manifest.manifest import JsonValue
     from aiockpt.planning.delta import AdoptedFiles
 
@@ -31,7 +31,7 @@ T = TypeVar("T", bytes, bytes | bytearray)
 
 def writer_name() -> str:
     """Return the versions of the software that writes, for a manifest."""
-    import torch  # not above: the writer process needs it only to commit in place of a dead rank 0
+    import torch  # not above: the writer process does not need it
 
     return f"aiockpt {__version__} (torch {torch.__version__})"
 

@@ -308,7 +308,7 @@ def test_options_of_load_are_passed_on(folder: Path) -> None:
         {"step": -1},
         {"step": "newest"},
         {"step": 1.5},
-        {"verify": "no"},
+        {"verify_when": "no"},
         {"step": "best"},
         {"step": "best", "metric": 3},
     ],

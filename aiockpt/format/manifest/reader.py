@@ -32,11 +32,11 @@ from aiockpt.errors import CorruptCheckpointError, LoadError
 from aiockpt.format.checks import MAX_DIMS, check_paths, cover_of
 from aiockpt.format.dtypes import DTYPES
 from aiockpt.format.hashes import ALGORITHM, DIGITS
-from aiockpt.format.index import Index
+from aiockpt.format.index import Division, Index
 from aiockpt.format.item.arrays import ARRAY_RECORD, check_arrays
 from aiockpt.format.keys import FACTORIES, decode_key
 from aiockpt.format.manifest.columnar_index import IndexedEntries, IndexedPaths, ItemForm, PartColumns
-from aiockpt.format.manifest.index_writer import Division, head_of
+from aiockpt.format.manifest.index_writer import head_of
 from aiockpt.format.manifest.manifest import (
     DIVIDED_KEY,
     FORMAT_VERSION,
