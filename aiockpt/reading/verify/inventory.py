@@ -255,7 +255,8 @@ class Inventory:
         message = f"its {len(boxes)} chunks {cover.error} its shape {entry.shape}"
         if cover.lacking:
             whole = math.prod(entry.shape)
-            message = f"its chunks hold {whole - cover.lacking} elements, but its shape {entry.shape} has {whole}"
+            held = f"its {len(boxes)} chunks hold {whole - cover.lacking} elements"
+            message = f"{held}, but its shape {entry.shape} has {whole}"
         elif cover.wrong[1:]:
             one, other = (boxes[number] for number in cover.wrong)
             message = f"its chunk at {one[0]} of sizes {one[1]} overlaps the one at {other[0]} of sizes {other[1]}"

@@ -163,7 +163,7 @@ class _Reading:
                 self._check_structure(whole or index, METADATA_NAME)
             if not self._has_errors:  # loading would raise this one
                 reader.attempt(METADATA_NAME, partial(check_index, self.path, index, self.source.files))
-            if not self._has_errors:  # if places are wrong, other bytes would be compared
+            if reader.parts and not self._has_errors:  # if places are wrong, other bytes would be compared
                 reader.attempt(METADATA_NAME, reader.compare_copies, "unreadable")
         if not indexes and manifest is None:
             if reader.error is not None:  # nothing could be read: the disk failed, and the checkpoint may be sound
