@@ -36,6 +36,7 @@ from aiockpt.errors import (
 )
 from aiockpt.options import SaveOptions
 from aiockpt.planning.base import BaseMemory
+from aiockpt.saving.job import RefusedSpec
 from aiockpt.staging.pool import ArenaCache
 from aiockpt.staging.runtime import current_streams
 from aiockpt.staging.throttle import Throttle
@@ -285,7 +286,9 @@ class Engine:
             with self._running():
                 self._enqueue(job)
         except AiockptError as exc:
-            self._tell(job.spec.call, f"the save of {job.path}", job.spec.refusal or exc)
+            self._tell(
+                job.spec.call, f"the save of {job.path}", job.spec.error if isinstance(job.spec, RefusedSpec) else exc
+            )
 
     def _tell(self, call: RankCall | None, operation: str, error: BaseException) -> None:
         """Fail a call on the other ranks if this one can't start the loop in which it would take part."""
