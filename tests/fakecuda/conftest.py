@@ -26,6 +26,13 @@ def ready(warm: None, request: pytest.FixtureRequest, tmp_path_factory: pytest.T
         ckpt.save(state, tmp_path_factory.mktemp("ready") / "c")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_teardown() -> None:
+    """Mend the context before garbage is collected, else torch's allocator would end the process."""
+    if fake.is_here():
+        fake.reset()
+
+
 @pytest.fixture(autouse=True)
 def device(ready: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Undo what a test has set, and check that it has not misused the device."""

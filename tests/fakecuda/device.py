@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import importlib.util
 from collections import Counter
 from collections.abc import Iterator
@@ -88,13 +89,23 @@ def _set_held(what: str | torch.cuda.Stream, holds: bool) -> None:
             _library().fakecuda_hold_stream(ctypes.c_void_p(what.cuda_stream), int(holds))
 
 
+def _keep_garbage() -> None:
+    """Collect no tensor while the context may be broken, until `reset`: torch's allocator would end the process."""
+    if gc.isenabled():
+        gc.collect()
+        gc.disable()
+
+
 def fail_task(kind: str, after: int = 1, error: int = ILLEGAL_ADDRESS) -> None:
     """Make one of the next tasks break the context, for good; ``after`` 0: none."""
+    if after:
+        _keep_garbage()
     _library().fakecuda_fault(KINDS.index(kind), ctypes.c_int64(after), error)
 
 
 def break_context(error: int = ILLEGAL_ADDRESS) -> None:
     """Break the context at once, for good."""
+    _keep_garbage()
     _library().fakecuda_break(error)
 
 
@@ -103,6 +114,8 @@ def refuse(call: str, error: int, *, after: int = 0, count: int = 0, breaks: boo
 
     With ``breaks`` the error is one of the context's, for good.
     """
+    if breaks:
+        _keep_garbage()
     _library().fakecuda_refuse(call.encode(), ctypes.c_int64(after), ctypes.c_int64(count), error, int(breaks))
 
 
@@ -139,6 +152,7 @@ def misuses() -> list[str]:
 def reset() -> None:
     """Undo all that was set, wait for all streams, and mend the context."""
     _library().fakecuda_reset()
+    gc.enable()
 
 
 def check() -> None:
