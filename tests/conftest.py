@@ -42,6 +42,7 @@ MARKED = {
         "manager/test_ranks.py",
         "objects/test_ranks.py",
         "ranks/test_described.py",
+        "ranks/test_descriptors.py",
         "ranks/test_filters.py",
         "ranks/test_fsdp_load.py",
         "ranks/test_live.py",

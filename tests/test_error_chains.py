@@ -189,7 +189,7 @@ def test_runs_and_conversions(calls, tmp_path: Path) -> None:
     check(ckpt.in_a_run, tmp_path / "run", "latest", {"nothing": 1})
     for step in (1, 2):
         _damage(tmp_path / "run" / f"step-{step:08d}" / "__0_0.distcp")
-    check(ckpt.in_a_run, tmp_path / "run", "latest", {"model": {"b": torch.ones(70_000)}}, verify="while")
+    check(ckpt.in_a_run, tmp_path / "run", "latest", {"model": {"b": torch.ones(70_000)}}, verify_when="while")
     check(torch_save_to_dcp, tmp_path / "nothing.pt", tmp_path / "there")
     (tmp_path / "cut.pt").write_bytes(b"PK\3\4")
     check(torch_save_to_dcp, tmp_path / "cut.pt", tmp_path / "there")

@@ -51,6 +51,42 @@ def test_the_replacements_for_calls_of_other_libraries_exist() -> None:
             assert set(re.findall(r"(\w+)=", arguments)) <= set(inspect.signature(method).parameters), name
 
 
+# Numbers that are no durations.
+NO_DURATIONS = {
+    "bandwidth",
+    "bytes_per_s",
+    "factor",
+    "luck",
+    "mirror_bandwidth",
+    "newest_time",
+    "now",
+    "since",
+    "started",
+}
+
+
+def test_durations_have_one_suffix() -> None:
+    """Or are a ``timeout``, as in the standard library; that of a policy, which has no other option, is ``seconds``."""
+    names = {
+        name
+        for public in (getattr(aiockpt, name) for name in aiockpt.__all__)
+        if inspect.isclass(public)
+        for call in (public, *(value for name, value in inspect.getmembers(public, callable) if name[0] != "_"))
+        for name, parameter in _parameters(call).items()
+        if str(parameter.annotation) in ("float", "float | None", "<class 'float'>")
+    }
+    assert {"grace_s", "drain_timeout", "timeout", "patience_s"} <= names
+    durations = names - NO_DURATIONS - {"seconds", "time", "timeout"}
+    assert {name for name in durations if not name.endswith(("_s", "_timeout"))} == set()
+
+
+def _parameters(call: Any) -> dict[str, inspect.Parameter]:
+    try:
+        return dict(inspect.signature(call).parameters)
+    except (TypeError, ValueError):  # of an extension
+        return {}
+
+
 @pytest.mark.parametrize(("kind", "name", "request_type"), METHODS)
 def test_signature_and_help_have_every_option(kind: Any, name: str, request_type: type[Any]) -> None:
     method = getattr(kind, name)
@@ -67,7 +103,10 @@ def test_signature_and_help_have_every_option(kind: Any, name: str, request_type
 @pytest.mark.parametrize(
     ("method", "first"),
     [
-        *((kind, ["directory", "keep", "save", "mode"]) for kind in (*MANAGERS, *(each.__init__ for each in MANAGERS))),
+        *(
+            (kind, ["directory", "keep", "save", "read_only"])
+            for kind in (*MANAGERS, *(each.__init__ for each in MANAGERS))
+        ),
         *((kind.save, ["self", "step", "state_dict", "metrics", "overwrite"]) for kind in MANAGERS),
         *((kind.load, ["self", "path", "state_dict", "map_location", "keys", "dtype", "strict"]) for kind in KINDS),
         *((kind, ["on_busy", "max_in_flight", "on_failure"]) for kind in KINDS),

@@ -228,7 +228,7 @@ def test_a_document_may_be_large_for_all(name: str, enlarge, ckpt, tmp_path: Pat
     enlarge(path)
     assert tuple(sorted(ckpt.load(path))) == KINDS[name].keys
     assert ckpt.verify(path).ok
-    with aiockpt.SyncCheckpointManager(path.parent, mode="read") as run:
+    with aiockpt.SyncCheckpointManager(path.parent, read_only=True) as run:
         assert run.latest().step == 1
     row = row_of(path)
     assert row is not None

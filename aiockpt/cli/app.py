@@ -98,7 +98,7 @@ _FLAGS = {
     r"safe_globals=\[.*\].*, or trust=True": "--trust",
     r"trust=True": "--trust",
     r"overwrite=True": "--overwrite",
-    r", (or pass|choose another directory, or only read with) mode='read'": "",
+    r", (or pass|choose another directory, or only read with) read_only=True": "",
     r", or register one by aiockpt\.storage\.register\(.*\)": "",
     r"see what it holds with aiockpt\.open\(path\), or pass strict=False": "aiockpt inspect shows what it holds",
 }

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from aiockpt.core.wording import naturally
+from aiockpt.format.layouts import Format, Recognised
 from aiockpt.format.names import HIDDEN
-from aiockpt.format.recognise import Format, Recognised, is_mark
+from aiockpt.format.recognise import is_mark
 from aiockpt.manager.scan import DEFAULT_NAMES, NO_STEP, StepInfo, StepNames, examine, is_set_aside
 from aiockpt.storage.base import Directories, Listing, LookBudget
 from aiockpt.storage.registry import directories_for
@@ -69,7 +70,7 @@ def look_into(directory: str, budget: LookBudget | None = None, names: StepNames
     place, directory = directories_for(directory)
     with place.look(directory, budget) as listing:
         about, itself = _examined(place.split(directory)[1] or directory, listing, names)
-        if listing.is_file or about.layout == "dcp" or about.ranks:
+        if listing.is_file or (about.is_described and not about.index):
             return Contents(found=[] if itself is None else [itself], problem="" if itself else about.problem)
         if itself is not None and not about.is_described and not about.files[1:]:
             itself = None  # it is listed by the name of its only file
@@ -87,7 +88,7 @@ def look_into(directory: str, budget: LookBudget | None = None, names: StepNames
             )
         if each is not None:
             # Beside a checkpoint, what is neither named as one nor whole is left of a download or a copy.
-            if not about.layout or each.info.state == "complete" or name in listing.folders or is_mark(name):
+            if not about.is_checkpoint or each.info.state == "complete" or name in listing.folders or is_mark(name):
                 found.append(each)
         elif count:
             below[name] = count
@@ -133,7 +134,7 @@ def _examined(
 ) -> tuple[Recognised, Found | None]:
     step = names.step_of(name)
     about, info = examine(listing, NO_STEP if step is None else step, counts=counts)
-    if not about.layout and (step is None or listing.is_file or listing.folders):
+    if not about.is_checkpoint and (step is None or listing.is_file or listing.folders):
         return about, None
     if is_set_aside(name):
         info = replace(info, state="damaged", problem=info.problem or "a manager has set it aside as damaged")

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import aiockpt
+from aiockpt.format.layouts import document
 from aiockpt.format.manifest.manifest import decode_head
 from aiockpt.format.names import MANIFEST_NAME
-from aiockpt.format.recognise import document
 from aiockpt.manager.policies import KeepAll, KeepAny, KeepPolicy
 from aiockpt.manager.scan import RUN_KEY, StepInfo
 from aiockpt.storage.base import Directories

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal
 import torch.distributed
 
 from aiockpt.coordination.ranks import Ranks
+from aiockpt.core.importing import importing
 from aiockpt.errors import CoordinationError
 
 if TYPE_CHECKING:
@@ -49,8 +50,8 @@ def choose_coordinator(group: ProcessGroupLike, timeout_s: float, *, was_distrib
     chosen = distributed.group.WORLD if group == "default" else group
     if chosen is None or (not isinstance(chosen, Ranks) and chosen.size() == 1):
         return None
-    # Only now: it imports stores, which a torch without distributed does not have.
-    from aiockpt.coordination.coordinator import Coordinator
+    with importing():  # only now: it imports stores, which a torch without distributed does not have
+        from aiockpt.coordination.coordinator import Coordinator
 
     return Coordinator(chosen, timeout_s=timeout_s)
 
@@ -58,3 +59,8 @@ def choose_coordinator(group: ProcessGroupLike, timeout_s: float, *, was_distrib
 def is_distributed() -> bool:
     """Return whether the program has initialised ``torch.distributed``."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def may_be_of_several(group: ProcessGroupLike) -> bool:
+    """Return whether a checkpointer of this group, if it is made now, may save together with other ranks."""
+    return group is not None and (isinstance(group, Ranks) or is_distributed())

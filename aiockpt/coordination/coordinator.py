@@ -110,6 +110,13 @@ class Coordinator:
         """Fail a call on all ranks that this rank hangs in, outside of a round."""
         await self._side.give_up(call, operation, to_remote_error(self.rank, error))
 
+    def tell(self, call: RankCall, operation: str, error: BaseException) -> bool:
+        """Fail a call on all ranks where this one can't start the event loop of its rounds.
+
+        Blocks for two seconds at most. Returns False if the store takes no message: the others wait for the timeout.
+        """
+        return self._side.tell(call, operation, to_remote_error(self.rank, error))
+
     def abandon(self) -> None:
         """Make current and later rounds of this rank fail instead of wait. From any thread; does not block."""
         self._is_abandoned = True

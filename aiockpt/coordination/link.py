@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import encodings.idna  # noqa: F401 - of addresses, which the engine's thread would import
 import errno
 import fcntl
 import hashlib
 import hmac
+import math
 import os
 import secrets
 import socket
@@ -120,14 +122,26 @@ class Link:
 
 
 async def listen(
-    hosts: Sequence[str] | str, secret: bytes, name: str, joined: Callable[[str, Link], None]
+    hosts: Sequence[str] | str | socket.socket,
+    secret: bytes,
+    name: str,
+    joined: Callable[[str, Link], None],
+    *,
+    most_strangers: float = math.inf,
 ) -> asyncio.Server:
     """Listen on these hosts, at ports that the system chooses; call ``joined`` with what each other side says it is.
 
-    A text is the name of a socket within this host; see unix(7).
+    A text is the name of a socket within this host; see unix(7). A socket listens already. No more than
+    ``most_strangers`` may be connected at once that have not proven anything yet.
     """
+    strangers = 0
 
     async def welcome(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal strangers
+        if strangers >= most_strangers:
+            writer.transport.abort()
+            return
+        strangers += 1
         try:
             async with asyncio.timeout(HELLO_S):
                 hello = await _prove(reader, writer, secret, name)
@@ -136,6 +150,8 @@ async def listen(
             if isinstance(exc, LinkBrokenError | TimeoutError):
                 return
             raise
+        finally:
+            strangers -= 1
         assert isinstance(reader, _LinkReader)
         joined(hello, Link(reader, writer))
 
@@ -144,6 +160,8 @@ async def listen(
     def protocol() -> asyncio.StreamReaderProtocol:
         return asyncio.StreamReaderProtocol(_LinkReader(_BUFFER_BYTES, loop), welcome, loop)
 
+    if isinstance(hosts, socket.socket):
+        return await loop.create_server(protocol, sock=hosts, backlog=1024)
     if isinstance(hosts, str):
         return await loop.create_unix_server(protocol, hosts, backlog=1024)
     return await loop.create_server(protocol, list(hosts), 0, backlog=1024)  # all ranks come at once
@@ -213,6 +231,13 @@ def proof(secret: bytes, name: str) -> Generator[tuple[bytes, int], bytes | None
 
 def _mac(secret: bytes, nonce: bytes, name: bytes) -> bytes:
     return hmac.digest(secret, nonce + name, "sha256")
+
+
+def check_descriptors(count: int) -> None:
+    """Raise OSError if this process can't open so many more descriptors."""
+    with contextlib.ExitStack() as stack:
+        for _ in range(count):
+            stack.enter_context(socket.socket(socket.AF_UNIX))
 
 
 # --- addresses --------------------------------------------------------------------------------------

@@ -10,13 +10,14 @@ import socket
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from aiockpt.coordination.link import Endpoint, addresses_of_this_host
+from aiockpt.coordination.link import Endpoint, addresses_of_this_host, check_descriptors
 from aiockpt.coordination.outcome import store_failure_text
 from aiockpt.coordination.protocol import Left
 from aiockpt.coordination.ranks import Ranks
@@ -72,8 +73,9 @@ class Rendezvous:
     behind if the store does not answer in time: CoordinationError.
     """
 
-    def __init__(self, store: Store) -> None:
-        self._shared = store  # with the program, whose waits block its connection
+    def __init__(self, address: RankAddress) -> None:
+        self._shared = address.store  # with the program, whose waits block its connection
+        self._own_name = address.own_name()
         self._own: Store | None = None
         self._thread: DaemonThreads | None = None
         self._seen = 0  # notices
@@ -94,12 +96,24 @@ class Rendezvous:
 
     async def notify(self, left: Left, deadline: float) -> None:
         """Write why this rank, which has no link, has left a round."""
+        await self._call(partial(self._write, left), left.operation, deadline)
 
-        def write() -> None:
-            store = self._own or self._shared  # if descriptors have run out, there is the program's connection alone
-            _put(store, f"left/{store.add('left', 1)}", left)
+    def tell(self, left: Left, timeout_s: float) -> bool:
+        """Do as `notify`, where there is no event loop; return whether it was done in time."""
+        thread = self._thread = self._thread or DaemonThreads(1, "aiockpt-ranks")
+        try:
+            thread.submit(self._write, left).result(timeout_s)
+        except TimeoutError:
+            thread.rest()
+            self._thread = None
+            return False
+        except RuntimeError:  # the store's, or that no thread can be started
+            return False
+        return True
 
-        await self._call(write, left.operation, deadline)
+    def _write(self, left: Left) -> None:
+        store = self._own or self._shared  # if descriptors have run out, there is the program's connection alone
+        _put(store, f"left/{store.add('left', 1)}", left)
 
     async def read(self, operation: str, deadline: float) -> tuple[Endpoint | None, list[Left]]:
         """Return where rank 0 listens, None if it does not yet, and what ranks without a link have written since."""
@@ -138,6 +152,13 @@ class Rendezvous:
 
     def _client(self) -> Store:
         if self._own is None:
+            try:
+                check_descriptors(1)  # without one, torch would try for minutes
+            except OSError as exc:
+                raise CoordinationError(
+                    f"{self._own_name} can't connect to the store of the process group: {exc}; close files, or raise "
+                    "the limits (see ulimit)"
+                ) from exc
             self._own = _separate_client(self._shared)
         return self._own
 

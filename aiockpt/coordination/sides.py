@@ -20,6 +20,7 @@ from aiockpt.coordination.link import (
     Endpoint,
     Link,
     LinkBrokenError,
+    check_descriptors,
     connect,
     listen,
     network_namespace,
@@ -45,6 +46,7 @@ _NOTIFY_S = 2.0
 _LONGEST_BEAT_S = 5.0
 _SHORTEST_POLL_S = 0.002
 _POLL_S = 0.1
+_DESCRIPTORS = 4
 
 
 class _Side:
@@ -52,7 +54,7 @@ class _Side:
 
     def __init__(self, address: RankAddress, *, timeout_s: float) -> None:
         self._address = address
-        self._rendezvous = Rendezvous(address.store)
+        self._rendezvous = Rendezvous(address)
         self._timeout_s = timeout_s
         self._beat_s = min(timeout_s / 5, _LONGEST_BEAT_S)
         self._links: dict[int, Link] = {}  # by rank
@@ -161,6 +163,11 @@ class Leader(_Side):
 
     give_up = end
 
+    def tell(self, call: RankCall, operation: str, failure: RemoteError) -> bool:
+        """Fail the call; see `Coordinator.tell`."""
+        self._rounds.fail(call, operation, failure)
+        return self._rendezvous.tell(Left(0, call.kind, 0, operation, failure), _NOTIFY_S)
+
     def close(self, timeout_s: float) -> bool:  # noqa: D102
         if self._server is not None:
             self._server.close()
@@ -205,6 +212,8 @@ class Leader(_Side):
             try:
                 server = await listen(await self.addresses(operation), secret, f"0\n{own_name}", self._join)
                 try:
+                    # For the links, which would hang without, for the store, and for what the save itself opens.
+                    check_descriptors(self._address.world_size + _DESCRIPTORS)
                     addresses = [socket_.getsockname()[:2] for socket_ in server.sockets]
                     endpoint = Endpoint(addresses, secret, network_namespace(), own_name, self._address.world_size)
                     await self._rendezvous.publish(endpoint, operation, deadline)
@@ -273,6 +282,10 @@ class Follower(_Side):
             self._links[0].send(pickle.dumps(left))
         else:
             await self._notify(left)
+
+    def tell(self, call: RankCall, operation: str, failure: RemoteError) -> bool:
+        """Leave the call; see `Coordinator.tell`."""
+        return self._rendezvous.tell(self._asking.leave(call, operation, failure), _NOTIFY_S)
 
     def _receive(self, rank: int, message: Any) -> None:
         reply = self._replies.get(message.number)

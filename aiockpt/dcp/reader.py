@@ -28,7 +28,7 @@ from aiockpt.options import LoadOptions, Path, check_options
 from aiockpt.planning.ranges import Selection
 from aiockpt.reading.decoded import DecodedSource, VirtualFile
 from aiockpt.reading.executor import LoadTools, ReadExecutor
-from aiockpt.reading.open import read_index, read_rank
+from aiockpt.reading.open import IndexReader, read_index
 from aiockpt.reading.read_plan import TensorRead, annotate_partial_load
 from aiockpt.reading.targets import contested
 from aiockpt.snapshot.capture import ready_events
@@ -120,7 +120,7 @@ class FileSystemReader(filesystem.FileSystemReader):
 
         def read(source: DecodedSource, path: str) -> Index:
             if rank is not None:
-                return read_rank(source, path, int(rank))
+                return IndexReader(source, path, as_stored=True).read_rank(int(rank))
             options = self._options
             return read_index(source, path, safe_globals=options.safe_globals, trust=options.trust, as_stored=True)
 

@@ -90,6 +90,11 @@ class FileSystemWriter(filesystem.FileSystemWriter):
     """
 
     _takes_urls = True
+    rank: int | None = None
+    use_collectives = True
+    _is_coordinator = False
+    _unpublished: weakref.finalize[Any, Any] | None = None
+    _shared: SharedSave | None = None  # None: to a directory
 
     def __init__(
         self,
@@ -111,9 +116,7 @@ class FileSystemWriter(filesystem.FileSystemWriter):
     ) -> None:
         self._as_safetensors = getattr(serialization_format, "value", None) == "safetensors"
         if self._as_safetensors and _extensions:
-            raise ValueError(
-                "_extensions are for serialization_format=TORCH_SAVE: safetensors files hold tensors as is"
-            )
+            raise ValueError("_extensions are for serialization_format=TORCH_SAVE; safetensors hold tensors as is")
         if thread_count is not None and thread_count < 1:
             raise ValueError(f"thread_count must be at least 1, not {thread_count!r}")
         super().__init__(
@@ -127,16 +130,9 @@ class FileSystemWriter(filesystem.FileSystemWriter):
         )
         if serialization_format is not None:
             self.serialization_format = serialization_format
-        self.rank: int | None = None
-        self.use_collectives = True
-        self._is_coordinator = False
         self._transforms = [ExtensionTransform(extension) for extension in _extensions or ()]
-        self._staging_bytes = staging_bytes
-        self._direct_io = direct_io
-        self._checkpointer = checkpointer
+        self._staging_bytes, self._direct_io, self._checkpointer = staging_bytes, direct_io, checkpointer
         self._planners: dict[str, Planner] = {}
-        self._unpublished: weakref.finalize[Any, Any] | None = None
-        self._shared: SharedSave | None = None  # None: to a directory
         self._storage, self._storage_options = storage, storage_options
         self._go_to(path)
 
@@ -307,9 +303,19 @@ class FileSystemWriter(filesystem.FileSystemWriter):
             SaveError: an item was not written, or the checkpoint can't be published. Its files are removed.
             CheckpointExistsError: another checkpoint has appeared at the path meanwhile.
         """
-        if self._shared is not None:
-            self._finish_shared(self._shared, metadata, results)
-            return
+        try:
+            if self._shared is None:
+                self._publish(metadata, results)
+                return
+            self._complete(metadata, results, {name: name for name in files_of(results)})
+            # Without frames, whose lengths would be wrong once the names of the files are those of the objects.
+            data = pickle.dumps(metadata, protocol=2)
+            with self._borrowed() as checkpointer:
+                self._shared.publish(checkpointer, data, files_of(results), overwrite=self.overwrite)
+        finally:
+            self.discard()  # nothing is left if it was published: it only closes the directory
+
+    def _publish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         path, rank = self._path(), self._alone
         hidden = beside.find(path, rank)
         try:
@@ -321,27 +327,13 @@ class FileSystemWriter(filesystem.FileSystemWriter):
         except BaseException:
             beside.discard(hidden)
             raise
-        finally:
-            self.discard()  # nothing is left to remove: it only closes the directory
 
-    def _complete(
-        self, metadata: Metadata, results: list[list[WriteResult]], names: Mapping[str, str] | None = None
-    ) -> None:
+    def _complete(self, metadata: Metadata, results: list[list[WriteResult]], names: Mapping[str, str]) -> None:
         """Add to the metadata what is known only now."""
-        metadata.storage_data = locations_of(metadata, results, names or {name: name for name in files_of(results)})
+        metadata.storage_data = locations_of(metadata, results, names)
         metadata.storage_meta = self.storage_meta()
         if hasattr(metadata, "version"):  # since torch 2.8
             metadata.version = DCP_VERSION
-
-    def _finish_shared(self, shared: SharedSave, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        try:
-            self._complete(metadata, results)
-            # Without frames, whose lengths would be wrong once the names of the files are those of the objects.
-            data = pickle.dumps(metadata, protocol=2)
-            with self._borrowed() as checkpointer:
-                shared.publish(checkpointer, data, files_of(results), overwrite=self.overwrite)
-        finally:
-            self.discard()  # nothing is left if it was published
 
     @property
     def _alone(self) -> int | None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio
 
-from aiockpt.coordination.choose import choose_coordinator, is_distributed
+from aiockpt.coordination.choose import choose_coordinator, is_distributed, may_be_of_several
 from aiockpt.core.futures import Call, Completion
 from aiockpt.core.importing import importing
 from aiockpt.core.threads import Origin, check_threads, start_thread, uninterrupted
@@ -32,7 +32,9 @@ from aiockpt.errors import (
     SaveCancelledError,
     SaveError,
     SaveTimeoutError,
+    unwrapped,
 )
+from aiockpt.options import SaveOptions
 from aiockpt.planning.base import BaseMemory
 from aiockpt.staging.pool import ArenaCache
 from aiockpt.staging.runtime import current_streams
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
     from anyio.abc import TaskGroup
 
     from aiockpt.coordination.coordinator import Coordinator
+    from aiockpt.coordination.protocol import RankCall
     from aiockpt.engine.loop import Work
     from aiockpt.format.transforms.base import Transform
     from aiockpt.options import CheckpointerOptions
@@ -53,6 +56,7 @@ if TYPE_CHECKING:
     from aiockpt.saving.joint import Joint
     from aiockpt.saving.pipeline import SavePipeline
     from aiockpt.staging.pool import SharedMemory
+    from aiockpt.telemetry.saves import SaveResult
 
 T = TypeVar("T")
 
@@ -188,6 +192,9 @@ class Engine:
                         with anyio.CancelScope(shield=True):
                             await tools.writer.aclose()
                     tasks.cancel_scope.deadline = anyio.current_time() + _LEAVING_S
+        except BaseException as exc:  # at once: what is posted from now on has no task group, and must be refused
+            self._fail(unwrapped(exc))
+            raise
         finally:
             try:
                 tools.close()
@@ -237,13 +244,15 @@ class Engine:
         with self._lock:
             if self._world is None:
                 group, timeout_s = self.options.process_group, self.options.coordination_timeout
+                if may_be_of_several(group):
+                    with importing():  # before there is a coordinator, of which all ranks must make as many
+                        import aiockpt.saving.collective  # noqa: F401
                 coordinator = choose_coordinator(group, timeout_s, was_distributed=self._was_distributed)
                 if coordinator is None:
                     return None
-                with importing():
-                    from aiockpt.planning.dcp_plan import DcpFormat, prefix_of
-                    from aiockpt.planning.planner import Planner
-                    from aiockpt.saving.collective import CollectiveResources
+                from aiockpt.planning.dcp_plan import DcpFormat, prefix_of
+                from aiockpt.planning.planner import Planner
+                from aiockpt.saving.collective import CollectiveResources
 
                 planner = Planner(DcpFormat(self.options.writing_threads), prefix_of(coordinator.rank))
                 self._world = CollectiveResources(coordinator, planner)
@@ -257,22 +266,33 @@ class Engine:
     def submit(self, job: SaveJob) -> None:
         """Queue a save. Raise the error of an earlier save that was not awaited, or that the engine is closed."""
         with self._running():  # saves get their places in the queue, the throttle and the loop in one order
-            is_joint = job.spec.is_part or job.spec.joint is not None  # then its transaction has passed these
-            if not is_joint:
+            is_alone = job.spec.copies and job.spec.has_outcome  # else its transaction has passed these
+            if is_alone:
                 self.queue.raise_unreported()
-            if self.leads and not is_joint:
+            if self.leads and is_alone:
                 self.queue.supersede(job.path)
             if self._throttle is not None:
                 job.throttle = self._throttle.for_next_save()
-            if not job.spec.is_part:
+            if job.spec.has_outcome:
                 self.reports.started(job)
             self._enqueue(job)
 
     def refuse(self, job: SaveJob) -> None:
         """Queue a save that only informs the other ranks why this one does not take part."""
-        if self.is_open:
+        if not self.is_open:
+            return
+        try:
             with self._running():
                 self._enqueue(job)
+        except AiockptError as exc:
+            self._tell(job.spec.call, f"the save of {job.path}", job.spec.refusal or exc)
+
+    def _tell(self, call: RankCall | None, operation: str, error: BaseException) -> None:
+        """Fail a call on the other ranks if this one can't start the loop in which it would take part."""
+        if call is None or self._world is None or self.loop.thread is not None:
+            return
+        if not self._world.coordinator.tell(call, operation, error):
+            error.add_note("the other ranks could not be informed: they wait for coordination_timeout")
 
     def _enqueue(self, job: SaveJob) -> None:
         once = [job]
@@ -307,6 +327,18 @@ class Engine:
                 await self.tools.growth.fill(list(self.tools.stagers.values()))
             self._has_idled()
 
+    def post(self, function: Callable[[], object], work: SaveJob) -> None:
+        self.loop.post(function, work)
+
+    def on_delivery(self, job: SaveJob) -> None:
+        self.queue.mark_reported(job)
+
+    def on_staged(self, job: SaveJob) -> None:
+        self.reports.staged(job)
+
+    def on_end(self, job: SaveJob, result: SaveResult | None, error: BaseException | None) -> None:
+        self.queue.record(job, result, error)
+
     def open_window(self) -> None:
         """Allow staging to copy for one more window; see `StagingWindow`."""
         self.origin.check_process()
@@ -324,8 +356,20 @@ class Engine:
 
     # --- loads, and other calls -----------------------------------------------------------------------
 
-    def call(self, function: Callable[[LoadTools], Coroutine[Any, Any, T]], what: str) -> Call[T]:
-        """Run a coroutine function on the engine's loop; ``what`` names it in messages."""
+    def call(
+        self, function: Callable[[LoadTools], Coroutine[Any, Any, T]], what: str, rank_call: RankCall | None = None
+    ) -> Call[T]:
+        """Run a coroutine function on the engine's loop.
+
+        ``what`` names it in messages; ``rank_call`` is the call that other ranks make too, with that as the operation.
+        """
+        try:
+            return self._begin_call(function, what)
+        except AiockptError as exc:
+            self._tell(rank_call, what, exc)
+            raise
+
+    def _begin_call(self, function: Callable[[LoadTools], Coroutine[Any, Any, T]], what: str) -> Call[T]:
         with importing():
             import aiockpt.reading.executor  # noqa: F401 - before the engine's thread wants it
 
@@ -547,7 +591,7 @@ async def _run_save(job: SaveJob, queue: SaveQueue, resources: EngineResources, 
         await job.turn.finish_in_order()  # a save that has failed early must not let the next one overtake others
         # A caller may keep the handle, and with it the job; the hooks may refer to the checkpointer, which could
         # not be garbage-collected then.
-        job.spec = replace(job.spec, pre_commit=None, post_commit=None)
+        job.spec = replace(job.spec, options=SaveOptions())
         job.pipeline = None
 
 

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from aiockpt.coordination.choose import may_be_of_several
 from aiockpt.core.futures import Completion
 from aiockpt.core.importing import importing
 from aiockpt.core.lazy import lazy_property
@@ -91,6 +92,8 @@ class CheckpointerBase:
         self._failures: Failures = deque(maxlen=KEPT)
         self._engine = Engine(options, self._transforms, self._failures)
         self._warns_as(f"{type(self).__name__}")
+        if may_be_of_several(options.process_group):
+            self._import_all()
 
     def _warns_as(self, what: str) -> None:
         """End the engine when this object is garbage, with a warning that names it ``what``."""
@@ -120,6 +123,14 @@ class CheckpointerBase:
             from aiockpt.engine.loader import Loader
 
         return Loader(self._engine, self._storages, self._transforms)
+
+    def _import_all(self) -> None:
+        """Import now what several ranks need: one that can't at its first call can't inform the others either."""
+        with importing():
+            import aiockpt.coordination.coordinator
+            import aiockpt.reading.executor
+            import aiockpt.saving.collective  # noqa: F401
+        self._submitter, self._loader  # noqa: B018
 
     def submit_items(
         self,
@@ -355,7 +366,7 @@ class EngineAccess:
                 raise value
             return decide([value])
 
-        return engine.call(run, what)
+        return engine.call(run, what, agreement)
 
     def close(self) -> None:
         """Close the checkpointer, blocking."""

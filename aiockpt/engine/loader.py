@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import threading
 from collections.abc import Awaitable, Callable, Sequence
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiockpt.core.importing import importing
 from aiockpt.engine.requests import LoadRequest
-from aiockpt.errors import LoadError
+from aiockpt.errors import AiockptError, LoadError
 from aiockpt.format.keys import check_patterns
 from aiockpt.options import LoadOptions, Path, check_options, check_progress
 from aiockpt.reading.apply_live import Filled, Loading
@@ -130,7 +131,8 @@ class Loader:
         async def refused(_: Gathering) -> Filled:
             raise told
 
-        self._engine.call(lambda _: load_together(gathering, self._turn, refused), gathering.what)
+        with contextlib.suppress(AiockptError):  # this call raises its own error
+            self._engine.call(lambda _: load_together(gathering, self._turn, refused), gathering.what, gathering.call)
 
     def _start_load(self, request: LoadRequest, storage: Storage, report: ReadReport) -> Loading:
         gathering = self._gathering(request)
@@ -149,7 +151,7 @@ class Loader:
             self._refuse(gathering, exc)
             raise
         call = self._engine.call(
-            lambda tools: load_together(gathering, self._turn, partial(load.run, tools)), gathering.what
+            lambda tools: load_together(gathering, self._turn, partial(load.run, tools)), gathering.what, gathering.call
         )
         return Loading(call, request.missing, partial(self._conclude, gathering), self._handing_over, report)
 

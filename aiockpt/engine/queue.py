@@ -105,15 +105,14 @@ class SaveQueue:
         """Return the saves whose tensors are not all copied, in order; none in a forked process."""
         if not self._origin.is_here:
             return []
-        jobs = [job for job in self.jobs if not job.handle.staged.done() and not job.spec.refusal]
-        return [job for job in jobs if job.spec.joint is None]  # which copies nothing itself
+        return [job for job in self.jobs if job.spec.copies and not job.handle.staged.done()]
 
     def is_path_busy(self, path: str, *, overwrite: bool) -> bool:
         """Return whether a save in flight, or one that hangs, keeps another from this path."""
         with self.lock:
             if any(path in job.paths for job in self._abandoned):
                 return True
-            return not overwrite and any(path in job.paths and not job.spec.refusal for job in self._running)
+            return not overwrite and any(path in job.paths for job in self._running)
 
     # --- the busy policy ------------------------------------------------------------------------------
 
@@ -136,19 +135,19 @@ class SaveQueue:
         return [
             job
             for job in self._jobs
-            if not job.ended and job.consistency.abort_error is None and job.spec.refusal is None
+            if not job.ended and job.consistency.abort_error is None and not job.spec.is_refusal
         ]
 
     @property
     def _busy(self) -> bool:
-        return sum(not job.spec.is_part for job in self._running) >= self._most
+        return sum(job.spec.has_outcome for job in self._running) >= self._most
 
     def supersede(self, path: str) -> None:
         """End the queued saves that the save to this path supersedes, if that is the policy."""
         with self.lock:
             if self._on_busy != "supersede":
                 return
-            jobs = [job for job in self._running if not job.spec.is_part]  # which go with their transaction
+            jobs = [job for job in self._running if job.spec.has_outcome]  # parts go with their transaction
             given = [jobs[at] for at in superseded([job.handle.staged.done() for job in jobs], self._most)]
         for job in given:
             job.abort(
@@ -171,7 +170,7 @@ class SaveQueue:
     def add(self, job: SaveJob) -> None:
         with self.lock:
             self._jobs.append(job)
-            if job.spec.refusal is None and not job.spec.is_part:
+            if job.spec.has_outcome:
                 self._unreported.append(job)
 
     def mark_reported(self, job: SaveJob) -> None:
@@ -185,7 +184,7 @@ class SaveQueue:
             if job.ended:
                 return
             job.ended = True
-            if not job.spec.is_part and (job.spec.refusal is None or job not in self._jobs):
+            if job.spec.has_outcome or (job.spec.is_refusal and job not in self._jobs):
                 self._count(job, error)
                 self._reports.over(job, outcome_of(error), result, error)
 
@@ -271,7 +270,7 @@ class SaveQueue:
         """Return the counts, with the bytes of staging memory."""
         with self.lock:
             return Statistics(
-                in_flight=sum(job.spec.refusal is None and not job.spec.is_part for job in self._running),
+                in_flight=sum(job.spec.has_outcome for job in self._running),
                 abandoned=len(self._abandoned),
                 written=self._counts["written"],
                 skipped=self._counts["skipped"],

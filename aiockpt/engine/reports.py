@@ -45,7 +45,7 @@ class Reports:
 
     def started(self, job: SaveJob) -> None:
         """Report a save that was queued, in a copy of the caller's context: a trace finds its parent span there."""
-        if self._observers and job.spec.refusal is None:
+        if self._observers and not job.spec.is_refusal:
             job.number = next(_numbers)
             context = contextvars.copy_context()
             self._tell(lambda observer, event: context.copy().run(observer.save_started, event), _event_of(job))

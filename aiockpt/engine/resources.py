@@ -13,7 +13,7 @@ import anyio
 from aiockpt.core.lazy import lazy_property
 from aiockpt.core.machine import cores, memory_share_bytes, python_program
 from aiockpt.core.threads import Duty, Origin, Workers
-from aiockpt.errors import LoadError
+from aiockpt.errors import LoadError, unwrapped
 from aiockpt.staging.cpu import CpuStager
 from aiockpt.staging.cuda import AcceleratorStager
 from aiockpt.staging.host_cache import HostCache
@@ -189,8 +189,8 @@ class PoolSizer:
         """
         try:
             await self._touch(self._pool.lease_new(self._wanted(self._nbytes)), stagers, only_if_idle=True)
-        except (OSError, MemoryError, RuntimeError) as exc:
-            logger.warning("no more staging memory could be allocated ahead of the next save: %s", exc)
+        except Exception as exc:  # maybe in a group; the next save allocates what it needs, or fails
+            logger.warning("no more staging memory could be allocated ahead of the next save: %s", unwrapped(exc))
 
     def _wanted(self, nbytes: int) -> int:
         return -(-nbytes // self._pool.chunk_bytes) + self._files

@@ -8,7 +8,8 @@ import pickle
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import aiockpt.saving.pipeline  # noqa: F401 - what runs the save, imported before the engine's thread wants it
@@ -28,17 +29,17 @@ from aiockpt.errors import (
 )
 from aiockpt.format.hashes import require_hash
 from aiockpt.format.item.objects import needed_for
-from aiockpt.format.manifest.manifest import JsonValue, check_user_metadata
+from aiockpt.format.manifest.manifest import check_user_metadata
 from aiockpt.format.names import COMMON_NAME, CONFIG_NAME, SUFFIX
 from aiockpt.format.recognise import TORCH_SUFFIXES, is_mark
 from aiockpt.format.transforms.zstd import choose_compression
-from aiockpt.options import Base, Path, Replicas, SaveFormat, Validation, check_choice
+from aiockpt.options import Base, Path, Replicas, SaveFormat, SaveOptions, Validation, check_choice
 from aiockpt.planning.base import DeltaSpec
 from aiockpt.planning.dcp_plan import DcpFormat
 from aiockpt.planning.flatten import NameMemo
 from aiockpt.planning.safetensors_plan import SafetensorsFormat
 from aiockpt.planning.torch_plan import TorchFormat
-from aiockpt.saving.job import SaveJob, SaveSpec, no_state
+from aiockpt.saving.job import AppendSpec, PartSpec, RefusedSpec, SaveJob, SaveSpec
 from aiockpt.snapshot.capture import capture_items, capture_state
 from aiockpt.storage.base import Storage, shared_storage
 from aiockpt.storage.registry import scheme_of, text_of
@@ -73,14 +74,18 @@ class Submitter:
         self._warned: set[frozenset[str]] = set()
         self._warned_classes: set[str] = set()  # of `_warn_of_dequantized`
 
-    def submit(self, request: SaveRequest, *, is_part: bool = False, is_alone: bool = False) -> SaveHandle:
-        """Queue a save; see `aiockpt.AsyncCheckpointer.save`.
+    def submit(self, request: SaveRequest) -> SaveHandle:
+        """Queue a save; see `aiockpt.AsyncCheckpointer.save`."""
+        return self._submit(request, SaveSpec).handle
 
-        Args:
-            request: what to save.
-            is_part: of a transaction.
-            is_alone: this rank makes it alone: the others don't call it, and are not informed if it fails.
+    def submit_part(self, request: SaveRequest, *, is_alone: bool) -> SaveJob:
+        """Queue a part of a transaction.
+
+        ``is_alone``: this rank makes it alone: the others don't call it, and are not informed if it fails.
         """
+        return self._submit(request, PartSpec, is_alone=is_alone)
+
+    def _submit(self, request: SaveRequest, kind: type[SaveSpec], *, is_alone: bool = False) -> SaveJob:
         started = time.perf_counter()
         coordinator = None if is_alone else self._engine.coordinator()
         call = None if coordinator is None else coordinator.call("save")
@@ -88,7 +93,7 @@ class Submitter:
         self._engine.origin.check(f"a save to {path}")
         try:
             ranks = None if coordinator is None else coordinator.world_size
-            job = self._job(request, started, call, ranks=ranks, is_part=is_part)
+            job = SaveJob(self._spec(request, kind, started, call, ranks), self._engine)
             captured = time.perf_counter()
             job.captured_s = captured - started
             job.spans.append(Span("capture", threading.current_thread().name, started, captured))
@@ -99,11 +104,11 @@ class Submitter:
             is_calm = (self._options.warn_only and isinstance(exc, WriteError)) or isinstance(exc, SaveSkippedError)
             if not is_calm:
                 raise
-            job = SaveJob.of_refusal(path, self._storages.default, exc, started, self._engine)
+            job = self._refusal(path, exc, started, call=None)
             job.settle(None, exc)
-            return job.handle
+            return job
         job.captured_s = time.perf_counter() - started
-        return job.handle
+        return job
 
     def rehearse(self, state_dict: StateDict) -> None:
         """Capture a state and drop it: a save then imports, calls and faults in nothing for the first time."""
@@ -122,9 +127,22 @@ class Submitter:
         ``call`` is None if this rank has not counted it.
         """
         if (coordinator := self._engine.coordinator()) is not None:
-            call = call or coordinator.call("save")
-            job = SaveJob.of_refusal(path, self._storages.default, error, time.perf_counter(), self._engine, call)
-            self._engine.refuse(job)
+            self._engine.refuse(self._refusal(path, error, time.perf_counter(), call or coordinator.call("save")))
+
+    def _refusal(self, path: str, error: BaseException, started: float, call: RankCall | None) -> SaveJob:
+        """Return the job that only says why this process does not save."""
+        storage, options = self._storages.default, self._options
+        fallback = None if options.fallback_path is None else (storage, "")  # the others ask whether to go there
+        spec = RefusedSpec(
+            path=path,
+            storage=storage,
+            started=started,
+            warn_only=options.warn_only,
+            fallback=fallback,
+            call=call,
+            error=error,
+        )
+        return SaveJob(spec, self._engine)
 
     def submit_items(
         self,
@@ -143,13 +161,13 @@ class Submitter:
         storage, where = self._storages.of(directory, storage)
         snapshot = capture_items(items, sampled=self._options.validate == "hash")
         self._warn_of_dequantized(snapshot)
-        spec = SaveSpec(
+        spec = AppendSpec(
             path=where,
             storage=storage,
             snapshot=snapshot,
             started=started,
-            append_planner=planner,
-            append_ticket=ticket,
+            planner=planner,
+            ticket=ticket,
             transforms=transforms,
         )
         job = SaveJob(spec, self._engine)
@@ -157,11 +175,11 @@ class Submitter:
         job.captured_s = time.perf_counter() - started
         return job
 
-    def _fallback_for(self, where: str, storage: Storage) -> tuple[Storage, str | None]:
-        """Return the fallback path of a checkpoint, and the storage of that."""
+    def _fallback_for(self, where: str, storage: Storage) -> tuple[Storage, str] | None:
+        """Return the storage and the path of the fallback of a checkpoint; None if there is none."""
         fallback = self._options.fallback_path
         if fallback is None:
-            return storage, None
+            return None
         path = text_of(fallback(where) if callable(fallback) else fallback)
         if scheme_of(path) == scheme_of(where):
             place, path = storage, storage.resolve(path)
@@ -169,33 +187,17 @@ class Submitter:
             place, path = self._storages.of(path)
         return place, path if callable(fallback) else place.below(path, storage.split(where)[1])
 
-    def _check_path(self, check: Callable[..., None], where: str, fallback: str | None, *, overwrite: bool) -> None:
-        """Raise if the path is taken; see `Storage.check`."""
-        if self._engine.queue.is_path_busy(where, overwrite=overwrite):
-            raise CheckpointExistsError(f"a save to {where} is in flight; wait for it, or save under another name")
-        try:
-            check(where, overwrite=overwrite)
-        except WriteError:
-            if fallback is None:  # else the save meets the same error, and uses the fallback
-                raise
-
-    def _job(
-        self, request: SaveRequest, started: float, call: RankCall | None, *, ranks: int | None, is_part: bool
-    ) -> SaveJob:
-        """Check everything that can be checked at the call, and capture the state."""
-        engine, together = self._engine, ranks is not None
-        if not is_part:
-            engine.queue.raise_unreported()
-        storage, where = self._storages.of(request.path, request.storage, request.storage_options)
-        format = format_for(request.format, where)
-        if format == "torch" and together:
-            raise SaveError(
-                f"{where}: a torch.save file is written by one process. Save with format='dcp', and convert it with "
-                "`aiockpt convert`, or save with process_group=None on one rank"
-            )
-        if engine.leads and not is_part:  # one rank decides for all: the others may be behind or ahead of it
-            engine.queue.admit(where)
-        place, fallback = (storage, None) if is_part else self._fallback_for(where, storage)
+    def _check_place(
+        self,
+        request: SaveRequest,
+        format: SaveFormat,
+        storage: Storage,
+        where: str,
+        fallback: tuple[Storage, str] | None,
+        *,
+        together: bool,
+    ) -> None:
+        """Raise if the storage can't have such a checkpoint, or the path is taken; see `Storage.check`."""
         if (format == "torch" or where.endswith(SUFFIX)) and not storage.traits.single_files:
             raise SaveError(f"{where}: {type(storage).__name__} keeps no checkpoints of one file; save to a directory")
         if together and format == "safetensors" and not storage.traits.shared_files:
@@ -203,32 +205,75 @@ class Submitter:
                 f"{where}: {type(storage).__name__} can't let several ranks write one file, as format='safetensors' "
                 "does: save with format='dcp', or with process_group=None on one rank"
             )
-        check = storage.check_repository if format == "safetensors" else storage.check
-        self._check_path(check, where, fallback, overwrite=request.overwrite)
+        if self._engine.queue.is_path_busy(where, overwrite=request.overwrite):
+            raise CheckpointExistsError(f"a save to {where} is in flight; wait for it, or save under another name")
+        try:
+            check = storage.check_repository if format == "safetensors" else storage.check
+            check(where, overwrite=request.overwrite)
+        except WriteError:
+            if fallback is None:  # else the save meets the same error, and uses the fallback
+                raise
+
+    def _spec(
+        self, request: SaveRequest, kind: type[SaveSpec], started: float, call: RankCall | None, ranks: int | None
+    ) -> SaveSpec:
+        """Check everything that can be checked at the call, and capture the state."""
+        together, takes_turn = ranks is not None, kind.has_outcome  # else its transaction has passed this
+        if takes_turn:
+            self._engine.queue.raise_unreported()
+        storage, where = self._storages.of(request.path, request.storage, request.storage_options)
+        format = format_for(request.format, where)
+        if format == "torch" and together:
+            raise SaveError(
+                f"{where}: a torch.save file is written by one process. Save with format='dcp', and convert it with "
+                "`aiockpt convert`, or save with process_group=None on one rank"
+            )
+        if self._engine.leads and takes_turn:  # one rank decides for all: the others may be behind or ahead of it
+            self._engine.queue.admit(where)
+        fallback = self._fallback_for(where, storage) if takes_turn else None
+        self._check_place(request, format, storage, where, fallback, together=together)
         self._check_transforms(request, format)
         delta = self._delta(request, format, storage, together=together)
+        self._check_sharing(storage, together=together)
+        request = _checked(request, self._options.validate)
+        file_format = choose_file_format(request, format, where, files=self._options.writing_threads)
+        files = read_files(request.files or {}, is_single=format == "torch" or where.endswith(SUFFIX))
+        snapshot = self._capture(request, file_format, ranks)
+        names, compress = snapshot.structure.names, request.compress
+        return kind(
+            path=where,
+            storage=storage,
+            started=started,
+            snapshot=snapshot,
+            options=replace(request, state_dict={}, files=None),
+            files=files,
+            file_format=file_format,
+            compression=None if compress is None else choose_compression(compress, names, snapshot.tensors),
+            transforms=self._transforms,
+            delta=delta,
+            warn_only=self._options.warn_only,
+            fallback=fallback,
+            call=call,
+        )
+
+    def _check_sharing(self, storage: Storage, *, together: bool) -> None:
+        """Raise SaveError if several processes are to write, and the storage does not allow it."""
         if together or self._options.process_writer is not None:
             shared_storage(storage)
         if self._options.process_writer is not None:
             check_portable(storage, *self._transforms)
-        try:
-            metadata = check_user_metadata({} if request.metadata is None else request.metadata)
-        except TypeError as exc:
-            raise SaveError(str(exc)) from None
-        file_format = choose_file_format(request, format, where, metadata, files=self._options.writing_threads)
-        files = read_files(request.files or {}, is_single=format == "torch" or where.endswith(SUFFIX))
-        validate = request.validate or self._options.validate
-        check_choice("validate", validate, Validation)
-        check_choice("replicas", request.replicas, Replicas)
+
+    def _capture(self, request: SaveRequest, file_format: FileFormat | None, ranks: int | None) -> Snapshot:
+        """Capture the state, and warn of what is not loaded as it was saved."""
         with gc_pause():  # what is captured is no garbage
             snapshot = capture_state(
                 request.state_dict,
                 self._names,
                 ranks=ranks,
-                sampled=validate == "hash",
+                sampled=request.validate == "hash",
                 include=request.include,
                 exclude=request.exclude,
-                arenas=engine.arenas,
+                arenas=self._engine.arenas,
                 group=self._options.process_group,
                 together=isinstance(file_format, TorchFormat),
             )
@@ -237,44 +282,21 @@ class Submitter:
         self._warn_of_permissions(snapshot)
         self._warn_of_dequantized(snapshot)
         self._warn_of_sharing(snapshot)
-        names, compress = snapshot.structure.names, request.compress
-        spec = SaveSpec(
-            path=where,
-            storage=storage,
-            overwrite=request.overwrite,
-            metadata=metadata,
-            files=files,
-            snapshot=snapshot,
-            started=started,
-            file_format=file_format,
-            pre_commit=request.pre_commit,
-            post_commit=request.post_commit,
-            compression=None if compress is None else choose_compression(compress, names, snapshot.tensors),
-            transforms=self._transforms,
-            delta=delta,
-            warn_only=self._options.warn_only,
-            fallback=fallback,
-            fallback_storage=place,
-            replicas=request.replicas,
-            call=call,
-            is_part=is_part,
-        )
-        return SaveJob(spec, engine)
+        return snapshot
 
     def submit_joint(self, joint: Joint, request: TransactionRequest) -> SaveHandle:
         """Queue the last step of a transaction: it publishes what its parts have written, or removes it."""
         started, coordinator = time.perf_counter(), self._engine.coordinator()
-        spec = SaveSpec(
+        with importing():
+            from aiockpt.saving.joint import JointSpec
+        spec = JointSpec(
             path=joint.path,
             storage=joint.storage,
-            snapshot=no_state(),
             started=started,
-            overwrite=joint.overwrite,
-            joint=joint,
-            pre_commit=request.pre_commit,
-            post_commit=request.post_commit,
+            options=SaveOptions(pre_commit=request.pre_commit, post_commit=request.post_commit),
             warn_only=self._options.warn_only,
             call=None if coordinator is None else coordinator.call("save"),
+            joint=joint,
         )
         job = SaveJob(spec, self._engine)
         self._engine.submit(job)
@@ -382,6 +404,18 @@ class Submitter:
         return DeltaSpec(new_hash, memory, path, full_every=base.full_every)
 
 
+def _checked(request: SaveRequest, validate: Validation) -> SaveRequest:
+    """Return a request with values for all options; raise SaveError or ValueError if they are none."""
+    try:
+        metadata = check_user_metadata({} if request.metadata is None else request.metadata)
+    except TypeError as exc:
+        raise SaveError(str(exc)) from None
+    validate = request.validate or validate
+    check_choice("validate", validate, Validation)
+    check_choice("replicas", request.replicas, Replicas)
+    return replace(request, metadata=metadata, validate=validate)
+
+
 def check_portable(*tools: Storage | Transform) -> None:
     """Raise SaveError if a storage or transform can't be pickled for the writer process."""
     for tool in tools:
@@ -432,9 +466,7 @@ def format_for(name: SaveFormat | None, path: str) -> SaveFormat:
     return name or ("safetensors" if end.endswith(SUFFIX) else "torch" if end.endswith(TORCH_SUFFIXES) else "dcp")
 
 
-def choose_file_format(
-    request: SaveRequest, name: SaveFormat, path: str, metadata: Mapping[str, JsonValue], *, files: int
-) -> FileFormat | None:
+def choose_file_format(request: SaveRequest, name: SaveFormat, path: str, *, files: int) -> FileFormat | None:
     """Return the file format, None for DCP's default form; raise ValueError for options that contradict it."""
     hint = request.separation_hint
     hints = (hint,) if isinstance(hint, str) else tuple(hint or ())
@@ -448,7 +480,7 @@ def choose_file_format(
             )
     if name == "safetensors":
         return SafetensorsFormat(
-            metadata,
+            request.metadata or {},
             single_file=path.endswith(SUFFIX),
             shard_bytes=request.shard_bytes,
             file_of=request.fqn_to_index_mapping,
@@ -460,7 +492,7 @@ def choose_file_format(
     if request.fqn_to_index_mapping is not None:
         raise ValueError("fqn_to_index_mapping is for format='safetensors'")
     if name == "torch":
-        if metadata:
+        if request.metadata:
             raise ValueError("a torch.save file has no place for metadata=: put it into the state")
         return TorchFormat()
     return DcpFormat(files, hints) if hints else None

@@ -79,11 +79,9 @@ class CheckpointTransaction:
             return
         try:
             options = {each.name: getattr(request, each.name) for each in fields(StateOptions)}
-            storage = joint.storage_of(name, is_file=is_file)
+            storage = joint.storage_of(name)
             save = SaveRequest(request.state_dict, path, storage=storage, overwrite=True, **options)
-            (joint.files if is_file else joint.parts)[name] = submitter.submit(
-                save, is_part=True, is_alone=is_file
-            )._job
+            (joint.files if is_file else joint.parts)[name] = submitter.submit_part(save, is_alone=is_file)
         except BaseException as exc:
             if is_file:
                 joint.refused_file = exc
@@ -172,7 +170,7 @@ class CheckpointTransaction:
             engine.joints.add(joint)
             return joint
 
-        return engine.call(begin, f"the transaction of {self.path}")
+        return engine.call(begin, f"the transaction of {self.path}", call)
 
     def _check(self) -> None:
         queue, overwrite = self._checkpointer._engine.queue, self._request.overwrite

@@ -219,7 +219,7 @@ class _WatchBase:
         self._manager = run if isinstance(run, ManagerBase) else None
         if request.until is not None and not callable(request.until):
             raise TypeError(f"until must be a function without arguments, not {request.until!r}")
-        storage: Any = request.storage if self._manager is None else self._manager._storage
+        storage: Any = request.storage if self._manager is None else self._manager._tiers.run.storage
         where: Any = run if self._manager is None else self._manager.directory
         names = DEFAULT_NAMES if request.names is None else StepNames(request.names)
         self._poller = Poller(where, storage, request.storage_options, names, request.poll_s)

@@ -3,10 +3,7 @@
 | file | is proven by |
 | --- | --- |
 | `.aiockpt.json`, and all that it lists | its CRC |
-| `.metadata` and `__N.metadata`, and the `*.distcp` that they name | that they can be decoded |
-| one `*.safetensors.index.json` or `*.bin.index.json`, and the files of tensors in its map | that it can be decoded |
-| a `*.safetensors` that is alone, and all parts of one set by their names, without a document | their headers |
-| `common.pt` and `metadata.json` of Megatron, and `meta.pt` of Lightning | `.metadata`, if that is alone |
+| without one, the files of a layout | what `aiockpt.format.layouts` says of it |
 | all other files, and directories in which a file is not listed by an intact `.aiockpt.json` | nothing |
 
 If one document that counts can't be read, or the directory is several checkpoints for `recognise`, nothing is proven.
@@ -18,23 +15,21 @@ if nothing describes them. Files of a model repository there are those that a sa
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping
 from fnmatch import fnmatchcase
 
 from aiockpt.errors import CorruptCheckpointError, LoadError
+from aiockpt.format.layouts import DATA_NAMES, Fetch, document, named_by
 from aiockpt.format.manifest.manifest import decode_head, facts_in, is_of_another_save
-from aiockpt.format.names import COMMON_NAME, CONFIG_NAME, MANIFEST_NAME, METADATA_NAME, OPEN_MARK, SINGLE_NAME, SUFFIX
-from aiockpt.format.recognise import SHARD_INDEX, Fetch, assess, document, rank_metadata, recognise
+from aiockpt.format.names import MANIFEST_NAME, METADATA_NAME, OPEN_MARK, SINGLE_NAME, SUFFIX
+from aiockpt.format.recognise import SHARD_INDEX, rank_metadata, recognise
 
-_DCP = "*.distcp"
 _STILL_OPEN = (".nfs*", ".fuse_hidden*")  # what NFS and FUSE keep of files that were removed while they are open
 _LEFT = (SINGLE_NAME, *_STILL_OPEN, ".__*_results.json", ".__*_results.json.new")  # the last ones are of Megatron
 _REPOSITORY = (  # beside the safetensors of a model, as the Hugging Face Hub has them
     *("*config.json", "configuration_*.py", "modeling_*.py", "tokenizer*", "*tokens*.json", "vocab*", "merges.txt"),
     *("sentencepiece*.model", "spiece.model", "chat_template.*", "README.md", "LICENSE*", ".gitattributes"),
 )
-_LIGHTNING = "meta.pt"
 
 
 def describes(name: str) -> bool:
@@ -56,49 +51,7 @@ def proven_files(files: Mapping[str, int], fetch: Fetch) -> set[str]:
         if METADATA_NAME in files and is_of_another_save(listed, data := document(METADATA_NAME, files, fetch)):
             own |= {METADATA_NAME, *named_by(METADATA_NAME, data)}
         return own
-    found = recognise(files, fetch)
-    if found.choices:
-        raise CorruptCheckpointError("it is no checkpoint, but has some in it")
-    if found.index:
-        if not found.files:
-            raise CorruptCheckpointError(found.problem)
-        return {found.index, *(name for name in found.files if name.endswith((SUFFIX, ".bin")))}
-    own = {METADATA_NAME} & files.keys() if found.layout == "dcp" else set(found.ranks.values())
-    for name in sorted(own):
-        own |= named_by(name, document(name, files, fetch))
-    if METADATA_NAME in own:
-        own |= _beside_metadata(files, fetch)
-    elif found.layout == "safetensors":
-        state, problem, *_ = assess(found, files, fetch)
-        if state != "complete":
-            raise CorruptCheckpointError(problem)
-        own.update(found.files)
-    elif not own and found.problem:
-        raise CorruptCheckpointError(found.problem)
-    return own
-
-
-def named_by(name: str, metadata: bytes) -> set[str]:
-    """Return the data files that a `.metadata` of DCP names; raise LoadError if it can't be decoded."""
-    from aiockpt.format.dcp.metadata import decode_metadata  # imports torch, which the writer process rarely needs
-
-    try:
-        return {file for file in decode_metadata(metadata, as_stored=True).files if fnmatchcase(file, _DCP)}
-    except LoadError as exc:
-        raise CorruptCheckpointError(f"{name} can't be decoded, so nothing tells which files are its own") from exc
-
-
-def _beside_metadata(files: Mapping[str, int], fetch: Fetch) -> set[str]:
-    """Return what other programs store beside a `.metadata`, which does not name it."""
-    own = {_LIGHTNING} & files.keys()
-    if own and recognise({"": files[_LIGHTNING]}, lambda _, *at: fetch(_LIGHTNING, *at), alone=True).layout != "torch":
-        own = set()
-    try:
-        if CONFIG_NAME in files and "sharded_backend" in json.loads(document(CONFIG_NAME, files, fetch)):
-            own |= {COMMON_NAME, CONFIG_NAME}
-    except (ValueError, TypeError, RecursionError):
-        pass  # another program's
-    return own
+    return recognise(files, fetch).own_files(files, fetch)
 
 
 def left_files(files: Mapping[str, int], fetch: Fetch) -> set[str]:
@@ -107,7 +60,7 @@ def left_files(files: Mapping[str, int], fetch: Fetch) -> set[str]:
         own = proven_files(files, fetch)
     except (LoadError, OSError):
         own = set()
-    tensors = {name for name in files if name.endswith(SUFFIX) or fnmatchcase(name, _DCP)}
+    tensors = {name for name in files if name.endswith(SUFFIX) or fnmatchcase(name, DATA_NAMES)}
     left = {name for name in files if describes(name) or any(fnmatchcase(name, known) for known in _LEFT)}
     return own | left | set(filter(is_of_repository, files)) | (tensors if own <= left else set())
 
@@ -120,7 +73,7 @@ def is_of_repository(name: str) -> bool:
 def is_safetensors(names: Collection[str]) -> bool:
     """Return whether a directory with these files holds safetensors and no checkpoint of DCP."""
     return any(name.endswith(SUFFIX) for name in names) and not any(
-        name == METADATA_NAME or fnmatchcase(name, _DCP) or rank_metadata([name]) for name in names
+        name == METADATA_NAME or fnmatchcase(name, DATA_NAMES) or rank_metadata([name]) for name in names
     )
 
 
@@ -134,15 +87,10 @@ def is_still_open(name: str) -> bool:
     return any(fnmatchcase(name, each) for each in _STILL_OPEN)
 
 
-def has_marks(names: Collection[str]) -> bool:
-    """Return whether a directory with these files looks like a checkpoint, whatever is in it besides."""
-    return any(describes(name) or name.endswith((".metadata", ".distcp", SUFFIX)) for name in names)
-
-
 def is_one_checkpoint(names: Collection[str]) -> bool:
     """Return whether everything in a directory with these files is replaced and deleted as one checkpoint."""
     # Other programs have directories with a `.metadata` of their own.
-    return MANIFEST_NAME in names or (METADATA_NAME in names and any(fnmatchcase(name, _DCP) for name in names))
+    return MANIFEST_NAME in names or (METADATA_NAME in names and any(fnmatchcase(name, DATA_NAMES) for name in names))
 
 
 def finished_in(names: Collection[str]) -> str | None:
@@ -152,4 +100,4 @@ def finished_in(names: Collection[str]) -> str | None:
     if METADATA_NAME in names or any(name.endswith(SUFFIX) for name in names):
         return ""
     # Of several checkpoints in one, all of them in directories below, the manifest is the last file.
-    return "" if MANIFEST_NAME in names and not any(fnmatchcase(name, _DCP) for name in names) else None
+    return "" if MANIFEST_NAME in names and not any(fnmatchcase(name, DATA_NAMES) for name in names) else None

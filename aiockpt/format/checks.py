@@ -10,13 +10,22 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import chain, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from aiockpt.core.strides import view_fits
 from aiockpt.errors import CorruptCheckpointError, LoadError, UnsafeCheckpointError
-from aiockpt.format.index import Index, ItemRange, ObjectEntry, ObjPath, StoredChunk, TensorEntry, TensorItem
+from aiockpt.format.index import (
+    Index,
+    ItemRange,
+    ObjectEntry,
+    ObjPath,
+    StoredChunk,
+    TensorEntry,
+    TensorItem,
+    lacking_of,
+)
 
 MAX_DIMS = 64  # the most dimensions that torch gives a tensor
 _LIMIT = 2**63
@@ -24,7 +33,7 @@ _LEAST_GAPS = 1 << 20
 _GAPS_PER_NAME = 64
 _LEAST_COMPARISONS = 1 << 24
 _COMPARISONS_PER_CHUNK = 8192
-_INCOMPLETE = "are not all of"  # see `cover_error`
+_INCOMPLETE = "are not all of"  # see `Cover`
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # a hyper-rectangle of a tensor: offsets and sizes
 
@@ -98,7 +107,7 @@ def _check_tensor(path: str, name: str, entry: TensorEntry, *, is_part: bool) ->
         raise CorruptCheckpointError(f"{path}: {name} can't have the shape {shape}; its metadata is damaged")
     if len(chunks) == 1 and chunks[0].sizes == shape and not any(chunks[0].offsets):
         return
-    wrong = cover_error(shape, [(chunk.offsets, chunk.sizes) for chunk in chunks], is_part=is_part)
+    wrong = cover_of(shape, [(chunk.offsets, chunk.sizes) for chunk in chunks], is_part=is_part).error
     if wrong:
         hint = ", or one rank saved it alone: then load its part with dcp.load" if wrong == _INCOMPLETE else ""
         raise CorruptCheckpointError(f"{path}: the chunks of {name} {wrong} {shape}; its metadata is damaged{hint}")
@@ -176,11 +185,6 @@ def check_paths(paths: Mapping[str, ObjPath], containers: Sequence[Mapping[str, 
 # --- boxes: which of them overlap, and whether together they cover a tensor -----------------------------
 
 
-def leaves_shape(box: Box, shape: Sequence[int]) -> bool:
-    """Return whether a box, which has as many dimensions as the shape, lies partly outside of it."""
-    return any(at < 0 or n < 0 or at + n > total for at, n, total in zip(*box, shape, strict=True))
-
-
 def overlapping(chunks: Sequence[Box], *, bounded: bool = False) -> list[tuple[int, int]]:
     """Return the numbers of the chunks that overlap an earlier one, each with the number of one it overlaps.
 
@@ -230,27 +234,36 @@ def _swept(chunks: Sequence[Box], numbers: Sequence[int], *, bounded: bool) -> l
     return found
 
 
-def cover_error(shape: tuple[int, ...], boxes: Sequence[Box], *, is_part: bool = False) -> str:
-    """Return how the boxes fail to cover each element of a shape once, '' if they do; a part may lack elements."""
-    for offsets, sizes in boxes:
+class Cover(NamedTuple):
+    """How boxes cover a tensor."""
+
+    error: str = ""  # how they fail to cover each element once
+    wrong: tuple[
+        int, ...
+    ] = ()  # the number of a box that lies outside, or of two that overlap, as far as they are known
+    lacking: int = 0  # elements
+
+
+def cover_of(shape: tuple[int, ...], boxes: Sequence[Box], *, is_part: bool = False) -> Cover:
+    """Check that boxes cover each element of a shape once; those of a part may lack elements."""
+    for number, (offsets, sizes) in enumerate(boxes):
         if len(offsets) != len(shape) or len(sizes) != len(shape):
-            return "have another number of dimensions than"
-        if leaves_shape((offsets, sizes), shape):
-            return "lie outside"
-    boxes = [box for box in boxes if 0 not in box[1]]
-    stored, whole = sum(math.prod(sizes) for _, sizes in boxes), math.prod(shape)
-    if stored > whole:
-        return "overlap in"
-    if stored < whole and not is_part:
-        return _INCOMPLETE
+            return Cover("have another number of dimensions than", (number,))
+        if any(at < 0 or n < 0 or at + n > total for at, n, total in zip(offsets, sizes, shape, strict=True)):
+            return Cover("lie outside", (number,))
+    lacking = lacking_of(shape, [sizes for _, sizes in boxes])
+    if lacking > 0 and not is_part:
+        return Cover(_INCOMPLETE, lacking=lacking)
+    if len(boxes) < 2:
+        return Cover()
     # From here on, boxes that do not overlap cover everything, for they have as many elements.
     split = [dim for dim, total in enumerate(shape) if any(sizes[dim] != total for _, sizes in boxes)]
-    if len(split) == 1:  # the most frequent case, and many times as fast without arrays
+    if len(split) == 1 and lacking >= 0:  # the most frequent case, and many times as fast without arrays
         cuts = sorted((offsets[split[0]], sizes[split[0]]) for offsets, sizes in boxes)
-        overlaps = any(begin + size > after for (begin, size), (after, _) in pairwise(cuts))
-    else:
-        try:
-            overlaps = bool(overlapping(boxes, bounded=True))
-        except CorruptCheckpointError:
-            return "are cut in too many ways to be those of"
-    return "overlap in" if overlaps else ""
+        if all(begin + size <= after for (begin, size), (after, _) in pairwise(cuts)):
+            return Cover()
+    try:
+        overlaps = overlapping(boxes, bounded=True)
+    except CorruptCheckpointError:
+        return Cover("are cut in too many ways to be those of")
+    return Cover("overlap in", overlaps[0]) if overlaps else Cover()

@@ -20,7 +20,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from aiockpt.errors import CorruptCheckpointError, LoadError, UnsafeCheckpointError
-from aiockpt.format.index import Entry, Index, ItemRange, ObjectEntry, ObjPath, StoredChunk, TensorEntry
+from aiockpt.format.index import Entry, Index, ItemRange, ObjectEntry, ObjPath, StoredChunk, TensorEntry, lacking_of
 from aiockpt.format.names import COMMON_NAME, METADATA_NAME
 from aiockpt.format.recognise import PART, known_ranks, plain_name
 from aiockpt.format.safetensors.reader import HeaderError, parse_object, shared_names
@@ -52,21 +52,18 @@ class JoinedTensor:
 
     entry: TensorEntry
     chunks: dict[str, StoredChunk] = field(default_factory=dict)  # by text, whose hash is salted
-    elements: int = 0  # in all chunks
     most: int = 0  # that one rank has
 
     def add(self, chunks: Iterable[StoredChunk]) -> None:
         mine = 0
         for chunk in chunks:
-            nbytes = math.prod(chunk.sizes)
-            mine += nbytes
-            if self.chunks.setdefault(f"{chunk.offsets} {chunk.sizes}", chunk) is chunk:
-                self.elements += nbytes
+            self.chunks.setdefault(f"{chunk.offsets} {chunk.sizes}", chunk)
+            mine += math.prod(chunk.sizes)
         self.most = max(self.most, mine)
 
     @property
     def lacking(self) -> int:
-        return math.prod(self.entry.shape) - self.elements
+        return lacking_of(self.entry.shape, (chunk.sizes for chunk in self.chunks.values()))
 
 
 def join_ranks(parts: Mapping[int, Index], files: Collection[str]) -> Index:

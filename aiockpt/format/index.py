@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -15,6 +15,18 @@ if TYPE_CHECKING:
 ObjPath = tuple[str | int, ...]
 
 Format = Literal["aiockpt", "dcp", "torch", "safetensors"]
+
+
+class Division(NamedTuple):
+    """The division of a tensor into stored parts."""
+
+    shape: tuple[int, ...]  # of the whole tensor
+    offsets: Sequence[tuple[int, ...]]  # where each part begins in it
+
+
+def lacking_of(shape: Sequence[int], sizes: Iterable[Sequence[int]]) -> int:
+    """Return how many elements of a shape parts of these sizes lack; less than 0 if they overlap."""
+    return math.prod(shape) - sum(map(math.prod, sizes))
 
 
 class ItemRange(NamedTuple):
@@ -63,7 +75,7 @@ class TensorEntry(NamedTuple):
     @property
     def is_whole(self) -> bool:
         """Whether the chunks, if they do not overlap, hold every element."""
-        return sum(math.prod(chunk.sizes) for chunk in self.chunks) >= math.prod(self.shape)
+        return lacking_of(self.shape, (chunk.sizes for chunk in self.chunks)) <= 0
 
 
 class ObjectEntry(NamedTuple):

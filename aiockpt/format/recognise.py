@@ -22,14 +22,26 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import islice
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from aiockpt.core.wording import naturally, some_of
 from aiockpt.errors import LoadError, printable_key
-from aiockpt.format.item.ziparchive import LEGACY_MAGIC, ZIP_MAGIC, FramingError, read_directory
+from aiockpt.format.item.ziparchive import LEGACY_MAGIC, ZIP_MAGIC
+from aiockpt.format.layouts import (
+    DcpFiles,
+    Fetch,
+    RankFiles,
+    Recognised,
+    SafetensorsFiles,
+    State,
+    TorchFiles,
+    UnfinishedFiles,
+    document,
+    has_common,
+    recognise_file,
+)
 from aiockpt.format.manifest.manifest import (
     DiskFacts,
     FileFacts,
@@ -40,39 +52,19 @@ from aiockpt.format.manifest.manifest import (
     parts_in,
     save_id_of,
 )
-from aiockpt.format.names import COMMON_NAME, CONFIG_NAME, MANIFEST_NAME, METADATA_NAME, SUFFIX
-
-Format = Literal["aiockpt", "dcp", "safetensors", "torch", ""]
-State = Literal["complete", "unfinished", "damaged"]
-Layout = Literal["dcp", "ranks", "safetensors", "torch", ""]
-
-Fetch = Callable[[str, int, int], bytes]
-"""Returns the bytes of a file, by its name, from an offset on, as many as asked for; fewer where the file ends."""
+from aiockpt.format.names import COMMON_NAME, MANIFEST_NAME, METADATA_NAME, SUFFIX
 
 SHARD_INDEX = (".safetensors.index.json", ".bin.index.json")
 TORCH_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".pth.tar", ".pt.tar", ".th", ".pkl")
 """How names of files of torch.save end, in lower case; those with the last one are often other pickles."""
 _HOLDING_STATE = (SUFFIX, *TORCH_SUFFIXES, ".pkl", ".npz", ".npy", ".h5", ".msgpack", ".gguf", ".onnx")
-DOCUMENT_BYTES = 2 << 30
-"""The largest document that is read, for whatever purpose; a larger one is damaged."""
-PART_BYTES = 1 << 20
-"""The bytes of a document that are read at once."""
-HOLE = bytes(64 << 10)
-"""Zeros that no document has: where they are, it was cut short."""
 
-_HEADER_BYTES = 100_000_000
-_CONFIG_BYTES = 1 << 20
-_LENGTH_BYTES = 8  # of the header's length in a safetensors file
-_BEGIN_BYTES = 1024  # enough for the name of the first record of an archive
-_DIRECTORY_BYTES = 64 << 10  # the end of an archive: all of its directory, unless it is large
 _MOST_SHOWN = 10
-_FIRST_RECORD = re.compile(rb"PK\x03\x04.{4}\x00\x00.{20}[^/]+/data\.pkl", re.DOTALL)  # stored, not compressed
 
 _RANK_METADATA = re.compile(r"__(0|[1-9][0-9]{0,8})\.metadata")
 _RANK_DATA = re.compile(r"__(0|[1-9][0-9]{0,8})_[0-9]+\.distcp")
 _RANK_FOLDER = re.compile(r"(.*?)(0|[1-9][0-9]{0,8})", re.DOTALL)
 _NO_RANKS = re.compile(r"epoch|step|iter|checkpoint|ckpt", re.IGNORECASE)  # numbers that count something else
-_DATA_IN_METADATA = re.compile(rb"__[0-9]{1,9}_[0-9]{1,9}\.distcp")
 _PART_OF = r"[-_. ]?([0-9]{1,9})[-_ ]?of[-_ ]?([0-9]{1,9})(?![0-9])"
 _ENDING = r"([^/]*\.(?:safetensors|bin|pt|pth|ckpt|pth\.tar|pt\.tar|th|pkl))"
 PART = re.compile(rf"(?:shard-([0-9]{{1,9}})-)?(.*?){_PART_OF}{_ENDING}", re.IGNORECASE | re.DOTALL)
@@ -98,45 +90,6 @@ _DEEPSPEED = re.compile(
     r"([^/]+/)?([^/]+[-_](model|optim)_states|(?<![^/])zero/.+/(fp32|exp_avg|exp_avg_sq|step))\.pt(?![^/])"
 )
 
-_MAGICS = (
-    (b"GGUF", "a GGUF file of llama.cpp"),
-    (b"\x89HDF\r\n\x1a\n", "an HDF5 file, as of Keras"),
-    (b"\x93NUMPY", "a NumPy array"),
-    (b"version https://git-lfs", "a Git LFS pointer in place of the file: fetch the file with `git lfs pull`"),
-)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recognised:
-    """What a directory or a file is.
-
-    Attributes:
-        layout: how it is read; empty if it is no checkpoint.
-        format: its format; of a directory of checkpoints, that they were published together, by aiockpt.
-        state: "complete" as far as names tell; see `assess`.
-        problem: why it is not complete, or what it is in place of a checkpoint.
-        files: the files of a set, in order: for the layouts safetensors and torch.
-        index: the document that names them, if there is one.
-        ranks: the metadata files of ranks that saved alone.
-        choices: the checkpoints in it, by their relative paths, if it is none itself.
-        beside: the other files at its top, which are not read with it.
-    """
-
-    layout: Layout = ""
-    format: Format = ""
-    state: State = "complete"
-    problem: str = ""
-    files: tuple[str, ...] = ()
-    index: str = ""
-    ranks: Mapping[int, str] = field(default_factory=dict)
-    choices: tuple[str, ...] = ()
-    beside: tuple[str, ...] = ()
-
-    @property
-    def is_described(self) -> bool:
-        """Whether documents at its top say what belongs to it, whatever is in directories below."""
-        return self.layout == "dcp" or bool(self.ranks or self.index)
-
 
 def recognise(files: Mapping[str, int], fetch: Fetch, *, alone: bool = False, index: str = "") -> Recognised:
     """Return what a directory is, or a file.
@@ -150,16 +103,15 @@ def recognise(files: Mapping[str, int], fetch: Fetch, *, alone: bool = False, in
     """
     if alone:
         for name, size in files.items():
-            return _recognise_file(name, size, fetch)
+            return recognise_file(name, size, fetch)
         return Recognised(problem="it is no regular file")
     top = [name for name in files if not name.startswith(".") and "/" not in name]  # others are copies and litter
     if METADATA_NAME in files:
-        form: Format = "aiockpt" if MANIFEST_NAME in files else "dcp"
-        common = form == "dcp" and has_common(files, fetch)
+        is_ours = MANIFEST_NAME in files
+        common = not is_ours and has_common(files, fetch)
         problem = f"it lacks its file {COMMON_NAME}" if common and COMMON_NAME not in files else ""
         beside = _beside(files, [COMMON_NAME] if common else [])
-        state: State = "damaged" if problem else "complete"
-        return Recognised(layout="dcp", format=form, state=state, problem=problem, beside=beside)
+        return DcpFiles(format="aiockpt" if is_ours else "dcp", problem=problem, beside=beside)
     if MANIFEST_NAME in files and not any(name.endswith(SUFFIX) for name in top):
         return _lacking_all(files, fetch)
     ranks, problem = rank_metadata(top), ""
@@ -168,17 +120,16 @@ def recognise(files: Mapping[str, int], fetch: Fetch, *, alone: bool = False, in
     if ranks:
         missing = list(islice((rank for rank in range(known_ranks(ranks, files)) if rank not in ranks), _MOST_SHOWN))
         problem = f"it lacks the part of rank {', '.join(map(str, missing))}" if missing else problem
-        state = "damaged" if problem else "complete"
-        return Recognised(layout="ranks", format="dcp", ranks=ranks, state=state, problem=problem)
+        return RankFiles(format="dcp", ranks=ranks, problem=problem)
     if any(name.endswith(".distcp") for name in top):
         problem = f"it has no {METADATA_NAME}: its save was never finished, or the file was not copied with it"
-        return Recognised(layout="dcp", format="dcp", state="unfinished", problem=problem)
+        return UnfinishedFiles(format="dcp", problem=problem)
     return _recognise_loose(files, top, fetch, index)
 
 
 def depends_on_below(found: Recognised, files: Collection[str], folders: Iterable[str]) -> bool:
     """Return whether the names right below decide what a directory is, which was recognised without them."""
-    if found.layout:
+    if found.is_checkpoint:
         return not found.is_described or bool(found.problem)
     return not files and all(map(_RANK_FOLDER.fullmatch, folders))
 
@@ -190,13 +141,10 @@ def _lacking_all(files: Mapping[str, int], fetch: Fetch) -> Recognised:
         return Recognised(format="aiockpt", choices=tuple(sorted(parts)))
     listed = facts_in(head)
     problem = f"{MANIFEST_NAME} is damaged" if listed is None else wrong_file(listed, files)
-    by_dcp = listed is None or METADATA_NAME in listed
-    return Recognised(
-        layout="dcp" if by_dcp else "safetensors",
-        format="aiockpt" if by_dcp else "safetensors",
-        state="damaged",
-        problem=problem or f"it lacks its file {METADATA_NAME}",
-    )
+    problem = problem or f"it lacks its file {METADATA_NAME}"
+    if listed is None or METADATA_NAME in listed:
+        return DcpFiles(format="aiockpt", problem=problem)
+    return SafetensorsFiles(problem=problem)
 
 
 def _recognise_loose(files: Mapping[str, int], top: Sequence[str], fetch: Fetch, index: str) -> Recognised:
@@ -218,8 +166,8 @@ def _recognise_loose(files: Mapping[str, int], top: Sequence[str], fetch: Fetch,
             below = set()
     if len(things) == 1:
         (members,) = things.values()
-        alone = _recognise_file(members[0], files[members[0]], fetch)
-        if not alone.layout:  # by its contents
+        alone = recognise_file(members[0], files[members[0]], fetch)
+        if not alone.is_checkpoint:  # by its contents
             return Recognised(problem=f"{printable_key(members[0])}: {alone.problem}")
         if not below:
             return _loose_set(members, files)
@@ -231,23 +179,15 @@ def _recognise_loose(files: Mapping[str, int], top: Sequence[str], fetch: Fetch,
 
 
 def _indexed(index: str, files: Mapping[str, int], fetch: Fetch) -> Recognised:
-    form: Literal["safetensors", "torch"] = "safetensors" if index.endswith(SHARD_INDEX[0]) else "torch"
+    kind = SafetensorsFiles if index.endswith(SHARD_INDEX[0]) else TorchFiles
     try:
         names = json.loads(document(index, files, fetch))["weight_map"].values()
         members = tuple(dict.fromkeys(plain_name(str(name)) for name in names))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        problem = f"{printable_key(index)} is damaged"
-        return Recognised(layout=form, format=form, state="damaged", problem=problem, index=index)
+        return kind(problem=f"{printable_key(index)} is damaged", index=index)
     missing = [name for name in members if name not in files]
-    return Recognised(
-        layout=form,
-        format=form,
-        state="damaged" if missing else "complete",
-        problem=f"it lacks its file {printable_key(missing[0])}" if missing else "",
-        files=members,
-        index=index,
-        beside=_beside(files, [*members, index]),
-    )
+    problem = f"it lacks its file {printable_key(missing[0])}" if missing else ""
+    return kind(problem=problem, files=members, index=index, beside=_beside(files, [*members, index]))
 
 
 def plain_name(name: str) -> str:
@@ -256,13 +196,11 @@ def plain_name(name: str) -> str:
 
 
 def _loose_set(members: tuple[str, ...], files: Collection[str]) -> Recognised:
-    form: Literal["safetensors", "torch"] = "safetensors" if members[0].lower().endswith(SUFFIX) else "torch"
     problem = _problem_of_set(members)
     if not problem and f"{members[0]}.aria2" in files:
         problem = f"{printable_key(members[0])} is not downloaded to its end: {members[0]}.aria2 is beside it"
-    state: State = "damaged" if problem else "complete"
-    beside = _beside(files, members)
-    return Recognised(layout=form, format=form, state=state, problem=problem, files=members, beside=beside)
+    kind = SafetensorsFiles if members[0].lower().endswith(SUFFIX) else TorchFiles
+    return kind(problem=problem, files=members, beside=_beside(files, members))
 
 
 def _beside(files: Iterable[str], read: Collection[str]) -> tuple[str, ...]:
@@ -274,16 +212,6 @@ def _beside(files: Iterable[str], read: Collection[str]) -> tuple[str, ...]:
         name for name in files if (not name.startswith(".") and "/" not in name) or _DEEPSPEED.fullmatch(name)
     )
     return tuple(sorted(name for name in candidates if name.endswith(_HOLDING_STATE) and name not in read))
-
-
-def has_common(files: Mapping[str, int], fetch: Fetch) -> bool:
-    """Return whether Megatron-Core has stored what is not sharded in `common.pt`, as its `metadata.json` says."""
-    if not 0 < files.get(CONFIG_NAME, 0) <= _CONFIG_BYTES:
-        return False
-    try:
-        return bool(json.loads(fetch(CONFIG_NAME, 0, files[CONFIG_NAME]))["common_backend"] == "torch")
-    except (ValueError, KeyError, TypeError, RecursionError):  # another program's
-        return False
 
 
 # --- sets of files --------------------------------------------------------------------------------------
@@ -354,7 +282,7 @@ def _is_other_program(name: str, fetch: Fetch) -> bool:
 def _of_others(files: Mapping[str, int], fetch: Fetch) -> str:
     """Return what the first file at the top is that has a name of torch.save and is known to be something else."""
     names = sorted(name for name in files if "/" not in name and _is_other_program(name, fetch))
-    found = ((name, _recognise_file(name, files[name], fetch).problem) for name in names)
+    found = ((name, recognise_file(name, files[name], fetch).problem) for name in names)
     return next((f"{printable_key(name)}: {problem}" for name, problem in found if problem), "")
 
 
@@ -457,56 +385,6 @@ def _rank_directories(files: Mapping[str, int], fetch: Fetch) -> tuple[dict[int,
     return found, problem
 
 
-# --- files ----------------------------------------------------------------------------------------------
-
-
-def _recognise_file(name: str, size: int, fetch: Fetch) -> Recognised:
-    begin = fetch(name, 0, min(size, _BEGIN_BYTES))
-    if begin[:4] == ZIP_MAGIC:
-        return _recognise_archive(name, size, begin, fetch)
-    if LEGACY_MAGIC in begin[:64]:
-        return Recognised(layout="torch", format="torch", files=(name,))
-    for magic, what in _MAGICS:
-        if begin.startswith(magic):
-            return Recognised(problem=f"it is {what}")
-    if begin[257:262] == b"ustar":
-        how = "of NeMo: unpack it with tar, and load what is in it" if name.endswith(".nemo") else "of any contents"
-        old = begin.startswith(b"sys_info\0")
-        return Recognised(
-            problem=f"it is a tar archive {'of torch before 0.2: load it with torch.load' if old else how}"
-        )
-    if name.endswith(".onnx"):
-        return Recognised(problem="it is an ONNX model")
-    if name.lower().endswith(SUFFIX) or (begin[8:9] == b"{" and int.from_bytes(begin[:8], "little") <= _HEADER_BYTES):
-        return Recognised(layout="safetensors", format="safetensors", files=(name,))
-    if begin[:1] == b"\x80" and begin[1:2] in (b"\2", b"\3", b"\4", b"\5"):
-        return Recognised(problem="it is a pickle, but not one of torch.save; to unpickle it may run code")
-    return Recognised()
-
-
-def _recognise_archive(name: str, size: int, begin: bytes, fetch: Fetch) -> Recognised:
-    end = fetch(name, max(0, size - _DIRECTORY_BYTES), min(size, _DIRECTORY_BYTES))
-    if b"/constants.pkl" in end:
-        return Recognised(
-            problem="it is a TorchScript program, not a torch.save file: open it with torch.jit.load, and save its "
-            "state_dict()"
-        )
-    if name.endswith(".npz"):
-        return Recognised(problem="it is a NumPy .npz archive")
-    if not _FIRST_RECORD.match(begin) and "data.pkl" not in _records(name, size, fetch):
-        return Recognised(problem="it is a zip archive, but not one of torch.save")
-    return Recognised(layout="torch", format="torch", files=(name,))
-
-
-def _records(name: str, size: int, fetch: Fetch) -> set[str]:
-    """Return the names in an archive of torch.save; none if it was cut short or is damaged."""
-    try:
-        records = read_directory(size, lambda at, length: fetch(name, at, max(0, min(length, size - at))))
-    except FramingError:
-        return set()
-    return {each.name.partition("/")[2] for each in records}
-
-
 # --- state ----------------------------------------------------------------------------------------------
 
 
@@ -522,7 +400,7 @@ class Assessment(NamedTuple):
 def assess(found: Recognised, files: Mapping[str, int], fetch: Fetch) -> Assessment:
     """Read the documents of a checkpoint, and look for the files that they name. A complete one can be opened."""
     problem = found.problem
-    if MANIFEST_NAME in files and found.layout:
+    if MANIFEST_NAME in files and found.is_checkpoint:
         manifest = document(MANIFEST_NAME, files, fetch)
         head = decode_head(manifest)
         listed = None if head is None else facts_in(head)
@@ -534,15 +412,9 @@ def assess(found: Recognised, files: Mapping[str, int], fetch: Fetch) -> Assessm
         if not problem or not replaced:
             return Assessment("damaged" if problem else "complete", problem, head, save_id_of(manifest))
         problem = ""
-    if problem or not found.layout:
-        return Assessment(found.state, problem)
-    match found.layout:
-        case "dcp":
-            problem = _metadata_problem(METADATA_NAME, files, fetch)
-        case "ranks":
-            problem = next(filter(None, (_metadata_problem(name, files, fetch) for name in found.ranks.values())), "")
-        case "safetensors" | "torch":
-            problem = next(filter(None, (_file_problem(name, files[name], fetch, found) for name in found.files)), "")
+    if problem:
+        return Assessment(found.broken, problem)
+    problem = found.find_problem(files, fetch)
     return Assessment("damaged" if problem else "complete", problem)
 
 
@@ -564,57 +436,7 @@ def wrong_file(listed: Mapping[str, FileFacts], files: Mapping[str, int]) -> str
 
 def absent_text(disks: Collection[DiskFacts], files: Collection[str]) -> str:
     """Return which hosts have files that are not here, of a checkpoint on the own disks of several; empty if none."""
-    away = [each for each in disks if each.files and not each.files & set(files)]
-    total = sum(len(each.files) for each in disks)
-    named = some_of([f"{each} has {len(each.files)}" for each in away], _MOST_SHOWN)
+    away = [disk for disk in disks if disk.files and not disk.files & set(files)]
+    total = sum(len(disk.files) for disk in disks)
+    named = some_of([f"{disk} has {len(disk.files)}" for disk in away], _MOST_SHOWN)
     return f"{named} of its {total} files, which are on the own disks of several hosts" if away else ""
-
-
-def _metadata_problem(name: str, files: Mapping[str, int], fetch: Fetch) -> str:
-    """Return why a `.metadata` of DCP can't be whole: it is cut short, or a file that it names is missing."""
-    metadata, folder = document(name, files, fetch), name[: name.rfind("/") + 1]
-    if metadata[:1] != b"\x80" or metadata[-1:] != b".":
-        return f"{name} is cut short or damaged"
-    named = sorted({folder + name.decode() for name in _DATA_IN_METADATA.findall(metadata)})
-    return next((f"it lacks its file {name}" for name in named if name not in files), "")
-
-
-def _file_problem(name: str, size: int, fetch: Fetch, found: Recognised) -> str:
-    prefix = f"{printable_key(name)}: " if len(found.files) > 1 else ""
-    inner = _recognise_file(name, size, fetch)
-    if inner.layout != found.layout:
-        return f"{prefix}{inner.problem or 'it is damaged'}"
-    problem = inner.problem
-    if inner.layout == "safetensors":
-        problem = _safetensors_problem(name, size, fetch)
-    elif fetch(name, 0, 4) == ZIP_MAGIC and "data.pkl" not in _records(name, size, fetch):
-        problem = "it was cut short, or is damaged"
-    return f"{prefix}{problem}" if problem else ""
-
-
-def _safetensors_problem(name: str, size: int, fetch: Fetch) -> str:
-    """Return why a file is no intact safetensors file, empty if it may be one."""
-    length = int.from_bytes(fetch(name, 0, min(size, _LENGTH_BYTES)), "little")
-    if length > _HEADER_BYTES or _LENGTH_BYTES + length > size:
-        return "its header is cut short or damaged"
-    try:
-        header = json.loads(fetch(name, _LENGTH_BYTES, length))
-        end = max((each["data_offsets"][1] for key, each in header.items() if key != "__metadata__"), default=0)
-        expected = _LENGTH_BYTES + length + end
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
-        return "its header is damaged"
-    return "" if expected == size else f"it has {size} bytes, but should have {expected}"
-
-
-def document(name: str, files: Mapping[str, int], fetch: Fetch) -> bytes:
-    """Return a file that describes others; nothing of one that has a hole, or is larger than any can be."""
-    data, size = bytearray(), files[name]
-    # In parts: a sparse file takes no disk space, but would take up to 2 GiB of memory before its first hole is seen.
-    while size <= DOCUMENT_BYTES and len(data) < size:
-        part = fetch(name, len(data), min(PART_BYTES, size - len(data)))
-        if HOLE in part:
-            return b""
-        if not part:  # it has become shorter: what is left is judged
-            break
-        data += part
-    return bytes(data)

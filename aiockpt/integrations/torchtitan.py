@@ -119,7 +119,7 @@ class AiockptCheckpointManager(_Base):
         self.run = SyncCheckpointManager(
             self.folder,
             keep=KeepLatest(self.keep_latest_k) if self.keep_latest_k else None,
-            mode="read" if config.load_only else "write",
+            read_only=config.load_only,
             missing_ok=True,  # then the job begins from other weights
             names="step-{}",
             lock=False,  # torchtitan's restarts see to it that one job writes

@@ -53,7 +53,7 @@ class CheckpointManager(ManagerBase):
 
     Attributes:
         directory: the run's directory, as an absolute path.
-        writes: whether it owns the run; False with ``mode="read"``.
+        writes: whether it owns the run; False with ``read_only=True``.
     """
 
     _kind = AsyncCheckpointer
@@ -82,7 +82,7 @@ class CheckpointManager(ManagerBase):
         return self
 
     async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self._has_failed = error is not None
+        self._closing.has_failed = error is not None
         with closing("manager", error), anyio.CancelScope(shield=True):
             await self.aclose()
 
@@ -168,7 +168,7 @@ class CheckpointManager(ManagerBase):
         """
         path = self.path_of(step)
         with self._retention.reading(step):
-            async with self._checkpointer.open(path, storage=self._storage) as reader:
+            async with self._checkpointer.open(path, storage=self._tiers.run.storage) as reader:
                 yield reader
 
     async def aclose(self) -> None:
@@ -182,11 +182,10 @@ class CheckpointManager(ManagerBase):
         """
         check_asyncio("aclose()", _INSTEAD)
         try:
-            await until_closed(self._close_behind(), self._hurry)
+            await until_closed(self._close_behind(), self._closing.hurry)
         finally:
-            self._requests.close()
-            if self._closer is not None and self._closing is not None and self._closing.done():
-                self._closer.join()
+            self._due.requests.close()
+            self._closing.join()
 
 
 class SyncCheckpointManager(ManagerBase):
@@ -223,7 +222,7 @@ class SyncCheckpointManager(ManagerBase):
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self._has_failed = error is not None
+        self._closing.has_failed = error is not None
         with closing("manager", error):
             self.close()
 
@@ -253,7 +252,7 @@ class SyncCheckpointManager(ManagerBase):
     def open(self, step: int) -> Iterator[SyncCheckpointReader]:
         """Inspect a step: ``with run.open(100) as reader:``; see `CheckpointManager.open`."""
         path = self.path_of(step)
-        with self._retention.reading(step), self._checkpointer.open(path, storage=self._storage) as reader:
+        with self._retention.reading(step), self._checkpointer.open(path, storage=self._tiers.run.storage) as reader:
             yield reader
 
     def close(self) -> None:
@@ -261,7 +260,7 @@ class SyncCheckpointManager(ManagerBase):
         try:
             self._close()
         finally:
-            self._requests.close()
+            self._due.requests.close()
 
     def _finish(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine to its end in one step: whatever it awaits here blocks, and so never suspends it."""

@@ -1,4 +1,7 @@
-"""Methods of a checkpointer that a manager calls and waits for: those of asyncio suspend, the others block."""
+"""What the parts of a manager know of a checkpointer, and of each other.
+
+The methods of a checkpointer that a manager waits for: those of asyncio suspend, the others block.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,24 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from aiockpt.checkpointer import AsyncCheckpointer
     from aiockpt.engine.requests import StateDict
+    from aiockpt.saving.handle import SaveHandle
     from aiockpt.storage.base import Storage
     from aiockpt.sync_checkpointer import SyncCheckpointer
     from aiockpt.telemetry.verification import VerifyReport
+
+
+class MirrorPort(Protocol):
+    """What deletes the steps of a run knows of its mirror; see `MirrorCopier`."""
+
+    @property
+    def knows_held(self) -> bool:
+        """Whether `held` has everything; until then no step must be deleted."""
+
+    def held(self) -> set[int]:
+        """Return the steps of the run that must not be deleted now."""
+
+    def note_end(self, step: int, handle: SaveHandle, path: str = "") -> None:
+        """Note that the save of a step has ended; ``path``: where it was written to instead."""
 
 
 class CheckpointerPort(Protocol):

@@ -80,8 +80,8 @@ class ManagerOptions(CheckpointerOptions):
             chooses. None: all. Steps are deleted only after a later save of this run is written.
         save: when `due` says that a save is due: `EverySteps`, `EverySeconds`, `WhenIdle`, combined with ``|``. None:
             never, but for the last save.
-        mode: "write": the manager owns the run, and a second one is refused. "read": it only reads, takes no lock, and
-            renames and deletes nothing.
+        read_only: whether it only reads, takes no lock, and renames and deletes nothing. False: the manager owns the
+            run, and a second one is refused.
         missing_ok: whether what only reads takes a directory that does not exist for a run without steps. False: a look
             at it, or a restore, raises CheckpointNotFoundError.
         names: the names of the steps' directories, as a format with one field for the number, such as
@@ -103,6 +103,7 @@ class ManagerOptions(CheckpointerOptions):
         mirror_ephemeral: ``ephemeral`` of it.
         own_disks: whether each host has a disk of its own at this path, such as its NVMe, and keeps the files of its
             own ranks there. All of them together are the run. See the page on tiers.
+        mode: deprecated: "read" is ``read_only=True``.
         checkpointer: a checkpointer to save and load with, which is not closed with the manager. None: the manager
             makes one with the options that are given, and closes it.
     """
@@ -110,7 +111,7 @@ class ManagerOptions(CheckpointerOptions):
     directory: Path
     keep: KeepPolicy | Iterable[KeepPolicy] | None = field(default=None, kw_only=True)
     save: SavePolicy | None = field(default=None, kw_only=True)
-    mode: Literal["write", "read"] = field(default="write", kw_only=True)
+    read_only: bool = field(default=False, kw_only=True)
     missing_ok: bool = field(default=False, kw_only=True)
     names: str = field(default="step-{:08d}", kw_only=True)
     include: Filter | None = field(default=None, kw_only=True)
@@ -126,6 +127,7 @@ class ManagerOptions(CheckpointerOptions):
     mirror_required: bool | None = field(default=None, kw_only=True)
     mirror_ephemeral: bool | None = field(default=None, kw_only=True)
     own_disks: bool = field(default=False, kw_only=True)
+    mode: Literal["write", "read"] | None = field(default=None, kw_only=True)
     checkpointer: CheckpointerBase | None = field(default=None, kw_only=True)
 
     gone: ClassVar[Mapping[str, str]] = dict.fromkeys(
@@ -161,8 +163,9 @@ class RestoreRequest:
         step: "latest", "best", or the number of a step. A certain step that is damaged raises.
         metric: for "best", the name of the metric; None: that of the `KeepBest` of this manager.
         mode: for "best", "min" or "max"; None: as the `KeepBest` of this metric, else "min".
-        verify: "auto": as described. "before": verify every step before it is loaded, so that the target stays
+        verify_when: "auto": as described. "before": verify every step before it is loaded, so that the target stays
             untouched in all cases. "while": load at once.
+        verify: deprecated: ``verify_when``.
         discard_later: whether to delete the steps after the restored one, pinned or not, once it is restored, the
             newest first. They are of no use if the run goes on from here, but a restart would take the latest. For
             this start alone: a restarted job that passes True again loses what it saved. None: warn of them.
@@ -183,7 +186,8 @@ class RestoreRequest:
     _: KW_ONLY
     metric: str | None = None
     mode: Mode | None = None
-    verify: Verification = "auto"
+    verify_when: Verification = "auto"
+    verify: Verification | None = None
     discard_later: bool | None = None
     map_location: MapLocation | None = None
     keys: str | Sequence[str] | None = None
@@ -240,6 +244,20 @@ class Restored:
     left: tuple[str, ...] = ()
 
 
+def _deprecate(name: str, instead: str) -> None:
+    warnings.warn(f"{name}: pass {instead} instead", DeprecationWarning, stacklevel=outer_stacklevel())
+
+
+def is_read_only(options: ManagerOptions) -> bool:
+    """Return whether a manager only reads; warn if it was said by ``mode``."""
+    if options.mode is None:
+        return options.read_only
+    if options.mode not in ("write", "read"):
+        raise ValueError(f"mode must be 'write' or 'read', not {options.mode!r}")
+    _deprecate(f"mode={options.mode!r}", f"read_only={options.mode == 'read'}")
+    return options.read_only or options.mode == "read"
+
+
 def mirror_of(options: ManagerOptions) -> Mirror | None:
     """Return the mirror, with the settings that are given beside it; warn that these are those of `Mirror` now."""
     named = {option.name: getattr(options, option.name) for option in fields(options)}
@@ -249,11 +267,26 @@ def mirror_of(options: ManagerOptions) -> Mirror | None:
         raise ValueError(f"{', '.join(flat)}: these are for a mirror: pass mirror=aiockpt.Mirror(DIRECTORY, ...)")
     if flat:
         instead = ", ".join(f"{name}=..." for name in settings)
-        message = f"{', '.join(flat)}: pass mirror=aiockpt.Mirror(DIRECTORY, {instead}) instead"
-        warnings.warn(message, DeprecationWarning, stacklevel=outer_stacklevel())
+        _deprecate(", ".join(flat), f"mirror=aiockpt.Mirror(DIRECTORY, {instead})")
     if options.mirror is None or isinstance(options.mirror, Mirror):
         return options.mirror and replace(options.mirror, **settings)
     return Mirror(options.mirror, **settings)
+
+
+def checked_restore(request: RestoreRequest, directory: str, *, writes: bool) -> RestoreRequest:
+    """Return a request with the number of its step; raise TypeError or ValueError if something in it is wrong."""
+    if request.verify is not None:
+        _deprecate("verify=", f"verify_when={request.verify!r}")
+        request = replace(request, verify_when=request.verify, verify=None)
+    if request.verify_when not in ("auto", "before", "while"):
+        raise ValueError(f"verify_when must be 'auto', 'before' or 'while', not {request.verify_when!r}")
+    if request.step not in ("latest", "best"):
+        if isinstance(request.step, str):
+            raise ValueError(f"step must be 'latest', 'best' or a number, not {request.step!r}")
+        request = replace(request, step=check_step(request.step))
+    if request.discard_later and not writes:
+        raise ValueError(f"discard_later: this manager only reads {directory}; make one without read_only=True")
+    return request
 
 
 def check_step(step: object) -> int:

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from aiockpt.core.importing import importing
 from aiockpt.core.parameters import outer_stacklevel
@@ -24,7 +24,7 @@ from aiockpt.errors import (
     MissingHostError,
 )
 from aiockpt.manager.policies import Mode, ranked
-from aiockpt.manager.requests import Restored, RestoreRequest, SkippedStep, StepChoice
+from aiockpt.manager.requests import Restored, RestoreRequest, SkippedStep
 from aiockpt.manager.scan import is_unreadable
 from aiockpt.manager.tiers import StepCopy, copies_in_order, other_run
 from aiockpt.planning.filters import needed_with
@@ -33,7 +33,8 @@ from aiockpt.reading.info import TensorInfo
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-    from aiockpt.manager.base import ManagerBase
+    from aiockpt.manager.retention import Retention
+    from aiockpt.manager.run import RunDirectory
     from aiockpt.manager.scan import StepInfo
     from aiockpt.storage.base import Storage
     from aiockpt.storage.patched import Patches
@@ -65,6 +66,13 @@ class _Place:
     repaired: tuple[str, ...] = ()
 
 
+class _Loaded(NamedTuple):
+    """A load that has succeeded."""
+
+    repaired: tuple[str, ...]  # see `_Place`
+    left: list[str]  # the keys that the step was saved without
+
+
 @dataclass(frozen=True, slots=True)
 class Restore:
     """A restore whose arguments were checked.
@@ -75,102 +83,133 @@ class Restore:
     is verified before the load begins.
     """
 
-    manager: ManagerBase
+    run: RunDirectory
+    retention: Retention
     request: RestoreRequest
-    choice: StepChoice
     metric: str
     mode: Mode
 
-    async def run(self) -> Restored | None:
+    async def perform(self) -> Restored | None:
         """Restore; return the step, or None if the run has none."""
-        run = self.manager
+        run = self.run
         # Paths: of the step whose failed load had filled tensors; of the last step that was gone.
         touched_by = last = ""
         for _ in range(_MOST_LISTS):
-            listed = await run._led(f"the steps of {run.directory}", partial(run._run, self._listed))
+            listed = await run.led(f"the steps of {run.directory}", partial(run.call, self._listed))
             with contextlib.ExitStack() as reading:
-                for each in listed:  # an older one may be needed to undo the load of a newer one
-                    reading.enter_context(run._retention.reading(each.info.step))
-                found = await self._try(listed, touched_by)
-            if not isinstance(found, _Gone):
-                return found
-            touched_by, last = found.touched_by, found.path
+                for copy in listed:  # an older one may be needed to undo the load of a newer one
+                    reading.enter_context(self.retention.reading(copy.info.step))
+                outcome = await self._try(listed, touched_by)
+            if not isinstance(outcome, _Gone):
+                return outcome
+            touched_by, last = outcome.touched_by, outcome.path
         raise CheckpointNotFoundError(
             f"the steps of {run.directory} were deleted faster than they could be read, {last} as the last one; let "
             f"the run keep more of them{_touched(touched_by)}"
         )
 
     async def _try(self, listed: Sequence[StepCopy], touched_by: str) -> Restored | _Gone | None:
-        run = self.manager
+        """Load the first copy that can be."""
+        run = self.run
         skipped: list[tuple[StepCopy, LoadError]] = []
-        for at, each in enumerate(listed):
-            has_copy = each.repairs is not None or any(map(each.is_copy_of, listed[at + 1 : at + 2]))
-            place = _Place(run._storage_at(is_mirror=each.is_mirror), each.info.path)
+        for number, copy in enumerate(listed, 1):
+            older = listed[number:]
             try:
-                if each.repairs is not None:
-                    place = await self._patched(each.repairs, each)
-                    if not place.repaired:
-                        continue
-                judge = partial(self._judge, place, listed[at + 1 :], bool(touched_by))
-                await run._led(f"the load of {each.info.path}", judge)
-                options, left = self.request.load_options(), list[str]()
-                if each.info.filters and self.request.keys is None and self.request.strict is True:
-                    options |= {"strict": needed_with(each.info.filters), "missing": left}
-                await run._port.load(place.path, self.request.state_dict, place.storage, options)
+                loaded = await self._load(copy, older, is_touched=bool(touched_by))
             except LoadError as exc:
-                is_damaged = isinstance(exc, CorruptCheckpointError | CheckpointNotFoundError)
-                # Unreadable, but there is a copy; or on a host that is gone, so that the newest step counts that the
-                # mirror has.
-                is_away = isinstance(exc, MissingHostError) and run._mirror_tier is not None
-                if not is_damaged and not is_away and not (has_copy and type(exc) is LoadError):
+                if not self._may_go_on(exc, copy, older):
                     _note(exc, touched_by)
                     raise
-                if not isinstance(exc, CheckpointNotFoundError):
-                    filled = bool(exc.placed or exc.partly_placed)
-                    if await run._agree("the end of a failed restore", filled, any):
-                        touched_by = each.info.path
-                if await run._led(f"the place of {each.info.path}", partial(run._run, self._is_gone, each)):
-                    return _Gone(each.info.path, touched_by)
-                if each.repairs is not None:  # all of it comes from the mirror, next
+                if await self._has_filled(exc):
+                    touched_by = copy.info.path
+                if await run.led(f"the place of {copy.info.path}", partial(run.call, self._is_gone, copy)):
+                    return _Gone(copy.info.path, touched_by)
+                if copy.repairs is not None:  # all of it comes from the mirror, next
                     continue
-                if isinstance(self.choice, int) and at + 1 == len(listed):
+                if isinstance(self.request.step, int) and not older:
                     raise
-                skipped.append((each, exc))
-                continue
+                skipped.append((copy, exc))
             except BaseException as exc:
                 _note(exc, touched_by)
                 raise
-            moved = await run._led("the damaged steps", partial(self._set_aside, each, skipped))
-            if moved:
-                await run._settle_disks(renames=True)
-            if moved and run.leads:
-                self._warn(each, moved)
-            info = each.info
-            run._run_id = info.run_id or run._run_id
-            if self.request.missing is not None:
-                self.request.missing.extend(left)
-            return Restored(info.step, info.path, info.metrics, info.metadata, moved, place.repaired, tuple(left))
-        if isinstance(self.choice, int) and skipped:
+            else:
+                if loaded is not None:
+                    return await self._restored(copy, loaded, skipped)
+        self._raise_if_damaged(skipped, touched_by)
+        return None
+
+    async def _load(self, copy: StepCopy, older: Sequence[StepCopy], *, is_touched: bool) -> _Loaded | None:
+        """Load a copy, or what is damaged of one with the rest from another; None if it has nothing to repair."""
+        run, request = self.run, self.request
+        place = _Place(run.tiers.storage_at(is_mirror=copy.is_mirror), copy.info.path)
+        if copy.repairs is not None:
+            place = await self._patched(copy.repairs, copy)
+            if not place.repaired:
+                return None
+        await run.led(f"the load of {copy.info.path}", partial(self._judge, place, older, is_touched))
+        options, left = request.load_options(), list[str]()
+        if copy.info.filters and request.keys is None and request.strict is True:
+            options |= {"strict": needed_with(copy.info.filters), "missing": left}
+        await run.port.load(place.path, request.state_dict, place.storage, options)
+        return _Loaded(place.repaired, left)
+
+    def _may_go_on(self, error: LoadError, copy: StepCopy, older: Sequence[StepCopy]) -> bool:
+        """Return whether another copy, or an older step, is tried when the load of a copy has failed.
+
+        That is so if it is damaged or gone; if it can't be read, but there is another copy of it; and if it is on a
+        host that is gone, as then the newest step counts that the mirror has.
+        """
+        if isinstance(error, CorruptCheckpointError | CheckpointNotFoundError):
+            return True
+        if isinstance(error, MissingHostError):
+            return self.run.tiers.mirror is not None
+        has_copy = copy.repairs is not None or any(map(copy.is_copy_of, older[:1]))
+        return has_copy and type(error) is LoadError
+
+    async def _has_filled(self, error: LoadError) -> bool:
+        """Return whether a load that has failed had filled tensors of the target, on any rank."""
+        if isinstance(error, CheckpointNotFoundError):
+            return False
+        return await self.run.agree("the end of a failed restore", bool(error.placed or error.partly_placed), any)
+
+    async def _restored(
+        self, copy: StepCopy, loaded: _Loaded, skipped: Sequence[tuple[StepCopy, LoadError]]
+    ) -> Restored:
+        """Set the damaged steps aside, as another one was loaded in their place, and warn of them."""
+        run, info = self.run, copy.info
+        moved = await run.led("the damaged steps", partial(self._set_aside, copy, skipped))
+        if moved:
+            await run.settle_disks(renames=True)
+        if moved and run.leads:
+            self._warn(copy, moved)
+        run.id = info.run_id or run.id
+        if self.request.missing is not None:
+            self.request.missing.extend(loaded.left)
+        left = tuple(loaded.left)
+        return Restored(info.step, info.path, info.metrics, info.metadata, moved, loaded.repaired, left)
+
+    def _raise_if_damaged(self, skipped: Sequence[tuple[StepCopy, LoadError]], touched_by: str) -> None:
+        """Raise the error of a restore that has found no step to load, unless the run has none."""
+        if isinstance(self.request.step, int) and skipped:
             raise skipped[-1][1]
-        damaged = [(each.info, error) for each, error in skipped if isinstance(error, CorruptCheckpointError)]
+        damaged = [(copy.info, error) for copy, error in skipped if isinstance(error, CorruptCheckpointError)]
         if damaged:
-            raise _nothing_left(run.directory, damaged, touched_by)
+            raise _nothing_left(self.run.directory, damaged, touched_by)
         for _, error in skipped:
             if isinstance(error, MissingHostError):
                 raise error
         if touched_by:
-            raise CheckpointNotFoundError(f"{run.directory} has no step any more{_touched(touched_by)}")
-        return None
+            raise CheckpointNotFoundError(f"{self.run.directory} has no step any more{_touched(touched_by)}")
 
     async def _patched(self, damaged: StepCopy, copy: StepCopy) -> _Place:
         """Return the damaged copy of a step, with what it has damaged from another copy: all ranks the same."""
-        run = self.manager
+        run, tiers = self.run, self.run.tiers
         find = partial(self._damage, damaged)
-        patches, repaired = await run._led(f"the damage of {damaged.info.path}", find)
-        here, other = run._storage_at(is_mirror=False), run._storage_at(is_mirror=copy.is_mirror)
+        patches, repaired = await run.led(f"the damage of {damaged.info.path}", find)
+        here, other = tiers.run.storage, tiers.storage_at(is_mirror=copy.is_mirror)
         if not patches:
             return _Place(other, copy.info.path)
-        here = here if run._disks is None else run._disks.storage.partial()
+        here = here if tiers.disks is None else tiers.disks.storage.partial()
         with importing():
             from aiockpt.storage.patched import PatchedStorage
 
@@ -181,18 +220,18 @@ class Restore:
 
     def _listed(self) -> list[StepCopy]:
         """Return the copies of steps to try, the preferred one first."""
-        run, choice = self.manager, self.choice
-        tier = run._mirror_tier
+        run, choice = self.run, self.request.step
+        tier = run.tiers.mirror
         scanner = None if tier is None else tier.new_scanner()  # of its own, as the thread: it may hang
         threads = DaemonThreads(1, "aiockpt-mirror")
         # One step that can't be read hides no other: its load raises why. But the best one may be among those.
         is_lenient = choice != "best"
         looking = None if scanner is None else threads.submit(scanner.scan, lenient=is_lenient)
         try:
-            infos = run._scanner.scan(lenient=is_lenient)
+            infos = run.scanner.scan(lenient=is_lenient)
             mirror = () if looking is None else self._mirrored(looking, infos)
             if not infos and not mirror:
-                run._check_exists(run._tier, *([] if tier is None else [tier]))
+                run.check_exists(run.tiers.run, *([] if tier is None else [tier]))
         except CheckpointNotFoundError:
             raise
         except OSError as exc:
@@ -201,7 +240,7 @@ class Restore:
             threads.end(_END_S if looking is None or looking.done() else 0.0)
         found: list[StepCopy] = []
         for copy in copies_in_order(infos, mirror, self._chosen):
-            at = scanner if copy.is_mirror and scanner is not None else run._scanner
+            at = scanner if copy.is_mirror and scanner is not None else run.scanner
             listed = replace(copy, stamp=at.stamp(copy.info.path))
             if found and found[-1].is_copy_of(listed):
                 found.append(replace(listed, repairs=found[-1]))
@@ -210,21 +249,21 @@ class Restore:
 
     def _is_gone(self, listed: StepCopy) -> bool:
         """Return whether a step, or the copy that it repairs, was deleted or replaced since it was listed."""
-        now = self.manager._storage_at(is_mirror=listed.is_mirror).stamp(listed.info.path)
+        now = self.run.tiers.storage_at(is_mirror=listed.is_mirror).stamp(listed.info.path)
         # If none, though it is there, listing it again finds that out.
         return now is None or now != listed.stamp or (listed.repairs is not None and self._is_gone(listed.repairs))
 
     def _mirrored(self, looking: Future[tuple[StepInfo, ...]], infos: Sequence[StepInfo]) -> Sequence[StepInfo]:
         """Return the steps of the mirror; if the run has steps itself, those that can't be read are left out."""
-        run = self.manager
-        where = "" if run._mirror_tier is None else run._mirror_tier.directory
-        has_it = any(info.state == "complete" and self.choice in (info.step, "latest", "best") for info in infos)
+        run, tiers = self.run, self.run.tiers
+        where = "" if tiers.mirror is None else tiers.mirror.directory
+        has_it = any(info.state == "complete" and self.request.step in (info.step, "latest", "best") for info in infos)
         try:
-            found = looking.result(run._mirror_patience_s)
+            found = looking.result(tiers.patience_s)
         except (OSError, AiockptError) as exc:
-            why = str(exc) or f"it did not answer within {run._mirror_patience_s:g} s"
+            why = str(exc) or f"it did not answer within {tiers.patience_s:g} s"
             if not has_it:
-                lacks = f"step {self.choice}" if isinstance(self.choice, int) else "step that is whole"
+                lacks = f"step {self.request.step}" if isinstance(self.request.step, int) else "step that is whole"
                 raise LoadError(
                     f"the mirror {where} can't be read, and {run.directory} has no {lacks}: {why}. Nothing was "
                     "restored: try again, or pass mirror=None to begin without it"
@@ -240,7 +279,7 @@ class Restore:
 
     def _chosen(self, infos: Sequence[StepInfo]) -> Sequence[StepInfo]:
         """Return the steps to try, the preferred one first."""
-        directory, choice = self.manager.directory, self.choice
+        directory, choice = self.run.directory, self.request.step
         if choice == "latest":
             return infos[::-1]
         if choice == "best":
@@ -262,28 +301,28 @@ class Restore:
 
         Nothing, if that can't be said.
         """
-        storage, path = self.manager._storage_at(is_mirror=False), damaged.info.path
+        run, storage, path = self.run, self.run.tiers.run.storage, damaged.info.path
         infos: Mapping[str, Any] = {}
-        if (disks := self.manager._disks) is not None:
-            missing = await self.manager._run(disks.storage.missing, path)
+        if (disks := run.tiers.disks) is not None:
+            missing = await run.call(disks.storage.missing, path)
             if missing:  # the rest is not read twice: the load checks it
                 return dict.fromkeys(missing), missing
         try:
-            report = await self.manager._port.verify(path, storage)
+            report = await run.port.verify(path, storage)
         except LoadError:
             return {}, ()
         with contextlib.suppress(LoadError):  # it can't be opened: whole files
-            infos = await self.manager._port.inspect(path, storage)
+            infos = await run.port.inspect(path, storage)
         return _patches_of(report.errors, infos)
 
     async def _judge(self, place: _Place, older: Sequence[StepCopy], is_touched: bool) -> None:
         """Check a step as far as it must be before the load; raise CorruptCheckpointError if it is damaged."""
-        found = await self.manager._port.inspect(place.path, place.storage)
-        if self.request.verify == "while":
+        found = await self.run.port.inspect(place.path, place.storage)
+        if self.request.verify_when == "while":
             return
-        if self.request.verify == "auto" and not is_touched and await self._can_be_undone(found, older):
+        if self.request.verify_when == "auto" and not is_touched and await self._can_be_undone(found, older):
             return
-        report = await self.manager._port.verify(place.path, place.storage)
+        report = await self.run.port.verify(place.path, place.storage)
         unreadable = [problem for problem in report.errors if problem.kind == "unreadable"]
         if unreadable:  # the disk or a server failed, which does not prove that the checkpoint is damaged
             raise LoadError(f"{place.path} can't be read: {unreadable[0]}; nothing was changed")
@@ -293,8 +332,8 @@ class Restore:
         """Return whether the next older step that opens would overwrite every tensor that this one fills."""
         for each in older:
             try:
-                storage = self.manager._storage_at(is_mirror=each.is_mirror)
-                below = await self.manager._port.inspect(each.info.path, storage)
+                storage = self.run.tiers.storage_at(is_mirror=each.is_mirror)
+                below = await self.run.port.inspect(each.info.path, storage)
             except (CorruptCheckpointError, CheckpointNotFoundError):
                 continue
             except LoadError:  # it may be sound, but can't be read now
@@ -311,21 +350,21 @@ class Restore:
             path = each.info.path
             is_lost = isinstance(error, CorruptCheckpointError)
             is_lost |= isinstance(error, MissingHostError) and each.info.step != restored.info.step
-            if self.manager.writes and is_lost and not each.is_mirror:
-                path = await self.manager._run(set_aside, self.manager._storage, path)
+            if self.run.writes and is_lost and not each.is_mirror:
+                path = await self.run.call(set_aside, self.run.tiers.run.storage, path)
             found.append(SkippedStep(each.info.step, path, _ADVICE.sub("", str(error))))
         return tuple(found)
 
     def _described(self, skipped: SkippedStep) -> str:
-        is_renamed = not skipped.path.endswith(f"/{self.manager._names.name_of(skipped.step)}")
+        is_renamed = not skipped.path.endswith(f"/{self.run.tiers.run.names.name_of(skipped.step)}")
         where = f"which is now {skipped.path}" if is_renamed else f"of which {skipped.path} is passed over"
         return f"step {skipped.step}, {where} ({skipped.reason})"
 
     def _warn(self, restored: StepCopy, skipped: tuple[SkippedStep, ...]) -> None:
         what = "; ".join(map(self._described, skipped))
-        what = what.replace(self.manager._storage.below(self.manager.directory, ""), "")
+        what = what.replace(self.run.tiers.run.storage.below(self.run.directory, ""), "")
         by = f", of which {restored.info.path} is a copy" if restored.is_mirror else ""
-        message = f"the run goes on from step {restored.info.step} of {self.manager.directory}{by}: {what}"
+        message = f"the run goes on from step {restored.info.step} of {self.run.directory}{by}: {what}"
         warnings.warn(DamagedCheckpointWarning(message, skipped), stacklevel=outer_stacklevel())
 
 

@@ -19,7 +19,7 @@ from aiockpt.manager.policies import KeepPolicy, to_delete
 from aiockpt.sync_checkpointer import SyncCheckpointer
 
 if TYPE_CHECKING:
-    from aiockpt.manager.mirror import MirrorCopier
+    from aiockpt.manager.ports import MirrorPort
     from aiockpt.manager.scan import StepScanner
     from aiockpt.saving.handle import SaveHandle
     from aiockpt.storage.base import Storage
@@ -64,7 +64,7 @@ class Retention:
         self._last: int | None = None  # the step that was written last, or restored
         self._written_s: deque[float] = deque(maxlen=_REMEMBERED)
         self._in_flight: dict[SaveHandle, tuple[int, float]] = {}  # step and beginning of saves
-        self._mirrors: list[MirrorCopier] = []
+        self._mirrors: list[MirrorPort] = []
 
     # --- from the caller's thread -----------------------------------------------------------------------
 
@@ -79,7 +79,7 @@ class Retention:
                 self._in_flight.pop(handle, None)
             logger.warning("no thread could be started to follow the save of %s: %s", handle.path, exc)
 
-    def attach(self, mirror: MirrorCopier) -> None:
+    def attach(self, mirror: MirrorPort) -> None:
         """Report to a mirror which steps are written, and keep those that it needs."""
         self._mirrors.append(mirror)
 

@@ -27,12 +27,13 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from aiockpt.format.manifest.manifest import read_user_metadata
 from aiockpt.format.names import MANIFEST_NAME, METADATA_NAME
-from aiockpt.format.recognise import Recognised, assess, depends_on_below, recognise
+from aiockpt.format.recognise import assess, depends_on_below, recognise
 from aiockpt.storage.registry import Storages
 
 if TYPE_CHECKING:
     from typing import TypeGuard
 
+    from aiockpt.format.layouts import Recognised
     from aiockpt.storage.base import Listing, Stamp, Storage
 
 StepState = Literal["complete", "unfinished", "damaged"]
@@ -258,11 +259,11 @@ def examine(listing: Listing, step: int = NO_STEP, *, counts: bool = False) -> t
     """
     files, fetch = listing.files, listing.fetch
     found = recognise(files, fetch, alone=listing.is_file)
-    if listing.folders and ((counts and not found.layout) or depends_on_below(found, files, listing.folders)):
+    if listing.folders and ((counts and not found.is_checkpoint) or depends_on_below(found, files, listing.folders)):
         listing.list_below()
         found = recognise(files, fetch)
     state, problem, head, save_id = assess(found, files, fetch)
-    if not found.layout:
+    if not found.is_checkpoint:
         state, problem = "unfinished", problem or f"it has neither {MANIFEST_NAME} nor {METADATA_NAME}"
     info = StepInfo(step, listing.path, state, sum(files.values()), listing.changed_s, problem=problem, save_id=save_id)
     return found, info if head is None else _with_facts(info, head)

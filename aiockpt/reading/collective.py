@@ -83,7 +83,7 @@ class Gathering:
     ) -> None:
         self._coordinator = coordinator
         self.start_behind = start_behind
-        self._call = coordinator.call("load")
+        self.call = coordinator.call("load")
         self._share = share
         self.what = f"the load of {path}"
         self.failed = False  # the ranks have agreed on it
@@ -149,7 +149,7 @@ class Gathering:
         ):  # the other ranks get it without the state of this rank's tensors
             mine = copy.copy(error)
             mine._state = ""
-        round_ = self._coordinator.round(self._call, self.what, mine, decide)
+        round_ = self._coordinator.round(self.call, self.what, mine, decide)
         self._round = asyncio.ensure_future(self._counted(round_))
         try:
             return await asyncio.shield(self._round)

@@ -281,14 +281,10 @@ class ReadExecutor:
             if read.target is None:
                 read.memory = torch.empty(0, dtype=torch.uint8, device="cpu")
             return
-        memory, is_fresh = None, False
-        if read.target is None and not read.only_checked:
-            read.memory, is_fresh = self._tools.memory.take(item.nbytes)
-            memory = memory_of(read.memory)
+        memory, is_fresh = self._new_memory(read, item.nbytes)
         place, together = read.chunk.place, self.shared
         # A virtual file is read in one part: decoding always starts at its beginning.
         is_virtual = self._source.is_virtual(place.file)
-        direct_bytes = align_up(item.nbytes, BLOCK_BYTES) if is_virtual else PART_BYTES
         first = Cell(phase, place.file, place.offset + item.payload_offset, 0)
         cells = (first._replace(number=number) for number in range(-(-item.nbytes // CELL_BYTES)))
         grid_bytes = CELL_BYTES if together is not None and any(map(together.has, cells)) else 0
@@ -297,7 +293,7 @@ class ReadExecutor:
             item,
             memory,
             self._framing,
-            direct_bytes=direct_bytes,
+            direct_bytes=align_up(item.nbytes, BLOCK_BYTES) if is_virtual else PART_BYTES,
             buffer_bytes=min(most, _CHECKED_BYTES) if read.only_checked else most,
             is_fresh=is_fresh,
             grid_bytes=grid_bytes,
@@ -305,12 +301,18 @@ class ReadExecutor:
         parts = chunk.parts
         read.pending = len(parts)
         where = device if chunk.memory is None else _CPU
-        if together is None:
-            alone += [(where, part) for part in parts]
-            return
         for part in parts:
-            cell = first._replace(number=part.block)
-            (shared.setdefault(cell, []) if together.has(cell) else alone).append((where, part))
+            jobs = alone
+            if together is not None and together.has(cell := first._replace(number=part.block)):
+                jobs = shared.setdefault(cell, [])
+            jobs.append((where, part))
+
+    def _new_memory(self, read: TensorRead, nbytes: int) -> tuple[memoryview | None, bool]:
+        """Take memory for a new tensor; return it, and whether nothing has touched it; None: it needs none."""
+        if read.target is not None or read.only_checked:
+            return None, False
+        read.memory, is_fresh = self._tools.memory.take(nbytes)
+        return memory_of(read.memory), is_fresh
 
     async def allocate(self, plan: ReadPlan) -> None:
         """Allocate the new tensors that are not read into memory as they are stored; once."""

@@ -7,9 +7,10 @@ import logging
 import posixpath
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import anyio
 import torch
@@ -43,22 +44,23 @@ from aiockpt.format.item.objects import decode_object
 from aiockpt.format.item.tensor_item import parse_tensor_item
 from aiockpt.format.item.ziparchive import FramingError
 from aiockpt.format.keys import check_patterns, hint, matching
-from aiockpt.format.manifest.columnar_index import IndexedEntries
-from aiockpt.format.manifest.manifest import Manifest, is_of_another_save, is_pickled
-from aiockpt.format.manifest.reader import decode_manifest
-from aiockpt.format.names import COMMON_NAME, MANIFEST_NAME, METADATA_NAME
-from aiockpt.format.recognise import (
+from aiockpt.format.layouts import (
     DOCUMENT_BYTES,
     HOLE,
-    PART_BYTES,
-    SHARD_INDEX,
+    DcpFiles,
+    LooseFiles,
+    RankFiles,
     Recognised,
-    absent_text,
+    TorchFiles,
     has_common,
-    rank_metadata,
-    recognise,
-    wrong_file,
+    parts_of,
+    recognise_file,
 )
+from aiockpt.format.manifest.columnar_index import IndexedEntries
+from aiockpt.format.manifest.manifest import FileFacts, Manifest, is_of_another_save, is_pickled
+from aiockpt.format.manifest.reader import decode_manifest
+from aiockpt.format.names import COMMON_NAME, MANIFEST_NAME, METADATA_NAME
+from aiockpt.format.recognise import SHARD_INDEX, absent_text, rank_metadata, recognise, wrong_file
 from aiockpt.format.safetensors.reader import (
     HEADER_PROBE_BYTES,
     decode_header,
@@ -79,20 +81,20 @@ if TYPE_CHECKING:
     from aiockpt.options import LoadOptions
     from aiockpt.reading.executor import LoadTools
     from aiockpt.storage.base import Source, Storage
+    from aiockpt.telemetry.verification import Findings, ProblemKind
+
+T = TypeVar("T")
 
 _PART_NAME = re.compile(r"(__[0-9]+)?\.metadata|\.aiockpt\.json|.*\.distcp", re.DOTALL)
 _MOST_SHOWN = 10
 _JOINED = "aiockpt's own load joins the ranks' parts"
 _WRAPPED = "value"
 
-NOT_ITS_MANIFEST = (
+_NOT_ITS_MANIFEST = (
     f"{MANIFEST_NAME} was left by a checkpoint that another program has replaced in place, so it is ignored; remove it"
 )
-"""Message about a stale manifest, of loading and of verifying."""
 
 logger = logging.getLogger("aiockpt")
-
-"""A run of zeros that no JSON or pickle of names and numbers contains: a hole of a truncated sparse file."""
 
 
 def read_index(
@@ -111,31 +113,13 @@ def read_index(
     metadata of one rank. ``keys``: only these have to be readable.
     """
     try:
-        found = look_at(source, path)
-        if found.state != "complete" and not (found.ranks or found.index):  # reading these tells more
-            raise CorruptCheckpointError(f"{path}: {found.problem}. Use an older checkpoint, or restore what it lacks")
-        if found.layout == "dcp":
-            index = _read_dcp(source, path, trust=trust, as_stored=as_stored)
-            common = None if as_stored else read_common(source, path, safe_globals, trust=trust)
-            if common is not None:
-                with _located(path):
-                    index = join_common(index, common)
-        elif found.layout == "ranks":
-            index = _read_ranks(source, path, found.ranks, trust=trust, as_stored=as_stored)
-        else:
-            with _located(path):
-                index = _read_set(source, path, found, safe_globals, trust, keys is not None)
-                _check_readable(index, keys or ())
-            check_index(path, index, source.files)
-            if (manifest := _read_manifest(source, path)) is not None:
-                _check_files(source, path, manifest)
+        reader = IndexReader(source, path, safe_globals, trust=trust, as_stored=as_stored, keys=keys)
+        index = reader.read(look_at(source, path))
     except LoadError as exc:
         sanitize_error(exc)
         raise
-    beside = found.beside
-    if beside and (manifest := _read_manifest(source, path)) is not None:
-        beside = tuple(name for name in beside if name not in manifest.files)  # added by the one who saved it
-    return replace(index, beside=beside) if beside else index
+    assert index is not None  # there are no findings
+    return index
 
 
 def check_place(source: Source, path: str) -> None:
@@ -162,14 +146,293 @@ def look_at(source: Source, path: str, *, is_joint: bool = False) -> Recognised:
             f"{path}: it is no checkpoint, but holds {'several' if found.choices[1:] else 'one'}: "
             f"{some_of(found.choices, _MOST_SHOWN)}; add {'one of these' if found.choices[1:] else 'this'} to the path"
         )
-    if not found.layout and found.problem:
-        raise CheckpointNotFoundError(f"{path}: there is no checkpoint: {found.problem}")
-    if not found.layout and not found.format:
+    if not found.is_checkpoint and (found.problem or not found.format):
         what = "it is neither a torch.save file, nor a safetensors file, nor a directory"
         if not alone:
             what = f"the directory has no {METADATA_NAME} and no safetensors or torch.save file"
-        raise CheckpointNotFoundError(f"{path}: there is no checkpoint: {what}")
+        raise CheckpointNotFoundError(f"{path}: there is no checkpoint: {found.problem or what}")
     return found
+
+
+@dataclass(eq=False)
+class IndexReader:
+    """Reads the index of a checkpoint, layout by layout. Blocks.
+
+    Problems are raised; if there are ``findings``, they are added there instead, and what is left is read.
+    """
+
+    source: Source
+    path: str
+    safe_globals: Sequence[Any] = ()
+    trust: bool = False
+    as_stored: bool = False
+    keys: Sequence[str] | None = None
+    findings: Findings | None = None
+
+    manifest: Manifest | None = None  # unless another program has replaced the checkpoint in place
+    is_replaced: bool = False
+    stored: dict[int, Index] = field(default_factory=dict)  # what metadata says, by rank; 0 if it is that of all
+    parts: dict[int, Index] = field(default_factory=dict)  # of ranks that saved alone, with decoded items
+    common: Index | None = None  # what Megatron-Core stores beside `.metadata`
+    error: LoadError | None = None  # of a document that the file system failed to read
+
+    def read(self, found: Recognised) -> Index | None:
+        """Return the index; with findings, None if there is none. Problems of loose files are always raised."""
+        if self.findings is None:
+            self._check_complete(found)
+        self.manifest = self._decoded(MANIFEST_NAME, self._read(MANIFEST_NAME), decode_manifest)
+        metadata = self._read_metadata()
+        index: Index | None = None
+        match found:
+            case LooseFiles():
+                self._check_complete(found)
+                index = self._read_loose(found)
+            case RankFiles():
+                index = self._read_ranks(found.ranks)
+            case DcpFiles():
+                index = self._read_dcp(metadata)
+        listed = {} if self.manifest is None else self.manifest.files  # added by the one who saved it
+        beside = [name for name in found.beside if name not in listed]
+        return replace(index, beside=beside) if index is not None and beside else index
+
+    def _check_complete(self, found: Recognised) -> None:
+        if found.problem and not (found.ranks or found.index):  # reading these tells more
+            raise CorruptCheckpointError(
+                f"{self.path}: {found.problem}. Use an older checkpoint, or restore what it lacks"
+            )
+
+    def attempt(self, name: str, call: Callable[[], T], kind: ProblemKind = "metadata") -> T | None:
+        """Return what a call returns; with findings, None if it raises a problem of a file, which is added."""
+        try:
+            return call()
+        except LoadError as exc:
+            if self.findings is None:
+                raise
+            kind = "unreadable" if exc is self.error else "manifest" if name == MANIFEST_NAME else kind
+            message = str(exc).removeprefix(f"{self.path}: ").removeprefix(f"{self.path}/{name}: ")
+            self.findings.add(kind, name, message)
+            return None
+
+    def _read(self, name: str) -> bytes | None:
+        def read() -> bytes:
+            try:
+                return read_document(self.source, name, self.path)
+            except LoadError as exc:
+                self.error = self.error if isinstance(exc, CorruptCheckpointError) else exc
+                raise
+
+        return self.attempt(name, read) if name in self.source.files else None
+
+    def _decoded(self, name: str, data: bytes | None, decode: Callable[[bytes], T]) -> T | None:
+        def decoded(data: bytes) -> T:
+            with _located(self.path if name in (METADATA_NAME, MANIFEST_NAME) else posixpath.join(self.path, name)):
+                return decode(data)
+
+        return None if data is None else self.attempt(name, lambda: decoded(data))
+
+    # --- files of tensors ---------------------------------------------------------------------------------
+
+    def _read_loose(self, found: LooseFiles) -> Index:
+        """Read the index of a file, or of a set of them."""
+        with _located(self.path):
+            index = self._read_headers(found)
+            _check_readable(index, self.keys or ())
+        check_index(self.path, index, self.source.files)
+        self._check_files()
+        return index
+
+    def _read_headers(self, found: LooseFiles) -> Index:
+        source, headers = self.source, dict[str, Index]()
+        shards = decode_shard_index(found.index, read_document(source, found.index)) if found.index else None
+        for name in found.files:
+            if name not in source.files:
+                raise CorruptCheckpointError(f"{found.index} names the file {name}, which is missing")
+            if isinstance(found, TorchFiles):
+                headers[name] = _read_torch(source, name, self.safe_globals, self.trust, self.keys is not None)
+            else:
+                headers[name] = _read_safetensors(source, name)
+        index = join_files(headers) if shards is None else merge_shards(found.index, shards, headers)
+        is_alone = list(source.files) == [posixpath.basename(self.path)]
+        if is_alone and (warning := check_alone(found.files[0], index, posixpath.dirname(self.path))):
+            logger.warning("%s: %s", self.path, warning)
+        return with_shared_names(index)
+
+    # --- DCP ----------------------------------------------------------------------------------------------
+
+    def _read_metadata(self) -> bytes | None:
+        """Return `.metadata`, unless it is not needed; the manifest is dropped if it is of another checkpoint."""
+        if self.findings is None and self.manifest is not None and METADATA_NAME in self.source.files:
+            # All of it is rarely needed: in most checkpoints the manifest has all of the index, in columns.
+            begin = _bytes(self.source, METADATA_NAME, 0, min(3, self.source.files[METADATA_NAME]))
+            given = None if self.manifest.index is None else self.manifest.index.entries
+            if isinstance(given, IndexedEntries) and not is_pickled(begin):
+                return None
+        metadata = self._read(METADATA_NAME)
+        if self.manifest and metadata is not None and is_of_another_save(self.manifest.files, metadata):
+            self.manifest, self.is_replaced = None, True
+            if self.findings is None:
+                logger.warning("%s: %s", self.path, _NOT_ITS_MANIFEST)
+            else:
+                self.findings.add("manifest", MANIFEST_NAME, _NOT_ITS_MANIFEST, severity="warning")
+        return metadata
+
+    def _read_dcp(self, metadata: bytes | None) -> Index | None:
+        is_strict, manifest = self.findings is None, self.manifest
+        given = None if manifest is None else manifest.index
+        if is_strict:
+            self._check_files()
+            if given is not None and isinstance(given.entries, IndexedEntries):
+                given.entries.check(self.source.files, self.path)
+                return given
+        is_sound = metadata is None or self._is_sound(metadata)
+        index = self._decoded(METADATA_NAME, metadata, partial(decode_metadata, as_stored=self.as_stored))
+        if index is not None:
+            self.stored[0] = index
+        index = given or index if not is_sound else index or given
+        if index is None:
+            return None
+        if is_strict:
+            check_index(self.path, index, self.source.files, is_part=self.as_stored)
+        index = self._presented(index, METADATA_NAME, is_part=self.as_stored)
+        if manifest is not None:
+            index = Index(index.entries, index.paths, manifest.containers, manifest.metadata, "aiockpt")
+        try:
+            if is_strict and manifest is not None:
+                check_arrays(index.entries, index.paths, index.containers)
+        except ValueError as exc:
+            raise CorruptCheckpointError(f"{self.path}/{MANIFEST_NAME} does not fit {METADATA_NAME}: {exc}") from exc
+        self.common = None if self.as_stored else self.attempt(COMMON_NAME, self._read_common)
+        if self.common is None or not is_strict:
+            return index
+        with _located(self.path):
+            return join_common(index, self.common)
+
+    def _is_sound(self, metadata: bytes) -> bool:
+        """Return whether `.metadata` is as the manifest says, if that says something."""
+        facts = None if self.manifest is None else self.manifest.files.get(METADATA_NAME)
+        if facts is None or facts == FileFacts(len(metadata), crc32(metadata)):
+            return True
+        if self.findings is None:
+            raise CorruptCheckpointError(f"{self.path}/{METADATA_NAME} does not match its CRC; use an older checkpoint")
+        message = f"it has {len(metadata)} bytes with the CRC-32 {crc32(metadata):08x}, but was written with {facts}"
+        self.findings.add("file crc" if len(metadata) == facts.nbytes else "size", METADATA_NAME, message)
+        return False
+
+    def _check_files(self) -> None:
+        manifest, files = self.manifest, self.source.files
+        problem = "" if manifest is None else wrong_file(manifest.files, files)
+        if manifest is not None and problem and (absent := absent_text(manifest.disks, files)):
+            raise MissingHostError(
+                f"{self.path}: {absent}: open the run with a manager that has own_disks=True, with ranks on all of "
+                "these hosts"
+            )
+        if problem:
+            raise CorruptCheckpointError(
+                f"{self.path}: {problem}; it was truncated or changed, so use an older checkpoint"
+            )
+
+    def _read_common(self) -> Index | None:
+        """Return what Megatron-Core stores beside `.metadata`; None if it did not write this checkpoint."""
+        files = self.source.files
+        if not has_common(files, self.source.read_bytes):
+            return None
+        if COMMON_NAME not in files:
+            raise CorruptCheckpointError(
+                f"{self.path} lacks {COMMON_NAME}, the part of Megatron's state that is not sharded"
+            )
+        with _located(self.path):
+            try:
+                common = _read_torch(self.source, COMMON_NAME, self.safe_globals, self.trust)
+            except CorruptCheckpointError:
+                raise
+            except LoadError:
+                # Its keys are not known without permission. As one object it asks for that when it is read, unless it
+                # is left out.
+                place = ItemRange(COMMON_NAME, 0, files[COMMON_NAME])
+                return Index({COMMON_NAME: ObjectEntry(place)}, {COMMON_NAME: (COMMON_NAME,)})
+        check_index(self.path, common, files)
+        return common
+
+    def _presented(self, index: Index, name: str, *, is_part: bool) -> Index:
+        """Return an index whose transformed items, if there are any, are virtual files of the source.
+
+        With findings, those whose places contradict each other are left out.
+        """
+
+        def exposed() -> Index:
+            if not isinstance(self.source, DecodedSource):
+                raise LoadError(f"{self.path} holds compressed or otherwise transformed items, which can't be read so")
+            facts = {} if self.manifest is None else self.manifest.transformed
+            shown = self.source.expose(index, facts, trust=self.trust)
+            # Once more: the places are in virtual files now, whose lengths come from the manifest.
+            check_index(self.path, shown, self.source.files, is_part=is_part)
+            return shown
+
+        if not index.is_transformed:
+            return index
+        if (shown := self.attempt(name, exposed)) is not None:
+            return shown
+        plain = {key: entry for key, entry in index.entries.items() if not _is_transformed(entry)}
+        return replace(index, entries=plain, paths={key: index.paths[key] for key in plain})
+
+    # --- ranks that saved alone ---------------------------------------------------------------------------
+
+    def read_rank(self, rank: int) -> Index:
+        """Read and check the metadata of a rank that saved alone, as it is stored."""
+        check_place(self.source, self.path)
+        ranks = rank_metadata(self.source.files)
+        if rank not in ranks:
+            others = f"; it has those of ranks {', '.join(map(str, ranks))}, {_JOINED}" if ranks else ""
+            raise CheckpointNotFoundError(
+                f"there is no checkpoint of rank {rank} alone: {self.path} lacks its metadata{others}"
+            )
+        self._read_part(rank, ranks[rank])
+        return self.parts[rank]
+
+    def _read_part(self, rank: int, name: str) -> None:
+        part = self._decoded(name, self._read(name), partial(decode_metadata, as_stored=self.as_stored))
+        if part is not None:
+            self.stored[rank] = part = in_directory(part, posixpath.dirname(name))
+            if self.findings is None:
+                check_index(self.path, part, self.source.files, is_part=True)
+            self.parts[rank] = self._presented(part, name, is_part=True)
+
+    def _read_ranks(self, ranks: Mapping[int, str]) -> Index | None:
+        """Read the metadata of ranks that saved alone, and join it."""
+        if self.as_stored:
+            raise CheckpointNotFoundError(
+                f"{self.path} has no {METADATA_NAME}, only that of ranks {', '.join(map(str, ranks))}, which saved "
+                f"alone: each reads its own with read_metadata(rank=...), as dcp.load does; {_JOINED}"
+            )
+        for rank, name in ranks.items():
+            self._read_part(rank, name)
+        if len(self.parts) < len(ranks):
+            return None
+        return self.attempt(METADATA_NAME, self._join, "coverage")
+
+    def _join(self) -> Index:
+        with _located(self.path):
+            index = join_ranks(self.parts, self.source.files)
+        if self.findings is None:
+            check_index(self.path, index, self.source.files)
+            self.compare_copies()
+        return index
+
+    def compare_copies(self) -> None:
+        """Compare what several ranks that saved alone have stored each: its copies differ if their saves do."""
+        for key, file, message, is_error in differing_copies(self.source, self.stored):
+            if self.findings is not None:
+                self.findings.add("disagreement", file, message, key=key, severity="error" if is_error else "warning")
+            elif is_error:
+                raise CorruptCheckpointError(f"{self.path}: {message}")
+            else:
+                logger.warning("%s: %s", self.path, printable(message))
+
+
+def _is_transformed(entry: Entry) -> bool:
+    if isinstance(entry, TensorEntry):
+        return any(chunk.place.transforms for chunk in entry.chunks)
+    return isinstance(entry, ObjectEntry) and bool(entry.place.transforms)
 
 
 def _check_readable(index: Index, keys: Sequence[str]) -> None:
@@ -183,159 +446,13 @@ def _check_readable(index: Index, keys: Sequence[str]) -> None:
             raise error
 
 
-def _read_set(
-    source: Source, path: str, found: Recognised, safe_globals: Sequence[Any], trust: bool, lenient: bool
-) -> Index:
-    """Read the index of a file, or of a set of them."""
-    shards = decode_shard_index(found.index, read_document(source, found.index)) if found.index else None
-    headers: dict[str, Index] = {}
-    for name in found.files:
-        if name not in source.files:
-            raise CorruptCheckpointError(f"{found.index} names the file {name}, which is missing")
-        is_torch = found.layout == "torch"
-        args = (source, name, safe_globals, trust, lenient)
-        headers[name] = _read_torch(*args) if is_torch else _read_safetensors(source, name)
-    index = join_files(headers) if shards is None else merge_shards(found.index, shards, headers)
-    if list(source.files) == [posixpath.basename(path)]:
-        warning = check_alone(found.files[0], index, posixpath.dirname(path))
-        if warning:
-            logger.warning("%s: %s", path, warning)
-    return with_shared_names(index)
-
-
-def read_common(source: Source, path: str, safe_globals: Sequence[Any] = (), *, trust: bool = False) -> Index | None:
-    """Read what Megatron-Core stores beside `.metadata`; None if it did not write this checkpoint. Blocks."""
-    files = source.files
-    if not has_common(files, source.read_bytes):
-        return None
-    if COMMON_NAME not in files:
-        raise CorruptCheckpointError(f"{path} lacks {COMMON_NAME}, the part of Megatron's state that is not sharded")
-    with _located(path):
-        try:
-            common = _read_torch(source, COMMON_NAME, safe_globals, trust)
-        except CorruptCheckpointError:
-            raise
-        except LoadError:
-            # Its keys are not known without permission. As one object it asks for that when it is read, unless it is
-            # left out.
-            place = ItemRange(COMMON_NAME, 0, files[COMMON_NAME])
-            return Index({COMMON_NAME: ObjectEntry(place)}, {COMMON_NAME: (COMMON_NAME,)})
-    check_index(path, common, files)
-    return common
-
-
-def _read_dcp(source: Source, path: str, *, trust: bool, as_stored: bool) -> Index:
-    manifest = _read_manifest(source, path)
-    if manifest is not None and _is_replaced(source, path, manifest):
-        logger.warning("%s: %s", path, NOT_ITS_MANIFEST)
-        manifest = None
-    if manifest is not None:
-        _check_files(source, path, manifest)
-        if manifest.index is not None and isinstance(manifest.index.entries, IndexedEntries):
-            # The manifest has all of the index in columns: `.metadata`, which takes longer to decode, is not read.
-            manifest.index.entries.check(source.files, path)
-            return manifest.index
-    metadata = read_document(source, METADATA_NAME, path)
-    facts = None if manifest is None else manifest.files.get(METADATA_NAME)
-    if facts is not None and crc32(metadata) != facts.crc:
-        raise CorruptCheckpointError(f"{path}/{METADATA_NAME} does not match its CRC; use an older checkpoint")
-    with _located(path):
-        index = decode_metadata(metadata, as_stored=as_stored)
-    check_index(path, index, source.files, is_part=as_stored)
-    index = presented(source, path, index, manifest, trust=trust, is_part=as_stored)
-    if manifest is not None:
-        index = Index(index.entries, index.paths, manifest.containers, manifest.metadata, "aiockpt")
-        try:
-            check_arrays(index.entries, index.paths, index.containers)
-        except ValueError as exc:
-            raise CorruptCheckpointError(f"{path}/{MANIFEST_NAME} does not fit {METADATA_NAME}: {exc}") from exc
-    return index
-
-
-def _is_replaced(source: Source, path: str, manifest: Manifest) -> bool:
-    """Return whether another program has replaced `.metadata` and left our manifest."""
-    begin = _bytes(source, METADATA_NAME, 0, min(3, source.files[METADATA_NAME]))  # all of it is rarely needed
-    return is_pickled(begin) and is_of_another_save(manifest.files, read_document(source, METADATA_NAME, path))
-
-
-def read_rank(source: Source, path: str, rank: int) -> Index:
-    """Read and check the metadata of a rank that saved alone, as it is stored. Blocks."""
-    check_place(source, path)
-    ranks = rank_metadata(source.files)
-    name = ranks.get(rank)
-    if name is None:
-        others = f"; it has those of ranks {', '.join(map(str, ranks))}, {_JOINED}" if ranks else ""
-        raise CheckpointNotFoundError(f"there is no checkpoint of rank {rank} alone: {path} lacks its metadata{others}")
-    index = _read_rank(source, path, name, as_stored=True)
-    check_index(path, index, source.files, is_part=True)
-    return presented(source, path, index, None, is_part=True)
-
-
-def _read_rank(source: Source, path: str, name: str, *, as_stored: bool) -> Index:
-    data = read_document(source, name, path)
-    with _located(posixpath.join(path, name)):
-        index = decode_metadata(data, as_stored=as_stored)
-    return in_directory(index, posixpath.dirname(name))
-
-
-def _read_ranks(source: Source, path: str, ranks: Mapping[int, str], *, trust: bool, as_stored: bool) -> Index:
-    """Read the metadata of ranks that saved alone, and join it."""
-    if as_stored:
-        raise CheckpointNotFoundError(
-            f"{path} has no {METADATA_NAME}, only that of ranks {', '.join(map(str, ranks))}, which saved alone: each "
-            f"reads its own with read_metadata(rank=...), as dcp.load does; {_JOINED}"
-        )
-    parts = {rank: _read_rank(source, path, name, as_stored=False) for rank, name in ranks.items()}
-    with _located(path):
-        index = join_ranks(parts, source.files)
-    for each in (index, *parts.values()):
-        check_index(path, each, source.files, is_part=each is not index)
-    for _, _, message, is_error in differing_copies(source, parts):
-        if is_error:
-            raise CorruptCheckpointError(f"{path}: {message}")
-        logger.warning("%s: %s", path, printable(message))
-    return presented(source, path, index, None, trust=trust)
-
-
-def presented(
-    source: Source, path: str, index: Index, manifest: Manifest | None, *, trust: bool = False, is_part: bool = False
-) -> Index:
-    """Return an index whose transformed items, if there are any, are virtual files of the source."""
-    if not index.is_transformed:
-        return index
-    if not isinstance(source, DecodedSource):
-        raise LoadError(f"{path} holds compressed or otherwise transformed items, which can't be read in this way")
-    index = source.expose(index, {} if manifest is None else manifest.transformed, trust=trust)
-    # Once more: the places are in virtual files now, whose lengths come from the manifest.
-    check_index(path, index, source.files, is_part=is_part)
-    return index
-
-
-def _read_manifest(source: Source, path: str) -> Manifest | None:
-    if MANIFEST_NAME not in source.files:
-        return None
-    data = read_document(source, MANIFEST_NAME, path)
-    with _located(path):
-        return decode_manifest(data)
-
-
-def _check_files(source: Source, path: str, manifest: Manifest) -> None:
-    problem = wrong_file(manifest.files, source.files)
-    if problem and (absent := absent_text(manifest.disks, source.files)):
-        raise MissingHostError(
-            f"{path}: {absent}: open the run with a manager that has own_disks=True, with ranks on all of these hosts"
-        )
-    if problem:
-        raise CorruptCheckpointError(f"{path}: {problem}; it was truncated or changed, so use an older checkpoint")
-
-
 def _read_safetensors(source: Source, name: str) -> Index:
     size = source.files[name]
     head = _bytes(source, name, 0, min(size, HEADER_PROBE_BYTES))
     try:
         end = header_end(name, head, size)
     except CorruptCheckpointError as exc:
-        what = recognise({name: size}, source.read_bytes, alone=True).problem
+        what = recognise_file(name, size, source.read_bytes).problem
         raise (CorruptCheckpointError(f"{name}: {what}") if what else exc) from None
     if end > len(head):
         head += _bytes(source, name, len(head), end - len(head), name)
@@ -392,10 +509,7 @@ def _bytes(source: Source, name: str, offset: int, size: int, shown: str | None 
             "100 MiB, so it is damaged. Use another checkpoint"
         )
     data = bytearray()
-    # In parts: a sparse file takes no disk space, but would take up to 2 GiB of memory before its first hole is seen.
-    while len(data) < size:
-        part = bytearray(min(PART_BYTES, size - len(data)))
-        source.read(name, offset + len(data), memoryview(part))
+    for part in parts_of(name, offset, size, source.read_bytes):
         if shown is not None and HOLE in part:
             raise CorruptCheckpointError(
                 f"{shown} has nothing but zeros somewhere behind byte {len(data)}: it was cut short or damaged. Use "

@@ -33,6 +33,7 @@ from aiockpt.planning.collective.messages import (
 )
 from aiockpt.planning.collective.plan import differing_replicas
 from aiockpt.planning.planner import Planner, ReusedPlan, StateSummary, Summary, summarize
+from aiockpt.saving.job import RefusedSpec
 from aiockpt.saving.strategy import SaveStrategy, result_of
 from aiockpt.snapshot.sampling import digest_replicas
 from aiockpt.staging.base import LayoutMismatchError
@@ -102,14 +103,16 @@ class CollectiveSave(SaveStrategy):
         """Return the message to rank 0, with the cached plan if it fits, or else with the summary of what to plan."""
         job, name = self._job, self._file_format.name
         try:
-            if job.spec.refusal is not None:
-                return job.spec.refusal, None
+            if isinstance(job.spec, RefusedSpec):
+                return job.spec.error, None
             if job.cancel_asked or job.consistency.abort_error is not None:
                 return job.cancellation, None
-            digests = None if job.spec.replicas == "trust" else await self._compute.run(digest_replicas, job.snapshot)
+            digests = (
+                None if job.spec.options.replicas == "trust" else await self._compute.run(digest_replicas, job.snapshot)
+            )
             reuse = partial(self._world.planner.reuse, job.snapshot, self._file_format, together=True)
             reused = await self._compute.run(reuse) if again else None
-            options = job.spec.replicas, job.spec.is_transformed, job.spec.fallback is not None
+            options = job.spec.options.replicas, job.spec.is_transformed, job.spec.fallback is not None
             if reused is not None:
                 return PlanRequest(job.overwrite, name, reused.token, None, digests, *options), reused
             summary = await self._compute.run(summarize, job.snapshot, self._file_format)
@@ -341,7 +344,7 @@ class GlobalSave:
         differing = await self._compute.run(differing_replicas, ranks, digests)
         new = [name for name in differing if name not in self._warned]
         advice = "make them equal, as by broadcasting them, or put the rank into their names"
-        if differing and self._job.spec.replicas == "error":
+        if differing and self._job.spec.options.replicas == "error":
             raise SaveError(f"{some_of(differing, _SHOWN)}: these tensors differ between the ranks; {advice}")
         if new:
             self._warned.update(new)
@@ -373,7 +376,7 @@ class GlobalSave:
         documents: Mapping[str, bytes | bytearray] = {}
         if not plan.is_single_file:
             times_s = {"captured": job.captured_s, "data_written": time.perf_counter() - job.spec.started}
-            given = dict(job.spec.metadata), job.spec.files
+            given = dict(job.spec.options.metadata or {}), job.spec.files
             documents = await run(documents_of_ranks, plan, results, files, times_s, *given, job.spec.is_transformed)
             sizes |= {name: len(data) for name, data in documents.items() if name != MANIFEST_NAME}
         return documents, plan.summaries(sizes, item_bytes)

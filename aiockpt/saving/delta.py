@@ -19,9 +19,9 @@ import anyio
 from aiockpt.core.spans import span
 from aiockpt.core.threads import SHORT_ITEMS, run_each
 from aiockpt.errors import AiockptError
+from aiockpt.format.layouts import DOCUMENT_BYTES
 from aiockpt.format.manifest.reader import decode_manifest
 from aiockpt.format.names import MANIFEST_NAME
-from aiockpt.format.recognise import DOCUMENT_BYTES
 from aiockpt.planning.base import SINCE_FULL, BaseContents, BaseItem, DeltaSpec, contents_of
 from aiockpt.planning.dcp_plan import DcpFormat, DcpPlan, prefix_of
 from aiockpt.planning.delta import (

@@ -7,19 +7,28 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Awaitable, Generator, Iterator
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from aiockpt.core.futures import Completion
+from aiockpt.core.futures import Completion, Listener
 from aiockpt.core.threads import Origin, check_asyncio
 from aiockpt.errors import AiockptError
 from aiockpt.telemetry.progress import ProgressEvent, SavePhase, outcome_of
 from aiockpt.telemetry.saves import SaveResult
 
 if TYPE_CHECKING:
-    from aiockpt.saving.job import SaveJob
     from aiockpt.telemetry.mirrors import MirrorResult
 
 SaveState = Literal["waiting", SavePhase, "skipped", "cancelled", "failed"]
+
+
+class SaveControl(Listener, Protocol):
+    """The save behind a handle."""
+
+    def cancel(self) -> Completion[bool]:
+        """See `SaveHandle.cancel`."""
+
+    def fence(self, timeout: float | None) -> None:
+        """See `SaveHandle.fence`."""
 
 
 class SaveHandle(Awaitable[SaveResult]):
@@ -35,7 +44,7 @@ class SaveHandle(Awaitable[SaveResult]):
     ``await handle`` is ``await handle.written``; ``stage, write = handle`` gives the two.
     """
 
-    def __init__(self, path: str, job: SaveJob, started: float, origin: Origin | None = None) -> None:
+    def __init__(self, path: str, job: SaveControl, started: float, origin: Origin | None = None) -> None:
         self.path = path
         self.staged: Completion[None] = Completion(f"`staged` of {path}", origin, listener=job)
         self.written: Completion[SaveResult] = Completion(f"`written` of {path}", origin, listener=job)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Self, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, get_args
 
 import anyio
 
 from aiockpt.core.futures import Completion
 from aiockpt.errors import AiockptError, SaveCancelledError, SaveError, SaveSkippedError, TornSnapshotError
+from aiockpt.options import SaveOptions
 from aiockpt.planning.snapshot import Snapshot, Structure
 from aiockpt.saving.handle import SaveHandle
 from aiockpt.snapshot.consistency import Consistency
@@ -21,47 +22,43 @@ from aiockpt.storage.base import room_coming
 if TYPE_CHECKING:
     from aiockpt.coordination.protocol import RankCall
     from aiockpt.core.spans import Span
-    from aiockpt.engine.engine import Engine
+    from aiockpt.core.threads import Origin
     from aiockpt.format.index import ItemRange
-    from aiockpt.format.manifest.manifest import FileFacts, JsonValue
+    from aiockpt.format.manifest.manifest import FileFacts
     from aiockpt.format.transforms.base import Transform
     from aiockpt.format.transforms.zstd import Zstd
-    from aiockpt.options import CommitHook, Hook, Replicas
     from aiockpt.planning.base import DeltaSpec
     from aiockpt.planning.planner import FileFormat, Planner
-    from aiockpt.saving.joint import Joint
-    from aiockpt.saving.pipeline import SavePipeline
     from aiockpt.storage.base import Storage
     from aiockpt.telemetry.saves import SaveResult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveSpec:
-    """The request of a save: what to save, where and how. Never changes."""
+    """A save, as it was asked for: what, where and how. Other kinds of saves derive from it. Never changes."""
 
     path: str
     storage: Storage
-    snapshot: Snapshot
     started: float  # by time.perf_counter()
-    overwrite: bool = False
-    metadata: Mapping[str, JsonValue] = field(default_factory=dict)
+    snapshot: Snapshot = field(default_factory=lambda: Snapshot(Structure([], [], frozenset()), [], [], []))
+    options: SaveOptions = field(default_factory=SaveOptions)  # as checked
     files: Mapping[str, bytes] = field(default_factory=dict)  # added to the checkpoint
     file_format: FileFormat | None = None  # None: DCP's default form
-    pre_commit: Hook | None = None
-    post_commit: CommitHook | None = None
-    append_planner: Planner | None = None  # only adds files to a directory, planned by this
-    append_ticket: str = ""  # or to this transaction of others
-    is_part: bool = False  # of a transaction, which reports its outcome
-    joint: Joint | None = None  # the transaction that this save ends
     compression: Sequence[Zstd | None] | None = None  # for each leaf
     transforms: Sequence[Transform] = ()  # applied to every item, after compression
     delta: DeltaSpec | None = None  # hashes are kept, and it may share files with a base
     warn_only: bool = False  # failures are not raised by `staged`, nor by fences
-    fallback: str | None = None  # the path to use if this one can't be written
-    fallback_storage: Storage | None = None
-    replicas: Replicas = "check"
+    fallback: tuple[Storage, str] | None = None  # the place to use if this one can't be written
     call: RankCall | None = None  # of all ranks
-    refusal: BaseException | None = None  # why it is not made: it only informs the other ranks
+
+    has_outcome: ClassVar[bool] = True  # of its own, which is counted and reported
+    is_refusal: ClassVar[bool] = False
+    copies: ClassVar[bool] = True  # tensors to files of its own
+
+    @property
+    def parts(self) -> list[SaveJob]:
+        """The saves of the transaction that this one ends."""
+        return []
 
     @property
     def is_transformed(self) -> bool:
@@ -69,19 +66,67 @@ class SaveSpec:
         return self.compression is not None or bool(self.transforms)
 
 
+class PartSpec(SaveSpec):
+    """A save within a transaction, which reports its outcome."""
+
+    has_outcome = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AppendSpec(SaveSpec):
+    """A save that only adds files to a directory, or to a transaction of others."""
+
+    planner: Planner
+    ticket: str = ""  # of the transaction
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RefusedSpec(SaveSpec):
+    """A save that is not made, and only informs the other ranks, or the waiters, why."""
+
+    has_outcome, is_refusal, copies = False, True, False
+
+    error: BaseException
+
+
+class SaveOwner(Protocol):
+    """The engine that runs a save, as the save sees it."""
+
+    origin: Origin
+
+    def post(self, function: Callable[[], object], work: SaveJob) -> None:
+        """Call a function on the engine's loop."""
+
+    def on_delivery(self, job: SaveJob) -> None:
+        """Note that a caller gets the error."""
+
+    def on_staged(self, job: SaveJob) -> None:
+        """Note that all is copied."""
+
+    def on_end(self, job: SaveJob, result: SaveResult | None, error: BaseException | None) -> None:
+        """Count the outcome, right before the waiters wake up."""
+
+
+class Revocable(Protocol):
+    """The work of a save."""
+
+    def revoke(self) -> bool:
+        """Keep a hanging thread from publishing when it returns; return whether it may be doing so."""
+
+
 class SaveJob:
     """A save in flight: its specification, how far it is, and how it ends."""
 
     turn: Turn  # since `take_turn`
     scope: anyio.CancelScope  # since then too
-    pipeline: SavePipeline | None = None  # while it runs
+    pipeline: Revocable | None = None  # while it runs
 
-    def __init__(self, spec: SaveSpec, engine: Engine) -> None:
+    def __init__(self, spec: SaveSpec, owner: SaveOwner) -> None:
         self.spec = spec
-        self.origin = engine.origin
-        self._engine = engine
+        self.origin = owner.origin
+        self._owner = owner
         self.path, self.storage = spec.path, spec.storage  # become those of the fallback if it goes there
-        self.overwrite = spec.overwrite
+        self.overwrite = spec.options.overwrite
         self.fallback_error: BaseException | None = None  # why it goes to the fallback
         self.consistency = Consistency(spec.snapshot, spec.path)
         self.throttle = SaveThrottle()
@@ -98,30 +143,6 @@ class SaveJob:
         self.committed = False
         self.ended = False  # the queue has counted its outcome
 
-    @classmethod
-    def of_refusal(
-        cls,
-        path: str,
-        storage: Storage,
-        error: BaseException,
-        started: float,
-        engine: Engine,
-        call: RankCall | None = None,
-    ) -> Self:
-        """Make a job that only informs the other ranks, or the waiters, why this process does not save."""
-        warn_only = engine.options.warn_only
-        spec = SaveSpec(
-            path=path,
-            storage=storage,
-            snapshot=no_state(),
-            started=started,
-            refusal=error,
-            warn_only=warn_only,
-            fallback=None if engine.options.fallback_path is None else "",  # the others ask whether to go there
-            call=call,
-        )
-        return cls(spec, engine)
-
     @property
     def snapshot(self) -> Snapshot:
         """The state dict as it was at the call."""
@@ -130,12 +151,12 @@ class SaveJob:
     @property
     def paths(self) -> set[str]:
         """The paths that this save may write to."""
-        return {self.path, self.spec.path, self.spec.fallback or self.path}
+        return {self.path, self.spec.path, self.spec.fallback[1] if self.spec.fallback else self.path}
 
     @property
     def parts(self) -> list[SaveJob]:
         """The saves of the transaction that this one ends."""
-        return [] if self.spec.joint is None else list(self.spec.joint.jobs.values())
+        return self.spec.parts
 
     def take_turn(self, before: SaveJob | None) -> None:
         """Take its turn behind the save before. On the engine's loop."""
@@ -153,7 +174,7 @@ class SaveJob:
         return self.cancelled
 
     def _cancel_scope(self) -> None:
-        self._engine.loop.post(lambda: self.scope.cancel(), self)
+        self._owner.post(lambda: self.scope.cancel(), self)
 
     def on_wait(self, future: Completion[Any], *, blocks: bool) -> None:
         # A task that awaits `written` leaves its loop free to train, and to open windows.
@@ -161,7 +182,7 @@ class SaveJob:
             self.unthrottle()
 
     def on_delivery(self) -> None:
-        self._engine.queue.mark_reported(self)
+        self._owner.on_delivery(self)
 
     def unthrottle(self) -> None:
         """Copy without a pause from now on, because a caller waits. From any thread."""
@@ -248,7 +269,7 @@ class SaveJob:
 
     def settle_staged(self) -> None:
         """Settle `staged`: all is copied, and the tensors may change."""
-        self._engine.reports.staged(self)
+        self._owner.on_staged(self)
         self.handle.staged._settle(None)
 
     def settle(self, result: SaveResult | None, error: BaseException | None) -> None:
@@ -256,7 +277,7 @@ class SaveJob:
         try:
             # This logs, and a handler of the caller's may raise: hence `finally`.
             self.result = result
-            self._engine.queue.record(self, result, error)
+            self._owner.on_end(self, result, error)
             if error is not None:
                 self._settle_staged(error)
             self.snapshot.release()
@@ -270,11 +291,6 @@ class SaveJob:
         """Settle `staged`: the tensors may change, since the save has ended or its copies are discarded."""
         is_silent = self.spec.warn_only or isinstance(error, SaveSkippedError)
         self.handle.staged._settle(None, None if is_silent else error)
-
-
-def no_state() -> Snapshot:
-    """Return the snapshot of nothing."""
-    return Snapshot(Structure([], [], frozenset()), [], [], [])
 
 
 def check_timeout(timeout: float | None) -> float:

@@ -16,6 +16,7 @@ from aiockpt.format.manifest.manifest import FileFacts, Manifest, decode_head, e
 from aiockpt.format.names import MANIFEST_NAME
 from aiockpt.planning.dcp_plan import DcpLayout, DcpPlan
 from aiockpt.planning.planner import SavePlan, StateSummary, Summary
+from aiockpt.saving.job import SaveSpec
 from aiockpt.saving.strategy import SaveStrategy, result_of
 from aiockpt.storage.part import PartStorage
 from aiockpt.writing.commit import checked, now, writer_name
@@ -42,6 +43,7 @@ class Joint:
     folder: str | None = None  # to write into, where the storage has one
     parts: dict[str, SaveJob] = field(default_factory=dict)  # of all ranks, by name; the empty one is at the top
     files: dict[str, SaveJob] = field(default_factory=dict)  # checkpoints of one file, which rank 0 alone writes
+    places: dict[str, PartStorage] = field(default_factory=dict)  # of both
     added: dict[str, bytes] = field(default_factory=dict)  # files, by name
     given_up: SaveError | None = None
     refused: BaseException | None = None  # why a part was not even begun; the other ranks have failed with it
@@ -91,10 +93,9 @@ class Joint:
         """The saves of this process, by name."""
         return self.parts | self.files
 
-    def storage_of(self, name: str, *, is_file: bool) -> PartStorage:
-        """Return the storage of the next part, of this name."""
-        number = -1 - len(self.files) if is_file else len(self.parts)  # of a part, the same on all ranks
-        return PartStorage(self.storage, self.path, self.transaction.ticket, name, number)
+    def storage_of(self, name: str) -> PartStorage:
+        """Return the storage of the part of this name."""
+        return self.places.setdefault(name, PartStorage(self.storage, self.path, self.transaction.ticket, name))
 
     @property
     def failure(self) -> BaseException | None:
@@ -109,13 +110,11 @@ class Joint:
     async def publish(self, compute: Workers) -> dict[str, int]:
         """Publish all parts; return the size of each file. On rank 0, once all parts are written."""
         transaction, manifests, singles = self.transaction, dict[str, bytes](), dict[str, FileFacts]()
-        for number, (name, job) in enumerate(self.parts.items()):
-            manifest = await transaction.get_sidecar(f"t{number}-manifest")
-            if manifest is not None:
-                manifests[name] = manifest
-                await transaction.delete_sidecar(f"t{number}-manifest")
-            else:
+        for name, job in self.parts.items():
+            manifest = self.places[name].manifest
+            if manifest is None:
                 raise SaveError(f"the manifest of {job.path} is gone")
+            manifests[name] = manifest
         for name, job in self.files.items():
             if job.single is None:
                 raise SaveError(f"{job.path} is gone")
@@ -132,11 +131,7 @@ class Joint:
         """Remove everything that was written, unless it is published; on ranks behind rank 0, stop taking part."""
         transaction, self._transaction = self._transaction, None
         if transaction is not None:
-            try:
-                for number in range(len(self.parts)):
-                    await transaction.delete_sidecar(f"t{number}-manifest")
-            finally:
-                await transaction.abort()
+            await transaction.abort()
 
     async def discard(self) -> None:
         """Remove what all ranks have written: rank 0 is dead."""
@@ -198,12 +193,26 @@ def describe_joint(
     return files, checked(documents)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JointSpec(SaveSpec):
+    """The last step of a transaction, which has no state of its own."""
+
+    copies = False
+
+    joint: Joint
+
+    @property
+    def parts(self) -> list[SaveJob]:
+        return list(self.joint.jobs.values())
+
+
 class JointSave(SaveStrategy):
     """The last step of a transaction: it waits for its parts, and publishes them."""
 
-    def __init__(self, job: SaveJob, joint: Joint, coordinator: Coordinator | None, compute: Workers) -> None:
+    def __init__(self, job: SaveJob, coordinator: Coordinator | None, compute: Workers) -> None:
+        assert isinstance(job.spec, JointSpec)
         self._job = job
-        self._joint = joint
+        self._joint = job.spec.joint
         self._coordinator = coordinator
         self._compute = compute
         self._operation = f"the save of {job.path}"
@@ -222,6 +231,11 @@ class JointSave(SaveStrategy):
 
     async def begin(self) -> SharedTransaction:
         return self._joint.transaction
+
+    def hook_arguments(self) -> tuple[object, ...]:
+        if (failure := self._joint.failure or self._joint.own_failure) is not None:
+            raise failure
+        return (self._joint.folder,)
 
     async def commit(self, plan: SavePlan, writer: ChunkWriter, times_s: Mapping[str, float]) -> SaveResult:
         """Publish, on rank 0, when all parts are written."""

@@ -31,8 +31,9 @@ from aiockpt.errors import (
 )
 from aiockpt.planning.dcp_plan import DcpFormat, DcpPlan
 from aiockpt.planning.encoding import codings_of
+from aiockpt.saving.job import AppendSpec, PartSpec
 from aiockpt.saving.staging_session import Leases, StagerRouter, StagingChunk
-from aiockpt.saving.strategy import AppendSave, LocalSave, SaveStrategy
+from aiockpt.saving.strategy import AppendSave, LocalSave, PartSave, SaveStrategy
 from aiockpt.staging.base import Fill, LayoutMismatchError
 from aiockpt.storage.base import room_coming
 from aiockpt.telemetry.progress import ProgressEvent, SavePhase
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from aiockpt.planning.planner import SavePlan
     from aiockpt.saving.job import SaveJob
     from aiockpt.staging.pool import Lease
+    from aiockpt.storage.base import Storage
     from aiockpt.telemetry.saves import SaveResult
     from aiockpt.writing.process.client import RemoteWriter
 
@@ -62,17 +64,19 @@ logger = logging.getLogger("aiockpt")
 def _strategy_for(job: SaveJob, tools: EngineResources) -> SaveStrategy:
     """Choose how a save is planned and committed."""
     world, spec = tools.world(), job.spec
-    if spec.append_planner is not None:
-        return AppendSave(job, spec.append_planner, tools.copy_workers, tools.io_workers)
-    if spec.joint is not None:
+    if isinstance(spec, AppendSpec):
+        return AppendSave(job, spec, tools.copy_workers, tools.io_workers)
+    if not (spec.copies or spec.is_refusal):
         from aiockpt.saving.joint import JointSave  # imported already, by the thread that has begun the transaction
 
-        return JointSave(job, spec.joint, None if world is None else world.coordinator, tools.copy_workers)
+        return JointSave(job, None if world is None else world.coordinator, tools.copy_workers)
     if spec.delta is not None:
         from aiockpt.saving.delta import DeltaSave  # imported already, by the thread that has submitted the save
 
         return DeltaSave(job, spec.delta, tools.planner, tools.copy_workers, tools.io_workers)
-    if world is None or (spec.is_part and spec.call is None):
+    if isinstance(spec, PartSpec) and spec.call is None:
+        return PartSave(job, tools.planner, tools.copy_workers, tools.io_workers)
+    if world is None:
         return LocalSave(job, tools.planner, tools.copy_workers, tools.io_workers)
     file_format = spec.file_format if spec.file_format is not None else DcpFormat(tools.io_workers.count)
     if job.storage.traits.is_divided:
@@ -150,7 +154,7 @@ class SavePipeline:
             error = unwrapped(exc)
             if job.spec.fallback is None or not isinstance(error, WriteError | CommitError):
                 raise
-            return await self._save_to_fallback(error, job.spec.fallback)
+            return await self._save_to_fallback(error, *job.spec.fallback)
         finally:
             await self._leases.give_back()
 
@@ -201,11 +205,9 @@ class SavePipeline:
             await anyio.lowlevel.checkpoint_if_cancelled()
             self._report("written")
             await job.turn.wait_for("over")  # the save before may be on its way to the fallback
-            if job.spec.pre_commit is not None:
-                hook, joint = job.spec.pre_commit, job.spec.joint
-                if joint is not None and (failure := joint.failure or joint.own_failure) is not None:
-                    raise failure
-                await self._run_hook(hook, "pre_commit", *([joint.folder] if joint and _takes_two(hook) else []))
+            if (hook := job.spec.options.pre_commit) is not None:
+                more = strategy.hook_arguments()
+                await self._run_hook(hook, "pre_commit", *(more if _takes_two(hook) else ()))
                 await anyio.lowlevel.checkpoint_if_cancelled()  # the hook's thread was awaited to its end
             result = await self._commit(plan, writer)
         except BaseException as exc:
@@ -220,7 +222,8 @@ class SavePipeline:
         self._report("committed")
         job.committed = True
         result = replace(result, recording=Recording((*job.spans, *writer.spans), job.spec.started))
-        return result if job.spec.post_commit is None else await self._after(result, job.spec.post_commit)
+        after = job.spec.options.post_commit
+        return result if after is None else await self._after(result, after)
 
     async def _commit(self, plan: SavePlan, writer: Writer) -> SaveResult:
         """Publish, or not: a commit is done or undone as a whole, whatever is cancelled meanwhile."""
@@ -239,7 +242,7 @@ class SavePipeline:
         codings = None
         if job.spec.is_transformed and isinstance(plan, DcpPlan):
             codings = codings_of(plan, job.spec.compression, job.spec.transforms)
-        if tools.writer is not None and job.spec.append_planner is None and job.spec.joint is None:
+        if tools.writer is not None and job.spec.copies and not isinstance(job.spec, AppendSpec):
             from aiockpt.writing.process import messages  # imported already, by `shared_memory`
             from aiockpt.writing.process.client import RemoteWriter
 
@@ -284,7 +287,7 @@ class SavePipeline:
             self._announce_staged()
         documents = await self._strategy.documents(plan)
         spec = self._job.spec
-        inputs = CommitInputs(documents, self._times_s(), spec.started, waits=spec.pre_commit is not None)
+        inputs = CommitInputs(documents, self._times_s(), spec.started, waits=spec.options.pre_commit is not None)
         await writer.hand_over(inputs)
         if writer.outlives_trainer:  # from now on the save survives this process, which `staged` promises
             self._announce_staged()
@@ -306,7 +309,7 @@ class SavePipeline:
         """Copy every tensor into chunks, in the order of the files, and put them to the writer."""
         job, layout = self._job, plan.layout
         await job.turn.wait_for("staged")
-        if job.spec.joint is None:  # it has what its parts need
+        if job.spec.copies:  # else it has what its parts need
             self._tools.growth.reserve(layout.nbytes)
         router = StagerRouter(layout, job.snapshot, self._tools.stager_for)
         job.consistency.stagers = router.stagers
@@ -408,15 +411,15 @@ class SavePipeline:
 
     # --- failures, and what comes after -------------------------------------------------------------
 
-    async def _save_to_fallback(self, error: BaseException, fallback: str) -> SaveResult:
+    async def _save_to_fallback(self, error: BaseException, storage: Storage, fallback: str) -> SaveResult:
         """Save to the fallback what could not be saved to the path that was asked for.
 
         If everything is staged, from staging memory; before that from the tensors, which have not changed.
         """
         job, strategy = self._job, self._strategy
-        job.storage = job.spec.fallback_storage or job.spec.storage
+        job.storage = storage
         is_staged, hindrance = job.consistency.copied, None
-        if job.spec.refusal is not None:
+        if job.spec.is_refusal:
             hindrance = "the save was refused at the call"
         elif job.consistency.abort_error is not None or job.scope.cancel_called:
             hindrance = "the save was called off"

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from aiockpt.core.threads import SHORT_ITEMS
 from aiockpt.errors import AiockptError, CommitError, SaveError
+from aiockpt.format.names import MANIFEST_NAME
 from aiockpt.planning.dcp_plan import DcpPlan
 from aiockpt.planning.encoding import item_ranges
 from aiockpt.planning.planner import SavePlan, Summary
@@ -20,7 +23,7 @@ if TYPE_CHECKING:
     from aiockpt.format.manifest.manifest import JsonValue
     from aiockpt.planning.layout import Hashing
     from aiockpt.planning.planner import Planner
-    from aiockpt.saving.job import SaveJob
+    from aiockpt.saving.job import AppendSpec, SaveJob
     from aiockpt.storage.base import Transaction
     from aiockpt.writing.file_writer import ChunkWriter
 
@@ -52,6 +55,10 @@ class SaveStrategy(ABC):
     async def documents(self, plan: SavePlan) -> CommitDocuments | None:
         """Encode the metadata and the manifest; None if another process writes them."""
         return None
+
+    def hook_arguments(self) -> tuple[object, ...]:
+        """Return what a pre_commit hook gets if it takes more than the path; raise what keeps it from being called."""
+        return ()
 
     @abstractmethod
     async def commit(self, plan: SavePlan, writer: ChunkWriter, times_s: Mapping[str, float]) -> SaveResult:
@@ -97,7 +104,7 @@ class LocalSave(SaveStrategy):
     async def documents(self, plan: SavePlan) -> CommitDocuments | None:
         spec, containers = self._job.spec, self._job.snapshot.containers
         is_short = len(plan.layout.specs) <= SHORT_ITEMS
-        arguments = plan, dict(spec.metadata), containers, spec.is_transformed, spec.files
+        arguments = plan, dict(spec.options.metadata or {}), containers, spec.is_transformed, spec.files
         return await self._io.run_unless(is_short, documents_of, *arguments)
 
     async def commit(self, plan: SavePlan, writer: ChunkWriter, times_s: Mapping[str, float]) -> SaveResult:
@@ -108,6 +115,11 @@ class LocalSave(SaveStrategy):
         except CommitError:
             self._job.consistency.raise_if_aborted()
             raise
+        return self._result(plan, writer, sizes, times_s)
+
+    def _result(
+        self, plan: SavePlan, writer: ChunkWriter, sizes: dict[str, int], times_s: Mapping[str, float]
+    ) -> SaveResult:
         if plan.is_single_file:
             (self._job.single,) = writer.files.values()
         return result_of(self._job, plan, summary_of(self._job, plan, sizes), times_s)
@@ -127,16 +139,48 @@ class LocalSave(SaveStrategy):
         return fallback
 
 
+class PartSave(LocalSave):
+    """A save of one process that is a part of a transaction: another process may write its files, not its documents."""
+
+    _documents: CommitDocuments | None  # since all is staged
+
+    async def ticket(self) -> str:
+        return shared_transaction(await self.begin()).ticket
+
+    async def documents(self, plan: SavePlan) -> None:
+        self._documents = await super().documents(plan)
+
+    async def commit(self, plan: SavePlan, writer: ChunkWriter, times_s: Mapping[str, float]) -> SaveResult:
+        documents: dict[str, bytes | bytearray] = {}
+        if self._transaction is None:
+            raise RuntimeError("a save can't be committed before it has begun")
+        await writer.encode_documents()  # which checks that all files are written
+        if self._documents is not None:
+            files = {image.name: writer.files[image.name] for image in plan.layout.images}
+            written_s = {**times_s, "data_written": time.perf_counter() - self._job.spec.started}
+            encode, crcs = self._documents.encode, list(array("I", writer.crcs))
+            documents = await self._io.run(encode, files, crcs, written_s, writer.encoded or ())
+        self._job.consistency.raise_if_aborted()
+        await self._transaction.commit(documents)
+        sizes = {name: facts.nbytes for name, facts in writer.files.items()}
+        sizes |= {name: len(data) for name, data in documents.items() if name != MANIFEST_NAME}
+        return self._result(plan, writer, sizes, times_s)
+
+
 class AppendSave(LocalSave):
     """A save that adds files to an existing directory, or to a transaction; its caller makes a checkpoint of them."""
 
+    def __init__(self, job: SaveJob, spec: AppendSpec, compute: Workers, io: Workers) -> None:
+        super().__init__(job, spec.planner, compute, io)
+        self._ticket = spec.ticket
+
     async def begin(self) -> Transaction:
         """Check that files can be added."""
-        path, spec = self._job.path, self._job.spec
-        if spec.append_ticket:
-            self._transaction = await shared_storage(spec.storage).join(path, spec.append_ticket, workers=self._io)
+        path, storage = self._job.path, self._job.storage
+        if self._ticket:
+            self._transaction = await shared_storage(storage).join(path, self._ticket, workers=self._io)
         else:
-            self._transaction = spec.storage.append_to(path, workers=self._io)
+            self._transaction = storage.append_to(path, workers=self._io)
         return self._transaction
 
     async def documents(self, plan: SavePlan) -> None:
@@ -147,7 +191,7 @@ class AppendSave(LocalSave):
         if self._transaction is None or not isinstance(plan, DcpPlan):
             raise RuntimeError("a save can't be committed before it has begun")
         await self._transaction.commit()
-        if self._job.spec.append_ticket:
+        if self._ticket:
             await shared_transaction(self._transaction).release()
         self._job.item_ranges = item_ranges(plan, writer.encoded)
         sizes = {name: facts.nbytes for name, facts in writer.files.items()}

@@ -7,8 +7,8 @@ whether they changed before they were copied. Arrays have no such counter: sampl
 
 from __future__ import annotations
 
-import math
 import sys
+from dataclasses import dataclass, field
 from enum import Enum
 from itertools import accumulate
 from operator import attrgetter
@@ -18,7 +18,7 @@ import torch
 
 from aiockpt.core.extent import address_of, freed_message, is_freed, plain_memory
 from aiockpt.errors import AiockptError, LoadError, SaveError, StageError
-from aiockpt.format.checks import overlapping
+from aiockpt.format.checks import cover_of
 from aiockpt.format.item.arrays import ARRAY_RECORD, ARRAY_TYPES, tensor_of
 from aiockpt.format.item.objects import encode_object, foreign_names, is_frozen
 from aiockpt.planning.dtensor import (
@@ -112,7 +112,7 @@ def _parts_of(name: str, value: Any, *, together: bool) -> list[LocalPart]:
     if together or [tuple(part.tensor.shape) for part in parts] == [shape]:
         return parts
     boxes = [(part.shard.offsets, tuple(part.tensor.shape)) for part in parts]
-    if shape is None or sum(part.tensor.numel() for part in parts) != math.prod(shape) or overlapping(boxes):
+    if shape is None or cover_of(shape, boxes).error:
         raise SaveError(
             f"{name} is a {type(value).__name__}, of which this process has a part only, and it saves alone: make the "
             "checkpointer with the process group of all ranks that have the others, or gather it with full_tensor()"
@@ -183,10 +183,7 @@ def capture_state(
     as one, which keeps what they share.
     """
     resolved = resolve(state_dict, SaveError, group)
-    try:
-        flat = flatten(resolved.tree, memo=memo)
-    except StructureError as exc:
-        raise SaveError(str(exc)) from None
+    flat = _flattened(resolved.tree, memo)
     filter_leaves(flat, include, exclude, may_be_empty=ranks is not None)
     try:
         _check_captures(flat.leaves, SaveError)
@@ -197,15 +194,13 @@ def capture_state(
         check_optimizers(saved, SaveError, flat.leaves, ranks)
     shards: dict[int, Shard] = {}
     wholes: dict[int, torch.Tensor] = {}
-    kinds = {type(leaf): (name, leaf) for name, leaf in zip(flat.names, flat.leaves, strict=True)}
-    encoded = {kind.__name__: name for kind, (name, leaf) in kinds.items() if is_encoded(leaf)}
+    encoded = _encoded(zip(flat.names, flat.leaves, strict=True))
     if encoded or any_distributed(flat.leaves):
         wholes = _take_local_parts(flat, shards, together=ranks is not None)
     try:
-        leaves = list(flat.leaves) if together else []
         snapshot = _capture_leaves(flat, shards, sampled=sampled, arenas=arenas)
         if together and len(snapshot.blobs) > 1:
-            snapshot.together = encode_object("the state", {leaf: leaves[leaf] for leaf in snapshot.blobs})
+            snapshot.together = encode_object("the state", {leaf: flat.leaves[leaf] for leaf in snapshot.blobs})
     except (RecursionError, ValueError, NotImplementedError) as exc:
         raise SaveError(f"{_culprit(flat)} can't be saved: {type(exc).__name__}: {exc}") from exc
     except RuntimeError as exc:  # an earlier kernel of the program has failed, and its error comes at the next call
@@ -224,8 +219,21 @@ def capture_items(items: Sequence[tuple[str, torch.Tensor | bytes]], *, sampled:
     blobs = {leaf: value for leaf, (_, value) in enumerate(items) if isinstance(value, bytes)}
     flat.leaves = [None if isinstance(value, bytes) else dense_form(name, value) for name, value in items]
     snapshot = _capture_leaves(flat, {}, blobs, sampled=sampled)
-    snapshot.encoded = {type(value).__name__: name for name, value in items if is_encoded(value)}
+    snapshot.encoded = _encoded(items)
     return snapshot
+
+
+def _flattened(tree: Any, memo: NameMemo | None) -> FlatState:
+    try:
+        return flatten(tree, memo=memo)
+    except StructureError as exc:
+        raise SaveError(str(exc)) from None
+
+
+def _encoded(items: Iterable[tuple[str, Any]]) -> dict[str, str]:
+    """Return the classes of encoded tensors, each with the name of the last one."""
+    kinds = {type(value): (name, value) for name, value in items}
+    return {kind.__name__: name for kind, (name, value) in kinds.items() if is_encoded(value)}
 
 
 def _capture_leaves(
@@ -239,59 +247,46 @@ def _capture_leaves(
     """Capture leaves, some of which may be pickled already."""
     if "torch._dynamo" in sys.modules:  # every optimizer imports it; without one, the import would take a second
         watch_optimizers()
-    leaves = flat.leaves
-    values: dict[int, Any] = {}
-    blobs: dict[int, bytes] = dict(pickled or {})
-    foreign: dict[int, tuple[str, dict[str, bool]]] = {}
-    owners: dict[int, tuple[int, Any]] = {}  # of the objects that were met, by their ids: they must not be freed
-    shared: tuple[str, str, str] | None = None
-    kinds = set(map(type, leaves))
+    kinds = set(map(type, flat.leaves))
     arrays = set() if kinds.isdisjoint(ARRAY_TYPES) else _replace_arrays(flat)
+    objects, tensors = _Objects(dict(pickled or {})), list(flat.leaves)
     if not kinds <= TENSOR_TYPES:
-        for leaf, value in enumerate(leaves):
-            if type(value) not in TENSOR_TYPES and leaf not in blobs:
-                met: dict[int, Any] = {}
-                _capture_object(flat.names[leaf], leaf, value, values, blobs, foreign, met)
-                shared = shared or _what_both_share(flat.names, leaf, met, owners)
-                owners |= {identity: (leaf, thing) for identity, thing in met.items()}
-                leaves[leaf] = None
-    tensors = leaves
+        for leaf, value in enumerate(flat.leaves):
+            if type(value) not in TENSOR_TYPES and leaf not in objects.blobs:
+                objects.take(flat.names, leaf, value)
+                tensors[leaf] = None
     if torch.nn.Parameter in kinds:
         # Assigning to a parameter's `.data` replaces its memory; the detached tensor keeps the present one.
-        tensors = [t.detach() if type(t) is torch.nn.Parameter else t for t in leaves]
-    objects = frozenset(values.keys() | blobs.keys())
-    snapshot = Snapshot(
-        Structure(flat.names, flat.paths, objects, shards),
-        flat.containers,
-        tensors,
-        [],
-        values=values,
-        blobs=blobs,
-        foreign=foreign,
-        shared=shared,
-    )
+        tensors = [t.detach() if type(t) is torch.nn.Parameter else t for t in tensors]
+    structure = Structure(flat.names, flat.paths, frozenset(objects.values.keys() | objects.blobs.keys()), shards)
+    snapshot = Snapshot(structure, flat.containers, tensors, [], values=objects.values, blobs=objects.blobs)
+    snapshot.foreign, snapshot.shared = objects.foreign, objects.shared
     devices = _check_devices(flat.names, tensors)
     _check_kinds(flat.names, tensors)
     snapshot.versions = _versions(tensors)
     _copy_small_tensors(snapshot, devices, arenas or ArenaCache())
-    snapshot.addresses = [None] * len(leaves)
-    if not all(map(is_host, devices)):
-        for leaf, tensor in enumerate(snapshot.tensors):
-            if tensor is None or leaf in snapshot.eager or is_host(tensor.device):
-                continue
-            if tensor.layout is torch.strided:
-                snapshot.addresses[leaf] = address_of(tensor)
+    snapshot.addresses = _addresses(snapshot, devices)
     samples = None
-    if sampled:
-        samples = Samples(flat.names, snapshot.tensors, besides=snapshot.eager)
-    elif not arrays <= snapshot.eager.keys():  # NumPy counts no changes
-        seen = [tensor if leaf in arrays else None for leaf, tensor in enumerate(snapshot.tensors)]
+    if sampled or not arrays <= snapshot.eager.keys():  # NumPy counts no changes
+        seen = [tensor if sampled or leaf in arrays else None for leaf, tensor in enumerate(snapshot.tensors)]
         samples = Samples(flat.names, seen, besides=snapshot.eager)
     # After the packing and the sampling: the staging stream waits for these events, and reads what those kernels write.
     snapshot.events = _ready_events(devices)
     snapshot.behind = reading_behind
     follow_steps(snapshot, samples)
     return snapshot
+
+
+def _addresses(snapshot: Snapshot, devices: set[torch.device]) -> list[int | None]:
+    """Return where each tensor is that is on a device and copied later; None of others."""
+    addresses: list[int | None] = [None] * len(snapshot.tensors)
+    if not all(map(is_host, devices)):
+        for leaf, tensor in enumerate(snapshot.tensors):
+            if tensor is None or leaf in snapshot.eager or is_host(tensor.device):
+                continue
+            if tensor.layout is torch.strided:
+                addresses[leaf] = address_of(tensor)
+    return addresses
 
 
 def _replace_arrays(flat: FlatState) -> set[int]:
@@ -321,41 +316,42 @@ def _culprit(flat: FlatState) -> str:
     return "the state dict"
 
 
-def _capture_object(
-    name: str,
-    leaf: int,
-    value: Any,
-    values: dict[int, Any],
-    blobs: dict[int, bytes],
-    foreign: dict[int, tuple[str, dict[str, bool]]],
-    met: dict[int, Any],
-) -> None:
-    if is_frozen(value):
-        values[leaf] = value
-        return
-    if isinstance(value, torch.Tensor):
-        if torch.nn.parameter.is_lazy(value):
-            raise SaveError(f"{name} is not initialised: run a batch through its lazy module before it is saved")
-        if type(value).__module__.startswith("torch._subclasses"):
-            raise SaveError(f"{name} is a {type(value).__name__}, which has no values: save outside of tracing")
-        if value.device.type == "meta":
-            raise SaveError(_meta_message(name))
-    named: dict[Any, bool] = {}
-    blobs[leaf] = encode_object(name, value, named, met)
-    names = foreign_names(named)
-    if names:
-        foreign[leaf] = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins."), names
+@dataclass(slots=True)
+class _Objects:
+    """The objects of a state, by their leaves: themselves if they can't change, else pickled."""
 
+    blobs: dict[int, bytes]
+    values: dict[int, Any] = field(default_factory=dict)
+    foreign: dict[int, tuple[str, dict[str, bool]]] = field(default_factory=dict)
+    shared: tuple[str, str, str] | None = None  # two leaves, and the class of an object that is in both
+    _owners: dict[int, tuple[int, Any]] = field(default_factory=dict)  # of objects, by their ids: they are not freed
 
-def _what_both_share(
-    names: Sequence[str], leaf: int, met: dict[int, Any], owners: dict[int, tuple[int, Any]]
-) -> tuple[str, str, str] | None:
-    """Return the name of an earlier leaf, that of this one, and the class of an object that is in both."""
-    for identity in met.keys() & owners.keys():
-        kind = type(met[identity])
-        if not issubclass(kind, torch.Tensor | Enum) and foreign_names({kind: False}):
-            return names[owners[identity][0]], names[leaf], kind.__qualname__
-    return None
+    def take(self, names: Sequence[str], leaf: int, value: Any) -> None:
+        """Keep or pickle an object; raise SaveError if that is none to save."""
+        name = names[leaf]
+        if is_frozen(value):
+            self.values[leaf] = value
+            return
+        if isinstance(value, torch.Tensor):
+            if torch.nn.parameter.is_lazy(value):
+                raise SaveError(f"{name} is not initialised: run a batch through its lazy module before it is saved")
+            if type(value).__module__.startswith("torch._subclasses"):
+                raise SaveError(f"{name} is a {type(value).__name__}, which has no values: save outside of tracing")
+            if value.device.type == "meta":
+                raise SaveError(_meta_message(name))
+        named: dict[Any, bool] = {}
+        met: dict[int, Any] = {}
+        self.blobs[leaf] = encode_object(name, value, named, met)
+        foreign = foreign_names(named)
+        if foreign:
+            full = f"{type(value).__module__}.{type(value).__qualname__}"
+            self.foreign[leaf] = full.removeprefix("builtins."), foreign
+        for identity in met.keys() & self._owners.keys() if self.shared is None else ():
+            kind = type(met[identity])
+            if not issubclass(kind, torch.Tensor | Enum) and foreign_names({kind: False}):
+                self.shared = names[self._owners[identity][0]], name, kind.__qualname__
+                break
+        self._owners |= {identity: (leaf, thing) for identity, thing in met.items()}
 
 
 def _check_devices(names: Sequence[str], tensors: Sequence[torch.Tensor | None]) -> set[torch.device]:
@@ -478,32 +474,39 @@ def _copy_small_tensors(snapshot: Snapshot, devices: set[torch.device], arenas: 
             # GIL; that `.data` has a version counter of its own does not matter for a tensor that is copied here.
             tensors[leaf] = tensor.data
         else:
-            form = tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), lazy_bits(tensor)
-            try:
-                # The copy has the strides that will be stored; only tied tensors share it.
-                if form not in clones:
-                    clones[form] = tensor.clone()
-                tensors[leaf] = clones[form]
-            except torch.OutOfMemoryError:
+            copy = _cloned(tensor, clones)
+            if copy is None:
                 continue  # copied with the large ones
+            tensors[leaf] = copy
         versions[leaf] = None
         total += nbytes
         if apart and tensor.device in apart:
             use_in(None, tensor)
     for device, sizes in chosen.items():
         if sizes:
-            try:
-                snapshot.arenas[device] = _pack(snapshot, device, sizes, arenas)
-            except torch.OutOfMemoryError:
-                _copy_later(snapshot, sizes)
+            _pack_or_leave(snapshot, device, sizes, arenas)
 
 
-def _copy_later(snapshot: Snapshot, leaves: Iterable[int]) -> None:
-    """Leave tensors to be copied with the large ones: their device has no memory to spare."""
-    for leaf in leaves:
-        tensor = snapshot.tensors[leaf]
-        del snapshot.eager[leaf]
-        snapshot.versions[leaf] = None if tensor is None or tensor.is_inference() else tensor._version
+def _cloned(tensor: torch.Tensor, clones: dict[object, torch.Tensor]) -> torch.Tensor | None:
+    """Return a copy with the strides that will be stored, which only tied tensors share; None: no memory to spare."""
+    form = tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), lazy_bits(tensor)
+    try:
+        if form not in clones:
+            clones[form] = tensor.clone()
+    except torch.OutOfMemoryError:
+        return None
+    return clones[form]
+
+
+def _pack_or_leave(snapshot: Snapshot, device: torch.device, sizes: dict[int, int], arenas: ArenaCache) -> None:
+    """Copy tensors together, or leave them to be copied with the large ones if their device has no memory to spare."""
+    try:
+        snapshot.arenas[device] = _pack(snapshot, device, sizes, arenas)
+    except torch.OutOfMemoryError:
+        for leaf in sizes:
+            tensor = snapshot.tensors[leaf]
+            del snapshot.eager[leaf]
+            snapshot.versions[leaf] = None if tensor is None or tensor.is_inference() else tensor._version
 
 
 def _pack(snapshot: Snapshot, device: torch.device, sizes: dict[int, int], arenas: ArenaCache) -> torch.Tensor:

@@ -251,8 +251,7 @@ class SharedTransaction(Transaction):
     """A transaction of several processes: one has begun it, others join it or take it over.
 
     For a process that has joined it, `commit` makes its own files durable, and `abort` before that closes them; the
-    owner publishes or removes all of them. Sidecar files are messages between the processes; they are never part of
-    the checkpoint. For errors see `Transaction`.
+    owner publishes or removes all of them. For errors see `Transaction`.
     """
 
     @property
@@ -288,18 +287,6 @@ class SharedTransaction(Transaction):
             SaveError: this storage has no such files.
         """
         raise SaveError(_no_parts(self))
-
-    @abstractmethod
-    async def put_sidecar(self, name: str, data: bytes) -> None:
-        """Write a sidecar file for the other processes."""
-
-    @abstractmethod
-    async def get_sidecar(self, name: str) -> bytes | None:
-        """Return the contents of a sidecar file, which may be incomplete; None if there is none."""
-
-    @abstractmethod
-    async def delete_sidecar(self, name: str) -> None:
-        """Remove a sidecar file, if it exists."""
 
     @abstractmethod
     async def status(self) -> Status:

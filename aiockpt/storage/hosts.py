@@ -321,7 +321,7 @@ class HostDisks(WrapperStorage):
     def set_aside(self, path: str, names: Sequence[str]) -> str:
         """Rename it on all disks with the next rounds, on the one that makes it count last."""
         if len(self.disks) == 1:
-            return super().set_aside(path, names)
+            return self.inner.set_aside(path, names)
         above = self.split(path)[0]
         taken = set().union(*self.folders_in(above))
         name = next((name for name in names if name not in taken), None)
@@ -331,7 +331,7 @@ class HostDisks(WrapperStorage):
         if not marks:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
         self.changes.add(path, marks, first=marks.keys() - {whole.last}, to=name)
-        return self.below(above, name)
+        return self.inner.below(above, name)
 
     def _change_own(self, change: HostChange, workers: Workers) -> None:
         """Delete or rename the part on the own disk, unless it is not the one that was meant any more. Blocks."""

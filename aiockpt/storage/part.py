@@ -1,13 +1,12 @@
 """One of several checkpoints that are published together, as a storage of its own.
 
 The checkpoint is a directory, or a file, within a transaction that another object publishes or removes. Its manifest
-is kept as a sidecar file until then: the last document of the whole lists the files of all parts.
+is kept in memory until then: the last document of the whole lists the files of all parts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from aiockpt.errors import SaveError
@@ -20,10 +19,7 @@ from aiockpt.storage.base import (
     SharedStorage,
     SharedTransaction,
     Source,
-    Stamp,
-    Status,
     Storage,
-    Traits,
 )
 from aiockpt.storage.wrapper import WrapperStorage, WrapperTransaction
 
@@ -39,21 +35,17 @@ class PartStorage(WrapperStorage):
         path: the final path of the whole.
         ticket_of_whole: that of its transaction.
         name: of the directory or the file in it; empty: its top.
-        number: of the part, the same in all processes.
+
+    Attributes:
+        manifest: that of the part, once this process has committed it.
     """
 
     check, check_repository = Storage.check, Storage.check_repository  # the path is in that of the whole
 
-    def __init__(self, whole: SharedStorage, path: str, ticket_of_whole: str, name: str, number: int) -> None:
+    def __init__(self, whole: SharedStorage, path: str, ticket_of_whole: str, name: str) -> None:
         super().__init__(whole)
-        self._whole, self._path, self._ticket, self._name, self._number = whole, path, ticket_of_whole, name, number
-
-    @property
-    def traits(self) -> Traits:  # type: ignore[override] # of an instance, not of the class
-        return replace(super().traits, folders=False)
-
-    def new_ticket(self, path: str) -> str:
-        return self._ticket
+        self._whole, self._path, self._ticket, self._name = whole, path, ticket_of_whole, name
+        self.manifest: bytes | None = None
 
     async def begin(
         self, path: str, *, overwrite: bool, workers: Workers, ticket: str | None = None
@@ -62,12 +54,7 @@ class PartStorage(WrapperStorage):
 
     async def join(self, path: str, ticket: str, *, workers: Workers) -> SharedTransaction:
         whole = await self._whole.join(self._path, self._ticket, workers=workers)
-        return PartTransaction(self, whole, path, self._name, f"t{self._number}")
-
-    async def take_over(
-        self, path: str, ticket: str, *, overwrite: bool, workers: Workers, stamp: Stamp | None
-    ) -> SharedTransaction:
-        return await self.join(path, ticket, workers=workers)
+        return PartTransaction(self, whole, path, self._name)
 
     async def open(self, path: str, *, workers: Workers) -> Source:
         raise SaveError(f"{path} can't be read before it is published")
@@ -76,14 +63,11 @@ class PartStorage(WrapperStorage):
 class PartTransaction(WrapperTransaction):
     """One part of a transaction of the whole, which this process has joined; `commit` only makes it durable."""
 
-    open_folder, seal_folder = SharedTransaction.open_folder, SharedTransaction.seal_folder
     revoke = SharedTransaction.revoke
 
-    def __init__(self, storage: PartStorage, whole: SharedTransaction, path: str, name: str, prefix: str) -> None:
+    def __init__(self, storage: PartStorage, whole: SharedTransaction, path: str, name: str) -> None:
         super().__init__(storage, whole, path)
-        self._whole = whole
-        self._name = name
-        self._prefix = prefix  # of sidecar files
+        self._part, self._whole, self._name = storage, whole, name
 
     def _place(self, name: str) -> str:
         return "/".join(filter(None, (self._name, name)))
@@ -99,7 +83,7 @@ class PartTransaction(WrapperTransaction):
         await self._whole.commit()
         self._refuse_if_revoked(self._path)
         if MANIFEST_NAME in documents:
-            await self.put_sidecar("manifest", bytes(documents[MANIFEST_NAME]))
+            self._part.manifest = bytes(documents[MANIFEST_NAME])
         await self._whole.release()
 
     async def sizes(self) -> Mapping[str, int]:
@@ -111,18 +95,3 @@ class PartTransaction(WrapperTransaction):
 
     async def open_part(self, name: str) -> PartSink:
         return await self._whole.open_part(self._place(name))
-
-    async def put_sidecar(self, name: str, data: bytes) -> None:
-        await self._whole.put_sidecar(f"{self._prefix}-{name}", data)
-
-    async def get_sidecar(self, name: str) -> bytes | None:
-        return await self._whole.get_sidecar(f"{self._prefix}-{name}")
-
-    async def delete_sidecar(self, name: str) -> None:
-        await self._whole.delete_sidecar(f"{self._prefix}-{name}")
-
-    async def status(self) -> Status:
-        return "published" if await self.get_sidecar("manifest") is not None else await self._whole.status()
-
-    async def finalize(self) -> None:
-        await self._whole.release()

@@ -9,12 +9,13 @@ READ  a file of what was listed       the bytes, in pieces, and an empty documen
       last, and runs of bytes of it
 ====  ==============================  =======================================================================
 
-Both sides prove that they know a secret first, as for a `aiockpt.coordination.link`; then messages follow, as over the
-wires of `aiockpt.coordination.wires`, each with its CRC-32.
+The connections are made, and prove a secret, as a `aiockpt.coordination.link`; then they carry messages, each with its
+CRC-32, as the wires of `aiockpt.coordination.wires`.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import functools
@@ -23,13 +24,11 @@ import logging
 import os
 import secrets
 import select
-import selectors
 import socket
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from isal.isal_zlib import crc32
@@ -37,24 +36,20 @@ from isal.isal_zlib import crc32
 from aiockpt.coordination.link import (
     HELLO_S,
     Endpoint,
+    Link,
     LinkBrokenError,
     addresses_of_this_host,
+    connect,
+    listen,
     network_namespace,
-    proof,
     reachable,
 )
 from aiockpt.coordination.wires import Wire
 from aiockpt.core.forks import called_in_children
-from aiockpt.core.threads import start_thread
-from aiockpt.errors import (
-    CheckpointNotFoundError,
-    CorruptCheckpointError,
-    LoadError,
-    NoThreadError,
-    WriteError,
-    printable_key,
-)
+from aiockpt.core.threads import in_thread, start_thread
+from aiockpt.errors import NoThreadError, WriteError, printable_key
 from aiockpt.storage.base import Directories, Listing, LookBudget, Seen, Source, Storage, Transaction
+from aiockpt.storage.remote import RemoteListing, open_remote
 
 if TYPE_CHECKING:
     from aiockpt.core.threads import Workers
@@ -71,8 +66,7 @@ SILENT_S = 30.0
 _PIECE_BYTES = 4 << 20  # read and sent at a time
 _MOST_DOCUMENT_BYTES = 1 << 28
 _MOST_IDLE = 8  # connections of a process to one server
-_MOST_STRANGERS = 1024  # connections whose other side has not proven anything yet
-_PAUSE_S = 1.0  # before the next connection is taken where there was no descriptor for one
+_MOST_STRANGERS = 1024  # connections to one address whose other side has not proven anything yet
 _FACTS = {"is_file": bool, "files": dict, "folders": list, "others": list, "changed_s": float, "stamp": str}
 _UNREACHABLE = {errno.EHOSTUNREACH, errno.EHOSTDOWN, errno.ENETUNREACH}
 
@@ -91,7 +85,6 @@ class PeerWire(Wire):
     listed: tuple[str, str, bool] | None = None
 
     def __init__(self, own: socket.socket, stall_s: float) -> None:
-        own.setblocking(True)
         super().__init__(own, stall_s)
         own.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         _wires.add(self)
@@ -109,16 +102,12 @@ class PeerWire(Wire):
         data = json.dumps(document).encode()
         self.send(kind, crc32(data), memoryview(data))
 
-    def put_bytes(self, data: bytes) -> None:
-        """Send a piece of a file."""
-        self.send(DATA, crc32(data), memoryview(data))
-
     def take(self, view: memoryview | None = None, seen: Seen | None = None) -> tuple[int, Any]:
         """Receive bytes into ``view``, all unless there was an error, and then a document; return its kind and it."""
         view = memoryview(b"") if view is None else view
         while True:
             kind, nbytes, check = self.head()
-            if nbytes > (len(view) if kind == DATA else _MOST_DOCUMENT_BYTES):
+            if nbytes > (len(view) if kind == DATA else _MOST_DOCUMENT_BYTES) or (kind == DATA and not nbytes):
                 raise LinkBrokenError("the other side sends more than it was asked for")
             piece = view[:nbytes] if kind == DATA else memoryview(bytearray(nbytes))
             self.fill(piece)
@@ -127,7 +116,7 @@ class PeerWire(Wire):
             if kind != DATA:
                 break
             view = view[nbytes:]
-            if seen is not None and nbytes:
+            if seen is not None:
                 seen(piece)
         if view and kind != ERROR:
             raise LinkBrokenError("the other side sends less than it was asked for")
@@ -142,27 +131,6 @@ _wires = called_in_children(PeerWire.close)  # else the other side would not see
 
 def _strange() -> LinkBrokenError:
     return LinkBrokenError("the other side speaks another language")
-
-
-def _prove(own: socket.socket, secret: bytes, name: str, deadline: float) -> None:
-    """Raise LinkBrokenError unless the other side knows the secret. Blocks."""
-    proving, received = proof(secret, name), b""
-    try:
-        while True:
-            message, nbytes = proving.send(received or None)
-            own.settimeout(max(1e-3, deadline - time.monotonic()))
-            own.sendall(message)
-            received = b""
-            while len(received) < nbytes:
-                own.settimeout(max(1e-3, deadline - time.monotonic()))  # of all of it: a byte may come now and then
-                piece = own.recv(nbytes - len(received))
-                if not piece:
-                    raise LinkBrokenError("the other side has closed the connection")
-                received += piece
-    except StopIteration:
-        return
-    except OSError as exc:
-        raise LinkBrokenError(str(exc)) from exc
 
 
 # --- the server ---------------------------------------------------------------------------------------------
@@ -184,83 +152,99 @@ class PeerServer:
         self, storage: Directories, directory: str, *, hosts: Sequence[str] | None = None, stall_s: float = STALL_S
     ) -> None:
         self._storage, self._directory, self._stall_s = storage, storage.resolve(directory), stall_s
-        self._secret, self._name, self._origin = secrets.token_bytes(32), socket.gethostname(), os.getpid()
-        self._lock = threading.Lock()
+        self._lock, self._origin, self._is_closed = threading.Lock(), os.getpid(), False
         self._connections: dict[threading.Thread, socket.socket] = {}
-        self._strangers = 0
-        self._is_closed = False
         self._listening: list[socket.socket] = []
-        self._newest: socket.socket | None = None  # which may not be among the connections yet
-        self._awake, self._wake = socket.socketpair()
+        self._loop, self._closed = asyncio.new_event_loop(), asyncio.Event()
         self._accepting = threading.Thread(target=self._accept, name="aiockpt-disk", daemon=True)
         try:
             for host in hosts or addresses_of_this_host(None):
                 family = socket.AF_INET6 if ":" in host else socket.AF_INET
                 self._listening.append(socket.create_server((host, 0), family=family, backlog=1024))
-                self._listening[-1].setblocking(False)
+            addresses = [own.getsockname()[:2] for own in self._listening]
+            secret, name = secrets.token_bytes(32), socket.gethostname()
+            self.endpoint = Endpoint(addresses, secret, network_namespace(), name, 0)
             start_thread(self._accepting)
         except BaseException:
-            self._close_listening()
+            self.leave()
+            self._loop.close()
             raise
-        addresses = [each.getsockname()[:2] for each in self._listening]
-        self.endpoint = Endpoint(addresses, self._secret, network_namespace(), self._name, 0)
         _servers.add(self)
 
     def _accept(self) -> None:
-        with selectors.DefaultSelector() as selector:
-            for listening in (self._awake, *self._listening):
-                selector.register(listening, selectors.EVENT_READ)
-            while not self._is_closed:
-                for key, _ in selector.select():
-                    if key.fileobj is not self._awake and isinstance(key.fileobj, socket.socket):
-                        self._welcome(key.fileobj)
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._take_connections())
 
-    def _welcome(self, listening: socket.socket) -> None:
+    async def _take_connections(self) -> None:
+        tasks: set[asyncio.Task[None]] = set()  # the loop itself does not keep them
+
+        def join(_: str, link: Link) -> None:
+            task = asyncio.ensure_future(self._join(link))
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+
+        with contextlib.ExitStack() as stack:
+            for own in self._listening:
+                server = await listen(
+                    own, self.endpoint.secret, self.endpoint.host, join, most_strangers=_MOST_STRANGERS
+                )
+                stack.callback(server.close)
+            await self._closed.wait()
+
+    async def _join(self, link: Link) -> None:
+        """Serve a connection in a thread."""
         try:
-            self._newest = own = listening.accept()[0]
-        except BlockingIOError:  # it has left already
+            async with asyncio.timeout(HELLO_S):
+                own = await link.detach(connected=False)
+        except (LinkBrokenError, OSError) as exc:
+            logger.debug("a connection to the disk of this host has ended: %s", exc)
             return
-        except OSError as exc:
-            logger.warning("the disk of this host can't be served to another process now: %s", exc)
-            select.select([self._awake], [], [], _PAUSE_S)
-            return
+        finally:
+            link.close()
         thread = threading.Thread(target=self._serve, args=(own,), name="aiockpt-disk-connection", daemon=True)
         with self._lock:
-            for ended in [each for each in self._connections if not each.is_alive()]:
+            for ended in [thread for thread in self._connections if not thread.is_alive()]:
                 del self._connections[ended]
-            is_taken = not self._is_closed and self._strangers < _MOST_STRANGERS
-            if is_taken:
+            if not self._is_closed:
                 try:
                     start_thread(thread)
                 except NoThreadError as exc:
                     logger.warning("another process can't be served: %s", exc)
                 else:
                     self._connections[thread] = own
-                    self._strangers += 1
                     return
         own.close()  # which the other side finds
 
     def _serve(self, own: socket.socket) -> None:
-        with contextlib.closing(own):
+        with contextlib.closing(own), contextlib.ExitStack() as listed:
             try:
-                try:
-                    _prove(own, self._secret, self._name, time.monotonic() + HELLO_S)
-                finally:
-                    with self._lock:
-                        self._strangers -= 1
-                wire = PeerWire(own, self._stall_s)
-                with contextlib.closing(_Service(self._storage, self._place, wire)) as service:
-                    while True:
-                        service.answer()
+                wire, listing = PeerWire(own, self._stall_s), None
+                wire.put(ANSWER, {})
+                while True:
+                    kind, asked = wire.take()
+                    if kind not in (LIST, READ):
+                        raise _strange()
+                    with _reported(wire):
+                        if kind == LIST:
+                            listed.close()
+                            listing = None
+                            listing = listed.enter_context(self._look(asked))
+                            wire.put(ANSWER, {name: getattr(listing, name) for name in _FACTS})
+                        else:
+                            _send(wire, listing, asked)
+                            wire.put(ANSWER, {})
             except (LinkBrokenError, OSError) as exc:  # also if it is broken as soon as it is made
                 logger.debug("a connection to the disk of this host has ended: %s", exc)
 
-    def _place(self, path: str) -> str:
-        """Return a path that may be read; raise PermissionError for any other."""
-        path, directory = self._storage.resolve(path), self._directory
+    def _look(self, asked: Mapping[str, Any]) -> Listing:
+        """Return what is at a path; raise PermissionError if that may not be read."""
+        path, directory, below = self._storage.resolve(str(asked["path"])), self._directory, bool(asked["below"])
         if path != directory and not path.startswith(self._storage.below(directory, "")):
             raise PermissionError(errno.EACCES, f"it is not in {directory}, and nothing else is served", path)
-        return path
+        listing = self._storage.look(path)
+        if below:
+            listing.list_below()
+        return listing
 
     def wait(self, timeout_s: float) -> None:
         """Wait until no other process is connected, for so long at most. Blocks."""
@@ -280,82 +264,50 @@ class PeerServer:
             for own in self._connections.values():
                 with contextlib.suppress(OSError):
                     own.shutdown(socket.SHUT_RDWR)
-        with contextlib.suppress(OSError):
-            self._wake.send(b"\0")
+        with contextlib.suppress(RuntimeError):  # it has ended
+            self._loop.call_soon_threadsafe(self._closed.set)
         threads = [self._accepting, *self._connections]
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
-        if not self._accepting.is_alive():
-            self._close_listening()
         return not any(thread.is_alive() for thread in threads)
-
-    def _close_listening(self) -> None:
-        for own in (*self._listening, self._awake, self._wake):
-            own.close()
 
     def leave(self) -> None:
         """Close all in a forked child: else others would wait for it when its parent is dead."""
-        self._close_listening()
-        for own in (*self._connections.values(), self._newest):
-            if own is not None:
-                own.close()
+        for own in (*self._listening, *self._connections.values()):
+            own.close()
 
 
 _servers = called_in_children(PeerServer.leave)
 
 
-class _Service:
-    """The answers on one connection."""
+@contextlib.contextmanager
+def _reported(wire: PeerWire) -> Iterator[None]:
+    """Send an error to the other side; raise LinkBrokenError if it does not follow the protocol, or leaves."""
+    try:
+        yield
+    except LinkBrokenError:
+        raise
+    except (KeyError, TypeError, ValueError) as exc:
+        raise _strange() from exc
+    except OSError as exc:
+        text = f"{printable_key(str(exc.filename))}: {exc.strerror}" if exc.filename else str(exc)
+        wire.put(ERROR, {"errno": exc.errno or 0, "text": text})
+    except Exception as exc:  # of a storage of the user's
+        wire.put(ERROR, {"errno": 0, "text": f"{type(exc).__name__}: {exc}"})
 
-    def __init__(self, storage: Directories, place: Callable[[str], str], wire: PeerWire) -> None:
-        self._storage, self._place, self._wire = storage, place, wire
-        self._listing: Listing | None = None
 
-    def answer(self) -> None:
-        """Answer a request; raise LinkBrokenError if the other side leaves, or does not follow the protocol."""
-        kind, asked = self._wire.take()
-        if kind not in (LIST, READ):
-            raise _strange()
-        try:
-            answer = self._list(asked) if kind == LIST else self._read(asked)
-        except LinkBrokenError:
-            raise
-        except (KeyError, TypeError, ValueError) as exc:
-            raise _strange() from exc
-        except OSError as exc:
-            text = f"{printable_key(str(exc.filename))}: {exc.strerror}" if exc.filename else str(exc)
-            self._wire.put(ERROR, {"errno": exc.errno or 0, "text": text})
-        except Exception as exc:  # of a storage of the user's
-            self._wire.put(ERROR, {"errno": 0, "text": f"{type(exc).__name__}: {exc}"})
-        else:
-            self._wire.put(ANSWER, answer)
-
-    def close(self) -> None:
-        listing, self._listing = self._listing, None
-        if listing is not None:
-            listing.close()
-
-    def _list(self, asked: Mapping[str, Any]) -> dict[str, Any]:
-        path, below = str(asked["path"]), bool(asked["below"])
-        self.close()
-        self._listing = listing = self._storage.look(self._place(path))
-        if below:
-            listing.list_below()
-        return {name: getattr(listing, name) for name in _FACTS}
-
-    def _read(self, asked: Mapping[str, Any]) -> dict[str, Any]:
-        name, runs = str(asked["name"]), [(int(offset), int(length)) for offset, length in asked["runs"]]
-        listing = self._listing
-        if listing is None or any(offset < 0 or length < 0 for offset, length in runs):
-            raise _strange()
-        if name not in listing.files:  # nor is a name looked at that leads out
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
-        for batch in _batches(runs):
-            data = b"".join(listing.fetch(name, offset, length) for offset, length in batch)
-            if len(data) < sum(length for _, length in batch):
-                raise OSError(errno.ENODATA, "it ends before what is asked for", name)
-            self._wire.put_bytes(data)
-        return {}
+def _send(wire: PeerWire, listing: Listing | None, asked: Mapping[str, Any]) -> None:
+    """Send runs of bytes of a file."""
+    name, runs = str(asked["name"]), [(int(offset), int(length)) for offset, length in asked["runs"]]
+    if listing is None or any(offset < 0 or length < 0 for offset, length in runs):
+        raise _strange()
+    if name not in listing.files:  # nor is a name looked at that leads out
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
+    for batch in _batches(runs):
+        data = b"".join(listing.fetch(name, offset, length) for offset, length in batch)
+        if len(data) < sum(length for _, length in batch):
+            raise OSError(errno.ENODATA, "it ends before what is asked for", name)
+        wire.send(DATA, crc32(data), memoryview(data))
 
 
 def _batches(runs: Sequence[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
@@ -410,7 +362,10 @@ class PeerDisk(Storage):
         raise WriteError(f"{path} of host {self.host_name} is written by the ranks of that host only")
 
     async def open(self, path: str, *, workers: Workers) -> Source:
-        return await workers.run(_PeerSource, self, path)
+        look = functools.partial(_PeerListing, self, path)
+        source = await open_remote(look, f"{path} on host {self.host_name}", workers)
+        source.gap_bytes, source.most_reads = Source.gap_bytes, Source.most_reads  # hosts of a job are near
+        return source
 
     # --- requests; they block, and raise the OSError of the server, or ConnectionError if there is no answer ----
 
@@ -507,7 +462,14 @@ class PeerDisk(Storage):
             raise self._no_answer(what, f"{self._silence}; it is asked again in {left_s:.3g} s")
         if self._silence:  # this thread asks again, the others need not wait with it
             self._silent_until = now + limit_s
-        return _connect(self._endpoint, limit_s, self._stall_s)
+        own = in_thread(lambda: asyncio.run(_reach(self._endpoint, limit_s))).result()  # a loop may run in this one
+        wire = PeerWire(own, self._stall_s)
+        try:
+            wire.take()  # sent when the server has left the stream, which reads ahead
+        except BaseException:
+            wire.close()
+            raise
+        return wire
 
     def _note(self, error: LinkBrokenError) -> None:
         """Ask no more for a while if nothing has come, as from a host without power: each call would take as long."""
@@ -529,35 +491,29 @@ def _close_all(idle: list[PeerWire]) -> None:
             idle.pop().close()
 
 
-def _connect(endpoint: Endpoint, limit_s: float, stall_s: float) -> PeerWire:
+async def _reach(endpoint: Endpoint, limit_s: float) -> socket.socket:
     """Connect to the address that answers first; raise LinkBrokenError if none does in time, or proves itself."""
-    addresses, deadline = reachable(endpoint, network_namespace()), time.monotonic() + limit_s
+    addresses, name = reachable(endpoint, network_namespace()), socket.gethostname()
     error: BaseException = LinkBrokenError("it listens at addresses of another network only")
-    with selectors.DefaultSelector() as selector, contextlib.ExitStack() as stack:
-        for host, port in addresses:
-            own = stack.enter_context(socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET))
-            own.setblocking(False)
-            code = own.connect_ex((host, port))
-            if code in (0, errno.EINPROGRESS):
-                selector.register(own, selectors.EVENT_WRITE, own)
-            else:
-                error = OSError(code, os.strerror(code))
-        while selector.get_map():
-            ready = selector.select(max(0.0, deadline - time.monotonic()))
-            if not ready:
-                hosts = " and ".join(host for host, _ in addresses)
-                error = TimeoutError(f"nothing came from {hosts} for {limit_s:.3g} s")
-                break
-            own = ready[0][0].data
-            selector.unregister(own)
-            try:
-                if code := own.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-                    raise OSError(code, os.strerror(code))
-                _prove(own, endpoint.secret, socket.gethostname(), deadline)
-                return PeerWire(socket.socket(fileno=os.dup(own.fileno())), stall_s)
-            except (OSError, LinkBrokenError) as exc:
-                error = exc
-    raise LinkBrokenError(str(error)) from error
+    tasks = [asyncio.ensure_future(connect(host, port, endpoint.secret, name)) for host, port in addresses]
+    try:
+        async with asyncio.timeout(limit_s):
+            for first in asyncio.as_completed(tasks):
+                try:
+                    _, link = await first
+                    return await link.detach(connected=True)
+                except (OSError, LinkBrokenError) as exc:
+                    error = exc
+    except TimeoutError:
+        error = TimeoutError(f"nothing came from {' and '.join(host for host, _ in addresses)} for {limit_s:.3g} s")
+    finally:
+        for task in tasks:
+            task.cancel()
+        for made in await asyncio.gather(*tasks, return_exceptions=True):
+            if not isinstance(made, BaseException):
+                made[1].close()
+    number = getattr(error, "errno", None)
+    raise LinkBrokenError(os.strerror(number) if number else str(error)) from error
 
 
 def _checked_facts(document: Any) -> dict[str, Any]:
@@ -577,54 +533,35 @@ def _checked_facts(document: Any) -> dict[str, Any]:
     return found
 
 
-class _PeerListing(Listing):
-    def __init__(self, disk: PeerDisk, path: str) -> None:
-        self._disk, self.path = disk, path
-        vars(self).update(disk.list(path, below=False))
+class _PeerListing(RemoteListing):
+    """What is at a path of another host.
+
+    Args:
+        disk: that of the host.
+        path: the path there.
+        shown: the path in messages of a source; None: that of a listing alone.
+    """
+
+    def __init__(self, disk: PeerDisk, path: str, shown: str | None = None) -> None:
+        super().__init__(shown or path, LookBudget())
+        self._disk, self._place = disk, path
+        vars(self).update(disk.list(path, below=shown is not None))
 
     def list_below(self) -> None:
-        self.files = self._disk.list(self.path, below=True)["files"]
+        if self.path == self._place:  # else they are here
+            self.files = self._disk.list(self._place, below=True)["files"]
 
-    def fetch(self, name: str, offset: int, length: int) -> bytes:
-        data = bytearray(max(0, min(length, self.files.get(name, 0) - offset)))
-        self._disk.read(self.path, self.stamp, name, [(offset, len(data))], memoryview(data))
-        return bytes(data)
+    def list_folder(self, name: str) -> None:
+        """Do nothing: `list_below` lists all of them at once."""
 
-
-class _PeerSource(Source):
-    is_remote = True
-
-    def __init__(self, disk: PeerDisk, path: str) -> None:
-        self._disk, self._path = disk, path
+    def read(self, name: str, runs: Sequence[tuple[int, int]], view: memoryview, seen: Seen | None = None) -> int:
         try:
-            found = disk.list(path, below=True)
-        except (FileNotFoundError, NotADirectoryError) as exc:
-            raise CheckpointNotFoundError(f"there is no checkpoint at {path} on host {disk.host_name}") from exc
+            self._disk.read(self._place, self.stamp, name, runs, view, seen)
         except OSError as exc:
-            raise LoadError(f"{path} can't be opened: {exc}") from exc
-        self._stamp, self._files = found["stamp"], found["files"]
+            if exc.errno == errno.ENODATA:
+                return 0
+            raise
+        return len(view)
 
-    @property
-    def files(self) -> Mapping[str, int]:
-        return MappingProxyType(self._files)
-
-    def read(self, name: str, offset: int, view: memoryview, seen: Seen | None = None) -> None:
-        self._read(name, [(offset, len(view))], view, seen)
-
-    def read_runs(self, name: str, runs: Sequence[tuple[int, int]], view: memoryview) -> None:
-        self._read(name, runs, view)
-
-    def _read(self, name: str, runs: Sequence[tuple[int, int]], view: memoryview, seen: Seen | None = None) -> None:
-        where, files = f"{self._path}/{printable_key(name)}", self._files
-        end = max((offset + length for offset, length in runs), default=0)
-        if name not in files or end > files[name]:
-            what = "is missing" if name not in files else f"ends before byte {end}"
-            raise CorruptCheckpointError(f"{where} {what} on host {self._disk.host_name}")
-        try:
-            self._disk.read(self._path, self._stamp, name, runs, view, seen)
-        except OSError as exc:
-            is_gone = isinstance(exc, FileNotFoundError) or exc.errno == errno.ENODATA
-            raise (CorruptCheckpointError if is_gone else LoadError)(f"{where} can't be read: {exc}") from exc
-
-    def close(self) -> None:
-        """Do nothing: what a server has open ends with its connection."""
+    def is_replaced(self, exc: OSError) -> bool:
+        return False  # what is gone is missing, whatever is there now

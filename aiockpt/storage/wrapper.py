@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from aiockpt.storage.base import (
     NO_DOCUMENTS,
     Document,
     FileSink,
-    LeaseFacts,
-    Listing,
-    LookBudget,
     PartSink,
-    RunLease,
     Seen,
     SharedStorage,
     SharedTransaction,
@@ -46,9 +42,6 @@ Step = Literal[
     "reserve",
     "open_part",
     "sizes",
-    "put_sidecar",
-    "get_sidecar",
-    "delete_sidecar",
     "status",
     "finalize",
     "discard_all",
@@ -57,6 +50,16 @@ Step = Literal[
     "open",
     "read",
 ]
+
+
+def _of_inner(name: str) -> Any:
+    """Return the method of this name, which is passed on."""
+
+    def method(self: WrapperStorage | WrapperTransaction, *args: Any, **options: Any) -> Any:
+        inner = self.inner if isinstance(self, WrapperStorage) else self._inner
+        return getattr(inner, name)(*args, **options)
+
+    return method
 
 
 class WrapperStorage(SharedStorage):
@@ -69,7 +72,7 @@ class WrapperStorage(SharedStorage):
         self.inner = inner
 
     async def before(self, step: str, name: str) -> None:
-        """Run before a `Step` of a file, of a sidecar file, or of the checkpoint at a path."""
+        """Run before a `Step` of a file, or of the checkpoint at a path."""
 
     def before_read(self, name: str, offset: int, nbytes: int) -> None:
         """Run before each read from a file, in the thread that reads."""
@@ -78,44 +81,10 @@ class WrapperStorage(SharedStorage):
     def traits(self) -> Traits:  # type: ignore[override] # of an instance, not of the class
         return self.inner.traits
 
-    def resolve(self, path: str) -> str:
-        return self.inner.resolve(path)
-
-    def below(self, path: str, name: str) -> str:
-        return self.inner.below(path, name)
-
-    def split(self, path: str) -> tuple[str, str]:
-        return self.inner.split(path)
-
-    def look(self, path: str, budget: LookBudget | None = None) -> Listing:
-        return self.inner.look(path, budget)
-
-    def stamp(self, path: str) -> Stamp | None:
-        return self.inner.stamp(path)
-
-    def stamps(self, directory: str, count: int) -> Mapping[str, Stamp] | None:
-        return self.inner.stamps(directory, count)
-
-    def set_aside(self, path: str, names: Sequence[str]) -> str:
-        return self.inner.set_aside(path, names)
-
-    def lease(self, directory: str) -> RunLease:
-        return self.inner.lease(directory)
-
-    def owner_of(self, directory: str) -> LeaseFacts | None:
-        return self.inner.owner_of(directory)
-
-    def identify(self, directory: str, *, make: bool) -> str | None:
-        return self.inner.identify(directory, make=make)
-
-    def is_finishing(self, directory: str) -> bool:
-        return self.inner.is_finishing(directory)
-
-    def check(self, path: str, *, overwrite: bool) -> None:
-        self.inner.check(path, overwrite=overwrite)
-
-    def check_repository(self, path: str, *, overwrite: bool) -> None:
-        self.inner.check_repository(path, overwrite=overwrite)
+    resolve, below, split, look = map(_of_inner, ("resolve", "below", "split", "look"))
+    stamp, stamps, set_aside, lease = map(_of_inner, ("stamp", "stamps", "set_aside", "lease"))
+    owner_of, identify, is_finishing = map(_of_inner, ("owner_of", "identify", "is_finishing"))
+    check, check_repository = map(_of_inner, ("check", "check_repository"))
 
     def new_ticket(self, path: str) -> str:
         return shared_storage(self.inner).new_ticket(path)
@@ -183,11 +152,8 @@ class WrapperTransaction(SharedTransaction):
         await self._storage.before("create", name)
         return _WrapperSink(self._storage, await self._inner.create(name, nbytes), name)
 
-    async def open_folder(self) -> str:
-        return await self._inner.open_folder()
-
-    async def seal_folder(self, known: Container[str] | None) -> Mapping[str, FileFacts]:
-        return await self._inner.seal_folder(known)
+    open_folder, seal_folder, vouch = map(_of_inner, ("open_folder", "seal_folder", "vouch"))
+    whole_files, suspend, revoke = map(_of_inner, ("whole_files", "suspend", "revoke"))
 
     async def commit(self, documents: Mapping[str, Document] = NO_DOCUMENTS) -> None:
         await self.write_files(documents)  # so that each step of a document is met
@@ -197,18 +163,6 @@ class WrapperTransaction(SharedTransaction):
     async def adopt(self, path: str, files: Mapping[str, tuple[str, FileFacts]]) -> Collection[str]:
         await self._storage.before("adopt", path)
         return await self._inner.adopt(path, files)
-
-    async def vouch(self, files: Mapping[str, FileFacts]) -> None:
-        await self._inner.vouch(files)
-
-    async def whole_files(self) -> Mapping[str, int]:
-        return await self._inner.whole_files()
-
-    async def suspend(self) -> None:
-        await self._inner.suspend()
-
-    def revoke(self) -> None:
-        self._inner.revoke()
 
     async def abort(self) -> None:
         try:
@@ -237,9 +191,6 @@ class WrapperTransaction(SharedTransaction):
 
     reserve = _passed_on("reserve", named=True)
     sizes = _passed_on("sizes")
-    put_sidecar = _passed_on("put_sidecar", named=True)
-    get_sidecar = _passed_on("get_sidecar", named=True)
-    delete_sidecar = _passed_on("delete_sidecar", named=True)
     status = _passed_on("status")
     finalize = _passed_on("finalize")
     discard_all = _passed_on("discard_all")

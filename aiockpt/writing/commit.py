@@ -16,13 +16,13 @@ from isal.isal_zlib import crc32
 from aiockpt._version import __version__
 from aiockpt.errors import CommitError, printable_key
 from aiockpt.format.belonging import describes
+from aiockpt.format.layouts import DOCUMENT_BYTES
 from aiockpt.format.manifest.manifest import DIVIDED_KEY, INDEX_KEY, FileFacts, Manifest, encode_manifest
 from aiockpt.format.names import MANIFEST_NAME, METADATA_NAME
-from aiockpt.format.recognise import DOCUMENT_BYTES
 
 if TYPE_CHECKING:
     from aiockpt.format.dcp.metadata_opcodes import EncodedItem
-    from aiockpt.format.manifest.index_writer import Drafts
+    from aiockpt.format.manifest.drafts import Drafts
     from aiockpt.format.manifest.manifest import JsonValue
     from aiockpt.planning.delta import AdoptedFiles
 
@@ -31,7 +31,7 @@ T = TypeVar("T", bytes, bytes | bytearray)
 
 def writer_name() -> str:
     """Return the versions of the software that writes, for a manifest."""
-    import torch  # not above: the writer process needs it only to commit in place of a dead rank 0
+    import torch  # not above: the writer process does not need it
 
     return f"aiockpt {__version__} (torch {torch.__version__})"
 

@@ -284,7 +284,7 @@ def test_commands_that_read_no_tensor_do_not_import_torch(arguments, tmp_path, m
         ("If you trust it, pass trust=True.", "If you trust it, pass --trust."),
         ("pass safe_globals=[a.B, c.D] and more, or trust=True.", "pass --trust."),
         ("or pass overwrite=True to replace it", "or pass --overwrite to replace it"),
-        ("it is written by 7: end that, or pass mode='read'", "it is written by 7: end that"),
+        ("it is written by 7: end that, or pass read_only=True", "it is written by 7: end that"),
     ],
 )
 def test_advice_names_the_flags_of_the_command(message, shown, capsys):

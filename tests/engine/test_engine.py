@@ -7,6 +7,7 @@ import contextlib
 import contextvars
 import logging
 import subprocess
+import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -19,9 +20,13 @@ import aiockpt
 from aiockpt.core.futures import Completion
 from aiockpt.engine.loop import EngineLoop
 from aiockpt.engine.requests import LoadRequest
+from aiockpt.engine.resources import EngineResources
+from aiockpt.staging.pool import Chunk
 from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.storage.wrapper import WrapperStorage
 from aiockpt.testing import GatedStorage
+from tests.polling import until
+from tests.states import assert_same
 
 STATE = {"w": torch.arange(50_000.0), "step": 3}
 WINDOW = aiockpt.StagingWindow(bytes_per_window=1 << 20, patience_s=600)
@@ -142,6 +147,52 @@ def test_an_exception_without_an_owner_ends_everything_pending(
         gate.open("begin")
     assert [record.levelno for record in caplog.records] == [logging.CRITICAL]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_call_while_the_engine_breaks_gets_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes when the loop has no tasks any more, and the thread has not ended yet."""
+    errors: list[BaseException | None] = []
+
+    def load() -> None:
+        try:
+            errors.append(ckpt._engine.call(lambda _: asyncio.Event().wait(), "a late call").completion.exception(60))
+        except aiockpt.AiockptError as exc:
+            errors.append(exc)
+
+    async def divide() -> None:
+        raise ZeroDivisionError("in a task")
+
+    def close(tools: EngineResources) -> None:
+        caller.start()
+        until(lambda: errors or list(ckpt._engine._calls))
+        close_tools(tools)
+
+    caller, close_tools = threading.Thread(target=load), EngineResources.close
+    with aiockpt.SyncCheckpointer() as ckpt:
+        ckpt.save(STATE, tmp_path / "a")
+        monkeypatch.setattr(EngineResources, "close", close)
+        ckpt._engine.loop.post(lambda: ckpt._engine.start_behind(divide))
+        until(lambda: caller.ident is not None)
+        caller.join(60)
+    (error,) = errors
+    assert isinstance(error, aiockpt.AiockptError)
+    assert "ZeroDivisionError('in a task')" in str(error)
+
+
+def test_memory_that_can_not_be_had_ahead_fails_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A save that has ended allocates for the next one; what goes wrong there is raised out of a group of tasks."""
+
+    def touch(chunk: Chunk) -> None:
+        raise MemoryError("no more of it")
+
+    monkeypatch.setattr(Chunk, "touch", touch)
+    with aiockpt.SyncCheckpointer() as ckpt:
+        ckpt.save(STATE, tmp_path / "a")
+        until(lambda: "could be allocated ahead of the next save: no more of it" in caplog.text)
+        ckpt.save(STATE, tmp_path / "b")
+        assert_same(STATE, ckpt.load(tmp_path / "b"))
 
 
 class _SeesContext(WrapperStorage):

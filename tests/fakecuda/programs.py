@@ -85,6 +85,12 @@ def _freed_behind_a_save(draw: st.DrawFn) -> list[Action]:
 
 
 @st.composite
+def _freed_beside_a_fence(draw: st.DrawFn) -> list[Action]:
+    """Memory that is freed while its copies are held, and another stream waits for them."""
+    return [Action("hold"), draw(_one("save")), Action("enqueued"), draw(_one("free beside a fence")), Action("let go")]
+
+
+@st.composite
 def _loaded_at_once(draw: st.DrawFn) -> list[Action]:
     """New tensors that are used as soon as they are there, and targets that the program still uses."""
     begin = [draw(_one("save")), Action("written")]
@@ -102,6 +108,7 @@ _scene = st.one_of(
     _save_behind_work(),
     _steps_behind_a_fence(),
     _freed_behind_a_save(),
+    _freed_beside_a_fence(),
     _loaded_at_once(),
     _steps_unordered(),
     st.lists(_one(*CHANGES, *WAITS, *OTHERS), min_size=1, max_size=4),
@@ -141,6 +148,9 @@ KNOWN = {
         ["large", "larger", "matrix"],
         [Action("busy", 0, 9), Action("save"), Action("compute", 0, 6), Action("free", 0, 3)],
         to_host=4000,
+    ),
+    "memory is freed while another stream waits": _known(
+        ["large", "larger"], [Action("hold"), Action("save"), Action("enqueued"), Action("free beside a fence", 0, 5)]
     ),
     "a loaded tensor is dropped while it is read": _known(
         ["large", "larger", "middle"],

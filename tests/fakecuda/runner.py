@@ -77,6 +77,7 @@ class Runner:
             [
                 torch.cuda.default_stream(f"cuda:{index}"),
                 *(torch.cuda.Stream(f"cuda:{index}") for _ in range(STREAMS - 1)),
+                torch.cuda.Stream(f"cuda:{index}"),  # only `_free_beside_a_fence` goes there
             ]
             for index in range(2)
         ]
@@ -270,6 +271,28 @@ class Runner:
         self._freed[id(entry)] = entry, nbytes
         if action.value % 2:
             self._others.append(torch.full((nbytes,), 7, dtype=torch.uint8, device=entry.base.device))
+
+    def _free_beside_a_fence(self, action: Action) -> None:
+        """Free memory while only a stream that does not use it waits for the copies; something else gets it at once."""
+        entry, before = self._chosen(action), self._at
+        if entry.base.device.type == "cpu":
+            return
+        for row in self._streams:
+            row[STREAMS].wait_stream(row[before])
+            torch.cuda.set_stream(row[STREAMS])
+        self._fence_all(action)
+        for row in self._streams:
+            torch.cuda.set_stream(row[before])
+        torch.cuda.set_device(0)
+        self._overlap()
+        storage = entry.base.untyped_storage()
+        nbytes = storage.nbytes()
+        storage.resize_(0)
+        self._freed[id(entry)] = entry, nbytes
+        self._others.append(torch.full((nbytes,), 7, dtype=torch.uint8, device=entry.base.device))
+        self._compute(action)
+        for row in self._streams:
+            row[before].wait_stream(row[STREAMS])
 
     def _regrow(self) -> None:
         for entry, nbytes in self._freed.values():

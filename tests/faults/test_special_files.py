@@ -79,8 +79,8 @@ def operations(run: Path, place: Path) -> list[Callable[[], object]]:
         assert done.exit_code in (0, 1, 3), done.output
         assert "Traceback" not in done.output
 
-    def manager(use: Callable[[aiockpt.SyncCheckpointManager], object], mode: str) -> None:
-        with aiockpt.SyncCheckpointManager(run, mode=mode, process_group=None) as each:  # type: ignore[arg-type]
+    def manager(use: Callable[[aiockpt.SyncCheckpointManager], object], *, read_only: bool) -> None:
+        with aiockpt.SyncCheckpointManager(run, read_only=read_only, process_group=None) as each:
             use(each)
 
     def checkpointer(use: Callable[[aiockpt.SyncCheckpointer], object]) -> None:
@@ -95,13 +95,13 @@ def operations(run: Path, place: Path) -> list[Callable[[], object]]:
         lambda: invoke("verify", place),
         lambda: invoke("inspect", above),
         lambda: invoke("convert", above, run.parent / "out"),
-        lambda: manager(lambda each: each.steps(), "read"),
-        lambda: manager(lambda each: each.restore({"w": torch.zeros(6)}), "read"),
+        lambda: manager(lambda each: each.steps(), read_only=True),
+        lambda: manager(lambda each: each.restore({"w": torch.zeros(6)}), read_only=True),
         lambda: checkpointer(lambda ckpt: ckpt.load(above)),
         lambda: checkpointer(lambda ckpt: ckpt.load(place)),
         lambda: invoke("clean", run),
         lambda: invoke("prune", run, "--keep-latest", 2),
-        lambda: manager(lambda each: each.restore({"w": torch.zeros(6)}), "write"),
+        lambda: manager(lambda each: each.restore({"w": torch.zeros(6)}), read_only=False),
         lambda: checkpointer(lambda ckpt: ckpt.save({"w": torch.ones(2)}, above, overwrite=True)),
         lambda: invoke("rm", "--yes", above),
     ]

@@ -183,7 +183,7 @@ def test_a_manager_keeps_the_version_in_use(tmp_path: Path) -> None:
                     run.save(step, state_of(step))
                 assert Path(version.path).exists()
         run.save(4, state_of(4))
-    assert [info.step for info in aiockpt.SyncCheckpointManager(tmp_path, mode="read").infos()] == [4]
+    assert [info.step for info in aiockpt.SyncCheckpointManager(tmp_path, read_only=True).infos()] == [4]
 
 
 @pytest.mark.parametrize("nbytes", [1, 5000, 1 << 20])

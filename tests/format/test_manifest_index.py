@@ -15,10 +15,10 @@ from isal.isal_zlib import crc32
 import aiockpt
 from aiockpt.errors import CorruptCheckpointError
 from aiockpt.format.dcp.metadata import decode_metadata
-from aiockpt.format.index import ItemRange, ObjectEntry, TensorEntry
+from aiockpt.format.index import Division, ItemRange, ObjectEntry, TensorEntry
 from aiockpt.format.item.tensor_item import parse_tensor_item
 from aiockpt.format.manifest.columnar_index import IndexedEntries, ItemForm
-from aiockpt.format.manifest.index_writer import Division, IndexDraft, ItemRows, encode_index
+from aiockpt.format.manifest.index_writer import IndexDraft, ItemRows, encode_index
 from aiockpt.format.manifest.manifest import DIVIDED_KEY, Manifest, encode_manifest
 from aiockpt.format.manifest.reader import decode_manifest
 from tests.states import training_state

@@ -10,7 +10,6 @@ import torch
 
 import aiockpt
 from tests.fakecuda import device as fake
-from tests.ordering import watch_cuda
 from tests.ranks.world import start_server
 
 NOT_ON_THE_FAKE_DEVICE = {
@@ -40,6 +39,10 @@ def order(request: pytest.FixtureRequest) -> Iterator[None]:
     if not request.config.getoption("check_order") or request.node.get_closest_marker("unordered"):
         yield
         return
+    # Here: torch's sanitizer, which this imports, turns on a trace of the device for good. The trace calls Python where
+    # memory is freed, and if that is on the way of an error out of an operator, the error is lost (SystemError).
+    from tests.ordering import watch_cuda
+
     with watch_cuda() as checker:
         yield
     checker.check()

@@ -148,7 +148,7 @@ class Histories(RuleBasedStateMachine):
         """Check that a second writer is refused, and that a reader restores as the owner would but renames nothing."""
         with pytest.raises(aiockpt.RunLockedError, match=f"process {os.getpid()} on host"):
             aiockpt.SyncCheckpointManager(self.folder).__enter__()
-        with aiockpt.SyncCheckpointManager(self.folder, mode="read") as reader:
+        with aiockpt.SyncCheckpointManager(self.folder, read_only=True) as reader:
             self.check_infos(reader)
             self.restores("latest", "auto", reader)
 
@@ -307,7 +307,7 @@ class Histories(RuleBasedStateMachine):
             warnings.simplefilter("ignore", aiockpt.DamagedCheckpointWarning)
             try:
                 start = run.restore(
-                    state, choice, metric="loss" if choice == "best" else None, verify=verify, discard_later=False
+                    state, choice, metric="loss" if choice == "best" else None, verify_when=verify, discard_later=False
                 )
             except aiockpt.CheckpointNotFoundError:
                 assert not candidates

@@ -39,7 +39,7 @@ def run_of(folder: Path, base: aiockpt.Base | str = "auto", **options: object) -
 def test_retention_deletes_the_base_while_later_steps_live_on(tmp_path: Path) -> None:
     with run_of(tmp_path / "run", keep=[aiockpt.KeepLatest(2), aiockpt.KeepEvery(4)]) as run:
         results = [run.save(step, state_of(step)) for step in range(1, 11)]
-    with run_of(tmp_path / "run", mode="read") as run:
+    with run_of(tmp_path / "run", read_only=True) as run:
         assert run.steps() == [4, 8, 9, 10]
         for info in run.infos():
             check(Path(info.path), state_of(info.step), run.checkpointer)

@@ -69,7 +69,7 @@ def test_a_restore_has_what_the_step_has(filters: Any, restored: set[str], given
     of_all, of_one = (filters, {}) if given_to == "manager" else ({}, filters)
     with aiockpt.SyncCheckpointManager(tmp_path, **of_all) as run:
         run.save(1, made(1.0), **of_one)
-    with aiockpt.SyncCheckpointManager(tmp_path, mode="read") as reader:  # which does not know the filters
+    with aiockpt.SyncCheckpointManager(tmp_path, read_only=True) as reader:  # which does not know the filters
         state = made(2.0)
         with pytest.warns(aiockpt.MissingKeysWarning, match="stay as they are") as caught:
             found = reader.restore(state)

@@ -327,5 +327,5 @@ def test_reader_that_is_alone_removes_nothing(world2: World, tmp_path: Path) -> 
     shutil.rmtree(tmp_path / "a" / "run" / "step-00000001")  # as if rank 0 had not published
     storage = HostDisk(tmp_path / "b")
     assert [info.state for info in scan(RUN, storage)] == ["damaged"]
-    assert world2.results(restores, tmp_path, ["a", "b"], 2, {"mode": "read"}) == [None, None]
+    assert world2.results(restores, tmp_path, ["a", "b"], 2, {"read_only": True}) == [None, None]
     assert names(tmp_path / "b" / "run") == [DISK_NAME, "step-00000001"]

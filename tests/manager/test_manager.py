@@ -80,7 +80,7 @@ async def test_best_step_is_found_and_restored(anywhere: Path) -> None:
     values = {1: 3.0, 2: math.nan, 3: 1.0, 4: 2.0, 5: None}
     async with aiockpt.CheckpointManager(anywhere, keep=aiockpt.KeepBest(9, "loss")) as run:
         with pytest.raises(ValueError, match="metric"):
-            await aiockpt.CheckpointManager(anywhere, mode="read").abest()
+            await aiockpt.CheckpointManager(anywhere, read_only=True).abest()
         for step, value in values.items():
             await (await run.save(step, state_of(step), {"acc": step} if value is None else {"loss": value}))
         best, worst, other = [await run.abest(*each) for each in (("loss",), ("loss", "max"), ("nothing",))]
@@ -218,12 +218,12 @@ async def test_manager_opens_at_its_first_use(tmp_path: Path) -> None:
 async def test_manager_in_read_mode(anywhere: Path) -> None:
     async with aiockpt.CheckpointManager(anywhere) as owner:
         await (await owner.save(1, state_of(1)))
-        async with aiockpt.CheckpointManager(anywhere, mode="read") as run:
+        async with aiockpt.CheckpointManager(anywhere, read_only=True) as run:
             state = empty()
             start = await run.restore(state)
             assert start is not None
             assert step_in(state) == 1
-            with pytest.raises(aiockpt.SaveError, match="mode='write'"):
+            with pytest.raises(aiockpt.SaveError, match="read_only=True"):
                 await run.save(2, state_of(2))
     assert names(anywhere) == ["step-00000001"]
 
@@ -232,11 +232,11 @@ async def test_manager_in_read_mode(anywhere: Path) -> None:
 async def test_a_run_that_is_not_there_is_not_read(anywhere: Path) -> None:
     """A wrong path is no run without steps: an evaluation would go on with the weights of a new model."""
     state, folder = empty(), anywhere / "misspelled"
-    async with aiockpt.CheckpointManager(folder, mode="read", keep=aiockpt.KeepBest(1, "loss")) as run:
+    async with aiockpt.CheckpointManager(folder, read_only=True, keep=aiockpt.KeepBest(1, "loss")) as run:
         for step in ("latest", "best", 3):
             with pytest.raises(aiockpt.CheckpointNotFoundError, match=r"no run at .*misspelled.*missing_ok=True"):
                 await run.restore(state, step=step)  # type: ignore[arg-type]
-    with aiockpt.SyncCheckpointManager(folder, mode="read") as blocking:
+    with aiockpt.SyncCheckpointManager(folder, read_only=True) as blocking:
         for look in (
             blocking.steps,
             blocking.infos,
@@ -246,7 +246,7 @@ async def test_a_run_that_is_not_there_is_not_read(anywhere: Path) -> None:
         ):
             with pytest.raises(aiockpt.CheckpointNotFoundError, match="no run at"):
                 look()
-    with aiockpt.SyncCheckpointManager(folder, mode="read", missing_ok=True) as waiting:
+    with aiockpt.SyncCheckpointManager(folder, read_only=True, missing_ok=True) as waiting:
         assert (waiting.steps(), waiting.latest(), waiting.restore(state)) == ([], None, None)
     assert is_untouched(state)
     with aiockpt.SyncCheckpointManager(folder) as owner:
@@ -258,7 +258,7 @@ def test_a_reader_may_have_the_mirror_alone(anywhere: Path, tmp_path: Path) -> N
     with aiockpt.SyncCheckpointManager(anywhere / "there") as run:
         run.save(1, state_of(1))
     for there, found in (("there", 1), ("missing", None)):
-        with aiockpt.SyncCheckpointManager(tmp_path / "none", mirror=anywhere / there, mode="read") as reader:
+        with aiockpt.SyncCheckpointManager(tmp_path / "none", mirror=anywhere / there, read_only=True) as reader:
             assert reader.steps() == []
             if found is None:
                 with pytest.raises(aiockpt.CheckpointNotFoundError, match=r"no run at .*none or .*missing"):
@@ -359,7 +359,7 @@ async def test_repr_and_html_of_a_run(tmp_path: Path) -> None:
         shown = run._repr_html_()
         assert repr(run) == f"<CheckpointManager {folder}: open>"
     assert repr(run) == f"<CheckpointManager {folder}: closed>"
-    assert repr(aiockpt.SyncCheckpointManager(folder, mode="read")).endswith("idle, reading only>")
+    assert repr(aiockpt.SyncCheckpointManager(folder, read_only=True)).endswith("idle, reading only>")
     for words in (
         "a&lt;b: open",
         "<th>lo&lt;ss</th>",

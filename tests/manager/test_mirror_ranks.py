@@ -36,7 +36,7 @@ def restores(rank: int, size: int, here: Path, there: Any, verify: Any = "auto")
         warnings.catch_warnings(record=True) as caught,
     ):
         warnings.simplefilter("always")
-        start = run.restore(state, verify=verify)
+        start = run.restore(state, verify_when=verify)
     assert start is not None
     heard = [each for each in caught if each.category is aiockpt.DamagedCheckpointWarning]
     return start.step, step_in(state, rank), start.path, start.repaired, len(heard)

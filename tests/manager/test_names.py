@@ -45,7 +45,7 @@ def test_a_run_has_the_steps_with_its_names_alone(tmp_path: Path) -> None:
         for step in (1, 2, 10):
             run.save(step, STATE)
         assert run.path_of(10) == str(tmp_path / "checkpoint-10")
-    with aiockpt.SyncCheckpointManager(tmp_path, names="checkpoint-{}", mode="read") as run:
+    with aiockpt.SyncCheckpointManager(tmp_path, names="checkpoint-{}", read_only=True) as run:
         restored = run.restore({"w": torch.zeros(5)})
         assert restored is not None
         assert restored.step == 10
@@ -54,8 +54,8 @@ def test_a_run_has_the_steps_with_its_names_alone(tmp_path: Path) -> None:
         "checkpoint-2",
         "step-00000009",
     ]
-    assert aiockpt.SyncCheckpointManager(tmp_path, names="checkpoint-{}", mode="read").steps() == [2, 10]
-    assert aiockpt.SyncCheckpointManager(tmp_path, mode="read").steps() == [9]
+    assert aiockpt.SyncCheckpointManager(tmp_path, names="checkpoint-{}", read_only=True).steps() == [2, 10]
+    assert aiockpt.SyncCheckpointManager(tmp_path, read_only=True).steps() == [9]
 
 
 def test_two_managers_may_write_where_something_else_decides(tmp_path: Path) -> None:
@@ -92,4 +92,4 @@ def test_what_is_written_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     assert [record.message for record in caplog.records if record.levelno == logging.ERROR] == [
         "on_written has failed for step 2"
     ]
-    assert aiockpt.SyncCheckpointManager(tmp_path, mode="read").steps() == [3]
+    assert aiockpt.SyncCheckpointManager(tmp_path, read_only=True).steps() == [3]

@@ -226,7 +226,7 @@ async def trains_async(rank: int, size: int, folder: Path, hosts: list[str]) -> 
         async with run.open(1) as reader:
             found.append(sorted(reader))
         state = state_of(rank, 0)
-        async with aiockpt.CheckpointManager(RUN, storage=storage, own_disks=True, mode="read", **LIMITS) as reading:
+        async with aiockpt.CheckpointManager(RUN, storage=storage, own_disks=True, read_only=True, **LIMITS) as reading:
             start = await reading.restore(state)
             assert start is not None
             found.append((start.step, step_in(state, rank)))

@@ -111,7 +111,7 @@ def steps_saved(lines: list[list[str]]) -> list[int]:
 
 def restored(folder: Path) -> tuple[aiockpt.Restored | None, dict[str, Any]]:
     state = {"weights": torch.zeros(50_000)}
-    with aiockpt.SyncCheckpointManager(folder, mode="read", process_group=None) as run:
+    with aiockpt.SyncCheckpointManager(folder, read_only=True, process_group=None) as run:
         return run.restore(state, strict=True), state
 
 

@@ -109,7 +109,7 @@ def goes_back(rank: int, size: int, folder: Path, verify: str) -> Any:
     with aiockpt.SyncCheckpointManager(folder, **LIMITS) as run, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         state = state_of(rank, 0)
-        start = run.restore(state, verify=verify)  # type: ignore[arg-type]
+        start = run.restore(state, verify_when=verify)  # type: ignore[arg-type]
         heard = [each for each in caught if each.category is aiockpt.DamagedCheckpointWarning]
         assert start is not None
         return start.step, step_in(state, rank), [each.path for each in start.skipped], len(heard)

@@ -62,7 +62,7 @@ def test_damaged_step_is_skipped_and_renamed(folder: Path, harm: Any, verify: An
     harm(folder, 300)
     state = empty()
     with pytest.warns(aiockpt.DamagedCheckpointWarning, match="step 300") as caught:
-        start = restored(folder, state, verify=verify)
+        start = restored(folder, state, verify_when=verify)
     assert start is not None
     assert (start.step, step_in(state)) == (200, 200)
     (skipped,) = start.skipped
@@ -107,7 +107,7 @@ def test_only_step_damaged_raises_and_leaves_the_target_untouched(folder: Path, 
     state = empty()
     for _ in range(2):  # a second restore raises too, instead of starting from scratch silently
         with pytest.raises(aiockpt.CorruptCheckpointError, match=r"no step of .* can be restored: step 300"):
-            restored(folder, state, verify=verify)
+            restored(folder, state, verify_when=verify)
     assert is_untouched(state)
     assert names(folder) == ["step-00000300"]
 
@@ -125,10 +125,10 @@ def test_all_steps_damaged_raises_and_renames_nothing(folder: Path) -> None:
         flip(folder, step)
     state = empty()
     with pytest.raises(aiockpt.CorruptCheckpointError, match="so are 2 older ones"):
-        restored(folder, state, verify="before")
+        restored(folder, state, verify_when="before")
     assert is_untouched(state)
     with pytest.raises(aiockpt.CorruptCheckpointError, match="so is the older one;"):
-        restored(without(folder, 100), state, verify="before")
+        restored(without(folder, 100), state, verify_when="before")
     with pytest.raises(aiockpt.CorruptCheckpointError, match="were filled by a load that failed"):
         restored(folder, state)
     assert names(folder) == ["step-00000100", "step-00000200", "step-00000300"]
@@ -165,7 +165,7 @@ def test_requested_step_that_is_damaged_raises(folder: Path, verify: Any) -> Non
     flip(folder, 200)
     state = empty()
     with pytest.raises(aiockpt.CorruptCheckpointError):
-        restored(folder, state, step=200, verify=verify)
+        restored(folder, state, step=200, verify_when=verify)
     assert is_untouched(state)
     with pytest.raises(aiockpt.CheckpointNotFoundError, match="no step 250"):
         restored(folder, state, step=250)
@@ -187,7 +187,7 @@ def test_next_best_step_is_restored_if_the_best_is_damaged(folder: Path) -> None
 def test_reader_renames_nothing(folder: Path) -> None:
     flip(folder, 300)
     state = empty()
-    with aiockpt.SyncCheckpointManager(folder, mode="read") as run, pytest.warns(aiockpt.DamagedCheckpointWarning):
+    with aiockpt.SyncCheckpointManager(folder, read_only=True) as run, pytest.warns(aiockpt.DamagedCheckpointWarning):
         start = run.restore(state)
     assert start is not None
     assert start.skipped[0].path == str(path_of(folder, 300))
@@ -204,7 +204,7 @@ def test_io_error_marks_no_step_damaged(folder: Path, monkeypatch: pytest.Monkey
     with monkeypatch.context() as patch:
         patch.setattr(os, "preadv", _failing(os.preadv))
         with pytest.raises(aiockpt.AiockptError) as caught:
-            restored(folder, empty(), verify=verify)
+            restored(folder, empty(), verify_when=verify)
     assert not isinstance(caught.value, aiockpt.CorruptCheckpointError)
     assert names(folder) == ["step-00000100", "step-00000200", "step-00000300"]
     start = restored(folder, empty())
@@ -282,7 +282,7 @@ def test_step_of_a_later_format_version_is_not_marked_damaged(folder: Path, veri
     body, _, _ = manifest.read_bytes().replace(b'"format_version": 1', b'"format_version": 9').rpartition(SEAL.encode())
     manifest.write_bytes(body + f'{SEAL}{crc32(body):08x}"\n}}\n'.encode())
     with pytest.raises(aiockpt.LoadError, match="later version of aiockpt") as caught:
-        restored(folder, empty(), verify=verify)
+        restored(folder, empty(), verify_when=verify)
     assert not isinstance(caught.value, aiockpt.CorruptCheckpointError)
     assert names(folder) == ["step-00000100", "step-00000200", "step-00000300"]
 
@@ -308,7 +308,7 @@ def test_options_of_load_are_passed_on(folder: Path) -> None:
         {"step": -1},
         {"step": "newest"},
         {"step": 1.5},
-        {"verify": "no"},
+        {"verify_when": "no"},
         {"step": "best"},
         {"step": "best", "metric": 3},
     ],
@@ -360,7 +360,7 @@ def test_reader_gets_the_newest_step_while_a_writer_deletes(
     state = empty()
     with (
         aiockpt.SyncCheckpointManager(anywhere, keep=aiockpt.KeepLatest(1)) as owner,
-        aiockpt.SyncCheckpointManager(anywhere, mode="read") as run,
+        aiockpt.SyncCheckpointManager(anywhere, read_only=True) as run,
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("error")
@@ -461,9 +461,9 @@ def test_restore_of_an_older_step_warns_at_once(anywhere: Path, choice: dict[str
         run.restore(empty(), 4)
         run.restore(empty())
         assert run.steps() == [2, 3, 4]
-    with aiockpt.SyncCheckpointManager(anywhere, mode="read") as run:
+    with aiockpt.SyncCheckpointManager(anywhere, read_only=True) as run:
         assert run.restore(empty(), **choice) == start  # nothing goes on from there
-        with pytest.raises(ValueError, match="mode='write'"):
+        with pytest.raises(ValueError, match="read_only=True"):
             run.restore(empty(), discard_later=True, **choice)
 
 

@@ -178,7 +178,7 @@ class LookingStorage(WrapperStorage):
 def test_a_further_look_lists_each_step_at_most_once_and_reads_nothing(anywhere: Path) -> None:
     paths = [str(write(anywhere, step)) for step in range(1, 8)]
     storage = LookingStorage(storage_of(anywhere))
-    with aiockpt.SyncCheckpointManager(anywhere, storage=storage, mode="read") as run:
+    with aiockpt.SyncCheckpointManager(anywhere, storage=storage, read_only=True) as run:
         assert list(run.steps()) == list(range(1, 8))
         assert storage.reads >= len(paths)
         for look, most in ((run.steps, len(paths)), (run.infos, len(paths)), (run.latest, 1)):

@@ -52,7 +52,7 @@ def run3(here: Path, there: Any) -> None:
 
 def restore(here: Path, mirror: Any, **options: Any) -> tuple[aiockpt.Restored | None, dict[str, Any]]:
     state = empty()
-    manager = {name: options.pop(name) for name in ("mode", "storage", "mirror_timeout") if name in options}
+    manager = {name: options.pop(name) for name in ("read_only", "storage", "mirror_timeout") if name in options}
     with aiockpt.SyncCheckpointManager(here, mirror=mirror, **manager) as run:
         return run.restore(state, **options), state
 
@@ -64,11 +64,11 @@ def test_nearest_copy_is_taken(here: Path, gate: Gate, run3: None) -> None:
     assert not [name for name in gate.reads if name.endswith(".distcp")]
 
 
-@pytest.mark.parametrize("mode", ["write", "read"])
-def test_empty_disk(here: Path, there: Any, run3: None, mode: str) -> None:
+@pytest.mark.parametrize("read_only", [False, True])
+def test_empty_disk(here: Path, there: Any, run3: None, read_only: bool) -> None:
     """A replaced host has nothing: it goes on from the mirror, and so does the next one."""
     shutil.rmtree(here)
-    found, state = restore(here, there, mode=mode)
+    found, state = restore(here, there, read_only=read_only)
     assert found is not None
     assert (found.step, found.path, step_in(state)) == (3, str(path_of(there, 3)), 3)
     assert found.metrics == {"loss": 3.0}
@@ -152,7 +152,7 @@ def test_flipped_byte_is_repaired_from_the_mirror(here: Path, gate: Gate, run3: 
     flip(here, 3)
     gate.reads.clear()
     with pytest.warns(aiockpt.DamagedCheckpointWarning, match=r"step 3, which is now step-00000003\.damaged"):
-        found, state = restore(here, URL, verify=verify)
+        found, state = restore(here, URL, verify_when=verify)
     assert found is not None
     assert (found.step, step_in(state), found.repaired) == (3, 3, ("layers.1",))
     item_bytes = state["a"].nbytes
@@ -176,7 +176,7 @@ def test_only_damaged_files_are_read_from_the_mirror(here: Path, gate: Gate, run
     gate.reads.clear()
     with aiockpt.SyncCheckpointManager(here, mirror=URL) as run, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = run.restore({"a": torch.zeros(1 << 20), "b": torch.zeros(1 << 20)}, verify="before")
+        found = run.restore({"a": torch.zeros(1 << 20), "b": torch.zeros(1 << 20)}, verify_when="before")
     assert found is not None
     assert (found.step, found.repaired) == (4, ("extra",))
     assert not [name for name in gate.reads if name.endswith(".distcp")]
@@ -210,7 +210,7 @@ def test_damage_outside_of_items_as_well(here: Path, there: Any, run3: None, ver
     data = bytearray(file.read_bytes())
     data[min(ends)] ^= 1  # behind the first tensor
     file.write_bytes(data)
-    found, state = restore(here, there, verify=verify)
+    found, state = restore(here, there, verify_when=verify)
     assert found is not None
     assert (found.step, step_in(state), found.repaired) == (3, 3, ())
     assert [each.step for each in found.skipped] == [3]
@@ -237,7 +237,7 @@ def test_disk_that_fails_is_no_damage(here: Path, there: Any, run3: None) -> Non
     storage.before_read, real = _fail_data(storage.before_read), storage.before_read  # type: ignore[method-assign]
     assert real is not None
     with pytest.warns(aiockpt.DamagedCheckpointWarning, match="can't read"):
-        found, state = restore(here, there, storage=storage, verify="while")
+        found, state = restore(here, there, storage=storage, verify_when="while")
     assert found is not None
     assert (found.step, step_in(state)) == (3, 3)
     assert names(here) == ["step-00000001", "step-00000002", "step-00000003"]
@@ -272,7 +272,7 @@ def test_all_damaged_raises(here: Path, there: Any, run3: None) -> None:
         aiockpt.SyncCheckpointManager(here, mirror=there) as run,
         pytest.raises(aiockpt.CorruptCheckpointError, match=r"no step of .* can be restored"),
     ):
-        run.restore(state, verify="before")
+        run.restore(state, verify_when="before")
     assert is_untouched(state)
 
 
@@ -281,7 +281,7 @@ def test_all_damaged_raises(here: Path, there: Any, run3: None) -> None:
 
 def test_mirror_that_is_away_is_left_out(here: Path, gate: Gate, run3: None, caplog: pytest.LogCaptureFixture) -> None:
     gate.is_away = True
-    with aiockpt.SyncCheckpointManager(here, mirror=URL, mode="read") as run:
+    with aiockpt.SyncCheckpointManager(here, mirror=URL, read_only=True) as run:
         found = run.restore(state := empty())
     assert found is not None
     assert (found.step, step_in(state)) == (3, 3)
@@ -292,7 +292,7 @@ def test_empty_disk_and_a_mirror_that_is_away_is_no_new_run(here: Path, gate: Ga
     shutil.rmtree(here)
     gate.is_away = True
     with (
-        aiockpt.SyncCheckpointManager(here, mirror=URL, mode="read") as run,
+        aiockpt.SyncCheckpointManager(here, mirror=URL, read_only=True) as run,
         pytest.raises(aiockpt.LoadError, match=r"can't be read, and .* has no step that is whole"),
     ):
         run.restore(empty())
@@ -301,7 +301,7 @@ def test_empty_disk_and_a_mirror_that_is_away_is_no_new_run(here: Path, gate: Ga
 def test_mirror_that_hangs_is_left_out(here: Path, gate: Gate, run3: None, caplog: pytest.LogCaptureFixture) -> None:
     """Neither the restore nor closing waits for it."""
     gate.hangs = threading.Event()
-    with aiockpt.SyncCheckpointManager(here, mirror=aiockpt.Mirror(URL, timeout=0.05), mode="read") as run:
+    with aiockpt.SyncCheckpointManager(here, mirror=aiockpt.Mirror(URL, timeout=0.05), read_only=True) as run:
         found = run.restore(empty())
     assert found is not None
     assert found.step == 3

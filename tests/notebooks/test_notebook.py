@@ -165,7 +165,7 @@ def test_progress_bars(executed: tuple[Any, Path]) -> None:
         ('reader = await ckpt.open("runs/first")', ["model.0.weight", "2048x64", "<table"]),
         ("ckpt.last_load", ["loaded", "<svg"]),
         ("await ckpt.verify", ["verified: sound", "<svg"]),
-        ('mode="read"', ["<table", "KeepLatest(3)", "complete", "loss"]),
+        ("read_only=True", ["<table", "KeepLatest(3)", "complete", "loss"]),
         ("plain.save", ["saved", "runs/plain", "<svg"]),
     ],
 )
@@ -194,7 +194,7 @@ def test_interrupted_run_resumes_in_a_restarted_kernel(executed: tuple[Any, Path
     resumed = text_of(cell_with(notebook, "train(more=20)"))
     assert f"from step {latest + 1} on" in resumed
     assert re.findall(r"step (\d+):", resumed) == [str(latest + 10), str(latest + 20)]
-    with aiockpt.SyncCheckpointManager(folder / "runs" / "tutorial", mode="read") as run:
+    with aiockpt.SyncCheckpointManager(folder / "runs" / "tutorial", read_only=True) as run:
         assert run.steps()[-1] == latest + 20
         assert not [info for info in run.infos() if info.state != "complete"]
 
@@ -215,7 +215,7 @@ def test_notebook_is_stored_with_outputs() -> None:
         ("aiockpt.plots.timeline", "image/png"),
         ("await save", "text/html"),
         ("ckpt.last_load", "text/html"),
-        ('mode="read"', "text/html"),
+        ("read_only=True", "text/html"),
     ):
         cells = [cell for cell in notebook.cells if cell.cell_type == "code" and words in cell.source]
         assert any(kind in output.get("data", {}) for cell in cells for output in cell.outputs), words

@@ -124,7 +124,7 @@ def test_store_that_answers_late_or_not(tmp_path: Path, bucket: Bucket, server: 
         run.submit(4, STATE).mirrored.result(60)
         server.rules()
     assert [info.step for info in scan(here)] == [3, 4]
-    with aiockpt.SyncCheckpointManager(bucket / "run", mode="read", storage_options=bucket.options) as reader:
+    with aiockpt.SyncCheckpointManager(bucket / "run", read_only=True, storage_options=bucket.options) as reader:
         assert reader.steps() == [3, 4]
 
 

@@ -299,7 +299,7 @@ def test_a_long_run_is_listed_by_few_requests(server: ObjectServer) -> None:
     for step in range(2, 1000):
         for name, data in copied.items():
             objects.put(f"run/step-{step:08d}/{name}", data)
-    with aiockpt.SyncCheckpointManager(bucket / "run", mode="read", storage_options=bucket.options) as run:
+    with aiockpt.SyncCheckpointManager(bucket / "run", read_only=True, storage_options=bucket.options) as run:
         server.rules()
         latest = run.latest()
         assert latest is not None

@@ -174,7 +174,7 @@ def test_managers_of_plain_ranks_restore_one_step(tmp_path: Path) -> None:
         with aiockpt.SyncCheckpointManager(tmp_path / "run", process_group=ranks, keep=keep) as run:
             for step in range(4):
                 run.save(step, state_of(rank, step))
-        with aiockpt.SyncCheckpointManager(tmp_path / "run", process_group=ranks, mode="read") as run:
+        with aiockpt.SyncCheckpointManager(tmp_path / "run", process_group=ranks, read_only=True) as run:
             return run.restore(state_of(rank, 9)).step
 
     assert on_all(rank_of, 2) == [3, 3]

@@ -274,8 +274,8 @@ def test_report_counts_what_is_read_in_bulk(into_target: bool, limits: Limits, t
 def test_keys_of_an_index_in_parts(limits: Limits) -> None:
     import numpy as np
 
+    from aiockpt.format.index import Division
     from aiockpt.format.manifest.columnar_index import IndexedEntries, ItemForm, PartColumns
-    from aiockpt.format.manifest.index_writer import Division
 
     form = ItemForm(torch.float32, (2,), (1,), 128, 64, 8)
     entries = IndexedEntries(

@@ -151,7 +151,7 @@ def test_numbers_of_steps_are_not_cast(dtype, stepped, by_run, tmp_path: Path) -
         _step(fresh, other)
     target = {"model": fresh, "optim": other}
     if by_run:
-        with aiockpt.SyncCheckpointManager(path, mode="read") as run:
+        with aiockpt.SyncCheckpointManager(path, read_only=True) as run:
             run.restore(target, dtype=dtype)
     else:
         aiockpt.load(step, target, dtype=dtype)

@@ -232,7 +232,7 @@ def test_a_module_loads_as_by_its_own_load_state_dict(ckpt, described, lacks, st
             if not by_run:
                 ckpt.load(path, {"m": module}, strict=strict)
                 return
-            with aiockpt.SyncCheckpointManager(folder, mode="read") as run:
+            with aiockpt.SyncCheckpointManager(folder, read_only=True) as run:
                 assert run.restore({"m": module}, strict=strict) is not None
 
         path = str(next(each for each in Path(folder).iterdir() if each.is_dir() and not each.name.startswith(".")))

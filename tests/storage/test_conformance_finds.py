@@ -159,10 +159,6 @@ async def writes_backwards(self, files):
         await self._workers.run(Path(self._hidden, name).write_bytes, files[name])
 
 
-async def puts_it_among_the_files(self, name, data):
-    await self.write_files({name: data})
-
-
 async def is_always_open(self):
     return "open"
 
@@ -274,7 +270,6 @@ BROKEN: list[tuple[Any, str, Any, str, dict[str, Any]]] = [
     (JoinedTransaction, "status", is_always_open, "what_all_have_written_is_removed", {}),
     (local_transaction, "remove_own", anything_goes, "what_all_have_written_is_removed", {}),
     (local_storage, "new_ticket", lambda: ".the-same", "a_ticket_is_chosen_before", {}),
-    (LocalTransaction, "put_sidecar", puts_it_among_the_files, "sidecars_are_no_part_of_the_checkpoint", {}),
     (LocalTransaction, "write_files", writes_backwards, "documents_are_written_in_order", {}),
     (LocalStorage, "__reduce__", lambda self: (MemoryStorage, ()), "pickled_it_is_the_same_storage", {}),
     (LocalTransaction, "_remove", nothing, "what_a_dead_owner_has_begun_is_published", {"overwrite": False}),

@@ -183,7 +183,7 @@ def test_a_slice_reads_only_its_bytes(name: str, place: tuple[str, dict[str, Any
 @pytest.mark.slow
 def test_runs_are_looked_at(place: tuple[str, dict[str, Any]]) -> None:
     url, options = place
-    with aiockpt.SyncCheckpointManager(f"{url}/run", mode="read", storage_options=options) as run:
+    with aiockpt.SyncCheckpointManager(f"{url}/run", read_only=True, storage_options=options) as run:
         assert run.steps() == [1, 2]
         latest = run.latest()
         assert latest is not None
@@ -225,7 +225,7 @@ def test_a_server_that_is_away_is_not_a_missing_checkpoint(server: _Server) -> N
             ckpt.load(f"{url}/m.pt")
         assert not isinstance(caught.value, aiockpt.CheckpointNotFoundError)
         with (
-            aiockpt.SyncCheckpointManager(f"{url}/run", mode="read") as run,
+            aiockpt.SyncCheckpointManager(f"{url}/run", read_only=True) as run,
             pytest.raises(aiockpt.AiockptError, match="503"),
         ):
             run.restore(state_of())

@@ -59,7 +59,7 @@ def test_second_owner_is_refused_and_told_the_first(tmp_path: Path, held: Any) -
         with pytest.raises(aiockpt.RunLockedError):
             use()
     run.close()
-    with aiockpt.SyncCheckpointManager(tmp_path, mode="read") as reader:  # readers need no lock
+    with aiockpt.SyncCheckpointManager(tmp_path, read_only=True) as reader:  # readers need no lock
         assert reader.restore(empty()) is None
         assert reader.infos() == ()
     assert names(tmp_path) == [LOCK_NAME]

@@ -56,6 +56,7 @@ sys.stdin.read()
 SAVE_AND_WAIT = """
 import sys, anyio
 from aiockpt.storage.local.storage import LocalStorage
+from aiockpt.storage.local.temp_dir import spelled, write_sidecar
 from aiockpt.core.threads import Workers
 
 async def main(path):
@@ -63,7 +64,7 @@ async def main(path):
     transaction = await LocalStorage().begin(path, overwrite=True, workers=workers)
     sink = await transaction.create("__0_0.distcp", 4096)
     await sink.write(memoryview(bytes(4096)))
-    await transaction.put_sidecar("part-0", b"sidecar")
+    write_sidecar(f"{path.rpartition('/')[0]}/{transaction.ticket}-{spelled('part-0')}", b"sidecar")
     print(transaction.ticket, flush=True)
     sys.stdin.read()
 

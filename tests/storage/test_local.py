@@ -523,6 +523,24 @@ async def test_files_beside_others_are_taken_back_if_they_can_not_be_made_durabl
     assert os.listdir(target) == ["notes"]
 
 
+async def test_the_directory_of_an_adapter_is_taken_back_if_it_can_not_be_made_durable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.fsync
+
+    def fsync(fd: int) -> None:
+        if _path_of(fd) == str(tmp_path):
+            monkeypatch.setattr(os, "fsync", real)
+            raise OSError(errno.EIO, "the disk failed")
+        real(fd)
+
+    hidden, _, names = _unpublished(tmp_path)
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(CommitError, match="the disk failed"):
+        beside.publish(hidden, str(tmp_path / "new"), names, ".metadata")
+    assert sorted(os.listdir(tmp_path)) == ["hidden", "target"]
+
+
 async def test_single_file_checkpoint(workers, data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     real_sync, real_rename = os.fsync, commit.rename_noreplace

@@ -20,12 +20,14 @@ import pytest
 from isal.isal_zlib import crc32
 
 import aiockpt
+from aiockpt.coordination import link
 from aiockpt.coordination.link import Endpoint, LinkBrokenError, proof
 from aiockpt.core.threads import Workers
 from aiockpt.storage import peers
 from aiockpt.storage.base import Source
 from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.storage.peers import ANSWER, DATA, ERROR, LIST, READ, PeerDisk, PeerServer, PeerWire
+from aiockpt.storage.remote import RemoteSource
 from aiockpt.storage.wrapper import WrapperStorage
 from tests.polling import until
 from tests.storage.relay import relay_to
@@ -70,7 +72,8 @@ def workers() -> Iterator[Workers]:
 
 
 def opened(disk: PeerDisk, path: str) -> Source:
-    return peers._PeerSource(disk, path)
+    listing = peers._PeerListing(disk, path, f"{path} on host {disk.host_name}")
+    return RemoteSource(listing)
 
 
 def all_of(source: Source, name: str = DATA_NAME) -> bytes:
@@ -128,9 +131,9 @@ async def test_what_is_not_there(disk: PeerDisk, step: str, workers: Workers) ->
     with pytest.raises(aiockpt.CheckpointNotFoundError, match="node17"):
         await disk.open(f"{step}2", workers=workers)
     source = await disk.open(step, workers=workers)
-    with pytest.raises(aiockpt.CorruptCheckpointError, match="is missing on host node17"):
+    with pytest.raises(aiockpt.CorruptCheckpointError, match=r"on host node17/none has 0 bytes, but 1 are needed"):
         source.read_bytes("none", 0, 1)
-    with pytest.raises(aiockpt.CorruptCheckpointError, match="ends before byte 9000002"):
+    with pytest.raises(aiockpt.CorruptCheckpointError, match=r"on host node17/.* 9000002 are needed"):
         source.read_bytes(DATA_NAME, len(CONTENTS) - 1, 2)
     with pytest.raises(aiockpt.WriteError, match="written by the ranks of that host only"):
         await disk.begin(step, overwrite=True, workers=workers)
@@ -267,6 +270,18 @@ def test_listing_of_a_hostile_server_is_refused(facts: Any) -> None:
 # --- hostile sides --------------------------------------------------------------------------------------------
 
 
+def prove(own: socket.socket, secret: bytes) -> None:
+    """Do as the server of a link: prove that the secret is known, and wait until the client goes on without it."""
+    proving, received = proof(secret, "impostor"), b""
+    with contextlib.suppress(StopIteration):
+        while True:
+            message, nbytes = proving.send(received or None)
+            own.sendall(message)
+            received = own.recv(nbytes, socket.MSG_WAITALL)
+    assert own.recv(1) == b"\1"
+    PeerWire(own, _LIMIT_S).put(ANSWER, {})
+
+
 @contextlib.contextmanager
 def impostor(secret: bytes, behave: Callable[[PeerWire], object]) -> Iterator[tuple[str, int]]:
     """Serve one connection of a server that knows the secret, and does something else than it should."""
@@ -275,7 +290,7 @@ def impostor(secret: bytes, behave: Callable[[PeerWire], object]) -> Iterator[tu
     def serve() -> None:
         own, _ = listening.accept()
         with contextlib.closing(own), contextlib.suppress(LinkBrokenError, OSError):
-            peers._prove(own, secret, "impostor", time.monotonic() + _LIMIT_S)
+            prove(own, secret)
             behave(PeerWire(own, _LIMIT_S))
 
     thread = threading.Thread(target=serve)
@@ -388,7 +403,7 @@ def test_stranger_is_told_nothing(server: PeerServer, step: str) -> None:
 
 def test_silent_stranger_is_left_after_a_limit(step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also one that sends a byte now and then; and there are never more of them than a limit."""
-    monkeypatch.setattr(peers, "HELLO_S", 0.5)
+    monkeypatch.setattr(link, "HELLO_S", 0.5)
     monkeypatch.setattr(peers, "_MOST_STRANGERS", 2)
     server = PeerServer(LocalStorage(), str(tmp_path / "run"), hosts=["127.0.0.1"])
     (address,) = server.endpoint.addresses

@@ -12,13 +12,12 @@ import numpy as np
 from aiockpt.core.strides import reach
 from aiockpt.errors import CorruptCheckpointError
 from aiockpt.format.checks import misplaced
-from aiockpt.format.index import Entry, ItemRange, ObjectEntry, ObjPath, StoredChunk, TensorEntry, TensorItem
+from aiockpt.format.index import Division, Entry, ItemRange, ObjectEntry, ObjPath, StoredChunk, TensorEntry, TensorItem
 
 if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-    from aiockpt.format.manifest.index_writer import Division
 
 T = TypeVar("T")
 

@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from aiockpt.format.hashes import ALGORITHM
 
 if TYPE_CHECKING:
-    from aiockpt.format.index import ObjPath
+    from aiockpt.format.index import Division, ObjPath
     from aiockpt.format.manifest.columnar_index import ItemForm
-    from aiockpt.format.transforms.item_transforms import TransformedDraft
 
 _STEP = 8192  # rows of a column encoded at a time, so that no C function holds the GIL for long
-
-
-class Division(NamedTuple):
-    """The division of a tensor into stored parts."""
-
-    shape: tuple[int, ...]  # of the whole tensor
-    offsets: Sequence[tuple[int, ...]]  # where each part begins in it
 
 
 class ItemRows(NamedTuple):
@@ -51,15 +43,6 @@ class IndexDraft:
             hashed = [hashes[slot] if slot >= 0 else None for slot in self.slot_of]
             columns += f',\n    "{ALGORITHM}": {encode_column(hashed)}'
         return f"{{{self.head},\n    {columns}\n  }}"
-
-
-@dataclass(frozen=True, slots=True)
-class Drafts:
-    """The documents of a checkpoint, as far as they are known before its items are written; without the manifest."""
-
-    documents: Mapping[str, bytes | bytearray] = field(repr=False)
-    index: IndexDraft | None = None  # of the manifest; None: the format has an index of its own, or there is no place
-    transformed: TransformedDraft | None = None  # None: items are stored as they are
 
 
 def encode_index(

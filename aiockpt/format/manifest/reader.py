@@ -29,14 +29,14 @@ import numpy as np
 from isal.isal_zlib import crc32
 
 from aiockpt.errors import CorruptCheckpointError, LoadError
-from aiockpt.format.checks import MAX_DIMS, check_paths, cover_error
+from aiockpt.format.checks import MAX_DIMS, check_paths, cover_of
 from aiockpt.format.dtypes import DTYPES
 from aiockpt.format.hashes import ALGORITHM, DIGITS
-from aiockpt.format.index import Index
+from aiockpt.format.index import Division, Index
 from aiockpt.format.item.arrays import ARRAY_RECORD, check_arrays
 from aiockpt.format.keys import FACTORIES, decode_key
 from aiockpt.format.manifest.columnar_index import IndexedEntries, IndexedPaths, ItemForm, PartColumns
-from aiockpt.format.manifest.index_writer import Division, head_of
+from aiockpt.format.manifest.index_writer import head_of
 from aiockpt.format.manifest.manifest import (
     DIVIDED_KEY,
     FORMAT_VERSION,
@@ -275,7 +275,7 @@ def _check_parts(parts: PartColumns, forms: Sequence[ItemForm], form_of: NDArray
         mine = [forms[row] for row in rows.tolist()]
         if rows.min(initial=0) < 0 or len({form.dtype for form in mine}) != 1:
             raise ValueError("the parts of a tensor in the index are not of one dtype")
-        if wrong := cover_error(shape, [(at, form.shape) for at, form in zip(offsets, mine, strict=True)]):
+        if wrong := cover_of(shape, [(at, form.shape) for at, form in zip(offsets, mine, strict=True)]).error:
             raise ValueError(f"the parts of a tensor in the index {wrong} {shape}")
 
 

@@ -17,7 +17,9 @@ from aiockpt.core.strides import row_strides
 from aiockpt.errors import SaveError
 from aiockpt.format.dcp.metadata_opcodes import MetadataDraft, MetadataHead, metadata_tail
 from aiockpt.format.dcp.metadata_writer import RangeTable, ShardedEntry, encode_metadata
-from aiockpt.format.manifest.index_writer import Division, Drafts, IndexDraft, ItemRows, encode_index
+from aiockpt.format.index import Division
+from aiockpt.format.manifest.drafts import Drafts
+from aiockpt.format.manifest.index_writer import IndexDraft, ItemRows, encode_index
 from aiockpt.format.manifest.manifest import FileFacts
 from aiockpt.format.names import METADATA_NAME
 from aiockpt.format.safetensors.writer import Stored

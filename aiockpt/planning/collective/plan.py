@@ -17,7 +17,7 @@ import numpy as np
 
 from aiockpt.core.gc_pause import gc_pause
 from aiockpt.errors import SaveError
-from aiockpt.format.checks import Box, leaves_shape, overlapping
+from aiockpt.format.checks import Box, cover_of
 
 if TYPE_CHECKING:
     import torch
@@ -169,20 +169,21 @@ def _describe(form: ShardForm | None) -> str:
 def _check_whole(name: str, shape: tuple[int, ...], parts: Mapping[tuple[int, ...], _Part]) -> None:
     """Check that the parts of a tensor make up all of it, each element once."""
     boxes = [(offsets, part.form.sizes) for offsets, part in parts.items()]
-    first_ranks = [part.holders[0][0] for part in parts.values()]
-    for (offsets, sizes), rank in zip(boxes, first_ranks, strict=True):
-        if leaves_shape((offsets, sizes), shape):
-            raise SaveError(f"{name} has on rank {rank} a part of {sizes} at {offsets}, outside of {shape}")
-    overlaps = overlapping(boxes) if len(boxes) > 1 else []
-    if overlaps:
-        one, other = (f"of {boxes[n][1]} at {boxes[n][0]} on rank {first_ranks[n]}" for n in overlaps[0])
-        raise SaveError(f"{name}: the part {one} overlaps that {other}")
-    volume = sum(math.prod(sizes) for _, sizes in boxes)
-    if volume != math.prod(shape):
+    cover, ranks = cover_of(shape, boxes), [part.holders[0][0] for part in parts.values()]
+    if cover.lacking:
+        volume = math.prod(shape)
         raise SaveError(
-            f"{name}: the ranks have {volume} of its {math.prod(shape)} elements together; every rank that has a part "
-            "of it must save it"
+            f"{name}: the ranks have {volume - cover.lacking} of its {volume} elements together; every rank that has a "
+            "part of it must save it"
         )
+    if cover.wrong[1:]:
+        one, other = (f"of {boxes[n][1]} at {boxes[n][0]} on rank {ranks[n]}" for n in cover.wrong)
+        raise SaveError(f"{name}: the part {one} overlaps that {other}")
+    if cover.wrong:
+        (offsets, sizes), rank = boxes[cover.wrong[0]], ranks[cover.wrong[0]]
+        raise SaveError(f"{name} has on rank {rank} a part of {sizes} at {offsets}, outside of {shape}")
+    if cover.error:
+        raise SaveError(f"{name}: the parts {cover.error} {shape}")
 
 
 # --- the global plan --------------------------------------------------------------------------------

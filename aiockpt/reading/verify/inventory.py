@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from isal.isal_zlib import crc32_combine
 
-from aiockpt.errors import CorruptCheckpointError
-from aiockpt.format.checks import is_outside, overlapping
+from aiockpt.format.checks import cover_of, is_outside
 from aiockpt.format.index import Entry, Index, InlineEntry, ItemRange, ObjectEntry, TensorEntry, TensorItem
 from aiockpt.format.names import HIDDEN, METADATA_NAME
 
@@ -248,28 +247,22 @@ class Inventory:
             self._add_item(raw, "raw", chunk.item.crc, ref)
 
     def _check_coverage(self, key: str, entry: TensorEntry) -> None:
-        if len(entry.chunks) == 1 and entry.chunks[0].sizes == entry.shape:
+        boxes = [(chunk.offsets, chunk.sizes) for chunk in entry.chunks]
+        cover = cover_of(entry.shape, boxes)
+        if not cover.error:
             return
-        chunks = [(chunk.offsets, chunk.sizes) for chunk in entry.chunks]
-        files = [chunk.place.file for chunk in entry.chunks]
-        try:
-            overlaps = overlapping(chunks, bounded=True)
-        except CorruptCheckpointError as exc:
-            self._findings.add("coverage", files[0], str(exc), key=key)
-            overlaps = []
-        for number, other in overlaps:
-            self._findings.add(
-                "coverage",
-                files[number],
-                f"its chunk at {chunks[number][0]} of sizes {chunks[number][1]} overlaps the one at "
-                f"{chunks[other][0]} of sizes {chunks[other][1]}",
-                key=key,
-                offset=entry.chunks[number].place.offset,
-            )
-        held, wanted = sum(math.prod(sizes) for _, sizes in chunks), math.prod(entry.shape)
-        if held != wanted:
-            message = f"its chunks hold {held} elements, but its shape {entry.shape} has {wanted}"
-            self._findings.add("coverage", files[0] if files else METADATA_NAME, message, key=key)
+        first = entry.chunks[cover.wrong[0]].place if cover.wrong else None
+        message = f"its {len(boxes)} chunks {cover.error} its shape {entry.shape}"
+        if cover.lacking:
+            whole = math.prod(entry.shape)
+            message = f"its chunks hold {whole - cover.lacking} elements, but its shape {entry.shape} has {whole}"
+        elif cover.wrong[1:]:
+            one, other = (boxes[number] for number in cover.wrong)
+            message = f"its chunk at {one[0]} of sizes {one[1]} overlaps the one at {other[0]} of sizes {other[1]}"
+        files = [chunk.place.file for chunk in entry.chunks] or [METADATA_NAME]
+        self._findings.add(
+            "coverage", first.file if first else files[0], message, key=key, offset=first.offset if first else None
+        )
 
     def _add_item(
         self, place: ItemRange, kind: Literal["tensor", "object", "raw"], crc: int | None, ref: KeyRef

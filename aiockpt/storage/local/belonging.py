@@ -13,9 +13,10 @@ from typing import NamedTuple, TypeAlias
 from aiockpt.core.wording import some_of
 from aiockpt.errors import CheckpointExistsError, LoadError, printable_key
 from aiockpt.format import belonging
+from aiockpt.format.layouts import DOCUMENT_BYTES, Fetch, named_by, recognise_file
 from aiockpt.format.manifest.manifest import decode_head
 from aiockpt.format.names import MANIFEST_NAME, METADATA_NAME, OPEN_MARK, SINGLE_NAME
-from aiockpt.format.recognise import DOCUMENT_BYTES, Fetch, recognise
+from aiockpt.format.recognise import is_mark
 from aiockpt.storage.local.entries import LocalListing, open_regular, read_regular
 from aiockpt.storage.syscalls import identity, open_directory
 
@@ -173,8 +174,8 @@ def _looks_like_one(path: str) -> bool:
         if listing.is_file:  # by its contents: a name is no evidence here
             ((name, size),) = listing.files.items()
             fetch = listing.fetch
-            return bool(recognise({"": size}, lambda _, *place: fetch(name, *place), alone=True).layout)
-        return belonging.has_marks(listing.files)
+            return recognise_file("", size, lambda _, *place: fetch(name, *place)).is_checkpoint
+        return any(map(is_mark, listing.files))
 
 
 def checkpoint_above(path: str) -> str | None:
@@ -202,7 +203,7 @@ def replaced_by(document: str, path: str) -> set[str]:
             if document not in names:
                 return set()
             read = partial(read_regular, dir_fd=directory, most=DOCUMENT_BYTES, flags=os.O_NOFOLLOW)
-            old = belonging.named_by(document, read(document))
+            old = named_by(document, read(document))
             if document == METADATA_NAME and MANIFEST_NAME in names:
                 if decode_head(read(MANIFEST_NAME)) is None:
                     raise LoadError(f"{MANIFEST_NAME} is damaged")

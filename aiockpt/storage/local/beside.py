@@ -17,10 +17,10 @@ from aiockpt.errors import CheckpointExistsError, CommitError, WriteError
 from aiockpt.format.names import HIDDEN, MANIFEST_NAME, METADATA_NAME
 from aiockpt.storage.faults import errors
 from aiockpt.storage.local.belonging import remove, replaced_by
-from aiockpt.storage.local.commit import make_directories, remove_own, sync_directory
+from aiockpt.storage.local.commit import NotDurableError, Publication, make_directories, remove_own, sync_directory
 from aiockpt.storage.local.retries import sync_fd
 from aiockpt.storage.local.temp_dir import Hold, shared_ticket, spelled
-from aiockpt.storage.syscalls import rename_noreplace
+from aiockpt.storage.syscalls import identity, rename_noreplace
 
 _DATA = ".distcp"
 
@@ -114,15 +114,18 @@ def publish(
         for name in os.listdir(hidden):
             if name not in names and name != last:
                 remove(os.path.join(hidden, name))  # left by an earlier save that did not finish
-        if fsync:
-            # Before the rename: after a crash, the final name must not show a directory that lacks entries.
-            sync_directory(hidden)
         if not os.path.isdir(path):
-            with contextlib.suppress(FileExistsError):  # the directory was created meanwhile
-                rename_noreplace(hidden, path)
-                if fsync:
-                    sync_directory(os.path.dirname(path))
+            try:
+                Publication(hidden, path, "", False, fsync, identity(hidden)).attempt()
+            except CheckpointExistsError:
+                if not os.path.isdir(path):
+                    raise
+            except NotDurableError as exc:
+                raise CommitError(str(exc)) from exc.__cause__
+            else:  # else the directory was created meanwhile
                 return
+        if fsync:
+            sync_directory(hidden)
         _move_in(hidden, path, names, last, overwrite=overwrite, fsync=fsync)
 
 

@@ -290,7 +290,7 @@ def _refusal(path: str, owner: LockFacts | None, *, unsure: bool = False, holder
         )
     else:
         remedy = "end that program first" if owner is None else owner.remedy
-        error += f"{remedy}, choose another directory, or only read with mode='read'"
+        error += f"{remedy}, choose another directory, or only read with read_only=True"
     return RunLockedError(error) if owner is None else RunLockedError(error, owner.host, owner.pid, owner.since)
 
 

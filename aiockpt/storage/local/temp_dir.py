@@ -1,8 +1,8 @@
 r"""The temporary directory that a checkpoint is written to: its name, its lock, and the sidecar files beside it.
 
 A name is `.aiockpt-MACHINE BOOT SPACE.PID.START.RANDOM`, the first three being hashes of ten letters each without a gap
-between them, and maybe a suffix: `-t0-manifest` for a sidecar file, `-swept` for a directory that is being removed. The
-name encodes the owner process, so that orphans can be recognised. RANDOM has 64 bits, so that it can't be guessed.
+between them, and maybe a suffix: `-swept` for a directory that is being removed, say. The name encodes the owner
+process, so that orphans can be recognised. RANDOM has 64 bits, so that it can't be guessed.
 
 The name of the checkpoint is no part of it: a program that looks for checkpoints with `step-(\d+)` would take a killed
 save for a complete one. For the same reason the hashes have no vowels, so that they spell no word by chance, and no
@@ -61,7 +61,7 @@ _DIRECTORY_MODE = 0o775
 _FILE_MODE = 0o664
 _DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NAME_ATTEMPTS = 100
-_SIDECAR_BYTES = 1 << 28  # the longest one lists the places of some million items
+_SIDECAR_BYTES = 1 << 28  # far more than any has
 
 Liveness = Literal["dead", "alive", "unknown"]
 LockResult = Literal["held", "refused", "unsupported"]
@@ -414,7 +414,7 @@ def sizes_in(path: str) -> dict[str, int]:
 
 
 def write_sidecar(path: str, data: bytes) -> None:
-    """Write a sidecar file; it is a message between running processes, so it need not be durable."""
+    """Write a sidecar file, which need not be durable."""
     # O_EXCL and O_NOFOLLOW: in a shared directory, another user may have made a link of this name.
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, _FILE_MODE)
     with open(fd, "wb") as file:

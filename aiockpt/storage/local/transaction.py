@@ -250,16 +250,6 @@ class LocalTransaction(SharedTransaction):
     def stamp(self) -> Stamp | None:
         return None if self._identity is None else "{}:{}".format(*self._identity)
 
-    async def put_sidecar(self, name: str, data: bytes) -> None:
-        with errors(WriteError, f"write a sidecar file beside {self._path}"):
-            await self._workers.run(write_sidecar, f"{self._hidden}-{spelled(name)}", data)
-
-    async def get_sidecar(self, name: str) -> bytes | None:
-        return await self._look("read", read_sidecar, f"{self._hidden}-{spelled(name)}")
-
-    async def delete_sidecar(self, name: str) -> None:
-        await self._remove(f"{self._hidden}-{spelled(name)}")
-
     async def _remove(self, path: str) -> None:
         with errors(WriteError, f"remove {path}", advice=_BY_HAND):
             await self._again("remove", remove, path)
@@ -351,10 +341,19 @@ class ResumableTransaction(LocalTransaction):
         await self._forget(name)  # a document may be there of an earlier attempt
         return _MarkingSink(self, name, nbytes or 0, await super().create(name, nbytes))
 
+    def _mark_of(self, name: str) -> str:
+        """Return the path of the sidecar file that says of a file that it is whole."""
+        return f"{self._hidden}-{spelled(f'whole-{crc32(os.fsencode(name)):08x}')}"
+
+    async def mark(self, name: str, nbytes: int) -> None:
+        """Note that a file is whole."""
+        with errors(WriteError, f"write a sidecar file beside {self._path}"):
+            await self._workers.run(write_sidecar, self._mark_of(name), _text_of(nbytes))
+
     async def whole_files(self) -> Mapping[str, int]:
         whole: dict[str, int] = {}
         for name, size in (await self.sizes()).items():
-            if await self.get_sidecar(mark_of(name)) == _text_of(size):
+            if await self._look("read", read_sidecar, self._mark_of(name)) == _text_of(size):
                 whole[name] = size
             else:
                 await self._forget(name)
@@ -362,7 +361,7 @@ class ResumableTransaction(LocalTransaction):
         return whole
 
     async def _forget(self, name: str) -> None:
-        await self.delete_sidecar(mark_of(name))
+        await self._remove(self._mark_of(name))
         await self._remove(os.path.join(self._hidden, name))
 
     async def _own_all(self) -> None:
@@ -374,7 +373,7 @@ class ResumableTransaction(LocalTransaction):
     async def commit(self, documents: Mapping[str, Document] = NO_DOCUMENTS) -> None:
         # Before: the directory may be exchanged for that of an older checkpoint, of which nothing is whole.
         for name in await self.sizes():
-            await self.delete_sidecar(mark_of(name))
+            await self._remove(self._mark_of(name))
         await super().commit(documents)
 
     async def suspend(self) -> None:
@@ -387,7 +386,7 @@ class ResumableTransaction(LocalTransaction):
 
     async def _abort(self) -> None:
         for name in await self.sizes():
-            await self.delete_sidecar(mark_of(name))
+            await self._remove(self._mark_of(name))
         await self._own_all()
         await super()._abort()
 
@@ -401,12 +400,7 @@ class _MarkingSink(FileSink):
 
     async def finish(self) -> None:
         await self._inner.finish()
-        await self._transaction.put_sidecar(mark_of(self._name), _text_of(self._nbytes))
-
-
-def mark_of(name: str) -> str:
-    """Return the name of the sidecar file that says of a file that it is whole."""
-    return f"whole-{crc32(os.fsencode(name)):08x}"
+        await self._transaction.mark(self._name, self._nbytes)
 
 
 def _text_of(nbytes: int) -> bytes:

@@ -8,7 +8,6 @@ object                               contents
 ``{path}/{token}/files/{name}``      a file
 ``{path}/{token}/state``             "open" at first; see `cleaning.decide`
 ``{path}/{token}/held/{ticket}``     a process that takes part, besides the one of the token
-``{path}/{token}/sidecars/{name}``   messages between the processes
 ``{run}/.aiockpt.lease``             the manager that writes to a run
 ===================================  =============================================================================
 

@@ -166,5 +166,5 @@ def _is_free(objects: ObjectClient, prefix: str, found: tuple[LockFacts, Stamp, 
 
 def _locked(directory: str, owner: LockFacts | None) -> RunLockedError:
     remedy = "end that" if owner is None else owner.remedy
-    error = f"the run {directory} is being written by {owner or 'another process'}: {remedy}, or pass mode='read'"
+    error = f"the run {directory} is being written by {owner or 'another process'}: {remedy}, or pass read_only=True"
     return RunLockedError(error) if owner is None else RunLockedError(error, owner.host, owner.pid, owner.since)

@@ -14,7 +14,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from aiockpt.errors import AiockptError, CheckpointExistsError, DeleteError, SaveError
-from aiockpt.format.recognise import recognise
+from aiockpt.format.layouts import recognise_file
 from aiockpt.storage.base import RunLease, SharedStorage, Stamp, Traits
 from aiockpt.storage.local.temp_dir import new_ticket
 from aiockpt.storage.objects import cleaning
@@ -241,7 +241,7 @@ class ObjectRecords(SharedStorage):
             count = self.objects.read(key, [(offset, length)], memoryview(data), None, facts.stamp)
             return bytes(data[:count])
 
-        if facts.size and not recognise({"": facts.size}, fetch, alone=True).layout:  # a name is no evidence here
+        if facts.size and not recognise_file("", facts.size, fetch).is_checkpoint:  # a name is no evidence here
             raise DeleteError(f"{path} is an object, but neither one of torch.save nor of safetensors")
         return facts.stamp
 

@@ -66,6 +66,10 @@ async def _both(one: Awaitable[_One], other: Awaitable[_Other]) -> tuple[_One, _
     return found  # type: ignore[return-value]  # no errors
 
 
+def _pause(attempt: int) -> None:
+    time.sleep(min(_MOST_PAUSE_S, _PAUSE_S * 2**attempt))
+
+
 @dataclass(eq=False, repr=False)
 class ObjectTransaction(SharedTransaction):
     """A checkpoint that this process has begun, taken over or joined."""
@@ -172,16 +176,6 @@ class ObjectTransaction(SharedTransaction):
     async def sizes(self) -> Mapping[str, int]:
         found = await self._run(self._objects.below, f"{self._token}{FILES}")
         return {name: facts.size for name, facts in found.items()}
-
-    async def put_sidecar(self, name: str, data: bytes) -> None:
-        await self._run(self._objects.put, f"{self._token}sidecars/{name}", data)
-
-    async def get_sidecar(self, name: str) -> bytes | None:
-        found = await self._run(self._objects.get, f"{self._token}sidecars/{name}")
-        return None if found is None else found[1]
-
-    async def delete_sidecar(self, name: str) -> None:
-        await self._run(self._objects.delete, [f"{self._token}sidecars/{name}"])
 
     # --- the end ------------------------------------------------------------------------------------------
 
@@ -291,7 +285,7 @@ class ObjectTransaction(SharedTransaction):
                     before = self._storage.record(self._path, deleted=True)
                 except OSError as exc:
                     problem, attempt = exc, attempt + 1
-                    time.sleep(min(_MOST_PAUSE_S, _PAUSE_S * 2**attempt))
+                    _pause(attempt)
                     continue
                 if before is not None and before.token == self._token:
                     return self._retire(before.replaces)
@@ -318,13 +312,19 @@ class ObjectTransaction(SharedTransaction):
                 pass
             except OSError as exc:
                 problem, is_late = exc, is_late or not isinstance(exc, REFUSALS)
-                time.sleep(min(_MOST_PAUSE_S, _PAUSE_S * 2**attempt))
+                _pause(attempt)
             attempt += 1
-        if self._is_sent:
-            self._over = True  # it may be the only good checkpoint
-            text = f"it is not known whether {self._path} was published, so {self._token} stays: {problem}"
-            raise CommitUncertainError(text) from problem
-        raise problem
+        raise self._not_published(problem)
+
+    def _not_published(self, problem: OSError) -> Exception:
+        """Return why it was not published, or may have been."""
+        if not self._is_sent:
+            return problem
+        self._over = True  # it may be the only good checkpoint
+        text = f"it is not known whether {self._path} was published, so {self._token} stays: {problem}"
+        error = CommitUncertainError(text)
+        error.__cause__ = problem
+        return error
 
     def _check_revoked(self) -> None:
         self._refuse_if_revoked(self._path)

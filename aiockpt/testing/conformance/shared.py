@@ -103,20 +103,6 @@ class SharedTests(Suite):
             await each.abort()
 
     @on_a_loop("shares")
-    async def test_sidecars_are_no_part_of_the_checkpoint(self, place: StoragePath) -> None:
-        """Others read them until they are deleted, by anyone; those that are not there are None."""
-        owner, other = await self._begin(place)
-        await other.put_sidecar("part-1", data := data_of(100_000))
-        assert (await owner.get_sidecar("part-1"), await owner.get_sidecar("part-2")) == (data, None)
-        assert "part-1" not in await owner.sizes()
-        await owner.commit({METADATA: _WHOLE[METADATA]})
-        assert await place.contents() == _WHOLE
-        for _ in range(2):
-            await owner.delete_sidecar("part-1")
-        assert await other.get_sidecar("part-1") is None
-        await other.release()
-
-    @on_a_loop("shares")
     async def test_documents_are_written_in_order(self, place: StoragePath) -> None:
         """None is there before those ahead of it: the last one makes the checkpoint."""
         owner, other = await self._begin(place)

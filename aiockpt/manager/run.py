@@ -1,0 +1,264 @@
+"""The directory of a run as all ranks see it: its steps, its lock, and the rounds in which rank 0 decides for all."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+import warnings
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from aiockpt.core.parameters import outer_stacklevel
+from aiockpt.core.threads import has_loop, in_thread
+from aiockpt.errors import AiockptError, CheckpointerClosedError, CheckpointNotFoundError
+from aiockpt.manager.requests import check_step
+
+if TYPE_CHECKING:
+    from aiockpt.core.futures import Call
+    from aiockpt.engine.facade import EngineAccess
+    from aiockpt.manager.disks import RunDisks
+    from aiockpt.manager.ports import CheckpointerPort
+    from aiockpt.manager.requests import ManagerOptions
+    from aiockpt.manager.run_tiers import Tiers
+    from aiockpt.manager.tiers import Tier
+    from aiockpt.storage.base import RunLease
+
+T = TypeVar("T")
+
+logger = logging.getLogger("aiockpt")
+
+_WRITER_S = 60.0  # for the writer process of a killed trainer to finish
+_WRITER_POLL_S = 0.05
+
+
+class RunDirectory:
+    """The directory of a run. Its coroutines suspend in an async manager, and block in a blocking one.
+
+    Args:
+        options: those of the manager.
+        tiers: the run's directory, and what else has its steps.
+        access: the engine of the checkpointer.
+        port: the methods of the checkpointer that wait.
+        writes: whether the manager writes to the run.
+        suspends: whether this is the run of an async manager.
+
+    Attributes:
+        directory: the run's directory.
+        writes: whether its manager writes to it.
+        locks: whether it has one writer.
+        id: the run's, as its steps have it; empty until the first save of a new run.
+        is_open: whether it was opened.
+        is_closed: whether it was closed.
+    """
+
+    def __init__(
+        self,
+        options: ManagerOptions,
+        tiers: Tiers,
+        access: EngineAccess,
+        port: CheckpointerPort,
+        *,
+        writes: bool,
+        suspends: bool,
+    ) -> None:
+        self.tiers, self.access, self.port = tiers, access, port
+        self.directory, self.scanner = tiers.run.directory, tiers.run.scanner
+        self.writes = writes
+        self.locks = self.writes and options.lock
+        self.id = ""
+        self.is_open = self.is_closed = False
+        self._must_exist = not (self.writes or options.missing_ok)
+        self._suspends = suspends
+        self._has_warned = False  # that it blocks a loop
+        self._lease: RunLease | None = None
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is rank 0, which decides, or there are no other ranks."""
+        return self.access.leads
+
+    def path_of(self, step: int) -> str:
+        """Return the path of a step's directory, whether it exists or not."""
+        return self.tiers.run.path_of(check_step(step))
+
+    # --- waiting, and rounds of all ranks -------------------------------------------------------------------
+
+    async def call(self, function: Callable[..., T], *args: object) -> T:
+        """Call a function that blocks. A task that is cancelled leaves it behind, in its thread."""
+        return await asyncio.wrap_future(in_thread(function, *args)) if self._suspends else function(*args)
+
+    async def agree(self, what: str, value: object, decide: Callable[[Sequence[Any]], T]) -> T:
+        """Agree with the other ranks; see `EngineAccess.agree`."""
+        call, received = self._asked(what, value, decide)
+        return received(await call.wait() if self._suspends else call.result())
+
+    def agree_now(self, what: str, value: object, decide: Callable[[Sequence[Any]], T]) -> T:
+        """Do as `agree`, blocking."""
+        call, received = self._asked(what, value, decide)
+        return received(call.result())
+
+    def _asked(
+        self, what: str, value: object, decide: Callable[[Sequence[Any]], T]
+    ) -> tuple[Call[Any], Callable[[Any], T]]:
+        """Begin a round; return it, and what makes the value of the reply. It carries changes of the hosts' disks."""
+        disks = self.tiers.disks
+        if disks is None:
+            return self.access.agree(what, value, decide), lambda reply: reply
+        return self.access.agree(what, disks.sent(value), partial(disks.decided, decide)), disks.received
+
+    async def led(self, what: str, work: Callable[[], Awaitable[T]], *, on_each_host: bool = False) -> T:
+        """Do something on rank 0 alone; its result, or its error, is that of all ranks.
+
+        ``on_each_host``: hosts with disks of their own do it too, each on its own; an error of one is that of all.
+        """
+        if self.access.world_size == 1:
+            return await work()
+        value: T | BaseException | None = None
+        error: BaseException | None = None
+        disks = self.tiers.disks
+        if self.leads or (on_each_host and disks is not None and disks.serves):
+            try:
+                value = await work()
+            except BaseException as exc:  # raised below, once the other ranks have been notified
+                error = exc
+                value = exc if isinstance(exc, Exception) else AiockptError(f"{what} was interrupted: {exc!r}")
+        try:
+            result: T = await self.agree(what, value, of_rank_0)
+        except AiockptError:
+            # The error itself: what the other ranks get is made of its class name and text, and lacks its attributes.
+            if error is not None:
+                raise error from None
+            raise
+        return result
+
+    async def settle_disks(self, *, renames: bool) -> None:
+        """Wait until all hosts have renamed, or deleted, what rank 0 has decided on; raise DeleteError if one can't."""
+        disks = self.tiers.disks
+        if disks is None:
+            return
+        changes, left = disks.storage.changes, 1
+        while left:
+            await self.call(disks.wait)
+            left = await self.agree(f"the changes of {self.directory}", None, lambda _: changes.left(renames=renames))
+
+    # --- the lock -------------------------------------------------------------------------------------------
+
+    async def open(self) -> None:
+        """Take the run's lock at the first use, unless the manager only reads."""
+        if self.is_closed:
+            raise CheckpointerClosedError(f"this manager of {self.directory} is closed; make a new one")
+        if self.is_open:
+            return
+        disks = self.tiers.disks
+        if disks is not None:
+            await self.call(partial(disks.meet, make=self.writes))
+        if self.writes:
+            await self.led(f"the lock of {self.directory}", self._take_lock, on_each_host=True)
+        if self.writes and disks is not None:
+            await self.led(f"what is left in {self.directory}", partial(self._delete_torn, disks))
+        self.is_open = True
+
+    async def _take_lock(self) -> None:
+        if self.locks and self._lease is None:  # else it was taken, and what follows was interrupted
+            try:
+                await self.call(self._lock)
+            except AiockptError:  # such as RunLockedError, which is an OSError too
+                raise
+            except OSError as exc:
+                raise AiockptError(
+                    f"the run {self.directory} can't be locked: {exc}; to only read it, pass read_only=True"
+                ) from exc
+        try:
+            await self.port.clean(self.directory, self.tiers.run.storage)
+        except AiockptError as exc:  # orphans cost space, no more
+            logger.warning("can't look for what killed processes have left in %s: %s", self.directory, exc)
+        with contextlib.suppress(OSError):  # a restore raises it
+            latest = await self.call(self.scanner.latest) if self.leads else None
+            self.id = self.id or (latest.run_id if latest is not None else "")
+        deadline = time.monotonic() + _WRITER_S
+        while await self.call(self._is_finishing):  # else its step would appear after the restore
+            if time.monotonic() > deadline:
+                logger.warning("a writer process of a killed trainer still writes to %s", self.directory)
+                break
+            await self.call(time.sleep, _WRITER_POLL_S)
+
+    async def _delete_torn(self, disks: RunDisks) -> None:
+        """Delete what was published, or deleted, on some disks only."""
+        try:
+            torn = await self.call(disks.delete_torn)
+        except (OSError, AiockptError) as exc:  # it costs space, no more
+            logger.warning("can't look for what killed processes have left on all disks: %s", exc)
+        else:
+            if torn:
+                logger.info("%s: not all hosts have published these, or had deleted them", ", ".join(torn))
+
+    def _lock(self) -> None:
+        self._lease = self.tiers.run.storage.lease(self.directory)
+        if self.is_closed:  # meanwhile, as the task that asked for it was cancelled
+            self.unlock()
+
+    def _is_finishing(self) -> bool:
+        try:
+            return self.tiers.run.storage.is_finishing(self.directory)
+        except OSError as exc:
+            raise AiockptError(f"the run {self.directory} can't be looked at: {exc}") from exc
+
+    async def check_lock(self) -> None:
+        """Raise an error if the lock of this run was removed, or taken by another manager."""
+        if self._lease is not None:
+            await self.call(self._lease.check)
+
+    def unlock(self) -> None:
+        """Let others write to the run. Idempotent."""
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            lease.release()
+
+    # --- its steps ------------------------------------------------------------------------------------------
+
+    def seen(self, look: Callable[[], T]) -> T:
+        """Return what rank 0 sees in the run's directory. Blocks."""
+        if self._suspends and "://" in self.directory and has_loop() and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"this blocks the event loop until the store of {self.directory} has answered: await alatest(), "
+                "asteps(), ainfos() or abest() of the manager instead",
+                stacklevel=outer_stacklevel(),
+            )
+        if self.tiers.disks is not None:
+            self.tiers.disks.meet(make=self.writes)
+        if self.access.world_size == 1:
+            return self._existing(look)
+        value: object = None
+        if self.leads:
+            try:
+                value = self._existing(look)
+            except OSError as exc:
+                value = exc
+        result: T = self.agree_now(f"the steps of {self.directory}", value, of_rank_0)
+        return result
+
+    def _existing(self, look: Callable[[], T]) -> T:
+        result = look()
+        if not result and self.tiers.mirror is None:  # else a restore looks there as well
+            self.check_exists(self.tiers.run)
+        return result
+
+    def check_exists(self, *tiers: Tier) -> None:
+        """Raise CheckpointNotFoundError if none of these directories is there, and this manager can't make them."""
+        for tier in tiers if self._must_exist else ():
+            with contextlib.suppress(FileNotFoundError), tier.storage.look(tier.directory):
+                return
+        if self._must_exist:
+            raise CheckpointNotFoundError(
+                f"there is no run at {' or '.join(tier.directory for tier in tiers)}: check the path, or pass "
+                "missing_ok=True to read a run that may not have begun"
+            )
+
+
+def of_rank_0(values: Sequence[Any]) -> Any:
+    """Return the value of rank 0, for `EngineAccess.agree`."""
+    return values[0]
