@@ -275,7 +275,7 @@ def test_a_writer_that_is_killed(tmp_path: Path) -> None:
 # --- asyncio ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.anyio
+@pytest.mark.asyncio
 async def test_follow_a_task_that_saves(tmp_path: Path) -> None:
     async def train() -> None:
         async with aiockpt.CheckpointManager(tmp_path, keep=aiockpt.KeepLatest(2)) as run:
@@ -296,7 +296,7 @@ async def test_follow_a_task_that_saves(tmp_path: Path) -> None:
     assert steps == sorted(set(steps))
 
 
-@pytest.mark.anyio
+@pytest.mark.asyncio
 async def test_cancelled_at_every_suspension(tmp_path: Path) -> None:
     """A cancelled watch closes what it has, and a cancelled load has the next one read everything."""
     async with aiockpt.CheckpointManager(tmp_path) as run:
@@ -326,7 +326,7 @@ async def test_cancelled_at_every_suspension(tmp_path: Path) -> None:
     assert is_same(into, state_of(1))
 
 
-@pytest.mark.anyio
+@pytest.mark.asyncio
 async def test_a_cancelled_load_is_followed_by_a_whole_one(tmp_path: Path) -> None:
     async with aiockpt.CheckpointManager(tmp_path) as run, aiockpt.watch(tmp_path, poll_s=POLL_S) as versions:
         iterator: AsyncIterator[aiockpt.Version] = aiter(versions)
