@@ -48,6 +48,7 @@ _HOMES = {
     ),
     "saving.fence": ("StepGuard",),
     "core.futures": ("Completion",),
+    "following.watch": ("SyncVersion", "SyncWatch", "Version", "Watch", "watch", "watch_sync"),
     "manager.rng": ("RngState",),
     "saving.handle": ("SaveHandle",),
     "engine.queue": ("Statistics",),

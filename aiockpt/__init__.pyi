@@ -41,6 +41,12 @@ from aiockpt.errors import StageError as StageError
 from aiockpt.errors import TornSnapshotError as TornSnapshotError
 from aiockpt.errors import UnsafeCheckpointError as UnsafeCheckpointError
 from aiockpt.errors import WriteError as WriteError
+from aiockpt.following.watch import SyncVersion as SyncVersion
+from aiockpt.following.watch import SyncWatch as SyncWatch
+from aiockpt.following.watch import Version as Version
+from aiockpt.following.watch import Watch as Watch
+from aiockpt.following.watch import watch as watch
+from aiockpt.following.watch import watch_sync as watch_sync
 from aiockpt.format.transforms.base import Transform as Transform
 from aiockpt.format.transforms.zstd import Zstd as Zstd
 from aiockpt.manager.manager import CheckpointManager as CheckpointManager

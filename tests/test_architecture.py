@@ -25,7 +25,7 @@ PACKAGE = Path(aiockpt.__file__).parent
 FLOORS = [
     {"__main__"},
     {"cli"},
-    {"integrations"},
+    {"integrations", "following"},
     {"manager", "observers", "plots", "progress"},
     {"__init__", "dcp"},
     {"checkpointer", "sync_checkpointer"},

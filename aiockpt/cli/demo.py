@@ -98,7 +98,7 @@ class Trainer:
         return {"model": self.model, "optim": self.optim, "step": self.step, "losses": self.losses, "rng": rng}
 
 
-async def train(trainer: Trainer, directory: Path, watch: Watch) -> None:
+async def train(trainer: Trainer, directory: Path, watch: DemoDisplay) -> None:
     """Train from the newest checkpoint in a directory if there is one, and save there on the way."""
     config = trainer.config
     async with aiockpt.CheckpointManager(directory, save=aiockpt.EverySteps(config.every)) as run:
@@ -122,7 +122,7 @@ async def train(trainer: Trainer, directory: Path, watch: Watch) -> None:
         await asyncio.gather(*watch.saves)
 
 
-class Watch:
+class DemoDisplay:
     """Shows a run, and measures what it waits for.
 
     Args:
@@ -238,13 +238,13 @@ def _run(config: Config, uninterrupted: Path, interrupted: Path, *, keep: bool) 
     _say(f"A small GPT learns from the sources of aiockpt, on {config.device}: {plan}.")
     _say(f"Checkpoints go to {root}, and are {'kept' if keep else 'removed at the end'}.")
     _say("\n1. Save beside training, and the same states with torch.save", "bold")
-    watch = Watch(beside=root)
+    watch = DemoDisplay(beside=root)
     asyncio.run(train(Trainer(config), uninterrupted, watch))
     watch.show_costs()
     _say("\n2. The same run in another process, which dies in the middle of a save", "bold")
     _die(config, interrupted)
     _say("\n3. Resume from the newest checkpoint", "bold")
-    asyncio.run(train(Trainer(config), interrupted, Watch()))
+    asyncio.run(train(Trainer(config), interrupted, DemoDisplay()))
     _say("\n4. Compare", "bold")
     is_same = asyncio.run(compare(*(folder / _name_of(config.steps) for folder in (interrupted, uninterrupted))))
     _say(f"\nAll of this took {time.perf_counter() - began:.0f} s.")
@@ -332,6 +332,6 @@ if __name__ == "__main__":
     _, folder, number, facts = sys.argv
     _prepare()
     try:
-        asyncio.run(train(Trainer(Config(**json.loads(facts))), Path(folder), Watch(kill_at=int(number))))
+        asyncio.run(train(Trainer(Config(**json.loads(facts))), Path(folder), DemoDisplay(kill_at=int(number))))
     except BrokenPipeError:
         sys.exit(int(Code.CLOSED_PIPE))

@@ -9,9 +9,10 @@ import threading
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from aiockpt.core.importing import importing
+from aiockpt.engine.requests import LoadRequest
 from aiockpt.errors import AiockptError, LoadError
 from aiockpt.format.keys import check_patterns
 from aiockpt.options import LoadOptions, Path, check_options, check_progress
@@ -24,14 +25,17 @@ from aiockpt.snapshot.live import check_optimizers, resolve
 if TYPE_CHECKING:
     from aiockpt.core.futures import Call
     from aiockpt.engine.engine import Engine
-    from aiockpt.engine.requests import LoadRequest, OpenRequest
+    from aiockpt.engine.requests import OpenRequest
     from aiockpt.format.transforms.base import Transform
     from aiockpt.reading.executor import LoadTools
+    from aiockpt.reading.known_items import KnownItems
     from aiockpt.reading.reader import CheckpointReader, SyncCheckpointReader
     from aiockpt.storage.base import Storage
     from aiockpt.storage.registry import Storages
     from aiockpt.telemetry.progress import OnProgress, ReadReport
     from aiockpt.telemetry.verification import VerifyReport
+
+_OPENING = ("verify", "safe_globals", "trust")  # the options of opening
 
 
 class Loader:
@@ -90,6 +94,21 @@ class Loader:
                 raise
 
         return start
+
+    def load_opened(
+        self, reader: CheckpointReader | SyncCheckpointReader, state_dict: Any, known: KnownItems
+    ) -> Loading:
+        """Start to load an open checkpoint into a state, on this rank alone, without what the state has already."""
+        request = LoadRequest(reader.path, state_dict, **{name: getattr(reader._options, name) for name in _OPENING})
+        report = self._engine.reports.read("load", reader.path, None)
+        try:
+            checked = self._checked(request, reader._storage, report, together=False)
+            load = replace(checked, opened=reader._opened, known=known)
+            call = self._engine.call(load.run, f"load {reader.path}")
+        except BaseException as exc:
+            report.end(exc)
+            raise
+        return Loading(call, None, lambda _: None, self._handing_over, report)
 
     @property
     def _is_handing_over(self) -> bool:

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from aiockpt.format.index import Entry, Index, ObjPath
     from aiockpt.planning.collective.sharing import Need
     from aiockpt.reading.collective import Gathering
+    from aiockpt.reading.known_items import KnownItems
     from aiockpt.snapshot.live import LiveObject, ResolvedState
     from aiockpt.storage.base import Storage
 
@@ -60,22 +61,27 @@ class CheckpointLoad:
     target: ResolvedState | None = None  # the same with state dicts in place of live objects
     ready: Mapping[torch.device, torch.Event] = field(default_factory=dict)  # after which targets may be filled
     report: ReadReport = field(default_factory=ReadReport)
+    opened: OpenCheckpoint | None = None  # that is open already, and stays open
+    known: KnownItems | None = None  # what the target has from the last load
 
     async def run(self, tools: LoadTools, gathering: Gathering | None = None) -> Filled:
         """Run the engine's part of the load; ``gathering``: with the other ranks."""
         record_to(self.report.spans)
         with span("open"):
-            opened = await open_checkpoint(self.storage, self.path, self.options, tools)
+            opened = self.opened or await open_checkpoint(self.storage, self.path, self.options, tools)
         try:
             await tools.begin(self.ready)
-            in_bulk = gathering is None or not gathering.shares(opened.source)  # what is shared has an object each
-            loader = _OpenLoad(opened, self.options, replace(tools, report=self.report), in_bulk=in_bulk)
+            # What is shared, or compared with what the target has, has an object each.
+            in_bulk = self.known is None and (gathering is None or not gathering.shares(opened.source))
+            tools_here = replace(tools, report=self.report)
+            loader = _OpenLoad(opened, self.options, tools_here, in_bulk=in_bulk, known=self.known)
             if self.target is None:
                 return await loader.load_new(gathering)
             return await loader.load_into(self.target, self.state_dict, gathering)
         finally:
-            with anyio.CancelScope(shield=True):
-                await tools.workers.run(opened.source.close)
+            if opened is not self.opened:
+                with anyio.CancelScope(shield=True):
+                    await tools.workers.run(opened.source.close)
 
 
 async def read_requests(
@@ -97,8 +103,15 @@ class _OpenLoad:
     """One load of an open checkpoint."""
 
     def __init__(
-        self, opened: OpenCheckpoint, options: LoadOptions, tools: LoadTools, *, in_bulk: bool = False
+        self,
+        opened: OpenCheckpoint,
+        options: LoadOptions,
+        tools: LoadTools,
+        *,
+        in_bulk: bool = False,
+        known: KnownItems | None = None,
     ) -> None:
+        self._known = known
         self._opened = opened
         self._in_bulk = in_bulk
         self._path = opened.path
@@ -128,6 +141,8 @@ class _OpenLoad:
                 plan_target, self._path, self._opened.index, options, target, state_dict, in_bulk=self._in_bulk
             )
         await self._compare(await run(lambda: find_twins(plan.contested())))
+        if self._known is not None:
+            await run(self._known.leave_out, plan, self._opened.index.entries)
         planned = await self._plan_with_arrays(plan.fresh, plan.enums)
         async with self._sharing(gathering, planned, plan.reads):
             fresh = await self._read_planned(planned)

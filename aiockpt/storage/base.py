@@ -529,6 +529,16 @@ class Directories:
         """
         return None
 
+    def pulse(self, directory: str) -> Stamp | None:
+        """Return a text that changes soon after a name appears in a directory, or goes; None: only a look tells.
+
+        For storages where that costs less than a look.
+
+        Raises:
+            OSError: it can't be read.
+        """
+        return None
+
     def set_aside(self, path: str, names: Sequence[str]) -> str:
         """Give a damaged checkpoint another name beside it, so that its own is free; return its path then.
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import aiockpt
 from aiockpt.cli.app import CommandError
-from aiockpt.cli.demo import Config, Watch, compare, run_until_killed
+from aiockpt.cli.demo import Config, DemoDisplay, compare, run_until_killed
 from aiockpt.cli.main import app
 
 PYTHON = (sys.executable,)
@@ -165,7 +165,7 @@ def test_process_that_ends_otherwise_is_an_error(device, code, tmp_path):
 
 
 def test_costs_leave_out_the_last_save(capsys):
-    watch = Watch()
+    watch = DemoDisplay()
     watch.seconds = 3.5
     watch.rows = [("step-1", "1 B", "2 s", "3 s"), ("step-2", "1 B", "2 s", "3 s")]
     watch.ours_s += [0.5, 8.0]

@@ -1,0 +1,390 @@
+"""Versions of a run as they appear, for asyncio programs and for others."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
+
+import anyio
+import torch
+
+from aiockpt.checkpointer import AsyncCheckpointer
+from aiockpt.core.parameters import arguments_of
+from aiockpt.core.threads import check_asyncio, in_thread
+from aiockpt.engine.requests import OpenRequest
+from aiockpt.errors import AiockptError
+from aiockpt.following.polling import Poller
+from aiockpt.manager.base import ManagerBase
+from aiockpt.manager.scan import DEFAULT_NAMES, StepInfo, StepNames
+from aiockpt.options import OpenOptions
+from aiockpt.reading.known_items import KnownItems
+from aiockpt.sync_checkpointer import SyncCheckpointer
+
+if TYPE_CHECKING:
+    from aiockpt.engine.requests import StateDict
+    from aiockpt.format.transforms.base import Transform
+    from aiockpt.options import Path
+    from aiockpt.reading.apply_live import Loading
+    from aiockpt.reading.reader import CheckpointReader, SyncCheckpointReader
+
+R = TypeVar("R", "CheckpointReader", "SyncCheckpointReader")
+Bucket = list[tuple[str, torch.Tensor]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WatchOptions(OpenOptions):
+    """Options of following a run.
+
+    Attributes:
+        until: a function that is called after each look that finds no new version: True ends the iteration.
+        poll_s: the shortest time between two looks, in seconds. If there is no new version, it grows to ten times.
+        names: the names of the steps, as those of a manager.
+        transforms: as those of a checkpointer.
+    """
+
+    until: Callable[[], bool] | None = None
+    poll_s: float = 0.2
+    names: str | None = None
+    transforms: Sequence[Transform] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class WatchRequest(WatchOptions):
+    """Arguments of `watch`.
+
+    Attributes:
+        run: the run's directory, or a URL; or a manager of it in this process, which then keeps the step in use.
+    """
+
+    run: Path | ManagerBase
+
+
+@dataclass(eq=False, repr=False)
+class _VersionBase(Generic[R]):
+    """Base of both kinds of versions."""
+
+    reader: R
+    _info: StepInfo
+    _known: dict[int, tuple[Any, KnownItems]] = field(repr=False)
+
+    @property
+    def step(self) -> int:
+        """The number of the step."""
+        return self._info.step
+
+    @property
+    def path(self) -> str:
+        """The path of its checkpoint."""
+        return self._info.path
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """The metrics that were saved with it."""
+        return self._info.metrics
+
+    @property
+    def info(self) -> StepInfo:
+        """All that is known of the step without reading tensors."""
+        return self._info
+
+    @property
+    def age_s(self) -> float:
+        """The seconds since it was saved, by the clocks of both machines."""
+        return time.time() - self._info.time
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.step} of {self.path}>"
+
+    def _start(self, state: StateDict) -> tuple[Loading, KnownItems]:
+        self.reader._opened  # noqa: B018 # raises if the loop has gone on
+        # The state stays referenced, so that no other one has its id. What it holds is compared tensor by tensor.
+        if id(state) not in self._known:
+            self._known.clear()  # one state at a time: a caller may build a new one for each version
+        known = self._known.setdefault(id(state), (state, KnownItems()))[1]
+        loader: Any = self.reader._checkpointer
+        return loader._loader.load_opened(self.reader, state, known), known
+
+    def _tensors(self) -> list[str]:
+        return [key for key, info in self.reader.items() if hasattr(info, "chunks")]
+
+
+class Version(_VersionBase["CheckpointReader"]):
+    """A version of a run: a complete checkpoint, open until the loop's body ends.
+
+    Attributes:
+        reader: the open checkpoint.
+    """
+
+    async def load(self, state_dict: StateDict) -> list[str]:
+        """Load into a state, in place, only what has changed since this watch has loaded into it last.
+
+        The result is that of `AsyncCheckpointer.load`, with the same checks. Tensors are left out whose bytes are
+        known to be the same: by the hashes of both versions (``hashes=True`` or ``base=`` at the save), if nothing has
+        changed the tensor meanwhile. Without hashes everything is read: a CRC of 32 bits is no proof. Objects, and
+        the states of live objects whose loading is no plain copy, are read each time. After an error or a
+        cancellation, the next load reads everything. Changes that version counters miss (``tensor.data``, NumPy) are
+        not seen. With several ranks, each loads for itself.
+
+        Returns:
+            The keys that were read.
+        """
+        check_asyncio("load()", "use watch_sync in a thread")
+        loading, known = self._start(state_dict)
+        try:
+            await loading.wait()
+        except BaseException:
+            known.forget()
+            raise
+        known.settle()
+        return known.names
+
+    async def buckets(self, nbytes: int, keys: str | Sequence[str] | None = None) -> AsyncGenerator[Bucket, None]:
+        """Yield the tensors in lists of names and tensors of at most so many bytes, or of one tensor.
+
+        Args:
+            nbytes: the most bytes of a list; about as many are read ahead.
+            keys: names of tensors; None: all tensors.
+        """
+        bucket = _Filling(nbytes)
+        async with contextlib.aclosing(self._stream(nbytes, keys)) as stream:
+            async for name, tensor in stream:
+                if (full := bucket.add(name, tensor)) is not None:
+                    yield full
+        if bucket.tensors:
+            yield bucket.tensors
+
+    def _stream(self, nbytes: int, keys: str | Sequence[str] | None) -> Any:
+        return self.reader.stream(self._tensors() if keys is None else keys, buffer_bytes=nbytes)
+
+
+class SyncVersion(_VersionBase["SyncCheckpointReader"]):
+    """A version of a run, for programs without asyncio; see `Version`.
+
+    Attributes:
+        reader: the open checkpoint.
+    """
+
+    def load(self, state_dict: StateDict) -> list[str]:
+        """Load only what has changed, blocking; see `Version.load`."""
+        loading, known = self._start(state_dict)
+        try:
+            loading.result()
+        except BaseException:
+            known.forget()
+            raise
+        known.settle()
+        return known.names
+
+    def buckets(self, nbytes: int, keys: str | Sequence[str] | None = None) -> Iterator[Bucket]:
+        """Yield the tensors in lists; see `Version.buckets`."""
+        bucket = _Filling(nbytes)
+        names = self._tensors() if keys is None else keys
+        for name, tensor in self.reader.stream(names, buffer_bytes=nbytes):
+            if (full := bucket.add(name, tensor)) is not None:
+                yield full
+        if bucket.tensors:
+            yield bucket.tensors
+
+
+class _Filling:
+    """A bucket that is being filled."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._most = nbytes
+        self._nbytes = 0
+        self.tensors: Bucket = []
+
+    def add(self, name: str, tensor: torch.Tensor) -> Bucket | None:
+        """Add a tensor; return the bucket before it if that is full."""
+        full = None
+        if self.tensors and self._nbytes + tensor.nbytes > self._most:
+            full, self.tensors, self._nbytes = self.tensors, [], 0
+        self.tensors.append((name, tensor))
+        self._nbytes += tensor.nbytes
+        return full
+
+
+class _WatchBase:
+    """Base of both watches."""
+
+    _kind: Any
+
+    def __init__(self, request: WatchRequest) -> None:
+        run = request.run
+        self._manager = run if isinstance(run, ManagerBase) else None
+        if request.until is not None and not callable(request.until):
+            raise TypeError(f"until must be a function without arguments, not {request.until!r}")
+        storage: Any = request.storage if self._manager is None else self._manager._tiers.run.storage
+        where: Any = run if self._manager is None else self._manager.directory
+        names = DEFAULT_NAMES if request.names is None else StepNames(request.names)
+        self._poller = Poller(where, storage, request.storage_options, names, request.poll_s)
+        self._request = request
+        self._known: dict[int, tuple[Any, KnownItems]] = {}
+        self._checkpointer = self._kind(transforms=request.transforms)
+        self._closed = False
+
+    def _is_over(self) -> bool:
+        return self._closed or (self._request.until is not None and bool(self._request.until()))
+
+    def _pin(self, info: StepInfo, stack: ExitStack) -> None:
+        if self._manager is not None:
+            stack.enter_context(self._manager._retention.reading(info.step))
+
+    def _opening(self, info: StepInfo) -> OpenRequest:
+        how = self._request
+        return OpenRequest(
+            path=info.path,
+            verify=how.verify,
+            safe_globals=how.safe_globals,
+            trust=how.trust,
+            storage=self._poller.storage,
+        )
+
+
+class Watch(_WatchBase):
+    """The versions of a run as they appear: an asynchronous iterable; see `watch`."""
+
+    _kind = AsyncCheckpointer
+    _checkpointer: AsyncCheckpointer
+
+    async def __aenter__(self) -> Self:
+        check_asyncio("watch()", "use watch_sync in a thread")
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """End the iteration, and close what it has open. Idempotent."""
+        self._closed = True
+        with anyio.CancelScope(shield=True):
+            await self._checkpointer.aclose()
+
+    async def __aiter__(self) -> AsyncIterator[Version]:
+        try:
+            while True:
+                info = await asyncio.wrap_future(in_thread(self._poller.look))
+                if info is not None:
+                    with ExitStack() as stack:
+                        self._pin(info, stack)
+                        version = await self._opened(info)
+                        if version is not None:
+                            try:
+                                yield version
+                            finally:
+                                version.reader._close()
+                elif self._is_over():
+                    return
+                else:
+                    await asyncio.sleep(self._poller.pause_s)
+        finally:
+            await self.aclose()
+
+    async def _opened(self, info: StepInfo) -> Version | None:
+        """Open a version; None if it is gone, or was replaced, meanwhile."""
+        reader = self._checkpointer._loader.open(self._opening(info), self._checkpointer)
+        try:
+            await reader
+        except AiockptError:
+            if await asyncio.wrap_future(in_thread(self._poller.is_current, info)):
+                raise
+            return None
+        try:
+            is_current = await asyncio.wrap_future(in_thread(self._poller.is_current, info))
+        except BaseException:
+            reader._close()
+            raise
+        if not is_current:
+            reader._close()
+            return None
+        self._poller.take(info)
+        return Version(reader, info, self._known)
+
+
+class SyncWatch(_WatchBase):
+    """The versions of a run as they appear: an iterable; see `watch_sync`."""
+
+    _kind = SyncCheckpointer
+    _checkpointer: SyncCheckpointer
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the iteration, and close what it has open. Idempotent."""
+        self._closed = True
+        self._checkpointer.close()
+
+    def __iter__(self) -> Generator[SyncVersion, None, None]:
+        try:
+            while True:
+                info = self._poller.look()
+                if info is not None:
+                    with ExitStack() as stack:
+                        self._pin(info, stack)
+                        version = self._opened(info)
+                        if version is not None:
+                            stack.callback(version.reader.close)
+                            yield version
+                elif self._is_over():
+                    return
+                else:
+                    time.sleep(self._poller.pause_s)
+        finally:
+            self.close()
+
+    def _opened(self, info: StepInfo) -> SyncVersion | None:
+        """Open a version; None if it is gone, or was replaced, meanwhile."""
+        reader = self._checkpointer._loader.open_sync(self._opening(info), self._checkpointer)
+        try:
+            reader.__enter__()
+            is_current = self._poller.is_current(info)
+        except AiockptError:
+            if self._poller.is_current(info):
+                raise
+            return None
+        except BaseException:
+            reader.close()
+            raise
+        if not is_current:
+            reader.close()
+            return None
+        self._poller.take(info)
+        return SyncVersion(reader, info, self._known)
+
+
+@arguments_of(WatchRequest)
+def watch(request: WatchRequest) -> Watch:
+    """Follow a run: iterate over its versions as they appear; the newest wins, so a slow reader skips some.
+
+    ::
+
+        async for version in aiockpt.watch("runs/a"):
+            changed = await version.load(state)      # in place, only what has changed
+            print(version.step, len(changed))
+
+    A version is the complete checkpoint with the highest step; a rollback to an older one, and one that was replaced,
+    are versions too. A run that is not there yet is waited for. The iteration ends by ``until``, by `Watch.aclose`,
+    or by cancelling; with ``async with aiockpt.watch(...) as versions``, a loop that is left early closes at once.
+
+    On a file system a version can be read to its end although it is deleted meanwhile. In an object store it can't:
+    then loading raises, unless the manager that would delete it was passed.
+
+    Raises:
+        ValueError: an option is wrong.
+    """
+    return Watch(request)
+
+
+@arguments_of(WatchRequest)
+def watch_sync(request: WatchRequest) -> SyncWatch:
+    """Follow a run, blocking: ``for version in aiockpt.watch_sync("runs/a")``; see `watch`."""
+    return SyncWatch(request)
