@@ -105,7 +105,7 @@ def test_nothing_stays_pending_when_a_callback_raises(
     assert [type(error) for error in outcomes if error is not None] == [aiockpt.TornSnapshotError]
     assert set(counted.names) == {
         "Engine._enqueue",
-        "Engine.call",
+        "Engine._begin_call",
         "Engine._finish",
         "Throttle._open",
         "Throttle._unthrottle",

@@ -93,5 +93,5 @@ def test_lost_lease_publishes_and_deletes_nothing(
 
 
 def _lease_of(run: Any) -> ObjectLease:
-    assert isinstance(run._lock, ObjectLease)
-    return run._lock
+    assert isinstance(run._run._lease, ObjectLease)
+    return run._run._lease
