@@ -124,10 +124,9 @@ def no_leaks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     servers = _children(process)  # these live as long as the test run, such as the server of tests/ranks
     monkeypatch.setattr(sync_checkpointer, "IDLE_S", 0.0)
     yield
-    if sync_checkpointer._shared is not None:  # its threads end by themselves
-        for thread in threading.enumerate():
-            if thread.name.startswith("aiockpt"):
-                thread.join(10)
+    for thread in threading.enumerate():
+        if thread.name.startswith("aiockpt"):
+            thread.join(10)  # one whose work is done ends by itself, as do those of the shared checkpointer
     left = [thread.name for thread in threading.enumerate() if thread.name.startswith("aiockpt")]
     assert not left, f"threads left: {left}"
     assert [pool.leased for pool in pools] == [0] * len(pools)
