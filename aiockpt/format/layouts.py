@@ -53,7 +53,7 @@ _MAGICS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Recognised:
-    """What a directory or a file is: of this class no checkpoint, and of one below a checkpoint of that layout.
+    """The answer of recognition: of this class no checkpoint, and of one below a checkpoint of that layout.
 
     Attributes:
         format: its format; of a directory of checkpoints, that they were published together, by aiockpt.

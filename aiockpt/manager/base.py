@@ -97,7 +97,7 @@ class ManagerBase:
 
     @property
     def _mirror(self) -> MirrorCopier | None:
-        """What copies to the mirror, on the rank that does."""
+        """The mirror's copier, on the rank that has it."""
         return self._tiers.copier
 
     @property

@@ -1,4 +1,4 @@
-"""What the parts of a manager know of a checkpointer, and of each other.
+"""Ports: the protocols by which the parts of a manager know a checkpointer, and each other.
 
 The methods of a checkpointer that a manager waits for: those of asyncio suspend, the others block.
 """
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class MirrorPort(Protocol):
-    """What deletes the steps of a run knows of its mirror; see `MirrorCopier`."""
+    """The mirror of a run, as the deletion of its steps sees it; see `MirrorCopier`."""
 
     @property
     def knows_held(self) -> bool:

@@ -212,7 +212,7 @@ class RunDirectory:
             await self.call(self._lease.check)
 
     def unlock(self) -> None:
-        """Let others write to the run. Idempotent."""
+        """Release the lock, so that others may write to the run. Idempotent."""
         lease, self._lease = self._lease, None
         if lease is not None:
             lease.release()

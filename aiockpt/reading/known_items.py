@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class _KnownItem(NamedTuple):
-    """What a tensor of the state was filled with."""
+    """The memory of a tensor of the state, and the content that filled it."""
 
     storage: Any  # a StorageWeakRef: while it lives, no other storage has its address
     version: int

@@ -534,7 +534,7 @@ def _checked_facts(document: Any) -> dict[str, Any]:
 
 
 class _PeerListing(RemoteListing):
-    """What is at a path of another host.
+    """The listing of a path of another host.
 
     Args:
         disk: that of the host.
