@@ -98,7 +98,7 @@ MARKED = {
     ),
 }
 """Files whose tests have a mark, but for those that are marked ``main``, which run by default."""
-FOLDERS = {"fakecuda": "fake", "gpu": "gpu", "sim": "sim"}
+FOLDERS = {"fakecuda": "fake", "gpu": "gpu"}
 """Folders whose tests have a mark and run with it alone: they need a device in their process."""
 NEEDS = {*FOLDERS.values(), "full"}
 """Tests with such a mark run if it is asked for, in a file that is named as well."""
