@@ -100,6 +100,7 @@ class Runner:
             # Operators that launch many kernels may take longer than 20 ms on a busy machine.
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(consistency, "_OPERATOR_S", 1.0)
+                fake.pose_as(program.kind, patch)
                 if program.refuses:
                     fake.refuse(program.refuses, fake.NOT_SUPPORTED)
                     # The engine asks once in a process.

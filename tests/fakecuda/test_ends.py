@@ -51,7 +51,7 @@ ENDS: dict[str, tuple[Callable[..., None], dict[str, float], type[BaseException]
 
 @pytest.mark.parametrize("writer", ["thread", pytest.param("process", marks=pytest.mark.full)])
 @pytest.mark.parametrize("how", ENDS)
-def test_at_every_copy(how: str, writer, tmp_path: Path) -> None:
+def test_at_every_copy(how: str, writer, kind: str, tmp_path: Path) -> None:
     """End a save at each of its copies: what is published is whole, and memory is unlocked after its copies."""
     end, options, error = ENDS[how]
     state = _state()
