@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 
 from aiockpt.core import pages
-from aiockpt.core.extent import plain_memory
+from aiockpt.core.extent import address_of, plain_memory
 from aiockpt.errors import AiockptError
 from aiockpt.planning.specs import lazy_bits
 
@@ -279,6 +279,17 @@ def use_in(stream: Any, tensor: torch.Tensor) -> None:
             tensor = plain_memory(tensor)
         with contextlib.suppress(NotImplementedError):  # an allocator that never reuses memory at once
             tensor.record_stream(_current_stream(tensor.device) if stream is None else stream)
+
+
+def by_address(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return a tensor without lazy bits by its address, which stays if the program frees the memory under the original.
+
+    None if it has: a kernel without an address would break the context for good. Of other kinds than CUDA: the tensor.
+    """
+    if not tensor.is_cuda:  # not each kind can be exported
+        return tensor
+    same: torch.Tensor = torch._C._from_dlpack(torch._C._to_dlpack(tensor))  # type: ignore[attr-defined]
+    return same if address_of(same) else None
 
 
 @contextlib.contextmanager

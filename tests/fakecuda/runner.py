@@ -484,22 +484,9 @@ class Runner:
             entry.shown(entry.mirror).copy_(save.expected[name])
 
 
-RACED = "a kernel was given memory that is not the device's"
-
-
 def run(program: Program, directory: Path) -> Counter[str]:
-    """Run a program in a directory of its own, which is deleted unless a check fails.
-
-    A program that frees memory while its copies are being enqueued would break the context of a real device: it is
-    counted, and not judged.
-    """
+    """Run a program in a directory of its own, which is deleted unless a check fails."""
     directory.mkdir()
-    runner = Runner(program, directory)
-    try:
-        counts = runner.run()
-    except (AssertionError, RuntimeError, aiockpt.AiockptError) as exc:
-        if "free" not in {action.what for action in program.actions} or RACED not in f"{exc}{fake.misuses()}":
-            raise
-        counts = Counter({"freed while it was enqueued": 1})
+    counts = Runner(program, directory).run()
     shutil.rmtree(directory)
     return counts
