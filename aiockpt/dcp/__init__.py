@@ -51,7 +51,14 @@ For programs that use other interfaces: ``ckpt`` is an `aiockpt.SyncCheckpointer
 
 from __future__ import annotations
 
+from aiockpt.dcp.broadcast import BroadcastingTorchSaveReader, DynamicMetaLoadPlanner, EmptyStateDictLoadPlanner
 from aiockpt.dcp.reader import FileSystemReader
 from aiockpt.dcp.writer import FileSystemWriter
 
-__all__ = ["FileSystemReader", "FileSystemWriter"]
+__all__ = [
+    "BroadcastingTorchSaveReader",
+    "DynamicMetaLoadPlanner",
+    "EmptyStateDictLoadPlanner",
+    "FileSystemReader",
+    "FileSystemWriter",
+]

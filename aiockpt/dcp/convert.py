@@ -9,7 +9,7 @@ import contextlib
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -43,10 +43,11 @@ from aiockpt.planning.snapshot import Snapshot, Structure
 from aiockpt.planning.specs import TensorSpec
 from aiockpt.planning.torch_plan import TorchFormat
 from aiockpt.reading.executor import LoadTools, ReadExecutor
-from aiockpt.reading.load import chosen_entries
+from aiockpt.reading.load import CheckpointLoad, chosen_entries
 from aiockpt.reading.open import OpenCheckpoint, open_checkpoint
 from aiockpt.reading.read_plan import ObjectRead, TensorRead, reads_of, value_key
 from aiockpt.reading.targets import loaded_dtype
+from aiockpt.reading.verify.verify import verify_checkpoint
 from aiockpt.saving.strategy import documents_of
 from aiockpt.staging.pool import MappedMemory
 from aiockpt.storage.local import beside
@@ -360,6 +361,19 @@ def _plan(
 
 _FINAL = (CorruptCheckpointError, UnsafeCheckpointError, FileNotFoundError)
 """Errors of a file that torch is not asked to read either."""
+
+
+async def map_torch_file(storage: Storage, path: str, options: LoadOptions, tools: LoadTools) -> Any:
+    """Return the contents of a file, its tensors backed by it; ``options.verify`` reads it once to check its CRCs."""
+    try:
+        loaded = await CheckpointLoad(storage, path, replace(options, mmap=True)).run(tools)
+        if options.verify:
+            (await verify_checkpoint(storage, path, tools.workers)).raise_if_bad()
+    except _FINAL:
+        raise
+    except LoadError as exc:  # a format, or a kind of tensor, that only torch itself can read
+        return await tools.workers.run(_loaded_by_torch, path, options, exc)
+    return loaded.value
 
 
 def _loaded_by_torch(path: str, options: LoadOptions, why: LoadError) -> Any:

@@ -1,13 +1,15 @@
-"""Conversions between checkpoints, ``torch.save`` files and safetensors, in bounded memory.
+"""Conversions between checkpoints, ``torch.save`` files and safetensors, in bounded memory; also ``python -m``.
 
 The names of those for ``torch.save`` files are those of ``torch.distributed.checkpoint.format_utils``.
 """
 
 from __future__ import annotations
 
+import argparse
 import functools
 import inspect
 import os
+import sys
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec
@@ -15,7 +17,9 @@ from typing import TYPE_CHECKING, Any, Literal, ParamSpec
 import torch
 
 from aiockpt.checkpointer import AsyncCheckpointer
+from aiockpt.dcp.broadcast import BroadcastingTorchSaveReader, DynamicMetaLoadPlanner, EmptyStateDictLoadPlanner
 from aiockpt.dcp.convert import Recoding
+from aiockpt.errors import AiockptError
 from aiockpt.format.keys import check_patterns
 from aiockpt.format.manifest.manifest import JsonValue, check_user_metadata
 from aiockpt.format.names import SUFFIX
@@ -30,16 +34,23 @@ if TYPE_CHECKING:
     from aiockpt.telemetry.progress import OnProgress
 
 __all__ = [
+    "BroadcastingTorchSaveReader",
+    "DynamicMetaLoadPlanner",
+    "EmptyStateDictLoadPlanner",
+    "_EmptyStateDictLoadPlanner",
     "convert_checkpoint",
     "convert_checkpoint_async",
     "dcp_to_safetensors",
     "dcp_to_safetensors_async",
     "dcp_to_torch_save",
     "dcp_to_torch_save_async",
+    "safetensors_to_dcp",
+    "safetensors_to_dcp_async",
     "torch_save_to_dcp",
     "torch_save_to_dcp_async",
 ]
 
+_EmptyStateDictLoadPlanner = EmptyStateDictLoadPlanner  # torch's name of it
 _STAGING_BYTES = 128 << 20
 _FILES = 4  # of a DCP checkpoint, as a save writes it
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
@@ -205,6 +216,39 @@ dcp_to_safetensors_async = _async_form(dcp_to_safetensors)
 
 
 @_blocking
+def safetensors_to_dcp(
+    safetensors_path: Path,
+    dcp_checkpoint_dir: Path,
+    *,
+    keys: str | Sequence[str] | None = None,
+    dtype: torch.dtype | None = None,
+    overwrite: bool = True,
+    verify: bool = True,
+) -> Recoding:
+    """Convert safetensors to a checkpoint that ``dcp.load`` reads. Blocks.
+
+    The checkpoint appears atomically, complete and durable; if the conversion fails, whatever was there before stays.
+    Its keys are the names in the files. At most some 100 MB of tensors are in memory.
+
+    Args:
+        safetensors_path: a file, or a directory with a file, a set of files, or the shards of several ranks.
+        dcp_checkpoint_dir: the checkpoint's directory.
+        keys: see `convert_checkpoint`.
+        dtype: see `convert_checkpoint`.
+        overwrite: see `convert_checkpoint`.
+        verify: see `convert_checkpoint`; safetensors files have no CRCs.
+
+    Raises:
+        AiockptError: see `convert_checkpoint`.
+    """
+    options = _options(keys=keys, dtype=dtype, verify=verify)
+    return Recoding(safetensors_path, dcp_checkpoint_dir, lambda _: DcpFormat(_FILES), options, {}, overwrite)
+
+
+safetensors_to_dcp_async = _async_form(safetensors_to_dcp)
+
+
+@_blocking
 def convert_checkpoint(
     path: Path,
     target: Path,
@@ -271,3 +315,43 @@ def _options(keys: str | Sequence[str] | None = None, **others: Any) -> LoadOpti
     options = LoadOptions(keys=check_patterns(keys), **others)
     check_options(options, into=False)
     return options
+
+
+_MODES: dict[str, Callable[..., None]] = {
+    "torch_to_dcp": torch_save_to_dcp,
+    "dcp_to_torch": dcp_to_torch_save,
+    "dcp_to_safetensors": dcp_to_safetensors,
+    "safetensors_to_dcp": safetensors_to_dcp,
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Convert from the command line; return the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m aiockpt.dcp.format_utils",
+        description="Convert between checkpoints, torch.save files and safetensors.",
+    )
+    parser.add_argument("mode", choices=list(_MODES), help="the direction")
+    parser.add_argument("src", help="what to convert")
+    parser.add_argument("dst", help="where to write it")
+    parser.add_argument("--trust", action="store_true", help="unpickle objects without restriction")
+    parser.add_argument("--keys", action="append", help="safetensors: convert only this name or pattern; repeatable")
+    parser.add_argument("--dtype", choices=list(DTYPES), help="safetensors: cast floating-point tensors to this dtype")
+    chosen = parser.parse_args(arguments)
+    convert = _MODES[chosen.mode]
+    given = {name: value for name in ("trust", "keys", "dtype") if (value := getattr(chosen, name))}
+    for name in given.keys() - inspect.signature(convert).parameters.keys():
+        parser.error(f"--{name} is not an option of {chosen.mode}")
+    if chosen.dtype:
+        given["dtype"] = DTYPES[chosen.dtype]
+    try:
+        convert(chosen.src, chosen.dst, **given)
+    except AiockptError as exc:
+        sys.stderr.write(f"{exc}\n")
+        return 1
+    sys.stdout.write(f"converted {chosen.src} to {chosen.dst}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import warnings
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from safetensors.torch import load_file
 import aiockpt
 from aiockpt.dcp import convert
 from aiockpt.dcp import format_utils as ours
+from aiockpt.format.names import METADATA_NAME
 from tests.dcp.test_format_utils import _save_sharded, sharded_whole
 from tests.memory import peak_growth
 from tests.ranks.world import World
@@ -64,7 +64,7 @@ def test_a_checkpoint_of_several_ranks(
         flat = {name: flat[name] for name in reader if name in flat}  # in the order of the checkpoint
     assert_as_saved(tmp_path / "st", flat, tmp_path / "expected", shard_bytes=300_000, metadata={"step": 3})
 
-    ours.convert_checkpoint(tmp_path / "st", tmp_path / "back", to="dcp")
+    ours.safetensors_to_dcp(tmp_path / "st", tmp_path / "back")
     assert_same(flat, stock_load(tmp_path / "back", flat))
     with aiockpt.SyncCheckpointer(process_group=None) as ckpt:
         assert ckpt.verify(tmp_path / "back").ok
@@ -93,13 +93,12 @@ def test_dtypes_views_and_tied_tensors(
     with aiockpt.SyncCheckpointer(process_group=None) as ckpt:
         ckpt.save(state, tmp_path / "expected.safetensors")
     assert (tmp_path / "m.safetensors").read_bytes() == (tmp_path / "expected.safetensors").read_bytes()
-    ours.convert_checkpoint(tmp_path / "m.safetensors", tmp_path / "back", to="dcp")
+    ours.safetensors_to_dcp(tmp_path / "m.safetensors", tmp_path / "back")
     expected = {name: tensor.contiguous() for name, tensor in state.items() if name != "again"}
     found = stock_load(tmp_path / "back", expected)
     assert all(torch.equal(found[n].view(torch.uint8), t.view(torch.uint8)) for n, t in expected.items() if t.dim())
 
 
-TARGETS = {"safetensors": "dcp", "dcp": "safetensors"}  # of conversions, and what they convert
 _SAFETENSORS = {
     getattr(torch, name)
     for name in ("bool", "uint8", "int16", "int64", "float16", "bfloat16", "float32", "float64", "complex64")
@@ -117,7 +116,7 @@ def test_keys_and_dtype_are_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     chosen = {"model.a.w": weight.bfloat16(), "model.b.w": (weight[:7] * 3).bfloat16(), "model.ids": ids}
     assert_as_saved(tmp_path / "st", chosen, tmp_path / "expected")
 
-    ours.convert_checkpoint(tmp_path / "st", tmp_path / "back", to="dcp", keys="model.b", dtype=torch.float64)
+    ours.safetensors_to_dcp(tmp_path / "st", tmp_path / "back", keys="model.b", dtype=torch.float64)
     expected = {"model.b.w": (weight[:7] * 3).bfloat16().double()}
     assert_same(expected, stock_load(tmp_path / "back", expected))
 
@@ -169,7 +168,7 @@ async def test_both_ways_without_blocking_the_loop(tmp_path: Path) -> None:
     state = {"a": random_tensor(torch.float32, (55, 7), 1), "b": torch.arange(9)}
     with aiockpt.SyncCheckpointer(process_group=None) as ckpt:
         ckpt.save(state, tmp_path / "m.safetensors")
-    await ours.convert_checkpoint_async(tmp_path / "m.safetensors", tmp_path / "c", to="dcp")
+    await ours.safetensors_to_dcp_async(tmp_path / "m.safetensors", tmp_path / "c")
     await ours.dcp_to_safetensors_async(tmp_path / "c", tmp_path / "n.safetensors")
     assert (tmp_path / "n.safetensors").read_bytes() == (tmp_path / "m.safetensors").read_bytes()
     with pytest.raises(aiockpt.CheckpointExistsError):
@@ -177,12 +176,12 @@ async def test_both_ways_without_blocking_the_loop(tmp_path: Path) -> None:
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("way", TARGETS)
+@pytest.mark.parametrize("way", ["dcp_to_safetensors_async", "safetensors_to_dcp_async"])
 async def test_cancelling_leaves_nothing(tmp_path: Path, way: str) -> None:
     state = {f"w{n}": torch.full((1 << 20,), float(n)) for n in range(48)}
     with aiockpt.SyncCheckpointer(process_group=None) as ckpt:
-        ckpt.save(state, tmp_path / "in", format=TARGETS[way])
-    task = asyncio.ensure_future(ours.convert_checkpoint_async(tmp_path / "in", tmp_path / "out", to=way))
+        ckpt.save(state, tmp_path / "in", format="dcp" if way.startswith("dcp") else "safetensors")
+    task = asyncio.ensure_future(getattr(ours, way)(tmp_path / "in", tmp_path / "out"))
     while not list(tmp_path.glob(".aiockpt-*")):  # until something is written
         await asyncio.wait([task], timeout=0)
     task.cancel()
@@ -195,25 +194,39 @@ def _peak_of(rank: int, world_size: int, folder: Path, way: str) -> int:
     """Convert; return the peak growth of this process's memory in bytes."""
     with aiockpt.SyncCheckpointer(process_group=None) as ckpt:
         ckpt.save({"warm": torch.rand(9)}, folder / "warm.safetensors")
-    ours.convert_checkpoint(folder / "warm.safetensors", folder / "warm", to="dcp")
+    ours.safetensors_to_dcp(folder / "warm.safetensors", folder / "warm")
     ours.dcp_to_safetensors(folder / "warm", folder / "warmer")
-    call = partial(ours.convert_checkpoint, folder / "in", folder / "out", to=way, dtype=torch.bfloat16)
-    return peak_growth(call)
+    return peak_growth(lambda: getattr(ours, way)(folder / "in", folder / "out", dtype=torch.bfloat16))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("large", [pytest.param(False, marks=pytest.mark.full), True])
-@pytest.mark.parametrize("way", TARGETS)
+@pytest.mark.parametrize("way", ["dcp_to_safetensors", "safetensors_to_dcp"])
 def test_memory_is_bounded(tmp_path: Path, way: str, large: bool) -> None:
     count, side = (1, 13000) if large else (40, 2048)
     state = {f"w{n}": torch.full((side, side), float(n + 1)) for n in range(count)}
     for n, tensor in enumerate(state.values()):
         tensor.view(-1)[n :: side + 1] = torch.rand(len(tensor.view(-1)[n :: side + 1]))
     with aiockpt.SyncCheckpointer() as ckpt:
-        ckpt.save(state, tmp_path / "in", format=TARGETS[way])
+        ckpt.save(state, tmp_path / "in", format="dcp" if way.startswith("dcp") else "safetensors")
     with World(1, store="file") as world:  # a new process, without an earlier peak that would hide the growth
         (peak_bytes,) = world.results(_peak_of, tmp_path, way)
     assert 8 << 20 < peak_bytes < 256 << 20  # the state has 640 MiB or more
     with aiockpt.SyncCheckpointer() as ckpt:
         out = ckpt.load(tmp_path / "out", mmap=True)
     assert all(torch.equal(out[name], tensor.bfloat16()) for name, tensor in state.items())
+
+
+def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    state = {"model.w": torch.arange(6.0), "optim": torch.ones(2)}
+    with aiockpt.SyncCheckpointer(process_group=None) as ckpt:
+        ckpt.save(state, tmp_path / "c")
+    out = str(tmp_path / "m.safetensors")
+    assert ours.main(["dcp_to_safetensors", str(tmp_path / "c"), out, "--keys", "model*", "--dtype", "float16"]) == 0
+    assert_same({"model.w": torch.arange(6.0).half()}, load_file(out))
+    assert ours.main(["safetensors_to_dcp", out, str(tmp_path / "d")]) == 0
+    assert (tmp_path / "d" / METADATA_NAME).exists()
+    assert capsys.readouterr().err == ""
+    for wrong in (["dcp_to_torch", "a", "b", "--keys", "w"], ["dcp_to_safetensors", "a", "b", "--trust"]):
+        with pytest.raises(SystemExit):
+            ours.main(wrong)

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import aiockpt
-from aiockpt.dcp import FileSystemReader, FileSystemWriter
+from aiockpt.dcp import EmptyStateDictLoadPlanner, FileSystemReader, FileSystemWriter
 from aiockpt.dcp.format_utils import dcp_to_torch_save
 from tests.dcp.test_reader import needs_saves_alone
 from tests.ranks.world import World, mesh_of
@@ -105,6 +105,9 @@ def test_each_rank_loads_from_its_own_directory(world2: World, tmp_path: Path, w
     with pytest.raises(CheckpointException, match=r"holds 20 of the 40 elements of model\.rows"):
         dcp.load(target, storage_reader=FileSystemReader(tmp_path / "rank1"))
     assert not target["model"]["rows"].any()
+    reader = FileSystemReader(tmp_path / "rank0")
+    with pytest.raises(aiockpt.CorruptCheckpointError, match=r"has 20 of the 40 elements of model\.rows"):
+        EmptyStateDictLoadPlanner().set_up_planner({}, reader.read_metadata())
     with (
         aiockpt.SyncCheckpointer() as ckpt,
         pytest.raises(aiockpt.CorruptCheckpointError, match=r"chunks of model\..* not all.* saved it alone"),
@@ -366,6 +369,10 @@ def test_a_hole_in_a_plain_checkpoint_is_found_before_anything_is_filled(tmp_pat
     with pytest.raises(aiockpt.CorruptCheckpointError, match="holds 10 of the 12 elements of w"):
         reader.read_data(planner.create_local_plan(), planner)
     assert not target["v"].any()
+    data.state_dict_metadata["w"].size = torch.Size((1 << 40, 2))
+    (tmp_path / "c" / ".metadata").write_bytes(pickle.dumps(data))
+    with pytest.raises(aiockpt.CorruptCheckpointError, match="has 10 of the 2199023255552 elements of w"):
+        EmptyStateDictLoadPlanner().set_up_planner({}, reader.read_metadata())
 
 
 def test_a_custom_planner_may_load_an_incomplete_tensor(tmp_path: Path) -> None:
