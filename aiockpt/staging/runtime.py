@@ -288,7 +288,7 @@ def by_address(tensor: torch.Tensor) -> torch.Tensor | None:
     """
     if not tensor.is_cuda:  # not each kind can be exported
         return tensor
-    same: torch.Tensor = torch._C._from_dlpack(torch._C._to_dlpack(tensor))  # type: ignore[attr-defined]
+    same: torch.Tensor = torch._C._from_dlpack(torch._C._to_dlpack(tensor))
     return same if address_of(same) else None
 
 
