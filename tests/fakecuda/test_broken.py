@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 import aiockpt
+from aiockpt.staging import runtime
 from tests.fakecuda import device as fake
 
 CHUNK = 64 << 10
@@ -73,15 +75,18 @@ def test_a_broken_device_fails_what_uses_it(what: str, used: bool, saved, tmp_pa
 
 
 CALLS = [
-    *("cudaEventRecord", "cudaStreamWaitEvent", "cudaEventSynchronize"),
+    *("cudaEventRecordWithFlags", "cudaStreamWaitEvent", "cudaEventSynchronize"),
     *("cuStreamCreate", "cuMemcpyBatchAsync", "cudaMemcpyAsync"),
 ]
 
 
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("after", [0, 1, 2])
-def test_the_context_breaks_at_a_call(call: str, after: int, saved, tmp_path: Path) -> None:
+def test_the_context_breaks_at_a_call(call: str, after: int, saved, tmp_path: Path, monkeypatch) -> None:
     """At events, copies, or where a stream is made: the save fails or is whole, and one of host memory succeeds."""
+    if call == "cuStreamCreate":
+        monkeypatch.setattr(runtime, "_spare", defaultdict(list))  # else a stream is used again
+    before = fake.refused()
     with aiockpt.SyncCheckpointer(on_failure="warn", **OPTIONS) as ckpt:
         expected = saved["w"].cpu()
         beside = ckpt.submit({"h": torch.arange(300_000)}, tmp_path / "beside")
@@ -92,6 +97,7 @@ def test_the_context_breaks_at_a_call(call: str, after: int, saved, tmp_path: Pa
             error = exc
         beside.written.result(WAIT_S)
     assert error is None or isinstance(error, aiockpt.SaveError)
+    assert after or fake.refused() > before
     fake.reset()
     if error is None:
         assert torch.equal(aiockpt.load(tmp_path / "c")["w"], expected)
