@@ -1,8 +1,7 @@
 """The disks of a run whose hosts have one each: they meet when the run is opened, by two rounds of all ranks.
 
 In the first, the ranks exchange the ids of their disks; the lowest rank of each disk then serves it to the other hosts,
-for reading. In the second, they get the addresses of these servers. From then on, each round of all ranks also carries
-what is to be deleted or renamed.
+for reading. In the second, they get the addresses of these servers.
 """
 
 from __future__ import annotations
@@ -10,8 +9,8 @@ from __future__ import annotations
 import secrets
 import socket
 import weakref
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from aiockpt.saving import hosts as _hosts  # noqa: F401 - which saves import in a thread else
 from aiockpt.storage.base import shared_storage
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
     from aiockpt.engine.facade import EngineAccess
     from aiockpt.manager.scan import StepNames
     from aiockpt.storage.base import Storage
-    from aiockpt.storage.host_changes import HostChange, HostReport
 
 T = TypeVar("T")
 
@@ -36,20 +34,6 @@ class _RankDisk(NamedTuple):
 
     id: str
     host: str
-
-
-class _RoundMessage(NamedTuple):
-    """A rank's message in a round of the manager."""
-
-    value: Any
-    reports: list[HostReport]
-
-
-class _RoundReply(NamedTuple):
-    """Rank 0's reply."""
-
-    value: Any
-    due: list[HostChange]
 
 
 class RunDisks:
@@ -102,32 +86,10 @@ class RunDisks:
         self._peers.append(PeerDisk(endpoint, disk.host))
         return Disk(disk.id, disk.host, self._peers[-1])
 
-    # --- rounds -------------------------------------------------------------------------------------------
-
     @property
     def serves(self) -> bool:
         """Whether this is the lowest rank of its host, which does what is to be done on the disk."""
         return self.storage.serves
-
-    def sent(self, value: object) -> object:
-        """Return the message of this rank: its value, and what it has done on the disk."""
-        return value if isinstance(value, BaseException) else _RoundMessage(value, self.storage.changes.reports())
-
-    def decided(self, decide: Callable[[Sequence[Any]], T], sent: Sequence[_RoundMessage]) -> _RoundReply:
-        """Return rank 0's reply: what it decides, and what is to be done on the disks."""
-        changes = self.storage.changes
-        for message in sent:
-            changes.note(message.reports)
-        return _RoundReply(decide([message.value for message in sent]), changes.due())
-
-    def received(self, reply: _RoundReply) -> Any:
-        """Begin to do what is to be done on the disk; return what rank 0 has decided."""
-        self.storage.changes.accept(reply.due)
-        return reply.value
-
-    def wait(self) -> None:
-        """Wait until this rank has done what it has to do on the disk. Blocks."""
-        self.storage.changes.wait()
 
     def delete_torn(self) -> list[str]:
         """Delete the steps that were never announced, or are being deleted; return their paths. On rank 0; blocks."""
@@ -139,7 +101,7 @@ class RunDisks:
 
     def close(self, timeout_s: float) -> None:
         """Leave the other disks; serve this one until the others have left it, for so long at most. Idempotent."""
-        self.storage.changes.close(timeout_s)
+        self.storage.wait(timeout_s)
         for disk in self._peers:
             disk.close()
         if self._server is not None:
