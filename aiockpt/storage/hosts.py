@@ -17,6 +17,7 @@ otherwise                                   is damaged
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import logging
 import os
@@ -25,7 +26,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import anyio
 
@@ -45,7 +46,6 @@ from aiockpt.format.names import MANIFEST_NAME
 from aiockpt.storage.base import (
     Listing,
     LookBudget,
-    Seen,
     SharedStorage,
     SharedTransaction,
     Source,
@@ -54,10 +54,7 @@ from aiockpt.storage.base import (
     shared_storage,
 )
 from aiockpt.storage.faults import errors
-from aiockpt.storage.wrapper import WrapperStorage
-
-if TYPE_CHECKING:
-    import mmap
+from aiockpt.storage.wrapper import WrapperSource, WrapperStorage
 
 T = TypeVar("T")
 At = TypeVar("At", bound=Listing | Source)
@@ -103,20 +100,19 @@ class _DiskPart(Generic[At]):
 
     disk: Disk
     at: At
-    _mark: str | None = None
+    mark: str  # the same for copies of one manifest; empty without one
 
-    def fetch(self, name: str, offset: int, length: int) -> bytes:
-        fetch = self.at.fetch if isinstance(self.at, Listing) else self.at.read_bytes
-        return fetch(name, offset, length)
 
-    @property
-    def mark(self) -> str:
-        """The same for copies of one manifest; empty without one. Blocks at first."""
-        if self._mark is None:
-            nbytes = self.at.files.get(MANIFEST_NAME, 0)
-            begin = max(0, nbytes - _SEAL_BYTES)
-            self._mark = f"{nbytes}:{self.fetch(MANIFEST_NAME, begin, nbytes - begin).hex()}" if nbytes else ""
-        return self._mark
+def _fetched(at: At, offset: int, nbytes: int) -> bytes:
+    """Return bytes of a manifest. Blocks."""
+    return (at.fetch if isinstance(at, Listing) else at.read_bytes)(MANIFEST_NAME, offset, nbytes)
+
+
+def _part_on(disk: Disk, at: At) -> _DiskPart[At]:
+    """Return what a disk has of a checkpoint. Blocks."""
+    nbytes = at.files.get(MANIFEST_NAME, 0)
+    begin = max(0, nbytes - _SEAL_BYTES)
+    return _DiskPart(disk, at, f"{nbytes}:{_fetched(at, begin, nbytes - begin).hex()}" if nbytes else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,11 +227,11 @@ class HostDisks(WrapperStorage):
         """Return all parts, and those that are one checkpoint. Blocks."""
 
         def look(disk: Disk) -> None:
-            try:
-                listing = disk.storage.look(path, budget)
-            except (FileNotFoundError, NotADirectoryError):
-                return
-            parts.append(_DiskPart(disk, listing))
+            # Nothing is there either if it is deleted between the two.
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError), contextlib.ExitStack() as stack:
+                listing = stack.enter_context(disk.storage.look(path, budget))
+                parts.append(_part_on(disk, listing))
+                stack.pop_all()
 
         parts: list[_DiskPart[Listing]] = []
         try:
@@ -283,7 +279,7 @@ class HostDisks(WrapperStorage):
     def _head_of(self, parts: Sequence[_DiskPart[At]]) -> _ManifestFacts | None:
         """Read a manifest; None if it is damaged."""
         for part in () if parts[0].mark in self._heads else parts:
-            decoded = decode_head(part.fetch(MANIFEST_NAME, 0, part.at.files[MANIFEST_NAME]))
+            decoded = decode_head(_fetched(part.at, 0, part.at.files[MANIFEST_NAME]))
             facts = None if decoded is None else facts_in(decoded)
             if decoded is not None and facts is not None:
                 if len(self._heads) >= _MOST_HEADS:
@@ -314,12 +310,10 @@ class HostDisks(WrapperStorage):
             return
         with errors(DeleteError, f"delete {path}"):
             marks, whole = await workers.run(self._seen, path)
-        if not marks:
-            raise CheckpointNotFoundError(f"there is no checkpoint at {path} to delete")
-        first = whole.last if whole.last in marks else ""
-        if first in ("", self.own.id):
-            first = ""
-            if self.own.id in marks:
+            if not marks:
+                raise CheckpointNotFoundError(f"there is no checkpoint at {path} to delete")
+            first = whole.last if whole.last in marks.keys() - {self.own.id} else ""
+            if not first and self.own.id in marks:
                 await self.own.storage.delete(path, workers=workers)
         self._decided.append(HostChange(path, set(marks.values()), first))
 
@@ -384,7 +378,7 @@ class HostDisks(WrapperStorage):
         """Delete or rename the part on the own disk if it is one that was meant; return False if others come first."""
         try:
             with self.own.storage.look(change.path) as listing:
-                if _DiskPart(self.own, listing).mark not in change.marks:
+                if _part_on(self.own, listing).mark not in change.marks:
                     return True
         except FileNotFoundError:
             return True
@@ -408,28 +402,28 @@ class HostDisks(WrapperStorage):
 
         async def open_on(disk: Disk) -> None:
             try:
-                source = await disk.storage.open(path, workers=workers)
+                opened.append(source := await disk.storage.open(path, workers=workers))
+                parts.append(await workers.run(_part_on, disk, source))
             except (CheckpointNotFoundError, CorruptCheckpointError):
-                return
+                pass
             except LoadError as exc:  # of a host that can't be reached
                 failed[disk.id] = exc
-                return
-            parts.append(_DiskPart(disk, source))
 
-        used: Sequence[_DiskPart[Source]] = ()
+        opened: list[Source] = []
+        used: Sequence[Source] = ()
         try:
             async with anyio.create_task_group() as group:
                 for disk in self.disks:
                     group.start_soon(open_on, disk)
             whole = await workers.run(self._whole, parts)
             self._check(path, whole, failed)
-            used = whole.parts
+            used = [part.at for part in whole.parts]
             return _WholeSource(whole)
         finally:
-            for part in parts:
-                if part not in used:
-                    with anyio.CancelScope(shield=True):
-                        await workers.run(part.at.close)
+            with anyio.CancelScope(shield=True):
+                for source in opened:
+                    if source not in used:
+                        await workers.run(source.close)
 
     def _check(self, path: str, whole: _Union[Source], failed: Mapping[str, Exception]) -> None:
         """Raise an error if a checkpoint is not there, or lacks files."""
@@ -487,9 +481,10 @@ class _WholeListing(Listing):
             part.at.close()
 
 
-class _WholeSource(Source):
+class _WholeSource(WrapperSource):
     def __init__(self, whole: _Union[Source]) -> None:
         self._sources = [part.at for part in whole.parts]
+        super().__init__(self._sources[0])
         self._holders = whole.holders()
         used = set(self._holders.values()) or set(self._sources)
         self.gap_bytes = max(source.gap_bytes for source in used)
@@ -500,17 +495,8 @@ class _WholeSource(Source):
     def files(self) -> Mapping[str, int]:
         return {name: source.files[name] for name, source in self._holders.items()}
 
-    def _of(self, name: str) -> Source:
-        return self._holders.get(name, self._sources[0])  # which says what is wrong with the name
-
-    def read(self, name: str, offset: int, view: memoryview, seen: Seen | None = None) -> None:
-        self._of(name).read(name, offset, view, seen)
-
-    def read_runs(self, name: str, runs: Sequence[tuple[int, int]], view: memoryview) -> None:
-        self._of(name).read_runs(name, runs, view)
-
-    def map(self, name: str) -> mmap.mmap:
-        return self._of(name).map(name)
+    def _place(self, name: str, runs: Sequence[tuple[int, int]] | None) -> tuple[Source, str]:
+        return self._holders.get(name, self._inner), name  # which says what is wrong with the name
 
     def share(self) -> None:
         for source in self._sources:

@@ -25,7 +25,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from isal.isal_zlib import crc32
@@ -56,7 +56,7 @@ SILENT_S = 30.0
 _CONNECT_S = 5.0  # for each address
 _PAUSE_S = 0.1  # when no connection can be accepted, as there are no descriptors
 _MOST_DOCUMENT_BYTES = 1 << 28
-_MOST_STRANGERS = 1024  # connections whose other side has not proven anything yet
+_MOST_CONNECTIONS = 4096
 _SILENCE = {None, errno.EAGAIN, errno.ETIMEDOUT, errno.EHOSTUNREACH}  # None: Python's own limit
 _FACTS = "is_file", "files", "folders", "others", "changed_s", "stamp"
 
@@ -142,7 +142,6 @@ class PeerServer:
     ) -> None:
         self._storage, self._directory, self._stall_s = storage, storage.resolve(directory), stall_s
         self._origin, self._closed = os.getpid(), threading.Event()
-        self._strangers = threading.Semaphore(_MOST_STRANGERS)
         self._threads: dict[threading.Thread, socket.socket] = {}  # one for each connection
         self._listening: dict[int, socket.socket] = {}  # by descriptor
         _servers.add(self)
@@ -176,9 +175,11 @@ class PeerServer:
                             target=self._serve, args=(own,), name="aiockpt-disk-connection", daemon=True
                         )
                         self._threads[thread] = own
+                    if len(self._threads) > _MOST_CONNECTIONS:
+                        raise NoThreadError(f"it would be one of more than {_MOST_CONNECTIONS} connections")
                     start_thread(thread)
                 except NoThreadError as exc:
-                    own.close()  # which the other side finds
+                    self._threads.pop(thread).close()  # which the other side finds
                     logger.warning("another process can't be served: %s", exc)
                 except OSError:  # the other side has left already, this one is closed, or has too many descriptors
                     self._closed.wait(_PAUSE_S)
@@ -186,8 +187,9 @@ class PeerServer:
     def _serve(self, own: socket.socket) -> None:
         with contextlib.closing(own):
             try:
-                wire = self._welcome(own)
-                while wire is not None:
+                wire = PeerWire(own, self._stall_s)
+                wire.prove(self.endpoint.secret)
+                while True:
                     wire.wait()
                     kind, asked = wire.take()
                     try:
@@ -198,17 +200,6 @@ class PeerServer:
                     wire.put(kind, answer)
             except (LinkBrokenError, OSError) as exc:
                 logger.debug("a connection to the disk of this host has ended: %s", exc)
-
-    def _welcome(self, own: socket.socket) -> PeerWire | None:
-        """Return a connection whose other side knows the secret; None if there are too many that don't say yet."""
-        if not self._strangers.acquire(blocking=False):
-            return None
-        try:
-            wire = PeerWire(own, self._stall_s)
-            wire.prove(self.endpoint.secret)
-        finally:
-            self._strangers.release()
-        return wire
 
     def _answer(
         self, kind: int, path: str, below: bool, stamp: str = "", name: str = "", runs: Sequence[tuple[int, int]] = ()
@@ -239,18 +230,16 @@ class PeerServer:
             return True
         self._closed.set()
         deadline = time.monotonic() + timeout_s
-        self._end(self._listening.values())
+        for listening in self._listening.values():
+            with contextlib.suppress(OSError):
+                listening.shutdown(socket.SHUT_RDWR)
         self._acceptor.join(timeout_s)
-        self._end(self._threads.values())
+        for own in self._threads.values():
+            with contextlib.suppress(OSError):
+                own.shutdown(socket.SHUT_RDWR)
         self.wait(deadline - time.monotonic())
         self.leave()
         return not any(thread.is_alive() for thread in (self._acceptor, *self._threads))
-
-    @staticmethod
-    def _end(sockets: Iterable[socket.socket]) -> None:
-        for own in sockets:
-            with contextlib.suppress(OSError):
-                own.shutdown(socket.SHUT_RDWR)
 
     def leave(self) -> None:
         """Close all, as in a forked child."""

@@ -222,14 +222,21 @@ class WrapperSource(Source):
     def files(self) -> Mapping[str, int]:
         return self._inner.files
 
+    def _place(self, name: str, runs: Sequence[tuple[int, int]] | None) -> tuple[Source, str]:
+        """Return the source of runs of a file, and the name there; None: of all of it. Override it to choose."""
+        return self._inner, name
+
     def read(self, name: str, offset: int, view: memoryview, seen: Seen | None = None) -> None:
-        self._inner.read(name, offset, view, seen)
+        source, place = self._place(name, [(offset, len(view))])
+        source.read(place, offset, view, seen)
 
     def read_runs(self, name: str, runs: Sequence[tuple[int, int]], view: memoryview) -> None:
-        self._inner.read_runs(name, runs, view)
+        source, place = self._place(name, runs)
+        source.read_runs(place, runs, view)
 
     def map(self, name: str) -> mmap.mmap:
-        return self._inner.map(name)
+        source, place = self._place(name, None)
+        return source.map(place)
 
     def share(self) -> None:
         self._inner.share()
@@ -243,11 +250,7 @@ class _WatchedSource(WrapperSource):
         super().__init__(inner)
         self._before = storage.before_read
 
-    def read(self, name: str, offset: int, view: memoryview, seen: Seen | None = None) -> None:
-        self._before(name, offset, len(view))
-        super().read(name, offset, view, seen)
-
-    def read_runs(self, name: str, runs: Sequence[tuple[int, int]], view: memoryview) -> None:
-        for offset, length in runs:
+    def _place(self, name: str, runs: Sequence[tuple[int, int]] | None) -> tuple[Source, str]:
+        for offset, length in runs or ():
             self._before(name, offset, length)
-        super().read_runs(name, runs, view)
+        return self._inner, name

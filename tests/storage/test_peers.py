@@ -359,7 +359,7 @@ def test_stranger_is_told_nothing(server: PeerServer, step: str) -> None:
 
 def test_silent_stranger_is_left_after_a_limit(step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also one that sends a byte now and then; and there are never more of them than a limit."""
-    monkeypatch.setattr(peers, "_MOST_STRANGERS", 2)
+    monkeypatch.setattr(peers, "_MOST_CONNECTIONS", 2)
     server = PeerServer(LocalStorage(), str(tmp_path / "run"), hosts=["127.0.0.1"], stall_s=0.5)
     (address,) = server.endpoint.addresses
     with contextlib.ExitStack() as stack:
