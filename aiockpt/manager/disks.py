@@ -10,7 +10,7 @@ import secrets
 import socket
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from aiockpt.saving import hosts as _hosts  # noqa: F401 - which saves import in a thread else
 from aiockpt.storage.base import shared_storage
@@ -27,13 +27,6 @@ T = TypeVar("T")
 
 _ID_BYTES = 16
 _END_S = 5.0
-
-
-class _RankDisk(NamedTuple):
-    """The disk of a rank."""
-
-    id: str
-    host: str
 
 
 class RunDisks:
@@ -59,32 +52,27 @@ class RunDisks:
         """
         if self._have_met:
             return
-        what = f"the disks of {self._directory}"
-        ranks: list[_RankDisk] = self._access.agree(what, _tried(lambda: self._identified(make=make)), list).result()
-        own, rank = ranks[self._access.rank], self._access.rank
-        lowest = {disk.id: number for number, disk in reversed(list(enumerate(ranks)))}
-        serves = len(lowest) > 1 and lowest[own.id] == rank
+        what, rank, host = f"the disks of {self._directory}", self._access.rank, socket.gethostname()
+        mine = _tried(lambda: (self._own.identify(self._directory, make=make) or secrets.token_hex(_ID_BYTES), host))
+        ranks: list[tuple[str, str]] = self._access.agree(what, mine, list).result()
+        ids = [disk for disk, _ in ranks]
+        serves = len(set(ids)) > 1 and ids.index(ids[rank]) == rank
         endpoint = _tried(lambda: self._serve(what)) if serves else None
         endpoints: list[Endpoint] = self._access.agree(f"the servers of {what}", endpoint, list).result()
-        disks = [self._disk(ranks[number], own, endpoints[number]) for number in sorted(lowest.values())]
-        self.storage.meet(disks, own.id, [disk.id for disk in ranks], rank)
+        disks: list[Disk] = []
+        for number in sorted(map(ids.index, set(ids))):
+            disk, name = ranks[number]
+            if disk != ids[rank]:
+                self._peers.append(PeerDisk(endpoints[number], name))
+            disks.append(Disk(disk, name, self._own if disk == ids[rank] else self._peers[-1]))
+        self.storage.meet(disks, ids[rank], ids, rank)
         self._have_met = True
-
-    def _identified(self, *, make: bool) -> _RankDisk:
-        found = self._own.identify(self._directory, make=make)
-        return _RankDisk(found or secrets.token_hex(_ID_BYTES), socket.gethostname())
 
     def _serve(self, what: str) -> Endpoint:
         if self._server is None:
             self._server = PeerServer(self._own, self._directory, hosts=self._access.addresses(what).result())
             weakref.finalize(self, self._server.close, _END_S).atexit = False
         return self._server.endpoint
-
-    def _disk(self, disk: _RankDisk, own: _RankDisk, endpoint: Endpoint) -> Disk:
-        if disk.id == own.id:
-            return Disk(own.id, own.host, self._own)
-        self._peers.append(PeerDisk(endpoint, disk.host))
-        return Disk(disk.id, disk.host, self._peers[-1])
 
     @property
     def serves(self) -> bool:

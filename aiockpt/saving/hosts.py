@@ -99,7 +99,8 @@ class HostsGlobalSave(GlobalSave):
         facts = [DiskFacts(disk.id, disk.host, frozenset(files[disk.id])) for disk in self.hosts.disks]
         manifest = await self._compute.run(with_disks, bytes(documents[MANIFEST_NAME]), facts)
         whole = {**documents, MANIFEST_NAME: manifest}
-        return [whole if ranks.index(disk) == rank else {} for rank, disk in enumerate(ranks)]
+        lowest = {disk: rank for rank, disk in reversed(list(enumerate(ranks)))}
+        return [whole if lowest[disk] == rank else {} for rank, disk in enumerate(ranks)]
 
     async def note_written(self, results: Sequence[None]) -> Sequence[None]:
         """Do nothing: every disk has all that is to be published."""
@@ -113,18 +114,14 @@ class HostsGlobalSave(GlobalSave):
         except Warning:  # the program turns warnings into errors
             raise
         except Exception as exc:
-            if await _may_count(transaction):
+            try:
+                may_count = await transaction.status() == "published"
+            except WriteError:
+                may_count = True
+            if may_count:
                 raise CommitUncertainError(f"{exc}. {self._job.path} may be published all the same") from exc
             raise
         return self._summaries
-
-
-async def _may_count(transaction: SharedTransaction) -> bool:
-    """Return whether what could not be published, as its error says, may be published all the same."""
-    try:
-        return await transaction.status() == "published"
-    except WriteError:
-        return True
 
 
 class HostsSave(CollectiveSave):

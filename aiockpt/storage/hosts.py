@@ -69,17 +69,11 @@ _MOST_NAMED = 4
 
 @dataclass(frozen=True, slots=True)
 class Disk:
-    """A disk of a job.
-
-    Attributes:
-        id: distinguishes the disk from all others.
-        host: the name of the host that it is in.
-        storage: the disk; of another host, only for reading.
-    """
+    """A disk of a job."""
 
     id: str
     host: str
-    storage: Storage = field(repr=False)
+    storage: Storage = field(repr=False)  # of another host, only for reading
 
     def __str__(self) -> str:
         return f"host {self.host} (disk {self.id[:8]})"
@@ -237,11 +231,9 @@ class HostDisks(WrapperStorage):
         try:
             self._of_each(look)
             return parts, self._whole(parts)
-        except BaseException as exc:
+        except BaseException:
             for part in parts:
                 part.at.close()
-            if isinstance(exc, LoadError):
-                raise OSError(errno.EIO, str(exc), path) from exc
             raise
 
     def _seen(self, path: str) -> tuple[dict[str, str], _Union[Listing]]:

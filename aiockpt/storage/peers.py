@@ -128,13 +128,8 @@ _wires = called_in_children(PeerWire.close)
 class PeerServer:
     """Serves what is in a directory of a storage to the processes that get its `endpoint`, from threads of its own.
 
-    Making it raises OSError if there is no address to listen at. End it with `close`.
-
-    Args:
-        storage: what it serves.
-        directory: a path must be this one, or below.
-        hosts: the addresses to listen at; None: all by which other hosts reach this one.
-        stall_s: how long another process may be silent within a message, in seconds.
+    ``hosts`` are the addresses to listen at; None: all by which other hosts reach this one. Raises OSError if it can't
+    listen at one. End it with `close`.
     """
 
     def __init__(
@@ -258,11 +253,6 @@ class PeerDisk(Storage):
 
     Any threads may use it, and forked children too. A server that is dead, silent or can't be reached is an error of
     each call that names the host; the next call tries again.
-
-    Args:
-        endpoint: `PeerServer.endpoint`.
-        host_name: the name of the host, for messages.
-        stall_s: how long the server may be silent, in seconds.
     """
 
     def __init__(self, endpoint: Endpoint, host_name: str, *, stall_s: float = STALL_S) -> None:
@@ -350,13 +340,7 @@ def _close_all(idle: list[PeerWire]) -> None:
 
 
 class _PeerListing(RemoteListing):
-    """The listing of a path of another host.
-
-    Args:
-        disk: that of the host.
-        path: the path there.
-        shown: the path in messages of a source; None: that of a listing alone.
-    """
+    """The listing of a path of another host; ``shown``: the path in messages of a source, for which all is listed."""
 
     def __init__(self, disk: PeerDisk, path: str, shown: str | None = None) -> None:
         super().__init__(shown or path, LookBudget())
