@@ -29,7 +29,7 @@ from aiockpt.reading.open import OpenCheckpoint, open_checkpoint
 from aiockpt.reading.read_plan import NewTensor, ReadPlan, ReadRequest, TensorRead, plan_reads
 from aiockpt.reading.sharing import FILLS, hash_of
 from aiockpt.reading.target_plan import TargetPlan, distinct_trees, plan_target
-from aiockpt.reading.targets import Region, find_twins, relocated
+from aiockpt.reading.targets import Region, relocated
 from aiockpt.telemetry.progress import ReadReport
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ class _OpenLoad:
             plan = await run(
                 plan_target, self._path, self._opened.index, options, target, state_dict, in_bulk=self._in_bulk
             )
-        await self._compare(await run(lambda: find_twins(plan.contested())))
+        await self._compare(plan.twins)
         if self._known is not None:
             await run(self._known.leave_out, plan, self._opened.index.entries)
         planned = await self._plan_with_arrays(plan.fresh, plan.enums)

@@ -30,7 +30,7 @@ _MAX_ENUMERATED = 1 << 20
 
 
 class Region(NamedTuple):
-    """Memory of this process to fill, and the entry that fills it."""
+    """Memory of this process to fill, and the entry that fills it; without chunks, a live object fills it by itself."""
 
     name: str
     entry: TensorEntry
@@ -248,7 +248,7 @@ def place_in_memory(leaf: Any) -> tuple[object, ...] | None:
 
 @gc_pause()
 def find_twins(regions: Sequence[Region]) -> list[tuple[Region, Region]]:
-    """Return pairs of tied targets that are stored as different items, whose values must then be equal."""
+    """Return pairs of targets that share memory, and are filled with different items."""
     if not contested((each.name, each.tensor) for each in regions):
         return []
     distinct: dict[object, Region] = {}
@@ -256,23 +256,29 @@ def find_twins(regions: Sequence[Region]) -> list[tuple[Region, Region]]:
         tensor = each.tensor
         if type(tensor) in TENSOR_TYPES and tensor.numel():
             # Tied tensors that are stored once count once.
-            distinct.setdefault((_view_key(tensor), each.wanted, tuple(c.place for c in each.entry.chunks)), each)
+            places = tuple(chunk.place for chunk in each.entry.chunks) or each.name
+            distinct.setdefault((_view_key(tensor), each.wanted, places), each)
     found: list[tuple[Region, Region]] = []
     near: list[tuple[int, Region]] = []
     for region in sorted(distinct.values(), key=lambda each: (str(each.tensor.device), each.tensor.data_ptr())):
         begin, device = region.tensor.data_ptr(), region.tensor.device
         near = [(end, other) for end, other in near if other.tensor.device == device and end > begin]
-        for _, other in near:
-            # Parts of one distributed tensor don't overlap.
-            if other.name == region.name or not _share_memory(other.tensor, region.tensor):
-                continue
-            if (_view_key(other.tensor), other.wanted) != (_view_key(region.tensor), region.wanted):
-                raise ShapeMismatchError(
-                    f"{other.name} and {region.name} share memory in the target, but are not the same there: clone one"
-                )
-            found.append((other, region))
+        # Parts of one distributed tensor don't overlap.
+        found += [
+            (other, region)
+            for _, other in near
+            if other.name != region.name and _share_memory(other.tensor, region.tensor)
+        ]
         near.append((region.tensor.untyped_storage().data_ptr() + reach_bytes(region.tensor), region))
     return found
+
+
+def check_same(one: Region, other: Region) -> None:
+    """Raise ShapeMismatchError if two targets that share memory are not the same there."""
+    if (_view_key(one.tensor), one.wanted) != (_view_key(other.tensor), other.wanted):
+        raise ShapeMismatchError(
+            f"{one.name} and {other.name} share memory in the target, but are not the same there: clone one"
+        )
 
 
 def contested(tensors: Iterable[tuple[str, torch.Tensor]]) -> set[str]:

@@ -235,7 +235,8 @@ def test_state_dict_methods_run_in_the_calling_thread(ckpt, tmp_path: Path) -> N
     ckpt.save({"a": counter, "b": [counter]}, tmp_path / "c")  # the same object twice: one call
     assert counter.threads == [("state_dict", threading.get_ident())]
     ckpt.load(tmp_path / "c", {"a": other, "b": [other]})
-    assert other.threads == [(name, threading.get_ident()) for name in ("state_dict", "load_state_dict")]
+    loads = ["load_state_dict"] * 2  # as by hand: one for each name
+    assert other.threads == [(name, threading.get_ident()) for name in ("state_dict", *loads)]
     assert other.count == 5
 
 
