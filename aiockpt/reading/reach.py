@@ -11,19 +11,14 @@ import mmap
 import sys
 import threading
 import weakref
-from collections.abc import AsyncGenerator, Coroutine, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
+from collections.abc import AsyncGenerator, Coroutine, Iterable, Iterator, Mapping
 from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, GeneratorType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 
-from aiockpt.core.extent import reach_bytes, strided_parts
-from aiockpt.planning.flatten import TENSOR_TYPES
-
-Range = tuple[int, int]
-"""The addresses of the first byte, and behind the last."""
+from aiockpt.core.extent import Range, strided_parts
 
 _MANY_OBJECTS = 1 << 19
 """More than these are not looked through for what other code may change."""
@@ -206,29 +201,3 @@ def _is_known(each: Any) -> bool:
     """Return whether a class, function or module is Python's, torch's or NumPy's."""
     home = each.__name__ if isinstance(each, ModuleType) else each.__module__
     return str(home).partition(".")[0] in _KNOWN
-
-
-# --- extents of many tensors ------------------------------------------------------------------------------
-
-
-def extent_of(tensor: torch.Tensor) -> Range:
-    """Return the memory from the first to the last element of a plain tensor; nothing if it has none of its own."""
-    if type(tensor) not in TENSOR_TYPES or tensor.layout is not torch.strided or tensor.is_nested:
-        return 0, 0
-    begin = tensor.data_ptr()
-    if tensor.is_contiguous():
-        return begin, begin + tensor.nbytes
-    return begin, tensor.untyped_storage().data_ptr() + reach_bytes(tensor)
-
-
-def shared_among(extents: Sequence[Range], others: Sequence[Range] = ()) -> list[int]:
-    """Return the numbers of the extents that have bytes in common with another one, or with one of the others."""
-    ranges = np.fromiter(chain.from_iterable(chain(extents, others)), np.uint64).reshape(-1, 2)
-    kept = np.flatnonzero(ranges[:, 1] > ranges[:, 0])
-    order = kept[np.argsort(ranges[kept, 0], kind="stable")]
-    begins, ends = ranges[order].T
-    reached = np.maximum.accumulate(ends)  # how far those so far reach
-    overlaps = np.zeros(len(order), bool)
-    overlaps[1:] = begins[1:] < reached[:-1]
-    overlaps[:-1] |= begins[1:] < ends[:-1]
-    return [int(number) for number in order[overlaps & (order < len(extents))]]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
-from aiockpt.core.extent import is_freed, is_null, reach_bytes, strided_parts
+from aiockpt.core.extent import extent_of, is_freed, is_null, reach_bytes, strided_parts
 from aiockpt.core.gc_pause import gc_pause
 from aiockpt.core.wording import a
 from aiockpt.errors import ShapeMismatchError
@@ -283,31 +282,13 @@ def check_same(one: Region, other: Region) -> None:
 
 def contested(tensors: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
     """Return the names whose tensors may have bytes in common with a tensor of another name."""
-    extents: defaultdict[torch.device, list[tuple[int, int, str]]] = defaultdict(list)
-    for name, tensor in tensors:
-        if has_extent(tensor):
-            extents[tensor.device].append((*extent_of(tensor), name))
-    found: set[str] = set()
-    for each in extents.values():
-        end, owner = 0, ""  # of those so far, the one that ends last
-        for low, high, name in sorted(each):
-            if low < end and name != owner:
-                found |= {name, owner}
-            if high > end:
-                end, owner = high, name
+    found, end, owner = set[str](), 0, ""  # of those so far, the one that ends last
+    for (low, high), name in sorted((extent_of(tensor), name) for name, tensor in tensors):
+        if low < min(end, high) and name != owner:
+            found |= {name, owner}
+        if high > end:
+            end, owner = high, name
     return found
-
-
-def has_extent(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is known to be a view of one storage, and not empty."""
-    return type(tensor) in TENSOR_TYPES and tensor.layout is torch.strided and tensor.numel() > 0
-
-
-def extent_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the addresses of the first byte of a tensor, and of the one behind its last."""
-    begin = tensor.data_ptr()
-    is_dense = tensor.is_contiguous()
-    return begin, begin + tensor.nbytes if is_dense else tensor.untyped_storage().data_ptr() + reach_bytes(tensor)
 
 
 def _view_key(tensor: torch.Tensor) -> tuple[object, ...]:
