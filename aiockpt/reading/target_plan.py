@@ -75,11 +75,6 @@ class TargetPlan:
         small = [] if self.small is None else self.small.names
         return tuple(dict.fromkeys([*(read.name for read in self.reads), *small]))
 
-    def contested(self) -> list[Region]:
-        """Return the regions that may share memory."""
-        regions = self.regions + self.own
-        return regions + ([] if self.small is None else self.small.contested(regions))
-
     def read_hash(self) -> int:
         """Return a hash of the byte ranges, equal on ranks that read the same; 0 for few bytes."""
         small = [] if self.small is None else self.small.tensors
@@ -105,13 +100,9 @@ def plan_target(
     if tied := tied_names(flat, index.entries):
         planner = _TargetPlanner(path, index.with_names(tied), options, target, tied, False)
         flat = planner.flatten()
-    planner.look_at_objects()
-    planner.plan_leaves(flat)
-    while rivals := planner.rivals(flat):
+    while rivals := planner.plan_leaves(flat):
         planner = replace(planner, _apart=planner._apart | rivals)
         flat = planner.flatten()
-        planner.look_at_objects()
-        planner.plan_leaves(flat)
     planner.plan_subtrees(flat)
     planner.check_keys(flat)
     planner.check_replaceable(state_dict)
@@ -186,7 +177,7 @@ class _TargetPlanner:
 
     # --- live objects -----------------------------------------------------------------------------
 
-    def look_at_objects(self) -> None:
+    def _look_at_objects(self) -> None:
         """Find which tensors of live objects may be filled in place; raise if torch's loading would refuse the keys."""
         for live in self._target.objects:
             is_inner = bool(live.path) and self._owner_of(live.path[:-1]) is not None
@@ -256,8 +247,9 @@ class _TargetPlanner:
 
     # --- leaves -----------------------------------------------------------------------------------
 
-    def plan_leaves(self, flat: FlatState) -> None:
-        """Plan the value of each leaf that the options ask for."""
+    def plan_leaves(self, flat: FlatState) -> set[str]:
+        """Plan the value of each leaf that the options ask for; return what has to be apart for that, see `_rivals`."""
+        self._look_at_objects()
         for name, path, leaf in zip(flat.names, flat.paths, flat.leaves, strict=True):
             if name not in self._wanted or name in self._open:
                 continue
@@ -269,6 +261,7 @@ class _TargetPlanner:
                 self._plan_live_leaf(name, path[len(live.path) :], leaf, live)
         self.plan.small = self._small.rows()
         self.plan.filled += self._small.tensors
+        return self._rivals(flat)
 
     def _plan_leaf(self, name: str, path: ObjPath, leaf: Any) -> None:
         plan, entry = self.plan, self._entries.get(name)
@@ -348,13 +341,13 @@ class _TargetPlanner:
             plan.filled += target.counted
         return True
 
-    def rivals(self, flat: FlatState) -> set[str]:
+    def _rivals(self, flat: FlatState) -> set[str]:
         """Return the names of tensors to fill whose memory another live object fills too: the last one decides.
 
         The values of other tensors that are one memory have to be equal.
         """
-        found: set[str] = set()
-        twins = find_twins(self.plan.contested())
+        found, regions, small = set[str](), self.plan.regions + self.plan.own, self.plan.small
+        twins = find_twins(regions + ([] if small is None else small.contested(regions)))
         paths = dict(zip(flat.names, flat.paths, strict=True)) if twins else {}
         for pair in twins:
             one, other = (self._owner_of(paths[each.name]) for each in pair)
