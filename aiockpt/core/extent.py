@@ -96,9 +96,6 @@ def is_null(tensor: torch.Tensor) -> bool:
     return tensor._is_zerotensor()
 
 
-# --- extents of many tensors ------------------------------------------------------------------------------
-
-
 def extent_of(tensor: torch.Tensor) -> Range:
     """Return the memory from the first to the last element of a plain tensor; nothing if it has none of its own."""
     if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or tensor.is_nested:

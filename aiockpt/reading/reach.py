@@ -54,8 +54,7 @@ def reached_by(
         besides: objects that are not looked into.
         names: the methods that run; the others are looked into where code names them. None: all of them.
     """
-    walk = _Reach(names)
-    walk.seen = {id(each): each for each in besides}
+    walk = _Reach(names, besides)
     try:
         return walk.ranges if walk.sees(code) else None
     except Exception:  # of a class that answers in its own way
@@ -63,9 +62,9 @@ def reached_by(
 
 
 class _Reach:
-    def __init__(self, names: Iterable[str] | None) -> None:
+    def __init__(self, names: Iterable[str] | None, besides: Iterable[Any]) -> None:
         self.ranges: list[Range] = []
-        self.seen: dict[int, Any] = {}  # which keeps them, so that no id is used twice
+        self._seen = {id(each): each for each in besides}  # which keeps them, so that no id is used twice
         self._names = set(names or ())  # of attributes that the code uses
         self._own_names: set[str] = set()  # those that are not used by code of torch's alone
         self._takes_all = names is None
@@ -79,12 +78,12 @@ class _Reach:
         while self._todo:
             while self._todo:
                 each = self._todo.pop()
-                if id(each) in self.seen:
+                if id(each) in self._seen:
                     continue
-                self.seen[id(each)] = each
-                if len(self.seen) > _MANY_OBJECTS or not self._looks_at(each):
+                self._seen[id(each)] = each
+                if len(self._seen) > _MANY_OBJECTS or not self._looks_at(each):
                     return False
-            self._todo += [each for each in list(self._named()) if id(each) not in self.seen]
+            self._todo += [each for each in list(self._named()) if id(each) not in self._seen]
         return True
 
     def _named(self) -> Iterator[Any]:
@@ -179,8 +178,7 @@ class _Reach:
         self._own_names |= used | said
         package = space.get("__package__")
         for name in used:
-            for table in (space, vars(builtins)):
-                self._todo.append(table.get(name))
+            self._todo += [space.get(name), vars(builtins).get(name)]
             self._todo += [sys.modules.get(name), sys.modules.get(f"{package}.{name}")]
         return True
 

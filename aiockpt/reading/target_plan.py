@@ -22,15 +22,7 @@ from aiockpt.planning.flatten import TENSOR_TYPES, FlatState, StructureError, Su
 from aiockpt.reading.bulk import SmallFills, SmallRows
 from aiockpt.reading.plain_loading import ModuleLoading, OptimizerLoading, OwnLoading, has_torchs_loading, loading_of
 from aiockpt.reading.read_plan import TensorRead, reads_of, value_key
-from aiockpt.reading.targets import (
-    Region,
-    check_same,
-    find_twins,
-    is_encoding,
-    loaded_dtype,
-    place_in_memory,
-    target_of,
-)
+from aiockpt.reading.targets import Region, find_twins, is_encoding, loaded_dtype, place_in_memory, target_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -355,7 +347,6 @@ class _TargetPlanner:
             if one is not None and other is not None and one is not other:
                 found.update(filled)
             elif len(filled) == len(pair):
-                check_same(*pair)
                 self.plan.twins.append(pair)
         return found
 

@@ -262,12 +262,8 @@ def find_twins(regions: Sequence[Region]) -> list[tuple[Region, Region]]:
     for region in sorted(distinct.values(), key=lambda each: (str(each.tensor.device), each.tensor.data_ptr())):
         begin, device = region.tensor.data_ptr(), region.tensor.device
         near = [(end, other) for end, other in near if other.tensor.device == device and end > begin]
-        # Parts of one distributed tensor don't overlap.
-        found += [
-            (other, region)
-            for _, other in near
-            if other.name != region.name and _share_memory(other.tensor, region.tensor)
-        ]
+        others = [other for _, other in near if other.name != region.name]  # parts of one tensor don't overlap
+        found += [(other, region) for other in others if _share_memory(other.tensor, region.tensor)]
         near.append((region.tensor.untyped_storage().data_ptr() + reach_bytes(region.tensor), region))
     return found
 
