@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 from typer.testing import CliRunner
@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 import aiockpt
 from aiockpt.cli.main import app
 from aiockpt.storage.objects.cleaning import split_token
+from tests.examples import examples
 from tests.kinds import cut, save_ours, save_stock
 from tests.places import ServerPath, remove, storage_of
 
@@ -161,7 +162,7 @@ def contents_of(url: ServerPath) -> dict[str, bytes]:
     return {name: storage.objects.get(start + name)[1] for name in names}
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
+@examples(60, [HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_no_call_removes_what_is_not_proven(
     data: st.DataObject, tmp_path_factory: pytest.TempPathFactory, server_url: str
