@@ -21,8 +21,9 @@ from typing import Any, NamedTuple
 
 from aiockpt.errors import CorruptCheckpointError, LoadError, UnsafeCheckpointError
 from aiockpt.format.index import Entry, Index, ItemRange, ObjectEntry, ObjPath, StoredChunk, TensorEntry, lacking_of
+from aiockpt.format.layouts import SHARD_ALONE, plain_name
 from aiockpt.format.names import COMMON_NAME, METADATA_NAME
-from aiockpt.format.recognise import PART, known_ranks, plain_name
+from aiockpt.format.recognise import PART, known_ranks
 from aiockpt.format.safetensors.reader import HeaderError, parse_object, shared_names
 
 _MOST_SHOWN = 10
@@ -147,14 +148,10 @@ def join_common(index: Index, common: Index) -> Index:
 
 
 def check_alone(name: str, index: Index, folder: str) -> str | None:
-    """Return a warning if a file that is read alone is a part of a set; raise LoadError if it holds shards."""
+    """Return a warning if a file that is read alone is a part of a set; raise CorruptCheckpointError for shards."""
     part = PART.fullmatch(name)
-    rank = part and part[1]
-    if rank or index.is_part:
-        raise LoadError(
-            f"{name} holds the shards of {f'rank {int(rank)}' if rank else 'one rank'} alone, not whole tensors: name "
-            f"the directory with the files of all ranks, {folder}"
-        )
+    if index.is_part:
+        raise CorruptCheckpointError(f"{SHARD_ALONE}, {folder}")
     if part is None or int(part[4]) < 2:
         return None
     return f"{name} is part {int(part[3])} of {int(part[4])}, and the others were not read; for all, name {folder}"

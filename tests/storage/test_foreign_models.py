@@ -110,6 +110,7 @@ FOREIGN = (
     ),
     *(
         "thesis.tex",
+        ".nfs0001.safetensors",
         "._model.safetensors",
         ".DS_Store",
         "common.pt",
