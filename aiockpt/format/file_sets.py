@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from aiockpt.errors import CorruptCheckpointError, LoadError, UnsafeCheckpointError
 from aiockpt.format.index import Entry, Index, ItemRange, ObjectEntry, ObjPath, StoredChunk, TensorEntry, lacking_of
-from aiockpt.format.layouts import SHARD_ALONE, plain_name
+from aiockpt.format.layouts import SHARD_ALONE, leads_out, plain_name
 from aiockpt.format.names import COMMON_NAME, METADATA_NAME
 from aiockpt.format.recognise import PART, known_ranks
 from aiockpt.format.safetensors.reader import HeaderError, parse_object, shared_names
@@ -218,18 +218,12 @@ def decode_shard_index(name: str, data: bytes) -> ShardIndex:
     except HeaderError as exc:
         raise CorruptCheckpointError(f"{name} {exc}; restore it from where it came") from exc
     for key, file in weight_map.items():
-        if _leads_out(plain_name(file)):
+        if leads_out(plain_name(file)):
             raise UnsafeCheckpointError(
                 f"{name} puts the tensor {key!r} into {file!r}, which is not a plain path below the index; "
                 "nothing was read. Correct the index if you trust it."
             )
     return ShardIndex({key: plain_name(file) for key, file in weight_map.items()}, metadata or {})
-
-
-def _leads_out(file: str) -> bool:
-    """Return whether a path may lead out of a directory, here or on a system with drives and backslashes."""
-    parts = file.split("/")
-    return not {"", ".", ".."}.isdisjoint(parts) or not {"\\", ":", "\0"}.isdisjoint(file) or not file.isprintable()
 
 
 def merge_shards(name: str, shards: ShardIndex, headers: Mapping[str, Index]) -> Index:

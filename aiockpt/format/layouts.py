@@ -236,6 +236,12 @@ def plain_name(name: str) -> str:
     return re.sub(r"(?<![^/])(\./)+", "", name)
 
 
+def leads_out(name: str) -> bool:
+    """Return whether a path may lead out of a directory, here or on a system with drives and backslashes."""
+    parts = name.split("/")
+    return not {"", ".", ".."}.isdisjoint(parts) or not {"\\", ":", "\0"}.isdisjoint(name) or not name.isprintable()
+
+
 # --- documents ------------------------------------------------------------------------------------------
 
 

@@ -43,6 +43,7 @@ from aiockpt.format.layouts import (
     document,
     has_common,
     is_safetensors,
+    leads_out,
     plain_name,
     recognise_file,
 )
@@ -194,6 +195,8 @@ def _indexed(index: str, files: Mapping[str, int], fetch: Fetch) -> Recognised:
         members = tuple(dict.fromkeys(plain_name(str(name)) for name in names))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return kind(problem=f"{printable_key(index)} is damaged", index=index)
+    if (out := next(filter(leads_out, members), None)) is not None:
+        return kind(problem=f"{printable_key(index)} names {printable_key(out)}, which is not below it", index=index)
     missing = [name for name in members if name not in files]
     problem = f"it lacks its file {printable_key(missing[0])}" if missing else ""
     return kind(problem=problem, files=members, index=index, beside=_beside(files, [*members, index]))
