@@ -400,8 +400,8 @@ def documents_of_ranks(
     """Encode the manifest and the documents of a checkpoint that several ranks have written. Slow for many items."""
     drafts = plan_cache.drafts([written.objects for written in results], is_transformed=is_transformed)
     totals = {
-        "tensors": plan_cache.tensors,
-        "objects": plan_cache.objects,
+        "tensors": len(plan_cache.plan.tensors),
+        "objects": len(plan_cache.plan.objects),
         "tensor_bytes": plan_cache.tensor_bytes,
         "ranks": len(results),
     }
