@@ -20,7 +20,7 @@ import secrets
 import socket
 import struct
 import time
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import NamedTuple, SupportsIndex
 
 _LENGTH = struct.Struct("!Q")
@@ -35,6 +35,15 @@ HELLO_S = 20.0
 
 class LinkBrokenError(Exception):
     """The other side has closed the connection or is dead."""
+
+
+@contextlib.contextmanager
+def breaking() -> Iterator[None]:
+    """Raise LinkBrokenError for what an operation on a connection raises if the other side is gone."""
+    try:
+        yield
+    except (EOFError, OSError) as exc:
+        raise LinkBrokenError(str(exc)) from exc
 
 
 class Endpoint(NamedTuple):
@@ -72,12 +81,10 @@ class Link:
 
     async def receive(self) -> bytes:
         """Return the next message; raise LinkBrokenError if the other side is dead."""
-        try:
+        with breaking():
             while not (nbytes := _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))[0]):
                 pass
             return await self._reader.readexactly(nbytes)
-        except (EOFError, OSError) as exc:
-            raise LinkBrokenError(str(exc)) from exc
 
     def send(self, message: bytes) -> None:
         """Begin to send; never waits, never raises: that the link is broken is seen by its reader."""
@@ -101,19 +108,16 @@ class Link:
         Both sides call it before the first message. Raises LinkBrokenError.
         """
         if not connected:  # the other side must not send before this one has left the stream, which reads ahead
-            try:
+            with breaking():
                 await self._reader.readexactly(1)
-            except (EOFError, OSError) as exc:
-                raise LinkBrokenError(str(exc)) from exc
         own = socket.socket(fileno=os.dup(self._writer.get_extra_info("socket").fileno()))
         self.close()
         own.setblocking(True)
         if connected:
-            try:
+            with breaking(), contextlib.ExitStack() as stack:
+                stack.callback(own.close)
                 own.sendall(b"\1")
-            except OSError as exc:
-                own.close()
-                raise LinkBrokenError(str(exc)) from exc
+                stack.pop_all()
         return own
 
     def close(self) -> None:
@@ -199,15 +203,14 @@ async def connect(host: str, port: int, secret: bytes, name: str) -> tuple[str, 
 async def _prove(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes, name: str) -> str:
     """Exchange names; see `proof`."""
     proving, received = proof(secret, name), b""
-    try:
-        while True:
-            message, nbytes = proving.send(received or None)
-            writer.write(message)
-            received = await reader.readexactly(nbytes)
-    except StopIteration as proven:
-        return str(proven.value)
-    except (EOFError, OSError) as exc:
-        raise LinkBrokenError(str(exc)) from exc
+    with breaking():
+        try:
+            while True:
+                message, nbytes = proving.send(received or None)
+                writer.write(message)
+                received = await reader.readexactly(nbytes)
+        except StopIteration as proven:
+            return str(proven.value)
 
 
 def proof(secret: bytes, name: str) -> Generator[tuple[bytes, int], bytes | None, str]:

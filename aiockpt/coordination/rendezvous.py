@@ -87,7 +87,6 @@ class Rendezvous:
         return inner.host if isinstance(inner, TCPStore) else None
 
     async def addresses(self, operation: str, deadline: float) -> list[str]:
-        """Return the addresses of this host; see `addresses_of_this_host`."""
         return await self._call(lambda: addresses_of_this_host(self.store_host), operation, deadline)
 
     async def publish(self, endpoint: Endpoint, operation: str, deadline: float) -> None:

@@ -28,6 +28,7 @@ from aiockpt.coordination.link import (
     Endpoint,
     Link,
     LinkBrokenError,
+    breaking,
     connect,
     listen,
     network_namespace,
@@ -96,11 +97,12 @@ class Wire:
     def send(self, number: int, crc: int, view: memoryview) -> None:
         """Send a message."""
         try:
-            self._socket.sendall(_HEAD.pack(number, len(view), crc), _MORE)
-            self._socket.sendall(view)
-        except OSError as exc:
+            with breaking():
+                self._socket.sendall(_HEAD.pack(number, len(view), crc), _MORE)
+                self._socket.sendall(view)
+        except LinkBrokenError:
             self.end()  # a part of a message is no message
-            raise LinkBrokenError(str(exc)) from exc
+            raise
 
     def head(self) -> Head:
         """Wait for a message; return its head."""
@@ -111,10 +113,8 @@ class Wire:
     def fill(self, view: memoryview) -> None:
         """Receive bytes of the message whose head was returned."""
         while view:
-            try:
+            with breaking():
                 count = self._socket.recv_into(view, len(view), socket.MSG_WAITALL)
-            except OSError as exc:
-                raise LinkBrokenError(str(exc)) from exc
             if not count:
                 raise LinkBrokenError("the other side has closed the connection")
             view = view[count:]
@@ -141,12 +141,10 @@ class MemoryWire(Wire):
 
     def announce(self, number: int, nbytes: int, arena: Arena, offset: int) -> int:
         """Send a message that stands in an arena, always the same one; return its ticket."""
-        try:
+        with breaking():
             if not self._announced:
                 socket.send_fds(self._socket, [_DONE], [arena.fd])
             self._socket.sendall(_HEAD.pack(number, nbytes, offset))
-        except OSError as exc:
-            raise LinkBrokenError(str(exc)) from exc
         self._announced += 1
         return self._announced
 
@@ -154,26 +152,19 @@ class MemoryWire(Wire):
         """Wait until the other side no longer needs the message with this ticket. Any number of threads may wait."""
         while self._done < ticket:
             with self._receiving:  # what one thread receives counts for all
-                if self._done < ticket and not self._is_broken:
-                    count = self._receive_done()
-                    self._done += count
-                    self._is_broken = not count
-            if self._done < ticket and self._is_broken:
-                raise LinkBrokenError("the other side has left")
-
-    def _receive_done(self) -> int:
-        """Return how many more messages the other side no longer needs; 0 if it has left."""
-        with contextlib.suppress(OSError):
-            return len(self._socket.recv(_MOST_DONE))
-        return 0
+                if self._done < ticket:
+                    if not self._is_broken:
+                        self._is_broken = True
+                        with contextlib.suppress(OSError):
+                            count = len(self._socket.recv(_MOST_DONE))
+                            self._done, self._is_broken = self._done + count, not count
+                    if self._done < ticket and self._is_broken:
+                        raise LinkBrokenError("the other side has left")
 
     def head(self) -> Head:
-        """Wait for a message; return its head."""
         if self._arena is None:
-            try:
+            with breaking():
                 _, fds, _, _ = socket.recv_fds(self._socket, 1, 1)
-            except OSError as exc:
-                raise LinkBrokenError(str(exc)) from exc
             if not fds:
                 raise LinkBrokenError("the other side has closed the connection")
             try:
@@ -190,13 +181,10 @@ class MemoryWire(Wire):
 
     def done(self) -> None:
         """Allow the other side to use the memory of the message again. Does not block."""
-        try:
+        with breaking():
             self._socket.sendall(_DONE)
-        except OSError as exc:
-            raise LinkBrokenError(str(exc)) from exc
 
     def close(self) -> None:
-        """Close the connection; see `Wire.close`."""
         self._arena = None
         super().close()
 
@@ -217,34 +205,26 @@ class Wires:
     async def listen(self, hosts: Sequence[str]) -> Endpoint:
         """Listen on these hosts; return what it takes to connect. Raises OSError."""
         secret = secrets.token_bytes(32)
-        addresses: list[tuple[str, int]] = []
-        if hasattr(os, "memfd_create"):
-            addresses.append((f"\0aiockpt-{secrets.token_hex(16)}", 0))
-            self._servers.append(await listen(addresses[0][0], secret, str(self._rank), self._join))
-        server = await listen(hosts, secret, str(self._rank), self._join)
-        self._servers.append(server)
-        addresses += [listening.getsockname()[:2] for listening in server.sockets]
+        near = [(f"\0aiockpt-{secrets.token_hex(16)}", 0)] if hasattr(os, "memfd_create") else []
+        for where in (*(name for name, _ in near), hosts):
+            self._servers.append(await listen(where, secret, str(self._rank), self._join))
+        addresses = [*near, *(listening.getsockname()[:2] for listening in self._servers[-1].sockets)]
         return Endpoint(addresses, secret, network_namespace(), socket.gethostname(), 0)
 
     async def connect(self, readers: Mapping[int, Endpoint], takers: Collection[int]) -> None:
         """Connect to all readers, and wait until all takers have connected; after some seconds without the others."""
-        for taker in takers:
-            self._joined.setdefault(taker, asyncio.get_running_loop().create_future())
-        reaching = {
-            asyncio.ensure_future(self._reach(reader, endpoint)): reader for reader, endpoint in readers.items()
-        }
-        waits: list[asyncio.Future[Wire]] = [*reaching, *(self._joined[taker] for taker in takers)]
+        joined = {taker: self._joined_by(taker) for taker in takers}
+        reaching = {rank: asyncio.ensure_future(self._reach(rank, endpoint)) for rank, endpoint in readers.items()}
+        waits: list[asyncio.Future[Wire]] = [*reaching.values(), *joined.values()]
         try:
             if waits:
                 await asyncio.wait(waits, timeout=min(_JOIN_S, self._stall_s))
         finally:
-            for task in reaching:
+            for task in reaching.values():
                 task.cancel()
-            await asyncio.gather(*reaching, return_exceptions=True)
+            await asyncio.gather(*reaching.values(), return_exceptions=True)
             self._stop_listening()
-            self.inbound = {rank: task.result() for task, rank in reaching.items() if _has_succeeded(task)}
-            came = [rank for rank in takers if _has_succeeded(self._joined[rank])]
-            self.outbound = {rank: self._joined.pop(rank).result() for rank in came}
+            self.inbound, self.outbound = _made_of(reaching), _made_of(joined)
         absent = sorted({*readers, *takers} - {*self.inbound, *self.outbound})
         if absent:
             logger.warning(
@@ -254,7 +234,6 @@ class Wires:
             )
 
     def end(self) -> None:
-        """Make all calls that wait for a wire fail; see `Wire.end`."""
         for wire in self._every:
             wire.end()
 
@@ -270,15 +249,15 @@ class Wires:
         for task in self._joining:
             task.cancel()
 
+    def _joined_by(self, taker: int) -> asyncio.Future[Wire]:
+        return self._joined.setdefault(taker, asyncio.get_running_loop().create_future())
+
     def _join(self, hello: str, link: Link) -> None:
         async def take() -> None:
-            try:
+            with contextlib.suppress(LinkBrokenError):
                 wire = await self._made(link, connected=False)
-            except LinkBrokenError:
-                return
-            joined = self._joined.setdefault(int(hello), asyncio.get_running_loop().create_future())
-            if not joined.done():
-                joined.set_result(wire)
+                if not self._joined_by(int(hello)).done():
+                    self._joined_by(int(hello)).set_result(wire)
 
         task = asyncio.ensure_future(take())
         self._joining.add(task)
@@ -308,5 +287,6 @@ class Wires:
         raise error
 
 
-def _has_succeeded(future: asyncio.Future[Wire]) -> bool:
-    return future.done() and not future.cancelled() and future.exception() is None
+def _made_of(waits: Mapping[int, asyncio.Future[Wire]]) -> dict[int, Wire]:
+    came = {rank: wire for rank, wire in waits.items() if wire.done() and not wire.cancelled()}
+    return {rank: wire.result() for rank, wire in came.items() if wire.exception() is None}

@@ -117,7 +117,7 @@ class _Lent:
     """Memory for a cell."""
 
     number: int
-    at: int  # where it begins in the arena
+    offset: int  # where it begins in the arena
     view: memoryview
     is_lost: bool = False  # another process may still read it
 
@@ -134,8 +134,8 @@ class _CellBuffers:
     def take(self, begin: int, end: int) -> _Lent:
         """Return memory for these bytes of a file, at the same offset in its page, as O_DIRECT requires. Blocks."""
         number = self._free.get()
-        at = number * _BUFFER_BYTES + begin % BLOCK_BYTES
-        return _Lent(number, at, self.arena.view[at : at + end - begin])
+        offset = number * _BUFFER_BYTES + begin % BLOCK_BYTES
+        return _Lent(number, offset, self.arena.view[offset : offset + end - begin])
 
     def give_back(self, lent: _Lent | None) -> None:
         if lent is not None and not lent.is_lost:
@@ -283,57 +283,47 @@ class SharedReads:
                 stream.fill(begin, view)
                 if is_last:
                     stream.finish()
-            near: list[tuple[int, MemoryWire, int, int]] = []
+            tickets: list[tuple[int, MemoryWire, int]] = []
             for taker, low, high in share.takers:
-                wire = self.wires.outbound.get(taker)  # without one, it reads this itself
-                if isinstance(wire, MemoryWire):
-                    near.append((taker, wire, low - begin, high - begin))
-                elif wire is not None:
-                    self._send(taker, wire, share.number, view[low - begin : high - begin])
-            if whole:
-                whole.set_crc(crc32(view))
-                jobs.pop(share.cells[-1])
-                executor.finish(whole)
-                return _ForDevices(Held(file, begin, view), [], None)
+                wire, part = self.wires.outbound.get(taker), view[low - begin : high - begin]
+                with self._leaving_out(taker), contextlib.nullcontext() if wire is None else wire.turn:
+                    if isinstance(wire, MemoryWire) and lent is not None:
+                        place = lent.offset + low - begin
+                        ticket = wire.announce(share.number, len(part), self._to_read.arena, place)
+                        tickets.append((taker, wire, ticket))
+                    elif wire is not None:  # else it reads this itself
+                        wire.send(share.number, crc32(part), part)
             held = Held(file, begin, view)
-            announced = [self._announce(lent, *each, share.number) for each in near]
+            if whole:
+                self._finish(whole, crc32(view), share, jobs, executor)
+                return _ForDevices(held, [], None)
             left = executor.place(held, _jobs_of(share, jobs))
-            for (taker, wire, _, _), ticket in zip(near, announced, strict=True):
-                self._await(lent, taker, wire, ticket)
+            for taker, memory, ticket in tickets:
+                with self._leaving_out(taker, lent):
+                    memory.wait(ticket)
             return _ForDevices(held, left, lent)
         except BaseException:
             if not self._is_shared:  # else another process may be copying from it
                 self._to_read.give_back(lent)
             raise
 
-    def _send(self, taker: int, wire: Wire, number: int, view: memoryview) -> None:
+    @contextlib.contextmanager
+    def _leaving_out(self, taker: int, lent: _Lent | None = None) -> Iterator[None]:
+        """Send no more to a rank whose wire breaks; if it may still read memory, that is lost."""
         try:
-            with wire.turn:
-                wire.send(number, crc32(view), view)
-        except LinkBrokenError as exc:
-            self._leave_out(taker, exc)
-
-    def _announce(self, lent: _Lent | None, taker: int, wire: MemoryWire, low: int, high: int, number: int) -> int:
-        """Announce a message; return its ticket, 0 if the other rank is left out."""
-        try:
-            with wire.turn:
-                if lent is not None and taker in self.wires.outbound:
-                    return wire.announce(number, high - low, self._to_read.arena, lent.at + low)
-        except LinkBrokenError as exc:
-            self._leave_out(taker, exc)
-        return 0
-
-    def _await(self, lent: _Lent | None, taker: int, wire: MemoryWire, ticket: int) -> None:
-        try:
-            wire.wait(ticket)
+            yield
         except LinkBrokenError as exc:
             if lent is not None:
                 lent.is_lost = True  # a process that hangs may read it when it goes on
-            self._leave_out(taker, exc)
+            if self.wires.outbound.pop(taker, None) is not None:
+                logger.warning("rank %d sends nothing more to rank %d: %s", self.rank, taker, exc)
 
-    def _leave_out(self, taker: int, error: LinkBrokenError) -> None:
-        if self.wires.outbound.pop(taker, None) is not None:
-            logger.warning("rank %d sends nothing more to rank %d: %s", self.rank, taker, error)
+    @staticmethod
+    def _finish(whole: ChunkPart, crc: int, share: Share, jobs: SharedJobs, executor: CellReader) -> None:
+        """Count the only job of a share as done, whose bytes have come into their place."""
+        whole.set_crc(crc)
+        jobs.pop(share.cells[-1])
+        executor.finish(whole)
 
     def _receive(
         self, reader: int, expected: dict[int, Share], jobs: SharedJobs, executor: CellReader
@@ -359,22 +349,20 @@ class SharedReads:
         return None
 
     def _take(self, wire: Wire, head: Head, share: Share, jobs: SharedJobs, executor: CellReader) -> _ForDevices | None:
-        file, (_, begin, end) = share.cells[0].file, share.takers[0]
-        if isinstance(wire, MemoryWire):
-            held = Held(file, begin, wire.view(head))
-            on_devices = executor.place(held, _jobs_of(share, jobs))
-            return _ForDevices(held, on_devices, None) if on_devices else None
-        if (whole := _whole(share, jobs, begin, end)) is not None:
+        file, (_, begin, end), lent = share.cells[0].file, share.takers[0], None
+        whole = None if isinstance(wire, MemoryWire) else _whole(share, jobs, begin, end)
+        if whole is not None:
             _fill(wire, head, whole.memory())
-            whole.set_crc(head.check)
-            jobs.pop(share.cells[-1])
-            executor.finish(whole)
+            self._finish(whole, head.check, share, jobs, executor)
             return None
-        lent = self._to_receive.take(begin, end)
         on_devices = []
         try:
-            _fill(wire, head, lent.view)
-            held = Held(file, begin, lent.view)
+            if isinstance(wire, MemoryWire):
+                view = wire.view(head)
+            else:
+                lent = self._to_receive.take(begin, end)
+                _fill(wire, head, view := lent.view)
+            held = Held(file, begin, view)
             on_devices = executor.place(held, _jobs_of(share, jobs))
             return _ForDevices(held, on_devices, lent) if on_devices else None
         finally:
