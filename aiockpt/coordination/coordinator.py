@@ -38,7 +38,7 @@ from aiockpt.coordination.outcome import (
     to_remote_error,
 )
 from aiockpt.coordination.protocol import Asking, Kind, Left, RankCall, Reply, Rounds
-from aiockpt.coordination.rendezvous import RankAddress, Rendezvous
+from aiockpt.coordination.rendezvous import Rendezvous
 from aiockpt.core.threads import outlast
 from aiockpt.core.wording import some_of
 from aiockpt.errors import CoordinationError
@@ -79,13 +79,12 @@ class Coordinator(ABC):
 
     leader_lives = True  # whether rank 0 can still be reached, as far as this rank has noticed
 
-    def __init__(self, address: RankAddress, timeout_s: float) -> None:
-        self._address = address
+    def __init__(self, rendezvous: Rendezvous, timeout_s: float) -> None:
+        self._rendezvous = rendezvous
         self.timeout_s = timeout_s
-        self.rank = address.rank  # in the group, from 0
-        self.world_size = address.world_size
-        self.leads = address.rank == 0
-        self._rendezvous = Rendezvous(address)
+        self.rank = rendezvous.rank  # in the group, from 0
+        self.world_size = rendezvous.world_size
+        self.leads = self.rank == 0
         self._beat_s = min(timeout_s / 5, _LONGEST_BEAT_S)
         self._links: dict[int, Link] = {}  # by rank
         self._tasks: set[asyncio.Task[None]] = set()
@@ -99,8 +98,6 @@ class Coordinator(ABC):
 
         Raises OSError, or CoordinationError if they are not found out in time.
         """
-        if self._address.host:
-            return [self._address.host]
         return await self._rendezvous.addresses(operation, time.monotonic() + self.timeout_s)
 
     def call(self, kind: Kind) -> RankCall:
@@ -245,8 +242,8 @@ def coordinator_of(group: ProcessGroup | Ranks, *, timeout_s: float) -> Coordina
 
     Raises CoordinationError in a process that is not in the group.
     """
-    address = RankAddress(group)
-    return (Leader if address.rank == 0 else Follower)(address, timeout_s)
+    rendezvous = Rendezvous(group)
+    return (Leader if rendezvous.rank == 0 else Follower)(rendezvous, timeout_s)
 
 
 # --- rank 0 -----------------------------------------------------------------------------------------
@@ -255,9 +252,9 @@ def coordinator_of(group: ProcessGroup | Ranks, *, timeout_s: float) -> Coordina
 class Leader(Coordinator):
     """Rank 0's side: collects the messages of all other ranks, then replies to each."""
 
-    def __init__(self, address: RankAddress, timeout_s: float) -> None:
-        super().__init__(address, timeout_s)
-        names = [address.own_name(), *map(address.rank_name, range(1, address.world_size))]
+    def __init__(self, rendezvous: Rendezvous, timeout_s: float) -> None:
+        super().__init__(rendezvous, timeout_s)
+        names = [rendezvous.own_name(), *map(rendezvous.rank_name, range(1, self.world_size))]
         self._rounds = Rounds(names, timeout_s, min(RECONNECT_S, timeout_s))
         self._server: asyncio.Server | None = None
         self._opening = asyncio.Lock()
@@ -360,7 +357,7 @@ class Leader(Coordinator):
         async with self._opening:
             if self._server is not None:
                 return
-            secret, own_name, server = secrets.token_bytes(32), self._address.own_name(), None
+            secret, own_name, server = secrets.token_bytes(32), self._rendezvous.own_name(), None
             try:
                 server = await listen(await self.addresses(operation), secret, f"0\n{own_name}", self._join)
                 # For the links, which would hang without, for the store, and for what the save itself opens.
@@ -418,11 +415,11 @@ def _pickled_replies(replies: Sequence[Any]) -> list[bytes]:
 class Follower(Coordinator):
     """Another rank's side: sends its message to rank 0, then waits for the reply."""
 
-    def __init__(self, address: RankAddress, timeout_s: float) -> None:
-        super().__init__(address, timeout_s)
-        self._own_name = address.own_name()
-        self._leader_name = address.rank_name(0)
-        self._asking = Asking(address.rank)
+    def __init__(self, rendezvous: Rendezvous, timeout_s: float) -> None:
+        super().__init__(rendezvous, timeout_s)
+        self._own_name = rendezvous.own_name()
+        self._leader_name = rendezvous.rank_name(0)
+        self._asking = Asking(self.rank)
         self._replies: dict[int, asyncio.Future[bytes]] = {}  # by the number of the call
         self._endpoint: Endpoint | None = None
         self._connecting: asyncio.Task[None] | None = None

@@ -41,6 +41,7 @@ class GlobalPlanCache:
     """A global plan, and what was computed from it; ``places`` of each rank's items, if they are known."""
 
     is_single_file = False
+    sizes: Mapping[str, int] = {}  # of the files that all ranks write together
     apart: frozenset[str] = frozenset()  # the tensors that were found to differ between ranks
 
     def __init__(
@@ -72,6 +73,10 @@ class GlobalPlanCache:
             _check_rank(rank, assignment, self._object_leaves[rank], written)
         if self._places is None:
             self._places = [written.places for written in results if written.places is not None]
+
+    def share_of(self, rank: int) -> SharedFiles | None:
+        """Return what a rank has to know to write its parts of files that all ranks write together."""
+        return None
 
     def data_files(self, results: Sequence[Written]) -> Mapping[str, FileFacts]:
         """Return the facts of the files with tensors; raise `SaveError` if two ranks have written one file."""
@@ -288,7 +293,6 @@ class SharedPlanCache(GlobalPlanCache):
                 self._place_of[tensor.name] = number, len(head) + begin
 
     def share_of(self, rank: int) -> SharedFiles:
-        """Return what a rank has to know to write its parts."""
         names = self.ranks[rank].names
         places = {leaf: self._place_of[names[leaf]] for leaf in self.plan.assignments[rank]}
         return SharedFiles(list(self.sizes), list(self.sizes.values()), places, self._heads if rank == 0 else ())
