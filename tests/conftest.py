@@ -45,6 +45,7 @@ MARKED = {
         "ranks/test_described.py",
         "ranks/test_descriptors.py",
         "ranks/test_filters.py",
+        "ranks/test_following.py",
         "ranks/test_fsdp_load.py",
         "ranks/test_live.py",
         "ranks/test_one_product.py",

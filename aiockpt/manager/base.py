@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from aiockpt.core.futures import Completion
     from aiockpt.manager.mirror import MirrorCopier
     from aiockpt.manager.ports import CheckpointerPort
+    from aiockpt.manager.tiers import Tier
     from aiockpt.saving.handle import SaveHandle
     from aiockpt.telemetry.mirrors import MirrorBacklog
 
@@ -428,6 +429,11 @@ class ManagerBase:
         there = None if mirror is None else {info.step: mirror.state_of(info) for info in infos}
         kept = select(self._keep, infos, time.time())
         return _html_table(repr(self)[1:-1], infos, kept, self._retention.pinned, there)
+
+
+def followed(manager: ManagerBase) -> tuple[Tier, Retention]:
+    """Return the tier that a manager's run is in, and what keeps its steps while they are read."""
+    return manager._tiers.run, manager._retention
 
 
 def _check_own_disks(options: ManagerOptions, in_force: CheckpointerOptions) -> None:
