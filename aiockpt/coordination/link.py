@@ -124,9 +124,7 @@ class Link:
         self._writer.transport.abort()
 
 
-async def listen(
-    hosts: Sequence[str], secret: bytes, name: str, joined: Callable[[str, Link], None]
-) -> asyncio.Server:
+async def listen(hosts: Sequence[str], secret: bytes, name: str, joined: Callable[[str, Link], None]) -> asyncio.Server:
     """Listen on these hosts, at ports that the system chooses; call ``joined`` with what each other side says it is."""
 
     async def welcome(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
