@@ -114,9 +114,6 @@ class ManagerBase:
         if self.writes and self.leads:
             self._tiers.begin_to_copy(self._keep, self._retention, self._run.access, locks=self._run.locks)
 
-    async def _settle_disks(self, *, renames: bool) -> None:
-        await self._run.settle_disks(renames=renames)
-
     def _close(self) -> None:
         """Close the checkpointer, wait for deletions, and let others write to the run. Blocks; idempotent."""
         self._run.is_closed = True
@@ -227,7 +224,7 @@ class ManagerBase:
             if request.discard_later:
                 discard = partial(self._run.call, self._tiers.discard, restored.step, self._retention)
                 await self._run.led("the later steps", discard)
-                await self._settle_disks(renames=False)
+                await self._run.settle_disks()
             elif request.discard_later is None and request.step != "latest" and self.writes and self.leads:
                 await self._warn_of_later(restored.step)
         return restored
