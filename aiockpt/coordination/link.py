@@ -14,7 +14,6 @@ import errno
 import fcntl
 import hashlib
 import hmac
-import math
 import os
 import secrets
 import socket
@@ -125,27 +124,10 @@ class Link:
         self._writer.transport.abort()
 
 
-async def listen(
-    hosts: Sequence[str] | socket.socket,
-    secret: bytes,
-    name: str,
-    joined: Callable[[str, Link], None],
-    *,
-    most_strangers: float = math.inf,
-) -> asyncio.Server:
-    """Listen on these hosts, at ports that the system chooses; call ``joined`` with what each other side says it is.
-
-    A socket listens already. No more than
-    ``most_strangers`` may be connected at once that have not proven anything yet.
-    """
-    strangers = 0
+async def listen(hosts: Sequence[str], secret: bytes, name: str, joined: Callable[[str, Link], None]) -> asyncio.Server:
+    """Listen on these hosts, at ports that the system chooses; call ``joined`` with what each other side says it is."""
 
     async def welcome(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        nonlocal strangers
-        if strangers >= most_strangers:
-            writer.transport.abort()
-            return
-        strangers += 1
         try:
             async with asyncio.timeout(HELLO_S):
                 hello = await _prove(reader, writer, secret, name)
@@ -154,8 +136,6 @@ async def listen(
             if isinstance(exc, LinkBrokenError | TimeoutError):
                 return
             raise
-        finally:
-            strangers -= 1
         assert isinstance(reader, _LinkReader)
         joined(hello, Link(reader, writer))
 
@@ -164,8 +144,6 @@ async def listen(
     def protocol() -> asyncio.StreamReaderProtocol:
         return asyncio.StreamReaderProtocol(_LinkReader(_BUFFER_BYTES, loop), welcome, loop)
 
-    if isinstance(hosts, socket.socket):
-        return await loop.create_server(protocol, sock=hosts, backlog=1024)
     return await loop.create_server(protocol, list(hosts), 0, backlog=1024)  # all ranks come at once
 
 
