@@ -29,9 +29,7 @@ if TYPE_CHECKING:
 class TorchPlan(SavePlan):
     """A layout of one file, together with its first bytes."""
 
-    @property
-    def is_single_file(self) -> bool:
-        return True
+    is_single_file = True
 
     def drafts(self, *, is_transformed: bool = False) -> Drafts:
         return Drafts({})
