@@ -123,7 +123,7 @@ class DcpFiles(Recognised):
             raise CorruptCheckpointError(self.problem)
         own = {*self.documents}.union(*(named_by(name, document(name, files, fetch)) for name in self.documents))
         # What other programs store beside a `.metadata`, which does not name it.
-        if METADATA_NAME in own and "sharded_backend" in config_of(files, fetch):
+        if METADATA_NAME in own and type(config_of(files, fetch).get("sharded_backend")) is str:
             own |= {COMMON_NAME, CONFIG_NAME}
         is_there = METADATA_NAME in own and _LIGHTNING in files
         if is_there and isinstance(recognise_file(_LIGHTNING, files[_LIGHTNING], fetch), TorchFiles):
