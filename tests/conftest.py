@@ -45,6 +45,7 @@ MARKED = {
         "ranks/test_described.py",
         "ranks/test_descriptors.py",
         "ranks/test_filters.py",
+        "ranks/test_following.py",
         "ranks/test_fsdp_load.py",
         "ranks/test_live.py",
         "ranks/test_one_product.py",
@@ -112,7 +113,7 @@ LONGEST = (
     "faults/test_threads.py",
 )
 """Files that come first: begun late, one of them would run on alone when all others have ended."""
-FOLDERS = {"fakecuda": "fake", "gpu": "gpu", "sim": "sim"}
+FOLDERS = {"fakecuda": "fake", "gpu": "gpu"}
 """Folders whose tests have a mark and run with it alone: they need a device in their process."""
 NEEDS = {*FOLDERS.values(), "full"}
 """Tests with such a mark run if it is asked for, in a file that is named as well."""

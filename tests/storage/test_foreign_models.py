@@ -33,6 +33,7 @@ DOCUMENTS: dict[str, tuple[str, bytes]] = {
     "metadata of another program": (".metadata", b"author: alice\n"),
     # The names are within these, but say nothing of what is one checkpoint.
     "an index of names elsewhere": (INDEX, json.dumps({"metadata": list(MODELS), "weight_map": {}}).encode()),
+    "an index of a file elsewhere": (INDEX, b'{"weight_map": {"a": "../src.safetensors"}}'),
     "an index with names as keys": (INDEX, json.dumps({"weight_map": dict.fromkeys(MODELS, "x")}).encode()),
     "a pickle of the names": (".metadata", b"\x80\x04" + b"".join(b"\x8c%c%b" % (len(n), n.encode()) for n in MODELS)),
 }
@@ -111,6 +112,7 @@ FOREIGN = (
     ),
     *(
         "thesis.tex",
+        ".nfs0001.safetensors",
         "._model.safetensors",
         ".DS_Store",
         "common.pt",
