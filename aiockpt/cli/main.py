@@ -331,6 +331,29 @@ def clean(
 
 
 @app.command()
+def watch(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run's directory, or a URL; it may not be there yet.")],
+    command: Annotated[
+        str | None,
+        typer.Option(
+            "--exec",
+            metavar="CMD",
+            help="A shell command to run: it has AIOCKPT_STEP and AIOCKPT_PATH in its environment.",
+        ),
+    ] = None,
+    once: Annotated[bool, typer.Option("--once", help="End after the first version.")] = False,
+    names: Names = _STEPS,
+) -> None:
+    """Follow a run: print each new version, and run a command for it. The newest wins. Ends with Ctrl-C.
+
+    Exit codes: 0 fine, 1 the command has failed for the last version.
+    """
+    from aiockpt.cli.watch import watch
+
+    raise typer.Exit(watch(run, command, names=names, once=once))
+
+
+@app.command()
 def mirror(
     directory: Annotated[str, typer.Argument(metavar="DIR", help="The directory of a manager's run.")],
     url: Annotated[str, typer.Argument(metavar="URL", help="Its mirror: a URL, or another directory.")],
