@@ -1,10 +1,14 @@
-"""Delta saves: a state of which most is frozen, and one that changes wholly, with a base and without."""
+"""Delta saves: a state of which most is frozen, and one that changes wholly, with a base and without; their readers.
+
+Readers follow a run in memory by `watch`, of which 1 % or all changes from version to version.
+"""
 
 from __future__ import annotations
 
+import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,6 +28,9 @@ _FULL, _FROZEN, _ALL = "without a base", "base, 90 % frozen", "base, all changes
 _CHANGED = 10  # one tensor of so many changes
 _WARM_UP = 2  # saves of each contender, of which the first is a full one: what changes is learned
 _STAGING_BYTES = 1 << 30
+_FOLLOWED_GIB = 1.0  # at most
+_FOLLOWED_TENSORS = 1000
+_PART, _WHOLE, _PLAIN = "watch, 1 % changes", "watch, all changes", "plain load of all"
 
 
 @dataclass(slots=True)
@@ -86,6 +93,40 @@ def measure(state: State, changing: State, directory: Path, rounds: int) -> list
     return every
 
 
+def follow(nbytes: int, rounds: int) -> list[Runs]:
+    """Load the versions of a run in memory, in place: by a watch, and all of them once more by a plain load."""
+    size = max(nbytes // 4 // _FOLLOWED_TENSORS, 1)
+    state = {f"layers.{n:03}": random_tensor(size) for n in range(_FOLLOWED_TENSORS)}
+    part, whole, plain = runs = [Runs(_PART), Runs(_WHOLE), Runs(_PLAIN)]
+    target, other = ({name: tensor.clone() for name, tensor in state.items()} for _ in range(2))
+    with (
+        tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as directory,
+        aiockpt.SyncCheckpointManager(directory, keep=aiockpt.KeepLatest(1), process_group=None, fsync=False) as run,
+        aiockpt.SyncCheckpointer(process_group=None) as ckpt,
+        aiockpt.watch_sync(directory, poll_s=0.001) as watch,
+    ):
+        versions = iter(watch)
+        for step in range(2 * rounds + 1):
+            for tensor in list(state.values())[:: 100 if step % 2 else 1]:
+                tensor += 1
+            run.save(step, state, hashes=True)
+            version = next(versions)
+            sample = _timed(lambda version=version: version.load(target))
+            if step:  # the first has nothing to compare with
+                (part if step % 2 else whole).samples.append(sample)
+                plain.samples.append(_timed(lambda version=version: ckpt.load(version.path, other)))
+        versions.close()
+        if not same_bits(target, state):
+            raise ValueError("what was loaded differs from what was saved")
+    return runs
+
+
+def _timed(load: Callable[[], object]) -> dict[str, float]:
+    begin, cpu = time.perf_counter(), time.process_time()
+    load()
+    return {"load_s": time.perf_counter() - begin, "cpu_s": time.process_time() - cpu}
+
+
 async def run(options: Namespace, directory: Path) -> Report:
     """Run the benchmark, and return its report."""
     nbytes = int((options.gib or GIB) * 2**30)
@@ -94,6 +135,7 @@ async def run(options: Namespace, directory: Path) -> Report:
         return {f"layers.{n:03}": random_tensor(nbytes // 4 // options.tensors) for n in range(options.tensors)}
 
     every = measure(state := draw(), draw(), directory, options.rounds or ROUNDS)
+    readers = follow(min(nbytes, int(_FOLLOWED_GIB * 2**30)), options.rounds or ROUNDS)
     runs = [series.runs for series in every]
     columns = {
         "save": median_time("save_s"),
@@ -119,5 +161,26 @@ async def run(options: Namespace, directory: Path) -> Report:
         of_full("all changes: time, of a full save", all_changes, "save_s", 1.05),
     ]
     remarks = [f"medians from the {_WARM_UP + 1}rd save of each on; files are synced; written: the share of the bytes"]
+    part, whole, plain = (by_name(readers, name) for name in (_PART, _WHOLE, _PLAIN))
+    is_whole = nbytes >= _FOLLOWED_GIB * 2**30
+    bars += [
+        Bar(
+            "watch: a version of which 1 % has changed",
+            1e3 * part.median("load_s"),
+            40.0 if is_whole else None,
+            at_most=True,
+            unit="ms",
+            of_best=1e3 * part.least("load_s"),
+        ),
+        Bar(
+            "watch: all has changed: time, of a plain load",
+            whole.median("load_s") / plain.median("load_s"),
+            1.1,
+            at_most=True,
+            of_best=whole.least("load_s") / plain.least("load_s"),
+        ),
+    ]
     table = Table(title, columns, runs, "save_s")
-    return Report("delta", vars(options), machine.facts(directory), [table], bars, remarks)
+    columns = {"load": median_time("load_s"), "CPU": median_time("cpu_s")}
+    following = Table(f"follow: {_FOLLOWED_TENSORS} tensors in memory", columns, readers, "load_s")
+    return Report("delta", vars(options), machine.facts(directory), [table, following], bars, remarks)

@@ -42,8 +42,8 @@ def together(path: Path, **options: Any) -> Iterator[Iterator[aiockpt.SyncVersio
 
 
 def follow(rank: int, world_size: int, path: Path) -> list[tuple[int, str, bool]]:
-    """Follow, while the last rank saves one step more than the others have seen, or several, or replaces one."""
-    into, seen = target(), list[tuple[int, str, bool]]()
+    """Follow, while the last rank saves the next step in each body, or two, of which it replaces one."""
+    into, seen, last = target(), list[tuple[int, str, bool]](), 1
     saves = rank == world_size - 1
     run = aiockpt.SyncCheckpointManager(path, process_group=None, read_only=not saves)
     with run, together(path, until=(path.parent / "done").exists) as versions:
@@ -51,14 +51,14 @@ def follow(rank: int, world_size: int, path: Path) -> list[tuple[int, str, bool]
             version.load(into)
             seen.append((version.step, version.info.save_id, torch.equal(into["w"], state_of(into["n"])["w"])))
             assert into["n"] == version.step
-            if saves:
-                if number < STEPS:
-                    run.save(version.step + 1, state_of(version.step + 1), hashes=True)
-                    if number % 2:
-                        run.save(version.step + 2, state_of(version.step + 2), hashes=True)
-                        run.save(version.step + 2, state_of(version.step + 2), hashes=True, overwrite=True)
-                else:
-                    (path.parent / "done").touch()
+            if saves and number < STEPS:
+                last += 1 + number % 2  # rank 0 may look at any moment
+                for step in range(last - number % 2, last + 1):
+                    run.save(step, state_of(step), hashes=True)
+                if number % 2:
+                    run.save(last, state_of(last), hashes=True, overwrite=True)
+            elif saves:
+                (path.parent / "done").touch()
     return seen
 
 
