@@ -12,7 +12,6 @@ import logging
 import queue
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import anyio
@@ -21,6 +20,7 @@ from isal.isal_zlib import crc32
 
 from aiockpt.coordination.link import LinkBrokenError
 from aiockpt.coordination.wires import Arena, MemoryWire
+from aiockpt.core.dataclasses import dataclass
 from aiockpt.core.machine import BLOCK_BYTES
 from aiockpt.format.index import TensorEntry
 from aiockpt.format.manifest.columnar_index import IndexedEntries

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from aiockpt.core.dataclasses import dataclass, field, replace
 from aiockpt.core.gc_pause import gc_pause
 from aiockpt.core.strides import row_strides
 from aiockpt.errors import SaveError
