@@ -23,11 +23,12 @@ import uvloop
 from hypothesis import HealthCheck, settings
 
 from tests import forked_python
+from tests.examples import PROFILES
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell's script
     signal.signal(signal.SIGINT, signal.default_int_handler)  # so children do not inherit that it is ignored
 # On a busy machine, any example may take long.
-for name, count in (("few", 15), ("many", 50)):
+for name, count in PROFILES.items():
     settings.register_profile(name, deadline=None, max_examples=count, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("few")
 
@@ -44,6 +45,7 @@ MARKED = {
         "ranks/test_described.py",
         "ranks/test_descriptors.py",
         "ranks/test_filters.py",
+        "ranks/test_following.py",
         "ranks/test_fsdp_load.py",
         "ranks/test_live.py",
         "ranks/test_one_product.py",
@@ -98,7 +100,20 @@ MARKED = {
     ),
 }
 """Files whose tests have a mark, but for those that are marked ``main``, which run by default."""
-FOLDERS = {"fakecuda": "fake", "gpu": "gpu", "sim": "sim"}
+LONGEST = (
+    "manager/test_histories.py",
+    "objects/test_histories.py",
+    "crash/test_matrix.py",
+    "test_benchmarks.py",
+    "objects/test_outage.py",
+    "test_recognition.py",
+    "manager/test_mirror_histories.py",
+    "engine/test_interrupts.py",
+    "cli/test_demo.py",
+    "faults/test_threads.py",
+)
+"""Files that come first: begun late, one of them would run on alone when all others have ended."""
+FOLDERS = {"fakecuda": "fake", "gpu": "gpu"}
 """Folders whose tests have a mark and run with it alone: they need a device in their process."""
 NEEDS = {*FOLDERS.values(), "full"}
 """Tests with such a mark run if it is asked for, in a file that is named as well."""
@@ -191,7 +206,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(mark)
         if _is_of_other_loop(item):
             item.add_marker("slow")
-    items.sort(key=lambda item: _mark_of(item.path) is None)
+    items.sort(key=lambda item: (_rank_of(item.path), _mark_of(item.path) is None))
     named = _named(config)
     kept = [item for item in items if _runs(item, config, named)]
     config.hook.pytest_deselected(items=list(set(items).difference(kept)))
@@ -233,9 +248,20 @@ def _named(config: pytest.Config) -> set[Path]:
 
 
 @functools.cache
+def _rank_of(path: Path) -> int:
+    """Return when a file comes."""
+    name = _name_of(path)
+    return LONGEST.index(name) if name in LONGEST else len(LONGEST)
+
+
+def _name_of(path: Path) -> str:
+    return path.relative_to(TESTS).as_posix() if path.is_relative_to(TESTS) else ""
+
+
+@functools.cache
 def _mark_of(path: Path) -> str | None:
     """Return the mark that `MARKED` or `FOLDERS` gives to a file, or to a folder."""
-    name = path.relative_to(TESTS).as_posix() if path.is_relative_to(TESTS) else ""
+    name = _name_of(path)
     folder = name.partition("/")[0]
     return FOLDERS.get(folder) or next((mark for mark, files in MARKED.items() if name in files), None)
 

@@ -12,7 +12,6 @@ from isal.isal_zlib import crc32
 from aiockpt.format.manifest.manifest import DiskFacts, FileFacts, Manifest, encode_manifest, with_disks
 from aiockpt.format.names import MANIFEST_NAME, METADATA_NAME
 from aiockpt.storage.base import shared_storage
-from aiockpt.storage.host_changes import HostChanges
 from aiockpt.storage.hosts import Disk, HostDisks
 from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.storage.wrapper import WrapperStorage
@@ -147,18 +146,11 @@ def union_of(disks: Mapping[str, Disk], own: str, *names: str) -> HostDisks:
 
 
 async def settle(union: HostDisks, workers: Workers) -> None:
-    """Let each host do what rank 0 has decided on, as in rounds of all ranks, until nothing is left to do."""
-    while changes := union.changes.due():
-        for disk in union.disks:
-            host = HostDisks([disk], disk.id)
-            done = host.changes.accept(changes)
-            if done is not None:
-                await workers.run(done.result)
-            union.changes.note(host.changes.reports())
-            await workers.run(host.changes.close, 60)
-    await workers.run(union.changes.close, 60)
-    union.changes = HostChanges(union._change_own)
-    union.changes.serve(union.own.id)
+    """Let each host do what rank 0 has decided on, as in rounds of all ranks."""
+    hosts = [HostDisks(union.disks, disk.id) for disk in union.disks]
+    for changes in (union.decided(), []):
+        for host in hosts:
+            await workers.run(host.change, changes)
 
 
 def documents_of(files: Mapping[str, bytes], note: str) -> dict[str, bytes]:

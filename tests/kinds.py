@@ -143,6 +143,8 @@ ONE = ("t0",)
 TWO = ("t0", "t1")
 MANIFEST, METADATA, DATA = ".aiockpt.json", ".metadata", "__0_0.distcp"
 
+_OFFSETS = json.dumps({"t": {"saved_offsets": [4]}})
+
 KINDS: dict[str, Kind] = {
     "ours": Kind(save_ours, BOTH),
     "ours in safetensors": Kind(lambda path: save_ours(path, format="safetensors"), BOTH),
@@ -209,6 +211,32 @@ KINDS: dict[str, Kind] = {
             *("w.1of2.bin", "rank1.pt", "model-shard1.pt", "consolidated.01.pth", "model_world_size_2_rank_0.pt"),
         )
     },
+    "a rank's shards by their name": Kind(
+        lambda p: files(p, "shard-00001-m-00001-of-00001.safetensors") / "shard-00001-m-00001-of-00001.safetensors",
+        is_damaged=True,
+        says="shards of one rank alone",
+    ),
+    "a rank's shards by their offsets": Kind(
+        _with(
+            files,
+            lambda p: save_file({"t": tensor()}, p / "m.safetensors", {"DCP_SHARDING_INFO": _OFFSETS}),
+        ),
+        is_damaged=True,
+        says="shards of one rank alone|chunks of t are not all",
+    ),
+    "parts of different saves": Kind(
+        _with(files, lambda p: [save_file({"t": tensor()}, p / f"m-{n}-of-2.safetensors") for n in (1, 2)]),
+        is_damaged=True,
+        says="t is in both m-1-of-2.safetensors and m-2-of-2.safetensors",
+    ),
+    "index of another save": Kind(
+        _with(
+            lambda p: indexed(p, ".safetensors", "m.safetensors.index.json"),
+            lambda p: save_file({"t9": tensor()}, p / "model-00002-of-00002.safetensors"),
+        ),
+        is_damaged=True,
+        says="does not hold",
+    ),
     "a download that goes on": Kind(
         lambda p: files(p, "model.safetensors", "model.safetensors.aria2"), is_damaged=True, says="aria2"
     ),

@@ -14,12 +14,13 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import aiockpt
 from aiockpt.planning import planner
+from tests.examples import examples
 from tests.states import assert_same, random_tensor, raw_bytes, storable_dtypes, training_state
 from tests.stock import ALONE, PAYLOAD_OFFSET
 
@@ -102,7 +103,7 @@ def folder():
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@examples(150, HealthCheck)
 @given(state=_states(st.one_of(_tensors(), _OBJECTS)))
 def test_any_state_loads_unchanged(state, folder: Path) -> None:
     path = folder / uuid.uuid4().hex
@@ -223,7 +224,7 @@ _STOCK_STATES = st.recursive(
 
 
 @pytest.mark.slow
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@examples(40, HealthCheck)
 @given(state=_STOCK_STATES)
 def test_checkpoints_of_stock_dcp_load(state, folder: Path) -> None:
     path = folder / uuid.uuid4().hex

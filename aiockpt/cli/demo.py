@@ -7,13 +7,12 @@ import contextlib
 import json
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +29,8 @@ from aiockpt.cli.diff import differences
 from aiockpt.cli.output import console, print_table, size_text, time_text
 from aiockpt.core.machine import cores, python_program
 from aiockpt.core.wording import plural
-from aiockpt.format.names import HIDDEN, METADATA_NAME
+from aiockpt.format.names import HIDDEN
 from aiockpt.reading.info import TensorInfo
-from aiockpt.storage.local.directories import absolute
-
-_STEP_S = 0.25  # of a step: then the demo takes a minute at most
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +38,7 @@ class Config:
     """The shape of the model, and one run of the training loop."""
 
     layers: int = 4
-    width: int = 384  # of the residual stream
+    width: int = 256  # of the residual stream
     context: int = 128  # bytes per sequence
     batch: int = 4
     steps: int = 32
@@ -118,7 +114,7 @@ async def train(trainer: Trainer, directory: Path, watch: DemoDisplay) -> None:
             if run.due(trainer.step, last=trainer.step == config.steps):
                 await watch.before_save(trainer)
                 save = await watch.hold(run.save(trainer.step, trainer.state(), pre_commit=watch.publishing))
-                watch.follow(loss, save)
+                watch.follow(trainer.step, loss, save)
         await asyncio.gather(*watch.saves)
 
 
@@ -134,8 +130,7 @@ class DemoDisplay:
         self._beside, self._kill_at = beside, kill_at
         self.saves: list[asyncio.Task[None]] = []
         self.rows: list[tuple[str, ...]] = []  # of each save, as they are shown
-        # The seconds in which each save has held the loop; the last is left out of the sums: nothing trains behind it.
-        self.ours_s, self.stock_s = [0.0], [0.0]
+        self.ours_s, self.stock_s = [0.0], [0.0]  # in which each save has held the loop; the first is none
 
     def begin(self, trainer: Trainer) -> None:
         """Show that training starts."""
@@ -153,7 +148,7 @@ class DemoDisplay:
 
     async def before_save(self, trainer: Trainer) -> None:
         """Note that a step with a save is done; save its state with ``torch.save``, if wanted."""
-        self.step, self.seconds = trainer.step, time.perf_counter() - self.began
+        self.seconds = time.perf_counter() - self.began
         if self._beside is None:
             return
         self.ours_s.append(0.0)
@@ -170,10 +165,10 @@ class DemoDisplay:
         if self._kill_at is not None and path.endswith(_name_of(self._kill_at)):
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def follow(self, loss: float, save: aiockpt.SaveHandle) -> None:
+    def follow(self, step: int, loss: float, save: aiockpt.SaveHandle) -> None:
         """Show a save, from a task."""
-        _say(f"step {self.step}: loss {loss:.3f}, saving {_name_of(self.step)}")
-        self.saves.append(asyncio.create_task(self._follow(_name_of(self.step), save)))
+        _say(f"step {step}: loss {loss:.3f}, saving {_name_of(step)}")
+        self.saves.append(asyncio.create_task(self._follow(_name_of(step), save)))
 
     async def _follow(self, name: str, save: aiockpt.SaveHandle) -> None:
         bar = aiockpt.progress.bar(save, file=sys.stdout)
@@ -185,69 +180,58 @@ class DemoDisplay:
             _say(f"{name}: staged after {staged}, durable after {written}")
 
     def show_costs(self) -> None:
-        """Print how long each save took, and which share of the time training went on."""
+        """Print how long each save took, and how long training waited for all but the last, which ends it."""
         held = zip(self.rows, self.ours_s[1:], self.stock_s[1:], strict=True)
         rows = [(*row[:2], time_text(ours), *row[2:], time_text(stock)) for row, ours, stock in held]
         print_table(("checkpoint", ">size", ">holds training", ">staged", ">durable", ">torch.save + fsync"), rows)
-        sums = {"aiockpt": sum(self.ours_s[:-1]), "torch.save + fsync": sum(self.stock_s[:-1])}
-        computing_s = self.seconds - sum(sums.values())
-        _say(f"\n{computing_s:.1f} s of computing, and for the saves:")
-        kept = [(what, time_text(s), f"{computing_s / (computing_s + s):.1%}") for what, s in sums.items()]
-        print_table(("", ">waiting", ">kept"), kept)
-        _say("Kept: the share of the time in which training did not wait for a save. Both ways save the same states.")
-        _say("The last save, after which nothing trains, is left out. Steps beside a save share the cores with it.")
+        ours, stock = sum(self.ours_s[:-1]), sum(self.stock_s[:-1])
+        _say(f"\nIn {self.seconds - ours - stock:.1f} s of computing, training waited {time_text(ours)} for aiockpt,")
+        _say(f"and {time_text(stock)} for torch.save + fsync of the same states.")
 
 
 # --- the steps of the demo ----------------------------------------------------------------------------
 
 
-def run_demo(config: Config, directory: Path | None, *, keep: bool, scale: bool) -> Code:
+def run_demo(config: Config, directory: Path | None) -> Code:
     """Run the demo on standard output and return its exit code. Blocks.
 
     Args:
         config: the model, and the run.
-        directory: where the checkpoints go, which must be empty; None: a temporary directory.
-        keep: leave them there.
-        scale: choose the width of the model and the size of a batch by the speed of this machine.
+        directory: where the checkpoints go and stay, which must be empty; None: a temporary directory.
     """
-    try:
-        fits = torch.empty(0, device=config.device).device.type in ("cpu", "cuda")
-    except (RuntimeError, AssertionError):  # depends on the device that is missing
-        fits = False
-    if not fits:
-        raise typer.BadParameter(f"the demo can't run on {config.device}: use cpu, cuda or cuda:N")
-    root = Path(tempfile.mkdtemp(prefix="aiockpt-demo-") if directory is None else absolute(directory))
-    made = directory is None or not root.exists()
-    root.mkdir(parents=True, exist_ok=True)
-    if any(root.iterdir()):
-        raise typer.BadParameter(f"{root} is not empty; name a directory that is, or that doesn't exist yet")
-    folders = [root / "uninterrupted", root / "interrupted"]
-    try:
-        _prepare()
-        return _run(_scaled(config) if scale else config, *folders, keep=keep)
-    finally:
-        for folder in () if keep else folders:
-            shutil.rmtree(folder, ignore_errors=True)
-        if made and not any(root.iterdir()):  # the user may have put files there
-            root.rmdir()
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise typer.BadParameter("there is no CUDA device here: use cpu")
+    _prepare()
+    if directory is None:
+        with tempfile.TemporaryDirectory(prefix="aiockpt-demo-", ignore_cleanup_errors=True) as temporary:
+            return _run(config, Path(temporary), "removed at the end")
+    directory.mkdir(parents=True, exist_ok=True)
+    if any(directory.iterdir()):
+        raise typer.BadParameter(f"{directory} is not empty; name a directory that is, or that doesn't exist yet")
+    return _run(config, directory.absolute(), "kept")
 
 
-def _run(config: Config, uninterrupted: Path, interrupted: Path, *, keep: bool) -> Code:
-    began, root = time.perf_counter(), interrupted.parent
+def _run(config: Config, root: Path, fate: str) -> Code:
+    uninterrupted, interrupted = root / "uninterrupted", root / "interrupted"
     plan = f"{config.steps} steps, a checkpoint every {config.every}"
     _say(f"A small GPT learns from the sources of aiockpt, on {config.device}: {plan}.")
-    _say(f"Checkpoints go to {root}, and are {'kept' if keep else 'removed at the end'}.")
+    _say(f"Checkpoints go to {root}, and are {fate}.")
     _say("\n1. Save beside training, and the same states with torch.save", "bold")
     watch = DemoDisplay(beside=root)
     asyncio.run(train(Trainer(config), uninterrupted, watch))
     watch.show_costs()
     _say("\n2. The same run in another process, which dies in the middle of a save", "bold")
-    _die(config, interrupted)
+    numbers = range(config.every, config.steps + 1, config.every)
+    name = _name_of(step := numbers[len(numbers) // 2])
+    run_until_killed(config, interrupted, step)
+    (left,) = interrupted.glob(f"{HIDDEN}*")
+    _say(f"Killed (SIGKILL) while {name} was being saved.")
+    _say(f"There is no {name}: a checkpoint gets its name when it is complete and durable, never before.")
+    _say(f"Left behind, and removed by the next run: {left.name}.")
     _say("\n3. Resume from the newest checkpoint", "bold")
     asyncio.run(train(Trainer(config), interrupted, DemoDisplay()))
     _say("\n4. Compare", "bold")
     is_same = asyncio.run(compare(*(folder / _name_of(config.steps) for folder in (interrupted, uninterrupted))))
-    _say(f"\nAll of this took {time.perf_counter() - began:.0f} s.")
     return Code.FINE if is_same else Code.PROBLEMS
 
 
@@ -256,32 +240,6 @@ def _prepare() -> None:
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # CUDA's matrix products need a workspace of fixed size
     torch.use_deterministic_algorithms(True)
     torch.set_num_threads(max(1, min(cores() // 2, 8)))  # results depend on it; the saves get the other cores
-
-
-def _scaled(config: Config) -> Config:
-    """Return the widest model, with the largest batch, of which a step takes `_STEP_S` on this machine."""
-    for width in (384, 256, 128):
-        small = replace(config, width=width, batch=1)
-        trainer = Trainer(small)
-        for _ in range(3):  # the first two warm up
-            began = time.perf_counter()
-            trainer.update(trainer.forward_backward())
-        if fitting := int(_STEP_S / (time.perf_counter() - began)):
-            break
-    return replace(small, batch=max(1, min(fitting, config.batch)))
-
-
-def _die(config: Config, directory: Path) -> None:
-    """Train in a process until a save is written, but not published, which kills it; show what it has left."""
-    numbers = range(config.every, config.steps + 1, config.every)
-    name = _name_of(step := numbers[len(numbers) // 2])
-    run_until_killed(config, directory, step)
-    (left,) = directory.glob(f"{HIDDEN}*")
-    files = [file.name for file in left.iterdir()]
-    _say(f"Killed (SIGKILL) while {name} was being saved.")
-    _say(f"There is no {name}: a checkpoint gets its name when it is complete and durable, never before.")
-    described = f"{plural(len(files), 'file')}, {'' if METADATA_NAME in files else 'no '}{METADATA_NAME}"
-    _say(f"Left behind, and removed by the next run: {left.name} ({described}).")
 
 
 def run_until_killed(config: Config, directory: Path, kill_at: int) -> None:
@@ -307,14 +265,11 @@ async def compare(resumed: Path, uninterrupted: Path) -> bool:
     async with aiockpt.open(resumed) as a, aiockpt.open(uninterrupted) as b:
         found = await differences(a, b)
         sizes = [info.nbytes for info in a.values() if isinstance(info, TensorInfo)]
-        steps = len(await a.read("losses"))
     if found:
         keys = [info.key for info in (*found.changed, *found.removed, *found.added)]
-        _say(f"The final states differ in {plural(len(keys), 'key')}, first in {keys[0]}.", "red")
-        _say("The resumed run differs from the one that was never interrupted.", "bold red")
+        _say(f"The resumed run differs in {plural(len(keys), 'key')}, first in {keys[0]}.", "bold red")
     else:
-        what = f"All {len(sizes)} tensors of weights, optimizer and random numbers ({size_text(sum(sizes))})"
-        _say(f"The losses of all {steps} steps are identical.", "green")
+        what = f"All {len(sizes)} tensors of weights, optimizer, losses and random numbers ({size_text(sum(sizes))})"
         _say(f"{what} are bit-identical.", "green")
         _say("The resumed run is identical to the one that was never interrupted.", "bold green")
     return not found

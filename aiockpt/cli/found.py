@@ -45,6 +45,7 @@ class Contents:
         below: the subdirectories that hold checkpoints but are none themselves, each with their number.
         folders: the other subdirectories.
         problem: what the directory is if it holds files of a checkpoint that is not supported.
+        is_checkpoint: the directory is one itself, to which nothing in its subdirectories belongs.
         is_cut: there is more than was looked at.
     """
 
@@ -52,6 +53,7 @@ class Contents:
     below: dict[str, int] = field(default_factory=dict)
     folders: list[str] = field(default_factory=list)
     problem: str = ""
+    is_checkpoint: bool = False
     is_cut: bool = False
 
 
@@ -101,11 +103,14 @@ def look_into(directory: str, budget: LookBudget | None = None, names: StepNames
         and all(each.name in listing.top for each in found)
     ):
         problem = "none of its files has the name of a checkpoint's: name the file"
-    return Contents(found=found, below=below, folders=folders, problem=problem, is_cut=budget.is_spent)
+    whole, is_cut = about.is_checkpoint, budget.is_spent
+    return Contents(found=found, below=below, folders=folders, problem=problem, is_checkpoint=whole, is_cut=is_cut)
 
 
 def walk(directory: str, budget: LookBudget | None = None, levels: int = _MOST_LEVELS) -> Iterator[Found]:
     """Yield the checkpoints in a directory and its subdirectories; leftovers are none.
+
+    Of a directory that is a checkpoint itself, that, and what lies beside it: nothing in its subdirectories.
 
     Raises:
         OSError: a directory can't be read, or there is more than is looked at.
@@ -113,12 +118,18 @@ def walk(directory: str, budget: LookBudget | None = None, levels: int = _MOST_L
     budget = budget or LookBudget()
     place, directory = directories_for(directory)
     contents = look_into(directory, budget)
-    yield from (found for found in contents.found if found.format and not contents.problem)
+    if contents.problem:
+        return
+    known = [found for found in contents.found if found.format]
+    if contents.is_checkpoint:
+        yield from [found for found in known if found.info.path == directory] or known
+        return
+    yield from known
     below = [place.below(directory, name) for name in (*contents.below, *contents.folders)]
     below = [path for path in below if place.link(path) is None]
     if contents.is_cut or (below and not levels):
         raise OSError(f"{directory} holds more than is looked at; name its subdirectories")
-    for path in below if not contents.problem else ():
+    for path in below:
         yield from walk(path, budget, levels - 1)
 
 

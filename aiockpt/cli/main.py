@@ -331,6 +331,29 @@ def clean(
 
 
 @app.command()
+def watch(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run's directory, or a URL; it may not be there yet.")],
+    command: Annotated[
+        str | None,
+        typer.Option(
+            "--exec",
+            metavar="CMD",
+            help="A shell command to run: it has AIOCKPT_STEP and AIOCKPT_PATH in its environment.",
+        ),
+    ] = None,
+    once: Annotated[bool, typer.Option("--once", help="End after the first version.")] = False,
+    names: Names = _STEPS,
+) -> None:
+    """Follow a run: print each new version, and run a command for it. The newest wins. Ends with Ctrl-C.
+
+    Exit codes: 0 fine, 1 the command has failed for the last version.
+    """
+    from aiockpt.cli.watch import watch
+
+    raise typer.Exit(watch(run, command, names=names, once=once))
+
+
+@app.command()
 def mirror(
     directory: Annotated[str, typer.Argument(metavar="DIR", help="The directory of a manager's run.")],
     url: Annotated[str, typer.Argument(metavar="URL", help="Its mirror: a URL, or another directory.")],
@@ -354,19 +377,17 @@ def mirror(
 def bench(
     directory: Annotated[str, typer.Argument(metavar="DIR", help="A directory on the disk to measure.")] = ".",
     size: Annotated[
-        int, typer.Option("--size", parser=parse_size, metavar="BYTES", help="Write at most so much at a time.")
+        int, typer.Option("--size", parser=parse_size, metavar="BYTES", help="Save at most so much at a time.")
     ] = "1GiB",  # type: ignore[assignment] # as it is typed
-    seconds: Annotated[float, typer.Option("--seconds", min=0.05, help="Measure each at most so long.")] = 2.0,
     as_json: Json = False,
 ) -> None:
-    """Measure what a disk can do, and print the settings for it. Nothing is left there.
+    """Measure how fast a disk saves and loads, and print the settings for it. Nothing is left there.
 
-    Writes and reads past the page cache and through it, with several threads and chunk sizes; then saves and loads a
-    state. Takes up to a minute.
+    Saves and loads a state past the page cache and through it, with several numbers of threads.
     """
     from aiockpt.cli.bench import bench
 
-    bench(directory, size_bytes=size, seconds=seconds, as_json=as_json)
+    bench(directory, size_bytes=size, as_json=as_json)
 
 
 @app.command()
@@ -376,36 +397,29 @@ def demo(
     directory: Annotated[
         Path | None,
         typer.Option(
-            "--dir", file_okay=False, help="Where the checkpoints go; must be empty. By default a temporary directory."
+            "--dir", file_okay=False, help="Where checkpoints go, and stay; must be empty. By default they are removed."
         ),
     ] = None,
-    keep: Annotated[
-        bool | None,
-        typer.Option("--keep/--no-keep", help="Keep the checkpoints afterwards. By default, if --dir is given."),
-    ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="The seed of weights, dropout and choice of text.")] = 0,
-    device: Annotated[str, typer.Option(help="Where to train: cpu, cuda or cuda:N.")] = "cpu",
+    device: Annotated[Literal["cpu", "cuda"], typer.Option(help="Where to train.")] = "cpu",
     layers: Annotated[int, typer.Option(min=1, hidden=True)] = 4,
-    width: Annotated[int | None, typer.Option(min=4, hidden=True)] = None,
+    width: Annotated[int, typer.Option(min=4, hidden=True)] = 256,
 ) -> None:
     """A model trains, dies in the middle of a save, and resumes exactly. Takes half a minute, on busy cores a minute.
 
-    A small GPT learns from the sources of aiockpt; its size is chosen by the speed of this machine.
-    It saves beside training, and the same states with torch.save, to compare the time that training waits. Then
-    another process does the same run, and kills itself while it saves a checkpoint. The run is resumed, and compared
-    with the first one: every loss, and every bit of the final states.
+    A small GPT learns from the sources of aiockpt. It saves beside training, and the same states with torch.save, to
+    compare the time that training waits. Then another process does the same run, and kills itself while it saves a
+    checkpoint. The run is resumed, and compared with the first one: every loss, and every bit of the final states.
 
     Exit codes: 0 the runs are identical, 1 they differ, 2 wrong usage, 3 the demo could not be completed.
     """
     if steps < 2 * every:
         raise typer.BadParameter("at least two checkpoints are needed: --steps must be twice --every, or more")
-    if width is not None and width % 4:
+    if width % 4:
         raise typer.BadParameter("--width must be a multiple of 4")
     from aiockpt.cli.demo import Config, run_demo
 
-    config = Config(layers=layers, width=width or 384, steps=steps, every=every, seed=seed, device=device)
-    keep = directory is not None if keep is None else keep
-    raise typer.Exit(run_demo(config, directory, keep=keep, scale=width is None))
+    config = Config(layers=layers, width=width, steps=steps, every=every, device=device)
+    raise typer.Exit(run_demo(config, directory))
 
 
 @app.command()

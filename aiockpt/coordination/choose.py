@@ -51,9 +51,9 @@ def choose_coordinator(group: ProcessGroupLike, timeout_s: float, *, was_distrib
     if chosen is None or (not isinstance(chosen, Ranks) and chosen.size() == 1):
         return None
     with importing():  # only now: it imports stores, which a torch without distributed does not have
-        from aiockpt.coordination.coordinator import Coordinator
+        from aiockpt.coordination.coordinator import coordinator_of
 
-    return Coordinator(chosen, timeout_s=timeout_s)
+    return coordinator_of(chosen, timeout_s=timeout_s)
 
 
 def is_distributed() -> bool:

@@ -14,13 +14,12 @@ import errno
 import fcntl
 import hashlib
 import hmac
-import math
 import os
 import secrets
 import socket
 import struct
 import time
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import NamedTuple, SupportsIndex
 
 _LENGTH = struct.Struct("!Q")
@@ -37,10 +36,19 @@ class LinkBrokenError(Exception):
     """The other side has closed the connection or is dead."""
 
 
+@contextlib.contextmanager
+def breaking() -> Iterator[None]:
+    """Raise LinkBrokenError for what an operation on a connection raises if the other side is gone."""
+    try:
+        yield
+    except (EOFError, OSError) as exc:
+        raise LinkBrokenError(str(exc)) from exc
+
+
 class Endpoint(NamedTuple):
     """The addresses at which rank 0 listens, and the secret that it takes to connect."""
 
-    addresses: Sequence[tuple[str, int]]  # hosts as numbers, and ports; see `listen` for those without a port
+    addresses: Sequence[tuple[str, int]]  # hosts as numbers, and ports
     secret: bytes
     namespace: str  # of the network that the process sees: within it, addresses of loopback are enough
     host: str
@@ -72,12 +80,10 @@ class Link:
 
     async def receive(self) -> bytes:
         """Return the next message; raise LinkBrokenError if the other side is dead."""
-        try:
+        with breaking():
             while not (nbytes := _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))[0]):
                 pass
             return await self._reader.readexactly(nbytes)
-        except (EOFError, OSError) as exc:
-            raise LinkBrokenError(str(exc)) from exc
 
     def send(self, message: bytes) -> None:
         """Begin to send; never waits, never raises: that the link is broken is seen by its reader."""
@@ -101,19 +107,16 @@ class Link:
         Both sides call it before the first message. Raises LinkBrokenError.
         """
         if not connected:  # the other side must not send before this one has left the stream, which reads ahead
-            try:
+            with breaking():
                 await self._reader.readexactly(1)
-            except (EOFError, OSError) as exc:
-                raise LinkBrokenError(str(exc)) from exc
         own = socket.socket(fileno=os.dup(self._writer.get_extra_info("socket").fileno()))
         self.close()
         own.setblocking(True)
         if connected:
-            try:
+            with breaking(), contextlib.ExitStack() as stack:
+                stack.callback(own.close)
                 own.sendall(b"\1")
-            except OSError as exc:
-                own.close()
-                raise LinkBrokenError(str(exc)) from exc
+                stack.pop_all()
         return own
 
     def close(self) -> None:
@@ -121,27 +124,10 @@ class Link:
         self._writer.transport.abort()
 
 
-async def listen(
-    hosts: Sequence[str] | str | socket.socket,
-    secret: bytes,
-    name: str,
-    joined: Callable[[str, Link], None],
-    *,
-    most_strangers: float = math.inf,
-) -> asyncio.Server:
-    """Listen on these hosts, at ports that the system chooses; call ``joined`` with what each other side says it is.
-
-    A text is the name of a socket within this host; see unix(7). A socket listens already. No more than
-    ``most_strangers`` may be connected at once that have not proven anything yet.
-    """
-    strangers = 0
+async def listen(hosts: Sequence[str], secret: bytes, name: str, joined: Callable[[str, Link], None]) -> asyncio.Server:
+    """Listen on these hosts, at ports that the system chooses; call ``joined`` with what each other side says it is."""
 
     async def welcome(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        nonlocal strangers
-        if strangers >= most_strangers:
-            writer.transport.abort()
-            return
-        strangers += 1
         try:
             async with asyncio.timeout(HELLO_S):
                 hello = await _prove(reader, writer, secret, name)
@@ -150,8 +136,6 @@ async def listen(
             if isinstance(exc, LinkBrokenError | TimeoutError):
                 return
             raise
-        finally:
-            strangers -= 1
         assert isinstance(reader, _LinkReader)
         joined(hello, Link(reader, writer))
 
@@ -160,33 +144,15 @@ async def listen(
     def protocol() -> asyncio.StreamReaderProtocol:
         return asyncio.StreamReaderProtocol(_LinkReader(_BUFFER_BYTES, loop), welcome, loop)
 
-    if isinstance(hosts, socket.socket):
-        return await loop.create_server(protocol, sock=hosts, backlog=1024)
-    if isinstance(hosts, str):
-        return await loop.create_unix_server(protocol, hosts, backlog=1024)
     return await loop.create_server(protocol, list(hosts), 0, backlog=1024)  # all ranks come at once
 
 
 async def connect(host: str, port: int, secret: bytes, name: str) -> tuple[str, Link]:
-    """Connect, and return what the other side says it is; raise OSError, or LinkBrokenError if it proves nothing.
-
-    Without a port, the host is the name of a socket within this host.
-    """
+    """Connect, and return what the other side says it is; raise OSError, or LinkBrokenError if it proves nothing."""
     loop = asyncio.get_running_loop()
     reader = _LinkReader(_BUFFER_BYTES, loop)
     protocol = asyncio.StreamReaderProtocol(reader, loop=loop)
-    if port:
-        transport, _ = await loop.create_connection(lambda: protocol, host, port)
-    else:
-        own = socket.socket(socket.AF_UNIX)
-        try:
-            own.setblocking(False)  # it connects at once, or not at all
-            own.connect(host)
-            # Not by its name, which libuv would end at the first zero, if it is one without a file.
-            transport, _ = await loop.create_unix_connection(lambda: protocol, sock=own)
-        except BaseException:
-            own.close()
-            raise
+    transport, _ = await loop.create_connection(lambda: protocol, host, port)
     writer = asyncio.StreamWriter(transport, protocol, reader, loop)
     try:
         hello = await _prove(reader, writer, secret, name)
@@ -199,15 +165,14 @@ async def connect(host: str, port: int, secret: bytes, name: str) -> tuple[str, 
 async def _prove(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes, name: str) -> str:
     """Exchange names; see `proof`."""
     proving, received = proof(secret, name), b""
-    try:
-        while True:
-            message, nbytes = proving.send(received or None)
-            writer.write(message)
-            received = await reader.readexactly(nbytes)
-    except StopIteration as proven:
-        return str(proven.value)
-    except (EOFError, OSError) as exc:
-        raise LinkBrokenError(str(exc)) from exc
+    with breaking():
+        try:
+            while True:
+                message, nbytes = proving.send(received or None)
+                writer.write(message)
+                received = await reader.readexactly(nbytes)
+        except StopIteration as proven:
+            return str(proven.value)
 
 
 def proof(secret: bytes, name: str) -> Generator[tuple[bytes, int], bytes | None, str]:
@@ -275,7 +240,7 @@ def _is_own(address: str) -> bool:
 
 def is_loopback(address: str) -> bool:
     """Return whether an address is reached from its own host alone."""
-    return address.startswith(("127.", "\0")) or address == "::1"
+    return address.startswith("127.") or address == "::1"
 
 
 def reachable(endpoint: Endpoint, namespace: str) -> list[tuple[str, int]]:

@@ -41,15 +41,6 @@ def dead_rank_text(rank_name: str, operation: str) -> str:
     )
 
 
-def store_failure_text(operation: str, host: str | None, error: Exception) -> str:
-    """Return the message for a failure of the process group's store."""
-    where = "" if host is None else f" on {host}"
-    return (
-        f"the store of the process group{where} failed during {operation}: {error}; it is served by rank 0 or by the "
-        "launcher of the job, which may have ended"
-    )
-
-
 def silence_text(rank_name: str, operation: str, after_s: float) -> str:
     """Return the message for a rank that sends no heartbeats."""
     return (

@@ -13,7 +13,7 @@ same order on all ranks, so the operation of a rank's next call shows whether it
 | --- | --- |
 | the same operation | it takes part in the round |
 | one that rank 0 has failed without this rank | it is late, and gets that failure |
-| another one | a rank has skipped a call: rank 0's fails, naming both, and the rank's waits for the next one |
+| another one | a rank has skipped a call: both fail, with an error that names both |
 
 Each rank counts its calls. A message names the call by this number, so that what is sent again after a broken link is
 known again.
@@ -45,19 +45,20 @@ Kind = Literal["save", "load", "agree", "fallback"]
 _REMEMBERED = 64  # calls of a kind
 _KEPT_REPLIES = 4  # calls of a kind that have them
 _WHOLE_CALL = -1
-_HOLD_S = 5.0
-"""How long a rank that is ahead waits for rank 0, which has failed the call before."""
 
 
 @dataclass(slots=True, eq=False)
 class RankCall:
-    """One call that all ranks make; what follows the step is known to rank 0."""
+    """One call that all ranks make; what follows the step is known to rank 0, with an open round at most."""
 
     kind: Kind
     number: int = 0  # of this rank's calls, from its first message on
     step: int = 0  # of the next round
-    operation: str = ""  # of the first round
+    operation: str = ""
     numbers: dict[int, int] = field(default_factory=dict)  # of the calls of the other ranks that are this one
+    begun: float = 0.0  # the last round
+    arrivals: dict[int, Any] = field(default_factory=dict)  # the values of the others in it, or RemoteErrors
+    over: asyncio.Event = field(default_factory=asyncio.Event)  # all have arrived
     failure: bytes | None = None  # how it has ended, pickled
     replied: int = -1  # the step of the last replies
     replies: Sequence[bytes] = ()  # these, from rank 1 on; none if they are old
@@ -139,9 +140,6 @@ class _Lane:
     pending: dict[int, tuple[Ask | Left, float]] = field(default_factory=dict)  # what rank 0 has not come to, and since
     passed: int = 0  # the last call that was one of rank 0, and the number of that one
     passed_own: int = 0
-    held: dict[int, RemoteError] = field(
-        default_factory=dict
-    )  # what the rank has asked ahead of rank 0 -> how that failed
 
 
 @dataclass(slots=True, eq=False)
@@ -152,25 +150,6 @@ class _Peer:
     name: str
     broken: float | None = None  # since when it has no link any more
     lanes: defaultdict[Kind, _Lane] = field(default_factory=lambda: defaultdict(_Lane))
-
-
-@dataclass(slots=True, eq=False)
-class Round:
-    """A round that rank 0 has begun."""
-
-    call: RankCall
-    step: int
-    operation: str
-    begun: float
-    size: int  # the number of other ranks
-    arrivals: dict[int, Any] = field(default_factory=dict)  # the values, or RemoteErrors
-    over: asyncio.Event = field(default_factory=asyncio.Event)  # all have arrived
-
-    def arrive(self, rank: int, arrival: Any) -> None:
-        """Note the value that a rank has come with, or why it does not."""
-        self.arrivals[rank] = arrival
-        if len(self.arrivals) == self.size:
-            self.over.set()
 
 
 class Rounds:
@@ -187,8 +166,7 @@ class Rounds:
         self._patience_s = patience_s  # for a rank whose link is broken
         self._calls: defaultdict[Kind, deque[RankCall]] = defaultdict(lambda: deque(maxlen=_REMEMBERED))
         self._numbers = itertools.count(1)
-        self._open: list[Round] = []
-        self._now = 0.0
+        self._open: list[RankCall] = []
         self.outbox: list[tuple[int, Reply]] = []
 
     @property
@@ -196,44 +174,41 @@ class Rounds:
         """Whether rank 0 waits for others, or decides."""
         return bool(self._open)
 
-    def begin(self, call: RankCall, operation: str, now: float) -> Round:
+    def begin(self, call: RankCall, operation: str, now: float) -> None:
         """Come to the next round of a call."""
-        self._now = now
-        round_ = Round(call, call.step, operation, now, len(self._peers))
         self._count(call, operation)
-        self._open.append(round_)
+        call.begun, call.arrivals, call.over = now, {}, asyncio.Event()
+        self._open.append(call)
         for peer in self._peers:
             if call.failure is not None:
-                round_.arrive(peer.rank, pickle.loads(call.failure))
+                self._arrive(call, peer.rank, pickle.loads(call.failure))
             else:
-                self._compare(peer, call.kind)
-                self._look(peer, round_)
-        return round_
+                self._compare(peer, call.kind, now)
+                self._look(peer, call)
 
     def reply(self, call: RankCall, messages: Sequence[bytes]) -> None:
         """End a round with a message for each rank, from rank 1 on."""
-        self._open = [round_ for round_ in self._open if round_.call is not call]
+        self._open = [other for other in self._open if other is not call]
         if call.failure is None:
             call.replied, call.replies = call.step, messages
             for rank, number in call.numbers.items():
                 self.outbox.append((rank, Reply(number, call.step, messages[rank - 1])))
 
-    def fail(self, call: RankCall, operation: str, failure: RemoteError) -> None:
+    def fail(self, call: RankCall, operation: str, failure: RemoteError, now: float) -> None:
         """End a call on all ranks, also on those that have not come to it yet."""
-        rounds, self._open = self._open, [round_ for round_ in self._open if round_.call is not call]
+        is_open, self._open = call in self._open, [other for other in self._open if other is not call]
         if call.failure is not None:
             return
         self._count(call, operation)
         call.failure, call.replies = pickle.dumps(failure), ()
         for peer in self._peers:
-            for round_ in rounds:
-                if round_.call is call:
-                    round_.arrive(peer.rank, failure)
+            if is_open:
+                self._arrive(call, peer.rank, failure)
             number = call.numbers.get(peer.rank)
             if number is not None:
                 peer.lanes[call.kind].pending.pop(number, None)
                 self.outbox.append((peer.rank, Reply(number, _WHOLE_CALL, call.failure)))
-            self._compare(peer, call.kind)
+            self._compare(peer, call.kind, now)
 
     def _count(self, call: RankCall, operation: str) -> None:
         if not call.number:
@@ -244,13 +219,6 @@ class Rounds:
                 old.replies = ()
 
     # --- the other ranks -------------------------------------------------------------------------------
-
-    def close(self) -> None:
-        """Refuse what ranks have asked ahead of rank 0."""
-        for peer in self._peers:
-            for lane in peer.lanes.values():
-                for number, failure in lane.held.items():
-                    self.outbox.append((peer.rank, Reply(number, _WHOLE_CALL, pickle.dumps(failure))))
 
     def join(self, rank: int, name: str) -> None:
         """Take note of a rank's new link."""
@@ -263,7 +231,6 @@ class Rounds:
 
     def ask(self, rank: int, ask: Ask, now: float) -> None:
         """Take a rank's question: reply at once if its round has ended."""
-        self._now = now
         peer = self._peers[rank - 1]
         lane, call = peer.lanes[ask.kind], self._call_of(peer, ask)
         pending, _ = lane.pending.get(ask.number, (None, now))
@@ -276,32 +243,28 @@ class Rounds:
         elif (ask.step or ask.number <= lane.passed) if call is None else ask.step <= call.replied:
             text = f"the reply of rank 0 to {peer.name} was lost, as their connection broke during {ask.operation}"
             self._refuse(peer, ask, coordination_failure(rank, text))
-        elif not any(round_.call is call and rank in round_.arrivals for round_ in self._open):
-            lane.pending[ask.number] = ask, now
-            self._news(peer, ask.kind)
+        elif call not in self._open or rank not in call.arrivals:
+            self._note(peer, ask, now)
 
     def leave(self, left: Left, now: float) -> None:
         """Take note that a rank has left a call, though rank 0 may have come to it and wait for others."""
         peer = self._peers[left.rank - 1]
-        lane, call = peer.lanes[left.kind], self._call_of(peer, left)
-        if left.number > lane.passed if call is None else call.failure is None:
-            lane.pending[left.number] = left, now
-            for round_ in self._open:
-                if round_.call is call:
-                    round_.arrivals.pop(left.rank, None)
-            self._news(peer, left.kind)
+        call = self._call_of(peer, left)
+        if left.number > peer.lanes[left.kind].passed if call is None else call.failure is None:
+            if call is not None:
+                call.arrivals.pop(left.rank, None)
+            self._note(peer, left, now)
 
     def tick(self, now: float, heard: Mapping[int, float]) -> None:
         """Find ranks that are late, and those that rank 0 has let wait; ``heard``: the last sign of linked ranks."""
-        for round_ in self._open:
-            self._miss(round_, now, heard)
-        name = _with_calls(self._own_name, [round_.operation for round_ in self._open])
+        for call in self._open:
+            self._miss(call, now, heard)
+        name = _with_calls(self._own_name, [call.operation for call in self._open])
         for peer in self._peers:
-            for lane in peer.lanes.values():
-                for ask, since in list(lane.pending.values()):
-                    if isinstance(ask, Ask) and now - since >= self._timeout_s:
-                        text = timeout_text(name, ask.operation, self._timeout_s)
-                        self._end(peer, ask, lane.held.get(ask.number, coordination_failure(0, text)), now)
+            for message, since in [item for lane in peer.lanes.values() for item in lane.pending.values()]:
+                if isinstance(message, Ask) and now - since >= self._timeout_s:
+                    text = timeout_text(name, message.operation, self._timeout_s)
+                    self._end(peer, message, coordination_failure(0, text), now)
 
     # --- which call is meant ---------------------------------------------------------------------------
 
@@ -310,42 +273,36 @@ class Rounds:
         calls = reversed(self._calls[message.kind])
         return next((call for call in calls if call.numbers.get(peer.rank) == message.number), None)
 
-    def _news(self, peer: _Peer, kind: Kind) -> None:
-        self._compare(peer, kind)
-        for round_ in self._open:
-            if round_.call.kind == kind:
-                self._look(peer, round_)
+    def _note(self, peer: _Peer, message: Ask | Left, now: float) -> None:
+        peer.lanes[message.kind].pending[message.number] = message, now
+        self._compare(peer, message.kind, now)
+        for call in self._open:
+            if call.kind == message.kind:
+                self._look(peer, call)
 
-    def _compare(self, peer: _Peer, kind: Kind) -> None:
+    def _compare(self, peer: _Peer, kind: Kind, now: float) -> None:
         """Compare a rank's next calls with those of rank 0 that it has not come to: failed ones, and an open one."""
         lane = peer.lanes[kind]
         calls = [call for call in self._calls[kind] if call.number > lane.passed_own]
         for number in sorted(number for number in lane.pending if number > lane.passed):
-            message, since = lane.pending[number]
-            for call in calls:
-                if call.operation == message.operation:
-                    self._pass(peer, lane, message, call)
-                    return self._compare(peer, kind)
+            message, _ = lane.pending[number]
+            if (call := next((call for call in calls if call.operation == message.operation), None)) is not None:
+                self._pass(peer, lane, message, call)
+                return self._compare(peer, kind, now)
             if isinstance(message, Left):  # rank 0 may come to this call
                 continue
-            waits = (one for one in self._open if one.call in calls and peer.rank not in one.arrivals)
-            if (round_ := next(waits, None)) is None:
+            waiting = (call for call in self._open if call in calls and peer.rank not in call.arrivals)
+            if (call := next(waiting, None)) is None:
                 return None
-            if number in lane.held:  # rank 0 has not come to it next
-                self._end(peer, message, lane.held[number], since)
-                continue
-            text = f"rank 0 is at {round_.operation} while rank {peer.rank} is at {message.operation}"
-            lane.held[number] = coordination_failure(peer.rank, f"{text}: {SAME_CALLS}")
-            lane.pending[number] = message, self._now - self._timeout_s + min(_HOLD_S, self._timeout_s)
-            round_.arrive(peer.rank, lane.held[number])
-            return None
+            text = f"rank 0 is at {call.operation} while rank {peer.rank} is at {message.operation}: {SAME_CALLS}"
+            self._end(peer, message, coordination_failure(peer.rank, text), now)
+            self._arrive(call, peer.rank, coordination_failure(peer.rank, text))
         return None
 
     def _pass(self, peer: _Peer, lane: _Lane, message: Ask | Left, call: RankCall) -> None:
         """Note that a rank's call is this one of rank 0; those before it are over."""
         lane.passed, lane.passed_own = message.number, call.number
         call.numbers[peer.rank] = message.number
-        lane.held = {number: failure for number, failure in lane.held.items() if number > message.number}
         for old, _ in list(lane.pending.values()):
             if old.number < message.number and self._call_of(peer, old) is None:
                 del lane.pending[old.number]
@@ -353,50 +310,56 @@ class Rounds:
             del lane.pending[message.number]
             self.outbox.append((peer.rank, Reply(message.number, _WHOLE_CALL, call.failure)))
 
-    def _look(self, peer: _Peer, round_: Round) -> None:
-        """Take what a rank has sent for a round."""
-        lane = peer.lanes[round_.call.kind]
-        message, _ = lane.pending.get(round_.call.numbers.get(peer.rank, 0), (None, 0.0))
+    def _look(self, peer: _Peer, call: RankCall) -> None:
+        """Take what a rank has sent for an open round."""
+        pending = peer.lanes[call.kind].pending
+        message, _ = pending.get(call.numbers.get(peer.rank, 0), (None, 0.0))
         if isinstance(message, Left):
-            round_.arrive(peer.rank, message.failure)
-        elif message is not None and peer.rank not in round_.arrivals:
-            del lane.pending[message.number]
+            self._arrive(call, peer.rank, message.failure)
+        elif message is not None and peer.rank not in call.arrivals:
+            del pending[message.number]
             try:
-                round_.arrive(peer.rank, pickle.loads(message.message))
+                self._arrive(call, peer.rank, pickle.loads(message.message))
             except Exception as exc:  # a class of the value can't be imported here
-                round_.arrive(peer.rank, to_remote_error(peer.rank, exc))
+                self._arrive(call, peer.rank, to_remote_error(peer.rank, exc))
+
+    def _arrive(self, call: RankCall, rank: int, arrival: Any) -> None:
+        """Note the value that a rank has come with, or why it does not."""
+        call.arrivals[rank] = arrival
+        if len(call.arrivals) == len(self._peers):
+            call.over.set()
 
     def _end(self, peer: _Peer, ask: Ask, failure: RemoteError, now: float) -> None:
         """Fail a rank's call to which rank 0 does not come."""
         if (call := self._call_of(peer, ask)) is not None:
-            self.fail(call, ask.operation, failure)
+            self.fail(call, ask.operation, failure, now)
         else:
             self._refuse(peer, ask, failure)
-            peer.lanes[ask.kind].held.pop(ask.number, None)
             left = Left(peer.rank, ask.kind, ask.number, ask.operation, failure)
             peer.lanes[ask.kind].pending[ask.number] = left, now
 
     def _refuse(self, peer: _Peer, ask: Ask, failure: RemoteError) -> None:
         self.outbox.append((peer.rank, Reply(ask.number, _WHOLE_CALL, pickle.dumps(failure))))
 
-    def _miss(self, round_: Round, now: float, heard: Mapping[int, float]) -> None:
+    def _miss(self, call: RankCall, now: float, heard: Mapping[int, float]) -> None:
         """Find the ranks that do not come to a round."""
-        late, operation, timeout_s = dict[int, str](), round_.operation, self._timeout_s
-        for peer in [peer for peer in self._peers if peer.rank not in round_.arrivals]:
+        late, operation, timeout_s = dict[int, str](), call.operation, self._timeout_s
+        for peer in [peer for peer in self._peers if peer.rank not in call.arrivals]:
+            text = ""
             if peer.broken is not None:
                 if now - peer.broken > self._patience_s:
                     text = dead_rank_text(peer.name, operation)
-                    round_.arrive(peer.rank, coordination_failure(peer.rank, text))
-            elif now - round_.begun >= timeout_s:
+            elif now - call.begun >= timeout_s:
                 if now - heard.get(peer.rank, now) >= timeout_s:
                     text = silence_text(peer.name, operation, timeout_s)
-                    round_.arrive(peer.rank, coordination_failure(peer.rank, text))
                 else:
                     asks = [message for lane in peer.lanes.values() for message, _ in lane.pending.values()]
                     late[peer.rank] = _with_calls(peer.name, [ask.operation for ask in asks if isinstance(ask, Ask)])
+            if text:
+                self._arrive(call, peer.rank, coordination_failure(peer.rank, text))
         for rank in late:
             text = timeout_text(some_of(list(late.values()), 8), operation, timeout_s)
-            round_.arrive(rank, coordination_failure(min(late), text))
+            self._arrive(call, rank, coordination_failure(min(late), text))
 
 
 def _with_calls(name: str, operations: Sequence[str]) -> str:

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from aiockpt.coordination.link import Endpoint, addresses_of_this_host, check_descriptors
-from aiockpt.coordination.outcome import store_failure_text
 from aiockpt.coordination.protocol import Left
 from aiockpt.coordination.ranks import Ranks
 from aiockpt.core.threads import DaemonThreads
@@ -29,8 +28,12 @@ T = TypeVar("T")
 _coordinator_numbers: WeakKeyDictionary[Any, Iterator[int]] = WeakKeyDictionary()
 
 
-class RankAddress:
-    """This rank in a process group, or of `Ranks`, and the way to the others. Made without communication.
+class Rendezvous:
+    """This rank in a process group, or of `Ranks`, and messages to the others through the store that they have.
+
+    The messages are the address at which rank 0 listens, and why a rank without a link has left. A store blocks, and
+    one that has ended blocks for minutes. So its functions are called in a thread, which is left behind if the store
+    does not answer in time: CoordinationError. Making it does not communicate.
 
     Raises CoordinationError if this process is no member of the group, or if the group has no store.
     """
@@ -54,7 +57,10 @@ class RankAddress:
         # Every rank makes its coordinators over a group in the same order, so the count is the same everywhere.
         # It keeps coordinators of one group apart: keys of an earlier one stay in the store.
         number = next(_coordinator_numbers.setdefault(group, itertools.count()))
-        self.store = PrefixStore(str(number), store)
+        self._shared = PrefixStore(str(number), store)  # with the program, whose waits block its connection
+        self._own: Store | None = None
+        self._thread: DaemonThreads | None = None
+        self._seen = 0  # notices
 
     def rank_name(self, rank: int) -> str:
         """Return a rank's name for messages: its number in the group, and in the whole job if that differs."""
@@ -65,30 +71,15 @@ class RankAddress:
         """Return this rank's name with its host and process."""
         return f"{self.rank_name(self.rank)} on host {socket.gethostname()}, process {os.getpid()},"
 
-
-class Rendezvous:
-    """Messages through the store: the address at which rank 0 listens, and why a rank without a link has left.
-
-    A store blocks, and one that has ended blocks for minutes. So its functions are called in a thread, which is left
-    behind if the store does not answer in time: CoordinationError.
-    """
-
-    def __init__(self, address: RankAddress) -> None:
-        self._shared = address.store  # with the program, whose waits block its connection
-        self._own_name = address.own_name()
-        self._own: Store | None = None
-        self._thread: DaemonThreads | None = None
-        self._seen = 0  # notices
-
     @property
-    def store_host(self) -> str | None:
-        """The host of the store, if it is one of TCP."""
+    def _store_host(self) -> str | None:
         inner = _innermost(self._shared)
         return inner.host if isinstance(inner, TCPStore) else None
 
     async def addresses(self, operation: str, deadline: float) -> list[str]:
-        """Return the addresses of this host; see `addresses_of_this_host`."""
-        return await self._call(lambda: addresses_of_this_host(self.store_host), operation, deadline)
+        if self.host is not None:
+            return [self.host]
+        return await self._call(lambda: addresses_of_this_host(self._store_host), operation, deadline)
 
     async def publish(self, endpoint: Endpoint, operation: str, deadline: float) -> None:
         """Write where rank 0 listens."""
@@ -144,11 +135,17 @@ class Rendezvous:
         except TimeoutError:
             thread.rest()  # it is left behind, and ends if the store answers after all
             self._thread, self._own = None, None
-            silent = TimeoutError(f"no answer within {time.monotonic() - begun:.3g} s")
-            raise CoordinationError(store_failure_text(operation, self.store_host, silent)) from None
+            raise self._failure(operation, f"no answer within {time.monotonic() - begun:.3g} s") from None
         except RuntimeError as exc:  # the store's
             self._own = None
-            raise CoordinationError(store_failure_text(operation, self.store_host, exc)) from exc
+            raise self._failure(operation, exc) from exc
+
+    def _failure(self, operation: str, reason: object) -> CoordinationError:
+        where = "" if self._store_host is None else f" on {self._store_host}"
+        return CoordinationError(
+            f"the store of the process group{where} failed during {operation}: {reason}; it is served by rank 0 or by "
+            "the launcher of the job, which may have ended"
+        )
 
     def _client(self) -> Store:
         if self._own is None:
@@ -156,7 +153,7 @@ class Rendezvous:
                 check_descriptors(1)  # without one, torch would try for minutes
             except OSError as exc:
                 raise CoordinationError(
-                    f"{self._own_name} can't connect to the store of the process group: {exc}; close files, or raise "
+                    f"{self.own_name()} can't connect to the store of the process group: {exc}; close files, or raise "
                     "the limits (see ulimit)"
                 ) from exc
             self._own = _separate_client(self._shared)

@@ -2,8 +2,6 @@
 
 For one load, each rank that reads for others listens, and they connect to it; both prove that they know a secret, as
 for a `aiockpt.coordination.link`. Then the socket carries messages one way: a head with the CRC-32, and the bytes.
-Within a host the bytes are not sent, but stand in memory that both ranks have, until the other side says that it no
-longer needs them.
 
 Nothing depends on a wire: a rank reads itself what it is not sent. So a side that is dead, silent or can't be reached
 is left out, and what has happened to it is for the rounds of all ranks to say.
@@ -14,8 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import mmap
-import os
 import secrets
 import socket
 import struct
@@ -28,6 +24,7 @@ from aiockpt.coordination.link import (
     Endpoint,
     Link,
     LinkBrokenError,
+    breaking,
     connect,
     listen,
     network_namespace,
@@ -38,8 +35,6 @@ from aiockpt.core.wording import some_of
 logger = logging.getLogger("aiockpt")
 
 _HEAD = struct.Struct("!QQQ")
-_DONE = b"\1"
-_MOST_DONE = 64
 _MORE = getattr(socket, "MSG_MORE", 0)
 _TIME = struct.Struct("ll")  # timeval
 _JOIN_S = 5.0
@@ -53,27 +48,7 @@ class Head(NamedTuple):
 
     number: int
     nbytes: int
-    check: int  # the CRC-32, or where the bytes begin in the memory that both sides have
-
-
-class Arena:
-    """Memory for what is sent. If it ``is_shared``, other processes of this host may map it; it ends with the last."""
-
-    def __init__(self, nbytes: int, *, is_shared: bool) -> None:
-        self.fd = -1
-        if not is_shared:
-            self.view = memoryview(mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
-            return
-        self.fd = os.memfd_create("aiockpt-wires", os.MFD_CLOEXEC)
-        os.ftruncate(self.fd, nbytes)
-        self.view = memoryview(mmap.mmap(self.fd, nbytes))
-
-    def close(self) -> None:
-        """Close the file; the memory is freed when nothing refers to it. Idempotent."""
-        self.view = memoryview(b"")
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+    check: int  # the CRC-32
 
 
 class Wire:
@@ -86,8 +61,7 @@ class Wire:
     def __init__(self, own: socket.socket, stall_s: float) -> None:
         self.turn = threading.Lock()
         self._socket = own
-        if own.family != socket.AF_UNIX:
-            own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         # Limits of the kernel's: with one of Python's, each call would return after every packet.
         limit = _TIME.pack(int(stall_s), int(stall_s % 1 * 1e6))
         own.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
@@ -96,11 +70,12 @@ class Wire:
     def send(self, number: int, crc: int, view: memoryview) -> None:
         """Send a message."""
         try:
-            self._socket.sendall(_HEAD.pack(number, len(view), crc), _MORE)
-            self._socket.sendall(view)
-        except OSError as exc:
+            with breaking():
+                self._socket.sendall(_HEAD.pack(number, len(view), crc), _MORE)
+                self._socket.sendall(view)
+        except LinkBrokenError:
             self.end()  # a part of a message is no message
-            raise LinkBrokenError(str(exc)) from exc
+            raise
 
     def head(self) -> Head:
         """Wait for a message; return its head."""
@@ -111,10 +86,8 @@ class Wire:
     def fill(self, view: memoryview) -> None:
         """Receive bytes of the message whose head was returned."""
         while view:
-            try:
+            with breaking():
                 count = self._socket.recv_into(view, len(view), socket.MSG_WAITALL)
-            except OSError as exc:
-                raise LinkBrokenError(str(exc)) from exc
             if not count:
                 raise LinkBrokenError("the other side has closed the connection")
             view = view[count:]
@@ -129,85 +102,13 @@ class Wire:
         self._socket.close()
 
 
-class MemoryWire(Wire):
-    """A connection within a host, whose messages stand in memory that both sides have."""
-
-    def __init__(self, own: socket.socket, stall_s: float) -> None:
-        super().__init__(own, stall_s)
-        self._arena: memoryview | None = None  # of the other side
-        self._announced = self._done = 0  # messages
-        self._receiving = threading.Lock()
-        self._is_broken = False
-
-    def announce(self, number: int, nbytes: int, arena: Arena, offset: int) -> int:
-        """Send a message that stands in an arena, always the same one; return its ticket."""
-        try:
-            if not self._announced:
-                socket.send_fds(self._socket, [_DONE], [arena.fd])
-            self._socket.sendall(_HEAD.pack(number, nbytes, offset))
-        except OSError as exc:
-            raise LinkBrokenError(str(exc)) from exc
-        self._announced += 1
-        return self._announced
-
-    def wait(self, ticket: int) -> None:
-        """Wait until the other side no longer needs the message with this ticket. Any number of threads may wait."""
-        while self._done < ticket:
-            with self._receiving:  # what one thread receives counts for all
-                if self._done < ticket and not self._is_broken:
-                    count = self._receive_done()
-                    self._done += count
-                    self._is_broken = not count
-            if self._done < ticket and self._is_broken:
-                raise LinkBrokenError("the other side has left")
-
-    def _receive_done(self) -> int:
-        """Return how many more messages the other side no longer needs; 0 if it has left."""
-        with contextlib.suppress(OSError):
-            return len(self._socket.recv(_MOST_DONE))
-        return 0
-
-    def head(self) -> Head:
-        """Wait for a message; return its head."""
-        if self._arena is None:
-            try:
-                _, fds, _, _ = socket.recv_fds(self._socket, 1, 1)
-            except OSError as exc:
-                raise LinkBrokenError(str(exc)) from exc
-            if not fds:
-                raise LinkBrokenError("the other side has closed the connection")
-            try:
-                self._arena = memoryview(mmap.mmap(fds[0], 0))
-            finally:
-                os.close(fds[0])
-        return super().head()
-
-    def view(self, head: Head) -> memoryview:
-        """Return the bytes of a message, valid until it is `done`."""
-        if self._arena is None or head.check + head.nbytes > len(self._arena):
-            raise LinkBrokenError("the message is outside of the memory that both sides have")
-        return self._arena[head.check : head.check + head.nbytes]
-
-    def done(self) -> None:
-        """Allow the other side to use the memory of the message again. Does not block."""
-        try:
-            self._socket.sendall(_DONE)
-        except OSError as exc:
-            raise LinkBrokenError(str(exc)) from exc
-
-    def close(self) -> None:
-        """Close the connection; see `Wire.close`."""
-        self._arena = None
-        super().close()
-
-
 class Wires:
     """A rank's wires of one load."""
 
     def __init__(self, rank: int, timeout_s: float) -> None:
         self._rank = rank
         self._stall_s = min(timeout_s, _MOST_STALL_S)
-        self._servers: list[asyncio.Server] = []
+        self._server: asyncio.Server | None = None
         self._joined: dict[int, asyncio.Future[Wire]] = {}
         self._joining: set[asyncio.Task[None]] = set()
         self._every: list[Wire] = []  # a descriptor is closed when no thread may use it any more
@@ -217,34 +118,24 @@ class Wires:
     async def listen(self, hosts: Sequence[str]) -> Endpoint:
         """Listen on these hosts; return what it takes to connect. Raises OSError."""
         secret = secrets.token_bytes(32)
-        addresses: list[tuple[str, int]] = []
-        if hasattr(os, "memfd_create"):
-            addresses.append((f"\0aiockpt-{secrets.token_hex(16)}", 0))
-            self._servers.append(await listen(addresses[0][0], secret, str(self._rank), self._join))
-        server = await listen(hosts, secret, str(self._rank), self._join)
-        self._servers.append(server)
-        addresses += [listening.getsockname()[:2] for listening in server.sockets]
+        self._server = await listen(hosts, secret, str(self._rank), self._join)
+        addresses = [listening.getsockname()[:2] for listening in self._server.sockets]
         return Endpoint(addresses, secret, network_namespace(), socket.gethostname(), 0)
 
     async def connect(self, readers: Mapping[int, Endpoint], takers: Collection[int]) -> None:
         """Connect to all readers, and wait until all takers have connected; after some seconds without the others."""
-        for taker in takers:
-            self._joined.setdefault(taker, asyncio.get_running_loop().create_future())
-        reaching = {
-            asyncio.ensure_future(self._reach(reader, endpoint)): reader for reader, endpoint in readers.items()
-        }
-        waits: list[asyncio.Future[Wire]] = [*reaching, *(self._joined[taker] for taker in takers)]
+        joined = {taker: self._joined_by(taker) for taker in takers}
+        reaching = {rank: asyncio.ensure_future(self._reach(rank, endpoint)) for rank, endpoint in readers.items()}
+        waits: list[asyncio.Future[Wire]] = [*reaching.values(), *joined.values()]
         try:
             if waits:
                 await asyncio.wait(waits, timeout=min(_JOIN_S, self._stall_s))
         finally:
-            for task in reaching:
+            for task in reaching.values():
                 task.cancel()
-            await asyncio.gather(*reaching, return_exceptions=True)
+            await asyncio.gather(*reaching.values(), return_exceptions=True)
             self._stop_listening()
-            self.inbound = {rank: task.result() for task, rank in reaching.items() if _has_succeeded(task)}
-            came = [rank for rank in takers if _has_succeeded(self._joined[rank])]
-            self.outbound = {rank: self._joined.pop(rank).result() for rank in came}
+            self.inbound, self.outbound = _made_of(reaching), _made_of(joined)
         absent = sorted({*readers, *takers} - {*self.inbound, *self.outbound})
         if absent:
             logger.warning(
@@ -254,7 +145,6 @@ class Wires:
             )
 
     def end(self) -> None:
-        """Make all calls that wait for a wire fail; see `Wire.end`."""
         for wire in self._every:
             wire.end()
 
@@ -265,20 +155,20 @@ class Wires:
             wire.close()
 
     def _stop_listening(self) -> None:
-        for server in self._servers:
-            server.close()
+        if self._server is not None:
+            self._server.close()
         for task in self._joining:
             task.cancel()
 
+    def _joined_by(self, taker: int) -> asyncio.Future[Wire]:
+        return self._joined.setdefault(taker, asyncio.get_running_loop().create_future())
+
     def _join(self, hello: str, link: Link) -> None:
         async def take() -> None:
-            try:
+            with contextlib.suppress(LinkBrokenError):
                 wire = await self._made(link, connected=False)
-            except LinkBrokenError:
-                return
-            joined = self._joined.setdefault(int(hello), asyncio.get_running_loop().create_future())
-            if not joined.done():
-                joined.set_result(wire)
+                if not self._joined_by(int(hello)).done():
+                    self._joined_by(int(hello)).set_result(wire)
 
         task = asyncio.ensure_future(take())
         self._joining.add(task)
@@ -287,7 +177,7 @@ class Wires:
     async def _made(self, link: Link, *, connected: bool) -> Wire:
         try:
             own = await link.detach(connected=connected)
-            wire = (MemoryWire if own.family == socket.AF_UNIX else Wire)(own, self._stall_s)
+            wire = Wire(own, self._stall_s)
         finally:
             link.close()
         self._every.append(wire)
@@ -308,5 +198,6 @@ class Wires:
         raise error
 
 
-def _has_succeeded(future: asyncio.Future[Wire]) -> bool:
-    return future.done() and not future.cancelled() and future.exception() is None
+def _made_of(waits: Mapping[int, asyncio.Future[Wire]]) -> dict[int, Wire]:
+    came = {rank: wire for rank, wire in waits.items() if wire.done() and not wire.cancelled()}
+    return {rank: wire.result() for rank, wire in came.items() if wire.exception() is None}

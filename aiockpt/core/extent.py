@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 
+import numpy as np
 import torch
 
 from aiockpt.core.strides import reach
 
 # The address of a strided tensor's memory. Not `data_ptr`: it would copy memory that is shared until it is written.
 address_of: Callable[[torch.Tensor], int] = torch._C._data_address  # type: ignore[attr-defined]
+Range = tuple[int, int]
+"""The addresses of the first byte, and behind the last."""
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _PACKED = {dtype: count for name, count in (("quint4x2", 2), ("quint2x4", 4)) if (dtype := getattr(torch, name, None))}
 """Elements per byte of packed dtypes."""
@@ -90,3 +94,26 @@ def is_null(tensor: torch.Tensor) -> bool:
     if type(tensor) in _PLAIN and tensor.is_cpu:  # wrappers have no address, and not each device has addresses
         return not address_of(tensor) and tensor.untyped_storage().nbytes() > 0
     return tensor._is_zerotensor()
+
+
+def extent_of(tensor: torch.Tensor) -> Range:
+    """Return the memory from the first to the last element of a plain tensor; nothing if it has none of its own."""
+    if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or tensor.is_nested:
+        return 0, 0
+    begin = tensor.data_ptr()
+    if tensor.is_contiguous():
+        return begin, begin + tensor.nbytes
+    return begin, tensor.untyped_storage().data_ptr() + reach_bytes(tensor)
+
+
+def shared_among(extents: Sequence[Range], others: Sequence[Range] = ()) -> list[int]:
+    """Return the numbers of the extents that have bytes in common with another one, or with one of the others."""
+    ranges = np.fromiter(chain.from_iterable(chain(extents, others)), np.uint64).reshape(-1, 2)
+    kept = np.flatnonzero(ranges[:, 1] > ranges[:, 0])
+    order = kept[np.argsort(ranges[kept, 0], kind="stable")]
+    begins, ends = ranges[order].T
+    reached = np.maximum.accumulate(ends)  # how far those so far reach
+    overlaps = np.zeros(len(order), bool)
+    overlaps[1:] = begins[1:] < reached[:-1]
+    overlaps[:-1] |= begins[1:] < ends[:-1]
+    return [int(number) for number in order[overlaps & (order < len(extents))]]

@@ -486,7 +486,7 @@ class Engine:
         grace_s = min(CANCEL_GRACE_S, max((job.storage.traits.removal_s for job in late), default=CANCEL_GRACE_S))
         if not self.queue.wait_idle(grace_s / 2, abandoned=True):
             # A save waits for other ranks, or for the writer process, where a cancellation does not reach it.
-            self._abandon_ranks()
+            self.leave_ranks()
             if self._tools is not None and self._tools.writer is not None:
                 self._tools.writer.kill()
             self._is_stuck = not self.queue.wait_idle(grace_s / 2 if late else 0.0, abandoned=True)
@@ -504,7 +504,7 @@ class Engine:
             except TimeoutError:
                 call.cancel()
                 late.append(call)
-        self._abandon_ranks()  # what still waits for other ranks has been cancelled, which takes effect after a round
+        self.leave_ranks()  # what still waits for other ranks has been cancelled, which takes effect after a round
         grace = time.monotonic() + CANCEL_GRACE_S / 3
         for call in late:
             try:
@@ -512,7 +512,8 @@ class Engine:
             except TimeoutError:  # a thread of it hangs in the file system
                 self._is_stuck = True
 
-    def _abandon_ranks(self) -> None:
+    def leave_ranks(self) -> None:
+        """Make current and later rounds with other ranks fail."""
         if self._world is not None:
             self._world.coordinator.abandon()
 

@@ -19,7 +19,7 @@ from aiockpt.core.parameters import parameters_of
 from aiockpt.core.threads import outlast
 from aiockpt.engine.engine import Engine
 from aiockpt.engine.queue import KEPT, Failures, Statistics
-from aiockpt.errors import AiockptError, DeleteError, SaveError, printable
+from aiockpt.errors import AiockptError, CoordinationError, DeleteError, SaveError, printable
 from aiockpt.format.transforms.base import Transform, check_transforms
 from aiockpt.options import CheckpointerOptions, Path
 from aiockpt.snapshot.live import resolve
@@ -37,7 +37,10 @@ if TYPE_CHECKING:
     from aiockpt.engine.requests import StateDict
     from aiockpt.engine.submit import Submitter
     from aiockpt.planning.planner import Planner
+    from aiockpt.reading.apply_live import Loading
     from aiockpt.reading.executor import LoadTools
+    from aiockpt.reading.known_items import KnownItems
+    from aiockpt.reading.reader import CheckpointReader, SyncCheckpointReader
     from aiockpt.saving.fence import StepGuard
     from aiockpt.saving.handle import SaveHandle
     from aiockpt.saving.job import SaveJob
@@ -367,6 +370,25 @@ class EngineAccess:
             return decide([value])
 
         return engine.call(run, what, agreement)
+
+    def leave_ranks(self, unbegun: str | None) -> None:
+        """Make what waits for other ranks fail, now and later, on this rank and then on those.
+
+        ``unbegun``: what they agree on, if this rank has not come to it once: then it is noted in their store, which
+        blocks for two seconds at most.
+        """
+        engine = self._checkpointer._engine
+        coordinator = engine.coordinator() if may_be_of_several(self._checkpointer._options.process_group) else None
+        if coordinator is not None and unbegun is not None:
+            error = CoordinationError(f"rank {coordinator.rank} has closed before the first round of {unbegun}")
+            coordinator.tell(coordinator.call("agree"), unbegun, error)
+        engine.leave_ranks()
+
+    def load_opened(
+        self, reader: CheckpointReader | SyncCheckpointReader, state_dict: StateDict, known: KnownItems
+    ) -> Loading:
+        """Start to load an open checkpoint into a state, on this rank alone, without what the state has already."""
+        return self._checkpointer._loader.load_opened(reader, state_dict, known)
 
     def close(self) -> None:
         """Close the checkpointer, blocking."""

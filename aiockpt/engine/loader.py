@@ -98,12 +98,13 @@ class Loader:
     def load_opened(
         self, reader: CheckpointReader | SyncCheckpointReader, state_dict: Any, known: KnownItems
     ) -> Loading:
-        """Start to load an open checkpoint into a state, on this rank alone, without what the state has already."""
+        """Start the load; see `EngineAccess.load_opened`."""
+        opened = reader._opened
         request = LoadRequest(reader.path, state_dict, **{name: getattr(reader._options, name) for name in _OPENING})
         report = self._engine.reports.read("load", reader.path, None)
         try:
             checked = self._checked(request, reader._storage, report, together=False)
-            load = replace(checked, opened=reader._opened, known=known)
+            load = replace(checked, opened=opened, known=known)
             call = self._engine.call(load.run, f"load {reader.path}")
         except BaseException as exc:
             report.end(exc)

@@ -14,18 +14,21 @@ import torch
 
 from aiockpt.checkpointer import AsyncCheckpointer
 from aiockpt.core.dataclasses import dataclass, field
+from aiockpt.core.futures import Call
 from aiockpt.core.parameters import arguments_of
 from aiockpt.core.threads import check_asyncio, in_thread
-from aiockpt.engine.requests import OpenRequest
-from aiockpt.errors import AiockptError
+from aiockpt.engine.facade import EngineAccess
+from aiockpt.errors import CoordinationError
+from aiockpt.following.agreeing import Agreement, Look
 from aiockpt.following.polling import Poller
-from aiockpt.manager.base import ManagerBase
+from aiockpt.manager.base import ManagerBase, followed
 from aiockpt.manager.scan import DEFAULT_NAMES, StepInfo, StepNames
 from aiockpt.options import OpenOptions
 from aiockpt.reading.known_items import KnownItems
 from aiockpt.sync_checkpointer import SyncCheckpointer
 
 if TYPE_CHECKING:
+    from aiockpt.coordination.choose import ProcessGroupLike
     from aiockpt.engine.requests import StateDict
     from aiockpt.format.transforms.base import Transform
     from aiockpt.options import Path
@@ -33,6 +36,7 @@ if TYPE_CHECKING:
     from aiockpt.reading.reader import CheckpointReader, SyncCheckpointReader
 
 R = TypeVar("R", "CheckpointReader", "SyncCheckpointReader")
+T = TypeVar("T")
 Bucket = list[tuple[str, torch.Tensor]]
 
 
@@ -45,12 +49,18 @@ class WatchOptions(OpenOptions):
         poll_s: the shortest time between two looks, in seconds. If there is no new version, it grows to ten times.
         names: the names of the steps, as those of a manager.
         transforms: as those of a checkpointer.
+        process_group: the ranks that follow together, as those of a checkpointer; each of them iterates. Rank 0 looks,
+            and asks its ``until``: all have the same versions, and get the next one when all have come for it. If a
+            rank fails, closes its watch, or dies, the others raise. None: this process follows for itself.
+        coordination_timeout: seconds that a rank waits for the others, each time.
     """
 
     until: Callable[[], bool] | None = None
     poll_s: float = 0.2
     names: str | None = None
     transforms: Sequence[Transform] = ()
+    process_group: ProcessGroupLike = None
+    coordination_timeout: float = 1800.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +81,7 @@ class _VersionBase(Generic[R]):
     reader: R
     _info: StepInfo
     _known: dict[int, tuple[Any, KnownItems]] = field(repr=False)
+    _access: EngineAccess = field(repr=False)
 
     @property
     def step(self) -> int:
@@ -101,13 +112,11 @@ class _VersionBase(Generic[R]):
         return f"<{type(self).__name__} {self.step} of {self.path}>"
 
     def _start(self, state: StateDict) -> tuple[Loading, KnownItems]:
-        self.reader._opened  # noqa: B018 # raises if the loop has gone on
         # The state stays referenced, so that no other one has its id. What it holds is compared tensor by tensor.
         if id(state) not in self._known:
             self._known.clear()  # one state at a time: a caller may build a new one for each version
         known = self._known.setdefault(id(state), (state, KnownItems()))[1]
-        loader: Any = self.reader._checkpointer
-        return loader._loader.load_opened(self.reader, state, known), known
+        return self._access.load_opened(self.reader, state, known), known
 
     def _tensors(self) -> list[str]:
         return [key for key, info in self.reader.items() if hasattr(info, "chunks")]
@@ -212,44 +221,46 @@ class _Filling:
 class _WatchBase:
     """Base of both watches."""
 
-    _kind: Any
-
-    def __init__(self, request: WatchRequest) -> None:
-        run = request.run
-        self._manager = run if isinstance(run, ManagerBase) else None
+    def __init__(self, request: WatchRequest, kind: Callable[..., Any]) -> None:
         if request.until is not None and not callable(request.until):
             raise TypeError(f"until must be a function without arguments, not {request.until!r}")
-        storage: Any = request.storage if self._manager is None else self._manager._tiers.run.storage
-        where: Any = run if self._manager is None else self._manager.directory
-        names = DEFAULT_NAMES if request.names is None else StepNames(request.names)
+        where, storage, names, self._retention = request.run, request.storage, DEFAULT_NAMES, None
+        if isinstance(where, ManagerBase):
+            tier, self._retention = followed(where)
+            where, storage, names = tier.directory, tier.storage, tier.names
+        if request.names is not None:
+            names = StepNames(request.names)
         self._poller = Poller(where, storage, request.storage_options, names, request.poll_s)
-        self._request = request
+        self._until = request.until
         self._known: dict[int, tuple[Any, KnownItems]] = {}
-        self._checkpointer = self._kind(transforms=request.transforms)
+        self._opening = {name: getattr(request, name) for name in ("verify", "safe_globals", "trust")}
+        self._checkpointer = kind(
+            transforms=request.transforms,
+            process_group=request.process_group,
+            coordination_timeout=request.coordination_timeout,
+        )
+        self._access = EngineAccess(self._checkpointer)
+        self._agreement = Agreement(self._access, f"the next version of {self._poller.directory}")
         self._closed = False
 
     def _is_over(self) -> bool:
-        return self._closed or (self._request.until is not None and bool(self._request.until()))
+        return self._closed or (self._until is not None and bool(self._until()))
 
-    def _pin(self, info: StepInfo, stack: ExitStack) -> None:
-        if self._manager is not None:
-            stack.enter_context(self._manager._retention.reading(info.step))
+    def _pin(self, info: StepInfo, pinned: ExitStack) -> None:
+        if self._retention is not None:
+            pinned.enter_context(self._retention.reading(info.step))
 
-    def _opening(self, info: StepInfo) -> OpenRequest:
-        how = self._request
-        return OpenRequest(
-            path=info.path,
-            verify=how.verify,
-            safe_globals=how.safe_globals,
-            trust=how.trust,
-            storage=self._poller.storage,
-        )
+    def _pause_s(self) -> float:
+        return self._poller.pause_s if self._agreement.leads else 0.0  # rank 0 makes the others wait
+
+    def _version_parts(self, info: StepInfo) -> tuple[StepInfo, dict[int, tuple[Any, KnownItems]], EngineAccess]:
+        self._poller.take(info)
+        return info, self._known, self._access
 
 
 class Watch(_WatchBase):
     """The versions of a run as they appear: an asynchronous iterable; see `watch`."""
 
-    _kind = AsyncCheckpointer
     _checkpointer: AsyncCheckpointer
 
     async def __aenter__(self) -> Self:
@@ -262,54 +273,75 @@ class Watch(_WatchBase):
     async def aclose(self) -> None:
         """End the iteration, and close what it has open. Idempotent."""
         self._closed = True
+        self._agreement.leave()
         with anyio.CancelScope(shield=True):
             await self._checkpointer.aclose()
 
     async def __aiter__(self) -> AsyncIterator[Version]:
         try:
-            while True:
-                info = await asyncio.wrap_future(in_thread(self._poller.look))
-                if info is not None:
-                    with ExitStack() as stack:
-                        self._pin(info, stack)
-                        version = await self._opened(info)
-                        if version is not None:
-                            try:
-                                yield version
-                            finally:
-                                version.reader._close()
-                elif self._is_over():
-                    return
-                else:
-                    await asyncio.sleep(self._poller.pause_s)
+            with ExitStack() as pinned:
+                while not (look := await self._looked()).is_over:
+                    pinned.close()  # all ranks have come: none reads the version before any more
+                    if look.info is None:
+                        await asyncio.sleep(self._pause_s())
+                        continue
+                    self._pin(look.info, pinned)
+                    version = await self._opened(look.info)
+                    if version is not None:
+                        try:
+                            yield version
+                        finally:
+                            version.reader._close()
         finally:
             await self.aclose()
 
+    async def _looked(self) -> Look:
+        """Look, or learn what rank 0 has seen."""
+        own: Look | Exception | None = None
+        if self._agreement.leads:
+            try:
+                info = await asyncio.wrap_future(in_thread(self._poller.look))
+                own = Look(info, info is None and self._is_over())
+            except Exception as exc:
+                own = exc
+        try:
+            return await self._reply(self._agreement.look(own))
+        except CoordinationError:
+            if self._closed:
+                return Look(None, is_over=True)
+            raise
+
+    async def _reply(self, call: Call[T] | T) -> T:
+        if not isinstance(call, Call):
+            return call
+        try:
+            return await call.completion
+        except BaseException:
+            self._agreement.leave()  # or the round would outlast a cancellation
+            raise
+
     async def _opened(self, info: StepInfo) -> Version | None:
-        """Open a version; None if it is gone, or was replaced, meanwhile."""
-        reader = self._checkpointer._loader.open(self._opening(info), self._checkpointer)
+        """Open a version; None if it is gone, or was replaced, meanwhile, on any rank."""
+        reader, error = self._checkpointer.open(info.path, storage=self._poller.storage, **self._opening), None
         try:
-            await reader
-        except AiockptError:
-            if await asyncio.wrap_future(in_thread(self._poller.is_current, info)):
-                raise
-            return None
-        try:
+            try:
+                await reader
+            except Exception as exc:
+                error = exc
             is_current = await asyncio.wrap_future(in_thread(self._poller.is_current, info))
+            is_open = await self._reply(self._agreement.opened(error if is_current and error else is_current))
         except BaseException:
             reader._close()
             raise
-        if not is_current:
-            reader._close()
-            return None
-        self._poller.take(info)
-        return Version(reader, info, self._known)
+        if is_open:
+            return Version(reader, *self._version_parts(info))
+        reader._close()
+        return None
 
 
 class SyncWatch(_WatchBase):
     """The versions of a run as they appear: an iterable; see `watch_sync`."""
 
-    _kind = SyncCheckpointer
     _checkpointer: SyncCheckpointer
 
     def __enter__(self) -> Self:
@@ -321,44 +353,69 @@ class SyncWatch(_WatchBase):
     def close(self) -> None:
         """End the iteration, and close what it has open. Idempotent."""
         self._closed = True
+        self._agreement.leave()
         self._checkpointer.close()
 
     def __iter__(self) -> Generator[SyncVersion, None, None]:
         try:
-            while True:
-                info = self._poller.look()
-                if info is not None:
-                    with ExitStack() as stack:
-                        self._pin(info, stack)
-                        version = self._opened(info)
-                        if version is not None:
-                            stack.callback(version.reader.close)
+            with ExitStack() as pinned:
+                while not (look := self._looked()).is_over:
+                    pinned.close()
+                    if look.info is None:
+                        time.sleep(self._pause_s())
+                        continue
+                    self._pin(look.info, pinned)
+                    version = self._opened(look.info)
+                    if version is not None:
+                        try:
                             yield version
-                elif self._is_over():
-                    return
-                else:
-                    time.sleep(self._poller.pause_s)
+                        finally:
+                            version.reader.close()
         finally:
             self.close()
 
-    def _opened(self, info: StepInfo) -> SyncVersion | None:
-        """Open a version; None if it is gone, or was replaced, meanwhile."""
-        reader = self._checkpointer._loader.open_sync(self._opening(info), self._checkpointer)
+    def _looked(self) -> Look:
+        """Look, or learn what rank 0 has seen."""
+        own: Look | Exception | None = None
+        if self._agreement.leads:
+            try:
+                info = self._poller.look()
+                own = Look(info, info is None and self._is_over())
+            except Exception as exc:
+                own = exc
         try:
-            reader.__enter__()
+            return self._reply(self._agreement.look(own))
+        except CoordinationError:
+            if self._closed:
+                return Look(None, is_over=True)
+            raise
+
+    def _reply(self, call: Call[T] | T) -> T:
+        if not isinstance(call, Call):
+            return call
+        try:
+            return call.completion.result()
+        except BaseException:
+            self._agreement.leave()
+            raise
+
+    def _opened(self, info: StepInfo) -> SyncVersion | None:
+        """Open a version; None if it is gone, or was replaced, meanwhile, on any rank."""
+        reader, error = self._checkpointer.open(info.path, storage=self._poller.storage, **self._opening), None
+        try:
+            try:
+                reader.__enter__()
+            except Exception as exc:
+                error = exc
             is_current = self._poller.is_current(info)
-        except AiockptError:
-            if self._poller.is_current(info):
-                raise
-            return None
+            is_open = self._reply(self._agreement.opened(error if is_current and error else is_current))
         except BaseException:
             reader.close()
             raise
-        if not is_current:
-            reader.close()
-            return None
-        self._poller.take(info)
-        return SyncVersion(reader, info, self._known)
+        if is_open:
+            return SyncVersion(reader, *self._version_parts(info))
+        reader.close()
+        return None
 
 
 @arguments_of(WatchRequest)
@@ -381,10 +438,10 @@ def watch(request: WatchRequest) -> Watch:
     Raises:
         ValueError: an option is wrong.
     """
-    return Watch(request)
+    return Watch(request, AsyncCheckpointer)
 
 
 @arguments_of(WatchRequest)
 def watch_sync(request: WatchRequest) -> SyncWatch:
     """Follow a run, blocking: ``for version in aiockpt.watch_sync("runs/a")``; see `watch`."""
-    return SyncWatch(request)
+    return SyncWatch(request, SyncCheckpointer)

@@ -15,6 +15,7 @@ if nothing describes them. Files of a model repository there are those that a sa
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from fnmatch import fnmatchcase
 
@@ -24,8 +25,8 @@ from aiockpt.format.manifest.manifest import decode_head, facts_in, is_of_anothe
 from aiockpt.format.names import MANIFEST_NAME, METADATA_NAME, OPEN_MARK, SINGLE_NAME, SUFFIX
 from aiockpt.format.recognise import SHARD_INDEX, rank_metadata, recognise
 
-_STILL_OPEN = (".nfs*", ".fuse_hidden*")  # what NFS and FUSE keep of files that were removed while they are open
-_LEFT = (SINGLE_NAME, *_STILL_OPEN, ".__*_results.json", ".__*_results.json.new")  # the last ones are of Megatron
+_STILL_OPEN = re.compile(r"\.nfs[0-9a-f]{24}|\.fuse_hidden[0-9a-f]{16,}")
+_LEFT = (SINGLE_NAME, ".__*_results.json", ".__*_results.json.new")  # the last ones are of Megatron
 _REPOSITORY = (  # beside the safetensors of a model, as the Hugging Face Hub has them
     *("*config.json", "configuration_*.py", "modeling_*.py", "tokenizer*", "*tokens*.json", "vocab*", "merges.txt"),
     *("sentencepiece*.model", "spiece.model", "chat_template.*", "README.md", "LICENSE*", ".gitattributes"),
@@ -62,6 +63,7 @@ def left_files(files: Mapping[str, int], fetch: Fetch) -> set[str]:
         own = set()
     tensors = {name for name in files if name.endswith(SUFFIX) or fnmatchcase(name, DATA_NAMES)}
     left = {name for name in files if describes(name) or any(fnmatchcase(name, known) for known in _LEFT)}
+    left |= set(filter(is_still_open, files))
     return own | left | set(filter(is_of_repository, files)) | (tensors if own <= left else set())
 
 
@@ -84,7 +86,7 @@ def order_of_removal(own: Collection[str]) -> list[str]:
 
 def is_still_open(name: str) -> bool:
     """Return whether a network file system made this of a file that was removed while it is open: it goes by itself."""
-    return any(fnmatchcase(name, each) for each in _STILL_OPEN)
+    return bool(_STILL_OPEN.fullmatch(name))
 
 
 def is_one_checkpoint(names: Collection[str]) -> bool:

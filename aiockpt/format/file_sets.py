@@ -21,8 +21,9 @@ from typing import Any, NamedTuple
 from aiockpt.core.dataclasses import dataclass, field, replace
 from aiockpt.errors import CorruptCheckpointError, LoadError, UnsafeCheckpointError
 from aiockpt.format.index import Entry, Index, ItemRange, ObjectEntry, ObjPath, StoredChunk, TensorEntry, lacking_of
+from aiockpt.format.layouts import SHARD_ALONE, leads_out, plain_name
 from aiockpt.format.names import COMMON_NAME, METADATA_NAME
-from aiockpt.format.recognise import PART, known_ranks, plain_name
+from aiockpt.format.recognise import PART, known_ranks
 from aiockpt.format.safetensors.reader import HeaderError, parse_object, shared_names
 
 _MOST_SHOWN = 10
@@ -147,14 +148,10 @@ def join_common(index: Index, common: Index) -> Index:
 
 
 def check_alone(name: str, index: Index, folder: str) -> str | None:
-    """Return a warning if a file that is read alone is a part of a set; raise LoadError if it holds shards."""
+    """Return a warning if a file that is read alone is a part of a set; raise CorruptCheckpointError for shards."""
     part = PART.fullmatch(name)
-    rank = part and part[1]
-    if rank or index.is_part:
-        raise LoadError(
-            f"{name} holds the shards of {f'rank {int(rank)}' if rank else 'one rank'} alone, not whole tensors: name "
-            f"the directory with the files of all ranks, {folder}"
-        )
+    if index.is_part:
+        raise CorruptCheckpointError(f"{SHARD_ALONE}, {folder}")
     if part is None or int(part[4]) < 2:
         return None
     return f"{name} is part {int(part[3])} of {int(part[4])}, and the others were not read; for all, name {folder}"
@@ -221,18 +218,12 @@ def decode_shard_index(name: str, data: bytes) -> ShardIndex:
     except HeaderError as exc:
         raise CorruptCheckpointError(f"{name} {exc}; restore it from where it came") from exc
     for key, file in weight_map.items():
-        if _leads_out(plain_name(file)):
+        if leads_out(plain_name(file)):
             raise UnsafeCheckpointError(
                 f"{name} puts the tensor {key!r} into {file!r}, which is not a plain path below the index; "
                 "nothing was read. Correct the index if you trust it."
             )
     return ShardIndex({key: plain_name(file) for key, file in weight_map.items()}, metadata or {})
-
-
-def _leads_out(file: str) -> bool:
-    """Return whether a path may lead out of a directory, here or on a system with drives and backslashes."""
-    parts = file.split("/")
-    return not {"", ".", ".."}.isdisjoint(parts) or not {"\\", ":", "\0"}.isdisjoint(file) or not file.isprintable()
 
 
 def merge_shards(name: str, shards: ShardIndex, headers: Mapping[str, Index]) -> Index:

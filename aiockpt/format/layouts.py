@@ -20,7 +20,7 @@ from typing import ClassVar, Literal
 from aiockpt.core.dataclasses import dataclass, field
 from aiockpt.errors import CorruptCheckpointError, LoadError, printable_key
 from aiockpt.format.item.ziparchive import LEGACY_MAGIC, ZIP_MAGIC, FramingError, read_directory
-from aiockpt.format.names import COMMON_NAME, CONFIG_NAME, METADATA_NAME, SUFFIX
+from aiockpt.format.names import COMMON_NAME, CONFIG_NAME, METADATA_NAME, SHARDING_KEY, SUFFIX
 
 Format = Literal["aiockpt", "dcp", "safetensors", "torch", ""]
 State = Literal["complete", "unfinished", "damaged"]
@@ -42,7 +42,10 @@ _BEGIN_BYTES = 1024  # enough for the name of the first record of an archive
 _DIRECTORY_BYTES = 64 << 10  # the end of an archive: all of its directory, unless it is large
 _FIRST_RECORD = re.compile(rb"PK\x03\x04.{4}\x00\x00.{20}[^/]+/data\.pkl", re.DOTALL)  # stored, not compressed
 _DATA_IN_METADATA = re.compile(rb"__[0-9]{1,9}_[0-9]{1,9}\.distcp")
+SHARD_ALONE = "it holds the shards of one rank alone, not whole tensors: name the directory with the files of all ranks"
+
 _LIGHTNING = "meta.pt"
+_OF_RANK = re.compile(r"shard-[0-9]", re.IGNORECASE)
 _MAGICS = (
     (b"GGUF", "a GGUF file of llama.cpp"),
     (b"\x89HDF\r\n\x1a\n", "an HDF5 file, as of Keras"),
@@ -148,20 +151,28 @@ class LooseFiles(Recognised):
     are_proven: ClassVar[bool]  # without an index, by their headers
 
     def find_problem(self, files: Mapping[str, int], fetch: Fetch) -> str:
+        keys: dict[str, Mapping[str, str]] = {}
         for name in self.files:
             inner = recognise_file(name, files[name], fetch)
-            is_alike = type(inner) is type(self)
-            if problem := self.file_problem(name, files[name], fetch) if is_alike else inner.problem or "it is damaged":
-                return f"{printable_key(name)}: {problem}" if self.files[1:] else problem
-        return ""
+            try:
+                if type(inner) is not type(self):
+                    raise CorruptCheckpointError(inner.problem or "it is damaged")
+                keys[name] = self.keys_of(name, files[name], fetch)
+            except CorruptCheckpointError as exc:
+                return f"{printable_key(name)}: {exc}" if self.files[1:] else str(exc)
+        return self.problem_of_keys(keys, document(self.index, files, fetch) if self.index else b"")
 
-    def file_problem(self, name: str, size: int, fetch: Fetch) -> str:
-        """Return why a file can't be intact; empty if it may be."""
+    def keys_of(self, name: str, size: int, fetch: Fetch) -> Mapping[str, str]:
+        """Return the tensors of a file by their names, as its header tells; raise if it can't be whole."""
         raise NotImplementedError
+
+    def problem_of_keys(self, keys: Mapping[str, Mapping[str, str]], index: bytes) -> str:
+        """Return why files with these tensors can't be one checkpoint; empty if they may be."""
+        return ""
 
     def own_files(self, files: Mapping[str, int], fetch: Fetch) -> set[str]:
         if self.index and self.files:
-            return {self.index, *(name for name in self.files if name.endswith((SUFFIX, ".bin")))}
+            return {self.index, *(name for name in self.files if name.endswith(SUFFIX if self.are_proven else ".bin"))}
         if problem := self.problem or (self.find_problem(files, fetch) if self.are_proven else ""):
             raise CorruptCheckpointError(problem)
         return {*self.files} if self.are_proven else set()
@@ -174,17 +185,37 @@ class SafetensorsFiles(LooseFiles):
     format: Format = "safetensors"
     are_proven = True
 
-    def file_problem(self, name: str, size: int, fetch: Fetch) -> str:
+    def keys_of(self, name: str, size: int, fetch: Fetch) -> Mapping[str, str]:
         length = int.from_bytes(fetch(name, 0, min(size, _LENGTH_BYTES)), "little")
         if length > _HEADER_BYTES or _LENGTH_BYTES + length > size:
-            return "its header is cut short or damaged"
+            raise CorruptCheckpointError("its header is cut short or damaged")
         try:
             header = json.loads(fetch(name, _LENGTH_BYTES, length))
-            end = max((facts["data_offsets"][1] for key, facts in header.items() if key != "__metadata__"), default=0)
-            expected = _LENGTH_BYTES + length + end
+            metadata = header.pop("__metadata__", {})
+            expected = _LENGTH_BYTES + length + max((facts["data_offsets"][1] for facts in header.values()), default=0)
+            places = json.loads(metadata.get(SHARDING_KEY, "{}"))
+            is_rest = self.files == (name,) and any(any(place["saved_offsets"]) for place in places.values())
+            shared = {key: kept for key, kept in metadata.items() if kept in header}
         except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
-            return "its header is damaged"
-        return "" if expected == size else f"it has {size} bytes, but should have {expected}"
+            raise CorruptCheckpointError("its header is damaged") from None
+        if expected != size or is_rest:
+            raise CorruptCheckpointError(SHARD_ALONE if is_rest else f"it has {size} bytes, but should have {expected}")
+        return shared | {key: key for key in header}
+
+    def problem_of_keys(self, keys: Mapping[str, Mapping[str, str]], index: bytes) -> str:
+        if index:
+            placed = {key: plain_name(str(name)) for key, name in json.loads(index)["weight_map"].items()}
+            wrong = next((key for key, name in placed.items() if key not in keys[name]), None)
+            says = f", as {self.index} says"
+            return "" if wrong is None else f"{placed[wrong]} does not hold {printable_key(wrong)}{says}"
+        if all(map(_OF_RANK.match, self.files)):
+            return ""
+        holders: dict[str, str] = {}
+        for name, stored in keys.items():
+            for key in (key for key, kept in stored.items() if key == kept):
+                if holders.setdefault(key, name) is not name:
+                    return f"{printable_key(key)} is in both {holders[key]} and {name}: they are of different saves"
+        return ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,9 +225,21 @@ class TorchFiles(LooseFiles):
     format: Format = "torch"
     are_proven = False
 
-    def file_problem(self, name: str, size: int, fetch: Fetch) -> str:
-        is_cut = fetch(name, 0, 4) == ZIP_MAGIC and "data.pkl" not in _records(name, size, fetch)
-        return "it was cut short, or is damaged" if is_cut else ""
+    def keys_of(self, name: str, size: int, fetch: Fetch) -> Mapping[str, str]:
+        if fetch(name, 0, 4) == ZIP_MAGIC and "data.pkl" not in _records(name, size, fetch):
+            raise CorruptCheckpointError("it was cut short, or is damaged")
+        return {}
+
+
+def plain_name(name: str) -> str:
+    """Return a name in the map of an index as files are listed: without "./", which leads nowhere."""
+    return re.sub(r"(?<![^/])(\./)+", "", name)
+
+
+def leads_out(name: str) -> bool:
+    """Return whether a path may lead out of a directory, here or on a system with drives and backslashes."""
+    parts = name.split("/")
+    return not {"", ".", ".."}.isdisjoint(parts) or not {"\\", ":", "\0"}.isdisjoint(name) or not name.isprintable()
 
 
 # --- documents ------------------------------------------------------------------------------------------

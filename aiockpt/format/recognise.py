@@ -23,6 +23,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -30,6 +31,7 @@ from aiockpt.core.wording import naturally, some_of
 from aiockpt.errors import LoadError, printable_key
 from aiockpt.format.item.ziparchive import LEGACY_MAGIC, ZIP_MAGIC
 from aiockpt.format.layouts import (
+    SHARD_ALONE,
     DcpFiles,
     Fetch,
     RankFiles,
@@ -41,6 +43,8 @@ from aiockpt.format.layouts import (
     document,
     has_common,
     is_safetensors,
+    leads_out,
+    plain_name,
     recognise_file,
 )
 from aiockpt.format.manifest.manifest import (
@@ -105,7 +109,9 @@ def recognise(files: Mapping[str, int], fetch: Fetch, *, alone: bool = False, in
     """
     if alone:
         for name, size in files.items():
-            return recognise_file(name, size, fetch)
+            found = recognise_file(name, size, fetch)
+            is_shard = isinstance(found, SafetensorsFiles) and (part := PART.fullmatch(name)) and part[1]
+            return replace(found, problem=SHARD_ALONE) if is_shard else found
         return Recognised(problem="it is no regular file")
     top = [name for name in files if not name.startswith(".") and "/" not in name]  # others are copies and litter
     if METADATA_NAME in files:
@@ -189,14 +195,11 @@ def _indexed(index: str, files: Mapping[str, int], fetch: Fetch) -> Recognised:
         members = tuple(dict.fromkeys(plain_name(str(name)) for name in names))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return kind(problem=f"{printable_key(index)} is damaged", index=index)
+    if (out := next(filter(leads_out, members), None)) is not None:
+        return kind(problem=f"{printable_key(index)} names {printable_key(out)}, which is not below it", index=index)
     missing = [name for name in members if name not in files]
     problem = f"it lacks its file {printable_key(missing[0])}" if missing else ""
     return kind(problem=problem, files=members, index=index, beside=_beside(files, [*members, index]))
-
-
-def plain_name(name: str) -> str:
-    """Return a name in the map of an index as files are listed: without "./", which leads nowhere."""
-    return re.sub(r"(?<![^/])(\./)+", "", name)
 
 
 def _loose_set(

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from aiockpt.core.futures import Completion
     from aiockpt.manager.mirror import MirrorCopier
     from aiockpt.manager.ports import CheckpointerPort
+    from aiockpt.manager.tiers import Tier
     from aiockpt.saving.handle import SaveHandle
     from aiockpt.telemetry.mirrors import MirrorBacklog
 
@@ -112,9 +113,6 @@ class ManagerBase:
         await self._run.open()
         if self.writes and self.leads:
             self._tiers.begin_to_copy(self._keep, self._retention, self._run.access, locks=self._run.locks)
-
-    async def _settle_disks(self, *, renames: bool) -> None:
-        await self._run.settle_disks(renames=renames)
 
     def _close(self) -> None:
         """Close the checkpointer, wait for deletions, and let others write to the run. Blocks; idempotent."""
@@ -226,7 +224,7 @@ class ManagerBase:
             if request.discard_later:
                 discard = partial(self._run.call, self._tiers.discard, restored.step, self._retention)
                 await self._run.led("the later steps", discard)
-                await self._settle_disks(renames=False)
+                await self._run.settle_disks()
             elif request.discard_later is None and request.step != "latest" and self.writes and self.leads:
                 await self._warn_of_later(restored.step)
         return restored
@@ -431,6 +429,11 @@ class ManagerBase:
         there = None if mirror is None else {info.step: mirror.state_of(info) for info in infos}
         kept = select(self._keep, infos, time.time())
         return _html_table(repr(self)[1:-1], infos, kept, self._retention.pinned, there)
+
+
+def followed(manager: ManagerBase) -> tuple[Tier, Retention]:
+    """Return the tier that a manager's run is in, and what keeps its steps while they are read."""
+    return manager._tiers.run, manager._retention
 
 
 def _check_own_disks(options: ManagerOptions, in_force: CheckpointerOptions) -> None:

@@ -1,8 +1,7 @@
 """The disks of a run whose hosts have one each: they meet when the run is opened, by two rounds of all ranks.
 
 In the first, the ranks exchange the ids of their disks; the lowest rank of each disk then serves it to the other hosts,
-for reading. In the second, they get the addresses of these servers. From then on, each round of all ranks also carries
-what is to be deleted or renamed.
+for reading. In the second, they get the addresses of these servers.
 """
 
 from __future__ import annotations
@@ -10,8 +9,8 @@ from __future__ import annotations
 import secrets
 import socket
 import weakref
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
 
 from aiockpt.saving import hosts as _hosts  # noqa: F401 - which saves import in a thread else
 from aiockpt.storage.base import shared_storage
@@ -23,33 +22,11 @@ if TYPE_CHECKING:
     from aiockpt.engine.facade import EngineAccess
     from aiockpt.manager.scan import StepNames
     from aiockpt.storage.base import Storage
-    from aiockpt.storage.host_changes import HostChange, HostReport
 
 T = TypeVar("T")
 
 _ID_BYTES = 16
 _END_S = 5.0
-
-
-class _RankDisk(NamedTuple):
-    """The disk of a rank."""
-
-    id: str
-    host: str
-
-
-class _RoundMessage(NamedTuple):
-    """A rank's message in a round of the manager."""
-
-    value: Any
-    reports: list[HostReport]
-
-
-class _RoundReply(NamedTuple):
-    """Rank 0's reply."""
-
-    value: Any
-    due: list[HostChange]
 
 
 class RunDisks:
@@ -75,20 +52,21 @@ class RunDisks:
         """
         if self._have_met:
             return
-        what = f"the disks of {self._directory}"
-        ranks: list[_RankDisk] = self._access.agree(what, _tried(lambda: self._identified(make=make)), list).result()
-        own, rank = ranks[self._access.rank], self._access.rank
-        lowest = {disk.id: number for number, disk in reversed(list(enumerate(ranks)))}
-        serves = len(lowest) > 1 and lowest[own.id] == rank
+        what, rank, host = f"the disks of {self._directory}", self._access.rank, socket.gethostname()
+        mine = _tried(lambda: (self._own.identify(self._directory, make=make) or secrets.token_hex(_ID_BYTES), host))
+        ranks: list[tuple[str, str]] = self._access.agree(what, mine, list).result()
+        ids = [disk for disk, _ in ranks]
+        serves = len(set(ids)) > 1 and ids.index(ids[rank]) == rank
         endpoint = _tried(lambda: self._serve(what)) if serves else None
         endpoints: list[Endpoint] = self._access.agree(f"the servers of {what}", endpoint, list).result()
-        disks = [self._disk(ranks[number], own, endpoints[number]) for number in sorted(lowest.values())]
-        self.storage.meet(disks, own.id, [disk.id for disk in ranks], rank)
+        disks: list[Disk] = []
+        for number in sorted(map(ids.index, set(ids))):
+            disk, name = ranks[number]
+            if disk != ids[rank]:
+                self._peers.append(PeerDisk(endpoints[number], name))
+            disks.append(Disk(disk, name, self._own if disk == ids[rank] else self._peers[-1]))
+        self.storage.meet(disks, ids[rank], ids, rank)
         self._have_met = True
-
-    def _identified(self, *, make: bool) -> _RankDisk:
-        found = self._own.identify(self._directory, make=make)
-        return _RankDisk(found or secrets.token_hex(_ID_BYTES), socket.gethostname())
 
     def _serve(self, what: str) -> Endpoint:
         if self._server is None:
@@ -96,38 +74,10 @@ class RunDisks:
             weakref.finalize(self, self._server.close, _END_S).atexit = False
         return self._server.endpoint
 
-    def _disk(self, disk: _RankDisk, own: _RankDisk, endpoint: Endpoint) -> Disk:
-        if disk.id == own.id:
-            return Disk(own.id, own.host, self._own)
-        self._peers.append(PeerDisk(endpoint, disk.host))
-        return Disk(disk.id, disk.host, self._peers[-1])
-
-    # --- rounds -------------------------------------------------------------------------------------------
-
     @property
     def serves(self) -> bool:
         """Whether this is the lowest rank of its host, which does what is to be done on the disk."""
         return self.storage.serves
-
-    def sent(self, value: object) -> object:
-        """Return the message of this rank: its value, and what it has done on the disk."""
-        return value if isinstance(value, BaseException) else _RoundMessage(value, self.storage.changes.reports())
-
-    def decided(self, decide: Callable[[Sequence[Any]], T], sent: Sequence[_RoundMessage]) -> _RoundReply:
-        """Return rank 0's reply: what it decides, and what is to be done on the disks."""
-        changes = self.storage.changes
-        for message in sent:
-            changes.note(message.reports)
-        return _RoundReply(decide([message.value for message in sent]), changes.due())
-
-    def received(self, reply: _RoundReply) -> Any:
-        """Begin to do what is to be done on the disk; return what rank 0 has decided."""
-        self.storage.changes.accept(reply.due)
-        return reply.value
-
-    def wait(self) -> None:
-        """Wait until this rank has done what it has to do on the disk. Blocks."""
-        self.storage.changes.wait()
 
     def delete_torn(self) -> list[str]:
         """Delete the steps that were never announced, or are being deleted; return their paths. On rank 0; blocks."""
@@ -139,7 +89,7 @@ class RunDisks:
 
     def close(self, timeout_s: float) -> None:
         """Leave the other disks; serve this one until the others have left it, for so long at most. Idempotent."""
-        self.storage.changes.close(timeout_s)
+        self.storage.wait(timeout_s)
         for disk in self._peers:
             disk.close()
         if self._server is not None:

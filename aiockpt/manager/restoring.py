@@ -179,7 +179,7 @@ class Restore:
         run, info = self.run, copy.info
         moved = await run.led("the damaged steps", partial(self._set_aside, copy, skipped))
         if moved:
-            await run.settle_disks(renames=True)
+            await run.settle_disks()
         if moved and run.leads:
             self._warn(copy, moved)
         run.id = info.run_id or run.id

@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from aiockpt.core.parameters import outer_stacklevel
 from aiockpt.core.threads import has_loop, in_thread
-from aiockpt.errors import AiockptError, CheckpointerClosedError, CheckpointNotFoundError
+from aiockpt.errors import AiockptError, CheckpointerClosedError, CheckpointNotFoundError, DeleteError
 from aiockpt.manager.requests import check_step
 
 if TYPE_CHECKING:
-    from aiockpt.core.futures import Call
     from aiockpt.engine.facade import EngineAccess
     from aiockpt.manager.disks import RunDisks
     from aiockpt.manager.ports import CheckpointerPort
@@ -92,22 +91,12 @@ class RunDirectory:
 
     async def agree(self, what: str, value: object, decide: Callable[[Sequence[Any]], T]) -> T:
         """Agree with the other ranks; see `EngineAccess.agree`."""
-        call, received = self._asked(what, value, decide)
-        return received(await call.wait() if self._suspends else call.result())
+        call = self.access.agree(what, value, decide)
+        return await call.wait() if self._suspends else call.result()
 
     def agree_now(self, what: str, value: object, decide: Callable[[Sequence[Any]], T]) -> T:
         """Do as `agree`, blocking."""
-        call, received = self._asked(what, value, decide)
-        return received(call.result())
-
-    def _asked(
-        self, what: str, value: object, decide: Callable[[Sequence[Any]], T]
-    ) -> tuple[Call[Any], Callable[[Any], T]]:
-        """Begin a round; return it, and what makes the value of the reply. It carries changes of the hosts' disks."""
-        disks = self.tiers.disks
-        if disks is None:
-            return self.access.agree(what, value, decide), lambda reply: reply
-        return self.access.agree(what, disks.sent(value), partial(disks.decided, decide)), disks.received
+        return self.access.agree(what, value, decide).result()
 
     async def led(self, what: str, work: Callable[[], Awaitable[T]], *, on_each_host: bool = False) -> T:
         """Do something on rank 0 alone; its result, or its error, is that of all ranks.
@@ -134,15 +123,15 @@ class RunDirectory:
             raise
         return result
 
-    async def settle_disks(self, *, renames: bool) -> None:
-        """Wait until all hosts have renamed, or deleted, what rank 0 has decided on; raise DeleteError if one can't."""
+    async def settle_disks(self) -> None:
+        """Wait until all hosts have renamed and deleted what rank 0 has decided on; an error of one is that of all."""
         disks = self.tiers.disks
         if disks is None:
             return
-        changes, left = disks.storage.changes, 1
-        while left:
-            await self.call(disks.wait)
-            left = await self.agree(f"the changes of {self.directory}", None, lambda _: changes.left(renames=renames))
+        what = f"the changes of {self.directory}"
+        changes = await self.agree(what, disks.storage.decided(), of_rank_0)
+        for part in (changes, ()):  # on the disks that come first, and then on the others
+            await self.led(what, partial(self.call, disks.storage.change, part), on_each_host=True)
 
     # --- the lock -------------------------------------------------------------------------------------------
 
@@ -158,7 +147,10 @@ class RunDirectory:
         if self.writes:
             await self.led(f"the lock of {self.directory}", self._take_lock, on_each_host=True)
         if self.writes and disks is not None:
-            await self.led(f"what is left in {self.directory}", partial(self._delete_torn, disks))
+            left = f"what is left in {self.directory}"
+            if await self.led(left, partial(self._delete_torn, disks)):
+                with contextlib.suppress(DeleteError):  # it is logged, and costs space, no more
+                    await self.settle_disks()
         self.is_open = True
 
     async def _take_lock(self) -> None:
@@ -185,15 +177,16 @@ class RunDirectory:
                 break
             await self.call(time.sleep, _WRITER_POLL_S)
 
-    async def _delete_torn(self, disks: RunDisks) -> None:
-        """Delete what was published, or deleted, on some disks only."""
+    async def _delete_torn(self, disks: RunDisks) -> bool:
+        """Delete what was published, or deleted, on some disks only; return whether there was something."""
         try:
             torn = await self.call(disks.delete_torn)
         except (OSError, AiockptError) as exc:  # it costs space, no more
             logger.warning("can't look for what killed processes have left on all disks: %s", exc)
-        else:
-            if torn:
-                logger.info("%s: not all hosts have published these, or had deleted them", ", ".join(torn))
+            return False
+        if torn:
+            logger.info("%s: not all hosts have published these, or had deleted them", ", ".join(torn))
+        return bool(torn)
 
     def _lock(self) -> None:
         self._lease = self.tiers.run.storage.lease(self.directory)
@@ -228,17 +221,21 @@ class RunDirectory:
                 "asteps(), ainfos() or abest() of the manager instead",
                 stacklevel=outer_stacklevel(),
             )
-        if self.tiers.disks is not None:
-            self.tiers.disks.meet(make=self.writes)
+        disks = self.tiers.disks
+        if disks is not None:
+            disks.meet(make=self.writes)
         if self.access.world_size == 1:
             return self._existing(look)
         value: object = None
         if self.leads:
             try:
-                value = self._existing(look)
+                value = self._existing(look), [] if disks is None else disks.storage.decided()
             except OSError as exc:
                 value = exc
-        result: T = self.agree_now(f"the steps of {self.directory}", value, of_rank_0)
+        result: T
+        result, due = self.agree_now(f"the steps of {self.directory}", value, of_rank_0)
+        if disks is not None:
+            disks.storage.accept(due)
         return result
 
     def _existing(self, look: Callable[[], T]) -> T:

@@ -96,8 +96,6 @@ class Tiers:
     def discard(self, after: int, retention: Retention) -> None:
         """Delete the steps after one, first from the mirror: else a restart would take them from there. Blocks."""
         with contextlib.ExitStack() as stack:
-            if self.disks is not None:
-                stack.enter_context(self.disks.storage.changes.in_order())
             if self.copier is not None:
                 stack.callback(self.copier.resume)
                 try:

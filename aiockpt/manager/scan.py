@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import functools
 import math
 import os
 import threading
@@ -46,6 +47,7 @@ _FACTS = frozenset({"step", "metrics", "time", "keep"})  # a manager writes all 
 _MOST_S = 250e9  # in the year 9892; `datetime` ends with 9999
 _MOST_DIGITS = 18
 _LOOKS = 32  # at once, at a storage that is asked by requests
+_MOST_NAMES = 1 << 16  # of which the numbers are kept
 _MOST_LISTS = 20  # of a directory whose steps are deleted while they are looked at
 
 NO_STEP = -1
@@ -154,7 +156,7 @@ class StepScanner:
     ) -> None:
         self._storage = storage
         self._directory = directory
-        self._step_of = names.step_of
+        self._step_of = functools.lru_cache(_MOST_NAMES)(names.step_of)
         self._cache: dict[str, _Known] = {} if known is None else known._cache
         self._lock = threading.Lock()
 
@@ -173,8 +175,8 @@ class StepScanner:
         with self._lock:
             for _ in range(_MOST_LISTS):
                 found, last, gone = None, gone, set()
-                for step, path in reversed(self._steps().items()):
-                    info = self._look(path, step)
+                for step, name in reversed(self._steps().items()):
+                    info = self._look(self._storage.below(self._directory, name), step)
                     if info is None:
                         gone.add(step)
                     elif info.state == "complete":
@@ -195,7 +197,7 @@ class StepScanner:
         return self._storage.stamp(path) if known is None else known.stamp
 
     def _steps(self) -> dict[int, str]:
-        """Return the paths of the steps by their numbers, in order."""
+        """Return the names of the steps by their numbers, in order."""
         try:
             with self._storage.look(self._directory) as listing:
                 if listing.is_file:
@@ -203,13 +205,13 @@ class StepScanner:
                 steps = {step: name for name in listing.folders if (step := self._step_of(name)) is not None}
         except FileNotFoundError:
             return {}
-        return {step: self._storage.below(self._directory, steps[step]) for step in sorted(steps)}
+        return dict(sorted(steps.items()))
 
     def _scan(self, *, lenient: bool) -> tuple[StepInfo, ...]:
         infos: list[StepInfo | None] = []
         gone: set[int] = set()
         for _ in range(_MOST_LISTS):
-            steps = self._steps()
+            steps = {step: self._storage.below(self._directory, name) for step, name in self._steps().items()}
             infos = self._look_at_all(steps, lenient=lenient)
             last, gone = gone, {step for step, info in zip(steps, infos, strict=True) if info is None}
             if gone <= last:  # else the list may lack what its owner has written before deleting that one

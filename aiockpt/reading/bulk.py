@@ -17,7 +17,7 @@ from isal.isal_zlib import crc32
 from numpy.lib.stride_tricks import sliding_window_view
 
 from aiockpt.core.dataclasses import dataclass
-from aiockpt.core.extent import address_of
+from aiockpt.core.extent import address_of, extent_of
 from aiockpt.core.gc_pause import gc_pause
 from aiockpt.core.machine import BLOCK_BYTES
 from aiockpt.core.strides import row_strides
@@ -26,7 +26,7 @@ from aiockpt.format.index import TensorEntry
 from aiockpt.format.manifest.columnar_index import IndexedEntries
 from aiockpt.planning.flatten import TENSOR_TYPES
 from aiockpt.planning.specs import is_plain_on_host
-from aiockpt.reading.targets import Region, check_memory, extent_of, has_extent, loaded_dtype
+from aiockpt.reading.targets import Region, check_memory, loaded_dtype
 from aiockpt.staging.pool import Chunk, MappedMemory, copy_small
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ class SmallRows:
 
     def contested(self, others: Sequence[Region]) -> list[Region]:
         """Return the targets as regions, with an entry each, if one shares memory with another or with these."""
-        known = [extent_of(each.tensor) for each in others if each.tensor.is_cpu and has_extent(each.tensor)]
+        known = [extent_of(each.tensor) for each in others if each.tensor.is_cpu]
         sizes = np.array([form.nbytes for form in self.entries.forms])[self.entries.form_of[self.rows]]
         begins = np.array([*self.places, *(begin for begin, _ in known)], np.int64)
         ends = np.append(np.array(self.places, np.int64) + sizes, np.array([end for _, end in known], np.int64))

@@ -29,7 +29,7 @@ from aiockpt.reading.open import OpenCheckpoint, open_checkpoint
 from aiockpt.reading.read_plan import NewTensor, ReadPlan, ReadRequest, TensorRead, plan_reads
 from aiockpt.reading.sharing import FILLS, hash_of
 from aiockpt.reading.target_plan import TargetPlan, distinct_trees, plan_target
-from aiockpt.reading.targets import Region, find_twins, relocated
+from aiockpt.reading.targets import Region, check_same, relocated
 from aiockpt.telemetry.progress import ReadReport
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ class _OpenLoad:
             plan = await run(
                 plan_target, self._path, self._opened.index, options, target, state_dict, in_bulk=self._in_bulk
             )
-        await self._compare(await run(lambda: find_twins(plan.contested())))
+        await self._compare(plan.twins)
         if self._known is not None:
             await run(self._known.leave_out, plan, self._opened.index.entries)
         planned = await self._plan_with_arrays(plan.fresh, plan.enums)
@@ -234,6 +234,7 @@ class _OpenLoad:
     async def _compare(self, twins: Sequence[tuple[Region, Region]]) -> None:
         """Raise ShapeMismatchError if tied tensors, which DCP stores one by one, have different values."""
         for one, other in twins:
+            check_same(one, other)
             values = await self._on_host().read({one.name: one.entry, other.name: other.entry})
             # As bytes: NaN is equal to itself, and 0.0 is not -0.0.
             a, b = (values[each.name].contiguous().reshape(-1).view(torch.uint8) for each in (one, other))

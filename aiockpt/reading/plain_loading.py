@@ -18,9 +18,10 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_leaves
 
 from aiockpt.core.dataclasses import dataclass, field
+from aiockpt.core.extent import Range, extent_of, shared_among
 from aiockpt.planning.dtensor import is_distributed
 from aiockpt.planning.flatten import TENSOR_TYPES
-from aiockpt.reading.reach import LOADING, Range, extent_of, reached_by, shared_among
+from aiockpt.reading.reach import LOADING, reached_by
 from aiockpt.reading.targets import is_encoding, overlaps_itself
 
 if TYPE_CHECKING:

@@ -11,19 +11,14 @@ import mmap
 import sys
 import threading
 import weakref
-from collections.abc import AsyncGenerator, Coroutine, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
+from collections.abc import AsyncGenerator, Coroutine, Iterable, Iterator, Mapping
 from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, GeneratorType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 
-from aiockpt.core.extent import reach_bytes, strided_parts
-from aiockpt.planning.flatten import TENSOR_TYPES
-
-Range = tuple[int, int]
-"""The addresses of the first byte, and behind the last."""
+from aiockpt.core.extent import Range, strided_parts
 
 _MANY_OBJECTS = 1 << 19
 """More than these are not looked through for what other code may change."""
@@ -59,8 +54,7 @@ def reached_by(
         besides: objects that are not looked into.
         names: the methods that run; the others are looked into where code names them. None: all of them.
     """
-    walk = _Reach(names)
-    walk.seen = {id(each): each for each in besides}
+    walk = _Reach(names, besides)
     try:
         return walk.ranges if walk.sees(code) else None
     except Exception:  # of a class that answers in its own way
@@ -68,9 +62,9 @@ def reached_by(
 
 
 class _Reach:
-    def __init__(self, names: Iterable[str] | None) -> None:
+    def __init__(self, names: Iterable[str] | None, besides: Iterable[Any]) -> None:
         self.ranges: list[Range] = []
-        self.seen: dict[int, Any] = {}  # which keeps them, so that no id is used twice
+        self._seen = {id(each): each for each in besides}  # which keeps them, so that no id is used twice
         self._names = set(names or ())  # of attributes that the code uses
         self._own_names: set[str] = set()  # those that are not used by code of torch's alone
         self._takes_all = names is None
@@ -84,12 +78,12 @@ class _Reach:
         while self._todo:
             while self._todo:
                 each = self._todo.pop()
-                if id(each) in self.seen:
+                if id(each) in self._seen:
                     continue
-                self.seen[id(each)] = each
-                if len(self.seen) > _MANY_OBJECTS or not self._looks_at(each):
+                self._seen[id(each)] = each
+                if len(self._seen) > _MANY_OBJECTS or not self._looks_at(each):
                     return False
-            self._todo += [each for each in list(self._named()) if id(each) not in self.seen]
+            self._todo += [each for each in list(self._named()) if id(each) not in self._seen]
         return True
 
     def _named(self) -> Iterator[Any]:
@@ -184,8 +178,7 @@ class _Reach:
         self._own_names |= used | said
         package = space.get("__package__")
         for name in used:
-            for table in (space, vars(builtins)):
-                self._todo.append(table.get(name))
+            self._todo += [space.get(name), vars(builtins).get(name)]
             self._todo += [sys.modules.get(name), sys.modules.get(f"{package}.{name}")]
         return True
 
@@ -206,29 +199,3 @@ def _is_known(each: Any) -> bool:
     """Return whether a class, function or module is Python's, torch's or NumPy's."""
     home = each.__name__ if isinstance(each, ModuleType) else each.__module__
     return str(home).partition(".")[0] in _KNOWN
-
-
-# --- extents of many tensors ------------------------------------------------------------------------------
-
-
-def extent_of(tensor: torch.Tensor) -> Range:
-    """Return the memory from the first to the last element of a plain tensor; nothing if it has none of its own."""
-    if type(tensor) not in TENSOR_TYPES or tensor.layout is not torch.strided or tensor.is_nested:
-        return 0, 0
-    begin = tensor.data_ptr()
-    if tensor.is_contiguous():
-        return begin, begin + tensor.nbytes
-    return begin, tensor.untyped_storage().data_ptr() + reach_bytes(tensor)
-
-
-def shared_among(extents: Sequence[Range], others: Sequence[Range] = ()) -> list[int]:
-    """Return the numbers of the extents that have bytes in common with another one, or with one of the others."""
-    ranges = np.fromiter(chain.from_iterable(chain(extents, others)), np.uint64).reshape(-1, 2)
-    kept = np.flatnonzero(ranges[:, 1] > ranges[:, 0])
-    order = kept[np.argsort(ranges[kept, 0], kind="stable")]
-    begins, ends = ranges[order].T
-    reached = np.maximum.accumulate(ends)  # how far those so far reach
-    overlaps = np.zeros(len(order), bool)
-    overlaps[1:] = begins[1:] < reached[:-1]
-    overlaps[:-1] |= begins[1:] < ends[:-1]
-    return [int(number) for number in order[overlaps & (order < len(extents))]]

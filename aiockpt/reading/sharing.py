@@ -6,9 +6,9 @@ itself. Each rank checks the CRCs of the items that it gets whole, wherever the 
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
+import mmap
 import queue
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -19,7 +19,6 @@ import anyio.lowlevel
 from isal.isal_zlib import crc32
 
 from aiockpt.coordination.link import LinkBrokenError
-from aiockpt.coordination.wires import Arena, MemoryWire
 from aiockpt.core.dataclasses import dataclass
 from aiockpt.core.machine import BLOCK_BYTES
 from aiockpt.format.index import TensorEntry
@@ -50,8 +49,6 @@ SharedJobs = dict[Cell, list[DeviceJob]]
 _BUFFER_BYTES = CELL_BYTES + 2 * BLOCK_BYTES  # to begin anywhere in a page, with something behind it
 _MOST_READ = 16
 """Cells that are read or sent at once; each may have a buffer."""
-_MOST_READ_NEAR = 8
-"""The same, if other ranks of this host copy from the buffers: to fault them in takes as long as to copy them often."""
 _MOST_RECEIVED = 4
 
 logger = logging.getLogger("aiockpt")
@@ -117,16 +114,14 @@ class _Lent:
     """Memory for a cell."""
 
     number: int
-    at: int  # where it begins in the arena
     view: memoryview
-    is_lost: bool = False  # another process may still read it
 
 
 class _CellBuffers:
     """Buffers for cells. From any thread."""
 
-    def __init__(self, count: int, *, is_shared: bool = False) -> None:
-        self.arena = Arena(count * _BUFFER_BYTES, is_shared=is_shared)
+    def __init__(self, count: int) -> None:
+        self.memory = memoryview(mmap.mmap(-1, count * _BUFFER_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
         self._free: queue.LifoQueue[int] = queue.LifoQueue()  # the last one is in the processor's cache
         for number in reversed(range(count)):
             self._free.put(number)
@@ -134,11 +129,11 @@ class _CellBuffers:
     def take(self, begin: int, end: int) -> _Lent:
         """Return memory for these bytes of a file, at the same offset in its page, as O_DIRECT requires. Blocks."""
         number = self._free.get()
-        at = number * _BUFFER_BYTES + begin % BLOCK_BYTES
-        return _Lent(number, at, self.arena.view[at : at + end - begin])
+        offset = number * _BUFFER_BYTES + begin % BLOCK_BYTES
+        return _Lent(number, self.memory[offset : offset + end - begin])
 
     def give_back(self, lent: _Lent | None) -> None:
-        if lent is not None and not lent.is_lost:
+        if lent is not None:
             self._free.put(lent.number)
 
 
@@ -175,12 +170,9 @@ class SharedReads:
     workers: Workers
 
     def __post_init__(self) -> None:
-        near = sum(isinstance(wire, MemoryWire) for wire in self.wires.outbound.values())
-        self._is_shared = near > 0  # with processes of this host
-        self._most_read = min(self.source.most_reads or self.workers.count, _MOST_READ_NEAR if near else _MOST_READ)
-        # Apart: if sending could wait for what is received, two ranks could wait for each other. A process that hangs
-        # takes all those with it that it may still read; what is not used has no memory.
-        self._to_read = _CellBuffers(self._most_read * (1 + near), is_shared=self._is_shared)
+        self._most_read = min(self.source.most_reads or self.workers.count, _MOST_READ)
+        # Apart: if sending could wait for what is received, two ranks could wait for each other.
+        self._to_read = _CellBuffers(self._most_read)
         self._to_receive = _CellBuffers(_MOST_RECEIVED)
 
     def has(self, cell: Cell) -> bool:
@@ -191,8 +183,7 @@ class SharedReads:
     def close(self) -> None:
         """Release what it has. Idempotent."""
         self.wires.close()
-        self._to_read.arena.close()
-        self._to_receive.arena.close()
+        self._to_read.memory = self._to_receive.memory = memoryview(b"")
 
     async def run(self, phase: int, jobs: SharedJobs, executor: CellReader) -> None:
         """Get all cells of a phase, and carry out their jobs.
@@ -259,7 +250,6 @@ class SharedReads:
                 await executor.place_on_devices(left.held, left.jobs)
             finally:
                 self._to_receive.give_back(left.lent)
-            self._release(reader)
 
     # --- in threads -----------------------------------------------------------------------------------------
 
@@ -273,7 +263,7 @@ class SharedReads:
     ) -> _ForDevices:
         """Read what is shared, send it, and put it into place."""
         file, begin, end = share.cells[0].file, share.begin, share.end
-        whole = None if self._is_shared else _whole(share, jobs, begin, end)
+        whole = _whole(share, jobs, begin, end)
         lent = None if whole else self._to_read.take(begin, end)
         try:
             view = whole.memory() if whole else lent.view if lent else memoryview(b"")
@@ -283,27 +273,16 @@ class SharedReads:
                 stream.fill(begin, view)
                 if is_last:
                     stream.finish()
-            near: list[tuple[int, MemoryWire, int, int]] = []
             for taker, low, high in share.takers:
-                wire = self.wires.outbound.get(taker)  # without one, it reads this itself
-                if isinstance(wire, MemoryWire):
-                    near.append((taker, wire, low - begin, high - begin))
-                elif wire is not None:
+                if (wire := self.wires.outbound.get(taker)) is not None:  # else it reads this itself
                     self._send(taker, wire, share.number, view[low - begin : high - begin])
-            if whole:
-                whole.set_crc(crc32(view))
-                jobs.pop(share.cells[-1])
-                executor.finish(whole)
-                return _ForDevices(Held(file, begin, view), [], None)
             held = Held(file, begin, view)
-            announced = [self._announce(lent, *each, share.number) for each in near]
-            left = executor.place(held, _jobs_of(share, jobs))
-            for (taker, wire, _, _), ticket in zip(near, announced, strict=True):
-                self._await(lent, taker, wire, ticket)
-            return _ForDevices(held, left, lent)
+            if whole:
+                self._finish(whole, crc32(view), share, jobs, executor)
+                return _ForDevices(held, [], None)
+            return _ForDevices(held, executor.place(held, _jobs_of(share, jobs)), lent)
         except BaseException:
-            if not self._is_shared:  # else another process may be copying from it
-                self._to_read.give_back(lent)
+            self._to_read.give_back(lent)
             raise
 
     def _send(self, taker: int, wire: Wire, number: int, view: memoryview) -> None:
@@ -311,29 +290,15 @@ class SharedReads:
             with wire.turn:
                 wire.send(number, crc32(view), view)
         except LinkBrokenError as exc:
-            self._leave_out(taker, exc)
+            if self.wires.outbound.pop(taker, None) is not None:
+                logger.warning("rank %d sends nothing more to rank %d: %s", self.rank, taker, exc)
 
-    def _announce(self, lent: _Lent | None, taker: int, wire: MemoryWire, low: int, high: int, number: int) -> int:
-        """Announce a message; return its ticket, 0 if the other rank is left out."""
-        try:
-            with wire.turn:
-                if lent is not None and taker in self.wires.outbound:
-                    return wire.announce(number, high - low, self._to_read.arena, lent.at + low)
-        except LinkBrokenError as exc:
-            self._leave_out(taker, exc)
-        return 0
-
-    def _await(self, lent: _Lent | None, taker: int, wire: MemoryWire, ticket: int) -> None:
-        try:
-            wire.wait(ticket)
-        except LinkBrokenError as exc:
-            if lent is not None:
-                lent.is_lost = True  # a process that hangs may read it when it goes on
-            self._leave_out(taker, exc)
-
-    def _leave_out(self, taker: int, error: LinkBrokenError) -> None:
-        if self.wires.outbound.pop(taker, None) is not None:
-            logger.warning("rank %d sends nothing more to rank %d: %s", self.rank, taker, error)
+    @staticmethod
+    def _finish(whole: ChunkPart, crc: int, share: Share, jobs: SharedJobs, executor: CellReader) -> None:
+        """Count the only job of a share as done, whose bytes have come into their place."""
+        whole.set_crc(crc)
+        jobs.pop(share.cells[-1])
+        executor.finish(whole)
 
     def _receive(
         self, reader: int, expected: dict[int, Share], jobs: SharedJobs, executor: CellReader
@@ -351,7 +316,6 @@ class SharedReads:
                 left = self._take(wire, head, share, jobs, executor)
                 if left is not None:
                     return left
-                self._release(reader)
         except LinkBrokenError as exc:
             logger.warning("rank %d reads itself what rank %d does not send any more: %s", self.rank, reader, exc)
             wire.end()
@@ -360,18 +324,11 @@ class SharedReads:
 
     def _take(self, wire: Wire, head: Head, share: Share, jobs: SharedJobs, executor: CellReader) -> _ForDevices | None:
         file, (_, begin, end) = share.cells[0].file, share.takers[0]
-        if isinstance(wire, MemoryWire):
-            held = Held(file, begin, wire.view(head))
-            on_devices = executor.place(held, _jobs_of(share, jobs))
-            return _ForDevices(held, on_devices, None) if on_devices else None
         if (whole := _whole(share, jobs, begin, end)) is not None:
             _fill(wire, head, whole.memory())
-            whole.set_crc(head.check)
-            jobs.pop(share.cells[-1])
-            executor.finish(whole)
+            self._finish(whole, head.check, share, jobs, executor)
             return None
-        lent = self._to_receive.take(begin, end)
-        on_devices = []
+        lent, on_devices = self._to_receive.take(begin, end), list[DeviceJob]()
         try:
             _fill(wire, head, lent.view)
             held = Held(file, begin, lent.view)
@@ -380,13 +337,6 @@ class SharedReads:
         finally:
             if not on_devices:
                 self._to_receive.give_back(lent)
-
-    def _release(self, reader: int) -> None:
-        """Allow a rank of this host to use the memory again."""
-        wire = self.wires.inbound.get(reader)
-        if isinstance(wire, MemoryWire):
-            with contextlib.suppress(LinkBrokenError):  # it has left: no further message comes
-                wire.done()
 
 
 def _jobs_of(share: Share, jobs: SharedJobs) -> list[DeviceJob]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from aiockpt.core.dataclasses import dataclass, field
+from aiockpt.core.dataclasses import dataclass, field, replace
 from aiockpt.core.gc_pause import gc_pause
 from aiockpt.core.wording import some_of
 from aiockpt.errors import LoadError, MissingKeysError, ShapeMismatchError, printable_key
@@ -18,11 +18,11 @@ from aiockpt.format.item.arrays import ARRAY_TYPES
 from aiockpt.format.keys import containers_of, hint, matching
 from aiockpt.format.manifest.columnar_index import IndexedEntries
 from aiockpt.planning.dtensor import is_distributed, whole_shape
-from aiockpt.planning.flatten import FlatState, StructureError, Subtrees, flatten, replace_leaves
+from aiockpt.planning.flatten import TENSOR_TYPES, FlatState, StructureError, Subtrees, flatten, replace_leaves
 from aiockpt.reading.bulk import SmallFills, SmallRows
 from aiockpt.reading.plain_loading import ModuleLoading, OptimizerLoading, OwnLoading, has_torchs_loading, loading_of
 from aiockpt.reading.read_plan import TensorRead, reads_of, value_key
-from aiockpt.reading.targets import Region, is_encoding, loaded_dtype, place_in_memory, target_of
+from aiockpt.reading.targets import Region, find_twins, is_encoding, loaded_dtype, place_in_memory, target_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -46,6 +46,8 @@ class TargetPlan:
     small: SmallRows | None = None  # of those that are read in bulk
     filled: list[torch.Tensor] = field(default_factory=list)  # the caller's, whose version counters change
     regions: list[Region] = field(default_factory=list)  # of memory, that the reads fill
+    own: list[Region] = field(default_factory=list)  # of memory, that live objects fill by themselves
+    twins: list[tuple[Region, Region]] = field(default_factory=list)  # that are one memory: their values must be equal
     fresh: dict[str, Entry] = field(default_factory=dict)  # read into new memory
     paths: dict[str, ObjPath] = field(default_factory=dict)  # of the leaves that fresh values replace
     containers: dict[str, ObjPath] = field(default_factory=dict)  # empty ones and Nones that take a whole subtree
@@ -64,10 +66,6 @@ class TargetPlan:
         """The keys whose tensors are filled."""
         small = [] if self.small is None else self.small.names
         return tuple(dict.fromkeys([*(read.name for read in self.reads), *small]))
-
-    def contested(self) -> list[Region]:
-        """Return the regions that may share memory."""
-        return self.regions + ([] if self.small is None else self.small.contested(self.regions))
 
     def read_hash(self) -> int:
         """Return a hash of the byte ranges, equal on ranks that read the same; 0 for few bytes."""
@@ -94,8 +92,9 @@ def plan_target(
     if tied := tied_names(flat, index.entries):
         planner = _TargetPlanner(path, index.with_names(tied), options, target, tied, False)
         flat = planner.flatten()
-    planner.look_at_objects()
-    planner.plan_leaves(flat)
+    while rivals := planner.plan_leaves(flat):
+        planner = replace(planner, _apart=planner._apart | rivals)
+        flat = planner.flatten()
     planner.plan_subtrees(flat)
     planner.check_keys(flat)
     planner.check_replaceable(state_dict)
@@ -124,6 +123,7 @@ class _TargetPlanner:
     _target: ResolvedState
     _tied: Mapping[str, str]  # names that were added to the index, with those of the tensors that they share
     _in_bulk: bool  # small tensors may be
+    _apart: frozenset[str] = frozenset()  # the names of tensors of live objects whose memory other objects fill too
     _wanted: set[str] = field(default_factory=set)  # the names that the options ask for
     _open: dict[str, ObjPath] = field(default_factory=dict)  # containers and Nones that can take a subtree
 
@@ -169,7 +169,7 @@ class _TargetPlanner:
 
     # --- live objects -----------------------------------------------------------------------------
 
-    def look_at_objects(self) -> None:
+    def _look_at_objects(self) -> None:
         """Find which tensors of live objects may be filled in place; raise if torch's loading would refuse the keys."""
         for live in self._target.objects:
             is_inner = bool(live.path) and self._owner_of(live.path[:-1]) is not None
@@ -239,8 +239,9 @@ class _TargetPlanner:
 
     # --- leaves -----------------------------------------------------------------------------------
 
-    def plan_leaves(self, flat: FlatState) -> None:
-        """Plan the value of each leaf that the options ask for."""
+    def plan_leaves(self, flat: FlatState) -> set[str]:
+        """Plan the value of each leaf that the options ask for; return what has to be apart for that, see `_rivals`."""
+        self._look_at_objects()
         for name, path, leaf in zip(flat.names, flat.paths, flat.leaves, strict=True):
             if name not in self._wanted or name in self._open:
                 continue
@@ -252,6 +253,7 @@ class _TargetPlanner:
                 self._plan_live_leaf(name, path[len(live.path) :], leaf, live)
         self.plan.small = self._small.rows()
         self.plan.filled += self._small.tensors
+        return self._rivals(flat)
 
     def _plan_leaf(self, name: str, path: ObjPath, leaf: Any) -> None:
         plan, entry = self.plan, self._entries.get(name)
@@ -265,7 +267,8 @@ class _TargetPlanner:
 
     def _plan_live_leaf(self, name: str, path: ObjPath, leaf: Any, live: LiveObject) -> None:
         loading = self._loadings[id(live.value)]
-        if self._small.is_possible and loading.fills(path, leaf) and self._small.take(name, leaf):
+        fills = name not in self._apart and loading.fills(path, leaf)
+        if fills and self._small.take(name, leaf):
             self.plan.kept[name] = leaf
             return
         entry = self._entries.get(name)
@@ -273,7 +276,7 @@ class _TargetPlanner:
             # It may have other keys now than when it was saved; of modules, the keys were compared before.
             if not self._stored.holds(live.name):
                 self.plan.missing.append(name if loading.is_known else live.name)
-        elif not loading.fills(path, leaf) or self._is_taken_anyway(entry, leaf, loading):
+        elif not fills or self._is_taken_anyway(entry, leaf, loading):
             self._plan_own_leaf(name, entry, leaf, live)
         elif self._fill(name, entry, leaf):
             self.plan.kept[name] = leaf
@@ -290,6 +293,8 @@ class _TargetPlanner:
 
     def _plan_own_leaf(self, name: str, entry: Entry, leaf: Any, live: LiveObject) -> None:
         """Plan new memory for a value of which only the object knows what to do with it."""
+        if type(leaf) in TENSOR_TYPES:
+            self.plan.own.append(Region(name, TensorEntry(leaf.dtype, leaf.shape, ()), leaf.detach()))
         is_sharded = is_distributed(leaf) and hasattr(leaf, "device_mesh")
         if is_sharded and isinstance(entry, TensorEntry) and whole_shape(leaf) == entry.shape:
             dtype = loaded_dtype(entry, self._options.dtype, leaf.dtype)
@@ -328,6 +333,23 @@ class _TargetPlanner:
             plan.filled += target.counted
         return True
 
+    def _rivals(self, flat: FlatState) -> set[str]:
+        """Return the names of tensors to fill whose memory another live object fills too: the last one decides.
+
+        The values of other tensors that are one memory have to be equal.
+        """
+        found, regions, small = set[str](), self.plan.regions + self.plan.own, self.plan.small
+        twins = find_twins(regions + ([] if small is None else small.contested(regions)))
+        paths = dict(zip(flat.names, flat.paths, strict=True)) if twins else {}
+        for pair in twins:
+            one, other = (self._owner_of(paths[each.name]) for each in pair)
+            filled = [each.name for each in pair if each.entry.chunks]
+            if one is not None and other is not None and one is not other:
+                found.update(filled)
+            elif len(filled) == len(pair):
+                self.plan.twins.append(pair)
+        return found
+
     # --- subtrees ---------------------------------------------------------------------------------
 
     def plan_subtrees(self, flat: FlatState) -> None:
@@ -361,7 +383,6 @@ class _TargetPlanner:
                 self.plan.containers[name] = path
 
     def _choose_objects(self) -> None:
-        chosen: set[int] = set()
         for each in self._target.objects:
             if not self._stored.holds(each.name):
                 # The leaves of a state that is not empty were reported one by one.
@@ -375,10 +396,7 @@ class _TargetPlanner:
                     f"{each.described} is to be given a state dict, but {each.name} is a single "
                     f"{'tensor' if isinstance(self._entries[each.name], TensorEntry) else 'object'} in {self._path}"
                 )
-            # An object that is in the target twice is given its state once.
-            if id(each.value) not in chosen:
-                chosen.add(id(each.value))
-                self.plan.given.append(each)
+            self.plan.given.append(each)
 
     def _is_wanted(self, name: str) -> bool:
         """Return whether the options ask for anything below a container."""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
-from aiockpt.core.extent import is_freed, is_null, reach_bytes, strided_parts
+from aiockpt.core.extent import extent_of, is_freed, is_null, reach_bytes, strided_parts
 from aiockpt.core.gc_pause import gc_pause
 from aiockpt.core.wording import a
 from aiockpt.errors import ShapeMismatchError
@@ -30,7 +29,7 @@ _MAX_ENUMERATED = 1 << 20
 
 
 class Region(NamedTuple):
-    """Memory of this process to fill, and the entry that fills it."""
+    """Memory of this process to fill, and the entry that fills it; without chunks, a live object fills it by itself."""
 
     name: str
     entry: TensorEntry
@@ -248,7 +247,7 @@ def place_in_memory(leaf: Any) -> tuple[object, ...] | None:
 
 @gc_pause()
 def find_twins(regions: Sequence[Region]) -> list[tuple[Region, Region]]:
-    """Return pairs of tied targets that are stored as different items, whose values must then be equal."""
+    """Return pairs of targets that share memory, and are filled with different items."""
     if not contested((each.name, each.tensor) for each in regions):
         return []
     distinct: dict[object, Region] = {}
@@ -256,52 +255,36 @@ def find_twins(regions: Sequence[Region]) -> list[tuple[Region, Region]]:
         tensor = each.tensor
         if type(tensor) in TENSOR_TYPES and tensor.numel():
             # Tied tensors that are stored once count once.
-            distinct.setdefault((_view_key(tensor), each.wanted, tuple(c.place for c in each.entry.chunks)), each)
+            places = tuple(chunk.place for chunk in each.entry.chunks) or each.name
+            distinct.setdefault((_view_key(tensor), each.wanted, places), each)
     found: list[tuple[Region, Region]] = []
     near: list[tuple[int, Region]] = []
     for region in sorted(distinct.values(), key=lambda each: (str(each.tensor.device), each.tensor.data_ptr())):
         begin, device = region.tensor.data_ptr(), region.tensor.device
         near = [(end, other) for end, other in near if other.tensor.device == device and end > begin]
-        for _, other in near:
-            # Parts of one distributed tensor don't overlap.
-            if other.name == region.name or not _share_memory(other.tensor, region.tensor):
-                continue
-            if (_view_key(other.tensor), other.wanted) != (_view_key(region.tensor), region.wanted):
-                raise ShapeMismatchError(
-                    f"{other.name} and {region.name} share memory in the target, but are not the same there: clone one"
-                )
-            found.append((other, region))
+        others = [other for _, other in near if other.name != region.name]  # parts of one tensor don't overlap
+        found += [(other, region) for other in others if _share_memory(other.tensor, region.tensor)]
         near.append((region.tensor.untyped_storage().data_ptr() + reach_bytes(region.tensor), region))
     return found
 
 
+def check_same(one: Region, other: Region) -> None:
+    """Raise ShapeMismatchError if two targets that share memory are not the same there."""
+    if (_view_key(one.tensor), one.wanted) != (_view_key(other.tensor), other.wanted):
+        raise ShapeMismatchError(
+            f"{one.name} and {other.name} share memory in the target, but are not the same there: clone one"
+        )
+
+
 def contested(tensors: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
     """Return the names whose tensors may have bytes in common with a tensor of another name."""
-    extents: defaultdict[torch.device, list[tuple[int, int, str]]] = defaultdict(list)
-    for name, tensor in tensors:
-        if has_extent(tensor):
-            extents[tensor.device].append((*extent_of(tensor), name))
-    found: set[str] = set()
-    for each in extents.values():
-        end, owner = 0, ""  # of those so far, the one that ends last
-        for low, high, name in sorted(each):
-            if low < end and name != owner:
-                found |= {name, owner}
-            if high > end:
-                end, owner = high, name
+    found, end, owner = set[str](), 0, ""  # of those so far, the one that ends last
+    for (low, high), name in sorted((extent_of(tensor), name) for name, tensor in tensors):
+        if low < min(end, high) and name != owner:
+            found |= {name, owner}
+        if high > end:
+            end, owner = high, name
     return found
-
-
-def has_extent(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is known to be a view of one storage, and not empty."""
-    return type(tensor) in TENSOR_TYPES and tensor.layout is torch.strided and tensor.numel() > 0
-
-
-def extent_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the addresses of the first byte of a tensor, and of the one behind its last."""
-    begin = tensor.data_ptr()
-    is_dense = tensor.is_contiguous()
-    return begin, begin + tensor.nbytes if is_dense else tensor.untyped_storage().data_ptr() + reach_bytes(tensor)
 
 
 def _view_key(tensor: torch.Tensor) -> tuple[object, ...]:

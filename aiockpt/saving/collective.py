@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import anyio
 import numpy as np
@@ -22,7 +22,7 @@ import numpy as np
 from aiockpt.core.wording import some_of
 from aiockpt.errors import AiockptError, CoordinationError, SaveError, printable
 from aiockpt.format.names import MANIFEST_NAME, SINGLE_NAME
-from aiockpt.planning.collective.cache import GlobalPlanCache, SharedPlanCache, plan_cache_of
+from aiockpt.planning.collective.cache import GlobalPlanCache, plan_cache_of
 from aiockpt.planning.collective.messages import (
     PlanRequest,
     RankAssignment,
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from aiockpt.coordination.coordinator import Coordinator
     from aiockpt.core.threads import Workers
     from aiockpt.format.manifest.manifest import FileFacts, JsonValue
-    from aiockpt.planning.planner import FileFormat, SavePlan, SharedFiles
+    from aiockpt.planning.planner import FileFormat, SavePlan
     from aiockpt.saving.job import SaveJob
     from aiockpt.telemetry.saves import SaveResult
     from aiockpt.writing.file_writer import ChunkWriter
@@ -126,10 +126,8 @@ class CollectiveSave(SaveStrategy):
         return inventory_of(summary, self._job.snapshot.containers, lambda leaf, spec: framing(names[leaf], spec))
 
     async def _first_round(self, request: PlanRequest | BaseException) -> RankAssignment:
-        assignment: RankAssignment = await self._world.coordinator.round(
-            self._call, self._operation, request, self._global.decide, self._global.undo
-        )
-        return assignment
+        lead, round_ = self._global, self._world.coordinator.round
+        return cast("RankAssignment", await round_(self._call, self._operation, request, lead.decide, lead.undo))
 
     async def _share(self, proposal: ReusedPlan | StateSummary | None, assignment: RankAssignment) -> SavePlan:
         job, planner = self._job, self._world.planner
@@ -182,17 +180,13 @@ class CollectiveSave(SaveStrategy):
         """Report what was written, or an error, to rank 0; clean up if that fails. Return rank 0's summary."""
         await self._job.turn.wait_for("over")
         self._over = True
-        coordinator = self._world.coordinator
+        coordinator, lead = self._world.coordinator, self._global
         try:
-            summary: Summary = await coordinator.round(
-                self._call, self._operation, mine, self._global.publish, self._global.undo
-            )
-        except AiockptError as exc:
-            if isinstance(exc, CoordinationError) and not coordinator.leads:
-                # If rank 0 is dead, the other ranks remove its directory.
+            return cast("Summary", await coordinator.round(self._call, self._operation, mine, lead.publish, lead.undo))
+        except CoordinationError as exc:
+            if not coordinator.leads:  # if rank 0 is dead, the other ranks remove its directory
                 await self._leave(exc, sweep=not coordinator.leader_lives)
             raise
-        return summary
 
     async def _leave(self, error: BaseException, *, sweep: bool = False) -> None:
         """Close what this rank has open; if that fails too, add a note to the error that led here."""
@@ -267,43 +261,34 @@ class GlobalSave:
         self.transaction: SharedTransaction | None = None
         self._job = job
         self._file_format = file_format
-        self._plans = world.plans
-        self._tokens = world.tokens
-        self._warned = world.differing
-        self._digests: list[bytes | None] = []
+        self._world = world
         self._compute = compute
         self._io = io
-        # Kept apart from `_plans`: the next save may be planned anew before this one is published.
+        # Kept apart from those of the world: the next save may be planned anew before this one is published.
         self.plan: GlobalPlanCache | None = None
 
     async def decide(self, requests: Sequence[PlanRequest]) -> list[RankAssignment]:
         """Plan for all ranks, and begin the transaction."""
         self._check_alike(requests)
-        self._digests = [request.digests for request in requests]
-        kept = self._plans.get(self._file_format.name)
+        plans, name = self._world.plans, self._file_format.name
+        kept = plans.get(name)
         plan = await self._plan(kept, requests)
         if plan is None:  # a rank has sent a token alone, which is not that of the kept plan: all send inventories
             return [RankAssignment(None, 0, None, report_places=False)] * len(requests)
-        self.plan = self._plans[self._file_format.name] = plan
+        self.plan = plans[name] = plan
         ticket = await self._begin(self._job.path, overwrite=self._job.overwrite)
-        shares: Sequence[list[int] | None] = [None] * len(requests)  # the same as in the last save
-        shared: Sequence[SharedFiles | None] = [None] * len(requests)
-        if plan is not kept:
-            shares = plan.plan.assignments
-            if isinstance(plan, SharedPlanCache):
-                shared = [plan.share_of(rank) for rank in range(len(requests))]
-        return [
-            RankAssignment(ticket, plan.token, share, not plan.knows_places, files)
-            for share, files in zip(shares, shared, strict=True)
-        ]
+        given = RankAssignment(ticket, plan.token, None, not plan.knows_places)  # the same leaves as in the last save
+        if plan is kept:
+            return [given] * len(requests)
+        leaves = enumerate(plan.plan.assignments)
+        return [replace(given, leaves=mine, shared=plan.share_of(rank)) for rank, mine in leaves]
 
     async def _begin(self, path: str, *, overwrite: bool) -> str:
         """Begin the transaction; return its ticket."""
         storage, plan = shared_storage(self._job.storage), self.plan
         self.transaction = await storage.begin(path, overwrite=overwrite, workers=self._io)
-        if isinstance(plan, SharedPlanCache):
-            for name, nbytes in plan.sizes.items():
-                await self.transaction.reserve("" if plan.is_single_file else name, nbytes)
+        for name, nbytes in plan.sizes.items() if plan is not None else ():
+            await self.transaction.reserve("" if plan is not None and plan.is_single_file else name, nbytes)
         return self.transaction.ticket
 
     async def fall_back(self, path: str, are_planned: Sequence[bool]) -> list[tuple[str, str | None]]:
@@ -329,25 +314,25 @@ class GlobalSave:
         known = [inventory for inventory in ranks if inventory is not None]
         if len(known) < len(ranks):
             return None
-        apart = await self._differing(known)
+        digests = [request.digests for request in requests if request.digests is not None]
+        apart = await self._differing(known, digests)
         if kept is not None:
             if apart <= kept.apart and all(request.token == kept.token for request in requests):
                 return kept
             apart |= kept.apart
-        return await self._compute.run(plan_cache_of, next(self._tokens), known, self._file_format, apart)
+        return await self._compute.run(plan_cache_of, next(self._world.tokens), known, self._file_format, apart)
 
-    async def _differing(self, ranks: Sequence[RankInventory]) -> frozenset[str]:
+    async def _differing(self, ranks: Sequence[RankInventory], digests: Sequence[bytes]) -> frozenset[str]:
         """Return the plain tensors that differ between the ranks; warn of those that are new, or raise SaveError."""
-        digests = [digest for digest in self._digests if digest is not None]
         if len(digests) < len(ranks) or not any(digests):
             return frozenset()
         differing = await self._compute.run(differing_replicas, ranks, digests)
-        new = [name for name in differing if name not in self._warned]
+        new = [name for name in differing if name not in self._world.differing]
         advice = "make them equal, as by broadcasting them, or put the rank into their names"
         if differing and self._job.spec.options.replicas == "error":
             raise SaveError(f"{some_of(differing, _SHOWN)}: these tensors differ between the ranks; {advice}")
         if new:
-            self._warned.update(new)
+            self._world.differing.update(new)
             text = "%s: these tensors differ between the ranks, so those of the lowest rank are saved; %s"
             logger.warning(text, printable(some_of(new, _SHOWN)), advice)
         return frozenset(differing)
@@ -400,8 +385,8 @@ def documents_of_ranks(
     """Encode the manifest and the documents of a checkpoint that several ranks have written. Slow for many items."""
     drafts = plan_cache.drafts([written.objects for written in results], is_transformed=is_transformed)
     totals = {
-        "tensors": plan_cache.tensors,
-        "objects": plan_cache.objects,
+        "tensors": len(plan_cache.plan.tensors),
+        "objects": len(plan_cache.plan.objects),
         "tensor_bytes": plan_cache.tensor_bytes,
         "ranks": len(results),
     }

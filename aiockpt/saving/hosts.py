@@ -21,22 +21,21 @@ opens the run next removes it.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast
 
 from aiockpt.errors import (
     AiockptError,
     CheckpointExistsError,
     CommitUncertainError,
     CoordinationError,
-    SaveError,
     WriteError,
 )
 from aiockpt.format.manifest.manifest import DiskFacts, with_disks
 from aiockpt.format.names import MANIFEST_NAME
 from aiockpt.planning.collective.messages import PlanRequest, RankAssignment, Written
 from aiockpt.saving.collective import CollectiveSave, GlobalSave
-from aiockpt.storage.base import SharedTransaction, room_coming, shared_storage
+from aiockpt.storage.base import Document, SharedTransaction, room_coming, shared_storage
 from aiockpt.storage.faults import errors
 
 if TYPE_CHECKING:
@@ -44,24 +43,10 @@ if TYPE_CHECKING:
     from aiockpt.planning.planner import FileFormat, Summary
     from aiockpt.saving.collective import CollectiveResources
     from aiockpt.saving.job import SaveJob
-    from aiockpt.storage.host_changes import HostChange, HostReport
-    from aiockpt.storage.hosts import HostDisks
+    from aiockpt.storage.hosts import HostChange, HostDisks
 
-
-@dataclass(frozen=True, slots=True)
-class HostRequest:
-    """A rank's message in the first round."""
-
-    request: PlanRequest
-    ticket: str | None  # of what it has begun on its host's disk; None: another rank of the host has
-    reports: Sequence[HostReport]
-
-
-class HostDocuments(NamedTuple):
-    """Documents that are still to be written to each disk, and the files that have to be there."""
-
-    documents: Mapping[str, bytes | bytearray]
-    sizes: Mapping[str, Mapping[str, int]]  # of the files on each disk, by its id
+    _Request = tuple[PlanRequest, str | None]
+    """A message of the first round, with the ticket of what was begun; None: another rank of the host has."""
 
 
 class HostsGlobalSave(GlobalSave):
@@ -75,18 +60,16 @@ class HostsGlobalSave(GlobalSave):
         job.storage = self.hosts.own.storage  # what this rank writes, it writes there
         self._summaries: list[Summary] = []
 
-    async def decide_for_hosts(self, asked: Sequence[HostRequest]) -> list[tuple[RankAssignment, list[HostChange]]]:
+    async def decide_for_hosts(self, asked: Sequence[_Request]) -> list[tuple[RankAssignment, list[HostChange]]]:
         """Do as `decide`; each rank gets the ticket of what was begun on its disk, and what there is to change."""
-        changes, ranks = self.hosts.changes, self.hosts.ranks
-        for request in asked:
-            changes.note(request.reports)
-        due = changes.due()
+        ranks = self.hosts.ranks
         if not self._job.overwrite:
             await self._io.run(self._check_free)
-        tickets = {ranks[rank]: own.ticket for rank, own in enumerate(asked) if own.ticket is not None}
-        assignments = await self.decide([own.request for own in asked])
+        tickets = {disk: ticket for disk, (_, ticket) in zip(ranks, asked, strict=True) if ticket is not None}
+        assignments = await self.decide([request for request, _ in asked])
+        changes = self.hosts.decided()
         return [
-            (given if given.ticket is None else replace(given, ticket=tickets[disk]), due)
+            (given if given.ticket is None else replace(given, ticket=tickets[disk]), changes)
             for given, disk in zip(assignments, ranks, strict=True)
         ]
 
@@ -106,18 +89,18 @@ class HostsGlobalSave(GlobalSave):
             raise RuntimeError("rank 0 has not begun")
         return self.transaction.ticket
 
-    async def gather(self, results: Sequence[Written]) -> list[HostDocuments | None]:
-        """Check what all ranks have written; return what is still to be written, for the lowest rank of each host."""
+    async def gather(self, results: Sequence[Written]) -> list[Mapping[str, Document]]:
+        """Check what all ranks have written; return the documents, for the lowest rank of each host."""
         documents, self._summaries = await self._documents(results)
-        sizes: dict[str, dict[str, int]] = {disk.id: {} for disk in self.hosts.disks}
-        for disk, written in zip(self.hosts.ranks, results, strict=True):
-            sizes[disk] |= {name: facts.nbytes for name, facts in written.files.items()}
-        facts = [DiskFacts(disk.id, disk.host, frozenset(sizes[disk.id])) for disk in self.hosts.disks]
-        manifest = await self._compute.run(with_disks, bytes(documents[MANIFEST_NAME]), facts)
-        whole = HostDocuments({**documents, MANIFEST_NAME: manifest}, sizes)
         ranks = self.hosts.ranks
+        files: dict[str, set[str]] = {disk.id: set() for disk in self.hosts.disks}
+        for disk, written in zip(ranks, results, strict=True):
+            files[disk].update(written.files)
+        facts = [DiskFacts(disk.id, disk.host, frozenset(files[disk.id])) for disk in self.hosts.disks]
+        manifest = await self._compute.run(with_disks, bytes(documents[MANIFEST_NAME]), facts)
+        whole = {**documents, MANIFEST_NAME: manifest}
         lowest = {disk: rank for rank, disk in reversed(list(enumerate(ranks)))}
-        return [whole if lowest[disk] == rank else None for rank, disk in enumerate(ranks)]
+        return [whole if lowest[disk] == rank else {} for rank, disk in enumerate(ranks)]
 
     async def note_written(self, results: Sequence[None]) -> Sequence[None]:
         """Do nothing: every disk has all that is to be published."""
@@ -127,23 +110,18 @@ class HostsGlobalSave(GlobalSave):
         """Publish on this host's disk, as all others have published."""
         transaction, _ = self._begun
         try:
-            async with self.hosts.changes.held_off(self._io):
-                await transaction.commit()
+            await transaction.commit()
         except Warning:  # the program turns warnings into errors
             raise
         except Exception as exc:
-            if await _may_count(transaction):
+            try:
+                may_count = await transaction.status() == "published"
+            except WriteError:
+                may_count = True
+            if may_count:
                 raise CommitUncertainError(f"{exc}. {self._job.path} may be published all the same") from exc
             raise
         return self._summaries
-
-
-async def _may_count(transaction: SharedTransaction) -> bool:
-    """Return whether what could not be published, as its error says, may be published all the same."""
-    try:
-        return await transaction.status() == "published"
-    except WriteError:
-        return True
 
 
 class HostsSave(CollectiveSave):
@@ -160,18 +138,17 @@ class HostsSave(CollectiveSave):
         return await self._world.coordinator.round(self._call, self._operation, value, decide, self._global.undo)
 
     async def _first_round(self, request: PlanRequest | BaseException) -> RankAssignment:
-        changes, mine = self._global.hosts.changes, request
+        mine: _Request | BaseException
         try:
-            if isinstance(request, PlanRequest):
-                mine = HostRequest(request, await self._begin_own(), changes.reports())  # type: ignore[assignment]
+            mine = (request, await self._begin_own()) if isinstance(request, PlanRequest) else request
         except Exception as exc:  # goes to all ranks, this one among them
             mine = exc
         try:
-            assignment, due = await self._round(mine, self._global.decide_for_hosts)
+            assignment, changes = await self._round(mine, self._global.decide_for_hosts)
         except BaseException as exc:
             await self._take_back(exc)
             raise
-        room = changes.accept(due)
+        room = self._global.hosts.accept(changes)
         if room is not None and room_coming.get() is None:
             room_coming.set(room)
         given: RankAssignment = assignment
@@ -206,25 +183,18 @@ class HostsSave(CollectiveSave):
                 await self._own.release()
         return summary
 
-    async def _write_documents(self, whole: HostDocuments | None) -> None:
-        """Check that this host's disk has all files of its ranks; write the documents there."""
-        own, hosts = self._own, self._global.hosts
-        if own is None or whole is None:
-            return
-        seen = await own.sizes()
-        for name, nbytes in whole.sizes[hosts.own.id].items():
-            if seen.get(name) != nbytes:
-                has = seen.get(name, "none")
-                raise SaveError(f"{name} was written with {nbytes} bytes, but has {has} on {hosts.own}")
-        await own.write_files(whole.documents)
+    async def _write_documents(self, documents: Mapping[str, Document]) -> None:
+        """Write the documents to this host's disk, once what was to be deleted there is: it may have the same path."""
+        if self._own is not None:
+            await self._io.run(self._global.hosts.wait)
+            await self._own.write_files(documents)
 
     async def _publish(self) -> None:
         """Publish on this host's disk, unless that is the one of rank 0."""
         if self._own is None or self._world.coordinator.leads:
             return
-        async with self._global.hosts.changes.held_off(self._io):
-            await self._own.commit()
-            self._is_published = True
+        await self._own.commit()
+        self._is_published = True
 
     async def _take_back(self, error: BaseException) -> None:
         """Remove this host's part of a save that has failed; add a note of what stays to the error."""

@@ -22,7 +22,7 @@ from aiockpt.core.gc_pause import gc_pause
 from aiockpt.errors import SaveError, StageError
 from aiockpt.staging.base import RAW_DTYPES
 from aiockpt.staging.pool import copy_small
-from aiockpt.staging.runtime import is_host, reading_behind, ready_event, to_host, use_in
+from aiockpt.staging.runtime import by_address, is_host, reading_behind, ready_event, to_host, use_in
 
 if TYPE_CHECKING:
     from aiockpt.planning.snapshot import Snapshot
@@ -118,15 +118,17 @@ class Samples:
     def _compare(self, samples: torch.Tensor, points: list[tuple[int, SamplePoint]], *, wait: bool) -> None:
         stayed = []
         for start, point in points:
-            if point.has_moved():
+            if not wait:  # the program may go on in another stream, and free there what is read here
+                use_in(None, point.view)
+            view = by_address(point.view)
+            if view is None or point.has_moved():
                 self._moved.append(point.leaf)
             else:
-                stayed.append((start, point))
+                stayed.append((start, point._replace(view=view)))
         if not stayed:
             return
-        if not wait:  # the program may go on in another stream, and free there what is read here
-            kept = {id(read): read for _, point in stayed for read in (point.view, point.indices) if read is not None}
-            for tensor in (samples, *kept.values()):
+        if not wait:
+            for tensor in (samples, *(point.indices for _, point in stayed if point.indices is not None)):
                 use_in(None, tensor)
         try:
             # Here, not when the points were chosen: there, this kernel would run in another stream than the next ones.

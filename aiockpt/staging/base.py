@@ -91,8 +91,13 @@ def check_memory(name: str, tensor: torch.Tensor) -> None:
 def restore(raw: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor whose raw bytes were copied at the call, with its lazy conjugation and negation."""
     copy = raw.clone().view(tensor.dtype).view(tensor.shape)  # a copy: its offset in the arena may not be aligned
-    copy = torch.conj(copy) if tensor.is_conj() else copy
-    return torch._neg_view(copy) if tensor.is_neg() else copy
+    return with_lazy_bits(copy, tensor)
+
+
+def with_lazy_bits(plain: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """Return plain memory with the lazy conjugation and negation of a tensor."""
+    plain = torch.conj(plain) if tensor.is_conj() else plain
+    return torch._neg_view(plain) if tensor.is_neg() else plain
 
 
 RAW_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}

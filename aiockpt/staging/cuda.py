@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from aiockpt.core import pages
-from aiockpt.core.extent import address_of
+from aiockpt.core.extent import address_of, freed_message, plain_memory
 from aiockpt.core.threads import Workers
 from aiockpt.errors import StageError
 from aiockpt.staging.base import (
+    RAW_DTYPES,
     Fill,
     LayoutMismatchError,
     Pending,
@@ -27,8 +28,9 @@ from aiockpt.staging.base import (
     copy_strided,
     matching,
     restore,
+    with_lazy_bits,
 )
-from aiockpt.staging.runtime import ALREADY_LOCKED, Copy, Runtime, bytes_of, runtime_of
+from aiockpt.staging.runtime import ALREADY_LOCKED, Copy, Runtime, by_address, bytes_of, runtime_of
 
 if TYPE_CHECKING:
     from aiockpt.planning.layout import Piece
@@ -230,7 +232,15 @@ class ChunkFiller:
         if spec.is_raw:
             self._add(at, stop - start, tensor, start)
         else:
-            self._add_strided(piece, tensor, spec)
+            raw = self._fixed(leaf, plain_memory(tensor.detach()).view(RAW_DTYPES[tensor.itemsize]))
+            self._add_strided(piece, with_lazy_bits(raw.view(tensor.dtype), tensor), spec)
+
+    def _fixed(self, leaf: int, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor for a kernel by its address, as the program may free the memory before the launch."""
+        fixed = by_address(tensor)
+        if fixed is None:
+            raise StageError(freed_message(self._snapshot.structure.names[leaf], tensor))
+        return fixed
 
     def _pack(self) -> None:
         """Pack the small pieces that were kept, with the gaps between them, to be copied together."""
@@ -280,7 +290,7 @@ class ChunkFiller:
             self._pack()
         if not self._small:
             self._begin = at
-        self._small.append((at, nbytes, bytes_of(source, start, nbytes)))
+        self._small.append((at, nbytes, self._fixed(self._leaf, bytes_of(source, start, nbytes))))
         self._end = end
 
     def _copy(self, at: int, nbytes: int, source: torch.Tensor, start: int = 0, *, made_bytes: int = 0) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 
 from aiockpt.core import pages
-from aiockpt.core.extent import plain_memory
+from aiockpt.core.extent import address_of, plain_memory
 from aiockpt.errors import AiockptError
 from aiockpt.planning.specs import lazy_bits
 
@@ -218,9 +218,14 @@ def is_host(device: torch.device) -> bool:
     return device.type in HOST_KINDS
 
 
+def _is_cuda(device: torch.device) -> bool:
+    """Return whether a device has CUDA's calls, or ROCm's; all others are used by ``torch.accelerator`` only."""
+    return device.type == "cuda"
+
+
 def has_events(device: torch.device) -> bool:
     """Return whether copies from a device may be in flight until an event is reached."""
-    return device.type == "cuda" or _has_streams(device.type)
+    return _is_cuda(device) or _has_streams(device.type)
 
 
 def ready_event(device: torch.device) -> torch.Event | None:
@@ -230,7 +235,7 @@ def ready_event(device: torch.device) -> torch.Event | None:
 
 def is_capturing(device: torch.device) -> bool:
     """Return whether this thread's current stream of a device is capturing a graph."""
-    if device.type == "cuda":
+    if _is_cuda(device):
         with torch.cuda.device(device):
             return torch.cuda.is_current_stream_capturing()
     asked = getattr(_current_stream(device), "is_capturing", None) if has_events(device) else None
@@ -276,6 +281,17 @@ def use_in(stream: Any, tensor: torch.Tensor) -> None:
             tensor.record_stream(_current_stream(tensor.device) if stream is None else stream)
 
 
+def by_address(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return a tensor without lazy bits by its address, which stays if the program frees the memory under the original.
+
+    None if it has: a kernel without an address would break the context for good. Of other kinds than CUDA: the tensor.
+    """
+    if not tensor.is_cuda:  # not each kind can be exported
+        return tensor
+    same: torch.Tensor = torch._C._from_dlpack(torch._C._to_dlpack(tensor))
+    return same if address_of(same) else None
+
+
 @contextlib.contextmanager
 def reading_behind(device: torch.device, event: torch.Event) -> Iterator[None]:
     """Make this thread's blocking operators on a device run behind an event."""
@@ -291,7 +307,7 @@ def reading_behind(device: torch.device, event: torch.Event) -> Iterator[None]:
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
     """Copy a tensor to host memory behind this thread's current stream; on CUDA, sleep until that is done."""
-    if tensor.device.type != "cuda":  # others may have no allocator of pinned memory
+    if not _is_cuda(tensor.device):  # others may have no allocator of pinned memory
         return tensor.cpu()
     copy = tensor.to("cpu", non_blocking=True)
     _recorded(tensor.device, _current_stream(tensor.device), blocking=True).synchronize()
@@ -302,7 +318,7 @@ def runtime_of(device: torch.device) -> Runtime:
     """Return the runtime of a device, with a new staging stream; raise AiockptError if it has no streams."""
     if not has_events(device):
         raise AiockptError(UNORDERED.format(device))
-    return CudaRuntime(device) if device.type == "cuda" else Runtime(device)
+    return CudaRuntime(device) if _is_cuda(device) else Runtime(device)
 
 
 class Copy(NamedTuple):
@@ -457,14 +473,14 @@ def _devices(kind: str) -> list[torch.device]:
 
 
 def _current_stream(device: torch.device) -> Any:
-    return (torch.cuda if device.type == "cuda" else torch.accelerator).current_stream(device)
+    return (torch.cuda if _is_cuda(device) else torch.accelerator).current_stream(device)
 
 
 def _recorded(device: torch.device, stream: Any, *, blocking: bool = False) -> torch.Event:
     """Return an event that is recorded in a stream; a wait for a CUDA event spins, unless it is ``blocking``."""
     # Not torch.Event for CUDA: it ignores `blocking`; and it restores the thread's device in a way that creates a
     # context there, even if that device is never used.
-    event: Any = torch.cuda.Event(blocking=blocking) if device.type == "cuda" else torch.Event(device)  # type: ignore[no-untyped-call]
+    event: Any = torch.cuda.Event(blocking=blocking) if _is_cuda(device) else torch.Event(device)  # type: ignore[no-untyped-call]
     event.record(stream)
     return cast("torch.Event", event)
 

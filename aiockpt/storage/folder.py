@@ -9,10 +9,8 @@ from aiockpt.errors import CheckpointNotFoundError
 from aiockpt.storage.wrapper import WrapperSource
 
 if TYPE_CHECKING:
-    import mmap
-
     from aiockpt.core.threads import Workers
-    from aiockpt.storage.base import Seen, Source, Storage
+    from aiockpt.storage.base import Source, Storage
 
 
 async def open_below(storage: Storage, path: str, *, workers: Workers) -> Source:
@@ -48,14 +46,5 @@ class FolderSource(WrapperSource):
     def files(self) -> Mapping[str, int]:
         return {name: self._inner.files[place] for name, place in self._places.items()}
 
-    def _place(self, name: str) -> str:
-        return self._places.get(name, name)
-
-    def read(self, name: str, offset: int, view: memoryview, seen: Seen | None = None) -> None:
-        super().read(self._place(name), offset, view, seen)
-
-    def read_runs(self, name: str, runs: Sequence[tuple[int, int]], view: memoryview) -> None:
-        super().read_runs(self._place(name), runs, view)
-
-    def map(self, name: str) -> mmap.mmap:
-        return super().map(self._place(name))
+    def _place(self, name: str, runs: Sequence[tuple[int, int]] | None) -> tuple[Source, str]:
+        return self._inner, self._places.get(name, name)

@@ -19,47 +19,47 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import logging
 import os
+import threading
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import anyio
 
-from aiockpt.core.threads import DaemonThreads, outlast
+from aiockpt.core.threads import DaemonThreads, Workers, in_thread
 from aiockpt.core.wording import some_of
 from aiockpt.errors import (
+    AiockptError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
     DeleteError,
     LoadError,
     MissingHostError,
+    NoThreadError,
 )
 from aiockpt.format.manifest.manifest import DiskFacts, decode_head, disks_in, facts_in
 from aiockpt.format.names import MANIFEST_NAME
 from aiockpt.storage.base import (
     Listing,
     LookBudget,
-    Seen,
     SharedStorage,
     SharedTransaction,
     Source,
-    Stamp,
     Storage,
     Traits,
     shared_storage,
 )
 from aiockpt.storage.faults import errors
-from aiockpt.storage.host_changes import HostChange, HostChanges
-from aiockpt.storage.wrapper import WrapperStorage
-
-if TYPE_CHECKING:
-    import mmap
-
-    from aiockpt.core.threads import Workers
+from aiockpt.storage.wrapper import WrapperSource, WrapperStorage
 
 T = TypeVar("T")
 At = TypeVar("At", bound=Listing | Source)
+
+logger = logging.getLogger("aiockpt")
 
 _AT_ONCE = 16
 _SEAL_BYTES = 64  # at the end of a manifest: enough for its CRC
@@ -69,17 +69,11 @@ _MOST_NAMED = 4
 
 @dataclass(frozen=True, slots=True)
 class Disk:
-    """A disk of a job.
-
-    Attributes:
-        id: distinguishes the disk from all others.
-        host: the name of the host that it is in.
-        storage: the disk; of another host, only for reading.
-    """
+    """A disk of a job."""
 
     id: str
     host: str
-    storage: Storage = field(repr=False)
+    storage: Storage = field(repr=False)  # of another host, only for reading
 
     def __str__(self) -> str:
         return f"host {self.host} (disk {self.id[:8]})"
@@ -100,20 +94,19 @@ class _DiskPart(Generic[At]):
 
     disk: Disk
     at: At
-    _mark: str | None = None
+    mark: str  # the same for copies of one manifest; empty without one
 
-    def fetch(self, name: str, offset: int, length: int) -> bytes:
-        fetch = self.at.fetch if isinstance(self.at, Listing) else self.at.read_bytes
-        return fetch(name, offset, length)
 
-    @property
-    def mark(self) -> str:
-        """The same for copies of one manifest; empty without one. Blocks at first."""
-        if self._mark is None:
-            nbytes = self.at.files.get(MANIFEST_NAME, 0)
-            begin = max(0, nbytes - _SEAL_BYTES)
-            self._mark = f"{nbytes}:{self.fetch(MANIFEST_NAME, begin, nbytes - begin).hex()}" if nbytes else ""
-        return self._mark
+def _fetched(at: At, offset: int, nbytes: int) -> bytes:
+    """Return bytes of a manifest. Blocks."""
+    return (at.fetch if isinstance(at, Listing) else at.read_bytes)(MANIFEST_NAME, offset, nbytes)
+
+
+def _part_on(disk: Disk, at: At) -> _DiskPart[At]:
+    """Return what a disk has of a checkpoint. Blocks."""
+    nbytes = at.files.get(MANIFEST_NAME, 0)
+    begin = max(0, nbytes - _SEAL_BYTES)
+    return _DiskPart(disk, at, f"{nbytes}:{_fetched(at, begin, nbytes - begin).hex()}" if nbytes else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,14 +118,15 @@ class _Union(Generic[At]):
     missing: Collection[str] = ()  # files
     is_torn: bool = False  # it was never announced, or is being deleted
 
-    def holders(self) -> dict[str, list[At]]:
-        """Return where each file is, the nearest place first."""
-        found: dict[str, list[At]] = {}
-        for part in self.parts:
-            for name, nbytes in part.at.files.items():
-                if self.head is None or self.head.files.get(name, nbytes) == nbytes:
-                    found.setdefault(name, []).append(part.at)
-        return found
+    def holders(self) -> dict[str, At]:
+        """Return the nearest place of each file."""
+        known = {} if self.head is None else self.head.files
+        return {
+            name: part.at
+            for part in reversed(self.parts)
+            for name, nbytes in part.at.files.items()
+            if known.get(name, nbytes) == nbytes
+        }
 
     @property
     def disks(self) -> Sequence[DiskFacts]:
@@ -145,6 +139,18 @@ class _Union(Generic[At]):
         return self.disks[0].id if self.disks else ""
 
 
+class HostChange(NamedTuple):
+    """A deletion or renaming, which each host does on its own disk.
+
+    A part is changed only if its manifest is one that rank 0 has seen: a message that comes late harms nothing.
+    """
+
+    path: str
+    marks: Collection[str]  # of the parts that are meant
+    first: str = ""  # the id of the disk that is changed before the others
+    to: str = ""  # the name from then on; empty: it is deleted
+
+
 class HostDisks(WrapperStorage):
     """Checkpoints on the disks of the hosts of a job, as one. What it writes, it writes to the own disk alone.
 
@@ -153,13 +159,15 @@ class HostDisks(WrapperStorage):
         disks: those of all hosts, the own one first.
         ranks: the id of the disk of each rank.
         serves: this rank is the lowest one of its host: what is done on the own disk, it does.
-        changes: the deletions and renamings that the hosts have to do.
     """
 
     def __init__(self, disks: Sequence[Disk], own: str, ranks: Sequence[str] = (), rank: int = 0) -> None:
         self._is_partial = False
         self._heads: dict[str, _ManifestFacts] = {}  # by mark
-        self.changes = HostChanges(self._change_own)
+        self._decided: deque[HostChange] = deque()
+        self._undone: list[HostChange] = []
+        self._turn = threading.Lock()
+        self._behind: Future[None] | None = None
         self.meet(disks, own, ranks, rank)
 
     def meet(self, disks: Sequence[Disk], own: str, ranks: Sequence[str] = (), rank: int = 0) -> None:
@@ -169,7 +177,6 @@ class HostDisks(WrapperStorage):
         self.disks = (self.own, *(disk for disk in disks if disk is not self.own))
         self.ranks = ranks or [own]
         self.serves = self.ranks.index(own) == rank
-        self.changes.serve(own if self.serves else None)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return HostDisks, ([self.own], self.own.id)  # a writer process writes to this disk only
@@ -194,17 +201,11 @@ class HostDisks(WrapperStorage):
         if len(self.disks) == 1:  # else rank 0 looks at all of them when the save is planned
             super().check(path, overwrite=overwrite)
 
-    async def begin(
-        self, path: str, *, overwrite: bool, workers: Workers, ticket: str | None = None
-    ) -> SharedTransaction:
-        own = shared_storage(self.inner)
-        return await own.begin(path, overwrite=overwrite, workers=workers, ticket=ticket)
+    async def begin(self, *args: Any, **options: Any) -> SharedTransaction:
+        return await shared_storage(self.inner).begin(*args, **options)
 
-    async def take_over(
-        self, path: str, ticket: str, *, overwrite: bool, workers: Workers, stamp: Stamp | None
-    ) -> SharedTransaction:
-        own = shared_storage(self.inner)
-        return await own.take_over(path, ticket, overwrite=overwrite, workers=workers, stamp=stamp)
+    async def take_over(self, *args: Any, **options: Any) -> SharedTransaction:
+        return await shared_storage(self.inner).take_over(*args, **options)
 
     # --- looking ----------------------------------------------------------------------------------------
 
@@ -220,21 +221,19 @@ class HostDisks(WrapperStorage):
         """Return all parts, and those that are one checkpoint. Blocks."""
 
         def look(disk: Disk) -> None:
-            try:
-                listing = disk.storage.look(path, budget)
-            except (FileNotFoundError, NotADirectoryError):
-                return
-            parts.append(_DiskPart(disk, listing))
+            # Nothing is there either if it is deleted between the two.
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError), contextlib.ExitStack() as stack:
+                listing = stack.enter_context(disk.storage.look(path, budget))
+                parts.append(_part_on(disk, listing))
+                stack.pop_all()
 
         parts: list[_DiskPart[Listing]] = []
         try:
             self._of_each(look)
             return parts, self._whole(parts)
-        except BaseException as exc:
+        except BaseException:
             for part in parts:
                 part.at.close()
-            if isinstance(exc, LoadError):
-                raise OSError(errno.EIO, str(exc), path) from exc
             raise
 
     def _seen(self, path: str) -> tuple[dict[str, str], _Union[Listing]]:
@@ -272,7 +271,7 @@ class HostDisks(WrapperStorage):
     def _head_of(self, parts: Sequence[_DiskPart[At]]) -> _ManifestFacts | None:
         """Read a manifest; None if it is damaged."""
         for part in () if parts[0].mark in self._heads else parts:
-            decoded = decode_head(part.fetch(MANIFEST_NAME, 0, part.at.files[MANIFEST_NAME]))
+            decoded = decode_head(_fetched(part.at, 0, part.at.files[MANIFEST_NAME]))
             facts = None if decoded is None else facts_in(decoded)
             if decoded is not None and facts is not None:
                 if len(self._heads) >= _MOST_HEADS:
@@ -294,7 +293,7 @@ class HostDisks(WrapperStorage):
 
         return self._of_each(folders)
 
-    # --- deleting and renaming, on rank 0 -----------------------------------------------------------------
+    # --- deleting and renaming ----------------------------------------------------------------------------
 
     async def delete(self, path: str, *, workers: Workers) -> None:
         """Delete it on the disk that makes it count, if that is the own one; on the others with the next rounds."""
@@ -303,48 +302,89 @@ class HostDisks(WrapperStorage):
             return
         with errors(DeleteError, f"delete {path}"):
             marks, whole = await workers.run(self._seen, path)
-        if not marks:
-            raise CheckpointNotFoundError(f"there is no checkpoint at {path} to delete")
-        self.changes.add(path, marks, first={whole.last})
-        done = self.changes.accept(self.changes.due())
-        if done is not None:
-            await outlast(asyncio.wrap_future(done))
-        self.changes.raise_problem(path)
+            if not marks:
+                raise CheckpointNotFoundError(f"there is no checkpoint at {path} to delete")
+            first = whole.last if whole.last in marks.keys() - {self.own.id} else ""
+            if not first and self.own.id in marks:
+                await self.own.storage.delete(path, workers=workers)
+        self._decided.append(HostChange(path, set(marks.values()), first))
 
     def delete_torn(self, paths: Sequence[str]) -> list[str]:
         """Delete what was never announced, or is being deleted, of these on all disks; return that. Blocks."""
-        found = [(path, marks) for path in paths for marks, whole in [self._seen(path)] if whole.is_torn]
-        for path, marks in found:
-            self.changes.add(path, marks)
-        return [path for path, _ in found]
+        torn = [(path, marks) for path in paths for marks, whole in [self._seen(path)] if whole.is_torn]
+        self._decided += [HostChange(path, set(marks.values())) for path, marks in torn]
+        return [path for path, _ in torn]
 
     def set_aside(self, path: str, names: Sequence[str]) -> str:
-        """Rename it on all disks with the next rounds, on the one that makes it count last."""
+        """Rename it on all disks with the next rounds."""
         if len(self.disks) == 1:
             return self.inner.set_aside(path, names)
         above = self.split(path)[0]
         taken = set().union(*self.folders_in(above))
         name = next((name for name in names if name not in taken), None)
-        marks, whole = self._seen(path)
+        marks, _ = self._seen(path)
         if name is None:
             raise FileExistsError(errno.EEXIST, "each name for it is taken", path)
         if not marks:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
-        self.changes.add(path, marks, first=marks.keys() - {whole.last}, to=name)
+        self._decided.append(HostChange(path, set(marks.values()), to=name))
         return self.inner.below(above, name)
 
-    def _change_own(self, change: HostChange, workers: Workers) -> None:
-        """Delete or rename the part on the own disk, unless it is not the one that was meant any more. Blocks."""
+    def decided(self) -> list[HostChange]:
+        """Take what this rank has decided on since the last time, to send it to all ranks."""
+        return [self._decided.popleft() for _ in range(len(self._decided))]
+
+    def accept(self, changes: Sequence[HostChange]) -> Future[None] | None:
+        """Begin to make changes on the own disk, in a thread; return a future of the end, or None if there are none."""
+        if not self.serves or not (changes or self._undone):
+            return None
+        try:
+            self._behind = in_thread(self.change, changes)
+        except NoThreadError as exc:
+            self._undone += changes
+            logger.warning("the disk of this host is not changed: %s", exc)
+            return None
+        return self._behind
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait for the end of what was accepted. Blocks."""
+        if self._behind is not None:
+            wait([self._behind], timeout_s)
+
+    def change(self, changes: Sequence[HostChange]) -> None:
+        """Make changes on the own disk, and those that had to wait, or have failed. Blocks; raises DeleteError."""
+        problem = ""
+        with self._turn:
+            self._undone += changes
+            for change in list(self._undone):
+                try:
+                    if self._change(change):
+                        self._undone.remove(change)
+                except (OSError, AiockptError) as exc:
+                    problem = problem or str(exc)
+                    logger.warning("%s on the disk of this host is not changed, but will be: %s", change.path, exc)
+        if problem:
+            raise DeleteError(problem)
+
+    def _change(self, change: HostChange) -> bool:
+        """Delete or rename the part on the own disk if it is one that was meant; return False if others come first."""
         try:
             with self.own.storage.look(change.path) as listing:
-                if _DiskPart(self.own, listing).mark != change.mark:
-                    return
+                if _part_on(self.own, listing).mark not in change.marks:
+                    return True
         except FileNotFoundError:
-            return
+            return True
         if change.to:
             self.own.storage.set_aside(change.path, [change.to])
+        elif change.first in ("", self.own.id) or self._seen(change.path)[0].get(change.first) not in change.marks:
+            workers = Workers(1, "aiockpt-disk-changes")
+            try:
+                asyncio.run(self.own.storage.delete(change.path, workers=workers))
+            finally:
+                workers.close()
         else:
-            asyncio.run(self.own.storage.delete(change.path, workers=workers))
+            return False
+        return True
 
     # --- reading ----------------------------------------------------------------------------------------
 
@@ -354,28 +394,28 @@ class HostDisks(WrapperStorage):
 
         async def open_on(disk: Disk) -> None:
             try:
-                source = await disk.storage.open(path, workers=workers)
+                opened.append(source := await disk.storage.open(path, workers=workers))
+                parts.append(await workers.run(_part_on, disk, source))
             except (CheckpointNotFoundError, CorruptCheckpointError):
-                return
+                pass
             except LoadError as exc:  # of a host that can't be reached
                 failed[disk.id] = exc
-                return
-            parts.append(_DiskPart(disk, source))
 
-        used: Sequence[_DiskPart[Source]] = ()
+        opened: list[Source] = []
+        used: Sequence[Source] = ()
         try:
             async with anyio.create_task_group() as group:
                 for disk in self.disks:
                     group.start_soon(open_on, disk)
             whole = await workers.run(self._whole, parts)
             self._check(path, whole, failed)
-            used = whole.parts
+            used = [part.at for part in whole.parts]
             return _WholeSource(whole)
         finally:
-            for part in parts:
-                if part not in used:
-                    with anyio.CancelScope(shield=True):
-                        await workers.run(part.at.close)
+            with anyio.CancelScope(shield=True):
+                for source in opened:
+                    if source not in used:
+                        await workers.run(source.close)
 
     def _check(self, path: str, whole: _Union[Source], failed: Mapping[str, Exception]) -> None:
         """Raise an error if a checkpoint is not there, or lacks files."""
@@ -416,7 +456,7 @@ class _WholeListing(Listing):
 
     def _merge(self) -> None:
         self._holders = self._whole.holders()
-        self.files = {name: listings[0].files[name] for name, listings in self._holders.items()}
+        self.files = {name: listing.files[name] for name, listing in self._holders.items()}
 
     def list_below(self) -> None:
         for part in self._whole.parts:
@@ -426,58 +466,29 @@ class _WholeListing(Listing):
     def fetch(self, name: str, offset: int, length: int) -> bytes:
         if name not in self._holders:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
-        return self._holders[name][0].fetch(name, offset, length)
+        return self._holders[name].fetch(name, offset, length)
 
     def close(self) -> None:
         for part in self._parts:
             part.at.close()
 
 
-class _WholeSource(Source):
+class _WholeSource(WrapperSource):
     def __init__(self, whole: _Union[Source]) -> None:
         self._sources = [part.at for part in whole.parts]
+        super().__init__(self._sources[0])
         self._holders = whole.holders()
-        first = list(dict.fromkeys(sources[0] for sources in self._holders.values())) or self._sources
-        self.gap_bytes = max(source.gap_bytes for source in first)
-        self.most_reads = max(source.most_reads for source in first)
-        self.is_remote = any(source.is_remote for source in first)
+        used = set(self._holders.values()) or set(self._sources)
+        self.gap_bytes = max(source.gap_bytes for source in used)
+        self.most_reads = max(source.most_reads for source in used)
+        self.is_remote = any(source.is_remote for source in used)
 
     @property
     def files(self) -> Mapping[str, int]:
-        return {name: sources[0].files[name] for name, sources in self._holders.items()}
+        return {name: source.files[name] for name, source in self._holders.items()}
 
-    def _of(self, name: str) -> Sequence[Source]:
-        return self._holders.get(name, self._sources[:1])  # which says what is wrong with the name
-
-    def _read_from_first(self, name: str, read: Callable[[Source], None]) -> None:
-        """Read from the nearest source of a file; if that fails, from the next one."""
-        *others, last = self._of(name)
-        for source in others:
-            with contextlib.suppress(LoadError):
-                read(source)
-                return
-        read(last)
-
-    def read(self, name: str, offset: int, view: memoryview, seen: Seen | None = None) -> None:
-        done = 0
-
-        def note(piece: memoryview) -> None:
-            nonlocal done
-            done += len(piece)
-            if seen is not None:
-                seen(piece)
-
-        def go_on(source: Source) -> None:
-            """Read what the source before has not."""
-            source.read(name, offset + done, view[done:], None if seen is None else note)
-
-        self._read_from_first(name, go_on)
-
-    def read_runs(self, name: str, runs: Sequence[tuple[int, int]], view: memoryview) -> None:
-        self._read_from_first(name, lambda source: source.read_runs(name, runs, view))
-
-    def map(self, name: str) -> mmap.mmap:
-        return self._of(name)[0].map(name)
+    def _place(self, name: str, runs: Sequence[tuple[int, int]] | None) -> tuple[Source, str]:
+        return self._holders.get(name, self._inner), name  # which says what is wrong with the name
 
     def share(self) -> None:
         for source in self._sources:

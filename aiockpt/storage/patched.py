@@ -12,10 +12,8 @@ from aiockpt.format.names import MANIFEST_NAME
 from aiockpt.storage.wrapper import WrapperSource, WrapperStorage
 
 if TYPE_CHECKING:
-    import mmap
-
     from aiockpt.core.threads import Workers
-    from aiockpt.storage.base import Seen, Source, Storage
+    from aiockpt.storage.base import Source, Storage
 
 
 Patches = Mapping[str, Sequence[tuple[int, int]] | None]
@@ -59,27 +57,19 @@ class _PatchedSource(WrapperSource):
         super().__init__(inner)
         self._other, self._patches = other, patches
 
-    def _source_of(self, name: str, runs: Sequence[tuple[int, int]]) -> Source:
+    def _place(self, name: str, runs: Sequence[tuple[int, int]] | None) -> tuple[Source, str]:
         """Return the other source for what has a damaged byte, or more."""
         patches = self._patches.get(name, ())
         is_damaged = patches is None or any(
-            offset < end and begin < offset + length for begin, end in patches for offset, length in runs
+            runs is None or any(offset < end and begin < offset + length for offset, length in runs)
+            for begin, end in patches
         )
-        return self._other if is_damaged else self._inner
+        return self._other if is_damaged else self._inner, name
 
     @property
     def files(self) -> Mapping[str, int]:
         other = self._other.files
         return {**self._inner.files, **{name: other[name] for name in self._patches if name in other}}
-
-    def read(self, name: str, offset: int, view: memoryview, seen: Seen | None = None) -> None:
-        self._source_of(name, [(offset, len(view))]).read(name, offset, view, seen)
-
-    def read_runs(self, name: str, runs: Sequence[tuple[int, int]], view: memoryview) -> None:
-        self._source_of(name, runs).read_runs(name, runs, view)
-
-    def map(self, name: str) -> mmap.mmap:
-        return (self._other if self._patches.get(name, ()) != () else self._inner).map(name)
 
     def close(self) -> None:
         try:

@@ -1,21 +1,18 @@
 """The disks of other hosts of a job, which are read over TCP by two verbs. Nothing is written, and nothing unpickled.
 
-====  ==============================  =======================================================================
-verb  asks for                        is answered with
-====  ==============================  =======================================================================
-LIST  a path                          a JSON document: what is there. It stays open on the server until the
-                                      connection lists something else, or ends
-READ  a file of what was listed       the bytes, in pieces, and an empty document; or an error, a JSON document
-      last, and runs of bytes of it
-====  ==============================  =======================================================================
+====  ================================================  =========================================
+verb  asks for                                          is answered with
+====  ================================================  =========================================
+LIST  a path                                            a JSON document: what is there
+READ  a file of what was listed, and runs of its bytes  the bytes, fewer if it ends before
+====  ================================================  =========================================
 
-The connections are made, and prove a secret, as a `aiockpt.coordination.link`; then they carry messages, each with its
-CRC-32, as the wires of `aiockpt.coordination.wires`.
+Both sides prove that they know a secret, as those of a `aiockpt.coordination.link`. Then a connection carries messages,
+each with its CRC-32, as the wires of `aiockpt.coordination.wires`: a request, and its answer or an error.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import errno
 import functools
@@ -28,109 +25,101 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from isal.isal_zlib import crc32
 
 from aiockpt.coordination.link import (
-    HELLO_S,
     Endpoint,
-    Link,
     LinkBrokenError,
     addresses_of_this_host,
-    connect,
-    listen,
     network_namespace,
+    proof,
     reachable,
 )
 from aiockpt.coordination.wires import Wire
 from aiockpt.core.forks import called_in_children
-from aiockpt.core.threads import in_thread, start_thread
-from aiockpt.errors import NoThreadError, WriteError, printable_key
+from aiockpt.core.threads import start_thread
+from aiockpt.errors import NoThreadError, WriteError
 from aiockpt.storage.base import Directories, Listing, LookBudget, Seen, Source, Storage, Transaction
 from aiockpt.storage.remote import RemoteListing, open_remote
 
 if TYPE_CHECKING:
     from aiockpt.core.threads import Workers
 
-T = TypeVar("T")
-
-LIST, READ, DATA, ANSWER, ERROR = range(5)
+LIST, READ, ERROR = range(3)
 STALL_S = 60.0
 """How long the other side may be silent within a message, or before its answer."""
-IDLE_S = 30.0
-"""How long a connection is kept for the next request; the server waits for it for twice as long, as for all."""
 SILENT_S = 30.0
 """How long a host that was silent is not asked again: each call to one without power would wait for its limit."""
-_PIECE_BYTES = 4 << 20  # read and sent at a time
+_CONNECT_S = 5.0  # for each address
+_PAUSE_S = 0.1  # when no connection can be accepted, as there are no descriptors
 _MOST_DOCUMENT_BYTES = 1 << 28
-_MOST_IDLE = 8  # connections of a process to one server
-_MOST_STRANGERS = 1024  # connections to one address whose other side has not proven anything yet
-_FACTS = {"is_file": bool, "files": dict, "folders": list, "others": list, "changed_s": float, "stamp": str}
-_UNREACHABLE = {errno.EHOSTUNREACH, errno.EHOSTDOWN, errno.ENETUNREACH}
+_MOST_CONNECTIONS = 4096
+_SILENCE = {None, errno.EAGAIN, errno.ETIMEDOUT, errno.EHOSTUNREACH}  # None: Python's own limit
+_FACTS = "is_file", "files", "folders", "others", "changed_s", "stamp"
 
 logger = logging.getLogger("aiockpt")
 
+# A fork waits until an accepted socket is known, so that the child can close it. If it did not, the other side would
+# not see the end of the parent.
+_accepting = threading.Lock()
+os.register_at_fork(before=_accepting.acquire, after_in_parent=_accepting.release, after_in_child=_accepting.release)
+
 
 class PeerWire(Wire):
-    """A connection that carries requests one way, and answers the other way.
-
-    Attributes:
-        idle_since: when its last request was answered, by time.monotonic().
-        listed: what its server has open: the path, the stamp, and whether the files one level below were listed.
-    """
-
-    idle_since = 0.0
-    listed: tuple[str, str, bool] | None = None
+    """A connection that carries requests one way, and answers the other way."""
 
     def __init__(self, own: socket.socket, stall_s: float) -> None:
+        own.settimeout(None)
         super().__init__(own, stall_s)
         own.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         _wires.add(self)
 
-    def is_quiet(self, for_ms: float = 0) -> bool:
-        """Return whether nothing comes, nor the other side leaves, within a time."""
-        if self._socket.fileno() < 0:  # in a forked child
-            return False
+    def prove(self, secret: bytes) -> None:
+        """Exchange proofs that both sides know the secret; see `proof`."""
+        proving, received = proof(secret, socket.gethostname()), b""
+        with contextlib.suppress(StopIteration):
+            while True:
+                message, nbytes = proving.send(received or None)
+                self._socket.sendall(message)
+                data = bytearray(nbytes)
+                self.fill(memoryview(data))
+                received = bytes(data)
+
+    def wait(self) -> None:
+        """Wait for the next message, however long that takes, or for the end of the other side."""
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
-        return not poll.poll(for_ms)
+        poll.poll()
 
-    def put(self, kind: int, document: object) -> None:
-        """Send a document."""
-        data = json.dumps(document).encode()
+    def put(self, kind: int, data: bytes) -> None:
+        """Send a message."""
         self.send(kind, crc32(data), memoryview(data))
 
-    def take(self, view: memoryview | None = None, seen: Seen | None = None) -> tuple[int, Any]:
-        """Receive bytes into ``view``, all unless there was an error, and then a document; return its kind and it."""
-        view = memoryview(b"") if view is None else view
-        while True:
-            kind, nbytes, check = self.head()
-            if nbytes > (len(view) if kind == DATA else _MOST_DOCUMENT_BYTES) or (kind == DATA and not nbytes):
-                raise LinkBrokenError("the other side sends more than it was asked for")
-            piece = view[:nbytes] if kind == DATA else memoryview(bytearray(nbytes))
-            self.fill(piece)
-            if crc32(piece) != check:
-                raise LinkBrokenError("what has come is not what was sent: its CRC-32 differs")
-            if kind != DATA:
-                break
-            view = view[nbytes:]
-            if seen is not None:
-                seen(piece)
-        if view and kind != ERROR:
-            raise LinkBrokenError("the other side sends less than it was asked for")
+    def take(self, view: memoryview | None = None) -> tuple[int, memoryview]:
+        """Receive a message, the bytes of a file into ``view``; return its kind and what has come."""
+        kind, nbytes, check = self.head()
+        if nbytes > (_MOST_DOCUMENT_BYTES if view is None or kind != READ else len(view)):
+            raise LinkBrokenError("the other side sends more than it was asked for")
+        data = memoryview(bytearray(nbytes)) if view is None or kind != READ else view[:nbytes]
+        self.fill(data)
+        if crc32(data) != check:
+            raise LinkBrokenError("what has come is not what was sent: its CRC-32 differs")
+        return kind, data
+
+    def ask(self, kind: int, asked: object, view: memoryview | None = None) -> tuple[int, memoryview]:
+        """Make a request, and `take` the answer. A connection over which that fails is closed."""
         try:
-            return kind, json.loads(bytes(piece))
-        except (ValueError, RecursionError) as exc:
-            raise _strange() from exc
+            self.put(kind, json.dumps(asked).encode())
+            return self.take(view)
+        except BaseException:
+            self.close()  # what comes next would be the rest of this
+            raise
 
 
-_wires = called_in_children(PeerWire.close)  # else the other side would not see the end of the parent
-
-
-def _strange() -> LinkBrokenError:
-    return LinkBrokenError("the other side speaks another language")
+_wires = called_in_children(PeerWire.close)
 
 
 # --- the server ---------------------------------------------------------------------------------------------
@@ -139,191 +128,121 @@ def _strange() -> LinkBrokenError:
 class PeerServer:
     """Serves what is in a directory of a storage to the processes that get its `endpoint`, from threads of its own.
 
-    Making it raises OSError if there is no address to listen at. End it with `close`.
-
-    Args:
-        storage: what it serves.
-        directory: a path must be this one, or below.
-        hosts: the addresses to listen at; None: all by which other hosts reach this one.
-        stall_s: how long another process may be silent within a message, in seconds.
+    ``hosts`` are the addresses to listen at; None: all by which other hosts reach this one. Raises OSError if it can't
+    listen at one. End it with `close`.
     """
 
     def __init__(
         self, storage: Directories, directory: str, *, hosts: Sequence[str] | None = None, stall_s: float = STALL_S
     ) -> None:
         self._storage, self._directory, self._stall_s = storage, storage.resolve(directory), stall_s
-        self._lock, self._origin, self._is_closed = threading.Lock(), os.getpid(), False
-        self._connections: dict[threading.Thread, socket.socket] = {}
-        self._listening: list[socket.socket] = []
-        self._loop, self._closed = asyncio.new_event_loop(), asyncio.Event()
-        self._accepting = threading.Thread(target=self._accept, name="aiockpt-disk", daemon=True)
+        self._origin, self._closed = os.getpid(), threading.Event()
+        self._threads: dict[threading.Thread, socket.socket] = {}  # one for each connection
+        self._listening: dict[int, socket.socket] = {}  # by descriptor
+        _servers.add(self)
         try:
             for host in hosts or addresses_of_this_host(None):
                 family = socket.AF_INET6 if ":" in host else socket.AF_INET
-                self._listening.append(socket.create_server((host, 0), family=family, backlog=1024))
-            addresses = [own.getsockname()[:2] for own in self._listening]
+                made = socket.create_server((host, 0), family=family, backlog=1024)
+                self._listening[made.fileno()] = made
+                made.setblocking(False)
+            addresses = [own.getsockname()[:2] for own in self._listening.values()]
             secret, name = secrets.token_bytes(32), socket.gethostname()
             self.endpoint = Endpoint(addresses, secret, network_namespace(), name, 0)
-            start_thread(self._accepting)
+            self._acceptor = threading.Thread(target=self._accept, name="aiockpt-disk", daemon=True)
+            start_thread(self._acceptor)
         except BaseException:
             self.leave()
-            self._loop.close()
             raise
-        _servers.add(self)
 
     def _accept(self) -> None:
-        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
-            runner.run(self._take_connections())
-
-    async def _take_connections(self) -> None:
-        tasks: set[asyncio.Task[None]] = set()  # the loop itself does not keep them
-
-        def join(_: str, link: Link) -> None:
-            task = asyncio.ensure_future(self._join(link))
-            tasks.add(task)
-            task.add_done_callback(tasks.discard)
-
-        with contextlib.ExitStack() as stack:
-            for own in self._listening:
-                server = await listen(
-                    own, self.endpoint.secret, self.endpoint.host, join, most_strangers=_MOST_STRANGERS
-                )
-                stack.callback(server.close)
-            await self._closed.wait()
-
-    async def _join(self, link: Link) -> None:
-        """Serve a connection in a thread."""
-        try:
-            async with asyncio.timeout(HELLO_S):
-                own = await link.detach(connected=False)
-        except (LinkBrokenError, OSError) as exc:
-            logger.debug("a connection to the disk of this host has ended: %s", exc)
-            return
-        finally:
-            link.close()
-        thread = threading.Thread(target=self._serve, args=(own,), name="aiockpt-disk-connection", daemon=True)
-        with self._lock:
-            for ended in [thread for thread in self._connections if not thread.is_alive()]:
-                del self._connections[ended]
-            if not self._is_closed:
+        poll = select.poll()
+        for descriptor in self._listening:
+            poll.register(descriptor, select.POLLIN)
+        while not self._closed.is_set():
+            for descriptor, _ in poll.poll():
+                for ended in [thread for thread in self._threads if not thread.is_alive()]:
+                    del self._threads[ended]
                 try:
+                    with _accepting:
+                        own, _ = self._listening[descriptor].accept()
+                        thread = threading.Thread(
+                            target=self._serve, args=(own,), name="aiockpt-disk-connection", daemon=True
+                        )
+                        self._threads[thread] = own
+                    if len(self._threads) > _MOST_CONNECTIONS:
+                        raise NoThreadError(f"it would be one of more than {_MOST_CONNECTIONS} connections")
                     start_thread(thread)
                 except NoThreadError as exc:
+                    self._threads.pop(thread).close()  # which the other side finds
                     logger.warning("another process can't be served: %s", exc)
-                else:
-                    self._connections[thread] = own
-                    return
-        own.close()  # which the other side finds
+                except OSError:  # the other side has left already, this one is closed, or has too many descriptors
+                    self._closed.wait(_PAUSE_S)
 
     def _serve(self, own: socket.socket) -> None:
-        with contextlib.closing(own), contextlib.ExitStack() as listed:
+        with contextlib.closing(own):
             try:
-                wire, listing = PeerWire(own, self._stall_s), None
-                wire.put(ANSWER, {})
+                wire = PeerWire(own, self._stall_s)
+                wire.prove(self.endpoint.secret)
                 while True:
+                    wire.wait()
                     kind, asked = wire.take()
-                    if kind not in (LIST, READ):
-                        raise _strange()
-                    with _reported(wire):
-                        if kind == LIST:
-                            listed.close()
-                            listing = None
-                            listing = listed.enter_context(self._look(asked))
-                            wire.put(ANSWER, {name: getattr(listing, name) for name in _FACTS})
-                        else:
-                            _send(wire, listing, asked)
-                            wire.put(ANSWER, {})
-            except (LinkBrokenError, OSError) as exc:  # also if it is broken as soon as it is made
+                    try:
+                        answer = self._answer(kind, **json.loads(bytes(asked)))
+                    except Exception as exc:  # of the disk, or of a storage of the user's
+                        text = getattr(exc, "strerror", None) or f"{type(exc).__name__}: {exc}"
+                        kind, answer = ERROR, json.dumps([getattr(exc, "errno", None) or 0, text]).encode()
+                    wire.put(kind, answer)
+            except (LinkBrokenError, OSError) as exc:
                 logger.debug("a connection to the disk of this host has ended: %s", exc)
 
-    def _look(self, asked: Mapping[str, Any]) -> Listing:
-        """Return what is at a path; raise PermissionError if that may not be read."""
-        path, directory, below = self._storage.resolve(str(asked["path"])), self._directory, bool(asked["below"])
-        if path != directory and not path.startswith(self._storage.below(directory, "")):
-            raise PermissionError(errno.EACCES, f"it is not in {directory}, and nothing else is served", path)
-        listing = self._storage.look(path)
-        if below:
-            listing.list_below()
-        return listing
+    def _answer(
+        self, kind: int, path: str, below: bool, stamp: str = "", name: str = "", runs: Sequence[tuple[int, int]] = ()
+    ) -> bytes:
+        resolved, directory = self._storage.resolve(path), self._directory
+        if resolved != directory and not resolved.startswith(self._storage.below(directory, "")):
+            raise PermissionError(errno.EACCES, f"it is not in {directory}, and nothing else is served")
+        with self._storage.look(resolved) as listing:
+            if below:
+                listing.list_below()
+            if kind == LIST:
+                return json.dumps({fact: getattr(listing, fact) for fact in _FACTS}).encode()
+            if listing.stamp != stamp:
+                raise FileNotFoundError(errno.ENOENT, "it was deleted or replaced meanwhile")
+            if name not in listing.files:  # nor is a name looked at that leads out
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+            return b"".join(listing.fetch(name, offset, length) for offset, length in runs)
 
     def wait(self, timeout_s: float) -> None:
         """Wait until no other process is connected, for so long at most. Blocks."""
         deadline = time.monotonic() + timeout_s
-        with self._lock:
-            threads = list(self._connections)
-        for thread in threads:
+        for thread in list(self._threads):
             thread.join(max(0.0, min(deadline - time.monotonic(), threading.TIMEOUT_MAX)))
 
     def close(self, timeout_s: float = 10.0) -> bool:
         """End all connections; return whether all threads have ended in time. Blocks; idempotent."""
         if os.getpid() != self._origin:
             return True
+        self._closed.set()
         deadline = time.monotonic() + timeout_s
-        with self._lock:
-            self._is_closed = True
-            for own in self._connections.values():
-                with contextlib.suppress(OSError):
-                    own.shutdown(socket.SHUT_RDWR)
-        with contextlib.suppress(RuntimeError):  # it has ended
-            self._loop.call_soon_threadsafe(self._closed.set)
-        threads = [self._accepting, *self._connections]
-        for thread in threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
-        return not any(thread.is_alive() for thread in threads)
+        for listening in self._listening.values():
+            with contextlib.suppress(OSError):
+                listening.shutdown(socket.SHUT_RDWR)
+        self._acceptor.join(timeout_s)
+        for own in self._threads.values():
+            with contextlib.suppress(OSError):
+                own.shutdown(socket.SHUT_RDWR)
+        self.wait(deadline - time.monotonic())
+        self.leave()
+        return not any(thread.is_alive() for thread in (self._acceptor, *self._threads))
 
     def leave(self) -> None:
-        """Close all in a forked child: else others would wait for it when its parent is dead."""
-        for own in (*self._listening, *self._connections.values()):
+        """Close all, as in a forked child."""
+        for own in (*self._listening.values(), *self._threads.values()):
             own.close()
 
 
 _servers = called_in_children(PeerServer.leave)
-
-
-@contextlib.contextmanager
-def _reported(wire: PeerWire) -> Iterator[None]:
-    """Send an error to the other side; raise LinkBrokenError if it does not follow the protocol, or leaves."""
-    try:
-        yield
-    except LinkBrokenError:
-        raise
-    except (KeyError, TypeError, ValueError) as exc:
-        raise _strange() from exc
-    except OSError as exc:
-        text = f"{printable_key(str(exc.filename))}: {exc.strerror}" if exc.filename else str(exc)
-        wire.put(ERROR, {"errno": exc.errno or 0, "text": text})
-    except Exception as exc:  # of a storage of the user's
-        wire.put(ERROR, {"errno": 0, "text": f"{type(exc).__name__}: {exc}"})
-
-
-def _send(wire: PeerWire, listing: Listing | None, asked: Mapping[str, Any]) -> None:
-    """Send runs of bytes of a file."""
-    name, runs = str(asked["name"]), [(int(offset), int(length)) for offset, length in asked["runs"]]
-    if listing is None or any(offset < 0 or length < 0 for offset, length in runs):
-        raise _strange()
-    if name not in listing.files:  # nor is a name looked at that leads out
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
-    for batch in _batches(runs):
-        data = b"".join(listing.fetch(name, offset, length) for offset, length in batch)
-        if len(data) < sum(length for _, length in batch):
-            raise OSError(errno.ENODATA, "it ends before what is asked for", name)
-        wire.send(DATA, crc32(data), memoryview(data))
-
-
-def _batches(runs: Sequence[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
-    """Yield runs of bytes in portions of one message."""
-    batch: list[tuple[int, int]] = []
-    left = _PIECE_BYTES
-    for offset, length in runs:
-        while length:
-            part = min(length, left)
-            batch.append((offset, part))
-            offset, length, left = offset + part, length - part, left - part
-            if not left:
-                yield batch
-                batch, left = [], _PIECE_BYTES
-    if batch:
-        yield batch
 
 
 # --- the client ---------------------------------------------------------------------------------------------
@@ -334,18 +253,13 @@ class PeerDisk(Storage):
 
     Any threads may use it, and forked children too. A server that is dead, silent or can't be reached is an error of
     each call that names the host; the next call tries again.
-
-    Args:
-        endpoint: `PeerServer.endpoint`.
-        host_name: the name of the host, for messages.
-        stall_s: how long the server may be silent, in seconds.
     """
 
     def __init__(self, endpoint: Endpoint, host_name: str, *, stall_s: float = STALL_S) -> None:
         self.host_name = host_name
         self._endpoint, self._stall_s = endpoint, stall_s
-        self._silent_until, self._silence = 0.0, ""
-        self._idle: list[PeerWire] = []
+        self._silent_until = 0.0
+        self._idle: list[PeerWire] = []  # connections that wait for the next request
         weakref.finalize(self, _close_all, self._idle).atexit = False
 
     def __repr__(self) -> str:
@@ -367,122 +281,56 @@ class PeerDisk(Storage):
         source.gap_bytes, source.most_reads = Source.gap_bytes, Source.most_reads  # hosts of a job are near
         return source
 
-    # --- requests; they block, and raise the OSError of the server, or ConnectionError if there is no answer ----
-
-    def list(self, path: str, *, below: bool) -> dict[str, Any]:
-        """Return what is at a path, as the attributes of a `Listing`; ``below``: with the files one level below."""
-        return self._ask(path, functools.partial(self._list, path=path, below=below))
-
-    def read(
-        self,
-        path: str,
-        stamp: str,
-        name: str,
-        runs: Sequence[tuple[int, int]],
-        view: memoryview,
-        seen: Seen | None = None,
-    ) -> None:
-        """Read bytes of a file of what was listed; raise FileNotFoundError if that has been replaced."""
-        wanted = path, stamp, "/" in name
-
-        def read(wire: PeerWire) -> None:
-            if wire.listed != wanted:
-                self._list(wire, path=path, below="/" in name)
-                if wire.listed != wanted:
-                    what = f"host {self.host_name}: {path} was deleted or replaced meanwhile"
-                    raise FileNotFoundError(errno.ENOENT, what)
-            wire.put(READ, {"name": name, "runs": runs})
-            self._answer(wire, view, seen)
-
-        self._ask(f"{path}/{name}", read)
-
-    def _list(self, wire: PeerWire, *, path: str, below: bool) -> dict[str, Any]:
-        wire.listed = None
-        wire.put(LIST, {"path": path, "below": below})
-        found = _checked_facts(self._answer(wire))
-        wire.listed = path, found["stamp"], below
-        return found
-
-    def _answer(self, wire: PeerWire, view: memoryview | None = None, seen: Seen | None = None) -> Any:
-        kind, document = wire.take(view, seen)
-        if kind == ANSWER:
-            return document
-        try:
-            number, text = int(document["errno"]), str(document["text"])
-        except (KeyError, TypeError, ValueError) as exc:
-            raise _strange() from exc
-        raise OSError(number, f"host {self.host_name}: {text}")  # Python makes the class of the number of it
-
-    def _ask(self, what: str, request: Callable[[PeerWire], T]) -> T:
-        """Make a request over a connection that is kept, or else a new one."""
-        wire: PeerWire | None = None
-        try:
-            wire = self._taken(what)
-            result = request(wire)
-        except LinkBrokenError as exc:
-            if wire is not None:
-                wire.close()
-            self._note(exc)
-            raise self._no_answer(what, str(exc)) from exc
-        except OSError:  # an answer
-            if wire is not None:
-                self._give(wire)
-            raise
-        except BaseException:
-            if wire is not None:
-                wire.close()  # what comes next would be the rest of this
-            raise
-        self._silence = ""
-        self._give(wire)
-        return result
-
-    def _no_answer(self, what: str, why: str) -> ConnectionError:
-        return ConnectionError(
-            f"host {self.host_name} does not answer to a look at {what} ({why}): its process has ended or is frozen, "
-            "or the network between the hosts is cut"
-        )
-
-    def _give(self, wire: PeerWire) -> None:
-        wire.idle_since = time.monotonic()
+    def ask(self, kind: int, path: str, view: memoryview | None = None, **asked: object) -> memoryview:
+        """Make a request; raise the OSError of the server, or ConnectionError if there is no answer. Blocks."""
+        while True:
+            kept = self._kept()
+            try:
+                if time.monotonic() < self._silent_until:
+                    raise LinkBrokenError("it was silent, and is asked again in some seconds")
+                wire = kept or self._connected()
+                answer, data = wire.ask(kind, {"path": path, **asked}, view)
+                break
+            except (LinkBrokenError, OSError) as exc:
+                cause = exc.__cause__ or exc
+                is_silent = isinstance(cause, OSError) and cause.errno in _SILENCE
+                if is_silent:
+                    self._silent_until = time.monotonic() + min(SILENT_S, self._stall_s)
+                if kept is None or is_silent:  # else the server, or a fork, has closed it meanwhile
+                    raise ConnectionError(
+                        f"host {self.host_name} does not answer to a look at {path} ({exc}): its process has ended or "
+                        "is frozen, or the network between the hosts is cut"
+                    ) from exc
         self._idle.append(wire)
-        if len(self._idle) > _MOST_IDLE:
-            with contextlib.suppress(IndexError):
-                self._idle.pop(0).close()
+        if answer == ERROR:
+            number, text = json.loads(bytes(data))
+            raise OSError(number, f"host {self.host_name}: {text}")  # Python makes the class of the number of it
+        return data
 
-    def _taken(self, what: str) -> PeerWire:
+    def _kept(self) -> PeerWire | None:
         with contextlib.suppress(IndexError):
-            while True:
-                wire = self._idle.pop()
-                if time.monotonic() < wire.idle_since + IDLE_S and wire.is_quiet():
-                    return wire
-                wire.close()  # the other side has closed it, or is about to
-        limit_s, now = min(HELLO_S, self._stall_s), time.monotonic()
-        if now < self._silent_until:
-            left_s = self._silent_until - now
-            raise self._no_answer(what, f"{self._silence}; it is asked again in {left_s:.3g} s")
-        if self._silence:  # this thread asks again, the others need not wait with it
-            self._silent_until = now + limit_s
-        own = in_thread(lambda: asyncio.run(_reach(self._endpoint, limit_s))).result()  # a loop may run in this one
-        wire = PeerWire(own, self._stall_s)
-        try:
-            wire.take()  # sent when the server has left the stream, which reads ahead
-        except BaseException:
-            wire.close()
-            raise
-        return wire
+            return self._idle.pop()
+        return None
 
-    def _note(self, error: LinkBrokenError) -> None:
-        """Ask no more for a while if nothing has come, as from a host without power: each call would take as long."""
-        cause: BaseException | None = error
-        while isinstance(cause, LinkBrokenError):
-            cause = cause.__cause__
-        if isinstance(cause, BlockingIOError | TimeoutError) or getattr(cause, "errno", None) in _UNREACHABLE:
-            is_kernels = isinstance(cause, BlockingIOError)
-            self._silence = f"nothing came for {self._stall_s:.3g} s" if is_kernels else str(error)
-            self._silent_until = time.monotonic() + min(SILENT_S, self._stall_s)
-            self.close()
-        else:
-            self._silent_until, self._silence = 0.0, ""
+    def _connected(self) -> PeerWire:
+        """Connect to the first address that answers; raise OSError or LinkBrokenError if none does."""
+        error: Exception = LinkBrokenError("it listens at addresses of another network only")
+        for address in reachable(self._endpoint, network_namespace()):
+            try:
+                own = socket.create_connection(address, min(_CONNECT_S, self._stall_s))
+            except OSError as exc:
+                error = exc
+                continue
+            wire = PeerWire(own, self._stall_s)
+            try:
+                wire.prove(self._endpoint.secret)
+            except (OSError, LinkBrokenError) as exc:
+                wire.close()
+                error = exc
+            else:
+                self._endpoint = self._endpoint._replace(addresses=[address])
+                return wire
+        raise error
 
 
 def _close_all(idle: list[PeerWire]) -> None:
@@ -491,77 +339,31 @@ def _close_all(idle: list[PeerWire]) -> None:
             idle.pop().close()
 
 
-async def _reach(endpoint: Endpoint, limit_s: float) -> socket.socket:
-    """Connect to the address that answers first; raise LinkBrokenError if none does in time, or proves itself."""
-    addresses, name = reachable(endpoint, network_namespace()), socket.gethostname()
-    error: BaseException = LinkBrokenError("it listens at addresses of another network only")
-    tasks = [asyncio.ensure_future(connect(host, port, endpoint.secret, name)) for host, port in addresses]
-    try:
-        async with asyncio.timeout(limit_s):
-            for first in asyncio.as_completed(tasks):
-                try:
-                    _, link = await first
-                    return await link.detach(connected=True)
-                except (OSError, LinkBrokenError) as exc:
-                    error = exc
-    except TimeoutError:
-        error = TimeoutError(f"nothing came from {' and '.join(host for host, _ in addresses)} for {limit_s:.3g} s")
-    finally:
-        for task in tasks:
-            task.cancel()
-        for made in await asyncio.gather(*tasks, return_exceptions=True):
-            if not isinstance(made, BaseException):
-                made[1].close()
-    number = getattr(error, "errno", None)
-    raise LinkBrokenError(os.strerror(number) if number else str(error)) from error
-
-
-def _checked_facts(document: Any) -> dict[str, Any]:
-    """Return the facts of a listing; raise LinkBrokenError if they are none, or a name leads out of it."""
-    try:
-        found = {name: document[name] for name in _FACTS}
-        is_valid = all(isinstance(found[name], kind) for name, kind in _FACTS.items())
-        names = [*found["files"], *found["folders"]]
-        is_valid &= all(type(name) is str for name in names) and all(type(n) is int for n in found["files"].values())
-    except (KeyError, TypeError, AttributeError) as exc:
-        raise _strange() from exc
-    if not is_valid:
-        raise _strange()
-    for name in names:
-        if {"", "..", "."} & set(name.split("/")):
-            raise LinkBrokenError(f"the other side has a file {printable_key(name)}, which leads out of the checkpoint")
-    return found
-
-
 class _PeerListing(RemoteListing):
-    """The listing of a path of another host.
-
-    Args:
-        disk: that of the host.
-        path: the path there.
-        shown: the path in messages of a source; None: that of a listing alone.
-    """
+    """The listing of a path of another host; ``shown``: the path in messages of a source, for which all is listed."""
 
     def __init__(self, disk: PeerDisk, path: str, shown: str | None = None) -> None:
         super().__init__(shown or path, LookBudget())
         self._disk, self._place = disk, path
-        vars(self).update(disk.list(path, below=shown is not None))
+        vars(self).update(self._listed(below=shown is not None))
+
+    def _listed(self, *, below: bool) -> dict[str, Any]:
+        facts: dict[str, Any] = json.loads(bytes(self._disk.ask(LIST, self._place, below=below)))
+        return facts
 
     def list_below(self) -> None:
         if self.path == self._place:  # else they are here
-            self.files = self._disk.list(self._place, below=True)["files"]
+            self.files = self._listed(below=True)["files"]
 
     def list_folder(self, name: str) -> None:
         """Do nothing: `list_below` lists all of them at once."""
 
     def read(self, name: str, runs: Sequence[tuple[int, int]], view: memoryview, seen: Seen | None = None) -> int:
-        try:
-            self._disk.read(self._place, self.stamp, name, runs, view, seen)
-        except OSError as exc:
-            if exc.errno == errno.ENODATA:
-                return 0
-            raise
-        return len(view)
+        asked = {"stamp": self.stamp, "name": name, "runs": runs, "below": "/" in name}
+        data = self._disk.ask(READ, self._place, view, **asked)
+        if seen is not None:
+            seen(data)
+        return len(data)
 
     def is_replaced(self, exc: OSError) -> bool:
         return False  # what is gone is missing, whatever is there now

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from aiockpt.storage.base import (
     NO_DOCUMENTS,
@@ -28,29 +28,6 @@ if TYPE_CHECKING:
     from aiockpt.core.threads import Workers
     from aiockpt.format.manifest.manifest import FileFacts
 
-Step = Literal[
-    "begin",
-    "resume",
-    "join",
-    "take_over",
-    "create",
-    "adopt",
-    "write",
-    "finish",
-    "commit",
-    "abort",
-    "reserve",
-    "open_part",
-    "sizes",
-    "status",
-    "finalize",
-    "discard_all",
-    "delete",
-    "clean",
-    "open",
-    "read",
-]
-
 
 def _of_inner(name: str) -> Any:
     """Return the method of this name, which is passed on."""
@@ -65,14 +42,17 @@ def _of_inner(name: str) -> Any:
 class WrapperStorage(SharedStorage):
     """Passes everything on to ``inner``, which need not be a `SharedStorage` if one process saves alone.
 
-    Override `before`, which is awaited before each `Step` but "read", `before_read`, or any method.
+    Override `before`, `before_read`, or any method.
     """
 
     def __init__(self, inner: Storage) -> None:
         self.inner = inner
 
     async def before(self, step: str, name: str) -> None:
-        """Run before a `Step` of a file, or of the checkpoint at a path."""
+        """Run before a step of the checkpoint at a path, or of a file.
+
+        The steps are the names of methods of storages, transactions and sinks, such as "begin", "create" and "write".
+        """
 
     def before_read(self, name: str, offset: int, nbytes: int) -> None:
         """Run before each read from a file, in the thread that reads."""
@@ -130,7 +110,7 @@ class WrapperStorage(SharedStorage):
         return _WatchedSource(self, await self.inner.open(path, workers=workers))
 
 
-def _passed_on(step: Step, *, named: bool = False) -> Any:
+def _passed_on(step: str, *, named: bool = False) -> Any:
     """Return the method of a step that only `SharedTransaction` has; ``named``: its first argument names a file."""
 
     async def method(self: WrapperTransaction, *args: Any) -> Any:
@@ -222,14 +202,21 @@ class WrapperSource(Source):
     def files(self) -> Mapping[str, int]:
         return self._inner.files
 
+    def _place(self, name: str, runs: Sequence[tuple[int, int]] | None) -> tuple[Source, str]:
+        """Return the source of runs of a file, and the name there; None: of all of it. Override it to choose."""
+        return self._inner, name
+
     def read(self, name: str, offset: int, view: memoryview, seen: Seen | None = None) -> None:
-        self._inner.read(name, offset, view, seen)
+        source, place = self._place(name, [(offset, len(view))])
+        source.read(place, offset, view, seen)
 
     def read_runs(self, name: str, runs: Sequence[tuple[int, int]], view: memoryview) -> None:
-        self._inner.read_runs(name, runs, view)
+        source, place = self._place(name, runs)
+        source.read_runs(place, runs, view)
 
     def map(self, name: str) -> mmap.mmap:
-        return self._inner.map(name)
+        source, place = self._place(name, None)
+        return source.map(place)
 
     def share(self) -> None:
         self._inner.share()
@@ -243,11 +230,7 @@ class _WatchedSource(WrapperSource):
         super().__init__(inner)
         self._before = storage.before_read
 
-    def read(self, name: str, offset: int, view: memoryview, seen: Seen | None = None) -> None:
-        self._before(name, offset, len(view))
-        super().read(name, offset, view, seen)
-
-    def read_runs(self, name: str, runs: Sequence[tuple[int, int]], view: memoryview) -> None:
-        for offset, length in runs:
+    def _place(self, name: str, runs: Sequence[tuple[int, int]] | None) -> tuple[Source, str]:
+        for offset, length in runs or ():
             self._before(name, offset, length)
-        super().read_runs(name, runs, view)
+        return self._inner, name

@@ -38,7 +38,7 @@ class GatedStorage(WrapperStorage):
 
     Args:
         inner: the storage that does the steps.
-        steps: the steps to stop before; see `aiockpt.storage.wrapper.Step`.
+        steps: the steps to stop before; see `WrapperStorage.before`, or "read".
     """
 
     def __init__(self, inner: Storage, steps: Sequence[str]) -> None:
@@ -107,7 +107,7 @@ class Fault:
     """A planned fault.
 
     Attributes:
-        step: the step that fails; see `aiockpt.storage.wrapper.Step`.
+        step: the step that fails; see `WrapperStorage.before`, or "read".
         error: the error of the file system. Any other exception than an OSError is raised as it is, such as a
             MemoryError. None: the step does not fail, but is slow, or a read is short.
         nth: the first occurrence that fails, counted from 1, of those whose name matches.
@@ -174,7 +174,7 @@ class FaultyStorage(WrapperStorage):
 
     Args:
         inner: the storage that does the steps.
-        step: the step that fails; see `aiockpt.storage.wrapper.Step`.
+        step: the step that fails; see `WrapperStorage.before`, or "read".
         error: the error of the file system.
         nth: the occurrence of the step that fails, counted from 1.
         times: how many occurrences fail, from there on; None for all.

@@ -7,7 +7,6 @@ The exit code is 1 if a check fails. Run it from the repository: it uses the sce
 from __future__ import annotations
 
 import math
-import shutil
 import time
 from argparse import Namespace
 from collections import Counter
@@ -140,14 +139,6 @@ def rounds(options: Namespace, directory: Path) -> Part:
     return _counted("rounds: passing faults of one rank of several", counts)
 
 
-def sim(options: Namespace, directory: Path) -> Part:
-    """Run random programs on a simulated accelerator, which a C++ compiler builds."""
-    from tests.sim.campaign import run_programs  # from here on torch has an accelerator in this process
-
-    counts = run_programs(full=options.full, folder=directory, seconds=options.seconds)
-    return _counted("sim: random programs on a simulated accelerator", counts)
-
-
 PARTS: dict[str, Callable[[Namespace, Path], Part]] = {
     "kill": kill,
     "power": power,
@@ -155,7 +146,6 @@ PARTS: dict[str, Callable[[Namespace, Path], Part]] = {
     "cancel": cancel,
     "fuzz": fuzz,
     "rounds": rounds,
-    "sim": sim,  # the last one, because of what it does to the process
 }
 _TRIED = {
     "kill": ("kill points", "points"),
@@ -164,7 +154,6 @@ _TRIED = {
     "cancel": ("cancels", "cancels"),
     "fuzz": ("inputs tried", "tried"),
     "rounds": ("faults in rounds", "struck"),
-    "sim": ("programs on a simulated device", "programs"),
 }
 
 
@@ -183,8 +172,6 @@ async def run(options: Namespace, directory: Path) -> Report:
     """Run the parts, and return one report."""
     wanted: Sequence[str] = options.part.split(",") if options.part else list(PARTS)
     found: dict[str, Part] = {}
-    if not options.part and shutil.which("g++") is None:
-        wanted = [name for name in PARTS if name != "sim"]
     for name in (name for name in PARTS if any(each in name for each in wanted)):
         folder = directory / name
         folder.mkdir()

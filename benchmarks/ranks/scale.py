@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from aiockpt.coordination.coordinator import Coordinator as GroupCoordinator
+from aiockpt.coordination.coordinator import coordinator_of
 from benchmarks.harness import time_limits
 from benchmarks.harness.measure import Runs, Sample, resident_bytes
 from benchmarks.limits import machine
@@ -136,7 +136,7 @@ def measure_rounds(rank: Rank, count: int, payload: int) -> Sample:
     async def run() -> Sample:
         gc.collect()
         files, memory, threads = _descriptors(), resident_bytes(), _threads()
-        coordinator = GroupCoordinator(dist.group.WORLD, timeout_s=120)  # type: ignore[arg-type]
+        coordinator = coordinator_of(dist.group.WORLD, timeout_s=120)  # type: ignore[arg-type]
         took: Sample = {}
         used: Sample = {}
         for what, value in (("round_s", b""), ("large_s", bytes(payload))):

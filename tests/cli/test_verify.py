@@ -6,6 +6,7 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
+import aiockpt
 from aiockpt.cli import progress
 from aiockpt.cli.main import app
 from tests.cli.checkpoints import FORMATS, make
@@ -51,6 +52,15 @@ def test_every_checkpoint_in_a_directory_is_checked(anywhere):
     lines = [line for line in result.stdout.splitlines() if not line.startswith(" ")]
     assert [line.partition(": ")[0] for line in lines] == [str(anywhere / n) for n in ("old.pt", "step-9", "step-10")]
     assert [record["ok"] for record in json.loads(invoke(anywhere, "--json").stdout)] == [True, False, True]
+
+
+@pytest.mark.parametrize("form", ["safetensors", "torch"])
+def test_a_directory_that_is_a_checkpoint_is_checked_as_loading_takes_it(form, tmp_path):
+    damage(make("aiockpt", tmp_path / "a" / "b" / "step-1"))
+    make(form, tmp_path / "m")
+    assert aiockpt.load(tmp_path)
+    result = invoke(tmp_path)
+    assert (result.exit_code, result.stdout.count("sound")) == (0, 1)
 
 
 def test_unreadable_paths_do_not_hide_the_others(tmp_path):

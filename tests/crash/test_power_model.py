@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.crash.lab.calls import FileCall
@@ -21,11 +21,12 @@ from tests.crash.lab.power_promises import GONE, Promises
 from tests.crash.power_histories import every_byte, histories, perform, plain, states
 from tests.crash.power_oracle import left_by_brute_force
 from tests.crash.power_recordings import scratch
+from tests.examples import examples
 
 # --- compared with a real file system and with brute force --------------------------------------------------
 
 
-@settings(deadline=None, max_examples=150)
+@examples(150)
 @given(histories(25))
 def test_the_live_content_equals_a_real_file_system(operations) -> None:
     disk = Disk()
@@ -35,7 +36,7 @@ def test_the_live_content_equals_a_real_file_system(operations) -> None:
             assert plain(disk.live()) == plain(read_content(root))
 
 
-@settings(deadline=None, max_examples=250)
+@examples(250)
 @given(histories(12), st.booleans())
 def test_the_states_after_a_power_cut_equal_those_of_brute_force(operations, ordered) -> None:
     disk = Disk(ordered, borders=every_byte)
@@ -51,7 +52,7 @@ def test_the_states_after_a_power_cut_equal_those_of_brute_force(operations, ord
     assert states(disk) == left_by_brute_force(calls, root, ordered=ordered)
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(histories(10))
 def test_the_strict_mode_permits_every_state_of_the_ordered_mode(operations) -> None:
     strict, ordered = Disk(borders=every_byte), Disk(ordered=True, borders=every_byte)
@@ -63,7 +64,7 @@ def test_the_strict_mode_permits_every_state_of_the_ordered_mode(operations) -> 
     assert states(ordered) <= states(strict)
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(histories(12), st.integers(0, 99))
 def test_chosen_states_are_permitted(operations, seed) -> None:
     disk = Disk(borders=every_byte)

@@ -73,6 +73,7 @@ def disturbed(way: str, writer: Any, nth: int, folder: str) -> bool:
     if way == "within":
         checkpointer.save(STATE, f"{folder}/{nth}-before")
     faulthandler.dump_traceback_later(60, exit=True)
+    sys._getframe().f_trace_opcodes = True  # Python 3.12 looks at this only when a trace is set
     sys.settrace(disturber.trace)
     try:
         if way == "within":

@@ -32,7 +32,6 @@ class Counts:
         disturbed: those of them that were begun before the program changed something that it had not fenced.
         torn: saves that failed because the program had changed something.
         ended: saves that were cancelled, or failed for a device without memory.
-        raced: programs that freed memory while its copies were being enqueued.
         wrong: programs that failed a check, with the seed of their batch.
     """
 
@@ -43,7 +42,6 @@ class Counts:
     disturbed: int = 0
     torn: int = 0
     ended: int = 0
-    raced: int = 0
     wrong: list[str] = field(default_factory=list)
 
 
@@ -70,7 +68,6 @@ def run_programs(
         disturbed=outcomes["published, though disturbed"],
         torn=outcomes["TornSnapshotError"],
         ended=outcomes["SaveCancelledError"] + outcomes["StageError"] + outcomes["SaveError"],
-        raced=outcomes["freed while it was enqueued"],
         wrong=wrong,
     )
 

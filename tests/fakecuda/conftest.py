@@ -45,3 +45,10 @@ def device(ready: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     fake.reset()
     fake.check()
     assert not (left := fake.locked()), f"{left} pieces of host memory are still locked"
+
+
+@pytest.fixture(params=fake.POSES)
+def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The kind of device that the engine takes the fake one for."""
+    fake.pose_as(request.param, monkeypatch)
+    return request.param

@@ -15,9 +15,12 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
+import pytest
 import torch
 
 KINDS = ("kernel", "to_host", "from_host", "on_device", "memset", "register")
+POSES = ("CUDA", "another kind", "another kind, which locks no memory")
+"""Kinds of devices that the engine can take the device for."""
 OUT_OF_MEMORY, ILLEGAL_ADDRESS, NOT_SUPPORTED = 2, 700, 801  # errors of CUDA
 ALREADY_LOCKED = 712
 POISON = 0xDB
@@ -153,6 +156,20 @@ def reset() -> None:
     """Undo all that was set, wait for all streams, and mend the context."""
     _library().fakecuda_reset()
     gc.enable()
+
+
+def pose_as(kind: str, patch: pytest.MonkeyPatch) -> None:
+    """Have the engine use the device as one of these kinds; those but CUDA, such as XPU, by ``torch.accelerator`` only.
+
+    That has no call to lock memory, so copies to the host block; "another kind" has CUDA's call for it all the same.
+    """
+    from aiockpt.staging import runtime
+
+    if kind != "CUDA":
+        patch.setattr(runtime, "_is_cuda", lambda device: False)
+    if kind == "another kind":
+        patch.setattr(runtime.Runtime, "lock", runtime.CudaRuntime.lock)
+        patch.setattr(runtime.Runtime, "unlock", runtime.CudaRuntime.unlock)
 
 
 def check() -> None:

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
+from tests.fakecuda import device as fake
+
 CHUNK = 64 << 10
 STREAMS = 3  # of the program, on each device
 
@@ -46,6 +48,7 @@ class Program:
     seed: int  # of the delays
     delays: dict[str, int]  # by kind of task, in microseconds at most
     launch_us: int  # that each launch by an operator on many tensors takes at most
+    kind: str  # what the engine takes the device for
     refuses: str  # a call that this driver does not know; or none
     options: dict[str, Any]
     tensors: list[str]
@@ -120,6 +123,7 @@ programs = st.builds(
     seed=st.integers(0, 2**32),
     delays=st.fixed_dictionaries(dict.fromkeys(("kernel", "to_host", "from_host", "register"), _microseconds)),
     launch_us=st.sampled_from([0, 1000, 20_000]),
+    kind=st.sampled_from(["CUDA"] * 5 + list(fake.POSES)),
     refuses=st.sampled_from(["", "", "", "", "cuMemHostRegister_v2", "cuMemcpyBatchAsync"]),
     options=st.fixed_dictionaries(
         {
@@ -137,7 +141,7 @@ _QUICK = {"staging_bytes": 64 * CHUNK, "chunk_bytes": 8 * CHUNK, "validate": "ve
 
 
 def _known(tensors: list[str], actions: list[Action], *, launch_us: int = 0, **delays: int) -> Program:
-    return Program(1, delays, launch_us, "", _QUICK, tensors, actions)
+    return Program(1, delays, launch_us, "CUDA", "", _QUICK, tensors, actions)
 
 
 KNOWN = {

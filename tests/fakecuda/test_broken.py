@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import gc
+import itertools
+import os
+import signal
+import subprocess
+import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +17,7 @@ import pytest
 import torch
 
 import aiockpt
+from aiockpt.staging import runtime
 from tests.fakecuda import device as fake
 
 CHUNK = 64 << 10
@@ -67,10 +74,19 @@ def test_a_broken_device_fails_what_uses_it(what: str, used: bool, saved, tmp_pa
     assert not (tmp_path / "lost").exists()
 
 
-@pytest.mark.parametrize("call", ["cudaEventRecord", "cudaStreamWaitEvent", "cuStreamCreate"])
+CALLS = [
+    *("cudaEventRecordWithFlags", "cudaStreamWaitEvent", "cudaEventSynchronize"),
+    *("cuStreamCreate", "cuMemcpyBatchAsync", "cudaMemcpyAsync"),
+]
+
+
+@pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("after", [0, 1, 2])
-def test_the_context_breaks_at_a_call(call: str, after: int, saved, tmp_path: Path) -> None:
-    """At events, or where a stream is made: the save fails or is whole, and one of host memory beside it succeeds."""
+def test_the_context_breaks_at_a_call(call: str, after: int, saved, tmp_path: Path, monkeypatch) -> None:
+    """At events, copies, or where a stream is made: the save fails or is whole, and one of host memory succeeds."""
+    if call == "cuStreamCreate":
+        monkeypatch.setattr(runtime, "_spare", defaultdict(list))  # else a stream is used again
+    before = fake.refused()
     with aiockpt.SyncCheckpointer(on_failure="warn", **OPTIONS) as ckpt:
         expected = saved["w"].cpu()
         beside = ckpt.submit({"h": torch.arange(300_000)}, tmp_path / "beside")
@@ -81,9 +97,56 @@ def test_the_context_breaks_at_a_call(call: str, after: int, saved, tmp_path: Pa
             error = exc
         beside.written.result(WAIT_S)
     assert error is None or isinstance(error, aiockpt.SaveError)
+    assert after or fake.refused() > before
     fake.reset()
     if error is None:
         assert torch.equal(aiockpt.load(tmp_path / "c")["w"], expected)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_the_context_breaks_in_a_copy_of_a_load(in_place: bool, saved, tmp_path: Path) -> None:
+    """At each copy: the load raises, and the next one of host memory does not."""
+    for at in itertools.count(1):
+        with aiockpt.SyncCheckpointer(**OPTIONS) as ckpt:
+            before = fake.tasks("from_host")
+            fake.fail_task("from_host", at)
+            try:
+                ckpt.load(tmp_path / "whole", saved if in_place else None, map_location="cuda")
+                error = None
+            except aiockpt.LoadError as exc:
+                error = exc
+            copies = fake.tasks("from_host") - before
+            fake.fail_task("from_host", 0)
+            assert torch.equal(ckpt.load(tmp_path / "whole")["w"], torch.arange(60_000))
+        fake.reset()
+        if error is None:
+            break
+        assert "illegal memory access" in str(error)
+    assert at == copies + 1 > 1
+
+
+DROPPED = """
+import sys, tempfile, torch, aiockpt
+from tests.fakecuda import device as fake
+tensor = torch.arange(60_000, device="cuda")
+if sys.argv[1] == "saved":
+    aiockpt.save({"w": tensor}, tempfile.mkdtemp() + "/c")
+elif sys.argv[1] == "recorded":
+    tensor.record_stream(torch.cuda.Stream())
+torch.cuda.synchronize()
+fake.break_context()
+del tensor
+print("alive", flush=True)
+"""
+
+
+@pytest.mark.parametrize("what", ["saved", "recorded", "neither"])
+def test_a_tensor_is_dropped_after_the_context_broke(what: str, tmp_path: Path) -> None:
+    """As the guarantees say: torch ends the process, if it was in use by a further stream, ours or any other."""
+    command = [sys.executable, "-c", DROPPED, what]
+    done = subprocess.run(command, env=os.environ | {"TMPDIR": str(tmp_path)}, capture_output=True, check=False)
+    assert ("alive" in done.stdout.decode()) == (what == "neither"), done.stderr
+    assert what == "neither" or done.returncode == -signal.SIGABRT
 
 
 def test_the_context_breaks_at_closing(saved, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.fakecuda import device as fake
 from tests.fakecuda.campaign import find_mutant, run_programs
 from tests.fakecuda.programs import KNOWN
 from tests.fakecuda.runner import run
@@ -16,9 +17,9 @@ FOUND_SOON = ("the staging stream does not wait for save()", "a chunk is lent ag
 
 @pytest.mark.parametrize("name", KNOWN)
 def test_known_programs(name: str, tmp_path: Path) -> None:
-    """Each with several sequences of delays."""
-    for seed in range(4):
-        run(replace(KNOWN[name], seed=seed), tmp_path / str(seed))
+    """Each with several sequences of delays, and on each kind of device."""
+    for seed, kind in enumerate(["CUDA", "CUDA", *fake.POSES]):
+        run(replace(KNOWN[name], seed=seed, kind=kind), tmp_path / str(seed))
 
 
 @pytest.mark.timeout(1200)
@@ -29,7 +30,6 @@ def test_every_published_checkpoint_is_the_state_at_its_save(first: int, tmp_pat
     assert not counts.wrong, counts.wrong[0]
     assert counts.published >= 100
     assert counts.overlapped >= counts.published // 8, counts
-    assert counts.raced <= 3
     assert counts.torn
     assert counts.ended
 

@@ -7,12 +7,14 @@ import logging
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import aiockpt
-from aiockpt.staging import runtime
+from aiockpt.snapshot import sampling
+from aiockpt.staging import cuda, runtime
 from tests.fakecuda import device as fake
 from tests.states import assert_same
 
@@ -51,7 +53,7 @@ ENDS: dict[str, tuple[Callable[..., None], dict[str, float], type[BaseException]
 
 @pytest.mark.parametrize("writer", ["thread", pytest.param("process", marks=pytest.mark.full)])
 @pytest.mark.parametrize("how", ENDS)
-def test_at_every_copy(how: str, writer, tmp_path: Path) -> None:
+def test_at_every_copy(how: str, writer, kind: str, tmp_path: Path) -> None:
     """End a save at each of its copies: what is published is whole, and memory is unlocked after its copies."""
     end, options, error = ENDS[how]
     state = _state()
@@ -150,3 +152,37 @@ def test_memory_that_can_not_be_locked(
     warned = [record.getMessage() for record in caplog.records]
     assert len(warned) == (error != 712)
     assert all("the driver's error 2" in text for text in warned)
+
+
+FREED_BEFORE = {
+    "packed": (torch, "cat", {}),
+    "made dense": (cuda, "copy_strided", {}),
+    "sampled": (sampling, "_rows", {"validate": "hash"}),
+}
+"""Functions that launch kernels with tensors of the program's, which have been looked at just before."""
+
+
+@pytest.mark.parametrize("where", FREED_BEFORE)
+def test_memory_is_freed_just_before_a_kernel_reads_it(where: str, tmp_path: Path, monkeypatch) -> None:
+    """By the program, which has no fence: the kernel has an address all the same, so the context lives."""
+    owner, name, options = FREED_BEFORE[where]
+    launching, state = getattr(owner, name), _state()
+    memory = torch.arange(20_000, device="cuda")
+    state |= {"packed": memory[:10_000], "made dense": memory.view(100, 200)[:, ::2]}
+    expected = {name: tensor.cpu() for name, tensor in state.items()}
+    with aiockpt.SyncCheckpointer(chunk_bytes=8 * CHUNK, fsync=False, on_failure="warn", **options) as ckpt:
+        ckpt.save(state, tmp_path / "before")
+
+        def freeing(*args: Any) -> Any:
+            if threading.current_thread() is not threading.main_thread():  # where the samples are taken
+                memory.untyped_storage().resize_(0)
+            return launching(*args)
+
+        monkeypatch.setattr(owner, name, freeing)
+        error = ckpt.submit(state, tmp_path / "c").written.exception(WAIT_S)
+    assert not memory.untyped_storage().nbytes()
+    if where == "sampled" and error is None:  # all was copied before
+        assert_same(expected, aiockpt.load(tmp_path / "c"))
+    else:
+        assert isinstance(error, (aiockpt.TornSnapshotError, aiockpt.StageError)), error
+        assert "packed" in str(error)

@@ -44,7 +44,13 @@ def _checkpointer() -> aiockpt.SyncCheckpointer:
     return aiockpt.SyncCheckpointer(chunk_bytes=CHUNK, staging_bytes=4 * CHUNK, fsync=False)
 
 
-def _save(rank: int, world_size: int, path: Path, seed: int) -> list[str]:
+def _save(rank: int, world_size: int, path: Path, seed: int, kind: str) -> list[str]:
+    with pytest.MonkeyPatch.context() as patch:
+        fake.pose_as(kind, patch)
+        return _save_twice(rank, world_size, path, seed)
+
+
+def _save_twice(rank: int, world_size: int, path: Path, seed: int) -> list[str]:
     state = _parts(rank, world_size)
     fake.set_seed(seed + rank)
     fake.delay(kernel=3000, to_host=3000)
@@ -61,22 +67,23 @@ def _save(rank: int, world_size: int, path: Path, seed: int) -> list[str]:
     return ends
 
 
-def _load(rank: int, world_size: int, path: Path, share: bool = False, near: bool = True) -> list[bool]:
+def _load(rank: int, world_size: int, path: Path, kind: str, share: bool, near: bool) -> list[bool]:
     expected, target = _parts(rank, world_size), _parts(rank, world_size, empty=True)
-    with _checkpointer() as ckpt, pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, _checkpointer() as ckpt:
+        fake.pose_as(kind, patch)
         if not near:  # by TCP, as between hosts
             patch.delattr(os, "memfd_create")
         ckpt.load(path, {"model": target}, share=share)
     return [torch.equal(target[name].to_local(), expected[name].to_local()) for name in expected]
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_two_ranks_save_and_load_their_parts(seed: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("seed", "kind"), list(enumerate(fake.POSES)), ids=fake.POSES)
+def test_two_ranks_save_and_load_their_parts(seed: int, kind: str, tmp_path: Path) -> None:
     """A change by one rank before its copies fails the save on all of them."""
     with World(2) as world:
-        assert world.results(_save, tmp_path, seed) == [["NoneType", "TornSnapshotError"]] * 2
+        assert world.results(_save, tmp_path, seed, kind) == [["NoneType", "TornSnapshotError"]] * 2
         for share, near in ((False, True), (True, True), (True, False)):
-            assert world.results(_load, tmp_path / "fenced", share, near) == [[True] * 3] * 2
+            assert world.results(_load, tmp_path / "fenced", kind, share, near) == [[True] * 3] * 2
     assert not (tmp_path / "torn").exists()
     found = aiockpt.load(tmp_path / "fenced")["model"]
     assert torch.equal(found["rows"], _whole())

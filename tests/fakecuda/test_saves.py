@@ -52,13 +52,24 @@ REFUSED = {"nothing": "", "locking": "cuMemHostRegister_v2", "batches": "cuMemcp
 @pytest.mark.parametrize("writer", ["thread", "process"])
 def test_every_kind_of_tensor_comes_back(writer, validate, refused, tmp_path: Path, monkeypatch) -> None:
     """On the host, on the device, and in place; and the state itself is not changed."""
-    state = _state()
     monkeypatch.setattr(driver := runtime._driver(), "_copy_batch", driver._copy_batch)  # it asks once in a process
     if call := REFUSED[refused]:
         fake.refuse(call, fake.NOT_SUPPORTED)
         before = fake.refused()
+    _check_round_trip(tmp_path, writer=writer, validate=validate)
+    assert not call or fake.refused() > before
+
+
+@pytest.mark.parametrize("kind", fake.POSES[1:], indirect=True)
+@pytest.mark.parametrize("validate", ["versions", "hash"])
+def test_another_kind_of_device(validate, kind: str, tmp_path: Path) -> None:
+    _check_round_trip(tmp_path, validate=validate)
+
+
+def _check_round_trip(tmp_path: Path, **options: Any) -> None:
+    state = _state()
     expected = _on_host(state)
-    with aiockpt.SyncCheckpointer(writer=writer, validate=validate, **OPTIONS) as ckpt:
+    with aiockpt.SyncCheckpointer(**options, **OPTIONS) as ckpt:
         ckpt.prewarm(state)
         ckpt.save(state, tmp_path / "c")
         assert_same(expected, _on_host(state))
@@ -68,11 +79,10 @@ def test_every_kind_of_tensor_comes_back(writer, validate, refused, tmp_path: Pa
             tensor.zero_()
         ckpt.load(tmp_path / "c", state)
         assert_same(expected, _on_host(state))
-    assert not REFUSED[refused] or fake.refused() > before
 
 
 @pytest.mark.parametrize("validate", ["versions", "hash"])
-def test_the_device_is_full_at_any_allocation(validate, tmp_path: Path) -> None:
+def test_the_device_is_full_at_any_allocation(validate, kind: str, tmp_path: Path) -> None:
     """The save does without the memory, or fails with an error of its own; so does the load."""
     state = _state()
     expected = _on_host(state)
@@ -149,7 +159,9 @@ assert not fake.misuses()
 """
 
 
-def test_a_first_save_during_a_capture(tmp_path: Path) -> None:
+def test_a_first_save_during_a_capture(kind: str, tmp_path: Path) -> None:
+    """Whether a kind of device has streams is found out without spoiling the capture."""
+    runtime._has_streams.cache_clear()
     tensor = torch.zeros(100_000, device="cuda")
     with aiockpt.SyncCheckpointer(**OPTIONS) as ckpt:
         with torch.cuda.graph(torch.cuda.CUDAGraph()), pytest.raises(aiockpt.SaveError, match="captures a graph"):
@@ -166,19 +178,26 @@ def test_a_first_save_during_a_capture(tmp_path: Path) -> None:
     assert tensor.sum().item() == 100_000
 
 
-def test_streams_are_used_again(tmp_path: Path) -> None:
-    """The engine's streams are its own, and never destroyed: each is used again."""
+def test_streams_are_used_again(kind: str, tmp_path: Path) -> None:
+    """The engine's streams are its own, and never destroyed; torch hands out the few that it has in turn.
+
+    So each is used again: of many of torch's, the program would soon get one that copies are made in.
+    """
     state = _state()
 
+    def streams() -> int:
+        return fake.calls()["cuStreamCreate"] if kind == "CUDA" else len(runtime._spare[torch.device("cuda:0")])
+
     def save(name: str) -> int:
-        before = fake.calls()["cuStreamCreate"]
+        before = streams()
         with aiockpt.SyncCheckpointer(validate="hash", **OPTIONS) as ckpt:
             for number in range(3):
                 ckpt.save(state, tmp_path / f"{name}{number}")
                 ckpt.load(tmp_path / f"{name}{number}", map_location="cuda")
-        return fake.calls()["cuStreamCreate"] - before
+        return streams() - before
 
     save("a")
+    assert streams()
     assert save("b") == 0
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 import aiockpt
+from aiockpt.manager import mirror
 
 STATE = {"x": torch.arange(5000.0), "step": 3}
 
@@ -109,6 +110,7 @@ def starts(use: Callable[[Path], None], limit: Limit, nth: int, *, is_once: bool
 
 
 if __name__ == "__main__":
+    mirror._FIRST_RETRY_S, mirror._LONGEST_RETRY_S, mirror._PATIENCE_S = 0.01, 0.02, 0.1  # no thread will come
     use, folder = USES[sys.argv[1]], Path(sys.argv[2])
     use(folder / "first")
     limit = Limit()

@@ -8,13 +8,14 @@ from itertools import product
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from aiockpt.core.strides import view_fits
 from aiockpt.errors import CorruptCheckpointError, UnsafeCheckpointError
 from aiockpt.format.checks import check_index
 from aiockpt.format.index import Entry, Index, InlineEntry, ItemRange, ObjectEntry, StoredChunk, TensorEntry, TensorItem
+from tests.examples import examples
 
 FILES = {"a": 1000, "b": 10**15}
 Box = tuple[tuple[int, ...], tuple[int, ...]]
@@ -131,7 +132,7 @@ def _covered_once(shape: tuple[int, ...], boxes: list[Box]) -> bool:
     return bool((count == 1).all())
 
 
-@settings(max_examples=400, deadline=None)
+@examples(400)
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=4).map(tuple), st.randoms(use_true_random=False), st.data())
 def test_any_tiling_passes_and_nothing_else(shape: tuple[int, ...], draw: random.Random, data: st.DataObject) -> None:
     boxes = _cut(draw, ((0,) * len(shape), shape), data.draw(st.integers(0, 8)))
@@ -269,7 +270,7 @@ def test_a_view_must_have_the_sizes_of_its_chunk() -> None:
         check(k=viewed(PLACE, (6,), (1,), 0, 0, 200, chunk=(5,)))
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(
     st.integers(0, 9), st.lists(st.tuples(st.integers(0, 4), st.integers(0, 5)), max_size=3), st.sampled_from([1, 2, 4])
 )

@@ -7,9 +7,11 @@ import struct
 
 import pytest
 
-from aiockpt.errors import CorruptCheckpointError, LoadError
+from aiockpt.errors import CorruptCheckpointError
 from aiockpt.format.file_sets import check_alone, join_files
 from aiockpt.format.index import Index
+from aiockpt.format.layouts import SHARD_ALONE
+from aiockpt.format.recognise import recognise
 from aiockpt.format.safetensors.reader import decode_header
 
 PARTS = tuple(f"model-{number:05}-of-00003.safetensors" for number in (1, 2, 3))
@@ -56,7 +58,6 @@ def test_a_shard_alone_is_refused_by_its_name_and_by_its_offsets() -> None:
     assert check_alone("model.safetensors", whole, "d") is None
     assert check_alone("model-00001-of-00001.safetensors", whole, "d") is None
     assert "part 2 of 3" in (check_alone(PARTS[1], whole, "d") or "")
-    with pytest.raises(LoadError, match=r"shards of rank 1 alone.* d$"):
-        check_alone(SHARDS[0], whole, "d")
-    with pytest.raises(LoadError, match=r"shards of one rank alone.* d$"):
+    assert recognise({SHARDS[0]: 8}, lambda *_: bytes(8), alone=True).problem == SHARD_ALONE
+    with pytest.raises(CorruptCheckpointError, match=r"shards of one rank alone.* d$"):
         check_alone("model.safetensors", header("x", (4,), (4,)), "d")

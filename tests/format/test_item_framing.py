@@ -9,12 +9,13 @@ import zlib
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from aiockpt.format.item.item_framing import tensor_framing
 from aiockpt.format.item.tensor_item import ItemParser, parse_tensor_item
 from aiockpt.format.item.ziparchive import FramingError, read_archive
+from tests.examples import examples
 from tests.states import random_tensor, raw_bytes, storable_dtypes
 from tests.stock import PAYLOAD_OFFSET
 
@@ -108,7 +109,7 @@ def test_the_parser_reuses_framings_but_not_crcs() -> None:
     assert parser.parse(memoryview(image_of(torch.arange(10)))).shape == (10,)
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(cut=st.integers(0, 1600), flips=st.lists(st.tuples(st.integers(0, 1600), st.integers(1, 255)), max_size=4))
 def test_damaged_items_raise_framing_errors_only(cut: int, flips: list[tuple[int, int]]) -> None:
     blob = bytearray(image_of(torch.arange(12.0).reshape(3, 4)))

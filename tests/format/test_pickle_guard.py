@@ -14,12 +14,13 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import aiockpt
 from aiockpt.format.item.objects import decode_object, encode_object
 from aiockpt.format.pickle.guard import _Guard
+from tests.examples import examples
 from tests.hostile_inputs import OBJECT_BOMBS, pickle_of, zipped
 from tests.states import assert_same
 
@@ -204,7 +205,7 @@ VALUES = st.recursive(
 
 
 @pytest.mark.slow
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(VALUES)
 def test_any_value_of_plain_types_passes(value: Any) -> None:
     assert_same(value, decode_object("k", encode_object("k", value)))

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from aiockpt.format.dtypes import DTYPES
 from aiockpt.format.pickle.machine import HANDLERS, OPCODES, Function, Machine, PickleError, Record, read_pickle
+from tests.examples import examples
 
 KINDS = {
     kind.__name__: type(kind.__name__, (Record,), {"repeats": kind is TensorStorageMetadata})
@@ -101,7 +102,7 @@ def metadata(draw: Any) -> Metadata:
     return Metadata(described, planned, stored, meta)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(metadata())
 def test_metadata_reads_as_pickle_reads_it(value: Metadata) -> None:
     for protocol in range(2, 6):
@@ -122,7 +123,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(VALUES)
 def test_plain_values_read_as_pickle_reads_them(value: Any) -> None:
     for protocol in range(2, 6):
@@ -244,7 +245,7 @@ FRAGMENTS = st.one_of(
 
 
 @pytest.mark.slow
-@settings(max_examples=800, deadline=None)
+@examples(800)
 @given(st.lists(FRAGMENTS, max_size=30).map(b"".join))
 def test_any_opcodes_give_a_value_or_an_error(program: bytes) -> None:
     for data in (program, program + b"."):
@@ -256,7 +257,7 @@ def test_any_opcodes_give_a_value_or_an_error(program: bytes) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(metadata(), st.data())
 def test_damaged_metadata_gives_a_value_or_an_error(value: Metadata, draw: st.DataObject) -> None:
     data = bytearray(pickle.dumps(value, draw.draw(st.integers(2, 5))))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from aiockpt.errors import AiockptError, CorruptCheckpointError, LoadError, UnsafeCheckpointError
@@ -23,6 +23,7 @@ from aiockpt.format.safetensors.reader import (
     shared_names,
     with_shared_names,
 )
+from tests.examples import examples
 from tests.states import assert_same, random_tensor, training_state
 
 safetensors = pytest.importorskip("safetensors.torch")
@@ -383,7 +384,7 @@ VALUES: st.SearchStrategy[Any] = st.recursive(
 
 
 @pytest.mark.slow
-@settings(max_examples=400, deadline=None)
+@examples(400)
 @given(data=st.data())
 def test_changed_headers_raise_our_errors_or_fit(data: st.DataObject) -> None:
     header: dict[str, Any] = {
@@ -401,7 +402,7 @@ def test_changed_headers_raise_our_errors_or_fit(data: st.DataObject) -> None:
     _fits_or_raises(packed(header, bytes(28)))
 
 
-@settings(max_examples=400, deadline=None)
+@examples(400)
 @given(at=st.integers(0, 200), cut=st.integers(0, 20), put=st.binary(max_size=20))
 def test_changed_files_raise_our_errors_or_fit(at: int, cut: int, put: bytes) -> None:
     blob = safetensors.save({"w": torch.ones(2, 3), "v": torch.arange(4)}, {"x": "y"})

@@ -15,13 +15,14 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from aiockpt.errors import CorruptCheckpointError, LoadError, UnsafeCheckpointError
 from aiockpt.format.index import TensorEntry
 from aiockpt.format.item.ziparchive import data_offset, read_directory
 from aiockpt.format.torch_file.torch_file import TorchFile, holds_tensors, open_archive, read_torch_file
+from tests.examples import examples
 from tests.states import assert_same, random_tensor, raw_bytes, storable_dtypes, training_state
 
 RAN: list[str] = []
@@ -636,7 +637,7 @@ def test_a_flip_anywhere_is_found_or_harmless() -> None:
     assert found > len(blob) // 4
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(data=st.binary(max_size=300), at=st.integers(0, 400), cut=st.integers(0, 400))
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 def test_any_pickle_raises_our_errors_only(data: bytes, at: int, cut: int) -> None:

@@ -25,6 +25,7 @@ from aiockpt.planning.layout import (
 )
 from aiockpt.planning.ranges import boxes
 from aiockpt.planning.specs import describe
+from tests.examples import examples
 
 
 @settings(deadline=None)
@@ -62,7 +63,7 @@ def _image(sizes: list[int], head: bytes, room: int):
     return lay_out("f", room, [(i, tensor_framing(torch.uint8, (n,), (1,))) for i, n in enumerate(sizes)])
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(
     sizes=st.lists(st.one_of(st.integers(0, 3000), st.sampled_from([1 << 20, (1 << 20) + 1])), max_size=6),
     head=st.binary(max_size=5000),
@@ -96,7 +97,7 @@ def test_an_image_does_not_depend_on_the_chunk_size(sizes: list[int], head: byte
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(
     sizes=st.lists(st.one_of(st.integers(0, 3000), st.sampled_from([1 << 20, (1 << 20) + 1])), max_size=6),
     head=st.binary(min_size=8, max_size=9000),

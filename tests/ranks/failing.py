@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
 import aiockpt
-from aiockpt.coordination import sides
+from aiockpt.coordination import coordinator
 from aiockpt.core.threads import Workers
 from aiockpt.storage.base import NO_DOCUMENTS, Document, Storage, Transaction
 from aiockpt.storage.wrapper import WrapperStorage, WrapperTransaction
@@ -126,7 +126,7 @@ def die() -> None:
 
 def expect_no_reason() -> None:
     """Shorten this process's wait for the reason why a link was closed: a killed rank leaves none."""
-    sides.RECONNECT_S = 0.2
+    coordinator.RECONNECT_S = 0.2
 
 
 # --- faults of one rank -----------------------------------------------------------------------------

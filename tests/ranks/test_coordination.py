@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from aiockpt.coordination.coordinator import Coordinator, Kind
+from aiockpt.coordination.coordinator import Coordinator, Kind, coordinator_of
 from aiockpt.errors import CoordinationError, WriteError
 from tests.ranks.failing import die, expect_no_reason
 from tests.ranks.world import RankFailure, World
@@ -33,7 +33,7 @@ def default_group() -> Any:
 
 @contextlib.asynccontextmanager
 async def coordinator(timeout_s: float = LONG_S, group: Any = None) -> AsyncIterator[Coordinator]:
-    made = Coordinator(group or default_group(), timeout_s=timeout_s)
+    made = coordinator_of(group or default_group(), timeout_s=timeout_s)
     try:
         yield made
     finally:
@@ -498,7 +498,7 @@ def wait_in_new_group(rank: int, world_size: int) -> Any:
     async def first_round(ranks: Coordinator) -> Any:
         return await ranks.round(ranks.call("save"), "the save of a", rank, tagged)
 
-    ranks = Coordinator(default_group(), timeout_s=LONG_S)
+    ranks = coordinator_of(default_group(), timeout_s=LONG_S)
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.append(asyncio.run(first_round(ranks))))
     if rank == 1:
@@ -550,7 +550,7 @@ async def run_in_a_subgroup(rank: int, world_size: int) -> Any:
     group = dist.new_group([1, 3])
     if rank not in (1, 3):
         with pytest.raises(CoordinationError, match="not a member"):
-            Coordinator(group, timeout_s=LONG_S)
+            coordinator_of(group, timeout_s=LONG_S)
         return None
     async with coordinator(group=group) as ranks, coordinator(group=group) as second:
         place = ranks.rank, ranks.world_size

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 import aiockpt
 from aiockpt.reading import bulk
+from tests.examples import examples
 from tests.states import assert_same, random_tensor, raw_bytes, storable_dtypes
 
 PLAIN = [dtype for dtype in storable_dtypes() if not str(dtype).startswith(("torch.q", "torch.bits"))]
@@ -73,7 +74,7 @@ def strides(tree: dict[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
     return {name: value.stride() for name, value in tree.items()}
 
 
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(60, [HealthCheck.function_scoped_fixture])
 @given(
     drawn=st.lists(tensors(), min_size=1, max_size=12),
     copies=st.integers(0, 5),

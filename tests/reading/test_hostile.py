@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 import aiockpt
+from tests.examples import examples
 from tests.hostile_inputs import METADATA_BOMBS, OBJECT_BOMBS, pickle_of, zipped
 from tests.states import assert_same, random_tensor, raw_bytes
 from tests.stock import ALONE
@@ -26,7 +27,7 @@ from tests.stock import ALONE
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
 STATE = {"model": {"w": random_tensor(torch.float32, (3, 5), 1)}, "step": frozenset({7, "x"})}
-SLOW = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+SLOW = examples(60, HealthCheck)
 
 
 @pytest.fixture(scope="module")

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 import aiockpt
 from tests.counting import CountingStorage
+from tests.examples import examples
 from tests.places import storage_of
 from tests.states import assert_same, random_tensor
 from tests.stock import ALONE, PAYLOAD_OFFSET
@@ -149,7 +150,7 @@ def test_parts_across_chunk_borders(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(60, [HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_part_of_any_tensor(data, readers) -> None:
     """Any hyper-rectangle, with steps, of tensors of several dtypes and strides, from several writers."""

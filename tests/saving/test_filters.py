@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 import aiockpt
 from aiockpt.format.keys import matching
 from aiockpt.planning.flatten import flatten
+from tests.examples import examples
 from tests.states import assert_same, random_tensor, training_state
 from tests.stock import ALONE
 
@@ -375,7 +376,7 @@ def filled(value: Any) -> Any:
 
 @pytest.mark.slow
 @given(data=st.data(), state=STATES)
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(60, [HealthCheck.function_scoped_fixture])
 def test_any_part_of_any_state(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, state: Any) -> None:
     """A filtered save holds what `keys=` loads from a checkpoint of the whole state."""
     tmp_path = tmp_path_factory.mktemp("c")

@@ -16,13 +16,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 import aiockpt
 from aiockpt.planning.flatten import flatten
 from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.testing import FaultyStorage, GatedStorage
+from tests.examples import examples
 from tests.states import assert_same, large_state, random_tensor, raw_bytes, storable_dtypes, training_state
 from tests.test_roundtrip import _OBJECTS, _states, _tensors
 
@@ -66,7 +67,7 @@ def folder():
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@examples(60, HealthCheck)
 @given(state=_states(st.one_of(_tensors(), _OBJECTS)))
 def test_any_state_is_what_torch_save_makes_of_it(state, folder: Path) -> None:
     path = folder / f"{uuid.uuid4().hex}.pt"

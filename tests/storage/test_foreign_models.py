@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 from typer.testing import CliRunner
@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 import aiockpt
 from aiockpt.cli.main import app
 from aiockpt.storage.objects.cleaning import split_token
+from tests.examples import examples
 from tests.kinds import cut, save_ours, save_stock
 from tests.places import ServerPath, remove, storage_of
 
@@ -32,6 +33,7 @@ DOCUMENTS: dict[str, tuple[str, bytes]] = {
     "metadata of another program": (".metadata", b"author: alice\n"),
     # The names are within these, but say nothing of what is one checkpoint.
     "an index of names elsewhere": (INDEX, json.dumps({"metadata": list(MODELS), "weight_map": {}}).encode()),
+    "an index of a file elsewhere": (INDEX, b'{"weight_map": {"a": "../src.safetensors"}}'),
     "an index with names as keys": (INDEX, json.dumps({"weight_map": dict.fromkeys(MODELS, "x")}).encode()),
     "a pickle of the names": (".metadata", b"\x80\x04" + b"".join(b"\x8c%c%b" % (len(n), n.encode()) for n in MODELS)),
 }
@@ -110,6 +112,7 @@ FOREIGN = (
     ),
     *(
         "thesis.tex",
+        ".nfs0001.safetensors",
         "._model.safetensors",
         ".DS_Store",
         "common.pt",
@@ -161,7 +164,7 @@ def contents_of(url: ServerPath) -> dict[str, bytes]:
     return {name: storage.objects.get(start + name)[1] for name in names}
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
+@examples(60, [HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_no_call_removes_what_is_not_proven(
     data: st.DataObject, tmp_path_factory: pytest.TempPathFactory, server_url: str

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
@@ -14,7 +13,7 @@ from aiockpt.core.threads import Workers
 from aiockpt.format.names import MANIFEST_NAME, METADATA_NAME
 from aiockpt.manager.scan import scan
 from aiockpt.storage.base import Storage
-from aiockpt.storage.hosts import Disk, HostDisks
+from aiockpt.storage.hosts import Disk, HostChange, HostDisks
 from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.testing import StorageConformance
 from tests.disks import HostDisk, disks_in, read, settle, union_of, write
@@ -142,30 +141,69 @@ async def test_part_of_an_earlier_save_is_never_mixed_in(tmp_path: Path, workers
     assert [names_in(disk) for disk in disks.values()] == [[]] * 3
 
 
-class FailingReads(HostDisk):
-    """Fails to read after the first bytes of each file."""
+# --- what each host changes on its own disk --------------------------------------------------------------------
 
-    def before_read(self, name: str, offset: int, nbytes: int) -> None:
-        if name.endswith(".distcp") and offset + nbytes > 4:
-            raise aiockpt.LoadError("the host is gone")
+
+def host_of(disks: dict[str, Disk], own: str) -> HostDisks:
+    return HostDisks(list(disks.values()), own)
 
 
 @pytest.mark.asyncio
-async def test_read_goes_on_at_the_next_holder(tmp_path: Path, workers: Workers) -> None:
+async def test_disk_that_makes_a_checkpoint_count_is_the_first(tmp_path: Path, workers: Workers) -> None:
+    """The others wait for it, however often they are asked; it is not asked again."""
+    disks = disks_in(tmp_path, "a", "b", "c")
+    await write(disks, ["b", "a", "c"], STEP, "save 1", workers)
+    leader, first, other = (host_of(disks, name) for name in disks)
+    await leader.delete(STEP, workers=workers)
+    changes = leader.decided()
+    assert leader.decided() == []
+    for host in (leader, other):
+        await workers.run(host.change, changes)
+    assert all(names_in(disk) for disk in disks.values())
+    await workers.run(first.change, changes)
+    assert [bool(names_in(disk)) for disk in disks.values()] == [True, False, True]
+    for host in (leader, other):
+        done = host.accept([])
+        assert done is not None
+        host.wait()
+        assert host.accept([]) is None
+    assert [names_in(disk) for disk in disks.values()] == [[]] * 3
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("to", ["", "aside"])
+async def test_order_that_comes_late_changes_no_later_save(tmp_path: Path, workers: Workers, to: str) -> None:
+    """The part on the disk is of another save by now, which has the same path."""
     disks = disks_in(tmp_path, "a", "b")
-    files = await write(disks, ["a", "b"], STEP, "save 1", workers)
-    root = tmp_path / "b"
-    failing = Disk("b", "host-b", FailingReads(root))
-    missing = root / "run" / "step-00000001" / "__1_0.distcp"
-    source = await HostDisks([disks["a"], failing], "a").open(STEP, workers=workers)
-    with pytest.raises(aiockpt.LoadError, match="gone"):
-        source.read_bytes("__1_0.distcp", 0, missing.stat().st_size)
-    source.close()
-    shutil.copytree(missing.parent, tmp_path / "c" / "run" / "step-00000001")
-    third = Disk("c", "host-c", HostDisk(tmp_path / "c"))
-    source = await HostDisks([disks["a"], failing, third], "a").open(STEP, workers=workers)
-    seen: list[bytes] = []
-    data = bytearray(missing.stat().st_size)
-    source.read("__1_0.distcp", 0, memoryview(data), lambda piece: seen.append(bytes(piece)))
-    assert bytes(data) == b"".join(seen) == files["__1_0.distcp"]
-    source.close()
+    await write(disks, ["a", "b"], STEP, "save 1", workers)
+    marks, _ = union_of(disks, "a")._seen(STEP)
+    files = await write(disks, ["a", "b"], STEP, "save 2", workers, overwrite=True)
+    late = [HostChange(path, set(marks.values()), to=to) for path in (STEP, "/run/step-00000009")]
+    await workers.run(host_of(disks, "b").change, late)
+    assert await read(union_of(disks, "a"), STEP, workers) == files
+    assert names_in(disks["b"], "/run/aside") == []
+
+
+class FailsOnce(HostDisk):
+    has_failed = False
+
+    async def before(self, step: str, name: str) -> None:
+        if step == "delete" and not self.has_failed:
+            self.has_failed = True
+            raise OSError("the disk has failed")
+
+
+@pytest.mark.asyncio
+async def test_deletion_that_fails_is_tried_again(tmp_path: Path, workers: Workers) -> None:
+    disks = disks_in(tmp_path, "a", "b")
+    for step in (1, 2):
+        await write(disks, ["a", "b"], f"{RUN}/step-0000000{step}", "save 1", workers)
+    disks["b"] = Disk("b", "host-b", FailsOnce(tmp_path / "b"))
+    leader, other = host_of(disks, "a"), host_of(disks, "b")
+    for step in (1, 2):
+        await leader.delete(f"{RUN}/step-0000000{step}", workers=workers)
+    with pytest.raises(aiockpt.DeleteError, match="the disk has failed"):
+        await workers.run(other.change, leader.decided())
+    assert [bool(names_in(disks["b"], f"{RUN}/step-0000000{step}")) for step in (1, 2)] == [True, False]
+    await workers.run(other.change, [])
+    assert names_in(disks["b"]) == []

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 import aiockpt
@@ -20,6 +20,7 @@ from aiockpt.core.threads import Workers
 from aiockpt.manager.scan import scan
 from aiockpt.storage.hosts import Disk, HostDisks
 from tests.disks import HostDisk, disks_in, read, union_of, write
+from tests.examples import examples
 
 RUN = "/run"
 HOSTS = ["a", "b", "c"]
@@ -148,7 +149,7 @@ class History:
             assert len(saves) > 1 or step not in infos
 
 
-@settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=60)
+@examples(60, HealthCheck)
 @given(st.lists(EVENTS, max_size=14))
 def test_random_histories(events: list[tuple[Any, ...]]) -> None:
     workers = Workers(4, "tests")

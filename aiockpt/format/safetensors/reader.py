@@ -23,6 +23,7 @@ from aiockpt.core.strides import row_strides
 from aiockpt.errors import CorruptCheckpointError, LoadError
 from aiockpt.format.checks import MAX_DIMS
 from aiockpt.format.index import Index, ItemRange, ObjPath, StoredChunk, TensorEntry, TensorItem
+from aiockpt.format.names import SHARDING_KEY
 from aiockpt.format.safetensors.writer import (
     DTYPE_NAMES,
     LENGTH,
@@ -33,9 +34,6 @@ from aiockpt.format.safetensors.writer import (
 )
 
 HEADER_PROBE_BYTES = 256 << 10  # read first of a file; holds the header of some two thousand tensors
-
-SHARDING_KEY = "DCP_SHARDING_INFO"
-"""Entry of ``__metadata__`` with which ``HuggingFaceStorageWriter`` says where each tensor lies in its whole."""
 
 _INT = frozenset({int})
 

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from aiockpt.core.dataclasses import dataclass, field, replace
+from aiockpt.core.dataclasses import replace
 from aiockpt.core.gc_pause import gc_pause
+from aiockpt.core.lazy import lazy_property
 from aiockpt.core.strides import row_strides
 from aiockpt.errors import SaveError
 from aiockpt.format.dcp.metadata_opcodes import MetadataDraft, MetadataHead, metadata_tail
@@ -40,21 +41,15 @@ class GlobalPlanCache:
     """A global plan, and what was computed from it; ``places`` of each rank's items, if they are known."""
 
     is_single_file = False
-
+    sizes: Mapping[str, int] = {}  # of the files that all ranks write together
     apart: frozenset[str] = frozenset()  # the tensors that were found to differ between ranks
 
     def __init__(
-        self,
-        token: int,
-        ranks: Sequence[RankInventory],
-        plan: GlobalPlan,
-        places: list[ItemPlaces] | None = None,
+        self, token: int, ranks: Sequence[RankInventory], plan: GlobalPlan, places: list[ItemPlaces] | None = None
     ) -> None:
         self.token = token
         self.ranks = list(ranks)
         self.plan = plan
-        self.tensors = len(plan.tensors)
-        self.objects = len(plan.objects)
         # Each stored tensor is counted once.
         self.tensor_bytes = sum(map(_payload_bytes, ranks, plan.assignments))
         self._object_leaves = [
@@ -63,7 +58,9 @@ class GlobalPlanCache:
         ]
         self._places = places
         self._begins = np.cumsum([0, *(len(inventory.names) for inventory in ranks)])
-        self._made = _Made()
+        self._document: bytearray | None = None  # `.metadata` of the last save, of which a part is the same for all
+        self._head_bytes = self._remembered = 0  # the length of that part, and of the memo behind it
+        self._indexed: tuple[IndexDraft | None, list[int]] | None = None  # with the rows of the objects
 
     @property
     def knows_places(self) -> bool:
@@ -77,13 +74,17 @@ class GlobalPlanCache:
         if self._places is None:
             self._places = [written.places for written in results if written.places is not None]
 
+    def share_of(self, rank: int) -> SharedFiles | None:
+        """Return what a rank has to know to write its parts of files that all ranks write together."""
+        return None
+
     def data_files(self, results: Sequence[Written]) -> Mapping[str, FileFacts]:
         """Return the facts of the files with tensors; raise `SaveError` if two ranks have written one file."""
         return files_of(results)
 
     def summaries(self, files: dict[str, int], item_bytes: int) -> list[Summary]:
         """Return the summary for each rank; only rank 0 gets the sizes of ``files``."""
-        brief = Summary(None, item_bytes, self.tensor_bytes, self.tensors, self.objects)
+        brief = Summary(None, item_bytes, self.tensor_bytes, len(self.plan.tensors), len(self.plan.objects))
         return [replace(brief, files=files), *[brief] * (len(self.ranks) - 1)]
 
     # --- documents ----------------------------------------------------------------------------------
@@ -99,18 +100,18 @@ class GlobalPlanCache:
         return Drafts({METADATA_NAME: self._metadata(objects)}, self._index(objects))
 
     def _metadata(self, objects: Sequence[Mapping[int, ItemRange]]) -> bytes | bytearray:
-        made = self._made
-        if made.document is None:
-            head = self._head(self._range_table())
-            made.document, made.head_bytes, made.remembered = bytearray(head.data), len(head.data), head.remembered
+        document = self._document
+        if document is None:
+            head = self._head(self._rows[0])
+            document, self._head_bytes, self._remembered = bytearray(head.data), len(head.data), head.remembered
         places = [(name, objects[rank][leaf]) for name, (rank, leaf) in self.plan.objects.items()]
-        tail = metadata_tail(made.remembered, places)
         try:
-            del made.document[made.head_bytes :]
+            del document[self._head_bytes :]
         except BufferError:  # a view of the last one is still in use
-            made.document = made.document[: made.head_bytes]
-        made.document += tail
-        return made.document
+            document = document[: self._head_bytes]
+        document += metadata_tail(self._remembered, places)
+        self._document = document
+        return document
 
     def _head(self, table: RangeTable | None) -> MetadataHead:
         tensors = self.plan.tensors
@@ -118,88 +119,81 @@ class GlobalPlanCache:
         with gc_pause():
             return encode_metadata(entries, self.plan.paths, table)
 
-    def _range_table(self) -> RangeTable:
-        """Return one table of the places of all ranks, with a row for every leaf."""
-        if self._made.table is None:
-            columns = (np.zeros(self._begins[-1], kind) for kind in (np.int32, np.int64, np.int64))
-            self._made.table = table = RangeTable([], self._begins[:-1], *columns)
-            for begin, each in zip(self._begins, self._places or (), strict=False):
-                mine = begin + np.array(each.leaves, np.int64)
-                table.file_of[mine] = np.array(each.file_of, np.int32) + len(table.files)
-                table.offsets[mine] = each.offsets
-                table.lengths[mine] = each.lengths
-                table.files.extend(each.files)
-        return self._made.table
+    @lazy_property
+    def _bare_head(self) -> MetadataHead:
+        """That of `.metadata` without byte ranges."""
+        return self._head(None)
+
+    @lazy_property
+    def _rows(self) -> tuple[RangeTable, np.ndarray[Any, Any]]:
+        """The places of all ranks, with a row for every leaf, and its slot, see `IndexDraft`."""
+        columns = (np.zeros(self._begins[-1], kind) for kind in (np.int32, np.int64, np.int64))
+        table = RangeTable([], self._begins[:-1], *columns)
+        slots, taken = np.full(self._begins[-1], -1), 0
+        for begin, places in zip(self._begins, self._places or (), strict=False):
+            mine = begin + np.array(places.leaves, np.int64)
+            table.file_of[mine] = np.array(places.file_of, np.int32) + len(table.files)
+            table.offsets[mine] = places.offsets
+            table.lengths[mine] = places.lengths
+            table.files.extend(places.files)
+            slots[mine] = range(taken, taken + len(places.leaves))
+            taken += len(places.leaves)
+        return table, slots
 
     def _index(self, objects: Sequence[Mapping[int, ItemRange]]) -> IndexDraft | None:
         """Draft the index of the manifest; None if it has no place for the paths of the leaves."""
-        if self._made.index is None:
+        if self._indexed is None:
             with gc_pause():
-                self._made.index = self._index_head(objects)
-        head, slot_of, rows, is_divided = self._made.index
-        if head is None:
+                self._indexed = self._index_without_objects(objects)
+        draft, rows = self._indexed
+        if draft is None:
             return None
         places = [objects[rank][leaf] for rank, leaf in self.plan.objects.values()]
-        found = [(row, place[1], place[2]) for row, place in zip(rows, places, strict=True)]
-        return IndexDraft(head, slot_of, found, is_divided)
+        return replace(draft, objects=[(row, place[1], place[2]) for row, place in zip(rows, places, strict=True)])
 
-    def _index_head(self, objects: Sequence[Mapping[int, ItemRange]]) -> _IndexHead:
-        plan, table, rows = self.plan, self._range_table(), self._plan_rows()
+    def _index_without_objects(self, objects: Sequence[Mapping[int, ItemRange]]) -> tuple[IndexDraft | None, list[int]]:
+        plan, (table, slots) = self.plan, self._rows
         file_of, files = table.file_of.copy(), {name: number for number, name in enumerate(table.files)}
         for begin, mine in zip(self._begins, objects, strict=False):
             for leaf, place in mine.items():
                 file_of[begin + leaf] = files[place.file]
-        slots, (form_of, forms) = self._slots(), self._forms()
-        where = self._begins[np.array(rows.ranks, np.int64)] + np.array(rows.leaves, np.int64)
-        columns = [each[where].tolist() for each in (form_of, file_of, table.offsets)]
-        places = ItemRows(columns[0], columns[1], columns[2], rows.divisions, rows.division_of)
-        head = encode_index(list(plan.paths), list(plan.paths.values()), table.files, list(forms), places)
-        return _IndexHead(head, slots[where].tolist(), rows.objects, bool(rows.divisions))
-
-    def _forms(self) -> tuple[np.ndarray[Any, Any], list[ItemForm]]:
-        """Return the number of the form of each leaf of all ranks, and the forms."""
-        forms: dict[ItemForm, int] = {}
-        # One more at the end, for objects, which have the form -1.
-        numbers = [[*(forms.setdefault(each.item, len(forms)) for each in rank.forms), -1] for rank in self.ranks]
-        forms_of = [
-            np.array(each)[rank.form_of] for each, rank in zip(numbers, self.ranks, strict=True) if rank.form_of
-        ]
-        return np.concatenate([np.zeros(0, np.int64), *forms_of]), list(forms)
-
-    def _slots(self) -> np.ndarray[Any, Any]:
-        """Return the slot of each leaf of all ranks whose place is known when it is written, else -1."""
-        slots = np.full(sum(len(rank.form_of) for rank in self.ranks), -1)
-        taken = 0
-        for begin, each in zip(self._begins, self._places or (), strict=False):
-            slots[begin + np.array(each.leaves, np.int64)] = range(taken, taken + len(each.leaves))
-            taken += len(each.leaves)
-        return slots
-
-    def _plan_rows(self) -> _PlanRows:
-        plan, rows = self.plan, _PlanRows()
+        writers, leaves, object_rows = list[int](), list[int](), list[int]()  # a row for each part, and each object
+        divisions, division_of = list[Division](), list[int]()
         known: dict[tuple[int, tuple[int, ...]], int] = {}  # by the identity of the parts, and the shape
         for name in plan.paths:
             tensor, division = plan.tensors.get(name), -1
             if tensor is None:
-                rows.objects.append(len(rows.ranks))
-                rank, leaf = plan.objects[name]
-                rows.ranks.append(rank)
-                rows.leaves.append(leaf)
+                object_rows.append(len(writers))
+                writers.append(plan.objects[name][0])
+                leaves.append(plan.objects[name][1])
             else:
-                rows.ranks += tensor.ranks
-                rows.leaves += tensor.leaves
+                writers += tensor.ranks
+                leaves += tensor.leaves
                 if len(tensor.cut) > 1 or tensor.cut[0][1] != tensor.shape:
-                    division = known.setdefault((id(tensor.cut), tensor.shape), len(rows.divisions))
-                    if division == len(rows.divisions):
-                        rows.divisions.append(Division(tensor.shape, [offsets for offsets, _ in tensor.cut]))
-            rows.division_of.append(division)
-        return rows
+                    division = known.setdefault((id(tensor.cut), tensor.shape), len(divisions))
+                    if division == len(divisions):
+                        divisions.append(Division(tensor.shape, [offsets for offsets, _ in tensor.cut]))
+            division_of.append(division)
+        where = self._begins[np.array(writers, np.int64)] + np.array(leaves, np.int64)
+        form_of, forms = self._forms()
+        columns = [column[where].tolist() for column in (form_of, file_of, table.offsets)]
+        places = ItemRows(columns[0], columns[1], columns[2], divisions, division_of)
+        head = encode_index(list(plan.paths), list(plan.paths.values()), table.files, forms, places)
+        draft = None if head is None else IndexDraft(head, slots[where].tolist(), (), bool(divisions))
+        return draft, object_rows
+
+    def _forms(self) -> tuple[np.ndarray[Any, Any], list[ItemForm]]:
+        """Return the number of the form of each leaf of all ranks, and the forms."""
+        forms: dict[ItemForm, int] = {}
+        columns = [np.zeros(0, np.int64)]
+        for rank in self.ranks:
+            numbers = [*(forms.setdefault(form.item, len(forms)) for form in rank.forms), -1]  # of objects: the last
+            columns.append(np.array(numbers)[np.array(rank.form_of, np.int64)])
+        return np.concatenate(columns), list(forms)
 
     def _transformed(self, objects: Sequence[Mapping[int, ItemRange]]) -> TransformedDraft:
         """Describe items whose stored bytes are not those of the files as they were planned."""
-        plan, made = self.plan, self._made
-        if made.bare_head is None:
-            made.bare_head = self._head(None)
+        plan = self.plan
         keys_of: defaultdict[RankLeaf, list[ItemKey]] = defaultdict(list)
         for name in plan.paths:
             tensor = plan.tensors.get(name)
@@ -218,43 +212,11 @@ class GlobalPlanCache:
             for leaf, file, offset in zip(*places[1:4], strict=True):
                 items[file].append((offset, leaf))
             files += places.files
-            for each in items:
-                ordered = [leaf for _, leaf in sorted(each)]
+            for places_in_file in items:
+                ordered = [leaf for _, leaf in sorted(places_in_file)]
                 keys.append([keys_of[rank, leaf] for leaf in ordered])
                 facts.append([_payload_facts(inventory, leaf) for leaf in ordered])
-        return TransformedDraft(MetadataDraft(made.bare_head, files, keys), facts)
-
-
-@dataclass(slots=True)
-class _PlanRows:
-    """The rows of the index: one for each part of a tensor, and for each object."""
-
-    ranks: list[int] = field(default_factory=list)  # that write them
-    leaves: list[int] = field(default_factory=list)  # there
-    objects: list[int] = field(default_factory=list)  # the rows of objects
-    divisions: list[Division] = field(default_factory=list)
-    division_of: list[int] = field(default_factory=list)  # each path; -1: it is whole
-
-
-class _IndexHead(NamedTuple):
-    """The part of the index that is the same for every save."""
-
-    head: str | None
-    slot_of: list[int]  # see `IndexDraft`
-    object_rows: list[int]
-    is_divided: bool
-
-
-@dataclass(slots=True)
-class _Made:
-    """The parts of documents that were made from a plan, and can be made again."""
-
-    table: RangeTable | None = None
-    document: bytearray | None = None  # `.metadata` of the last save
-    head_bytes: int = 0  # of it
-    remembered: int = 0  # length of the memo after these
-    bare_head: MetadataHead | None = None  # of `.metadata` without byte ranges
-    index: _IndexHead | None = None
+        return TransformedDraft(MetadataDraft(self._bare_head, files, keys), facts)
 
 
 def _payload_facts(inventory: RankInventory, leaf: int) -> tuple[int, tuple[int, ...] | None]:
@@ -331,7 +293,6 @@ class SharedPlanCache(GlobalPlanCache):
                 self._place_of[tensor.name] = number, len(head) + begin
 
     def share_of(self, rank: int) -> SharedFiles:
-        """Return what a rank has to know to write its parts."""
         names = self.ranks[rank].names
         places = {leaf: self._place_of[names[leaf]] for leaf in self.plan.assignments[rank]}
         return SharedFiles(list(self.sizes), list(self.sizes.values()), places, self._heads if rank == 0 else ())
@@ -353,8 +314,9 @@ def plan_cache_of(
 ) -> GlobalPlanCache:
     """Plan for all ranks in a format; raise `SaveError` if they contradict each other."""
     plan = plan_globally(ranks, apart)
-    cache = GlobalPlanCache(token, ranks, plan)
     if isinstance(file_format, SafetensorsFormat):
-        cache = SharedPlanCache(token, ranks, plan, file_format)
+        cache: GlobalPlanCache = SharedPlanCache(token, ranks, plan, file_format)
+    else:
+        cache = GlobalPlanCache(token, ranks, plan)
     cache.apart = apart
     return cache

@@ -27,8 +27,10 @@ class ObjectListing(RemoteListing):
         self.storage, self._kept = storage, documents
         self.keys: dict[str, tuple[str, Stamp | None]] = {}  # of the files; and a stamp, if an object may be replaced
         self.documents: dict[str, tuple[Commit, str]] = {}  # the other files, and their names there
-        commit, inside = storage.record(path), ""
-        is_found = commit is not None or ("." in storage.split(path)[1] and self._find_object())
+        # A run is looked at again and again. It was no checkpoint the last time, and the list says if it is one now.
+        is_folder = path == storage.last_folder and self._list_objects(storage.key(path))
+        commit, inside = None if is_folder else storage.record(path), ""
+        is_found = is_folder or commit is not None or ("." in storage.split(path)[1] and self._find_object())
         if not is_found and not self._list_objects(storage.key(path)):
             commit, inside = storage.above(path) or (None, "")
             if commit is None and not self._find_object():
@@ -43,6 +45,8 @@ class ObjectListing(RemoteListing):
                 raise FileNotFoundError(f"nothing is at {path}")
             self.folders = list(dict.fromkeys(name.partition("/")[0] for name in self.files if "/" in name))
             self.stamp, self.changed_s = commit.stamp, commit.modified
+        elif self.folders:
+            storage.last_folder = path
 
     def _list_objects(self, key: str, above: str = "") -> bool:
         """Add what is directly below a key; return whether there is anything."""

@@ -72,6 +72,7 @@ class ObjectRecords(SharedStorage):
         self.objects = objects
         self._is_checked = conditions == "off"
         self._free: dict[str, None] = {}  # paths above others that are no checkpoints
+        self.last_folder = ""  # the path that was looked at last that has folders, and is no checkpoint
         self._found_dead: dict[Stamp, float] = {}  # tombstones, and when their owners were
         self._may_delete = False  # as far as is known
         self._leases: WeakValueDictionary[str, ObjectLease] = WeakValueDictionary()  # by prefix
