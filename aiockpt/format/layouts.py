@@ -14,10 +14,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import ClassVar, Literal
 
+from aiockpt.core.dataclasses import dataclass, field
 from aiockpt.errors import CorruptCheckpointError, LoadError, printable_key
 from aiockpt.format.item.ziparchive import LEGACY_MAGIC, ZIP_MAGIC, FramingError, read_directory
 from aiockpt.format.names import COMMON_NAME, CONFIG_NAME, METADATA_NAME, SHARDING_KEY, SUFFIX

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from aiockpt.core.dataclasses import dataclass
 from aiockpt.manager.policies import KeepPolicy, SavePolicy, StepFacts, select, to_delete
 from aiockpt.manager.scan import StepScanner
 

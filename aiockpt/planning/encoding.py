@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+from aiockpt.core.dataclasses import dataclass, field
 from aiockpt.format.index import ItemRange
 
 if TYPE_CHECKING:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from aiockpt.core.dataclasses import dataclass, field
 from aiockpt.core.lazy import lazy_property
 from aiockpt.core.machine import BLOCK_BYTES
 from aiockpt.format.item.arrays import ARRAY_TYPES, tensor_of

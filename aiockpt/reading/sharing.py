@@ -12,7 +12,6 @@ import mmap
 import queue
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import anyio
@@ -20,6 +19,7 @@ import anyio.lowlevel
 from isal.isal_zlib import crc32
 
 from aiockpt.coordination.link import LinkBrokenError
+from aiockpt.core.dataclasses import dataclass
 from aiockpt.core.machine import BLOCK_BYTES
 from aiockpt.format.index import TensorEntry
 from aiockpt.format.manifest.columnar_index import IndexedEntries

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
 import anyio
 from isal.isal_zlib import crc32
 
+from aiockpt.core.dataclasses import dataclass, field
 from aiockpt.core.wording import some_of
 from aiockpt.errors import AiockptError, SaveError, printable
 from aiockpt.format.manifest.manifest import FileFacts, Manifest, decode_head, encode_manifest, facts_in, with_parts

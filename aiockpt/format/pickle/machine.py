@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
+
+from aiockpt.core.dataclasses import dataclass, field
 
 _MAX_PROTOCOL = 5
 _KEY_LIMIT = 1 << 60  # below, an int is its own hash: keys that all collide can't be chosen

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from aiockpt.core.dataclasses import replace
 from aiockpt.core.gc_pause import gc_pause
 from aiockpt.core.lazy import lazy_property
 from aiockpt.core.strides import row_strides

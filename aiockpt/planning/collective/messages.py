@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import pickle
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from aiockpt.core.dataclasses import dataclass, field
 from aiockpt.format.manifest.columnar_index import ItemForm
 
 if TYPE_CHECKING:

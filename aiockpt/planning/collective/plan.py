@@ -10,11 +10,11 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from aiockpt.core.dataclasses import dataclass
 from aiockpt.core.gc_pause import gc_pause
 from aiockpt.errors import SaveError
 from aiockpt.format.checks import Box, cover_of
