@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import InitVar, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 
 from aiockpt.coordination.choose import ProcessGroupLike, check_group
+from aiockpt.core.dataclasses import InitVar, dataclass, field, fields
 from aiockpt.core.machine import BLOCK_BYTES
 from aiockpt.storage.base import Storage
 from aiockpt.storage.local.retries import DEFAULT_RETRIES, Retries
@@ -46,7 +47,7 @@ _LOCAL_ONLY = frozenset({"direct_io", "fsync", "retries"})
 # --- checkpointers ----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessWriter:
     """A separate process that computes CRCs, writes and commits; for ``writer=``.
 
@@ -83,7 +84,7 @@ class ProcessWriter:
             ) from None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StagingWindow:
     """A throttle for staging, so that it leaves the bus and the memory to training.
 
@@ -401,7 +402,7 @@ class SaveOptions(StateOptions, CommitOptions):
 # --- delta saves ------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Base:
     """An earlier checkpoint, of which a save shares the files that have not changed.
 

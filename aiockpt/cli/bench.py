@@ -44,13 +44,7 @@ class Measured:
 
 
 def bench(directory: str, *, size_bytes: int, as_json: bool = False) -> None:
-    """Measure a directory's disk, and print the settings to use; nothing is left there.
-
-    Args:
-        directory: an existing directory.
-        size_bytes: the most bytes of a save; less if there is not enough space or memory.
-        as_json: print JSON.
-    """
+    """Measure a directory's disk by saves of ``size_bytes`` at most, and print the settings to use. Blocks."""
     if size_bytes < _LEAST_BYTES:
         raise typer.BadParameter(f"{size_text(_LEAST_BYTES)} are the least to measure with", param_hint="--size")
     directory = LocalDirectories().resolve(directory)

@@ -24,17 +24,7 @@ async def convert(
     overwrite: bool = False,
     trust: bool = False,
 ) -> None:
-    """Write what is in a checkpoint, or some keys of it, as another checkpoint.
-
-    Args:
-        source: the checkpoint.
-        target: where to write.
-        to: the format to write; None: what the ending of the target stands for.
-        keys: names, names of containers and glob patterns; None: all.
-        dtype: of floating-point tensors; None: as they are.
-        overwrite: replace a checkpoint.
-        trust: let pickled objects run their code.
-    """
+    """Write what is in a checkpoint, or some keys of it, as another checkpoint."""
     to = to or format_for(None, target)
     source, target = directories_for(source)[1], directories_for(target)[1]
     _check_target(source, target, overwrite=overwrite)

@@ -193,12 +193,7 @@ class DemoDisplay:
 
 
 def run_demo(config: Config, directory: Path | None) -> Code:
-    """Run the demo on standard output and return its exit code. Blocks.
-
-    Args:
-        config: the model, and the run.
-        directory: where the checkpoints go and stay, which must be empty; None: a temporary directory.
-    """
+    """Run the demo, in a temporary directory if none is given, and return its exit code. Blocks."""
     if config.device == "cuda" and not torch.cuda.is_available():
         raise typer.BadParameter("there is no CUDA device here: use cpu")
     _prepare()

@@ -71,16 +71,7 @@ class Differences:
 
 
 async def diff(a: str, b: str, patterns: Sequence[str], *, tolerance: Tolerance, as_json: bool, trust: bool) -> Code:
-    """Print the differences of two checkpoints, and return the exit code.
-
-    Args:
-        a: a checkpoint, the older one.
-        b: a checkpoint.
-        patterns: names, names of containers and glob patterns; empty: all keys.
-        tolerance: differences of numbers that count as none.
-        as_json: print JSON.
-        trust: let files of torch.save run their code.
-    """
+    """Print the differences of two checkpoints, and return the exit code."""
     async with AsyncExitStack() as stack:
         old, new = [await stack.enter_async_context(aiockpt.open(path, trust=trust)) for path in (a, b)]
         found = await differences(old, new, patterns, tolerance)

@@ -56,17 +56,7 @@ class Chosen:
 async def inspect(
     path: str, keys: Sequence[str], *, stats: bool, depth: int | None, everything: bool, as_json: bool, trust: bool
 ) -> None:
-    """Print the keys of a checkpoint.
-
-    Args:
-        path: the checkpoint.
-        keys: names, names of containers and glob patterns; empty: all keys.
-        stats: read the tensors, for figures of them.
-        depth: the most levels of the tree; None: as many as a terminal has room for.
-        everything: all levels, and each of several that are alike.
-        as_json: print JSON.
-        trust: let a file of torch.save run its code.
-    """
+    """Print the keys of a checkpoint."""
     async with aiockpt.open(path, trust=trust) as reader:
         chosen = _choose(reader, keys)
         if stats:

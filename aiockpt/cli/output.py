@@ -9,7 +9,9 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from rich.cells import cell_len
 from rich.console import Console
+from rich.control import strip_control_codes
 from rich.text import Text
 
 from aiockpt.errors import printable_key
@@ -47,17 +49,22 @@ def print_table(titles: Sequence[str], rows: Sequence[Sequence[str | Text]]) -> 
     out = console()
     filled = [at for at, cells in enumerate(zip(*rows, strict=True)) if any(map(str, cells))]
     right = [titles[at].startswith(">") for at in filled]
+    if not out.is_terminal:  # there is one band; rich would take half of the time of a long list
+        heads = [titles[at].removeprefix(">") for at in filled]
+        table = [heads, *([strip_control_codes(str(row[at])) for at in filled] for row in rows)]
+        sizes = [max(map(cell_len, column)) for column in zip(*table, strict=True)]
+        for texts in table:
+            gaps = [" " * (size - cell_len(text)) for text, size in zip(texts, sizes, strict=True)]
+            plain = (gap + text if at else text + gap for text, gap, at in zip(texts, gaps, right, strict=True))
+            print((" " * _GAP).join(plain).rstrip())
+        return
     lines = [[Text(titles[at].removeprefix(">"), style="bold") for at in filled]]
     lines += [[cell if isinstance(cell, Text) else Text(cell) for cell in (row[at] for at in filled)] for row in rows]
     widths = [max(cell.cell_len for cell in cells) for cells in zip(*lines, strict=True)]
-    bands = _bands(widths, out.width if out.is_terminal else None)
+    bands = _bands(widths, out.width)
     for cells in lines:
         for number, band in enumerate(bands):
             padded = [(cells[at], " " * (widths[at] - cells[at].cell_len), right[at]) for at in band]
-            if not out.is_terminal:  # there is one band; rich would take half of the time of a long list
-                plain = (gap + cell.plain if is_right else cell.plain + gap for cell, gap, is_right in padded)
-                print((" " * _GAP).join(plain).rstrip())
-                continue
             line = Text(" " * _INDENT if number else "")
             for cell, gap, is_right in padded:
                 line += Text.assemble(*((gap, cell) if is_right else (cell, gap)), " " * _GAP)
@@ -67,12 +74,12 @@ def print_table(titles: Sequence[str], rows: Sequence[Sequence[str | Text]]) -> 
                     out.print(each)
 
 
-def _bands(widths: Sequence[int], room: int | None) -> list[list[int]]:
-    """Divide columns, by their numbers, among as many lines as they need; None: there is room for all."""
+def _bands(widths: Sequence[int], room: int) -> list[list[int]]:
+    """Divide columns, by their numbers, among as many lines as they need."""
     bands: list[list[int]] = [[]]
     used = 0
     for at, width in enumerate(widths):
-        if room is not None and bands[-1] and used + width > room:
+        if bands[-1] and used + width > room:
             bands.append([])
             used = _INDENT
         bands[-1].append(at)

@@ -270,7 +270,9 @@ class Leader(Coordinator):
                 replies = list(await decide(values))
                 if len(replies) != self.world_size:
                     raise ValueError(f"{len(replies)} replies were made for {self.world_size} ranks")
-                messages = _pickled_replies(replies[1:])
+                # In tuples, so that a reply is never taken for a RemoteError; one that many ranks get, once.
+                pickled = {key: pickle.dumps((reply,)) for key, reply in {id(made): made for made in replies}.items()}
+                messages = [pickled[id(reply)] for reply in replies[1:]]
             elif isinstance(value, BaseException) and failure == values[0]:
                 cause = value
         except BaseException as exc:  # whatever it is, the other ranks must be notified
@@ -291,11 +293,11 @@ class Leader(Coordinator):
 
         Raises CoordinationError if this rank can't be reached.
         """
-        self._rounds.begin(call, operation, begun := time.monotonic())
+        self._rounds.begin(call, operation, time.monotonic())
         self._deliver()
         self._has_store = True
         if not call.over.is_set():
-            await self._open(operation, begun + self.timeout_s)
+            await self._open(operation, call.begun + self.timeout_s)
         await call.over.wait()
         return [call.arrivals[rank] for rank in range(1, self.world_size)]
 
@@ -318,6 +320,8 @@ class Leader(Coordinator):
     def close(self) -> None:
         if self._server is not None:
             self._server.close()
+        self._rounds.close()
+        self._deliver()
         super().close()
 
     def _leave(self, call: RankCall, operation: str, failure: RemoteError) -> Left:
@@ -341,7 +345,7 @@ class Leader(Coordinator):
             are_linked = len(self._links) == others
             await asyncio.sleep(self._beat_s if are_linked else _POLL_S)
             self._tick()
-            if are_linked or not self._has_store or not self._rounds.are_open:
+            if are_linked or not self._has_store or not self._rounds.open:
                 continue
             lefts = list[Left]()
             try:
@@ -399,14 +403,6 @@ def _with_note(error: BaseException, value: Any) -> BaseException:
     if isinstance(value, BaseException) and error.__cause__ is not value:
         error.add_note(f"this rank had failed as well: {type(value).__name__}: {value}")
     return error
-
-
-def _pickled_replies(replies: Sequence[Any]) -> list[bytes]:
-    """Pickle replies; an object that is the reply for many ranks is pickled once."""
-    made = {id(reply): reply for reply in replies}
-    # In tuples, so that a reply is never taken for a RemoteError.
-    pickled = {key: pickle.dumps((reply,)) for key, reply in made.items()}
-    return [pickled[id(reply)] for reply in replies]
 
 
 # --- the other ranks --------------------------------------------------------------------------------

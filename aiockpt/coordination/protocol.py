@@ -13,7 +13,7 @@ same order on all ranks, so the operation of a rank's next call shows whether it
 | --- | --- |
 | the same operation | it takes part in the round |
 | one that rank 0 has failed without this rank | it is late, and gets that failure |
-| another one | a rank has skipped a call: both fail, with an error that names both |
+| another one | a rank has skipped a call: rank 0's fails, naming both, and the rank's waits for the next one |
 
 Each rank counts its calls. A message names the call by this number, so that what is sent again after a broken link is
 known again.
@@ -45,6 +45,8 @@ Kind = Literal["save", "load", "agree", "fallback"]
 _REMEMBERED = 64  # calls of a kind
 _KEPT_REPLIES = 4  # calls of a kind that have them
 _WHOLE_CALL = -1
+_HOLD_S = 5.0
+"""How long a rank that is ahead waits for rank 0, which has failed the call before."""
 
 
 @dataclass(slots=True, eq=False)
@@ -140,6 +142,7 @@ class _Lane:
     pending: dict[int, tuple[Ask | Left, float]] = field(default_factory=dict)  # what rank 0 has not come to, and since
     passed: int = 0  # the last call that was one of rank 0, and the number of that one
     passed_own: int = 0
+    held: dict[int, RemoteError] = field(default_factory=dict)  # asked ahead of rank 0 -> how the call there failed
 
 
 @dataclass(slots=True, eq=False)
@@ -156,6 +159,7 @@ class Rounds:
     """All rounds, as rank 0 sees them.
 
     Attributes:
+        open: the calls with a round for which rank 0 waits for others, or decides.
         outbox: replies to be sent, each with its rank; to one without a link they are lost.
     """
 
@@ -166,19 +170,14 @@ class Rounds:
         self._patience_s = patience_s  # for a rank whose link is broken
         self._calls: defaultdict[Kind, deque[RankCall]] = defaultdict(lambda: deque(maxlen=_REMEMBERED))
         self._numbers = itertools.count(1)
-        self._open: list[RankCall] = []
+        self.open: list[RankCall] = []
         self.outbox: list[tuple[int, Reply]] = []
-
-    @property
-    def are_open(self) -> bool:
-        """Whether rank 0 waits for others, or decides."""
-        return bool(self._open)
 
     def begin(self, call: RankCall, operation: str, now: float) -> None:
         """Come to the next round of a call."""
         self._count(call, operation)
         call.begun, call.arrivals, call.over = now, {}, asyncio.Event()
-        self._open.append(call)
+        self.open.append(call)
         for peer in self._peers:
             if call.failure is not None:
                 self._arrive(call, peer.rank, pickle.loads(call.failure))
@@ -188,7 +187,7 @@ class Rounds:
 
     def reply(self, call: RankCall, messages: Sequence[bytes]) -> None:
         """End a round with a message for each rank, from rank 1 on."""
-        self._open = [other for other in self._open if other is not call]
+        self.open = [other for other in self.open if other is not call]
         if call.failure is None:
             call.replied, call.replies = call.step, messages
             for rank, number in call.numbers.items():
@@ -196,7 +195,7 @@ class Rounds:
 
     def fail(self, call: RankCall, operation: str, failure: RemoteError, now: float) -> None:
         """End a call on all ranks, also on those that have not come to it yet."""
-        is_open, self._open = call in self._open, [other for other in self._open if other is not call]
+        is_open, self.open = call in self.open, [other for other in self.open if other is not call]
         if call.failure is not None:
             return
         self._count(call, operation)
@@ -219,6 +218,12 @@ class Rounds:
                 old.replies = ()
 
     # --- the other ranks -------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Refuse what ranks have asked ahead of rank 0."""
+        for peer in self._peers:
+            for number, failure in [item for lane in peer.lanes.values() for item in lane.held.items()]:
+                self.outbox.append((peer.rank, Reply(number, _WHOLE_CALL, pickle.dumps(failure))))
 
     def join(self, rank: int, name: str) -> None:
         """Take note of a rank's new link."""
@@ -243,7 +248,7 @@ class Rounds:
         elif (ask.step or ask.number <= lane.passed) if call is None else ask.step <= call.replied:
             text = f"the reply of rank 0 to {peer.name} was lost, as their connection broke during {ask.operation}"
             self._refuse(peer, ask, coordination_failure(rank, text))
-        elif call not in self._open or rank not in call.arrivals:
+        elif call not in self.open or rank not in call.arrivals:
             self._note(peer, ask, now)
 
     def leave(self, left: Left, now: float) -> None:
@@ -257,14 +262,15 @@ class Rounds:
 
     def tick(self, now: float, heard: Mapping[int, float]) -> None:
         """Find ranks that are late, and those that rank 0 has let wait; ``heard``: the last sign of linked ranks."""
-        for call in self._open:
+        for call in self.open:
             self._miss(call, now, heard)
-        name = _with_calls(self._own_name, [call.operation for call in self._open])
+        name = _with_calls(self._own_name, [call.operation for call in self.open])
         for peer in self._peers:
-            for message, since in [item for lane in peer.lanes.values() for item in lane.pending.values()]:
-                if isinstance(message, Ask) and now - since >= self._timeout_s:
-                    text = timeout_text(name, message.operation, self._timeout_s)
-                    self._end(peer, message, coordination_failure(0, text), now)
+            for lane in peer.lanes.values():
+                for message, since in list(lane.pending.values()):
+                    if isinstance(message, Ask) and now - since >= self._timeout_s:
+                        text = timeout_text(name, message.operation, self._timeout_s)
+                        self._end(peer, message, lane.held.get(message.number, coordination_failure(0, text)), now)
 
     # --- which call is meant ---------------------------------------------------------------------------
 
@@ -276,7 +282,7 @@ class Rounds:
     def _note(self, peer: _Peer, message: Ask | Left, now: float) -> None:
         peer.lanes[message.kind].pending[message.number] = message, now
         self._compare(peer, message.kind, now)
-        for call in self._open:
+        for call in self.open:
             if call.kind == message.kind:
                 self._look(peer, call)
 
@@ -291,18 +297,24 @@ class Rounds:
                 return self._compare(peer, kind, now)
             if isinstance(message, Left):  # rank 0 may come to this call
                 continue
-            waiting = (call for call in self._open if call in calls and peer.rank not in call.arrivals)
+            waiting = (call for call in self.open if call in calls and peer.rank not in call.arrivals)
             if (call := next(waiting, None)) is None:
                 return None
+            if number in lane.held:  # rank 0 has not come to it next
+                self._end(peer, message, lane.held[number], now)
+                continue
             text = f"rank 0 is at {call.operation} while rank {peer.rank} is at {message.operation}: {SAME_CALLS}"
-            self._end(peer, message, coordination_failure(peer.rank, text), now)
-            self._arrive(call, peer.rank, coordination_failure(peer.rank, text))
+            lane.held[number] = coordination_failure(peer.rank, text)
+            lane.pending[number] = message, now - self._timeout_s + min(_HOLD_S, self._timeout_s)
+            self._arrive(call, peer.rank, lane.held[number])
+            return None
         return None
 
     def _pass(self, peer: _Peer, lane: _Lane, message: Ask | Left, call: RankCall) -> None:
         """Note that a rank's call is this one of rank 0; those before it are over."""
         lane.passed, lane.passed_own = message.number, call.number
         call.numbers[peer.rank] = message.number
+        lane.held = {number: failure for number, failure in lane.held.items() if number > message.number}
         for old, _ in list(lane.pending.values()):
             if old.number < message.number and self._call_of(peer, old) is None:
                 del lane.pending[old.number]
@@ -335,6 +347,7 @@ class Rounds:
             self.fail(call, ask.operation, failure, now)
         else:
             self._refuse(peer, ask, failure)
+            peer.lanes[ask.kind].held.pop(ask.number, None)
             left = Left(peer.rank, ask.kind, ask.number, ask.operation, failure)
             peer.lanes[ask.kind].pending[ask.number] = left, now
 

@@ -131,6 +131,7 @@ class CheckpointerBase:
         """Import now what several ranks need: one that can't at its first call can't inform the others either."""
         with importing():
             import aiockpt.coordination.coordinator
+            import aiockpt.engine.transaction
             import aiockpt.reading.executor
             import aiockpt.saving.collective  # noqa: F401
         self._submitter, self._loader  # noqa: B018

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
+from aiockpt.core.dataclasses import dataclass, field
 from aiockpt.options import CommitOptions, LoadOptions, OpenOptions, Path, SaveOptions, StateOptions
 from aiockpt.snapshot.live import Stateful
 

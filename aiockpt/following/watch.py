@@ -7,13 +7,13 @@ import contextlib
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 import anyio
 import torch
 
 from aiockpt.checkpointer import AsyncCheckpointer
+from aiockpt.core.dataclasses import dataclass, field
 from aiockpt.core.futures import Call
 from aiockpt.core.parameters import arguments_of
 from aiockpt.core.threads import check_asyncio, in_thread

@@ -14,10 +14,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import ClassVar, Literal
 
+from aiockpt.core.dataclasses import dataclass, field
 from aiockpt.errors import CorruptCheckpointError, LoadError, printable_key
 from aiockpt.format.item.ziparchive import LEGACY_MAGIC, ZIP_MAGIC, FramingError, read_directory
 from aiockpt.format.names import COMMON_NAME, CONFIG_NAME, METADATA_NAME, SHARDING_KEY, SUFFIX
@@ -123,7 +123,7 @@ class DcpFiles(Recognised):
             raise CorruptCheckpointError(self.problem)
         own = {*self.documents}.union(*(named_by(name, document(name, files, fetch)) for name in self.documents))
         # What other programs store beside a `.metadata`, which does not name it.
-        if METADATA_NAME in own and "sharded_backend" in config_of(files, fetch):
+        if METADATA_NAME in own and type(config_of(files, fetch).get("sharded_backend")) is str:
             own |= {COMMON_NAME, CONFIG_NAME}
         is_there = METADATA_NAME in own and _LIGHTNING in files
         if is_there and isinstance(recognise_file(_LIGHTNING, files[_LIGHTNING], fetch), TorchFiles):

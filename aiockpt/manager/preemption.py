@@ -8,9 +8,9 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from aiockpt.core.dataclasses import dataclass
 from aiockpt.errors import CoordinationError
 from aiockpt.manager.scan import is_number
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from aiockpt.core.dataclasses import KW_ONLY, dataclass, field, fields, replace
 from aiockpt.core.parameters import outer_stacklevel
 from aiockpt.manager.policies import SavePolicy, as_policy
 from aiockpt.manager.scan import RUN_KEY
@@ -25,7 +26,7 @@ Verification = Literal["auto", "before", "while"]
 StepChoice = int | Literal["latest", "best"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Mirror:
     """The mirror of a run, to which its steps are copied behind, when they are written; see `SaveHandle.mirrored`.
 
@@ -205,7 +206,7 @@ class RestoreRequest:
         return {name: getattr(self, name) for name in names}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class SkippedStep:
     """A step that was passed over by a restore.
 
@@ -220,7 +221,7 @@ class SkippedStep:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Restored:
     """The step from which a run goes on.
 

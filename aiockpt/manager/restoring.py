@@ -7,10 +7,10 @@ import logging
 import re
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from aiockpt.core.dataclasses import dataclass, replace
 from aiockpt.core.importing import importing
 from aiockpt.core.parameters import outer_stacklevel
 from aiockpt.core.threads import DaemonThreads
@@ -96,9 +96,8 @@ class Restore:
         touched_by = last = ""
         for _ in range(_MOST_LISTS):
             listed = await run.led(f"the steps of {run.directory}", partial(run.call, self._listed))
-            with contextlib.ExitStack() as reading:
-                for copy in listed:  # an older one may be needed to undo the load of a newer one
-                    reading.enter_context(self.retention.reading(copy.info.step))
+            # An older one may be needed to undo the load of a newer one.
+            with self.retention.reading(*(copy.info.step for copy in listed)):
                 outcome = await self._try(listed, touched_by)
             if not isinstance(outcome, _Gone):
                 return outcome

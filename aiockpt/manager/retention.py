@@ -120,14 +120,14 @@ class Retention:
             self._pinned.discard(step)
 
     @contextlib.contextmanager
-    def reading(self, step: int) -> Iterator[None]:
+    def reading(self, *steps: int) -> Iterator[None]:
         with self._lock:
-            self._held[step] += 1
+            self._held.update(steps)
         try:
             yield
         finally:
             with self._lock:
-                self._held[step] -= 1
+                self._held.subtract(steps)
 
     @property
     def essential(self) -> set[int]:

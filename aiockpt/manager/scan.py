@@ -15,17 +15,18 @@ state           what is in the directory
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import functools
 import math
 import os
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from aiockpt.core.dataclasses import dataclass, field, replace
 from aiockpt.format.manifest.manifest import read_user_metadata
 from aiockpt.format.names import MANIFEST_NAME, METADATA_NAME
 from aiockpt.format.recognise import assess, depends_on_below, recognise
@@ -53,7 +54,7 @@ NO_STEP = -1
 """The number of what is looked at as steps are, and is none."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class StepInfo:
     """A step of a run, as its directory shows it.
 

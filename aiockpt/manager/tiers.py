@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from aiockpt.core.dataclasses import dataclass
 from aiockpt.manager.policies import KeepPolicy, SavePolicy, StepFacts, select, to_delete
 from aiockpt.manager.scan import StepScanner
 
@@ -163,7 +163,7 @@ def copies_in_order(
         for info in infos:
             copies.setdefault(info.step, []).append(StepCopy(info, is_mirror))
     for each in copies.values():
-        if len({copy.info.save_id for copy in each} - {""}) > 1:
+        if len(each) > 1 and len({copy.info.save_id for copy in each} - {""}) > 1:
             each.sort(key=lambda copy: -copy.info.time)  # stable
     whole = {step: next((c for c in each if c.info.state == "complete"), each[0]) for step, each in copies.items()}
     return [copy for info in order([whole[step].info for step in sorted(whole)]) for copy in copies[info.step]]

@@ -117,16 +117,9 @@ def lay_out_delta(
     first: int,
     kept: KeptLayout | None,
 ) -> DcpPlan:
-    """Return the plan of a delta save, from that of a full one.
+    """Return the plan of a delta save, from that of a full one, and from what an earlier save has ``kept``.
 
-    Args:
-        plan: of a full save.
-        snapshot: what is saved.
-        file_format: of the files.
-        adopted: the files of the base.
-        cold: the leaves that are written to files of their own, as they do not change.
-        first: the number of the first file that is written.
-        kept: what an earlier save has left.
+    ``cold`` leaves are written to files of their own, as they do not change; ``first`` is the number of the first file.
     """
     summary = plan.layout.summary
     if kept is not None and kept.layout.summary is summary and (kept.layout.adopted, kept.cold) == (adopted, cold):

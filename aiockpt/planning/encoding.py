@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+from aiockpt.core.dataclasses import dataclass, field
 from aiockpt.format.index import ItemRange
 
 if TYPE_CHECKING:
@@ -32,45 +32,36 @@ class ImageCoding:
     transforms: Sequence[Transform] = ()  # applied to each item, in order, after its compression
 
 
-class _Item(NamedTuple):
-    """An item of an image."""
-
-    leaf: int
-    offset: int
-    length: int
-
-
 def codings_of(
     plan: DcpPlan, compression: Sequence[Zstd | None] | None, transforms: Sequence[Transform]
 ) -> list[ImageCoding]:
     """Return the encoding of each image: each leaf's compression (None: none at all), then all ``transforms``."""
     names = plan.layout.structure.names
 
-    def coding(item: _Item) -> ItemCoding:
-        chosen = None if compression is None else compression[item.leaf]
-        return ItemCoding(names[item.leaf], item.offset, item.length, chosen)
+    def coding(leaf: int, offset: int, length: int) -> ItemCoding:
+        return ItemCoding(names[leaf], offset, length, None if compression is None else compression[leaf])
 
-    return [ImageCoding(list(map(coding, items)), transforms) for items in _items(plan)]
+    return [ImageCoding([coding(*item) for item in items], transforms) for items in _items(plan)]
 
 
 def item_ranges(plan: DcpPlan, encoded: Sequence[Sequence[EncodedItem]] | None) -> dict[int, ItemRange]:
     """Return where each leaf is stored. ``encoded`` are the items of each image as stored; None: as they are."""
     ranges: dict[int, ItemRange] = {}
     for number, (image, items) in enumerate(zip(plan.layout.images, _items(plan), strict=True)):
-        for at, item in enumerate(items):
+        for row, (leaf, offset, length) in enumerate(items):
             if encoded is None:
-                ranges[item.leaf] = ItemRange(image.name, item.offset, item.length)
+                ranges[leaf] = ItemRange(image.name, offset, length)
             else:
-                stored = encoded[number][at]
-                ranges[item.leaf] = ItemRange(image.name, stored.offset, stored.length, stored.transforms)
+                stored = encoded[number][row]
+                ranges[leaf] = ItemRange(image.name, stored.offset, stored.length, stored.transforms)
     return ranges
 
 
-def _items(plan: DcpPlan) -> list[list[_Item]]:
-    """Return the items of each image, by offset."""
-    found: list[list[_Item]] = [[] for _ in plan.layout.images]
+def _items(plan: DcpPlan) -> list[list[tuple[int, int, int]]]:
+    """Return the items of each image, by offset: the leaf, the offset, and the length."""
+    found: list[list[tuple[int, int, int]]] = [[] for _ in plan.layout.images]
     for (leaf, number), (_, place) in zip(plan.layout.objects.items(), plan.objects, strict=True):
-        found[number].append(_Item(leaf, place.offset, place.length))
+        found[number].append((leaf, place.offset, place.length))
     for items, image in zip(found, plan.layout.images, strict=True):
-        items += [_Item(slot.leaf, slot.offset, slot.framing.length) for slot in image.slots]
+        items += [(slot.leaf, slot.offset, slot.framing.length) for slot in image.slots]
     return found

@@ -10,13 +10,13 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import ChainMap, Counter, OrderedDict, UserDict, defaultdict
 from collections.abc import Container, Iterable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field
 from itertools import pairwise
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from aiockpt.core.dataclasses import dataclass, field
 from aiockpt.core.lazy import lazy_property
 from aiockpt.core.wording import a
 from aiockpt.format.item.arrays import ARRAY_RECORD, array_of

@@ -6,11 +6,11 @@ import heapq
 import struct
 from bisect import bisect_right
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from isal.isal_zlib import crc32, crc32_combine
 
+from aiockpt.core.dataclasses import dataclass, field
 from aiockpt.core.machine import BLOCK_BYTES
 
 if TYPE_CHECKING:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from isal.isal_zlib import crc32, crc32_combine
 
+from aiockpt.core.dataclasses import dataclass, field
 from aiockpt.core.machine import BLOCK_BYTES
 from aiockpt.core.strides import row_strides
 from aiockpt.planning.layout import ALIGNED_PAYLOAD_BYTES, FileImage, Slot

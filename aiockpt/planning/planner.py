@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from aiockpt.core.dataclasses import dataclass, field
 from aiockpt.core.lazy import lazy_property
 from aiockpt.core.machine import BLOCK_BYTES
 from aiockpt.format.item.arrays import ARRAY_TYPES, tensor_of
@@ -170,14 +170,6 @@ class ReusedPlan(NamedTuple):
     plan: SavePlan
 
 
-class _Kept(NamedTuple):
-    """A cached layout, with the global plan's token and the containers that it was made from."""
-
-    token: int
-    layout: Layout
-    containers: list[dict[str, JsonValue]]
-
-
 class Planner:
     """Plans one rank's files; caches the last layout of each format for saves of the same structure.
 
@@ -187,7 +179,8 @@ class Planner:
     def __init__(self, default: FileFormat, prefix: str | None = None) -> None:
         self._default = default
         self._prefix = prefix
-        self._kept: dict[str, _Kept] = {}
+        # For each format the last layout, with the global plan's token and the containers that it was made from.
+        self._kept: dict[str, tuple[int, Layout, list[dict[str, JsonValue]]]] = {}
 
     def invalidate(self) -> None:
         """Drop the cached layouts, because one turned out not to fit."""
@@ -207,12 +200,14 @@ class Planner:
 
         Compare every tensor if ``together``: a save of several ranks can't be planned again once staging finds another.
         """
-        kept = self._kept.get(file_format.name)
-        if kept is None or (together and kept.containers != snapshot.containers):
+        if file_format.name not in self._kept:
             return None
-        serves = can_reuse(kept.layout, snapshot, file_format, every=together)
-        plan = file_format.fill(kept.layout, snapshot) if serves else None
-        return None if plan is None else ReusedPlan(kept.token, plan)
+        token, layout, containers = self._kept[file_format.name]
+        if together and containers != snapshot.containers:
+            return None
+        serves = can_reuse(layout, snapshot, file_format, every=together)
+        plan = file_format.fill(layout, snapshot) if serves else None
+        return None if plan is None else ReusedPlan(token, plan)
 
     def lay_out(
         self,
@@ -226,7 +221,7 @@ class Planner:
         """Lay out the leaves that this rank writes (None: it is alone), by the global plan of a token."""
         written = None if leaves is None else RankLeaves(self._prefix or "", leaves, shared)
         plan = file_format.lay_out(summary, snapshot, written)
-        self._kept[file_format.name] = _Kept(token, plan.layout, snapshot.containers)
+        self._kept[file_format.name] = token, plan.layout, snapshot.containers
         return plan
 
 

@@ -6,8 +6,9 @@ import bisect
 import math
 import operator
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
+
+from aiockpt.core.dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)

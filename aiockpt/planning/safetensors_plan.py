@@ -6,13 +6,13 @@ import json
 import math
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 
+from aiockpt.core.dataclasses import dataclass
 from aiockpt.core.lazy import lazy_property
 from aiockpt.errors import SaveError
 from aiockpt.format.item.ziparchive import Framing

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import mmap
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from aiockpt.core.dataclasses import dataclass, replace
 from aiockpt.errors import AiockptError, SaveError
 from aiockpt.format.item.arrays import ARRAY_RECORD
 from aiockpt.format.item.item_framing import MAP_NORESERVE
@@ -29,9 +29,7 @@ if TYPE_CHECKING:
 class TorchPlan(SavePlan):
     """A layout of one file, together with its first bytes."""
 
-    @property
-    def is_single_file(self) -> bool:
-        return True
+    is_single_file = True
 
     def drafts(self, *, is_transformed: bool = False) -> Drafts:
         return Drafts({})

@@ -8,7 +8,6 @@ tensors of one form by one operator, each with a storage of its own, or copies t
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +16,7 @@ import torch
 from isal.isal_zlib import crc32
 from numpy.lib.stride_tricks import sliding_window_view
 
+from aiockpt.core.dataclasses import dataclass
 from aiockpt.core.extent import address_of, extent_of
 from aiockpt.core.gc_pause import gc_pause
 from aiockpt.core.machine import BLOCK_BYTES

@@ -139,14 +139,16 @@ class Gathering:
 
     async def meet_filled(self, *, has_objects: bool) -> None:
         """Report that this rank has filled its tensors, and whether it has live objects; see `meet`."""
-        await self._meet(has_objects, _any_hands_over)
+
+        async def any_has(ranks: Sequence[bool]) -> list[bool]:
+            return [any(ranks)] * len(ranks)
+
+        await self._meet(has_objects, any_has)
 
     async def _meet(
         self, mine: Any, decide: Callable[[Sequence[Any]], Awaitable[Sequence[Any]]], error: BaseException | None = None
     ) -> Any:
-        if (
-            isinstance(error, LoadError) and error._state
-        ):  # the other ranks get it without the state of this rank's tensors
+        if isinstance(error, LoadError) and error._state:  # the others get it without the state of this rank's tensors
             mine = copy.copy(error)
             mine._state = ""
         round_ = self._coordinator.round(self.call, self.what, mine, decide)
@@ -258,16 +260,10 @@ def _plan(offers: Mapping[int, _Offer]) -> dict[int, _Sharing]:
     together: defaultdict[int, list[int]] = defaultdict(list)
     for rank, offer in offers.items():
         together[offer.checkpoint].append(rank)
-    groups = [ranks[at : at + _MOST_RANKS] for ranks in together.values() for at in range(0, len(ranks), _MOST_RANKS)]
-    for group in groups:
+    for group in (ranks[n : n + _MOST_RANKS] for ranks in together.values() for n in range(0, len(ranks), _MOST_RANKS)):
         shares = plan_shares({rank: offers[rank].needs for rank in group})
         for rank in group:
             mine = shares_of(rank, shares)
             readers = {share.reader: offers[share.reader].endpoint for share in mine if share.reader != rank}
-            endpoints = {reader: endpoint for reader, endpoint in readers.items() if endpoint is not None}
-            found[rank] = _Sharing(mine, endpoints)
+            found[rank] = _Sharing(mine, {reader: where for reader, where in readers.items() if where is not None})
     return found
-
-
-async def _any_hands_over(ranks: Sequence[bool]) -> list[bool]:
-    return [any(ranks)] * len(ranks)

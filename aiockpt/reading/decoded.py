@@ -12,12 +12,12 @@ import math
 import mmap
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 from isal.isal_zlib import crc32
 
+from aiockpt.core.dataclasses import dataclass, field, replace
 from aiockpt.core.machine import BLOCK_BYTES
 from aiockpt.core.strides import row_strides
 from aiockpt.errors import AiockptError, CorruptCheckpointError, LoadError

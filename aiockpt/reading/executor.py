@@ -9,7 +9,6 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import anyio
@@ -17,6 +16,7 @@ import anyio.lowlevel
 import torch
 
 from aiockpt.core import pages
+from aiockpt.core.dataclasses import dataclass, field
 from aiockpt.core.machine import BLOCK_BYTES, cores
 from aiockpt.core.spans import span
 from aiockpt.core.threads import run_each

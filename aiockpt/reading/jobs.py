@@ -18,7 +18,6 @@ import ctypes
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +25,7 @@ import torch
 from isal.isal_zlib import crc32, crc32_combine
 
 from aiockpt.core import pages
+from aiockpt.core.dataclasses import dataclass
 from aiockpt.core.gc_pause import gc_pause
 from aiockpt.core.machine import BLOCK_BYTES
 from aiockpt.core.strides import is_dense, reach, row_strides

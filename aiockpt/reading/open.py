@@ -8,7 +8,6 @@ import posixpath
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -16,6 +15,7 @@ import anyio
 import torch
 from isal.isal_zlib import crc32
 
+from aiockpt.core.dataclasses import dataclass, field, replace
 from aiockpt.core.lazy import lazy_property
 from aiockpt.core.wording import some_of
 from aiockpt.errors import (

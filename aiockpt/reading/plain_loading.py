@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import chain
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
@@ -18,6 +17,7 @@ import torch
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_leaves
 
+from aiockpt.core.dataclasses import dataclass, field
 from aiockpt.core.extent import Range, extent_of, shared_among
 from aiockpt.planning.dtensor import is_distributed
 from aiockpt.planning.flatten import TENSOR_TYPES

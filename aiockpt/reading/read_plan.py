@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from aiockpt.core.dataclasses import dataclass, field
 from aiockpt.core.gc_pause import gc_pause
 from aiockpt.errors import LoadError
 from aiockpt.format.index import Entry, InlineEntry, ItemRange, ObjectEntry, StoredChunk, TensorEntry, TensorItem

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, Self, TypeVar
 
 import anyio
 import torch
 
+from aiockpt.core.dataclasses import dataclass, field, replace
 from aiockpt.core.parameters import parameters_of
 from aiockpt.core.threads import check_asyncio, has_loop
 from aiockpt.errors import AiockptError, LoadError

@@ -12,14 +12,14 @@ import mmap
 import queue
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import anyio
 import anyio.lowlevel
 from isal.isal_zlib import crc32
 
 from aiockpt.coordination.link import LinkBrokenError
+from aiockpt.core.dataclasses import dataclass
 from aiockpt.core.machine import BLOCK_BYTES
 from aiockpt.format.index import TensorEntry
 from aiockpt.format.manifest.columnar_index import IndexedEntries
@@ -109,8 +109,7 @@ def hash_of(index: Index) -> int:
 # --- moving bytes -------------------------------------------------------------------------------------------
 
 
-@dataclass(eq=False)
-class _Lent:
+class _Lent(NamedTuple):
     """Memory for a cell."""
 
     number: int
@@ -137,8 +136,7 @@ class _CellBuffers:
             self._free.put(lent.number)
 
 
-@dataclass(eq=False)
-class _ForDevices:
+class _ForDevices(NamedTuple):
     """A cell whose bytes are in memory, but not yet on the devices that need them."""
 
     held: Held
@@ -147,16 +145,11 @@ class _ForDevices:
 
 
 class CellReader(Protocol):
-    """Carries out the jobs of a load whose bytes have come."""
+    """Carries out the jobs of a load whose bytes have come; see `aiockpt.reading.executor`."""
 
-    def place(self, held: Held, jobs: Sequence[DeviceJob]) -> list[DeviceJob]:
-        """Run those for the CPU; return the others. Blocks."""
-
-    async def place_on_devices(self, held: Held, jobs: Sequence[DeviceJob]) -> None:
-        """Run those for devices."""
-
-    def finish(self, job: ReadJob) -> None:
-        """Count a job as done, and check the CRC if it is the last part. Blocks for a moment."""
+    def place(self, held: Held, jobs: Sequence[DeviceJob]) -> list[DeviceJob]: ...
+    async def place_on_devices(self, held: Held, jobs: Sequence[DeviceJob]) -> None: ...
+    def finish(self, job: ReadJob) -> None: ...
 
 
 @dataclass(eq=False)
@@ -197,8 +190,7 @@ class SharedReads:
                 mine.append(share)
             elif share.cells[0].phase == phase and share.reader in self.wires.inbound:
                 theirs[share.reader][share.number] = share
-        grouped = itertools.groupby(mine, lambda share: self._ordered(share) or share)
-        groups = [list(group) for _, group in grouped]
+        groups = [list(group) for _, group in itertools.groupby(mine, lambda share: self._ordered(share) or share)]
         pending, running = iter(groups), len(theirs) + min(self._most_read, len(groups))
         over = anyio.Event()
         if not running:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from aiockpt.core.dataclasses import dataclass, field, replace
 from aiockpt.core.gc_pause import gc_pause
 from aiockpt.core.wording import some_of
 from aiockpt.errors import LoadError, MissingKeysError, ShapeMismatchError, printable_key

@@ -116,14 +116,12 @@ class CollectiveSave(SaveStrategy):
             if reused is not None:
                 return PlanRequest(job.overwrite, name, reused.token, None, digests, *options), reused
             summary = await self._compute.run(summarize, job.snapshot, self._file_format)
-            inventory = await self._compute.run(self._inventory_of, summary)
+            names, framing = summary.structure.names, self._file_format.framing
+            arguments = summary, job.snapshot.containers, lambda leaf, spec: framing(names[leaf], spec)
+            inventory = await self._compute.run(inventory_of, *arguments)
         except Exception as exc:  # goes to all ranks, this one among them
             return exc, None
         return PlanRequest(job.overwrite, name, None, inventory, digests, *options), summary
-
-    def _inventory_of(self, summary: StateSummary) -> RankInventory:
-        names, framing = summary.structure.names, self._file_format.framing
-        return inventory_of(summary, self._job.snapshot.containers, lambda leaf, spec: framing(names[leaf], spec))
 
     async def _first_round(self, request: PlanRequest | BaseException) -> RankAssignment:
         lead, round_ = self._global, self._world.coordinator.round

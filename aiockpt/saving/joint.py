@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
 import anyio
 from isal.isal_zlib import crc32
 
+from aiockpt.core.dataclasses import dataclass, field
 from aiockpt.core.wording import some_of
 from aiockpt.errors import AiockptError, SaveError, printable
 from aiockpt.format.manifest.manifest import FileFacts, Manifest, decode_head, encode_manifest, facts_in, with_parts
@@ -109,16 +109,11 @@ class Joint:
 
     async def publish(self, compute: Workers) -> dict[str, int]:
         """Publish all parts; return the size of each file. On rank 0, once all parts are written."""
-        transaction, manifests, singles = self.transaction, dict[str, bytes](), dict[str, FileFacts]()
-        for name, job in self.parts.items():
-            manifest = self.places[name].manifest
-            if manifest is None:
-                raise SaveError(f"the manifest of {job.path} is gone")
-            manifests[name] = manifest
-        for name, job in self.files.items():
-            if job.single is None:
-                raise SaveError(f"{job.path} is gone")
-            singles[name] = job.single
+        transaction = self.transaction
+        manifests = {name: made for name in self.parts if (made := self.places[name].manifest) is not None}
+        singles = {name: job.single for name, job in self.files.items() if job.single is not None}
+        if lacking := self.jobs.keys() - manifests.keys() - singles.keys():
+            raise SaveError(f"the manifest of {self.jobs[min(lacking)].path} is gone")
         describe = partial(describe_joint, list(self.jobs), manifests, singles, self.added)
         known, _ = await compute.run(describe, {})
         others = await transaction.seal_folder(known.keys())
@@ -163,15 +158,8 @@ def describe_joint(
 ) -> tuple[dict[str, FileFacts], dict[str, bytes]]:
     """Return the facts of all files, and the documents, in the order in which they are to be written.
 
-    Args:
-        names: those of the parts.
-        manifests: of the parts that are directories.
-        singles: the facts of those that are one file.
-        added: the contents of other files.
-        others: the facts of files that are there already.
-
-    Raises:
-        SaveError: two of them have the same name.
+    ``manifests`` are of the parts that are directories, ``singles`` the facts of those that are one file, and
+    ``others`` of files that are there already. Raises SaveError if two of them have the same name.
     """
     groups = [dict(singles), {name: FileFacts(len(data), crc32(data)) for name, data in added.items()}, dict(others)]
     documents: dict[str, bytes] = {}

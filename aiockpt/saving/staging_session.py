@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import anyio
 import torch
 
+from aiockpt.core.dataclasses import dataclass
 from aiockpt.errors import AiockptError, StageError
 from aiockpt.staging.base import Fill, LayoutMismatchError, Pending, Stager
 

@@ -8,7 +8,6 @@ whether they changed before they were copied. Arrays have no such counter: sampl
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, field
 from enum import Enum
 from itertools import accumulate
 from operator import attrgetter
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from aiockpt.core.dataclasses import dataclass, field
 from aiockpt.core.extent import address_of, freed_message, is_freed, plain_memory
 from aiockpt.errors import AiockptError, LoadError, SaveError, StageError
 from aiockpt.format.checks import cover_of

@@ -6,13 +6,13 @@ import inspect
 from argparse import Namespace
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
 from aiockpt.coordination.ranks import Ranks, calling_ranks
+from aiockpt.core.dataclasses import dataclass, field, fields, is_dataclass
 from aiockpt.format.item.objects import TensorSeeker
 from aiockpt.planning.dtensor import is_distributed
 from aiockpt.planning.flatten import is_taken_apart

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from itertools import accumulate
 from random import Random
 from typing import TYPE_CHECKING, NamedTuple
@@ -17,6 +16,7 @@ import numpy as np
 import torch
 from numpy.lib.stride_tricks import sliding_window_view
 
+from aiockpt.core.dataclasses import dataclass
 from aiockpt.core.extent import freed_message, is_freed, plain_memory, reach_bytes, strided_parts
 from aiockpt.core.gc_pause import gc_pause
 from aiockpt.errors import SaveError, StageError

@@ -38,13 +38,14 @@ process, and for ranks that start others, a storage must be picklable.
 
 from __future__ import annotations
 
+import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
+from aiockpt.core.dataclasses import dataclass
 from aiockpt.core.wording import time_text
 from aiockpt.errors import AiockptError, CommitError, DeleteError, LoadError, SaveError, printable_key
 
@@ -77,7 +78,7 @@ def _nothing() -> None:
     """Free nothing: the caller keeps the bytes."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Traits:
     """Abilities of a storage. What it can't do is refused at the call.
 
@@ -444,7 +445,7 @@ class LookBudget:
         return self.left <= 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class LeaseFacts:
     """The owner of a run's directory, as others see it."""
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
-from dataclasses import dataclass, field
 from typing import Literal
 
+from aiockpt.core.dataclasses import dataclass, field
 from aiockpt.core.wording import plural
 from aiockpt.errors import CorruptCheckpointError, printable, printable_key
 from aiockpt.telemetry.card import size_text
@@ -37,7 +38,7 @@ Severity = Literal["error", "warning"]
 _SHOWN = 20
 
 
-@dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Problem:
     """A problem of a checkpoint.
 
@@ -80,7 +81,7 @@ class Problem:
         return f"{self.severity}: {self.kind}: {printable_key(self.file)}{at}{key}: {printable(self.message)}"
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class VerifyReport(Timed):
     """The result of `AsyncCheckpointer.verify`.
 

@@ -7,13 +7,13 @@ process, which completes the checkpoint without the state dict.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, TypeVar
 
 from isal.isal_zlib import crc32
 
 from aiockpt._version import __version__
+from aiockpt.core.dataclasses import dataclass, field, replace
 from aiockpt.errors import CommitError, printable_key
 from aiockpt.format.belonging import describes
 from aiockpt.format.layouts import DOCUMENT_BYTES

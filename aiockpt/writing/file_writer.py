@@ -11,12 +11,12 @@ import time
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain, islice
 from typing import TYPE_CHECKING
 
 import anyio
 
+from aiockpt.core.dataclasses import dataclass
 from aiockpt.core.spans import Span, span
 from aiockpt.core.threads import SHORT_BYTES, SHORT_ITEMS
 from aiockpt.errors import SaveError

@@ -156,6 +156,14 @@ KNOWN = {
     "memory is freed while another stream waits": _known(
         ["large", "larger"], [Action("hold"), Action("save"), Action("enqueued"), Action("free beside a fence", 0, 5)]
     ),
+    "steps follow a fence while copies are held": _known(
+        ["large", "larger"],
+        [Action("hold"), Action("save"), Action("fence all"), Action("add"), Action("add", 1), Action("let go")],
+    ),
+    "targets are used until they are filled": _known(
+        ["large", "larger"],
+        [Action("save"), Action("written"), Action("busy", 0, 9), Action("add"), Action("add", 1), Action("load into")],
+    ),
     "a loaded tensor is dropped while it is read": _known(
         ["large", "larger", "middle"],
         [Action("save"), Action("written"), *[Action("busy", 0, 3), Action("use")] * 4],
@@ -170,4 +178,4 @@ KNOWN = {
         ["large"], [Action("replay"), Action("save"), Action("fence"), Action("replay")]
     ),
 }
-"""Programs that have found something once."""
+"""Programs that have found something once, a defect of the engine or a mutant."""

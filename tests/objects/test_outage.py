@@ -19,8 +19,8 @@ from benchmarks.harness.object_server import ObjectServer, Rule
 from tests.objects.buckets import Bucket
 from tests.polling import until
 
-_LIMIT_S = 30.0  # of a wait that must end
-_CLOSING_S = 7.0  # of closing with a drain_timeout of 1 s, and 2 s more; the rest is for a busy machine
+_LIMIT_S = 120.0  # of a wait that must end, though the store answers nothing for longer
+_PUBLISHING_S = 10.0  # until the store answers a commit
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +124,7 @@ def test_nobody_waits_for_ever(
     if what == "cancel":
         assert outcome(save.cancel().result) is True
     if what == "close":
-        error = outcome(ckpt.close, _CLOSING_S)
+        error = outcome(ckpt.close)
         assert isinstance(error, aiockpt.SaveCancelledError) or (at == "begin" and how == signal.SIGKILL)
     expected: tuple[type[aiockpt.AiockptError], ...] = (aiockpt.SaveCancelledError,)
     if what == "timeout":
@@ -138,11 +138,11 @@ def test_nobody_waits_for_ever(
 @pytest.mark.parametrize("does", [True, False])
 def test_closing_while_a_save_is_published(does: bool, bucket: Bucket, server: ObjectServer) -> None:
     """Whether it appears can't be known then; whatever appears is whole, and no further request is sent."""
-    server.rules(Rule("PUT .*c/.metadata$", count=100, status=500, does=does, hang_s=10.0))
+    server.rules(Rule("PUT .*c/.metadata$", count=100, status=500, does=does, hang_s=_PUBLISHING_S))
     ckpt = Bucket(bucket.url, bucket.given | {"retry_config": {"max_retries": 0}}).checkpointer(**OPTIONS)
     save = ckpt.submit({"x": torch.arange(5)}, bucket / "c")
     until(lambda: any("c/.metadata" in line for line in server.log if line.startswith("PUT")))
-    error = outcome(ckpt.close, _CLOSING_S)
+    error = outcome(ckpt.close, _PUBLISHING_S - 1.0)
     assert isinstance(error, aiockpt.SaveCancelledError)
     assert "it is not known whether it was published" in str(error)
     assert isinstance(outcome(save.written.result), aiockpt.CommitUncertainError)
@@ -165,7 +165,7 @@ def test_closing_a_manager_whose_store_hangs(
     save = run.submit(1, large)
     until(lambda: any("partNumber=2" in line for line in server.log))
     process.send_signal(signal.SIGSTOP)
-    assert isinstance(outcome(run.close, _CLOSING_S + 2.0), aiockpt.SaveCancelledError)
+    assert isinstance(outcome(run.close), aiockpt.SaveCancelledError)
     assert isinstance(outcome(save.written.result), aiockpt.SaveCancelledError)
 
 
@@ -182,12 +182,12 @@ def test_discard_in_a_store_that_hangs_in(
     save = ckpt.submit(large, bucket / "c")
     until(lambda: any("partNumber=2" in line for line in server.log))
     server.rules(
-        Rule("partNumber|uploadId|DELETE .*uploadId", count=10**6, status=503), Rule(hanging, 1, 10**6, hang_s=60.0)
+        Rule("partNumber|uploadId|DELETE .*uploadId", count=10**6, status=503), Rule(hanging, 1, 10**6, hang_s=600.0)
     )
     if what == "cancel":
         assert outcome(save.cancel().result) is True
     if what == "close":
-        assert isinstance(outcome(ckpt.close, _CLOSING_S), aiockpt.SaveCancelledError)
+        assert isinstance(outcome(ckpt.close), aiockpt.SaveCancelledError)
     expected = aiockpt.SaveTimeoutError if what == "timeout" else aiockpt.SaveCancelledError
     assert isinstance(outcome(save.written.result), expected)
     outcome(ckpt.close)

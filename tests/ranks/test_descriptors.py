@@ -52,6 +52,10 @@ def first_call(rank: int, world_size: int, path: Path, what: str, poor: int, lef
             try:
                 if what == "save":
                     ckpt.save(state, path / "first")
+                elif what == "transaction":
+                    with ckpt.transaction(path / "first") as transaction:
+                        transaction.save(state, "part")
+                    transaction.written.result()
                 else:
                     ckpt.load(path / "first", state)
             except aiockpt.AiockptError as exc:
@@ -64,7 +68,7 @@ def first_call(rank: int, world_size: int, path: Path, what: str, poor: int, lef
 
 @pytest.mark.parametrize("is_warm", [False, True], ids=["cold", "warm"])
 @pytest.mark.parametrize("poor", [0, 1])
-@pytest.mark.parametrize(("what", "left"), [("save", 0), ("save", 6), ("load", 0)])
+@pytest.mark.parametrize(("what", "left"), [("save", 0), ("save", 6), ("load", 0), ("transaction", 0)])
 def test_a_rank_without_descriptors_fails_on_all(
     world3: World, tmp_path: Path, what: str, left: int, poor: int, is_warm: bool
 ) -> None:

@@ -79,7 +79,7 @@ def keeps_its_plan(rank: int, size: int, folder: Path) -> list[Any]:
         tokens = []
         for number in range(4):
             ckpt.save(state_of(rank, "small", *(["tiny"] if number == 2 else [])), folder / str(number))
-            tokens.append({name: kept.token for name, kept in ckpt._engine._world.planner._kept.items()})
+            tokens.append({name: token for name, (token, *_) in ckpt._engine._world.planner._kept.items()})
         return tokens
 
 

@@ -36,17 +36,7 @@ def html_page(
     values: Mapping[str, Any] | None = None,
     sizes: Mapping[str, int] | None = None,
 ) -> str:
-    """Return the page of a checkpoint.
-
-    Args:
-        path: the checkpoint.
-        kind: its format.
-        metadata: what was saved with it.
-        infos: its keys, in their order.
-        stats: of the values of some keys.
-        values: of some scalars and objects.
-        sizes: of the files, in bytes; without, a file ends with its last item.
-    """
+    """Return the page of a checkpoint. Without the ``sizes`` of files, in bytes, each ends with its last item."""
     stored = (part for info in infos for part in (info.chunks if isinstance(info, TensorInfo) else (info,)))
     columns = _Columns(sorted({part.file for part in stored if part.file}))
     for info in infos:

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import pathlib
 import reprlib
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from aiockpt.core.dataclasses import dataclass
 from aiockpt.core.gc_pause import gc_pause
 from aiockpt.errors import CorruptCheckpointError, UnsafeCheckpointError
 from aiockpt.format.checks import MAX_DIMS, check_paths

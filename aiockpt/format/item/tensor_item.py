@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from isal.isal_zlib import crc32
 
+from aiockpt.core.dataclasses import dataclass
 from aiockpt.core.strides import view_fits
 from aiockpt.format.checks import MAX_DIMS
 from aiockpt.format.dtypes import DTYPES, STORAGE_DTYPES

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import ItemsView, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from aiockpt.core.dataclasses import dataclass, replace
 from aiockpt.core.strides import reach
 from aiockpt.errors import CorruptCheckpointError
 from aiockpt.format.checks import misplaced

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+from aiockpt.core.dataclasses import dataclass, field
 
 if TYPE_CHECKING:
     from aiockpt.format.manifest.index_writer import IndexDraft

@@ -12,12 +12,12 @@ import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from isal.isal_zlib import crc32
 
+from aiockpt.core.dataclasses import dataclass, field
 from aiockpt.core.wording import a
 from aiockpt.format.names import METADATA_NAME
 

@@ -11,10 +11,10 @@ import _compat_pickle
 import importlib
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
 
+from aiockpt.core.dataclasses import dataclass, field
 from aiockpt.core.gc_pause import gc_pause
 from aiockpt.core.strides import view_fits
 from aiockpt.format.checks import MAX_DIMS

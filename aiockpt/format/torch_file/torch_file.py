@@ -17,13 +17,13 @@ import pickletools
 import re
 from collections import UserDict, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
 import torch
 from isal.isal_zlib import crc32
 
+from aiockpt.core.dataclasses import dataclass, field, replace
 from aiockpt.core.strides import view_fits
 from aiockpt.errors import CorruptCheckpointError, LoadError
 from aiockpt.format.index import InlineEntry, ItemRange, StoredChunk, TensorEntry, TensorItem

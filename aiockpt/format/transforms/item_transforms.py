@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from aiockpt.core.dataclasses import dataclass, field
 from aiockpt.format.manifest.index_writer import encode_column
 
 if TYPE_CHECKING:

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from aiockpt.core.dataclasses import replace
 from aiockpt.core.gc_pause import gc_pause
 from aiockpt.core.lazy import lazy_property
 from aiockpt.core.strides import row_strides
@@ -51,7 +51,10 @@ class GlobalPlanCache:
         self.ranks = list(ranks)
         self.plan = plan
         # Each stored tensor is counted once.
-        self.tensor_bytes = sum(map(_payload_bytes, ranks, plan.assignments))
+        self.tensor_bytes = 0
+        for inventory, assignment in zip(ranks, plan.assignments, strict=True):
+            sizes = [form.item.nbytes for form in inventory.forms] + [0]  # for objects, whose form is -1
+            self.tensor_bytes += sum(sizes[inventory.form_of[leaf]] for leaf in assignment)
         self._object_leaves = [
             {leaf for leaf in assignment if inventory.form_of[leaf] < 0}
             for inventory, assignment in zip(ranks, plan.assignments, strict=True)
@@ -226,12 +229,6 @@ def _payload_facts(inventory: RankInventory, leaf: int) -> tuple[int, tuple[int,
         return 0, None
     item = inventory.forms[number].item
     return item.payload_offset, None if item.stride == row_strides(item.shape) else item.stride
-
-
-def _payload_bytes(inventory: RankInventory, assignment: Sequence[int]) -> int:
-    """Return the bytes of the tensors assigned to a rank."""
-    sizes = [form.item.nbytes for form in inventory.forms] + [0]  # for objects, whose form is -1
-    return sum(sizes[inventory.form_of[leaf]] for leaf in assignment)
 
 
 def _check_rank(rank: int, assignment: Sequence[int], objects: set[int], written: Written) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import pickle
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from aiockpt.core.dataclasses import dataclass, field
 from aiockpt.format.manifest.columnar_index import ItemForm
 
 if TYPE_CHECKING:
@@ -58,11 +58,9 @@ class RankInventory:
     containers: list[dict[str, Any]] = field(default_factory=list)  # records of the containers that paths can't express
 
     def __reduce__(self) -> tuple[Any, ...]:
-        kinds: dict[tuple[int, tuple[int, ...]], int] = {}
-        kind_of = [kinds.setdefault(kind, len(kinds)) for kind in zip(self.form_of, self.offsets, strict=True)]
         # A pickle of their own: rank 0 unpickles the names of thousands of ranks once if they are the same bytes.
         named = pickle.dumps((self.names, self.paths), _PROTOCOL)
-        return _unpacked, (named, self.forms, list(kinds), kind_of, self.tied, self.containers)
+        return _unpacked, (named, self.forms, self.form_of, self.offsets, self.tied, self.containers)
 
 
 def inventory_of(
@@ -90,17 +88,8 @@ def inventory_of(
     )
 
 
-def _unpacked(
-    named: bytes,
-    forms: list[ShardForm],
-    kinds: list[tuple[int, tuple[int, ...]]],
-    kind_of: list[int],
-    tied: dict[int, int],
-    containers: list[dict[str, Any]],
-) -> RankInventory:
-    names, paths = _named(named)
-    form_of = [kinds[kind][0] for kind in kind_of]
-    return RankInventory(names, paths, forms, form_of, [kinds[kind][1] for kind in kind_of], tied, containers)
+def _unpacked(named: bytes, *rest: Any) -> RankInventory:
+    return RankInventory(*_named(named), *rest)
 
 
 @functools.lru_cache(maxsize=8)

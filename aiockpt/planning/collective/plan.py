@@ -10,11 +10,11 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from aiockpt.core.dataclasses import dataclass
 from aiockpt.core.gc_pause import gc_pause
 from aiockpt.errors import SaveError
 from aiockpt.format.checks import Box, cover_of
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 Cut = tuple["Box", ...]  # offsets and sizes of the parts of a tensor
 _Kind = tuple["ShardForm | None", tuple[int, ...]]
+_Parts = dict[tuple[int, ...], tuple["ShardForm", "list[RankLeaf]"]]  # of a tensor, by offset, and their holders
 
 
 class ShardingPattern(NamedTuple):
@@ -112,13 +113,6 @@ def _columns(group: Sequence[RankInventory], kinds: dict[_Kind, int]) -> list[by
     return [column.tobytes() for column in np.ascontiguousarray(rows.T)]
 
 
-class _Part(NamedTuple):
-    """A part of a tensor, and its holders so far."""
-
-    form: ShardForm
-    holders: list[RankLeaf]
-
-
 def _sharding_of(name: str, columns: Sequence[tuple[Sequence[int], bytes]], kinds: Sequence[_Kind]) -> ShardingPattern:
     """Return, after checking it, the pattern of a name from its column in each group of ranks that has it."""
     rows = sorted(
@@ -128,29 +122,27 @@ def _sharding_of(name: str, columns: Sequence[tuple[Sequence[int], bytes]], kind
     )
     first = rows[0][:2]
     form = kinds[rows[0][2]][0]
-    parts: dict[tuple[int, ...], _Part] = {}
+    parts: _Parts = {}
     for rank, which, kind in rows:
         own, offsets = kinds[kind]
         if own is not form:
             _check_alike(name, form, first[0], own, rank)
         if own is None:
             continue
-        part = parts.get(offsets)
-        if part is None:
-            part = parts[offsets] = _Part(own, [])
-        elif part.form.sizes != own.sizes:
+        part, holders = parts.setdefault(offsets, (own, []))
+        if part.sizes != own.sizes:
             raise SaveError(
-                f"{name} has at {offsets} a part of {part.form.sizes} on rank {part.holders[0][0]} and one of "
-                f"{own.sizes} on rank {rank}: they overlap"
+                f"{name} has at {offsets} a part of {part.sizes} on rank {holders[0][0]} and one of {own.sizes} on "
+                f"rank {rank}: they overlap"
             )
-        part.holders.append((rank, which))
+        holders.append((rank, which))
     if form is None:
         return ShardingPattern(None, (), (), (tuple(row[:2] for row in rows),), first, None)
     _check_whole(name, form.shape, parts)
-    holders = tuple(tuple(part.holders) for part in parts.values())
-    sole = tuple(each[0][0] for each in holders) if all(len(each) == 1 for each in holders) else None
-    cut = tuple((offsets, part.form.sizes) for offsets, part in parts.items())
-    return ShardingPattern(form, cut, tuple(part.form.item.item_bytes for part in parts.values()), holders, first, sole)
+    every = tuple(tuple(holders) for _, holders in parts.values())
+    sole = tuple(holders[0][0] for holders in every) if all(len(holders) == 1 for holders in every) else None
+    cut = tuple((offsets, part.sizes) for offsets, (part, _) in parts.items())
+    return ShardingPattern(form, cut, tuple(part.item.item_bytes for part, _ in parts.values()), every, first, sole)
 
 
 def _check_alike(name: str, form: ShardForm | None, first: int, other: ShardForm | None, rank: int) -> None:
@@ -166,10 +158,10 @@ def _describe(form: ShardForm | None) -> str:
     return "an object" if form is None else f"a {form.dtype} tensor of {form.shape}"
 
 
-def _check_whole(name: str, shape: tuple[int, ...], parts: Mapping[tuple[int, ...], _Part]) -> None:
+def _check_whole(name: str, shape: tuple[int, ...], parts: _Parts) -> None:
     """Check that the parts of a tensor make up all of it, each element once."""
-    boxes = [(offsets, part.form.sizes) for offsets, part in parts.items()]
-    cover, ranks = cover_of(shape, boxes), [part.holders[0][0] for part in parts.values()]
+    boxes = [(offsets, part.sizes) for offsets, (part, _) in parts.items()]
+    cover, ranks = cover_of(shape, boxes), [holders[0][0] for _, holders in parts.values()]
     if cover.lacking:
         volume = math.prod(shape)
         raise SaveError(
@@ -244,19 +236,14 @@ def plan_globally(ranks: Sequence[RankInventory], apart: Container[str] = ()) ->
         aliases = _aliases(ranks, patterns)
         writers = _choose_writers(len(ranks), patterns, aliases, apart)
         tensors: dict[str, GlobalTensor] = {}
-        objects: dict[str, RankLeaf] = {}
-        for name, (sharding, leaves) in patterns.items():
-            if sharding.form is None:
-                objects[name] = (sharding.first[0], leaves[sharding.first[1]])
-                continue
-            alias = aliases.get(name)
-            chosen = (
-                writers[name]
-                if alias is None
-                else _writers_of(sharding.cut, patterns[alias].sharding.cut, writers[alias])
-            )
-            tensors[name] = GlobalTensor(sharding.form.dtype, sharding.form.shape, sharding.cut, *chosen)
-        paths = {name: ranks[each.sharding.first[0]].paths[_first_leaf(each)] for name, each in patterns.items()}
+        for name, (sharding, _) in patterns.items():
+            if (form := sharding.form) is not None:
+                first = aliases.get(name, name)
+                chosen = _writers_of(sharding.cut, patterns[first].sharding.cut, writers[first])
+                tensors[name] = GlobalTensor(form.dtype, form.shape, sharding.cut, *chosen)
+        firsts = {name: (sharding.first[0], leaves[sharding.first[1]]) for name, (sharding, leaves) in patterns.items()}
+        paths = {name: ranks[rank].paths[leaf] for name, (rank, leaf) in firsts.items()}
+        objects = {name: leaf for name, leaf in firsts.items() if patterns[name].sharding.form is None}
         _check_paths(ranks, patterns, paths)
         assignments = _assignments(len(ranks), writers, objects)
         return GlobalPlan(tensors, objects, paths, _containers(ranks, patterns), assignments, aliases)
@@ -275,9 +262,9 @@ def _check_paths(
             containers[path[:depth]] = path
             if path[:depth] in leaves:
                 other = leaves[path[:depth]]
+                on = " and ".join(f"{one} is on rank {patterns[one].sharding.first[0]}" for one in (name, other))
                 raise SaveError(
-                    f"{name} is within {other}, which is a value of its own on another rank: "
-                    f"{_on(name, patterns)}, {_on(other, patterns)}; rename one"
+                    f"{name} is within {other}, which is a value of its own on another rank: {on}; rename one"
                 )
     seen: set[int] = set()
     for rank, inventory in enumerate(ranks):
@@ -287,15 +274,6 @@ def _check_paths(
         for name, path in zip(inventory.names, inventory.paths, strict=True):
             if path != paths[name]:
                 raise SaveError(f"{name} is at {path} of the state dict on rank {rank} but at {paths[name]} on another")
-
-
-def _on(name: str, patterns: Mapping[str, NamePattern]) -> str:
-    return f"{name} is on rank {patterns[name].sharding.first[0]}"
-
-
-def _first_leaf(pattern: NamePattern) -> int:
-    """Return the leaf on the first rank that has a name."""
-    return pattern.leaves[pattern.sharding.first[1]]
 
 
 def _assignments(count: int, writers: Mapping[str, _Writers], objects: Mapping[str, RankLeaf]) -> list[list[int]]:
@@ -315,11 +293,11 @@ def _aliases(ranks: Sequence[RankInventory], patterns: Mapping[str, NamePattern]
     aliases: dict[str, str] = {}
     for name in dict.fromkeys(inventory.names[leaf] for inventory in ranks for leaf in inventory.tied):
         sharding, leaves = patterns[name]
-        firsts = {
-            _first_of(ranks[rank], leaves[which], offsets)
-            for (offsets, _), holders in zip(sharding.cut, sharding.holders, strict=False)
-            for rank, which in holders
-        }
+        firsts: set[str | None] = set()
+        for (offsets, _), holders in zip(sharding.cut, sharding.holders, strict=False):
+            for inventory, leaf in ((ranks[rank], leaves[which]) for rank, which in holders):
+                one = inventory.tied.get(leaf)
+                firsts.add(None if one is None or inventory.offsets[one] != offsets else inventory.names[one])
         (first,) = firsts if len(firsts) == 1 else (None,)
         if first is not None and first != name and first not in aliases:
             theirs = dict(patterns[first].sharding.cut)
@@ -328,13 +306,10 @@ def _aliases(ranks: Sequence[RankInventory], patterns: Mapping[str, NamePattern]
     return {name: first for name, first in aliases.items() if first not in aliases}
 
 
-def _first_of(inventory: RankInventory, leaf: int, offsets: tuple[int, ...]) -> str | None:
-    first = inventory.tied.get(leaf)
-    return None if first is None or inventory.offsets[first] != offsets else inventory.names[first]
-
-
 def _writers_of(cut: Cut, known: Cut, writers: _Writers) -> _Writers:
-    """Return the writers of an alias's parts: those of the same parts of the tensor that it is tied to."""
+    """Return the writers of a tensor's parts: those of the same parts of the tensor that it is tied to."""
+    if cut is known:
+        return writers
     by_offsets = {part[0]: holder for part, *holder in zip(known, *writers, strict=True)}
     holders = [by_offsets[offsets] for offsets, _ in cut]
     return tuple(rank for rank, _ in holders), tuple(leaf for _, leaf in holders)

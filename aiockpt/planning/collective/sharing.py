@@ -157,10 +157,9 @@ def _parts(rank: int, needs: Sequence[Need]) -> dict[Cell, _RankPart]:
 
 def shares_of(rank: int, shares: Sequence[Share]) -> list[Share]:
     """Return the shares that a rank takes part in; of those that it does not read, with itself as the only taker."""
-    found: list[Share] = []
-    for share in shares:
-        if share.reader == rank:
-            found.append(share)
-            continue
-        found += [share._replace(takers=(taker,)) for taker in share.takers if taker[0] == rank]
-    return found
+    found = [share if share.reader == rank else _alone(rank, share) for share in shares]
+    return [share for share in found if share.reader == rank or share.takers]
+
+
+def _alone(rank: int, share: Share) -> Share:
+    return share._replace(takers=tuple(taker for taker in share.takers if taker[0] == rank))

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from isal.isal_zlib import crc32_combine
 
+from aiockpt.core.dataclasses import dataclass, field
 from aiockpt.format.checks import cover_of, is_outside
 from aiockpt.format.index import Entry, Index, InlineEntry, ItemRange, ObjectEntry, TensorEntry, TensorItem
 from aiockpt.format.names import HIDDEN, METADATA_NAME

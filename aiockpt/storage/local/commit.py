@@ -13,10 +13,10 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
+from aiockpt.core.dataclasses import dataclass, field
 from aiockpt.errors import AiockptError, CheckpointExistsError, CommitError
 from aiockpt.format.belonging import is_safetensors
 from aiockpt.storage.local.belonging import (

@@ -22,10 +22,10 @@ import stat
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Literal, TypeVar
 
+from aiockpt.core.dataclasses import dataclass
 from aiockpt.errors import printable_key
 from aiockpt.storage.local.belonging import OtherThingsError, look_into, remove, several
 from aiockpt.storage.local.commit import remove_own

@@ -26,16 +26,17 @@ then the next fsync succeeds. (After EINTR Python itself goes on.) Nor is close,
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import errno
 import logging
 import math
 import os
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from random import Random
 from typing import TypeVar
 
+from aiockpt.core.dataclasses import dataclass
 from aiockpt.errors import AiockptError
 from aiockpt.storage.base import room_coming
 
@@ -66,7 +67,7 @@ def sync_fd(fd: int) -> None:
         raise NotSyncedError(exc.errno, exc.strerror) from exc
 
 
-@dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Retries:
     """The number and the pauses of a storage's retries after transient errors.
 

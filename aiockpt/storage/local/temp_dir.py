@@ -27,10 +27,10 @@ import sys
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from typing import Literal, TypeVar
 
+from aiockpt.core.dataclasses import dataclass
 from aiockpt.errors import CommitError
 from aiockpt.format.names import HIDDEN
 from aiockpt.storage.local.belonging import remove

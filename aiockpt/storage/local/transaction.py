@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Collection, Container, Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn, ParamSpec, TypeVar
 
 from isal.isal_zlib import crc32
 
+from aiockpt.core.dataclasses import dataclass, field
 from aiockpt.core.threads import SHORT_BYTES, Workers, outlast, run_each
 from aiockpt.errors import CommitError, WriteError
 from aiockpt.format.manifest.manifest import FileFacts
