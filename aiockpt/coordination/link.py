@@ -48,7 +48,7 @@ def breaking() -> Iterator[None]:
 class Endpoint(NamedTuple):
     """The addresses at which rank 0 listens, and the secret that it takes to connect."""
 
-    addresses: Sequence[tuple[str, int]]  # hosts as numbers, and ports
+    addresses: Sequence[tuple[str, int]]  # hosts as numbers, and ports; see `listen` for those without a port
     secret: bytes
     namespace: str  # of the network that the process sees: within it, addresses of loopback are enough
     host: str
@@ -124,8 +124,13 @@ class Link:
         self._writer.transport.abort()
 
 
-async def listen(hosts: Sequence[str], secret: bytes, name: str, joined: Callable[[str, Link], None]) -> asyncio.Server:
-    """Listen on these hosts, at ports that the system chooses; call ``joined`` with what each other side says it is."""
+async def listen(
+    hosts: Sequence[str] | str, secret: bytes, name: str, joined: Callable[[str, Link], None]
+) -> asyncio.Server:
+    """Listen on these hosts, at ports that the system chooses; call ``joined`` with what each other side says it is.
+
+    A text is the name of a socket within this host; see unix(7).
+    """
 
     async def welcome(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -144,15 +149,31 @@ async def listen(hosts: Sequence[str], secret: bytes, name: str, joined: Callabl
     def protocol() -> asyncio.StreamReaderProtocol:
         return asyncio.StreamReaderProtocol(_LinkReader(_BUFFER_BYTES, loop), welcome, loop)
 
+    if isinstance(hosts, str):
+        return await loop.create_unix_server(protocol, hosts, backlog=1024)
     return await loop.create_server(protocol, list(hosts), 0, backlog=1024)  # all ranks come at once
 
 
 async def connect(host: str, port: int, secret: bytes, name: str) -> tuple[str, Link]:
-    """Connect, and return what the other side says it is; raise OSError, or LinkBrokenError if it proves nothing."""
+    """Connect, and return what the other side says it is; raise OSError, or LinkBrokenError if it proves nothing.
+
+    Without a port, the host is the name of a socket within this host.
+    """
     loop = asyncio.get_running_loop()
     reader = _LinkReader(_BUFFER_BYTES, loop)
     protocol = asyncio.StreamReaderProtocol(reader, loop=loop)
-    transport, _ = await loop.create_connection(lambda: protocol, host, port)
+    if port:
+        transport, _ = await loop.create_connection(lambda: protocol, host, port)
+    else:
+        own = socket.socket(socket.AF_UNIX)
+        try:
+            own.setblocking(False)  # it connects at once, or not at all
+            own.connect(host)
+            # Not by its name, which libuv would end at the first zero, if it is one without a file.
+            transport, _ = await loop.create_unix_connection(lambda: protocol, sock=own)
+        except BaseException:
+            own.close()
+            raise
     writer = asyncio.StreamWriter(transport, protocol, reader, loop)
     try:
         hello = await _prove(reader, writer, secret, name)
@@ -240,7 +261,7 @@ def _is_own(address: str) -> bool:
 
 def is_loopback(address: str) -> bool:
     """Return whether an address is reached from its own host alone."""
-    return address.startswith("127.") or address == "::1"
+    return address.startswith(("127.", "\0")) or address == "::1"
 
 
 def reachable(endpoint: Endpoint, namespace: str) -> list[tuple[str, int]]:

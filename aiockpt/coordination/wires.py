@@ -2,6 +2,8 @@
 
 For one load, each rank that reads for others listens, and they connect to it; both prove that they know a secret, as
 for a `aiockpt.coordination.link`. Then the socket carries messages one way: a head with the CRC-32, and the bytes.
+Within a host the bytes are not sent, but stand in memory that both ranks have, until the other side says that it no
+longer needs them.
 
 Nothing depends on a wire: a rank reads itself what it is not sent. So a side that is dead, silent or can't be reached
 is left out, and what has happened to it is for the rounds of all ranks to say.
@@ -12,6 +14,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import mmap
+import os
 import secrets
 import socket
 import struct
@@ -35,6 +39,8 @@ from aiockpt.core.wording import some_of
 logger = logging.getLogger("aiockpt")
 
 _HEAD = struct.Struct("!QQQ")
+_DONE = b"\1"
+_MOST_DONE = 64
 _MORE = getattr(socket, "MSG_MORE", 0)
 _TIME = struct.Struct("ll")  # timeval
 _JOIN_S = 5.0
@@ -48,7 +54,27 @@ class Head(NamedTuple):
 
     number: int
     nbytes: int
-    check: int  # the CRC-32
+    check: int  # the CRC-32, or where the bytes begin in the memory that both sides have
+
+
+class Arena:
+    """Memory for what is sent. If it ``is_shared``, other processes of this host may map it; it ends with the last."""
+
+    def __init__(self, nbytes: int, *, is_shared: bool) -> None:
+        self.fd = -1
+        if not is_shared:
+            self.view = memoryview(mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+            return
+        self.fd = os.memfd_create("aiockpt-wires", os.MFD_CLOEXEC)
+        os.ftruncate(self.fd, nbytes)
+        self.view = memoryview(mmap.mmap(self.fd, nbytes))
+
+    def close(self) -> None:
+        """Close the file; the memory is freed when nothing refers to it. Idempotent."""
+        self.view = memoryview(b"")
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
 
 
 class Wire:
@@ -61,7 +87,8 @@ class Wire:
     def __init__(self, own: socket.socket, stall_s: float) -> None:
         self.turn = threading.Lock()
         self._socket = own
-        own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if own.family != socket.AF_UNIX:
+            own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         # Limits of the kernel's: with one of Python's, each call would return after every packet.
         limit = _TIME.pack(int(stall_s), int(stall_s % 1 * 1e6))
         own.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
@@ -102,13 +129,73 @@ class Wire:
         self._socket.close()
 
 
+class MemoryWire(Wire):
+    """A connection within a host, whose messages stand in memory that both sides have."""
+
+    def __init__(self, own: socket.socket, stall_s: float) -> None:
+        super().__init__(own, stall_s)
+        self._arena: memoryview | None = None  # of the other side
+        self._announced = self._done = 0  # messages
+        self._receiving = threading.Lock()
+        self._is_broken = False
+
+    def announce(self, number: int, nbytes: int, arena: Arena, offset: int) -> int:
+        """Send a message that stands in an arena, always the same one; return its ticket."""
+        with breaking():
+            if not self._announced:
+                socket.send_fds(self._socket, [_DONE], [arena.fd])
+            self._socket.sendall(_HEAD.pack(number, nbytes, offset))
+        self._announced += 1
+        return self._announced
+
+    def wait(self, ticket: int) -> None:
+        """Wait until the other side no longer needs the message with this ticket. Any number of threads may wait."""
+        while self._done < ticket:
+            with self._receiving:  # what one thread receives counts for all
+                if self._done < ticket:
+                    if not self._is_broken:
+                        self._is_broken = True
+                        with contextlib.suppress(OSError):
+                            count = len(self._socket.recv(_MOST_DONE))
+                            self._done, self._is_broken = self._done + count, not count
+                    if self._done < ticket and self._is_broken:
+                        raise LinkBrokenError("the other side has left")
+
+    def head(self) -> Head:
+        if self._arena is None:
+            with breaking():
+                _, fds, _, _ = socket.recv_fds(self._socket, 1, 1)
+            if not fds:
+                raise LinkBrokenError("the other side has closed the connection")
+            try:
+                self._arena = memoryview(mmap.mmap(fds[0], 0))
+            finally:
+                os.close(fds[0])
+        return super().head()
+
+    def view(self, head: Head) -> memoryview:
+        """Return the bytes of a message, valid until it is `done`."""
+        if self._arena is None or head.check + head.nbytes > len(self._arena):
+            raise LinkBrokenError("the message is outside of the memory that both sides have")
+        return self._arena[head.check : head.check + head.nbytes]
+
+    def done(self) -> None:
+        """Allow the other side to use the memory of the message again. Does not block."""
+        with breaking():
+            self._socket.sendall(_DONE)
+
+    def close(self) -> None:
+        self._arena = None
+        super().close()
+
+
 class Wires:
     """A rank's wires of one load."""
 
     def __init__(self, rank: int, timeout_s: float) -> None:
         self._rank = rank
         self._stall_s = min(timeout_s, _MOST_STALL_S)
-        self._server: asyncio.Server | None = None
+        self._servers: list[asyncio.Server] = []
         self._joined: dict[int, asyncio.Future[Wire]] = {}
         self._joining: set[asyncio.Task[None]] = set()
         self._every: list[Wire] = []  # a descriptor is closed when no thread may use it any more
@@ -118,8 +205,10 @@ class Wires:
     async def listen(self, hosts: Sequence[str]) -> Endpoint:
         """Listen on these hosts; return what it takes to connect. Raises OSError."""
         secret = secrets.token_bytes(32)
-        self._server = await listen(hosts, secret, str(self._rank), self._join)
-        addresses = [listening.getsockname()[:2] for listening in self._server.sockets]
+        near = [(f"\0aiockpt-{secrets.token_hex(16)}", 0)] if hasattr(os, "memfd_create") else []
+        for where in (*(name for name, _ in near), hosts):
+            self._servers.append(await listen(where, secret, str(self._rank), self._join))
+        addresses = [*near, *(listening.getsockname()[:2] for listening in self._servers[-1].sockets)]
         return Endpoint(addresses, secret, network_namespace(), socket.gethostname(), 0)
 
     async def connect(self, readers: Mapping[int, Endpoint], takers: Collection[int]) -> None:
@@ -155,8 +244,8 @@ class Wires:
             wire.close()
 
     def _stop_listening(self) -> None:
-        if self._server is not None:
-            self._server.close()
+        for server in self._servers:
+            server.close()
         for task in self._joining:
             task.cancel()
 
@@ -177,7 +266,7 @@ class Wires:
     async def _made(self, link: Link, *, connected: bool) -> Wire:
         try:
             own = await link.detach(connected=connected)
-            wire = Wire(own, self._stall_s)
+            wire = (MemoryWire if own.family == socket.AF_UNIX else Wire)(own, self._stall_s)
         finally:
             link.close()
         self._every.append(wire)

@@ -6,9 +6,9 @@ itself. Each rank checks the CRCs of the items that it gets whole, wherever the 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
-import mmap
 import queue
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -19,6 +19,7 @@ import anyio.lowlevel
 from isal.isal_zlib import crc32
 
 from aiockpt.coordination.link import LinkBrokenError
+from aiockpt.coordination.wires import Arena, MemoryWire
 from aiockpt.core.dataclasses import dataclass
 from aiockpt.core.machine import BLOCK_BYTES
 from aiockpt.format.index import TensorEntry
@@ -49,6 +50,8 @@ SharedJobs = dict[Cell, list[DeviceJob]]
 _BUFFER_BYTES = CELL_BYTES + 2 * BLOCK_BYTES  # to begin anywhere in a page, with something behind it
 _MOST_READ = 16
 """Cells that are read or sent at once; each may have a buffer."""
+_MOST_READ_NEAR = 8
+"""The same, if other ranks of this host copy from the buffers: to fault them in takes as long as to copy them often."""
 _MOST_RECEIVED = 4
 
 logger = logging.getLogger("aiockpt")
@@ -109,18 +112,21 @@ def hash_of(index: Index) -> int:
 # --- moving bytes -------------------------------------------------------------------------------------------
 
 
-class _Lent(NamedTuple):
+@dataclass(eq=False)
+class _Lent:
     """Memory for a cell."""
 
     number: int
+    offset: int  # where it begins in the arena
     view: memoryview
+    is_lost: bool = False  # another process may still read it
 
 
 class _CellBuffers:
     """Buffers for cells. From any thread."""
 
-    def __init__(self, count: int) -> None:
-        self.memory = memoryview(mmap.mmap(-1, count * _BUFFER_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+    def __init__(self, count: int, *, is_shared: bool = False) -> None:
+        self.arena = Arena(count * _BUFFER_BYTES, is_shared=is_shared)
         self._free: queue.LifoQueue[int] = queue.LifoQueue()  # the last one is in the processor's cache
         for number in reversed(range(count)):
             self._free.put(number)
@@ -129,10 +135,10 @@ class _CellBuffers:
         """Return memory for these bytes of a file, at the same offset in its page, as O_DIRECT requires. Blocks."""
         number = self._free.get()
         offset = number * _BUFFER_BYTES + begin % BLOCK_BYTES
-        return _Lent(number, self.memory[offset : offset + end - begin])
+        return _Lent(number, offset, self.arena.view[offset : offset + end - begin])
 
     def give_back(self, lent: _Lent | None) -> None:
-        if lent is not None:
+        if lent is not None and not lent.is_lost:
             self._free.put(lent.number)
 
 
@@ -163,9 +169,12 @@ class SharedReads:
     workers: Workers
 
     def __post_init__(self) -> None:
-        self._most_read = min(self.source.most_reads or self.workers.count, _MOST_READ)
-        # Apart: if sending could wait for what is received, two ranks could wait for each other.
-        self._to_read = _CellBuffers(self._most_read)
+        near = sum(isinstance(wire, MemoryWire) for wire in self.wires.outbound.values())
+        self._is_shared = near > 0  # with processes of this host
+        self._most_read = min(self.source.most_reads or self.workers.count, _MOST_READ_NEAR if near else _MOST_READ)
+        # Apart: if sending could wait for what is received, two ranks could wait for each other. A process that hangs
+        # takes all those with it that it may still read; what is not used has no memory.
+        self._to_read = _CellBuffers(self._most_read * (1 + near), is_shared=self._is_shared)
         self._to_receive = _CellBuffers(_MOST_RECEIVED)
 
     def has(self, cell: Cell) -> bool:
@@ -176,7 +185,8 @@ class SharedReads:
     def close(self) -> None:
         """Release what it has. Idempotent."""
         self.wires.close()
-        self._to_read.memory = self._to_receive.memory = memoryview(b"")
+        self._to_read.arena.close()
+        self._to_receive.arena.close()
 
     async def run(self, phase: int, jobs: SharedJobs, executor: CellReader) -> None:
         """Get all cells of a phase, and carry out their jobs.
@@ -242,6 +252,7 @@ class SharedReads:
                 await executor.place_on_devices(left.held, left.jobs)
             finally:
                 self._to_receive.give_back(left.lent)
+            self._release(reader)
 
     # --- in threads -----------------------------------------------------------------------------------------
 
@@ -255,7 +266,7 @@ class SharedReads:
     ) -> _ForDevices:
         """Read what is shared, send it, and put it into place."""
         file, begin, end = share.cells[0].file, share.begin, share.end
-        whole = _whole(share, jobs, begin, end)
+        whole = None if self._is_shared else _whole(share, jobs, begin, end)
         lent = None if whole else self._to_read.take(begin, end)
         try:
             view = whole.memory() if whole else lent.view if lent else memoryview(b"")
@@ -265,23 +276,38 @@ class SharedReads:
                 stream.fill(begin, view)
                 if is_last:
                     stream.finish()
+            tickets: list[tuple[int, MemoryWire, int]] = []
             for taker, low, high in share.takers:
-                if (wire := self.wires.outbound.get(taker)) is not None:  # else it reads this itself
-                    self._send(taker, wire, share.number, view[low - begin : high - begin])
+                wire, part = self.wires.outbound.get(taker), view[low - begin : high - begin]
+                with self._leaving_out(taker), contextlib.nullcontext() if wire is None else wire.turn:
+                    if isinstance(wire, MemoryWire) and lent is not None:
+                        place = lent.offset + low - begin
+                        ticket = wire.announce(share.number, len(part), self._to_read.arena, place)
+                        tickets.append((taker, wire, ticket))
+                    elif wire is not None:  # else it reads this itself
+                        wire.send(share.number, crc32(part), part)
             held = Held(file, begin, view)
             if whole:
                 self._finish(whole, crc32(view), share, jobs, executor)
                 return _ForDevices(held, [], None)
-            return _ForDevices(held, executor.place(held, _jobs_of(share, jobs)), lent)
+            left = executor.place(held, _jobs_of(share, jobs))
+            for taker, memory, ticket in tickets:
+                with self._leaving_out(taker, lent):
+                    memory.wait(ticket)
+            return _ForDevices(held, left, lent)
         except BaseException:
-            self._to_read.give_back(lent)
+            if not self._is_shared:  # else another process may be copying from it
+                self._to_read.give_back(lent)
             raise
 
-    def _send(self, taker: int, wire: Wire, number: int, view: memoryview) -> None:
+    @contextlib.contextmanager
+    def _leaving_out(self, taker: int, lent: _Lent | None = None) -> Iterator[None]:
+        """Send no more to a rank whose wire breaks; if it may still read memory, that is lost."""
         try:
-            with wire.turn:
-                wire.send(number, crc32(view), view)
+            yield
         except LinkBrokenError as exc:
+            if lent is not None:
+                lent.is_lost = True  # a process that hangs may read it when it goes on
             if self.wires.outbound.pop(taker, None) is not None:
                 logger.warning("rank %d sends nothing more to rank %d: %s", self.rank, taker, exc)
 
@@ -308,6 +334,7 @@ class SharedReads:
                 left = self._take(wire, head, share, jobs, executor)
                 if left is not None:
                     return left
+                self._release(reader)
         except LinkBrokenError as exc:
             logger.warning("rank %d reads itself what rank %d does not send any more: %s", self.rank, reader, exc)
             wire.end()
@@ -315,20 +342,32 @@ class SharedReads:
         return None
 
     def _take(self, wire: Wire, head: Head, share: Share, jobs: SharedJobs, executor: CellReader) -> _ForDevices | None:
-        file, (_, begin, end) = share.cells[0].file, share.takers[0]
-        if (whole := _whole(share, jobs, begin, end)) is not None:
+        file, (_, begin, end), lent = share.cells[0].file, share.takers[0], None
+        whole = None if isinstance(wire, MemoryWire) else _whole(share, jobs, begin, end)
+        if whole is not None:
             _fill(wire, head, whole.memory())
             self._finish(whole, head.check, share, jobs, executor)
             return None
-        lent, on_devices = self._to_receive.take(begin, end), list[DeviceJob]()
+        on_devices = []
         try:
-            _fill(wire, head, lent.view)
-            held = Held(file, begin, lent.view)
+            if isinstance(wire, MemoryWire):
+                view = wire.view(head)
+            else:
+                lent = self._to_receive.take(begin, end)
+                _fill(wire, head, view := lent.view)
+            held = Held(file, begin, view)
             on_devices = executor.place(held, _jobs_of(share, jobs))
             return _ForDevices(held, on_devices, lent) if on_devices else None
         finally:
             if not on_devices:
                 self._to_receive.give_back(lent)
+
+    def _release(self, reader: int) -> None:
+        """Allow a rank of this host to use the memory again."""
+        wire = self.wires.inbound.get(reader)
+        if isinstance(wire, MemoryWire):
+            with contextlib.suppress(LinkBrokenError):  # it has left: no further message comes
+                wire.done()
 
 
 def _jobs_of(share: Share, jobs: SharedJobs) -> list[DeviceJob]:

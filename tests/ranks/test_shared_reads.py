@@ -8,8 +8,9 @@ import io
 import logging
 import os
 import signal
+import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,14 @@ import torch
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import aiockpt
-from aiockpt.coordination.wires import Wire
+from aiockpt.coordination.wires import Arena, MemoryWire, Wire, Wires
+from aiockpt.core.threads import Workers
 from aiockpt.engine.facade import EngineAccess
 from aiockpt.errors import LoadError
-from aiockpt.planning.collective.sharing import CELL_BYTES
+from aiockpt.planning.collective.sharing import CELL_BYTES, Cell, Share
 from aiockpt.reading import sharing
+from aiockpt.reading.decoded import DecodedSource, Held
+from aiockpt.reading.sharing import DeviceJob, SharedReads
 from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.storage.wrapper import WrapperStorage
 from tests.ranks.world import RankFailure, World, mesh_of
@@ -115,20 +119,23 @@ def test_replicated_state_is_read_once(kind: str, saved: Path, world4: World) ->
 
 
 @pytest.mark.main
-def test_compressed_items_are_read_and_decoded_by_one_rank(tmp_path: Path, world3: World) -> None:
+@pytest.mark.parametrize("near", [True, False])
+def test_compressed_items_are_read_and_decoded_by_one_rank(near: bool, tmp_path: Path, world3: World) -> None:
     path = tmp_path / "c"
     with aiockpt.SyncCheckpointer(process_group=None) as ckpt:
         ckpt.save({"large": state_of(3.0)["large"]}, path, compress="zstd")
     stored = sum(file.stat().st_size for file in path.glob("*.distcp"))
-    read = world3.results(load_compressed, path)
+    read = world3.results(load_compressed, path, near)
     assert 0.99 * stored <= sum(read) <= 1.1 * stored
     assert max(read) < 0.5 * stored
 
 
-def load_compressed(rank: int, world_size: int, path: Path) -> int:
+def load_compressed(rank: int, world_size: int, path: Path, near: bool) -> int:
     storage, expected = Counting(), state_of(3.0)["large"]
     state = {"large": {key: torch.zeros_like(value) for key, value in expected.items()}}
-    with aiockpt.SyncCheckpointer(storage=storage) as ckpt:
+    with aiockpt.SyncCheckpointer(storage=storage) as ckpt, pytest.MonkeyPatch.context() as patch:
+        if not near:
+            patch.delattr(os, "memfd_create")
         ckpt.load(path, state, share=True)
     assert equal(state["large"], expected)
     return storage.nbytes
@@ -139,9 +146,22 @@ def test_local_file_system_is_not_shared_unless_asked(saved: Path, world2: World
     assert all(read >= nbytes for read in world2.results(load_replicated, saved, "filled", {}))
 
 
+def load_over_tcp(rank: int, world_size: int, path: Path, kind: str) -> int:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(os, "memfd_create", raising=False)
+        return load_replicated(rank, world_size, path, kind, {"share": True})
+
+
+@pytest.mark.parametrize("kind", ["filled", "converted"])
+def test_ranks_of_different_hosts_share(kind: str, saved: Path, world4: World) -> None:
+    nbytes = 3 * WIDTH * WIDTH * 4 if kind == "converted" else nbytes_of(state_of(3.0))
+    assert sum(world4.results(load_over_tcp, saved, kind)) <= 1.1 * nbytes
+
+
 def load_with_wrong_crcs(rank: int, world_size: int, path: Path) -> tuple[int, str]:
     """Load where rank 1 sends CRCs that its bytes do not have."""
     with pytest.MonkeyPatch.context() as patch, logged() as text:
+        patch.delattr(os, "memfd_create", raising=False)
         if rank == 1:
             send = Wire.send
             patch.setattr(Wire, "send", lambda wire, number, crc, view: send(wire, number, crc ^ 1, view))
@@ -321,7 +341,7 @@ async def load_cancelled(rank: int, world_size: int, path: Path) -> tuple[str, i
     async with aiockpt.AsyncCheckpointer(storage=storage, coordination_timeout=30) as ckpt:
         state = state_of(0.0)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sharing, "_MOST_READ", 1)
+            patch.setattr(sharing, "_MOST_READ_NEAR", 1)
             loading = asyncio.ensure_future(ckpt.load(path, state, share=True))
             if rank == 1:
                 await asyncio.to_thread(reached.wait, 30)
@@ -344,3 +364,48 @@ def test_cancelled_rank_fails_all(saved: Path, world3: World) -> None:
     assert texts[1].startswith("CancelledError")
     assert all("LoadError rank 1: the load of" in text and "was cancelled" in text for text in (texts[0], texts[2]))
     assert nbytes[1] <= CELL_BYTES  # it ends with what was being read
+
+
+class OnDevice:
+    """A placer for a device, which is done when the rank that has sent the bytes has left."""
+
+    def __init__(self, leave: Callable[[], None]) -> None:
+        self._leave = leave
+        self.placed: list[bytes] = []
+
+    def place(self, held: Held, jobs: Sequence[DeviceJob]) -> list[DeviceJob]:
+        return list(jobs)
+
+    async def place_on_devices(self, held: Held, jobs: Sequence[DeviceJob]) -> None:
+        self.placed.append(bytes(held.view))
+        self._leave()
+
+    def finish(self, job: Any) -> None:
+        raise AssertionError("no job is for host memory")
+
+
+@pytest.mark.asyncio
+async def test_rank_that_leaves_while_a_device_copies_fails_nothing(saved: Path) -> None:
+    """Its messages are there; it need not be told that they are no longer used."""
+    ours, theirs = socket.socketpair()
+    wire, sender = MemoryWire(ours, 5.0), MemoryWire(theirs, 5.0)
+    wires, arena = Wires(1, 5.0), Arena(4096, is_shared=True)
+    workers = Workers(2, "aiockpt-test")
+    wires.inbound[0] = wire
+    arena.view[:5] = b"bytes"
+    cell = Cell(0, "__0_0.distcp", 0, 0)
+    share = Share(7, (cell,), 0, 5, 0, ((1, 0, 5),))
+    source = DecodedSource(await LocalStorage().open(str(saved), workers=workers), str(saved))
+    reads = SharedReads(1, {cell: share}, wires, source, workers)
+    placer = OnDevice(sender.close)
+    try:
+        sender.announce(7, 5, arena, 0)
+        jobs: Any = {cell: [(torch.device("meta"), None)]}
+        await reads.run(0, jobs, placer)
+        assert (placer.placed, jobs) == ([b"bytes"], {})
+    finally:
+        reads.close()
+        wire.close()
+        arena.close()
+        source.close()
+        workers.close()

@@ -11,9 +11,19 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from aiockpt.coordination.link import Endpoint, LinkBrokenError
-from aiockpt.coordination.wires import Head, Wires
+from aiockpt.coordination.wires import Arena, Head, MemoryWire, Wire, Wires
 
 PAYLOAD = memoryview(os.urandom(9_000_001))
+AT = 4096
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    """Return memory with the payload."""
+    made = Arena(AT + len(PAYLOAD), is_shared=True)
+    made.view[AT:] = PAYLOAD
+    yield made
+    made.close()
 
 
 @pytest.fixture
@@ -23,10 +33,12 @@ def threads() -> Iterator[ThreadPoolExecutor]:
         yield pool
 
 
-async def mesh(count: int, timeout_s: float = 30.0) -> list[Wires]:
-    """Return the wires of ranks that are all connected to each other."""
+async def mesh(count: int, timeout_s: float = 30.0, *, near: bool = False) -> list[Wires]:
+    """Return the wires of ranks that are all connected to each other, within a host or by TCP."""
     every = [Wires(rank, timeout_s) for rank in range(count)]
     endpoints = {rank: await each.listen(["127.0.0.1"]) for rank, each in enumerate(every)}
+    if not near:
+        endpoints = {rank: each._replace(addresses=each.addresses[1:]) for rank, each in endpoints.items()}
 
     def others(rank: int) -> Mapping[int, Endpoint]:
         return {other: endpoint for other, endpoint in endpoints.items() if other != rank}
@@ -35,18 +47,35 @@ async def mesh(count: int, timeout_s: float = 30.0) -> list[Wires]:
     return every
 
 
+def send_over(wire: Wire, number: int, crc: int, arena: Arena, at: int) -> None:
+    """Send all of an arena from a position on."""
+    if isinstance(wire, MemoryWire):
+        wire.wait(wire.announce(number, len(arena.view) - at, arena, at))
+    else:
+        wire.send(number, crc, arena.view[at:])
+
+
 @pytest.mark.both_loops
+@pytest.mark.parametrize("near", [False, True])
 @pytest.mark.asyncio
-async def test_every_rank_sends_to_every_other_at_once(threads: ThreadPoolExecutor) -> None:
-    every, run = await mesh(3), asyncio.get_running_loop().run_in_executor
+async def test_every_rank_sends_to_every_other_at_once(near: bool, threads: ThreadPoolExecutor, arena: Arena) -> None:
+    every, run = await mesh(3, near=near), asyncio.get_running_loop().run_in_executor
 
     def send(rank: int, to: int) -> None:
-        every[rank].outbound[to].send(rank, 7, PAYLOAD)
-        every[rank].outbound[to].send(100 + rank, 8, PAYLOAD[:0])
+        send_over(every[rank].outbound[to], rank, 7, arena, AT)
+        send_over(every[rank].outbound[to], 100 + rank, 8, arena, AT + len(PAYLOAD))
 
     def receive(rank: int, reader: int) -> list[Head]:
         wire, data = every[rank].inbound[reader], bytearray(len(PAYLOAD))
         first = wire.head()
+        if isinstance(wire, MemoryWire):
+            assert wire.view(first) == PAYLOAD
+            with pytest.raises(LinkBrokenError):
+                wire.view(first._replace(check=AT + 1))
+            wire.done()
+            heads = [first, wire.head()]
+            wire.done()
+            return heads
         wire.fill(memoryview(data)[: first.nbytes])
         assert data == PAYLOAD
         return [first, wire.head()]
@@ -54,19 +83,22 @@ async def test_every_rank_sends_to_every_other_at_once(threads: ThreadPoolExecut
     pairs = [(rank, other) for rank in range(3) for other in range(3) if rank != other]
     sent = [run(threads, send, *pair) for pair in pairs]
     heads = await asyncio.gather(*(run(threads, receive, *pair) for pair in pairs), *sent)
-    assert heads[:6] == [[Head(other, len(PAYLOAD), 7), Head(100 + other, 0, 8)] for _, other in pairs]
+    checks = (AT, AT + len(PAYLOAD)) if near else (7, 8)
+    assert heads[:6] == [[Head(other, len(PAYLOAD), checks[0]), Head(100 + other, 0, checks[1])] for _, other in pairs]
+    assert {type(wire) for each in every for wire in each.inbound.values()} == {MemoryWire if near else Wire}
     for each in every:
         each.close()
         each.close()
 
 
+@pytest.mark.parametrize("near", [False, True])
 @pytest.mark.asyncio
-async def test_side_that_ends_or_is_silent_breaks_the_wire() -> None:
-    one, other = await mesh(2, timeout_s=0.2)
+async def test_side_that_ends_or_is_silent_breaks_the_wire(near: bool, arena: Arena) -> None:
+    one, other = await mesh(2, timeout_s=0.2, near=near)
     with pytest.raises(LinkBrokenError):  # silent
         await asyncio.to_thread(one.inbound[1].head)
     with pytest.raises(LinkBrokenError):  # not received
-        await asyncio.to_thread(lambda: [one.outbound[1].send(0, 0, PAYLOAD) for _ in range(5)])
+        await asyncio.to_thread(lambda: [send_over(one.outbound[1], 0, 0, arena, AT) for _ in range(5)])
     waiting = asyncio.ensure_future(asyncio.to_thread(other.inbound[0].fill, memoryview(bytearray(10 * len(PAYLOAD)))))
     one.end()
     with pytest.raises(LinkBrokenError):
