@@ -196,7 +196,6 @@ def run_demo(config: Config, directory: Path | None) -> Code:
     """Run the demo, in a temporary directory if none is given, and return its exit code. Blocks."""
     if config.device == "cuda" and not torch.cuda.is_available():
         raise typer.BadParameter("there is no CUDA device here: use cpu")
-    _prepare()
     if directory is None:
         with tempfile.TemporaryDirectory(prefix="aiockpt-demo-", ignore_cleanup_errors=True) as temporary:
             return _run(config, Path(temporary), "removed at the end")
@@ -207,6 +206,7 @@ def run_demo(config: Config, directory: Path | None) -> Code:
 
 
 def _run(config: Config, root: Path, fate: str) -> Code:
+    _prepare()
     uninterrupted, interrupted = root / "uninterrupted", root / "interrupted"
     plan = f"{config.steps} steps, a checkpoint every {config.every}"
     _say(f"A small GPT learns from the sources of aiockpt, on {config.device}: {plan}.")

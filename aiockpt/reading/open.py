@@ -47,6 +47,7 @@ from aiockpt.format.keys import check_patterns, hint, matching
 from aiockpt.format.layouts import (
     DOCUMENT_BYTES,
     HOLE,
+    SHARD_ALONE,
     DcpFiles,
     LooseFiles,
     RankFiles,
@@ -197,9 +198,18 @@ class IndexReader:
 
     def _check_complete(self, found: Recognised) -> None:
         if found.problem and not (found.ranks or found.index):  # reading these tells more
-            raise CorruptCheckpointError(
-                f"{self.path}: {found.problem}. Use an older checkpoint, or restore what it lacks"
+            is_shard = self._is_alone and found.problem == SHARD_ALONE
+            advice = (
+                f", {posixpath.dirname(self.path)}"
+                if is_shard
+                else ". Use an older checkpoint, or restore what it lacks"
             )
+            raise CorruptCheckpointError(f"{self.path}: {found.problem}{advice}")
+
+    @property
+    def _is_alone(self) -> bool:
+        """Whether the path names the file, not its directory."""
+        return [*self.source.files] == [posixpath.basename(self.path)]
 
     def attempt(self, name: str, call: Callable[[], T], kind: ProblemKind = "metadata") -> T | None:
         """Return what a call returns; with findings, None if it raises a problem of a file, which is added."""
@@ -252,8 +262,7 @@ class IndexReader:
             else:
                 headers[name] = _read_safetensors(source, name)
         index = join_files(headers) if shards is None else merge_shards(found.index, shards, headers)
-        is_alone = list(source.files) == [posixpath.basename(self.path)]
-        if is_alone and (warning := check_alone(found.files[0], index, posixpath.dirname(self.path))):
+        if self._is_alone and (warning := check_alone(found.files[0], index, posixpath.dirname(self.path))):
             logger.warning("%s: %s", self.path, warning)
         return with_shared_names(index)
 

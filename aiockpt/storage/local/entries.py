@@ -137,8 +137,13 @@ class LocalListing(Listing):
 
     def fetch(self, name: str, offset: int, length: int) -> bytes:
         """Return bytes of a file; raise OSError if it is no regular file, or is outside."""
-        fd = self._open_inside(name)
+        fd = open_regular(name, self._fd)
         try:
+            path = os.path.join(self.path, name)
+            if not self.is_file and not is_inside(path_of_fd(fd, path), homes_of(self._fd, self.path)):
+                if self._is_moved():  # as by a deletion, between the two looks
+                    raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+                raise OSError(errno.EXDEV, "it is a link that leads out of the checkpoint", path)
             parts = []
             while length > 0 and (part := os.pread(fd, min(length, 1 << 30), offset)):
                 parts.append(part)
@@ -146,22 +151,6 @@ class LocalListing(Listing):
             return b"".join(parts)
         finally:
             os.close(fd)
-
-    def _open_inside(self, name: str) -> int:
-        if "/" not in name and not self.is_file:
-            try:
-                return open_regular(name, self._fd, flags=os.O_NOFOLLOW)
-            except OSError as exc:
-                if exc.errno != errno.ELOOP:
-                    raise
-        fd = open_regular(name, self._fd)
-        path = os.path.join(self.path, name)
-        if self.is_file or is_inside(path_of_fd(fd, path), homes_of(self._fd, self.path)):
-            return fd
-        os.close(fd)
-        if self._is_moved():  # as by a deletion, between the two looks
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
-        raise OSError(errno.EXDEV, "it is a link that leads out of the checkpoint", path)
 
     def _is_moved(self) -> bool:
         try:
