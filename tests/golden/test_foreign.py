@@ -139,7 +139,8 @@ def test_one_file_of_the_shards_of_ranks_is_refused() -> None:
     with pytest.raises(aiockpt.LoadError, match=rf"{file.name}.* shards of one rank .*{file.parent}$"):
         load(file)
     (problem,) = verify(file).problems
-    assert problem.severity == "error" and "the shards of one rank" in problem.message
+    assert problem.severity == "error"
+    assert "the shards of one rank" in problem.message
 
 
 def test_one_file_of_a_set_loads_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
