@@ -256,19 +256,20 @@ def prove(own: socket.socket, secret: bytes) -> None:
 def impostor(secret: bytes, behave: Callable[[PeerWire], object]) -> Iterator[tuple[str, int]]:
     """Serve one connection of a server that knows the secret, and does something else than it should."""
     listening = socket.create_server(("127.0.0.1", 0))
+    address = listening.getsockname()
 
     def serve() -> None:
         own, _ = listening.accept()
+        listening.close()
         with contextlib.closing(own), contextlib.suppress(LinkBrokenError, OSError):
             prove(own, secret)
             behave(PeerWire(own, _LIMIT_S))
 
     thread = threading.Thread(target=serve)
     thread.start()
-    yield listening.getsockname()
+    yield address
     thread.join(_LIMIT_S)
     assert not thread.is_alive()
-    listening.close()
 
 
 def answers(kind: int, data: bytes) -> Callable[[PeerWire], None]:
