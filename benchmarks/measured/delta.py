@@ -112,8 +112,10 @@ def follow(nbytes: int, rounds: int) -> list[Runs]:
             run.save(step, state, hashes=True)
             version = next(versions)
             sample = _timed(lambda version=version: version.load(target))
-            if step:  # the first has nothing to compare with
-                (part if step % 2 else whole).samples.append(sample)
+            if step % 2:
+                part.samples.append(sample)
+            elif step:  # the first has nothing to compare with
+                whole.samples.append(sample)
                 plain.samples.append(_timed(lambda version=version: ckpt.load(version.path, other)))
         versions.close()
         if not same_bits(target, state):

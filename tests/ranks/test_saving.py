@@ -263,8 +263,8 @@ def test_a_plan_is_reused_until_something_changes(world4: World, tmp_path: Path)
         sizes, tokens = zip(*rounds, strict=True)
         assert tokens == (1, 1, 1, 2, 2, 2)
         assert sizes[0] > 1000
-        assert max(sizes[1], sizes[2]) < 200  # only the token of the plan
-        assert max(sizes[4], sizes[5]) < 200 + 4 * 32 * (rank == 1)  # and digests, where there is a plain tensor
+        assert max(sizes[1], sizes[2]) < 300  # only the token of the plan
+        assert max(sizes[4], sizes[5]) < 300 + 4 * 32 * (rank == 1)  # and digests, where there is a plain tensor
         assert (sizes[3] > 1000) == (rank == 1)  # a rank without changes sends only the token
     generator = torch.Generator().manual_seed(5)
     whole = {f"w{number}": torch.randn(40 + number, 9, generator=generator) for number in range(30)}
