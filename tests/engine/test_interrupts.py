@@ -14,7 +14,7 @@ import pytest
     [
         pytest.param("raises", "thread", 100, id="an interrupt"),
         pytest.param("raises", "process", 100, id="an interrupt, with a writer process", marks=pytest.mark.slow),
-        pytest.param("saves", "thread", 30, id="a handler that saves"),
+        pytest.param("saves", "thread", 30, id="a handler that saves", marks=pytest.mark.slow),
         pytest.param("saves", "process", 30, id="a handler that saves, with a writer process", marks=pytest.mark.slow),
         pytest.param("within", "thread", 50, id="a handler that saves within a save", marks=pytest.mark.slow),
     ],

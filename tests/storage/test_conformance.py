@@ -28,6 +28,7 @@ class TestBufferedLocalStorage(StorageConformance):
         return LocalStorage(direct_io=False, fsync=False)
 
 
+@pytest.mark.slow
 class TestMemoryStorage(StorageConformance):
     revokes = shares = looks = sets_aside = leases = False
 
