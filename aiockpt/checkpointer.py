@@ -111,7 +111,7 @@ class AsyncCheckpointer(CheckpointerBase):
         with importing():
             from aiockpt.engine.transaction import AsyncTransaction
 
-        return AsyncTransaction(self, request)
+        return AsyncTransaction(self, self._submitter, request)
 
     @parameters_of(LoadRequest)
     def load(self, request: LoadRequest) -> Coroutine[Any, Any, Any]:

@@ -90,7 +90,7 @@ class SyncCheckpointer(CheckpointerBase):
         with importing():
             from aiockpt.engine.transaction import SyncTransaction
 
-        return SyncTransaction(self, request)
+        return SyncTransaction(self, self._submitter, request)
 
     @parameters_of(LoadRequest)
     def load(self, request: LoadRequest) -> Any:

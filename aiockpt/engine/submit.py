@@ -66,9 +66,9 @@ class Submitter:
     """Turns the calls of a checkpointer into queued saves."""
 
     def __init__(self, engine: Engine, storages: Storages, transforms: Sequence[Transform]) -> None:
-        self._engine = engine
+        self.engine = engine
         self._options = engine.options
-        self._storages = storages
+        self.storages = storages
         self._transforms = transforms
         self._names = NameMemo()
         self._warned: set[frozenset[str]] = set()
@@ -87,17 +87,17 @@ class Submitter:
 
     def _submit(self, request: SaveRequest, kind: type[SaveSpec], *, is_alone: bool = False) -> SaveJob:
         started = time.perf_counter()
-        coordinator = None if is_alone else self._engine.coordinator()
+        coordinator = None if is_alone else self.engine.coordinator()
         call = None if coordinator is None else coordinator.call("save")
-        path = self._storages.printable(request.path, request.storage)
-        self._engine.origin.check(f"a save to {path}")
+        path = self.storages.printable(request.path, request.storage)
+        self.engine.origin.check(f"a save to {path}")
         try:
             ranks = None if coordinator is None else coordinator.world_size
-            job = SaveJob(self._spec(request, kind, started, call, ranks), self._engine)
+            job = SaveJob(self._spec(request, kind, started, call, ranks), self.engine)
             captured = time.perf_counter()
             job.captured_s = captured - started
             job.spans.append(Span("capture", threading.current_thread().name, started, captured))
-            self._engine.submit(job)
+            self.engine.submit(job)
         except BaseException as exc:
             if not is_alone:
                 self.refuse(path, exc, call)
@@ -118,7 +118,7 @@ class Submitter:
                 self._names,
                 ranks=1,
                 sampled=self._options.validate == "hash",
-                arenas=self._engine.arenas,
+                arenas=self.engine.arenas,
             ).release()
 
     def refuse(self, path: str, error: BaseException, call: RankCall | None = None) -> None:
@@ -126,13 +126,13 @@ class Submitter:
 
         ``call`` is None if this rank has not counted it.
         """
-        if (coordinator := self._engine.coordinator()) is not None:
+        if (coordinator := self.engine.coordinator()) is not None:
             job = self._refusal(path, error, time.perf_counter(), call or coordinator.call("save"))
-            self._engine.refuse(job, error)
+            self.engine.refuse(job, error)
 
     def _refusal(self, path: str, error: BaseException, started: float, call: RankCall | None) -> SaveJob:
         """Return the job that only says why this process does not save."""
-        storage, options = self._storages.default, self._options
+        storage, options = self.storages.default, self._options
         fallback = None if options.fallback_path is None else (storage, "")  # the others ask whether to go there
         spec = RefusedSpec(
             path=path,
@@ -143,7 +143,7 @@ class Submitter:
             call=call,
             error=error,
         )
-        return SaveJob(spec, self._engine)
+        return SaveJob(spec, self.engine)
 
     def submit_items(
         self,
@@ -156,10 +156,10 @@ class Submitter:
     ) -> SaveJob:
         """Queue a save that adds files to a directory; see `CheckpointerBase.submit_items`."""
         started = time.perf_counter()
-        self._engine.origin.check(f"a save to {self._storages.printable(directory)}")
+        self.engine.origin.check(f"a save to {self.storages.printable(directory)}")
         if self._transforms:
             raise SaveError("items can't be added to another's checkpoint by a checkpointer that has transforms")
-        storage, where = self._storages.of(directory, storage)
+        storage, where = self.storages.of(directory, storage)
         snapshot = capture_items(items, sampled=self._options.validate == "hash")
         self._warn_of_dequantized(snapshot)
         spec = AppendSpec(
@@ -171,8 +171,8 @@ class Submitter:
             ticket=ticket,
             transforms=transforms,
         )
-        job = SaveJob(spec, self._engine)
-        self._engine.submit(job)
+        job = SaveJob(spec, self.engine)
+        self.engine.submit(job)
         job.captured_s = time.perf_counter() - started
         return job
 
@@ -185,7 +185,7 @@ class Submitter:
         if scheme_of(path) == scheme_of(where):
             place, path = storage, storage.resolve(path)
         else:
-            place, path = self._storages.of(path)
+            place, path = self.storages.of(path)
         return place, path if callable(fallback) else place.below(path, storage.split(where)[1])
 
     def _check_place(
@@ -206,7 +206,7 @@ class Submitter:
                 f"{where}: {type(storage).__name__} can't let several ranks write one file, as format='safetensors' "
                 "does: save with format='dcp', or with process_group=None on one rank"
             )
-        if self._engine.queue.is_path_busy(where, overwrite=request.overwrite):
+        if self.engine.queue.is_path_busy(where, overwrite=request.overwrite):
             raise CheckpointExistsError(f"a save to {where} is in flight; wait for it, or save under another name")
         try:
             check = storage.check_repository if format == "safetensors" else storage.check
@@ -221,16 +221,16 @@ class Submitter:
         """Check everything that can be checked at the call, and capture the state."""
         together, takes_turn = ranks is not None, kind.has_outcome  # else its transaction has passed this
         if takes_turn:
-            self._engine.queue.raise_unreported()
-        storage, where = self._storages.of(request.path, request.storage, request.storage_options)
+            self.engine.queue.raise_unreported()
+        storage, where = self.storages.of(request.path, request.storage, request.storage_options)
         format = format_for(request.format, where)
         if format == "torch" and together:
             raise SaveError(
                 f"{where}: a torch.save file is written by one process. Save with format='dcp', and convert it with "
                 "`aiockpt convert`, or save with process_group=None on one rank"
             )
-        if self._engine.leads and takes_turn:  # one rank decides for all: the others may be behind or ahead of it
-            self._engine.queue.admit(where)
+        if self.engine.leads and takes_turn:  # one rank decides for all: the others may be behind or ahead of it
+            self.engine.queue.admit(where)
         fallback = self._fallback_for(where, storage) if takes_turn else None
         self._check_place(request, format, storage, where, fallback, together=together)
         self._check_transforms(request, format)
@@ -274,7 +274,7 @@ class Submitter:
                 sampled=request.validate == "hash",
                 include=request.include,
                 exclude=request.exclude,
-                arenas=self._engine.arenas,
+                arenas=self.engine.arenas,
                 group=self._options.process_group,
                 together=isinstance(file_format, TorchFormat),
             )
@@ -287,7 +287,7 @@ class Submitter:
 
     def submit_joint(self, joint: Joint, request: TransactionRequest) -> SaveHandle:
         """Queue the last step of a transaction: it publishes what its parts have written, or removes it."""
-        started, coordinator = time.perf_counter(), self._engine.coordinator()
+        started, coordinator = time.perf_counter(), self.engine.coordinator()
         with importing():
             from aiockpt.saving.joint import JointSpec
         spec = JointSpec(
@@ -299,9 +299,9 @@ class Submitter:
             call=None if coordinator is None else coordinator.call("save"),
             joint=joint,
         )
-        job = SaveJob(spec, self._engine)
-        self._engine.submit(job)
-        self._engine.joints.discard(joint)
+        job = SaveJob(spec, self.engine)
+        self.engine.submit(job)
+        self.engine.joints.discard(joint)
         return job.handle
 
     def _warn_of_permissions(self, snapshot: Snapshot) -> None:
@@ -392,12 +392,12 @@ class Submitter:
         new_hash = require_hash()
         with importing():
             import aiockpt.saving.delta  # noqa: F401 - as above
-        memory = self._engine.base_memory
+        memory = self.engine.base_memory
         if base is None:
             return DeltaSpec(new_hash, memory)
         if base.path == "auto":
             return DeltaSpec(new_hash, memory, is_auto=True, full_every=base.full_every)
-        its_storage, path = self._storages.of(base.path, request.storage, request.storage_options)
+        its_storage, path = self.storages.of(base.path, request.storage, request.storage_options)
         if its_storage is not storage:
             raise SaveError(
                 f"base={path!r} is in another storage than the checkpoint: save beside it, or with base=None"

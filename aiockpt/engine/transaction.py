@@ -20,7 +20,7 @@ from aiockpt.storage.base import SharedStorage
 
 if TYPE_CHECKING:
     from aiockpt.core.futures import Call, Completion
-    from aiockpt.engine.facade import CheckpointerBase
+    from aiockpt.engine.submit import Submitter
     from aiockpt.reading.executor import LoadTools
     from aiockpt.saving.handle import SaveHandle
     from aiockpt.telemetry.saves import SaveResult
@@ -44,10 +44,11 @@ class CheckpointTransaction:
         path: where it will be.
     """
 
-    def __init__(self, checkpointer: CheckpointerBase, request: TransactionRequest) -> None:
-        self._checkpointer = checkpointer
+    def __init__(self, owner: object, submitter: Submitter, request: TransactionRequest) -> None:
+        self._owner = owner  # a checkpointer that is garbage ends its engine
+        self._submitter = submitter
         self._request = request
-        self._storage, self.path = checkpointer._storages.of(request.path, request.storage, request.storage_options)
+        self._storage, self.path = submitter.storages.of(request.path, request.storage, request.storage_options)
         self._joint: Joint | None = None
         self._handle: SaveHandle | None = None
 
@@ -66,7 +67,7 @@ class CheckpointTransaction:
             SaveError: something can't be saved; nothing of the transaction will be published.
         """
         joint, name = self._open(), request.name
-        submitter, options = self._checkpointer._submitter, {}
+        submitter, options = self._submitter, {}
         path = self._storage.below(self.path, str(name)) if name else self.path
         try:
             self._check_name(name)
@@ -75,7 +76,7 @@ class CheckpointTransaction:
             submitter.refuse(path, exc)
             joint.refused = exc
             raise
-        if is_file and not self._checkpointer._engine.leads:
+        if is_file and not self._submitter.engine.leads:
             return
         try:
             options = {each.name: getattr(request, each.name) for each in fields(StateOptions)}
@@ -147,7 +148,7 @@ class CheckpointTransaction:
     # --- entering and leaving ---------------------------------------------------------------------------
 
     def _begin(self) -> Call[Joint]:
-        engine, storage = self._checkpointer._engine, self._storage
+        engine, storage = self._submitter.engine, self._storage
         if self._joint is not None or self._handle is not None:
             raise SaveError(f"the transaction of {self.path} can be entered once only")
         engine.origin.check(f"a transaction of {self.path}")
@@ -173,11 +174,11 @@ class CheckpointTransaction:
         return engine.call(begin, f"the transaction of {self.path}", call)
 
     def _check(self) -> None:
-        queue, overwrite = self._checkpointer._engine.queue, self._request.overwrite
+        queue, overwrite = self._submitter.engine.queue, self._request.overwrite
         queue.raise_unreported()
         if self.path.endswith(SUFFIX):
             raise SaveError(f"{self.path} names one file; a transaction makes a directory")
-        if self._checkpointer._engine.leads:
+        if self._submitter.engine.leads:
             queue.admit(self.path)
         if queue.is_path_busy(self.path, overwrite=overwrite):
             raise CheckpointExistsError(f"a save to {self.path} is in flight; wait for it, or save under another name")
@@ -191,7 +192,7 @@ class CheckpointTransaction:
             )
             for job in joint.jobs.values():
                 job.cancel()
-        self._handle = self._checkpointer._submitter.submit_joint(joint, self._request)
+        self._handle = self._submitter.submit_joint(joint, self._request)
         return self._handle
 
 
