@@ -14,6 +14,7 @@ import re
 import shlex
 import signal
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +152,8 @@ class _Scheduling:
 
 
 LOOPS = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
+PLACES = ("local", "server")
+"""Of the fixture ``anywhere``: the second one of a test is ``slow``."""
 BOTH = {"cancellation", "core", "engine", "environments"}
 """Folders of tests about waiting, cancelling and closing, where the loop matters: the second one is ``slow``."""
 
@@ -185,7 +188,7 @@ def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item):
     """Run an async test on both loops if the caller's loop may matter, else on one."""
     if config.getoption("full") or item.path.parent.name in BOTH or item.get_closest_marker("both_loops"):
         return LOOPS
-    name = _loop_of(item.name)
+    name = _half_of(item.name, [*LOOPS])
     return {name: LOOPS[name]}
 
 
@@ -204,7 +207,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         mark = _mark_of(item.path)
         if mark in NEEDS or (mark and not item.get_closest_marker("main")):
             item.add_marker(mark)
-        if _is_of_other_loop(item):
+        if _is_other_half(item):
             item.add_marker("slow")
     items.sort(key=lambda item: (_rank_of(item.path), _mark_of(item.path) is None))
     named = _named(config)
@@ -213,17 +216,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = kept
 
 
-def _is_of_other_loop(item: pytest.Item) -> bool:
-    """Whether a test runs on two loops, and this is the second one."""
+def _is_other_half(item: pytest.Item) -> bool:
+    """Whether a test runs on both loops, or in both places, and this is the second one."""
     if not isinstance(item, pytest.Function) or not hasattr(item, "callspec"):
         return False
-    factory = item.callspec.params.get("_asyncio_loop_factory")
-    return factory is not None and factory is not LOOPS[_loop_of(item.originalname)]
+    params, name = item.callspec.params, item.originalname
+    loop, place = LOOPS[_half_of(name, [*LOOPS])], _half_of(name, PLACES)
+    return params.get("_asyncio_loop_factory", loop) is not loop or params.get("anywhere", place) != place
 
 
-def _loop_of(name: str) -> str:
-    """Return the loop that a test runs on by default: half of a file's tests on each."""
-    return list(LOOPS)[zlib.crc32(name.encode()) % 2]
+def _half_of(name: str, both: Sequence[str]) -> str:
+    """Return the one of two that a test uses by default: half of a file's tests each."""
+    return both[zlib.crc32(name.encode()) % 2]
 
 
 def _runs(item: pytest.Item, config: pytest.Config, named: set[Path]) -> bool:

@@ -45,6 +45,7 @@ def ckpt():
         yield checkpointer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WHOLE)
 def test_whole_checkpoints_are_whole_everywhere(name: str, ckpt, tmp_path: Path) -> None:
     path = made(name, tmp_path / "in" / "c")
@@ -93,6 +94,7 @@ def test_all_agree_on_the_files(name: str, ckpt, tmp_path: Path) -> None:
     assert not path.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DAMAGED)
 def test_damaged_checkpoints_are_damaged_everywhere(name: str, ckpt, tmp_path: Path) -> None:
     path = made(name, tmp_path / "in" / "c")
@@ -134,6 +136,7 @@ def test_directories_of_several_are_walked_or_refused(name: str, ckpt, tmp_path:
     assert all((path / each).exists() for each in holds)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_paths_are_no_checkpoints_anywhere(name: str, ckpt, tmp_path: Path) -> None:
     path, says = made(name, tmp_path / "in" / "c"), KINDS[name].says
