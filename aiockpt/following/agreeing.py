@@ -1,4 +1,4 @@
-"""What the ranks that follow a run together agree on: the version that rank 0 has seen, and that all have opened it."""
+"""Agreement of ranks that follow a run together: on the version that rank 0 has seen, and that all have opened it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ROUND_S = 1.0  # between two rounds without news, by which rank 0 and the other
 
 
 class Look(NamedTuple):
-    """What a look at a run has shown: a new version, or none; and whether the iteration ends."""
+    """The result of a look at a run: a new version, or none; and whether the iteration ends."""
 
     info: StepInfo | None
     is_over: bool

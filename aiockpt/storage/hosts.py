@@ -336,12 +336,12 @@ class HostDisks(WrapperStorage):
 
     def accept(self, changes: Sequence[HostChange]) -> Future[None] | None:
         """Begin to make changes on the own disk, in a thread; return a future of the end, or None if there are none."""
-        if not self.serves or not (changes or self._undone):
+        self._undone += changes if self.serves else ()  # before the thread starts: each one makes all that are known
+        if not self._undone:
             return None
         try:
-            self._behind = in_thread(self.change, changes)
+            self._behind = in_thread(self.change)
         except NoThreadError as exc:
-            self._undone += changes
             logger.warning("the disk of this host is not changed: %s", exc)
             return None
         return self._behind
@@ -351,11 +351,11 @@ class HostDisks(WrapperStorage):
         if self._behind is not None:
             wait([self._behind], timeout_s)
 
-    def change(self, changes: Sequence[HostChange]) -> None:
+    def change(self, changes: Sequence[HostChange] = ()) -> None:
         """Make changes on the own disk, and those that had to wait, or have failed. Blocks; raises DeleteError."""
+        self._undone += changes
         problem = ""
         with self._turn:
-            self._undone += changes
             for change in list(self._undone):
                 try:
                     if self._change(change):
