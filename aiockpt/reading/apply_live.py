@@ -60,7 +60,7 @@ class Filled:
     value: Any  # returned to the caller
     gifts: Sequence[Gift] = ()
     missing: Sequence[str] = ()  # keys that the checkpoint lacks
-    strict: bool = True  # passed on to `load_state_dict` if it takes it
+    strict: bool | Callable[[str], bool] = True  # passed on to `load_state_dict` if it takes it
     placed: tuple[str, ...] = ()  # the keys whose tensors were filled
     unexpected: Sequence[str] = ()  # keys that live objects did not know
 
@@ -70,7 +70,9 @@ class Filled:
         missing, unexpected = dict.fromkeys(self.missing), dict.fromkeys(self.unexpected)
         for each in self.gifts:
             try:
-                lacking, unknown = each.load(strict=self.strict)
+                lacking, unknown = each.load(strict=self.strict is True)
+                if callable(self.strict) and (needed := [name for name in lacking if self.strict(name)]):
+                    raise LoadError(f"load_state_dict() of {each.live.described} misses {some_of(needed, 10)}")
             except Exception as exc:
                 what = f"load_state_dict() of {each.live.described}"
                 reason = str(exc) if isinstance(exc, LoadError) else f"{what} failed: {type(exc).__name__}: {exc}"
@@ -79,7 +81,7 @@ class Filled:
                 if self.placed:
                     annotate(error, len(self.placed), self.placed)
                 raise error from exc
-            if not self.strict:
+            if self.strict is not True:
                 missing.update(dict.fromkeys(lacking))
                 unexpected.update(dict.fromkeys(unknown))
             done.append(each.live.name or type(each.live.value).__name__)

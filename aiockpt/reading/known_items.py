@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.multiprocessing import reductions
 
+from aiockpt.core.extent import extent_of
 from aiockpt.format.manifest.columnar_index import IndexedEntries
+from aiockpt.reading.reach import LOADING, Reach
 
 if TYPE_CHECKING:
     from aiockpt.format.index import Entry
@@ -41,10 +43,12 @@ class KnownItems:
     def leave_out(self, plan: TargetPlan, entries: Mapping[str, Entry]) -> None:
         """Remove from a plan the reads of what the state has; forget all until `settle`, as the load may fail."""
         held, self._held, self._next = self._held, {}, {}
-        hashes, left = _hashes(entries), []
-        for read in plan.reads:
+        hashes, left, reach = _hashes(entries), [], Reach(LOADING)
+        reach.sees(plan.code)  # which changes tensors after they were filled
+        changed = reach.of([(0, 0) if read.target is None else extent_of(read.target) for read in plan.reads])
+        for read, may_change in zip(plan.reads, changed, strict=True):
             content, place = _content(read, hashes), _place(read)
-            if content is not None and place is not None:
+            if content is not None and place is not None and not may_change:
                 assert read.target is not None
                 self._next[place] = read.target, content
                 known = held.get(place)

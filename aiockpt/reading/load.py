@@ -156,8 +156,7 @@ class _OpenLoad:
         new_values.put(target.tree, state_dict)
         if gathering is not None:
             gathering.filled = plan.names
-        strict = options.strict is True
-        return Filled(self._path, state_dict, new_values.gifts, plan.missing, strict, plan.names)
+        return Filled(self._path, state_dict, new_values.gifts, plan.missing, options.strict, plan.names)
 
     async def read(self, whole: Mapping[str, Entry], parts: Sequence[ReadRequest] = ()) -> dict[str, Any]:
         """Read whole entries, and parts of tensors; return the values by key."""

@@ -59,6 +59,12 @@ class OwnLoading:
 
     is_known = False  # whether torch's own code alone decides which keys it needs
 
+    def code_of(self, value: Any) -> list[Any]:
+        """Return the code that runs when the object is given its state, and is not known to stay within it."""
+        if _is_torchs(value, "load_state_dict", "torch.optim.lr_scheduler"):  # takes over values; others have their own
+            return [code for inner in vars(value).get("_schedulers", ()) for code in self.code_of(inner)]
+        return [value, *(vars(kind).get("load_state_dict") for kind in type(value).__mro__)]
+
     def fills(self, path: ObjPath, leaf: Any) -> bool:
         """Return whether a leaf of the object's state dict may be filled in place."""
         return False
@@ -69,6 +75,10 @@ class OptimizerLoading(OwnLoading):
     """The loading of an optimizer of torch's, which takes over the tensors of its state as they are."""
 
     apart: set[int]  # the ids of tensors of its state that are more than that, or share memory with something
+    extents: list[Range]  # the memory of its state
+
+    def code_of(self, value: Any) -> list[Any]:
+        return []
 
     def fills(self, path: ObjPath, leaf: Any) -> bool:
         if path[0] != "state":  # the groups may share the tensor of a learning rate
@@ -86,12 +96,21 @@ class ModuleLoading(OwnLoading):
     foreign: list[str] = field(default_factory=list)  # prefixes of keys that belong to other code
     ties: list[list[str]] = field(default_factory=list)  # keys of one and the same tensor
     apart: set[str] = field(default_factory=set)  # keys whose memory others have too, or other code may come to
+    code: list[Any] = field(default_factory=list)  # the submodules with other loading, or with extra states
     is_tried: bool = True  # whether tensors with encodings of their own can be tried on a copy
     renames: bool = False  # hooks of torch's wrappers may rename keys
 
     @property
     def is_known(self) -> bool:  # type: ignore[override]
         return not self.foreign and not self.renames
+
+    def code_of(self, value: Any) -> list[Any]:
+        return self.code
+
+    @property
+    def extents(self) -> list[Range]:
+        """The memory of its tensors."""
+        return [extent_of(getattr(tensor, "_local_tensor", tensor)) for tensor in self.tensors.values()]
 
     def fills(self, path: ObjPath, leaf: Any) -> bool:
         key = str(path[0])
@@ -131,6 +150,7 @@ def loading_of(value: Any) -> OwnLoading:
     odd: list[torch.nn.Module] = []
     _walk(value, "", loading, odd)
     extras = [value.get_submodule(each.removesuffix(_EXTRA).rstrip(".")) for each in loading.extras]
+    loading.code = [*odd, *extras]
     own = [each for module in extras for each in (module._parameters, module._buffers)]  # loaded before the state
     reached = reached_by(odd, names=LOADING) if odd else []
     by_extras = reached_by(extras, besides=own, names=LOADING) if extras else []
@@ -174,7 +194,7 @@ def _optimizers(optimizer: torch.optim.Optimizer) -> OwnLoading:
             if each.layout is not torch.strided or each.requires_grad or each.is_neg() or overlaps_itself(each):
                 odd.add(id(each))
     odd |= {id(each) for each in tensors if each.is_nested or each.is_conj()}
-    return OptimizerLoading(odd | {id(tensors[number]) for number in shared_among(extents, reached)})
+    return OptimizerLoading(odd | {id(tensors[number]) for number in shared_among(extents, reached)}, extents)
 
 
 def _tensors_in(state: Mapping[Any, Any]) -> list[torch.Tensor]:

@@ -11,14 +11,14 @@ import mmap
 import sys
 import threading
 import weakref
-from collections.abc import AsyncGenerator, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Coroutine, Iterable, Iterator, Mapping, Sequence
 from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, GeneratorType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 
-from aiockpt.core.extent import Range, strided_parts
+from aiockpt.core.extent import Range, overlapping, strided_parts
 
 _MANY_OBJECTS = 1 << 19
 """More than these are not looked through for what other code may change."""
@@ -54,37 +54,42 @@ def reached_by(
         besides: objects that are not looked into.
         names: the methods that run; the others are looked into where code names them. None: all of them.
     """
-    walk = _Reach(names, besides)
-    try:
-        return walk.ranges if walk.sees(code) else None
-    except Exception:  # of a class that answers in its own way
-        return None
+    walk = Reach(names, besides)
+    return walk.ranges if walk.sees(code) else None
 
 
-class _Reach:
-    def __init__(self, names: Iterable[str] | None, besides: Iterable[Any]) -> None:
+class Reach:
+    """What code may come to; for the arguments see `reached_by`."""
+
+    def __init__(self, names: Iterable[str] | None = None, besides: Iterable[Any] = ()) -> None:
         self.ranges: list[Range] = []
-        self._seen = {id(each): each for each in besides}  # which keeps them, so that no id is used twice
+        self.seen = {id(each): each for each in besides}  # by id; it keeps them, so that none is used twice
         self._names = set(names or ())  # of attributes that the code uses
         self._own_names: set[str] = set()  # those that are not used by code of torch's alone
         self._takes_all = names is None
         self._spaces: dict[int, Mapping[str, Any]] = {}  # of objects, classes and modules: the code uses what it names
         self._known: dict[int, Mapping[str, Any]] = {}  # those of Python's and torch's
         self._todo: list[Any] = []
+        self._sees_all = True
 
     def sees(self, code: Iterable[Any]) -> bool:
         """Look at code, and all that it may come to; return False if there is something that can't be looked into."""
-        self._todo += code
-        while self._todo:
-            while self._todo:
+        self._todo += [each for each in code if id(each) not in self.seen]
+        try:
+            while self._todo and self._sees_all:
                 each = self._todo.pop()
-                if id(each) in self._seen:
-                    continue
-                self._seen[id(each)] = each
-                if len(self._seen) > _MANY_OBJECTS or not self._looks_at(each):
-                    return False
-            self._todo += [each for each in list(self._named()) if id(each) not in self._seen]
-        return True
+                if id(each) not in self.seen:
+                    self.seen[id(each)] = each
+                    self._sees_all = len(self.seen) <= _MANY_OBJECTS and self._looks_at(each)
+                if not self._todo:
+                    self._todo += [each for each in list(self._named()) if id(each) not in self.seen]
+        except Exception:  # of a class that answers in its own way
+            self._sees_all = False
+        return self._sees_all
+
+    def of(self, extents: Sequence[Range]) -> list[bool]:
+        """Return of each extent whether the code may come to it."""
+        return overlapping(extents, self.ranges) if self._sees_all else [True] * len(extents)
 
     def _named(self) -> Iterator[Any]:
         for space in self._known.values():  # others may have put something there

@@ -21,6 +21,7 @@ from aiockpt.planning.dtensor import is_distributed, whole_shape
 from aiockpt.planning.flatten import TENSOR_TYPES, FlatState, StructureError, Subtrees, flatten, replace_leaves
 from aiockpt.reading.bulk import SmallFills, SmallRows
 from aiockpt.reading.plain_loading import ModuleLoading, OptimizerLoading, OwnLoading, has_torchs_loading, loading_of
+from aiockpt.reading.reach import LOADING, Reach
 from aiockpt.reading.read_plan import TensorRead, reads_of, value_key
 from aiockpt.reading.targets import Region, find_twins, is_encoding, loaded_dtype, place_in_memory, target_of
 
@@ -52,6 +53,7 @@ class TargetPlan:
     paths: dict[str, ObjPath] = field(default_factory=dict)  # of the leaves that fresh values replace
     containers: dict[str, ObjPath] = field(default_factory=dict)  # empty ones and Nones that take a whole subtree
     given: list[LiveObject] = field(default_factory=list)  # live objects that are given a state
+    code: list[Any] = field(default_factory=list)  # that runs when they are, and may come to other objects
     asked: Collection[str] | None = None  # the names that the options ask for; None: all
     kept: dict[str, Any] = field(default_factory=dict)  # leaves of their states that are filled, or not loaded
     copied: set[str] = field(default_factory=set)  # those of them that an object may change, so that it gets copies
@@ -171,15 +173,26 @@ class _TargetPlanner:
 
     def _look_at_objects(self) -> None:
         """Find which tensors of live objects may be filled in place; raise if torch's loading would refuse the keys."""
+        reach = Reach(LOADING)
         for live in self._target.objects:
             is_inner = bool(live.path) and self._owner_of(live.path[:-1]) is not None
+            is_loaded = self._is_loaded(live)
+            loading = known = self._loadings.get(id(live.value)) or loading_of(live.value)
             # The object around an inner one is given its tensors too.
-            loading = OwnLoading() if is_inner else self._loadings.get(id(live.value)) or loading_of(live.value)
-            if isinstance(loading, ModuleLoading) and self._is_loaded(live):
+            if is_inner or (is_loaded and self._has_turn(live, known, reach)):
+                loading = OwnLoading()
+            elif isinstance(loading, ModuleLoading) and is_loaded:
                 loading = self._checked(live, loading)
             if isinstance(loading, ModuleLoading):
                 self._separate(live, loading)
             self._loadings[id(live.value)] = loading
+            self.plan.code += known.code_of(live.value) if is_loaded else []
+
+    def _has_turn(self, live: LiveObject, loading: OwnLoading, reach: Reach) -> bool:
+        """Return whether the code of earlier objects may see an object as it is now, or change it."""
+        if not self.plan.code or not isinstance(loading, ModuleLoading | OptimizerLoading):
+            return False
+        return not reach.sees(self.plan.code) or id(live.value) in reach.seen or any(reach.of(loading.extents))
 
     def _checked(self, live: LiveObject, loading: ModuleLoading) -> OwnLoading:
         """Compare the keys of a module with the stored ones.

@@ -131,6 +131,26 @@ def test_live_objects(run: aiockpt.SyncCheckpointManager, versions: Any) -> None
     assert torch.equal(into.bias, model.bias)
 
 
+class Scaling(Own):
+    """Changes a model when it is loaded, after it."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.model.weight.data.mul_(2)
+
+
+def test_what_an_object_has_changed_is_read_again(run: aiockpt.SyncCheckpointManager, versions: Any) -> None:
+    model, into = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+    last = {"model": into, "own": Scaling(into)}
+    for step in (1, 2):
+        run.save(step, {"model": model, "own": Scaling(model)}, hashes=True)
+        next(versions).load(last)
+        assert torch.equal(into.weight, model.weight * 2)
+
+
 def test_rollbacks_and_replaced_steps_are_versions(run: aiockpt.SyncCheckpointManager, versions: Any) -> None:
     into = target()
     for step in (1, 2):

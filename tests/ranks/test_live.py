@@ -89,6 +89,42 @@ def test_other_numbers_of_ranks_load_it(world2: World, world4: World, tmp_path: 
     assert same(before[0][1], full_state(model, optimizer))
 
 
+# --- objects that change a later one ---------------------------------------------------------------------
+
+
+class Doubling(Counter):
+    """Changes a model when it is loaded, on some ranks."""
+
+    model: Any = None
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        for each in [] if self.model is None else self.model.parameters():
+            each.data.mul_(2)
+
+
+def load_around_it(rank: int, world_size: int, path: Path, is_sharded: bool, first: bool) -> list[torch.Tensor]:
+    model = build("fsdp", world_size, seed=2)[0] if is_sharded else Model()
+    doubling = Doubling(0)
+    doubling.model = model if rank == 0 or is_sharded else None
+    with aiockpt.SyncCheckpointer() as ckpt:
+        ckpt.load(path, {"a": doubling, "model": model} if first else {"model": model, "a": doubling})
+    parameters = [each.detach() for each in model.parameters()]
+    return [each.full_tensor() if isinstance(each, DTensor) else each for each in parameters]
+
+
+@pytest.mark.parametrize("is_sharded", [True, False])
+def test_an_object_that_changes_a_later_one(world2: World, tmp_path: Path, is_sharded: bool) -> None:
+    """It does so on all ranks, or on the first one alone."""
+    model = Model()
+    with aiockpt.SyncCheckpointer() as ckpt:
+        ckpt.save({"model": model, "a": Counter(7)}, tmp_path / "c")
+    for first in (True, False):
+        for rank, loaded in enumerate(world2.results(load_around_it, tmp_path / "c", is_sharded, first)):
+            factor = 1 if first or (rank and not is_sharded) else 2
+            assert all(torch.equal(one, each * factor) for one, each in zip(loaded, model.parameters(), strict=True))
+
+
 # --- failures -------------------------------------------------------------------------------------------
 
 

@@ -429,6 +429,24 @@ def test_a_module_that_would_refuse_keys_is_left_as_it_is(ckpt, tmp_path: Path) 
     assert_same(before, copied(fresh.state_dict()))
 
 
+@pytest.mark.parametrize("hook", ["none", "scale"])
+def test_a_function_says_which_keys_a_module_must_have(hook, ckpt, tmp_path: Path) -> None:
+    """Also where only the module's own loading finds out what is missing."""
+
+    def make(size: int) -> dict[str, nn.Module]:
+        layers = [Layer() for _ in range(size)]
+        HOOKS[hook](layers[0])
+        return {"m": nn.ModuleList(layers)}
+
+    ckpt.save(make(1), tmp_path / "c")
+    with pytest.raises(aiockpt.LoadError, match=r"m\.1\.bias"):
+        ckpt.load(tmp_path / "c", make(2), strict=lambda key: key == "m.1.bias")
+    missing: list[str] = []
+    with pytest.warns(aiockpt.MissingKeysWarning):
+        ckpt.load(tmp_path / "c", make(2), strict=lambda key: key == "m.0.bias", missing=missing)
+    assert missing == ["m.1.weight", "m.1.bias", "m.1.mean"]
+
+
 def test_a_module_takes_a_part_of_its_keys(ckpt, tmp_path: Path) -> None:
     """By its own loading, with hooks: only what was asked for reaches it."""
     ckpt.save({"m": nn.ModuleDict({"a": Layer(), "b": Layer()})}, tmp_path / "c")
