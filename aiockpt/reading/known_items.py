@@ -45,7 +45,7 @@ class KnownItems:
         held, self._held, self._next = self._held, {}, {}
         hashes, left, reach = _hashes(entries), [], Reach(LOADING)
         reach.sees(plan.code)  # which changes tensors after they were filled
-        changed = reach.of([(0, 0) if read.target is None else extent_of(read.target) for read in plan.reads])
+        changed = reach.comes_to([(0, 0) if read.target is None else extent_of(read.target) for read in plan.reads])
         for read, may_change in zip(plan.reads, changed, strict=True):
             content, place = _content(read, hashes), _place(read)
             if content is not None and place is not None and not may_change:

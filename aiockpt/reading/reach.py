@@ -30,7 +30,9 @@ _OPAQUE: tuple[type, ...] = (
     *(contextvars.ContextVar, contextvars.Context, threading.local, weakref.ProxyType, weakref.CallableProxyType),
     *(GeneratorType, Coroutine, AsyncGenerator, FrameType),
 )
-_KNOWN = frozenset({*sys.stdlib_module_names, "torch", "numpy", "aiockpt"})
+_KNOWN = frozenset({*sys.stdlib_module_names, "torch", "numpy", "aiockpt", "typing_extensions"})
+_OF_CLASSES = frozenset({"torch", "numpy", "typing", "typing_extensions", "abc"})
+"""Of these, the code that asks for attributes of any name asks for those of classes, or of its own objects."""
 _HIDES = frozenset(
     {"eval", "exec", "__import__", "import_module", "globals", "gc", "ctypes", "_getframe", "currentframe"}
 )
@@ -87,7 +89,7 @@ class Reach:
             self._sees_all = False
         return self._sees_all
 
-    def of(self, extents: Sequence[Range]) -> list[bool]:
+    def comes_to(self, extents: Sequence[Range]) -> list[bool]:
         """Return of each extent whether the code may come to it."""
         return overlapping(extents, self.ranges) if self._sees_all else [True] * len(extents)
 
@@ -173,7 +175,7 @@ class Reach:
         used, said = _names_in(function.__code__)
         space = function.__globals__
         if (home := str(space.get("__name__")).partition(".")[0]) in _KNOWN:
-            self._takes_all |= home not in ("torch", "numpy") and not _ASKS.isdisjoint(used)  # such as a deepcopy
+            self._takes_all |= home not in _OF_CLASSES and not _ASKS.isdisjoint(used)  # such as a deepcopy
             self._names |= used - _ASKS
             return True
         if not _HIDES.isdisjoint(used) or {"sys", "modules"} <= used:

@@ -192,7 +192,7 @@ class _TargetPlanner:
         """Return whether the code of earlier objects may see an object as it is now, or change it."""
         if not self.plan.code or not isinstance(loading, ModuleLoading | OptimizerLoading):
             return False
-        return not reach.sees(self.plan.code) or id(live.value) in reach.seen or any(reach.of(loading.extents))
+        return not reach.sees(self.plan.code) or id(live.value) in reach.seen or any(reach.comes_to(loading.extents))
 
     def _checked(self, live: LiveObject, loading: ModuleLoading) -> OwnLoading:
         """Compare the keys of a module with the stored ones.

@@ -6,16 +6,19 @@ import functools
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import hypothesis
 import pytest
 import torch
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.checkpoint.stateful import Stateful
 
 import aiockpt
 from tests.states import assert_same
+
+T = TypeVar("T")
 
 # --- what code does to another object ------------------------------------------------------------------------
 
@@ -258,7 +261,7 @@ def test_each_object_is_loaded_after_those_before_it(ckpt, described: Any, order
 # --- what it costs ---------------------------------------------------------------------------------------------
 
 
-class Counting:
+class Counting(Stateful, Generic[T]):
     """Has the model, as a trainer does, and does not touch it when it is loaded."""
 
     def __init__(self, model: nn.Module) -> None:
