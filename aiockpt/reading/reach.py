@@ -6,12 +6,14 @@ import array
 import builtins
 import contextvars
 import ctypes
+import dis
 import gc
 import mmap
 import sys
 import threading
 import weakref
 from collections.abc import AsyncGenerator, Coroutine, Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, GeneratorType, ModuleType
 from typing import Any
 
@@ -193,6 +195,10 @@ class Reach:
 def _names_in(code: CodeType) -> tuple[set[str], set[str]]:
     """Return the names that code uses, and the words that are text in it."""
     used, said = set(code.co_names), set[str]()
+    if "__dict__" in used and all(
+        after.argval == "update" for each, after in pairwise(dis.get_instructions(code)) if each.argval == "__dict__"
+    ):
+        used.remove("__dict__")  # `self.__dict__.update(state)` only sets attributes
     for each in code.co_consts:
         if isinstance(each, CodeType):
             names, words = _names_in(each)

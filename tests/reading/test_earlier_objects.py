@@ -277,6 +277,13 @@ class Counting(Stateful, Generic[T]):
         self.steps = state["steps"]
 
 
+class Updating(Counting):
+    """Takes over attributes, as schedulers do."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
+
 class Failing(Counting):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         raise RuntimeError("not now")
@@ -297,6 +304,7 @@ def test_what_earlier_objects_do_not_touch_is_filled_in_place(ckpt, tmp_path: Pa
     scheduler = torch.optim.lr_scheduler.SequentialLR(optimizer, [one, other], [1])
     target = {
         "trainer": Counting(model),
+        "updating": Updating(model),
         "scheduler": scheduler,
         "model": model,
         "optim": optimizer,

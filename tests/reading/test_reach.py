@@ -162,6 +162,16 @@ def by_attribute_of_any_name(one: Any, other: Any) -> None:
     one.register_load_state_dict_pre_hook(lambda module, *_: zero(getattr(module, f"secret_{1}")[0]))
 
 
+def by_dict(one: Any, other: Any) -> None:
+    one.__dict__["secret_1"] = [other]
+
+    def change(module: Any, *_: Any) -> None:
+        module.__dict__.update(seen=True)
+        zero(module.__dict__[f"secret_{1}"][0])
+
+    one.register_load_state_dict_pre_hook(change)
+
+
 def by_proxy(one: Any, other: Any) -> None:
     proxy = weakref.proxy(other)
     hook(one, lambda: zero(proxy))
