@@ -14,7 +14,8 @@ import torch
 from aiockpt.core.dataclasses import dataclass, field, replace
 from aiockpt.core.gc_pause import gc_pause
 from aiockpt.core.spans import record_to, span
-from aiockpt.errors import CorruptCheckpointError, MissingKeysError, ShapeMismatchError
+from aiockpt.core.wording import some_of
+from aiockpt.errors import CorruptCheckpointError, LoadError, MissingKeysError, ShapeMismatchError
 from aiockpt.format.item.arrays import array_names, array_of
 from aiockpt.format.keys import containers_within, hint, matching
 from aiockpt.format.manifest.columnar_index import IndexedEntries, IndexedPaths
@@ -25,6 +26,7 @@ from aiockpt.reading.apply_live import Filled, Gift
 from aiockpt.reading.executor import LoadTools, ReadExecutor
 from aiockpt.reading.jobs import view_of
 from aiockpt.reading.open import OpenCheckpoint, open_checkpoint
+from aiockpt.reading.plain_loading import loads_as_torch
 from aiockpt.reading.read_plan import NewTensor, ReadPlan, ReadRequest, TensorRead, plan_reads
 from aiockpt.reading.sharing import FILLS, hash_of
 from aiockpt.reading.target_plan import TargetPlan, distinct_trees, plan_target
@@ -374,7 +376,22 @@ def build_target_values(
         ]
     except _DAMAGED as exc:
         raise _damaged_structure(path, exc) from exc
+    for gift in gifts:
+        _check_groups(path, gift)
     return TargetValues(values, gifts, list(copies.values()))
+
+
+def _check_groups(path: str, gift: Gift) -> None:
+    """Raise LoadError if torch's optimizer would refuse a state for its groups: others have been filled by then."""
+    stored = gift.state.get("param_groups") if isinstance(gift.state, dict) else None
+    if not isinstance(stored, list) or not loads_as_torch(gift.live.value):
+        return
+    mine, its = ([len(group["params"]) for group in groups] for groups in (gift.live.value.param_groups, stored))
+    if mine != its:
+        raise LoadError(
+            f"{gift.live.described} has groups of {some_of(list(map(str, mine)), 10)} parameters, but those in {path} "
+            f"have {some_of(list(map(str, its)), 10)}. Nothing was changed. Make it as it was saved"
+        )
 
 
 def _array_copies(
