@@ -25,12 +25,13 @@ from aiockpt.errors import CorruptCheckpointError, LoadError, ShapeMismatchError
 from aiockpt.format.dtypes import QUANTIZED_DTYPES
 from aiockpt.format.item.objects import decode_object, encode_object
 from aiockpt.options import LoadOptions, Path, check_options
+from aiockpt.planning.flatten import TENSOR_TYPES
 from aiockpt.planning.ranges import Selection
 from aiockpt.reading.decoded import DecodedSource, VirtualFile
 from aiockpt.reading.executor import LoadTools, ReadExecutor
 from aiockpt.reading.open import IndexReader, read_index
 from aiockpt.reading.read_plan import TensorRead, annotate_partial_load
-from aiockpt.reading.targets import contested
+from aiockpt.reading.targets import contested, encoded_copy, is_encoding
 from aiockpt.snapshot.capture import ready_events
 from aiockpt.storage.registry import text_of
 
@@ -223,12 +224,14 @@ class _PlannedRead:
         return bool(self.item.type == LoadItemType.BYTE_IO)
 
     @property
-    def is_quantized(self) -> bool:
-        return not self.is_object and self.stored.dtype in QUANTIZED_DTYPES
+    def is_whole(self) -> bool:
+        """Whether the item is unpickled: it has several storages, or may have."""
+        is_own = self.target is not None and type(self.target) not in TENSOR_TYPES and not self.target.is_meta
+        return not self.is_object and (self.stored.dtype in QUANTIZED_DTYPES or is_own)
 
     @property
     def nbytes(self) -> int:
-        if self.is_object or self.is_quantized or self.stored.dtype is None:
+        if self.is_object or self.is_whole or self.stored.dtype is None:
             return self.stored.range.length
         return math.prod(self.item.lengths) * self.stored.dtype.itemsize
 
@@ -262,8 +265,9 @@ class PlanExecution:
         try:
             if self._ahead:
                 for request in requests:
-                    if request.stored.chunk is not None and not request.is_object and not request.is_quantized:
+                    if request.stored.chunk is not None and not request.is_object and not request.is_whole:
                         self._resolve(request)
+                self._try_encodings(requests)
                 targets = ((each.item.dest_index.fqn, each.target) for each in requests)
                 self._contested = contested((name, target) for name, target in targets if target is not None)
             for request in requests:
@@ -273,10 +277,16 @@ class PlanExecution:
             annotate_partial_load(exc, self._reads)
             raise
 
+    def _try_encodings(self, requests: Sequence[_PlannedRead]) -> None:
+        """Raise ShapeMismatchError if a class of targets takes no values of its first item, before any is filled."""
+        for request in {type(each.target): each for each in reversed(requests)}.values():
+            if request.target is not None and is_encoding(request.target):
+                encoded_copy(self._path, request.item.dest_index.fqn, request.target, self._read_whole(request))
+
     def _add(self, request: _PlannedRead) -> None:
         if request.stored.chunk is None and not request.is_object:
             raise CorruptCheckpointError(f"{self._path}: {request.item.storage_index.fqn} is an object, not a tensor")
-        if request.is_object or request.is_quantized:
+        if request.is_object or request.is_whole:
             self._enqueue(request, request.nbytes)
             return
         alone = not self._ahead and request.nbytes >= _ALONE_BYTES
@@ -350,7 +360,7 @@ class PlanExecution:
 
         async def read(tools: LoadTools) -> None:
             await tools.begin(ready)
-            objects = [request for request in window if request.is_object or request.is_quantized]
+            objects = [request for request in window if request.is_object or request.is_whole]
             for at in range(0, len(objects), _OBJECTS_AT_A_TIME):
                 await tools.workers.run(self._read_objects, objects[at : at + _OBJECTS_AT_A_TIME])
             reader = ReadExecutor(self._source, self._path, self._options, tools, self._known)
@@ -363,8 +373,8 @@ class PlanExecution:
     def _read_objects(self, requests: Sequence[_PlannedRead]) -> None:
         """Read objects, and check that unpickling them is safe. Blocks."""
         for request in requests:
-            if request.is_quantized:
-                request.staged = self._read_quantized(request)
+            if request.is_whole:
+                request.staged = self._read_whole(request)
             else:
                 request.blob = self._read_object(request)
 
@@ -377,8 +387,8 @@ class PlanExecution:
             self._decode(request, blob)
         return blob
 
-    def _read_quantized(self, request: _PlannedRead) -> torch.Tensor:
-        """Read a quantized tensor: values and parameters are several storages of one item, so it is unpickled."""
+    def _read_whole(self, request: _PlannedRead) -> torch.Tensor:
+        """Read a tensor whose values and parameters are several storages of one item, so that it is unpickled."""
         tensor, item, chunk = self._decode(request, self._read_blob(request)), request.item, request.stored.chunk
         sizes = () if chunk is None else chunk.sizes
         if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != sizes:
@@ -396,8 +406,9 @@ class PlanExecution:
 
     def _decode(self, request: _PlannedRead, blob: bytes) -> Any:
         try:
-            name, allowed = request.item.storage_index.fqn, self._options.safe_globals
-            return decode_object(name, blob, safe_globals=allowed, map_location="cpu")
+            name, options = request.item.storage_index.fqn, self._options
+            allowed, trust = options.safe_globals, options.trust
+            return decode_object(name, blob, safe_globals=allowed, trust=trust, map_location="cpu")
         except LoadError as exc:
             raise type(exc)(f"{self._path}/{request.stored.range.file}: {exc}") from exc
 

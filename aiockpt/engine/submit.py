@@ -161,6 +161,7 @@ class Submitter:
             raise SaveError("items can't be added to another's checkpoint by a checkpointer that has transforms")
         storage, where = self.storages.of(directory, storage)
         snapshot = capture_items(items, sampled=self._options.validate == "hash")
+        self._warn_of_permissions(snapshot)
         self._warn_of_dequantized(snapshot)
         spec = AppendSpec(
             path=where,

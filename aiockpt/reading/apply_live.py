@@ -76,7 +76,9 @@ class Filled:
             except Exception as exc:
                 what = f"load_state_dict() of {each.live.described}"
                 reason = str(exc) if isinstance(exc, LoadError) else f"{what} failed: {type(exc).__name__}: {exc}"
-                before = f"{', '.join(done)} had been given theirs" if done else "no object had been given its state"
+                before = (
+                    f"{', '.join(done)} had been given theirs" if done else "no other object had been given its state"
+                )
                 error = LoadError(f"{self.path}: {reason}; {before}.")
                 if self.placed:
                     annotate(error, len(self.placed), self.placed)

@@ -145,8 +145,8 @@ def parse_checked(path: str, read: TensorRead, parse: Callable[..., TensorItem],
         item = parse(*args)
     except SubclassItemError as exc:
         raise LoadError(
-            f"{where}: {read.name} can't be loaded here: {exc}. It is not damaged: torch's own reader loads it into a "
-            "target with a tensor of that class. Leave it out by keys=, or save it as a plain tensor"
+            f"{where}: {read.name} can't be loaded here: {exc}. It is not damaged: dcp.load fills a tensor of that "
+            "class with it. Leave it out by keys=, or save it as a plain tensor"
         ) from exc
     except FramingError as exc:
         raise CorruptCheckpointError(f"{where}: the item of {read.name} is damaged: {exc}") from exc

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio
 import numpy as np
@@ -14,22 +14,23 @@ import torch
 from aiockpt.core.dataclasses import dataclass, field, replace
 from aiockpt.core.gc_pause import gc_pause
 from aiockpt.core.spans import record_to, span
-from aiockpt.core.wording import a
-from aiockpt.errors import CorruptCheckpointError, MissingKeysError, ShapeMismatchError
+from aiockpt.core.wording import some_of
+from aiockpt.errors import CorruptCheckpointError, LoadError, MissingKeysError, ShapeMismatchError
 from aiockpt.format.item.arrays import array_names, array_of
 from aiockpt.format.keys import containers_within, hint, matching
 from aiockpt.format.manifest.columnar_index import IndexedEntries, IndexedPaths
 from aiockpt.options import LoadOptions, MapLocation, target_device
 from aiockpt.planning.dtensor import is_distributed
-from aiockpt.planning.flatten import TENSOR_TYPES, StructureError, replace_leaves, unflatten
+from aiockpt.planning.flatten import StructureError, replace_leaves, unflatten
 from aiockpt.reading.apply_live import Filled, Gift
 from aiockpt.reading.executor import LoadTools, ReadExecutor
 from aiockpt.reading.jobs import view_of
 from aiockpt.reading.open import OpenCheckpoint, open_checkpoint
+from aiockpt.reading.plain_loading import loads_as_torch
 from aiockpt.reading.read_plan import NewTensor, ReadPlan, ReadRequest, TensorRead, plan_reads
 from aiockpt.reading.sharing import FILLS, hash_of
 from aiockpt.reading.target_plan import TargetPlan, distinct_trees, plan_target
-from aiockpt.reading.targets import Region, check_same, relocated
+from aiockpt.reading.targets import Region, check_same, encoded_copy, relocated
 from aiockpt.telemetry.progress import ReadReport
 
 if TYPE_CHECKING:
@@ -362,7 +363,7 @@ def build_target_values(
     given = {**fresh, **plan.kept}
     given |= {name: _copy(plan.kept[name]) for name in plan.copied}
     for name, (leaf, is_taken_over) in plan.encoded.items():
-        encoded = _encoded(path, name, leaf, fresh[name])
+        encoded = encoded_copy(path, name, leaf, fresh[name])
         if is_taken_over:
             given[name] = encoded
     try:
@@ -374,7 +375,22 @@ def build_target_values(
         ]
     except _DAMAGED as exc:
         raise _damaged_structure(path, exc) from exc
+    for gift in gifts:
+        _check_groups(path, gift)
     return TargetValues(values, gifts, list(copies.values()))
+
+
+def _check_groups(path: str, gift: Gift) -> None:
+    """Raise LoadError if torch's optimizer would refuse a state for its groups: others have been filled by then."""
+    stored = gift.state.get("param_groups") if isinstance(gift.state, dict) else None
+    if not isinstance(stored, list) or not loads_as_torch(gift.live.value):
+        return
+    mine, its = ([len(group["params"]) for group in groups] for groups in (gift.live.value.param_groups, stored))
+    if mine != its:
+        raise LoadError(
+            f"{gift.live.described} has groups of {some_of(list(map(str, mine)), 10)} parameters, but those in {path} "
+            f"have {some_of(list(map(str, its)), 10)}. Nothing was changed. Make it as it was saved"
+        )
 
 
 def _array_copies(
@@ -402,31 +418,6 @@ def _copy(leaf: Any) -> Any:
     if not isinstance(leaf, torch.Tensor):
         return leaf.copy() if type(leaf) is np.ndarray else leaf
     return leaf.detach().clone() if is_distributed(leaf) else leaf.detach().to("cpu", copy=True)
-
-
-def _with_own_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy; of a wrapper, by the protocol of torch.compile, because few of them can be cloned."""
-    if type(tensor) in TENSOR_TYPES or not hasattr(tensor, "__tensor_flatten__"):
-        return tensor.clone()
-    names, context = tensor.__tensor_flatten__()
-    inner = {name: _with_own_memory(getattr(tensor, name)) for name in names}
-    kind: Any = type(tensor)
-    return cast("torch.Tensor", kind.__tensor_unflatten__(inner, context, tensor.shape, tensor.stride()))
-
-
-def _encoded(path: str, name: str, leaf: torch.Tensor, plain: torch.Tensor) -> torch.Tensor:
-    """Return a copy of a tensor with an encoding of its own, with plain values; raise if it does not take them."""
-    try:
-        with torch.no_grad():
-            return _with_own_memory(leaf.detach()).copy_(plain)
-    except Warning:  # an error only because the program makes errors of warnings
-        raise
-    except Exception as exc:
-        raise ShapeMismatchError(
-            f"{name} is {a(type(leaf).__name__)} in the target, which does not take the plain values that {path} has: "
-            f"{type(exc).__name__}: {exc}. Nothing was changed. Load into the model before it is converted, and "
-            "convert it then"
-        ) from exc
 
 
 def _complete(live: LiveObject, state: Any, versions: Mapping[str, Mapping[str, Any]]) -> Any:

@@ -163,17 +163,21 @@ def loading_of(value: Any) -> OwnLoading:
     return loading
 
 
+def loads_as_torch(value: object) -> bool:
+    """Return whether an object is an optimizer without hooks on states, or methods of others for them."""
+    return (
+        isinstance(value, _Optimizer)
+        and all(_is_torchs(value, name, "torch.optim.") for name in _OPTIMIZER_METHODS)
+        and not list(_hooks(value, _OPTIMIZER_HOOKS))
+    )
+
+
 def _optimizers(optimizer: torch.optim.Optimizer) -> OwnLoading:
     """Return what is known of an optimizer: nothing if it has hooks on states, or methods of others for them."""
     held = vars(optimizer)
     groups: Any = held.get("param_groups")
     state: Any = held.get("state")
-    if (
-        not all(_is_torchs(optimizer, name, "torch.optim.") for name in _OPTIMIZER_METHODS)
-        or list(_hooks(optimizer, _OPTIMIZER_HOOKS))
-        or type(state) not in (dict, defaultdict)
-        or not isinstance(groups, list)
-    ):
+    if not loads_as_torch(optimizer) or type(state) not in (dict, defaultdict) or not isinstance(groups, list):
         return OwnLoading()
     parameters = [each for group in groups for each in group["params"]]
     rest = [value for name, value in held.items() if name not in ("state", "param_groups", "_aiockpt_guards")]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -175,6 +175,31 @@ def is_encoding(leaf: Any) -> bool:
             or kind.dequantize is not torch.Tensor.dequantize
         )
     )
+
+
+def _with_own_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy; of a wrapper, by the protocol of torch.compile, because few of them can be cloned."""
+    if type(tensor) in TENSOR_TYPES or not hasattr(tensor, "__tensor_flatten__"):
+        return tensor.clone()
+    names, context = tensor.__tensor_flatten__()
+    inner = {name: _with_own_memory(getattr(tensor, name)) for name in names}
+    kind: Any = type(tensor)
+    return cast("torch.Tensor", kind.__tensor_unflatten__(inner, context, tensor.shape, tensor.stride()))
+
+
+def encoded_copy(path: str, name: str, leaf: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a tensor with an encoding of its own, with other values; raise if it does not take them."""
+    try:
+        with torch.no_grad():
+            return _with_own_memory(leaf.detach()).copy_(values)
+    except Warning:  # an error only because the program makes errors of warnings
+        raise
+    except Exception as exc:
+        raise ShapeMismatchError(
+            f"{name} is {a(type(leaf).__name__)} in the target, which does not take the values that {path} has: "
+            f"{type(exc).__name__}: {exc}. Nothing was changed. Load into the model before it is converted, and "
+            "convert it then"
+        ) from exc
 
 
 def loaded_dtype(entry: TensorEntry, dtype: DType, wanted: torch.dtype | None = None) -> torch.dtype:

@@ -137,6 +137,8 @@ class Storages:
             return self._local
         if self._refused:
             raise ValueError(f"{self._refused}, which is for the file system: leave it out to use {scheme}://")
+        if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
+            raise TypeError("storage_options must be a dict whose keys are the names of options")
         root = scheme + "://" + path.partition("://")[2].partition("/")[0]
         with self._lock:
             key = root, repr(sorted(options.items()))

@@ -85,6 +85,7 @@ def test_what_cannot_be_is_refused_with_the_way_out(bucket: Bucket, large: dict[
         ckpt.load(bucket / "c")
 
 
+PLAIN_HTTP = {"client_options": {"allow_http": True}}
 DENIED = {
     "no bucket": ("nothing", 0, "does not exist, or not at this endpoint"),
     "wrong key": (".", 403, "access is denied.*look at the credentials and their rights"),
@@ -190,14 +191,66 @@ def test_a_machine_without_credentials_says_so() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"allow_http": True}, {"config": {"x": "y"}}, {"client_options": True}, {"retry_config": 5}, {"grace_s": "x"}],
+    [
+        *(
+            {"allow_http": True},
+            {"config": {"x": "y"}},
+            {"client_options": True},
+            {"retry_config": 5},
+            {"grace_s": "x"},
+        ),
+        *({"endpoint": "not a url"}, {"access_key_id": "a\nb"}, {"token": "a\nb"}, {"region": "a\0b"}),
+        {"retry_config": {"max_retries": -1}},
+    ],
     ids=lambda options: next(iter(options)),
 )
 def test_an_option_that_can_not_be_is_refused(options: dict[str, Any], capfd: pytest.CaptureFixture[str]) -> None:
     refused = pytest.raises((aiockpt.AiockptError, ValueError), match=r"see storage_options|grace_s is 'x'")
-    with aiockpt.SyncCheckpointer(storage_options=options) as ckpt, refused:
-        ckpt.load("s3://b/c")
+    options = {
+        "access_key_id": "a",
+        "secret_access_key": "b",
+        "region": "c",
+        "endpoint": "http://127.0.0.1:1",
+    } | options
+    with aiockpt.SyncCheckpointer(storage_options=options) as ckpt:
+        with refused:
+            ckpt.load("s3://b/c")
+        with refused:
+            ckpt.save({"x": 1}, "s3://b/c")
     capfd.readouterr()  # of a panic in Rust
+
+
+@pytest.mark.parametrize("options", [[("a", 1)], {5: 1}])
+def test_storage_options_are_a_dict_of_names(options: Any) -> None:
+    with pytest.raises(TypeError, match="storage_options must be a dict"):
+        aiockpt.load("s3://b/c", storage_options=options)
+
+
+@pytest.mark.parametrize("url", ["s3://me:hidden@b/c", "gs://hidden@b/c"])
+def test_credentials_in_a_url_are_refused_and_not_shown(url: str) -> None:
+    with pytest.raises(aiockpt.AiockptError, match="credentials belong in storage_options") as caught:
+        aiockpt.load(url)
+    assert "hidden" not in repr(caught.value)
+
+
+@pytest.mark.parametrize("name", ["c\n", "a\0b", "a\x7f", "\udcff"])
+def test_what_no_object_can_be_named_is_refused(name: str) -> None:
+    with pytest.raises(aiockpt.AiockptError, match="has characters that no name of an object has"):
+        aiockpt.load(f"s3://b/{name}", storage_options={"region": "r"})
+
+
+def test_a_short_secret_is_not_masked_within_words() -> None:
+    client = storage_for_url(
+        "s3://b", region="r", access_key_id="k", secret_access_key="s", token="not-so-short"
+    ).objects
+    text = str(client._error("c", exceptions.GenericError("this is s=s, and not-so-shorter")))
+    assert "this is ***=***, and ***er" in text
+
+
+def test_the_cause_of_a_failed_connection_is_told() -> None:
+    options = {"region": "r", "access_key_id": "a", "secret_access_key": "b", "retry_config": {"max_retries": 0}}
+    with pytest.raises(aiockpt.LoadError, match=r"http://127\.0\.0\.1:1/.* \(Connection refused\)"):
+        aiockpt.load("s3://b/c", storage_options=options | {"endpoint": "http://127.0.0.1:1"} | PLAIN_HTTP)
 
 
 def test_who_may_not_delete_loses_nothing(bucket: Bucket, server: ObjectServer, large: dict[str, Any]) -> None:

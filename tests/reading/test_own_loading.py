@@ -412,7 +412,7 @@ def test_only_an_odd_submodule_gets_new_memory(ckpt, tmp_path: Path) -> None:
 
     fresh["odd"].register_load_state_dict_pre_hook(fail)
     with pytest.raises(
-        aiockpt.LoadError, match=r"not now.*no object had been given.*Of the 6 tensors to fill"
+        aiockpt.LoadError, match=r"not now.*no other object had been given.*Of the 6 tensors to fill"
     ) as caught:
         ckpt.load(tmp_path / "c", {"m": fresh})
     filled = {f"m.{child}.{name}" for child in ("plain", "last") for name in ("weight", "bias", "mean")}
@@ -445,6 +445,27 @@ def test_a_function_says_which_keys_a_module_must_have(hook, ckpt, tmp_path: Pat
     with pytest.warns(aiockpt.MissingKeysWarning):
         ckpt.load(tmp_path / "c", make(2), strict=lambda key: key == "m.0.bias", missing=missing)
     assert missing == ["m.1.weight", "m.1.bias", "m.1.mean"]
+
+
+@pytest.mark.parametrize("groups", ["fewer", "more"])
+def test_an_optimizer_that_would_refuse_groups_leaves_all_as_it_is(ckpt, tmp_path: Path, groups: str) -> None:
+    def made(split: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        parts = {"saved": [[*model.parameters()]], "fewer": [[*model[0].parameters()]]}
+        chosen = parts.get(split, [[each] for each in model.parameters()])
+        return model, torch.optim.AdamW([{"params": each} for each in chosen])
+
+    model, optimizer = made("saved")
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    ckpt.save({"m": model, "o": optimizer}, tmp_path / "c")
+    model, optimizer = made(groups)
+    before = copied(model.state_dict())
+    with pytest.raises(aiockpt.LoadError, match=r"o \(AdamW\) has groups of .* parameters, but .* have 4") as caught:
+        ckpt.load(tmp_path / "c", {"m": model, "o": optimizer})
+    assert caught.value.placed == ()
+    assert_same(before, copied(model.state_dict()))
+    assert not optimizer.state
 
 
 def test_a_module_takes_a_part_of_its_keys(ckpt, tmp_path: Path) -> None:

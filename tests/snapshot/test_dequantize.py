@@ -209,3 +209,48 @@ def test_an_item_that_torch_has_pickled_is_not_called_damaged(tmp_path: Path) ->
     with pytest.raises(dcp.api.CheckpointException, match="It is not damaged"):
         dcp.load({"w": torch.zeros(6)}, storage_reader=FileSystemReader(tmp_path / "c"), no_dist=True)
     assert aiockpt.verify(tmp_path / "c").ok
+
+
+class Tagged(torch.Tensor):
+    """A tensor with a name of its own, and no encoding."""
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+@pytest.mark.parametrize("writer", [dcp.FileSystemWriter, FileSystemWriter])
+@pytest.mark.parametrize("trust", [False, True])
+def test_dcp_load_fills_tensors_of_a_subclass_by_permission(tmp_path: Path, writer: Any, trust: bool) -> None:
+    def saved() -> None:
+        dcp.save(
+            {"a": torch.ones(2), "w": torch.arange(4.0).as_subclass(Tagged)}, storage_writer=writer(tmp_path / "c")
+        )
+
+    if writer is FileSystemWriter:
+        with pytest.warns(aiockpt.SafeGlobalsWarning, match="Tagged"):
+            saved()
+    else:
+        saved()
+    target = {"a": torch.zeros(2), "w": torch.zeros(4).as_subclass(Tagged)}
+    with pytest.raises(dcp.api.CheckpointException, match=r"pass safe_globals=\[.*Tagged"):
+        dcp.load(target, storage_reader=FileSystemReader(tmp_path / "c"))
+    assert not target["a"].any()
+    permission: Any = {"trust": True} if trust else {"safe_globals": [Tagged]}
+    dcp.load(target, storage_reader=FileSystemReader(tmp_path / "c", **permission))
+    assert target["w"].tolist() == [0, 1, 2, 3]
+    assert target["a"].all()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+def test_dcp_load_fills_encoded_tensors_or_leaves_all_as_they_are(tmp_path: Path) -> None:
+    levels = torch.arange(6, dtype=torch.int8)
+    dcp.save({"a": torch.ones(2), "w": Encoding(levels, 0.5)}, checkpoint_id=tmp_path / "stock", no_dist=True)
+    with pytest.warns(aiockpt.DequantizedWarning):
+        dcp.save({"a": torch.ones(2), "w": Encoding(levels, 0.5)}, storage_writer=FileSystemWriter(tmp_path / "ours"))
+    for name in ("stock", "ours"):
+        target: dict[str, torch.Tensor] = {"a": torch.zeros(2), "w": Encoding(torch.zeros_like(levels), 0.25)}
+        reader = FileSystemReader(tmp_path / name, safe_globals=[Encoding])
+        dcp.load(target, storage_reader=reader)
+        assert torch.equal(target["w"].dequantize(), levels * 0.5)
+        stubborn: dict[str, torch.Tensor] = {"a": torch.zeros(2), "w": Stubborn(torch.zeros_like(levels), 0.5)}
+        with pytest.raises(dcp.api.CheckpointException, match=r"w is a Stubborn in the target, which does not take"):
+            dcp.load(stubborn, storage_reader=reader)
+        assert not stubborn["a"].any()

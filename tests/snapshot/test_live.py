@@ -409,15 +409,11 @@ def test_an_optimizer_that_does_not_fit(ckpt, tmp_path: Path) -> None:
     ckpt.save({"optim": run.optim}, tmp_path / "c")
     linear = nn.Linear(2, 2)
     two_groups = torch.optim.Adam([{"params": [linear.weight]}, {"params": [linear.bias], "lr": 0.5}])
-    for optim, message in (
-        (torch.optim.Adam(linear.parameters()), "parameter group that doesn't match the size of optimizer's group"),
-        (two_groups, "different number of parameter groups"),
-    ):
+    for optim, groups in ((torch.optim.Adam(linear.parameters()), "2"), (two_groups, "1, 1")):
         with pytest.raises(
-            aiockpt.LoadError, match=rf"load_state_dict\(\) of optim \(Adam\) failed.*{message}"
-        ) as caught:
+            aiockpt.LoadError, match=rf"optim \(Adam\) has groups of {groups} parameters, but .* have 5"
+        ):
             ckpt.load(tmp_path / "c", {"optim": optim})
-        assert isinstance(caught.value.__cause__, ValueError)
     other = nn.ParameterList([nn.Parameter(torch.zeros(8, 9)), *(nn.Parameter(torch.zeros(8)) for _ in range(4))])
     stepped = torch.optim.Adam(other.parameters())
     sum(each.sum() for each in other).backward()
@@ -462,7 +458,9 @@ def test_modules_that_rename_keys_decide_in_load_state_dict(ckpt, tmp_path: Path
     assert torch.equal(old(x), new(x))
     assert lazy.weight.shape == (3, 5)
     other = torch.nn.utils.parametrizations.weight_norm(nn.Linear(3, 4))
-    with pytest.raises(aiockpt.LoadError, match=r"(?s)size mismatch for bias.*no object had been given its state\.$"):
+    with pytest.raises(
+        aiockpt.LoadError, match=r"(?s)size mismatch for bias.*no other object had been given its state\.$"
+    ):
         ckpt.load(tmp_path / "c", {"old": other})
 
 

@@ -63,6 +63,8 @@ _HASTY_S = 5
 _ONCE_S = 60  # much less than others wait for a request that is on its way
 _NICE = 10
 _SECRET = re.compile(r"secret|token|key|password|credential|sas", re.IGNORECASE)
+_SHORT = 7
+_CAUSE = re.compile(r'(?:message|error): "(.*?)",\n')
 _QUERY = re.compile(r"(https?://[^\s?]+)\?\S*")
 _NO_BUCKET = re.compile("NoSuchBucket|ContainerNotFound|bucket does not exist")
 _DENIED = re.compile("status code: 40[13]|AccessDenied|InvalidAccessKeyId|SignatureDoesNotMatch|InvalidToken")
@@ -77,6 +79,11 @@ _CONDITIONS = (exceptions.AlreadyExistsError, exceptions.PreconditionError, exce
 
 logger = logging.getLogger("aiockpt")
 _used_in: int | None = None  # the process that has made threads of obstore
+
+
+def _is_panic(exc: BaseException) -> bool:
+    """Return whether code of obstore has panicked, which raises what is derived from no other exception."""
+    return type(exc).__name__ == "PanicException"
 
 
 class ObstoreClient(ObjectClient):
@@ -96,6 +103,10 @@ class ObstoreClient(ObjectClient):
         self._given = url, options
         self._hasty: ObstoreClient | None = None
         self._once: ObstoreClient | None = None
+        if "@" in url:
+            raise AiockptError(
+                f"{self.kind}://***@{url.rpartition('@')[2]}: credentials belong in storage_options, not in the URL"
+            )
         for name in ("client_options", "retry_config"):
             if not isinstance(options.get(name, {}), Mapping):
                 raise AiockptError(f"{url}: {name} must be a dict, not {options[name]!r}; see storage_options")
@@ -116,10 +127,10 @@ class ObstoreClient(ObjectClient):
             options = _s3_options(options)
         try:
             return from_url(url, **options)
-        except (exceptions.BaseError, TypeError, ValueError) as exc:
+        except (exceptions.BaseError, TypeError, ValueError, OverflowError) as exc:
             raise AiockptError(f"{url}: {self._wording(exc)}; see storage_options") from None
         except BaseException as exc:
-            if type(exc).__name__ != "PanicException":  # which is derived from no other
+            if not _is_panic(exc):
                 raise
             what = "one of its options is of no store; allow_http and the like belong in client_options"
             raise AiockptError(f"{url}: {what} ({self._wording(exc)}); see storage_options") from None
@@ -160,12 +171,18 @@ class ObstoreClient(ObjectClient):
 
     def _wording(self, exc: BaseException) -> str:
         """Return the message of an error without the details, and without credentials."""
-        text = _QUERY.sub(r"\1", str(exc).partition("\n\nDebug source")[0])
+        text, _, details = str(exc).partition("\n\nDebug source")
+        text = _QUERY.sub(r"\1", text)
+        if text.endswith("error sending request") and (cause := _CAUSE.search(details)):
+            text += f" ({cause[1]})"
         if "<Error>" in text:  # S3 also shows what it has signed
             said = [found[1] for name in ("Code", "Message") if (found := re.search(f"<{name}>(.*?)</{name}>", text))]
             text = f"{text.partition('<')[0]}{': '.join(said)}"
         for secret in self._secrets:
-            text = text.replace(secret, "***")
+            # A short one, of a test, is also a part of words.
+            text = re.sub(
+                re.escape(secret) if len(secret) > _SHORT else rf"(?<!\w){re.escape(secret)}(?!\w)", "***", text
+            )
         return " ".join(text.split())
 
     @contextlib.contextmanager
@@ -175,6 +192,11 @@ class ObstoreClient(ObjectClient):
             yield
         except (exceptions.BaseError, FileNotFoundError) as exc:
             raise self._error(key, exc) from None
+        except BaseException as exc:
+            if not _is_panic(exc):
+                raise
+            what = "no request can be made with the endpoint, region or credentials"
+            raise OSError(f"{self._given[0]}/{key}: {what}: {self._wording(exc)}; see storage_options") from None
 
     def _error(self, key: str, exc: Exception) -> OSError:
         text, where = self._wording(exc), f"{self._given[0]}/{key}"

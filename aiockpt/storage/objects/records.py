@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import re
 import secrets
 import time
 from collections import defaultdict
@@ -34,6 +35,7 @@ from aiockpt.storage.objects.commit import (
 )
 from aiockpt.storage.objects.lease import LEASE_NAME, ObjectLease
 
+_NO_NAME = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")  # control characters, and what is no text
 _MOST_FREE = 10_000  # paths that are remembered
 _given_up: set[str] = set()  # tokens of this process, as URLs
 _left: dict[str, _LeftTomb] = {}  # by the URL of the commit object
@@ -81,6 +83,8 @@ class ObjectRecords(SharedStorage):
         names = [name for name in path.removeprefix(self._root).split("/") if name not in ("", ".")]
         if not f"{path}/".startswith(f"{self._root}/") or ".." in names or any(map(ticket_of, names)):
             raise AiockptError(f"{path} is no path of {self._root}")
+        if _NO_NAME.search(path):
+            raise AiockptError(f"{path!r} has characters that no name of an object has")
         return "/".join([self._root, *names])
 
     # --- objects; these block, and raise OSError --------------------------------------------------------------
