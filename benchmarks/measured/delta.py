@@ -80,7 +80,9 @@ def measure(state: State, changing: State, directory: Path, rounds: int) -> list
         for step in range(_WARM_UP + rounds):
             for tensor in (*list(state.values())[::_CHANGED], *changing.values()):
                 tensor += 1
-            for number_of, (series, ckpt) in enumerate(zip(every, checkpointers, strict=True)):
+            turns = list(enumerate(zip(every, checkpointers, strict=True)))
+            # Who comes first finds the disk at rest.
+            for number_of, (series, ckpt) in turns[step % len(turns) :] + turns[: step % len(turns)]:
                 sample = series.save(ckpt, directory / f"{number_of}-{step}")
                 if step >= _WARM_UP:
                     series.runs.samples.append(sample)

@@ -20,6 +20,8 @@ import torch.distributed.checkpoint as dcp
 import aiockpt
 from aiockpt.errors import SaveCancelledError, SaveError, TornSnapshotError
 from aiockpt.planning import layout
+from aiockpt.storage.objects.client import RefusedError
+from tests.places import ServerPath
 from tests.saving.deltas import (
     BUCKET_BYTES,
     OPTIONS,
@@ -31,6 +33,7 @@ from tests.saving.deltas import (
     copied,
     shared_files,
 )
+from tests.server_storage import ServerClient
 from tests.stock import ALONE
 
 pytestmark = [
@@ -353,6 +356,64 @@ def test_a_stock_save_into_a_checkpoint_cannot_change_its_siblings() -> None:
         with checkpointer() as ckpt:
             check(folder / "b", state, ckpt)
             assert ckpt.verify(folder / "b").ok
+
+
+# --- object stores ------------------------------------------------------------------------------------------------
+
+
+def test_in_an_object_store_what_has_not_changed_is_copied_within(
+    server_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, state, sent = ServerPath(f"{server_url}/{tmp_path.name}"), state_of(), []
+    ask, copy = ServerClient.ask, ServerClient.copy
+
+    def counted(self: ServerClient, op: str, key: str, body: Any = b"", **given: Any) -> Any:
+        sent.append(len(body))
+        return ask(self, op, key, body, **given)
+
+    def within(self: ServerClient, key: str, other: str) -> None:
+        copy(self, key, other)
+        sent.append(-self.facts(other).size)  # this client's copy gets the object and puts it
+
+    monkeypatch.setattr(ServerClient, "ask", counted)
+    monkeypatch.setattr(ServerClient, "copy", within)
+    with checkpointer() as ckpt:
+        full = ckpt.save(state, run / "a", base="auto")
+        change(state, 3)
+        sent.clear()
+        delta = ckpt.save(state, run / "b", base="auto")
+        assert sum(sent) < 0.2 * full.nbytes
+        assert delta.bytes_reused == full.nbytes
+        ckpt.delete(run / "a")
+        assert all(torch.equal(ckpt.load(run / "b")[name], tensor) for name, tensor in state.items())
+        assert ckpt.verify(run / "b").ok
+
+
+@pytest.mark.parametrize("harm", ["refused", "gone", "short", "replaced"])
+def test_in_an_object_store_what_cannot_be_copied_is_written(
+    server_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, harm: str
+) -> None:
+    run, state, copy = ServerPath(f"{server_url}/{tmp_path.name}"), state_of(), ServerClient.copy
+
+    def harmed(self: ServerClient, key: str, other: str) -> None:
+        if harm == "refused":
+            raise RefusedError("larger than 5 GB")
+        if harm == "gone":
+            self.delete([key])
+        if harm == "short":
+            self.put(other, b"short")
+        else:
+            copy(self, key, other)
+
+    with checkpointer() as ckpt:
+        ckpt.save(state, run / "a", base="auto")
+        if harm == "replaced":
+            with checkpointer() as another:
+                another.save({name: tensor + 1 for name, tensor in state.items()}, run / "a", overwrite=True)
+        monkeypatch.setattr(ServerClient, "copy", harmed)
+        assert ckpt.save(state, run / "b", base="auto").bytes_reused == 0
+        assert all(torch.equal(ckpt.load(run / "b")[name], tensor) for name, tensor in state.items())
+        assert ckpt.verify(run / "b").ok
 
 
 # --- where there is none --------------------------------------------------------------------------------------
