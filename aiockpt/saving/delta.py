@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import anyio
 
+from aiockpt.core.gc_pause import gc_pause
 from aiockpt.core.spans import span
 from aiockpt.core.threads import SHORT_ITEMS, run_each
 from aiockpt.errors import AiockptError
@@ -142,8 +143,8 @@ class DeltaSave(LocalSave):
         leases = Leases(tools.pool)
 
         def update(view: memoryview, pieces: Sequence[Piece]) -> None:
-            for leaf, start, stop, at in pieces:
-                digests[leaf].update(view[at : at + stop - start])
+            for leaf, start, stop, position in pieces:
+                digests[leaf].update(view[position : position + stop - start])
 
         try:
             for begin in range(0, image.nbytes, step):
@@ -234,6 +235,7 @@ class DeltaSave(LocalSave):
         return leaf in self._hot and self._matched[leaf].hash is None and self._matched[leaf].crc == crc
 
 
+@gc_pause()  # all the items of a base: a collection would look at each
 def _read_contents(path: str, source: Source) -> BaseContents | None:
     """Return what a base stores, and close it. Blocks."""
     try:
