@@ -105,6 +105,12 @@ class ServerClient(ObjectClient):
         for key in keys:
             self.ask("delete", key, only_if=None)
 
+    def copy(self, key: str, other: str) -> None:
+        found = self.get(key)
+        if found is None:
+            raise FileNotFoundError(f"the object {key} is gone")
+        self.put(other, found[1])
+
     def now(self, near: str) -> float:
         return time.time()  # the server is on this host
 

@@ -13,6 +13,7 @@ from aiockpt.format.recognise import is_mark
 from aiockpt.manager.scan import DEFAULT_NAMES, NO_STEP, StepInfo, StepNames, examine, is_set_aside
 from aiockpt.storage.base import Directories, Listing, LookBudget
 from aiockpt.storage.registry import directories_for
+from aiockpt.storage.syscalls import cloned_bytes
 
 _MOST_LEVELS = 8  # of directories that are walked
 
@@ -183,7 +184,17 @@ def shared_bytes(path: str) -> int:
     """Return the bytes of the files of a checkpoint that others have too, by links: its deletion does not free them."""
     try:
         with os.scandir(path) as entries:
-            facts = [entry.stat(follow_symlinks=False) for entry in entries if entry.is_file(follow_symlinks=False)]
+            return sum(_shared(entry) for entry in entries if entry.is_file(follow_symlinks=False))
     except OSError:  # it is one file, in an object store, or gone
         return 0
-    return sum(each.st_size for each in facts if each.st_nlink > 1)
+
+
+def _shared(entry: os.DirEntry[str]) -> int:
+    facts = entry.stat(follow_symlinks=False)
+    if facts.st_nlink > 1:
+        return facts.st_size
+    fd = os.open(entry.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        return cloned_bytes(fd)
+    finally:
+        os.close(fd)

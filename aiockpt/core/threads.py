@@ -238,7 +238,7 @@ def uninterrupted(function: Callable[[], T]) -> T:
     Python calls handlers in the main thread, between any two bytecodes, also within `threading.Thread.start`. So there
     the function runs in another thread: all of it, or if the exception came before that, nothing.
     """
-    if threading.current_thread() is not threading.main_thread():
+    if threading.current_thread() is not threading.main_thread() or sys.is_finalizing():  # no other thread runs then
         return function()
     turn, over = threading.Lock(), threading.Lock()
     ended: list[Future[T]] = []

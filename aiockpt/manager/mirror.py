@@ -470,6 +470,7 @@ class MirrorCopier:
                 info.save_id,
                 workers=workers,
                 limit=self._limit,
+                base=self._base_of(info),
                 check=self._check_lease,
             )
         except CorruptCheckpointError as exc:
@@ -488,6 +489,13 @@ class MirrorCopier:
         self._state.note_copied(info, path)
         self._report(path, result.mirrored_s, result, None)
         self.promises.keep(info.step, result, handle)
+
+    def _base_of(self, info: StepInfo) -> str | None:
+        """Return the path of the step there that shares most files with a step, likely: the one before, or the next."""
+        others = [each for each in self._state.mirror if each.state == "complete" and each.step != info.step]
+        return (
+            min(others, key=lambda each: (each.step > info.step, abs(each.step - info.step))).path if others else None
+        )
 
     async def _give_up(self, waiting: set[str], workers: Workers) -> None:
         """Remove what was copied of steps that have failed, and are left out by now."""

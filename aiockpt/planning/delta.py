@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+from aiockpt.core.gc_pause import gc_pause
 from aiockpt.format.manifest.columnar_index import ItemForm
 from aiockpt.planning.dcp_plan import DcpFormat, DcpLayout, DcpPlan, prefix_of
 from aiockpt.planning.layout import FileImage, Slot
@@ -50,6 +51,7 @@ class AdoptedFiles:
         return sum(facts.nbytes for facts in self.files.values())
 
 
+@gc_pause()
 def match(layout: DcpLayout, base: BaseContents) -> dict[int, BaseItem]:
     """Return the item that the base has of each leaf, if it has the same form there."""
     found: dict[int, BaseItem] = {}
@@ -65,6 +67,7 @@ def match(layout: DcpLayout, base: BaseContents) -> dict[int, BaseItem]:
     return found
 
 
+@gc_pause()
 def choose_files(unchanged: Mapping[int, BaseItem], base: BaseContents, most: int) -> dict[str, list[int]]:
     """Return the files of the base to adopt, at most ``most``, and the leaves in each, by their offset.
 
@@ -83,6 +86,7 @@ def choose_files(unchanged: Mapping[int, BaseItem], base: BaseContents, most: in
     return {file: [leaf for _, leaf in sorted(leaves[file].items())] for file in sorted(chosen)}
 
 
+@gc_pause()
 def adopted_images(
     layout: DcpLayout,
     leaves: Mapping[str, Sequence[int]],

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import anyio
 
+from aiockpt.core.gc_pause import gc_pause
 from aiockpt.core.spans import span
 from aiockpt.core.threads import SHORT_ITEMS, run_each
 from aiockpt.errors import AiockptError
@@ -33,13 +34,17 @@ from aiockpt.planning.delta import (
     lay_out_delta,
     match,
 )
-from aiockpt.planning.layout import Hashing
+from aiockpt.planning.layout import Hashing, lay_out
+from aiockpt.saving.staging_session import Leases, StagerRouter
 from aiockpt.saving.strategy import LocalSave
+from aiockpt.staging.base import Fill
 from aiockpt.staging.hashing import hash_payloads, is_hashable
 
 if TYPE_CHECKING:
-    from aiockpt.core.threads import Workers
-    from aiockpt.planning.planner import Planner, SavePlan
+    from aiockpt.engine.resources import EngineResources
+    from aiockpt.planning.dcp_plan import DcpLayout
+    from aiockpt.planning.layout import Piece
+    from aiockpt.planning.planner import SavePlan
     from aiockpt.saving.job import SaveJob
     from aiockpt.storage.base import Source, Transaction
     from aiockpt.telemetry.saves import SaveResult
@@ -55,9 +60,10 @@ logger = logging.getLogger("aiockpt")
 class DeltaSave(LocalSave):
     """A save of one process that keeps hashes, and shares files with its base."""
 
-    def __init__(self, job: SaveJob, spec: DeltaSpec, planner: Planner, compute: Workers, io: Workers) -> None:
-        super().__init__(job, planner, compute, io)
+    def __init__(self, job: SaveJob, spec: DeltaSpec, tools: EngineResources) -> None:
+        super().__init__(job, tools.planner, tools.copy_workers, tools.io_workers)
         self._spec = spec
+        self._tools = tools
         self._reset()
 
     def _reset(self) -> None:
@@ -104,21 +110,54 @@ class DeltaSave(LocalSave):
         """Return the leaves whose payloads have the hashes of the base."""
         layout, snapshot, hashes = plan.layout, self._job.snapshot, dict[int, str]()
         batches: list[list[int]] = [[]]
+        staged: list[int] = []
         filled = 0
         for leaf, item in kept.items():
-            if is_hashable(layout.specs[leaf]):
-                batches[-1].append(leaf)
-                filled += item.form.nbytes
-                if filled >= _BATCH_BYTES:
-                    filled = 0
-                    batches.append([])
+            if not is_hashable(layout.specs[leaf]):
+                staged.append(leaf)
+                continue
+            batches[-1].append(leaf)
+            filled += item.form.nbytes
+            if filled >= _BATCH_BYTES:
+                filled = 0
+                batches.append([])
 
         async def take(batch: Sequence[int]) -> None:
             hashes.update(await self._compute.run(hash_payloads, batch, snapshot, layout, self._spec.new_hash))
 
-        await run_each(take, [batch for batch in batches if batch], self._compute.count)
+        async def stage(leaves: Sequence[int]) -> None:
+            hashes.update(await self._staged_hashes(layout, leaves))
+
+        count = self._compute.count
+        await run_each(take, [batch for batch in batches if batch], count)
+        await run_each(stage, [staged[first::count] for first in range(min(count, len(staged)))], count)
         self._job.consistency.raise_if_aborted()
         return {leaf: item for leaf, item in kept.items() if hashes.get(leaf) == item.hash}
+
+    async def _staged_hashes(self, layout: DcpLayout, leaves: Sequence[int]) -> dict[int, str]:
+        """Return the hashes of what is on other devices, or has gaps: it is copied to a chunk as if to be written."""
+        tools, image = self._tools, lay_out("", 0, [(leaf, layout.framings[leaf]) for leaf in leaves])
+        digests, step = {leaf: self._spec.new_hash() for leaf in leaves}, tools.pool.chunk_bytes
+        router = StagerRouter(layout, self._job.snapshot, tools.stager_for)
+        tools.growth.reserve(min(image.nbytes, self._compute.count * step))
+        leases = Leases(tools.pool)
+
+        def update(view: memoryview, pieces: Sequence[Piece]) -> None:
+            for leaf, start, stop, position in pieces:
+                digests[leaf].update(view[position : position + stop - start])
+
+        try:
+            for begin in range(0, image.nbytes, step):
+                end = min(begin + step, image.nbytes)
+                await self._job.throttle.acquire(end - begin)
+                lease, pieces = await leases.acquire(), image.pieces(begin, end)
+                (leases.pending[lease],) = await router.issue([Fill(lease.chunk, pieces)])
+                await leases.pending[lease].wait()
+                await self._compute.run(update, lease.chunk.view, pieces)
+                lease.release()
+        finally:
+            await leases.give_back()
+        return {leaf: digest.hexdigest() for leaf, digest in digests.items()}
 
     async def _sharing(self, plan: DcpPlan, base: BaseContents, unchanged: Mapping[int, BaseItem]) -> DcpPlan:
         """Begin the transaction, link files of the base, and lay out the rest."""
@@ -196,6 +235,7 @@ class DeltaSave(LocalSave):
         return leaf in self._hot and self._matched[leaf].hash is None and self._matched[leaf].crc == crc
 
 
+@gc_pause()  # all the items of a base: a collection would look at each
 def _read_contents(path: str, source: Source) -> BaseContents | None:
     """Return what a base stores, and close it. Blocks."""
     try:

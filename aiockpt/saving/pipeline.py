@@ -73,7 +73,7 @@ def _strategy_for(job: SaveJob, tools: EngineResources) -> SaveStrategy:
     if spec.delta is not None:
         from aiockpt.saving.delta import DeltaSave  # imported already, by the thread that has submitted the save
 
-        return DeltaSave(job, spec.delta, tools.planner, tools.copy_workers, tools.io_workers)
+        return DeltaSave(job, spec.delta, tools)
     if isinstance(spec, PartSpec) and spec.call is None:
         return PartSave(job, tools.planner, tools.copy_workers, tools.io_workers)
     if world is None:

@@ -7,9 +7,11 @@ becomes two. The copy appears at once and whole, as a save does.
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import mmap
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
@@ -18,8 +20,10 @@ import anyio
 from isal.isal_zlib import crc32
 
 from aiockpt.core.threads import run_each
-from aiockpt.errors import CheckpointNotFoundError, CorruptCheckpointError, WriteError
+from aiockpt.errors import AiockptError, CheckpointNotFoundError, CorruptCheckpointError, WriteError
+from aiockpt.format.manifest.columnar_index import IndexedEntries
 from aiockpt.format.manifest.manifest import FileFacts, decode_head, facts_in, save_id_of
+from aiockpt.format.manifest.reader import decode_manifest
 from aiockpt.format.names import MANIFEST_NAME, METADATA_NAME
 from aiockpt.telemetry.mirrors import MirrorResult
 
@@ -31,6 +35,8 @@ _CHUNK_BYTES = 16 << 20
 _BUFFERS = 8
 _FILES = 4  # at once
 _DOCUMENTS = (METADATA_NAME, MANIFEST_NAME)
+
+logger = logging.getLogger("aiockpt")
 
 
 class RateLimit:
@@ -76,6 +82,7 @@ async def copy_checkpoint(
     *,
     workers: Workers,
     limit: RateLimit,
+    base: str | None = None,
     check: Callable[[], object] = lambda: None,
 ) -> MirrorResult:
     """Copy a checkpoint that has a manifest, replacing what is at the target.
@@ -90,6 +97,7 @@ async def copy_checkpoint(
         save_id: that of its manifest; see `save_id_of`.
         workers: threads for blocking work.
         limit: how fast to copy.
+        base: the path of another checkpoint at the target, from which files that both have are taken.
         check: called in a thread before the copy is published; may raise.
 
     Raises:
@@ -105,7 +113,11 @@ async def copy_checkpoint(
         try:
             whole = await transaction.whole_files()
             left = {name: facts for name, facts in files.items() if whole.get(name) != facts.nbytes}
+            if base is not None and left and documents:
+                taken = await _taken(target, base, transaction, documents[MANIFEST_NAME], left, workers)
+                left = {name: facts for name, facts in left.items() if name not in taken}
             await _CopyTask(opened, path, transaction, workers, limit).copy(left)
+            await transaction.vouch(files)
             await workers.run(check)
             await transaction.commit(documents)
         except BaseException as exc:
@@ -138,6 +150,68 @@ def _contents(source: Source, path: str, save_id: str) -> tuple[dict[str, bytes]
         if sizes.get(name) != facts.nbytes:  # nor is a name taken that leads out of the checkpoint
             raise CorruptCheckpointError(f"{path} lacks {name}, or a part of it, so it is not copied")
     return documents, files
+
+
+async def _taken(
+    target: Storage,
+    base: str,
+    transaction: Transaction,
+    manifest: bytes,
+    wanted: Mapping[str, FileFacts],
+    workers: Workers,
+) -> set[str]:
+    """Take over files that another checkpoint of the target has too; return their names."""
+    if not _has_reused(manifest):
+        return set()
+    try:
+        opened = await target.open(base, workers=workers)
+        try:
+            its = await workers.run(lambda: opened.read_bytes(MANIFEST_NAME, 0, opened.files.get(MANIFEST_NAME, 0)))
+            names = await workers.run(same_files, manifest, its)
+        finally:
+            with anyio.CancelScope(shield=True):
+                await workers.run(opened.close)
+    except (AiockptError, OSError) as exc:
+        logger.info("%s can't be looked at for files that need not be sent: %s", base, exc)
+        return set()
+    files = {other: (name, wanted[name]) for name, other in names.items() if name in wanted}
+    return {files[other][0] for other in await transaction.adopt(base, files)} if files else set()
+
+
+def _has_reused(manifest: bytes) -> bool:
+    """Return whether a checkpoint shares files with others, where it was saved."""
+    totals = (decode_head(manifest) or {}).get("totals")
+    return isinstance(totals, dict) and bool(totals.get("bytes_reused"))
+
+
+def same_files(manifest: bytes, other: bytes) -> dict[str, str]:
+    """Return the files that another checkpoint has too, with their names there, by both manifests.
+
+    They have the same size and CRC, which alone are no proof, and all their items the same strong hashes there.
+    """
+    places: dict[FileFacts, list[tuple[str, set[tuple[int, int, str | None]]]]] = {}
+    for name, (facts, items) in _items_of(other).items():
+        places.setdefault(facts, []).append((name, items))
+    return {
+        name: its
+        for name, (facts, items) in _items_of(manifest).items()
+        if all(digest is not None for *_, digest in items)
+        for its, its_items in places.get(facts, ())[:1]
+        if items <= its_items
+    }
+
+
+def _items_of(manifest: bytes) -> dict[str, tuple[FileFacts, set[tuple[int, int, str | None]]]]:
+    """Return the facts of each file with hashed items; and of each item the offset, the length, and the hash."""
+    decoded = decode_manifest(manifest)
+    entries = None if decoded.index is None else decoded.index.entries
+    if not isinstance(entries, IndexedEntries) or entries.hash_of is None:
+        return {}
+    items: defaultdict[str, set[tuple[int, int, str | None]]] = defaultdict(set)
+    columns = (entries.file_of, entries.offset_of, entries.length_of)
+    for file, *item in zip(*(column.tolist() for column in columns), entries.hash_of, strict=True):
+        items[entries.files[file]].add(tuple(item))
+    return {name: (decoded.files[name], its) for name, its in items.items() if name in decoded.files}
 
 
 class _CopyTask:

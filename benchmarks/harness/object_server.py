@@ -239,7 +239,7 @@ class _Talk(socketserver.BaseRequestHandler):
         store = self.server.store
         if key.startswith("no-bucket"):
             return 404, {}, _xml("Error", Code="NoSuchBucket")
-        if source := headers.get("x-amz-copy-source"):
+        if source := headers.get("x-amz-copy-source") or headers.get("x-goog-copy-source"):
             found = store.objects.get(urllib.parse.unquote(source).lstrip("/"))
             if found is None:
                 return 404, {}, _xml("Error", Code="NoSuchKey")

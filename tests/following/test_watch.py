@@ -292,6 +292,22 @@ def test_a_writer_that_is_killed(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "run")  # with the directories that the dead ones have left
 
 
+LEFT_OPEN = textwrap.dedent(
+    """
+    import sys, aiockpt
+    versions = iter(aiockpt.watch_sync(sys.argv[1]))
+    print(next(versions).step)
+    """
+)
+
+
+def test_a_program_ends_whose_iterator_is_left_open(run: aiockpt.SyncCheckpointManager) -> None:
+    """The interpreter closes it when no other thread runs any more."""
+    run.save(1, state_of(1))
+    command = [sys.executable, "-c", LEFT_OPEN, str(run.directory)]
+    assert subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stdout == "1\n"
+
+
 # --- asyncio ------------------------------------------------------------------------------------------------
 
 

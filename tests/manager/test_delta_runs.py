@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from aiockpt.cli.ls import ls
 from aiockpt.cli.removing import prune
 from aiockpt.manager.scan import StepNames
 from aiockpt.planning import layout
-from tests.saving.deltas import BUCKET_BYTES, OPTIONS, State, check, copied, shared_files
+from aiockpt.storage.copying import same_files
+from tests.saving.deltas import BUCKET_BYTES, OPTIONS, State, check, copied
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
@@ -58,16 +60,33 @@ def test_a_restarted_run_shares_files_with_the_step_that_it_restores(tmp_path: P
         check(Path(run.path_of(2)), state_of(2), run.checkpointer)
 
 
-def test_a_mirror_gets_each_step_whole(tmp_path: Path) -> None:
-    with run_of(tmp_path / "run", mirror=tmp_path / "mirror") as run:
-        for step in (1, 2, 3):
-            run.submit(step, state_of(step)).mirrored.result(60)
-    for step in (1, 2, 3):
-        (path,) = (tmp_path / "mirror").glob(f"step-*{step}")
-        assert shared_files(tmp_path / "run" / path.name)
-        assert not shared_files(path)
-        with aiockpt.SyncCheckpointer() as ckpt:
-            check(path, state_of(step), ckpt)
+@pytest.mark.parametrize("keep", [1, 9], ids=["base deleted here", "all kept"])
+def test_what_steps_share_is_sent_to_a_mirror_once(tmp_path: Path, anywhere: Any, keep: int) -> None:
+    there = anywhere / "mirror"
+    with run_of(
+        tmp_path / "run", mirror=aiockpt.Mirror(there, keep=aiockpt.KeepLatest(9)), keep=aiockpt.KeepLatest(keep)
+    ) as run:
+        results = [run.submit(step, state_of(step)).mirrored.result(60) for step in (1, 2, 3)]
+    assert results[0].sent_bytes == results[0].nbytes
+    assert all(result.sent_bytes < 0.2 * result.nbytes for result in results[1:])
+    with aiockpt.SyncCheckpointer(**OPTIONS) as ckpt:
+        for step in (1, 2, 3):  # none needs an earlier one
+            path = results[step - 1].path
+            assert all(torch.equal(ckpt.load(path)[name], tensor) for name, tensor in state_of(step).items())
+            assert ckpt.verify(path).ok
+            ckpt.delete(path)
+
+
+def test_a_crc_alone_is_no_proof_that_a_mirror_has_a_file(tmp_path: Path) -> None:
+    with aiockpt.SyncCheckpointer(**OPTIONS) as ckpt:
+        for name in "abcd":
+            ckpt.save(state_of(0), tmp_path / name, hashes=name in "cd")
+    a, b, c, d = ((tmp_path / name / ".aiockpt.json").read_bytes() for name in "abcd")
+    files = {each.name for each in (tmp_path / "c").glob("*.distcp")}
+    assert same_files(c, d) == {name: name for name in files}
+    assert not same_files(a, b)
+    assert not same_files(c, a)
+    assert not same_files(a, c)
 
 
 def test_several_hosts_disks_are_refused(tmp_path: Path) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import stat
+import subprocess
 import tempfile
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,8 +20,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import aiockpt
+from aiockpt.cli.found import shared_bytes
 from aiockpt.errors import SaveCancelledError, SaveError, TornSnapshotError
 from aiockpt.planning import layout
+from aiockpt.storage.objects.client import RefusedError
+from tests.places import ServerPath
 from tests.saving.deltas import (
     BUCKET_BYTES,
     OPTIONS,
@@ -29,8 +34,10 @@ from tests.saving.deltas import (
     as_user,
     check,
     copied,
+    load_by_stock,
     shared_files,
 )
+from tests.server_storage import ServerClient
 from tests.stock import ALONE
 
 pytestmark = [
@@ -353,6 +360,108 @@ def test_a_stock_save_into_a_checkpoint_cannot_change_its_siblings() -> None:
         with checkpointer() as ckpt:
             check(folder / "b", state, ckpt)
             assert ckpt.verify(folder / "b").ok
+
+
+# --- reflinks ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["xfs -q -m reflink=1", "btrfs -q"], ids=["xfs", "btrfs"])
+def with_reflinks(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    """Return a directory of a file system that has reflinks, where one can be mounted."""
+    kind, *options = request.param.split()
+    image, folder = tmp_path / "image", tmp_path / "mounted"
+    if os.getuid() or shutil.which(f"mkfs.{kind}") is None:
+        pytest.skip(f"needs root and mkfs.{kind}")
+    folder.mkdir()
+    with image.open("wb") as file:
+        file.truncate(400 << 20)
+    subprocess.run([f"mkfs.{kind}", *options, image], check=True, capture_output=True)
+    if subprocess.run(["mount", "-o", "loop", image, folder], check=False, capture_output=True).returncode:
+        pytest.skip("needs loop mounts")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+@pytest.mark.slow
+def test_where_there_are_reflinks_who_writes_in_place_changes_one_checkpoint_alone(with_reflinks: Path) -> None:
+    state, others = state_of(40), {name: tensor + 1 for name, tensor in state_of(40).items()}
+    a, b, c = (with_reflinks / name for name in "abc")
+    with checkpointer() as ckpt:
+        full = ckpt.save(state, a, base="auto")
+        assert ckpt.save(state, b, base="auto").bytes_reused == full.nbytes
+        (a / "__0_0.distcp").chmod(0o444)  # nor does its mode matter
+        assert ckpt.save(state, c, base="auto").bytes_reused == full.nbytes
+        for path in (a, b, c):
+            assert not shared_files(path)  # no links
+            assert all(each.stat().st_mode & stat.S_IWUSR for each in path.iterdir() if each.name != "__0_0.distcp")
+        assert shared_bytes(str(b)) >= 0.9 * full.nbytes
+        with warnings.catch_warnings(action="ignore"):
+            dcp.save(others, checkpoint_id=b, **ALONE)  # as root, too
+        check(a, state, ckpt)
+        check(c, state, ckpt)
+        assert ckpt.verify(a).ok
+        assert ckpt.verify(c).ok
+        assert all(torch.equal(tensor, others[name]) for name, tensor in load_by_stock(b, others).items())
+        ckpt.delete(a)
+        check(c, state, ckpt)
+
+
+# --- object stores ------------------------------------------------------------------------------------------------
+
+
+def test_in_an_object_store_what_has_not_changed_is_copied_within(
+    server_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, state, sent = ServerPath(f"{server_url}/{tmp_path.name}"), state_of(), []
+    ask, copy = ServerClient.ask, ServerClient.copy
+
+    def counted(self: ServerClient, op: str, key: str, body: Any = b"", **given: Any) -> Any:
+        sent.append(len(body))
+        return ask(self, op, key, body, **given)
+
+    def within(self: ServerClient, key: str, other: str) -> None:
+        copy(self, key, other)
+        sent.append(-self.facts(other).size)  # this client's copy gets the object and puts it
+
+    monkeypatch.setattr(ServerClient, "ask", counted)
+    monkeypatch.setattr(ServerClient, "copy", within)
+    with checkpointer() as ckpt:
+        full = ckpt.save(state, run / "a", base="auto")
+        change(state, 3)
+        sent.clear()
+        delta = ckpt.save(state, run / "b", base="auto")
+        assert sum(sent) < 0.2 * full.nbytes
+        assert delta.bytes_reused == full.nbytes
+        ckpt.delete(run / "a")
+        assert all(torch.equal(ckpt.load(run / "b")[name], tensor) for name, tensor in state.items())
+        assert ckpt.verify(run / "b").ok
+
+
+@pytest.mark.parametrize("harm", ["refused", "gone", "short", "replaced"])
+def test_in_an_object_store_what_cannot_be_copied_is_written(
+    server_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, harm: str
+) -> None:
+    run, state, copy = ServerPath(f"{server_url}/{tmp_path.name}"), state_of(), ServerClient.copy
+
+    def harmed(self: ServerClient, key: str, other: str) -> None:
+        if harm == "refused":
+            raise RefusedError("larger than 5 GB")
+        if harm == "gone":
+            self.delete([key])
+        if harm == "short":
+            self.put(other, b"short")
+        else:
+            copy(self, key, other)
+
+    with checkpointer() as ckpt:
+        ckpt.save(state, run / "a", base="auto")
+        if harm == "replaced":
+            with checkpointer() as another:
+                another.save({name: tensor + 1 for name, tensor in state.items()}, run / "a", overwrite=True)
+        monkeypatch.setattr(ServerClient, "copy", harmed)
+        assert ckpt.save(state, run / "b", base="auto").bytes_reused == 0
+        assert all(torch.equal(ckpt.load(run / "b")[name], tensor) for name, tensor in state.items())
+        assert ckpt.verify(run / "b").ok
 
 
 # --- where there is none --------------------------------------------------------------------------------------

@@ -83,6 +83,12 @@ async def cleans_the_living(self, directory, *, older_than_s=None, workers):
     return []
 
 
+def moves_the_file(source, target, *_: Any, **__: Any) -> bool:
+    if found := os.path.exists(source):
+        os.rename(source, target)
+    return found
+
+
 def anything_goes(*_: Any, **__: Any) -> None:
     pass
 
@@ -262,6 +268,7 @@ BROKEN: list[tuple[Any, str, Any, str, dict[str, Any]]] = [
     ),
     (LocalTransaction, "revoke", anything_goes, "a_revoked_commit_fails_unless_it_has_won", {}),
     (Transaction, "commit", publishes_in_two_steps, CANCELLED, {**CUT, "step": "commit"}),
+    (local_transaction, "adopt", moves_the_file, "files_of_another_checkpoint_are_taken_over", {"ends": "commit"}),
     (local_transaction, "remove_own", anything_goes, CANCELLED, {**CUT, "step": "create"}),
     (LocalSink, "write", leaves_a_thread, CANCELLED, {**CUT, "step": "write"}),
     (Transaction, "commit", sleeps_on_the_loop, "the_loop_is_not_blocked", {}),

@@ -1,7 +1,8 @@
-"""Files that a checkpoint shares with an earlier one: hard links, made only to bytes that are known. All this blocks.
+"""Files that a checkpoint shares with an earlier one, made only of bytes that are known. All this blocks.
 
-A shared file is read-only: what writes to it in place, as torch's own `dcp.save` does into an existing directory, would
-change all checkpoints that have it. So it fails, unless it is run by root.
+Where the file system has them they are reflinks: files of their own, whose blocks are shared until somebody writes to
+one. Elsewhere they are hard links, and read-only: what writes to one in place, as torch's own `dcp.save` does into an
+existing directory, would change all checkpoints that have it. So it fails, unless it is run by root.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from isal.isal_zlib import crc32
 
 from aiockpt.storage.local.entries import open_regular
 from aiockpt.storage.local.retries import sync_fd
-from aiockpt.storage.syscalls import Identity, identity
+from aiockpt.storage.local.sink import FILE_MODE
+from aiockpt.storage.syscalls import Identity, clone, identity
 
 if TYPE_CHECKING:
     from aiockpt.format.manifest.manifest import FileFacts
@@ -38,6 +40,7 @@ class KnownFiles:
     def __init__(self) -> None:
         self._facts: dict[Identity, tuple[int, int, int]] = {}  # size, time of modification, CRC
         self._lock = Lock()
+        self.without_clones: set[int] = set()  # devices whose file systems have no reflinks
 
     def note(self, found: os.stat_result, crc: int) -> None:
         """Note the CRC of a file."""
@@ -66,6 +69,8 @@ def adopt(source: str, target: str, facts: FileFacts, known: KnownFiles, *, fsyn
                 logger.info("%s is not as its checkpoint says, so it is not shared, but written anew", source)
                 return False
             found = os.fstat(fd)
+            if _clone(fd, found, target, facts, known, fsync=fsync):
+                return True
             if found.st_mode & _WRITABLE:
                 os.fchmod(fd, stat.S_IMODE(found.st_mode) & ~_WRITABLE)
             try:
@@ -88,6 +93,29 @@ def adopt(source: str, target: str, facts: FileFacts, known: KnownFiles, *, fsyn
         logger.info("%s can't be shared, so it is written anew: %s", source, exc)
         return False
     return is_shared
+
+
+def _clone(fd: int, found: os.stat_result, target: str, facts: FileFacts, known: KnownFiles, *, fsync: bool) -> bool:
+    """Make a file that shares the blocks of an open one, where the file system can; return whether it is there."""
+    if found.st_dev in known.without_clones:
+        return False
+    own = os.open(target, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
+    try:
+        is_cloned, target_dev = clone(fd, own), os.fstat(own).st_dev
+        if is_cloned:
+            if fsync:
+                sync_fd(own)
+            known.note(os.fstat(own), facts.crc)
+    except BaseException:
+        os.unlink(target)
+        raise
+    finally:
+        os.close(own)
+    if not is_cloned:
+        os.unlink(target)
+        if target_dev == found.st_dev:
+            known.without_clones.add(target_dev)
+    return is_cloned
 
 
 def vouch(path: str, facts: FileFacts, known: KnownFiles) -> None:

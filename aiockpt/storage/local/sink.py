@@ -23,7 +23,7 @@ from aiockpt.storage.local.retries import Repeater, sync_fd
 from aiockpt.storage.syscalls import allocate
 
 _DIRECT_MIN_BYTES = 1 << 20
-_FILE_MODE = 0o664  # less the umask; never writable for others
+FILE_MODE = 0o664  # less the umask; never writable for others
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
 _PART_FLAGS = os.O_WRONLY | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0)
 _NEW_FLAGS = _PART_FLAGS | os.O_CREAT | os.O_EXCL  # what is there already was made by another process
@@ -77,13 +77,13 @@ class LocalSink(FileSink):
         # A file or a link that is there already was made by another process: it must not be written to.
         flags |= os.O_EXCL | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0)
         try:
-            return os.open(path, flags | (_O_DIRECT if self._direct else 0), _FILE_MODE)
+            return os.open(path, flags | (_O_DIRECT if self._direct else 0), FILE_MODE)
         except OSError as exc:
             if not self._direct or exc.errno != errno.EINVAL:
                 raise
         self._direct = False
         # Some file systems create the file before they refuse direct I/O.
-        return os.open(path, flags & ~os.O_EXCL, _FILE_MODE)
+        return os.open(path, flags & ~os.O_EXCL, FILE_MODE)
 
     async def _is_not_there(self) -> bool:
         return not await self._workers.run(os.path.lexists, self.path)
@@ -158,7 +158,7 @@ def write_small(file: NewFile, data: bytes | bytearray | memoryview) -> None:
     """Create, write, sync and close a file. Blocks; if it fails, the file is removed, so that it can be tried again."""
     step, rest = "create", memoryview(data)
     try:
-        fd = os.open(file.path, _NEW_FLAGS, _FILE_MODE)
+        fd = os.open(file.path, _NEW_FLAGS, FILE_MODE)
         try:
             try:
                 if len(rest) >= _DIRECT_MIN_BYTES:  # so that a full disk fails at once
@@ -204,7 +204,7 @@ class LocalPartSink(PartSink):
 
     def _reserve(self, nbytes: int) -> None:
         # Not O_EXCL: a failed attempt may have made it, and no other process knows the directory yet.
-        fd = os.open(self.path, _PART_FLAGS | os.O_CREAT, _FILE_MODE)
+        fd = os.open(self.path, _PART_FLAGS | os.O_CREAT, FILE_MODE)
         try:
             os.ftruncate(fd, nbytes)
             if nbytes >= _DIRECT_MIN_BYTES:

@@ -162,6 +162,15 @@ class ObjectClient(ABC):
     def sink(self, key: str, nbytes: int | None, workers: Workers, *, held: bool = False) -> ObjectSink:
         """Return a sink for an object of this size, None if it is not known; ``held``: see `ObjectSink.appear`."""
 
+    def copy(self, key: str, other: str) -> None:
+        """Copy an object to another name, within the store.
+
+        Raises:
+            FileNotFoundError: it does not exist.
+            OSError: it was not copied; some stores can't, or not one of this size.
+        """
+        raise RefusedError(f"{type(self).__name__} does not copy objects")
+
     # --- made of these ----------------------------------------------------------------------------------
 
     def facts(self, key: str) -> ObjectFacts | None:

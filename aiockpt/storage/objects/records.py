@@ -63,7 +63,7 @@ class _LeftTomb:
 class ObjectRecords(SharedStorage):
     """The commits of all paths, and the requests that change them; the lower half of `ObjectStorage`."""
 
-    traits = Traits(removal_s=2.0)  # if the store does not answer, a thread can't be interrupted
+    traits = Traits(adopts=True, removal_s=2.0)  # if the store does not answer, a thread can't be interrupted
 
     def __init__(self, root: str, objects: ObjectClient, *, grace_s: float = 600.0, conditions: str = "on") -> None:
         if conditions not in ("on", "off"):

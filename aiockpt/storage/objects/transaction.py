@@ -7,11 +7,11 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from aiockpt.core.threads import outlast
+from aiockpt.core.threads import outlast, run_each
 from aiockpt.errors import (
     AiockptError,
     CheckpointExistsError,
@@ -21,13 +21,16 @@ from aiockpt.errors import (
     RunLockedError,
     WriteError,
 )
-from aiockpt.storage.base import NO_DOCUMENTS, Document, FileSink, SharedTransaction, Stamp, Status
+from aiockpt.format.manifest.manifest import FileFacts, decode_head, facts_in
+from aiockpt.format.names import MANIFEST_NAME
+from aiockpt.storage.base import NO_DOCUMENTS, Document, FileSink, LookBudget, SharedTransaction, Stamp, Status
 from aiockpt.storage.faults import errors
 from aiockpt.storage.local.temp_dir import new_ticket, read_ticket, this_process
 from aiockpt.storage.objects import cleaning
 from aiockpt.storage.objects.cleaning import token_name
 from aiockpt.storage.objects.client import REFUSALS, ConditionError, NotSentError, ObjectSink
 from aiockpt.storage.objects.commit import COMMIT_NAME, FILES, Claim, Commit, Tomb, encode_commit
+from aiockpt.storage.objects.reading import Documents, ObjectListing
 from aiockpt.storage.objects.records import is_taken
 
 if TYPE_CHECKING:
@@ -172,6 +175,44 @@ class ObjectTransaction(SharedTransaction):
                 await super().write_files({name: data})
                 continue
             await self._run(self._objects.put, self._file(name), data)
+
+    async def adopt(self, path: str, files: Mapping[str, tuple[str, FileFacts]]) -> Collection[str]:
+        """Copy objects of another checkpoint within the store, which never change, by the facts in its manifest."""
+
+        def look() -> Mapping[str, str]:
+            its = self._storage.resolve(path)
+            with ObjectListing(self._storage, Documents(self._objects), its, LookBudget()) as listing:
+                manifest = listing.fetch(MANIFEST_NAME, 0, listing.files.get(MANIFEST_NAME, 0))
+                known = facts_in(decode_head(manifest) or {}) or {}
+                return {name: listing.keys[name][0] for name, (_, facts) in files.items() if known.get(name) == facts}
+
+        adopted = set[str]()
+
+        async def take(name: str) -> None:
+            new, facts = files[name]
+            if await self._run(self._take, keys[name], self._file(new), facts.nbytes):
+                adopted.add(name)
+
+        try:
+            keys = await self._workers.run(look)
+        except (AiockptError, OSError, KeyError) as exc:
+            logger.info("%s can't be shared with %s, which is written anew: %s", path, self._path, exc)
+            return ()
+        await run_each(take, list(keys), self._workers.count)
+        return adopted
+
+    def _take(self, key: str, own: str, nbytes: int) -> bool:
+        """Copy an object; return whether it is there as a whole."""
+        try:
+            self._objects.copy(key, own)
+            copied = self._objects.facts(own)
+        except OSError as exc:  # it was removed; the store can't copy it, as S3 not more than 5 GB at once
+            logger.info("%s can't be copied within the store, so it is written anew: %s", key, exc)
+            copied = None
+        if copied is not None and copied.size == nbytes:
+            return True
+        self._objects.delete([own])
+        return False
 
     async def sizes(self) -> Mapping[str, int]:
         found = await self._run(self._objects.below, f"{self._token}{FILES}")

@@ -11,8 +11,11 @@ import threading
 from pathlib import Path
 
 import pytest
+from isal.isal_zlib import crc32
 
 from aiockpt.errors import CheckpointNotFoundError, CorruptCheckpointError, DeleteError, LoadError, SaveError
+from aiockpt.format.manifest.manifest import FileFacts, Manifest, encode_manifest
+from aiockpt.format.names import MANIFEST_NAME
 from aiockpt.testing.conformance.suite import (
     BLOCK_BYTES,
     DATA,
@@ -44,6 +47,34 @@ class FileTests(Suite):
         data = data_of(nbytes)
         await place.save({DATA: data, METADATA: WHOLE}, announced=announced)
         assert await place.contents() == {DATA: data, METADATA: WHOLE}
+
+    @pytest.mark.parametrize("ends", ["commit", "abort", "copy"])
+    @on_a_loop("adopts")
+    async def test_files_of_another_checkpoint_are_taken_over(self, ends: str, place: StoragePath) -> None:
+        """They are files of both checkpoints: neither deleting nor aborting one changes the other."""
+        files = {DATA: data_of(3 * WRITE_BYTES + 5), MORE: data_of(5000, seed=1), METADATA: WHOLE}
+        base, facts = place.named("base"), {name: FileFacts(len(data), crc32(data)) for name, data in files.items()}
+        whole = {**files, MANIFEST_NAME: encode_manifest(Manifest("", "", files=facts))}
+        await base.save(whole)
+        taken, other = "__0_7.distcp", FileFacts(5000, facts[MORE].crc ^ 1)
+        wanted = {DATA: (taken, facts[DATA]), MORE: (MORE, other), "__9_9.distcp": ("__9_9.distcp", facts[DATA])}
+        storage, path, workers = place.storage, place.path, place.workers
+        save = storage.resume(path, "0123456789abcdef", workers=workers) if ends == "copy" else place.begin()
+        transaction = await save
+        assert [*await transaction.adopt(base.path, wanted)] == [DATA]
+        assert not await transaction.adopt(place.path_for("absent"), {DATA: ("__0_8.distcp", facts[DATA])})
+        await write(transaction, MORE, b"own")
+        if ends == "abort":
+            await transaction.abort()
+            assert (await place.found(), await base.contents()) == (None, whole)
+            return
+        await transaction.vouch({taken: facts[DATA]})
+        documents = {METADATA: metadata_of("new", taken)}
+        await transaction.commit(documents)
+        both = await place.contents(), await base.contents()
+        assert both == ({taken: files[DATA], MORE: b"own", **documents}, whole)
+        await base.delete()
+        assert await place.contents() == both[0]
 
     @on_a_loop()
     async def test_files_are_written_at_the_same_time(self, place: StoragePath) -> None:
