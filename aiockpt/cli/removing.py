@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,7 +13,7 @@ import typer
 
 import aiockpt
 from aiockpt.cli.app import Code, CommandError, report
-from aiockpt.cli.found import find, shared_bytes
+from aiockpt.cli.found import find
 from aiockpt.cli.output import console, print_json, print_table, shown, size_text
 from aiockpt.errors import AiockptError
 from aiockpt.format.names import HIDDEN
@@ -88,7 +89,7 @@ def prune(
         infos = scan(directory, names=names)  # again: no manager starts between this list and the deletions
         _check(directory, infos, policies, names)
         policy, now = KeepAny(tuple(policies)), time.time()
-        shared = {info.step: shared_bytes(info.path) for info in infos}
+        shared = {info.step: _shared_bytes(info.path) for info in infos}
         doomed = to_delete(policy, infos, now)
         fates = [] if dry_run else list(_deleted([info.path for info in doomed]))
     finally:
@@ -114,6 +115,16 @@ def prune(
     else:
         _print(records, "would be removed" if dry_run else "removed")
     return Code.FAILED if failed else Code.FINE
+
+
+def _shared_bytes(path: str) -> int:
+    """Return the bytes of the files of a checkpoint that others have too, by links: its deletion does not free them."""
+    try:
+        with os.scandir(path) as entries:
+            facts = [entry.stat(follow_symlinks=False) for entry in entries if entry.is_file(follow_symlinks=False)]
+    except OSError:  # it is one file, in an object store, or gone
+        return 0
+    return sum(each.st_size for each in facts if each.st_nlink > 1)
 
 
 def _reasons(info: StepInfo, kept: Mapping[int, Sequence[str]], failed: AbstractSet[int]) -> Sequence[str]:

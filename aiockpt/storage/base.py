@@ -400,6 +400,7 @@ class Listing(ABC):
         others: the names of everything else, such as pipes.
         changed_s: when something was changed there last, in seconds as in `time.time`.
         stamp: changes whenever a file at the top does.
+        shared_bytes: of its files at the top, those that have further names, by links: a deletion does not free them.
     """
 
     path: str
@@ -409,6 +410,7 @@ class Listing(ABC):
     others: list[str]
     changed_s: float
     stamp: Stamp
+    shared_bytes: int = 0
 
     @property
     def top(self) -> list[str]:

@@ -104,7 +104,10 @@ class LocalListing(Listing):
                     if entry.is_dir():
                         self.folders.append(entry.name)
                     else:
-                        self._add_file(entry.name, entry.stat(), marks)
+                        facts = entry.stat()
+                        self._add_file(entry.name, facts, marks)
+                        if facts.st_nlink > 1 and stat.S_ISREG(facts.st_mode) and not entry.is_symlink():
+                            self.shared_bytes += facts.st_size
                 except OSError:  # a link to nowhere or to itself, or removed meanwhile
                     self.others.append(entry.name)
 
@@ -137,11 +140,12 @@ class LocalListing(Listing):
 
     def fetch(self, name: str, offset: int, length: int) -> bytes:
         """Return bytes of a file; raise OSError if it is no regular file, or is outside."""
-        fd = open_regular(name, self._fd)
+        fd, is_plain = self._open(name)
         try:
-            path = os.path.join(self.path, name)
-            if not self.is_file and not is_inside(path_of_fd(fd, path), homes_of(self._fd, self.path)):
-                if self._is_moved():  # as by a deletion, between the two looks
+            # What is no link is inside, unless it is being deleted: its directory is renamed first.
+            if not (os.path.exists(self.path) if is_plain else self._holds(fd, name)):
+                path = os.path.join(self.path, name)
+                if is_plain or self._is_moved():  # as by a deletion, between the two looks
                     raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
                 raise OSError(errno.EXDEV, "it is a link that leads out of the checkpoint", path)
             parts = []
@@ -151,6 +155,17 @@ class LocalListing(Listing):
             return b"".join(parts)
         finally:
             os.close(fd)
+
+    def _open(self, name: str) -> tuple[int, bool]:
+        try:
+            return open_regular(name, self._fd, flags=os.O_NOFOLLOW), "/" not in name
+        except OSError as exc:
+            if exc.errno != errno.ELOOP:
+                raise
+            return open_regular(name, self._fd), self.is_file
+
+    def _holds(self, fd: int, name: str) -> bool:
+        return is_inside(path_of_fd(fd, os.path.join(self.path, name)), homes_of(self._fd, self.path))
 
     def _is_moved(self) -> bool:
         try:
