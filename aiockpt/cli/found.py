@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
@@ -13,7 +12,6 @@ from aiockpt.format.recognise import is_mark
 from aiockpt.manager.scan import DEFAULT_NAMES, NO_STEP, StepInfo, StepNames, examine, is_set_aside
 from aiockpt.storage.base import Directories, Listing, LookBudget
 from aiockpt.storage.registry import directories_for
-from aiockpt.storage.syscalls import cloned_bytes
 
 _MOST_LEVELS = 8  # of directories that are walked
 
@@ -28,12 +26,14 @@ class Found:
             "unfinished" as well for what a save has left.
         format: its format; empty if that is not known.
         kept_by: the policies that keep the step.
+        shared_bytes: those of its files that others have too, by links: its deletion does not free them.
     """
 
     name: str
     info: StepInfo
     format: Format = ""
     kept_by: tuple[str, ...] = ()
+    shared_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,7 +157,7 @@ def _examined(
         return about, None
     if is_set_aside(name):
         info = replace(info, state="damaged", problem=info.problem or "a manager has set it aside as damaged")
-    return about, Found(name=name, info=info, format=about.format)
+    return about, Found(name=name, info=info, format=about.format, shared_bytes=listing.shared_bytes)
 
 
 def _unreadable_step(step: int | None, name: str, path: str, changed_s: float, error: OSError) -> Found | None:
@@ -177,24 +177,5 @@ def _leftover(problem: str, name: str, listing: Listing) -> Found:
     return Found(
         name=name,
         info=StepInfo(NO_STEP, listing.path, "unfinished", nbytes, listing.changed_s, problem=problem),
+        shared_bytes=listing.shared_bytes,
     )
-
-
-def shared_bytes(path: str) -> int:
-    """Return the bytes of the files of a checkpoint that others have too, by links: its deletion does not free them."""
-    try:
-        with os.scandir(path) as entries:
-            return sum(_shared(entry) for entry in entries if entry.is_file(follow_symlinks=False))
-    except OSError:  # it is one file, in an object store, or gone
-        return 0
-
-
-def _shared(entry: os.DirEntry[str]) -> int:
-    facts = entry.stat(follow_symlinks=False)
-    if facts.st_nlink > 1:
-        return facts.st_size
-    fd = os.open(entry.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        return cloned_bytes(fd)
-    finally:
-        os.close(fd)

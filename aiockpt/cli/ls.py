@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.text import Text
 
-from aiockpt.cli.found import Found, look_into, shared_bytes
+from aiockpt.cli.found import Found, look_into
 from aiockpt.cli.keeping import noted_policy
 from aiockpt.cli.output import console, print_json, print_table, shown, size_text
 from aiockpt.core.wording import time_text
@@ -103,13 +103,13 @@ def _print(place: Directories, found: Sequence[Found], there: Mapping[int, StepI
 
 def _row(place: Directories, found: Found, form: str, mirror: str) -> list[str | Text]:
     metrics = ", ".join(f"{shown(name)} {value:.5g}" for name, value in found.info.metrics.items())
-    name, shared = _short(found.name), shared_bytes(found.info.path)
+    name, shared = _short(found.name), found.shared_bytes
     if (target := place.link(found.info.path)) is not None:
         name += f" -> {shown(target)}"
     return [
         name,
         Text(found.info.state, style=_STYLES[found.info.state]),
-        Text(mirror, style=_STYLES.get(mirror, "")),
+        Text(mirror, style=_STYLES.get(mirror, "")) if mirror else "",
         form,
         size_text(found.info.nbytes),
         size_text(shared) if shared else "",
@@ -131,7 +131,7 @@ def _record(found: Found) -> dict[str, Any]:
         "state": found.info.state,
         "format": found.format,
         "bytes": found.info.nbytes,
-        "shared_bytes": shared_bytes(found.info.path),
+        "shared_bytes": found.shared_bytes,
         "saved": _iso(found.info.time),
         "step": None if found.info.step == NO_STEP else found.info.step,
         "metrics": dict(found.info.metrics),

@@ -51,7 +51,11 @@ def print_table(titles: Sequence[str], rows: Sequence[Sequence[str | Text]]) -> 
     right = [titles[at].startswith(">") for at in filled]
     if not out.is_terminal:  # there is one band; rich would take half of the time of a long list
         heads = [titles[at].removeprefix(">") for at in filled]
-        table = [heads, *([strip_control_codes(str(row[at])) for at in filled] for row in rows)]
+        texts_of = ([str(row[at]) for at in filled] for row in rows)
+        table = [
+            heads,
+            *([cell if cell.isprintable() else strip_control_codes(cell) for cell in texts] for texts in texts_of),
+        ]
         sizes = [max(map(cell_len, column)) for column in zip(*table, strict=True)]
         for texts in table:
             gaps = [" " * (size - cell_len(text)) for text, size in zip(texts, sizes, strict=True)]

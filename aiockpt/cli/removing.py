@@ -12,12 +12,13 @@ import typer
 
 import aiockpt
 from aiockpt.cli.app import Code, CommandError, report
-from aiockpt.cli.found import find, shared_bytes
+from aiockpt.cli.found import find
 from aiockpt.cli.output import console, print_json, print_table, shown, size_text
 from aiockpt.errors import AiockptError
 from aiockpt.format.names import HIDDEN
 from aiockpt.manager.policies import KeepAny, KeepPolicy, select, to_delete
 from aiockpt.manager.scan import StepInfo, StepNames, scan
+from aiockpt.storage.base import Directories
 from aiockpt.storage.registry import directories_for
 
 
@@ -88,7 +89,7 @@ def prune(
         infos = scan(directory, names=names)  # again: no manager starts between this list and the deletions
         _check(directory, infos, policies, names)
         policy, now = KeepAny(tuple(policies)), time.time()
-        shared = {info.step: shared_bytes(info.path) for info in infos}
+        shared = {info.step: _shared_bytes(place, info.path) for info in infos}
         doomed = to_delete(policy, infos, now)
         fates = [] if dry_run else list(_deleted([info.path for info in doomed]))
     finally:
@@ -114,6 +115,14 @@ def prune(
     else:
         _print(records, "would be removed" if dry_run else "removed")
     return Code.FAILED if failed else Code.FINE
+
+
+def _shared_bytes(place: Directories, path: str) -> int:
+    try:
+        with place.look(path) as listing:
+            return listing.shared_bytes
+    except (OSError, AiockptError):  # it is gone
+        return 0
 
 
 def _reasons(info: StepInfo, kept: Mapping[int, Sequence[str]], failed: AbstractSet[int]) -> Sequence[str]:

@@ -164,11 +164,14 @@ class PoolSizer:
         self._files = files  # each of which may end in a chunk of its own
         self._bounded = bounded  # by the caller's staging_bytes
         self._is_unwanted = is_unwanted  # a save wants the threads, or the engine closes
-        self._nbytes = 0
+        self._chunks = 0
 
-    def reserve(self, nbytes: int) -> None:
-        """Allow the pool to grow to the size of a state, but at most to half of the available memory."""
-        self._nbytes = nbytes
+    def reserve(self, nbytes: int, chunks: int = 0) -> None:
+        """Allow the pool to grow to the size of a state, but at most to half of the available memory.
+
+        ``chunks``: how many its files take.
+        """
+        self._chunks = chunks
         if not self._bounded and self._wanted(nbytes) > self._pool.capacity:
             chunk = self._pool.chunk_bytes
             most = memory_share_bytes() + self._pool.made * chunk // 2
@@ -188,7 +191,7 @@ class PoolSizer:
         into memory that is faulted in already, and would have to fault in the rest.
         """
         try:
-            await self._touch(self._pool.lease_new(self._wanted(self._nbytes)), stagers, only_if_idle=True)
+            await self._touch(self._pool.lease_new(self._chunks), stagers, only_if_idle=True)
         except Exception as exc:  # maybe in a group; the next save allocates what it needs, or fails
             logger.warning("no more staging memory could be allocated ahead of the next save: %s", unwrapped(exc))
 

@@ -54,6 +54,7 @@ from aiockpt.format.manifest.manifest import (
     disks_in,
     facts_in,
     is_of_another_save,
+    is_pickled,
     parts_in,
     save_id_of,
 )
@@ -139,7 +140,8 @@ def depends_on_below(found: Recognised, files: Collection[str], folders: Iterabl
     """Return whether the names right below decide what a directory is, which was recognised without them."""
     if found.is_checkpoint:
         return not found.is_described or bool(found.problem)
-    return not files and all(map(_RANK_FOLDER.fullmatch, folders))
+    matches = [_RANK_FOLDER.fullmatch(name) for name in folders] if not files else []
+    return all(matches) and not all(match and _NO_RANKS.search(match[1]) for match in matches)
 
 
 def _lacking_all(files: Mapping[str, int], fetch: Fetch) -> Recognised:
@@ -424,7 +426,9 @@ def assess(found: Recognised, files: Mapping[str, int], fetch: Fetch) -> Assessm
             return Assessment("damaged", f"{MANIFEST_NAME} is damaged")
         if not problem and (problem := wrong_file(listed, files)):
             problem = absent_text(disks_in(head), files) or problem
-        replaced = METADATA_NAME in files and is_of_another_save(listed, document(METADATA_NAME, files, fetch))
+        # Most are aiockpt's, as their first bytes tell; they may be large.
+        is_foreign = METADATA_NAME in files and is_pickled(fetch(METADATA_NAME, 0, 3))
+        replaced = is_foreign and is_of_another_save(listed, document(METADATA_NAME, files, fetch))
         if not problem or not replaced:
             return Assessment("damaged" if problem else "complete", problem, head, save_id_of(manifest))
         problem = ""

@@ -309,8 +309,6 @@ class SavePipeline:
         """Copy every tensor into chunks, in the order of the files, and put them to the writer."""
         job, layout = self._job, plan.layout
         await job.turn.wait_for("staged")
-        if job.spec.copies:  # else it has what its parts need
-            self._tools.growth.reserve(layout.nbytes)
         router = StagerRouter(layout, job.snapshot, self._tools.stager_for)
         job.consistency.stagers = router.stagers
         self._images_left = len(layout.images)
@@ -321,6 +319,8 @@ class SavePipeline:
         turn = anyio.Semaphore(self._tools.io_workers.count)
         pool = self._tools.pool
         chunks = sum(max(1, -(-image.nbytes // pool.chunk_bytes)) for image in layout.images)
+        if job.spec.copies:  # else it has what its parts need
+            self._tools.growth.reserve(layout.nbytes, chunks)
         self._share_of_pool = max(1, pool.in_reach // max(1, min(len(layout.images), self._tools.io_workers.count)))
         self._keeps_chunks = job.spec.fallback is not None and pool.in_reach >= chunks
         async with anyio.create_task_group() as tasks:

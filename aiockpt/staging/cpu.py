@@ -38,14 +38,15 @@ class CpuStager(Stager):
 
     async def issue(self, fills: Sequence[Fill], snapshot: Snapshot, layout: Layout) -> Sequence[Pending]:
         for chunk, pieces in fills:
-            is_short = len(pieces) <= SHORT_ITEMS and layout.nbytes <= SHORT_BYTES and not chunk.is_fresh
+            is_short = len(pieces) <= SHORT_ITEMS and layout.nbytes <= SHORT_BYTES and chunk.faulted_bytes > 0
             await self._workers.run_unless(is_short, copy_pieces, pieces, chunk, snapshot, layout)
         return [Done()] * len(fills)
 
 
 def copy_pieces(pieces: Sequence[Piece], chunk: Chunk, snapshot: Snapshot, layout: Layout) -> None:
     """Copy the pieces of host tensors into a chunk. Blocks; larger copies release the GIL."""
-    chunk.fault_in()
+    # Not all of it: the state may be small.
+    chunk.fault_in(pieces[-1].at + pieces[-1].stop - pieces[-1].start if pieces else 1)
     base = chunk.address
     tensors, specs, eager = snapshot.tensors, layout.specs, snapshot.eager
     arena = snapshot.arenas.get(_CPU)  # this reference keeps the memory, though the save were given up meanwhile

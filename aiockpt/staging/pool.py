@@ -64,14 +64,15 @@ class ArenaCache:
 class Chunk:
     """A piece of staging memory: of a private mapping, or number ``number`` of those in shared memory."""
 
-    __slots__ = ("_mapping", "address", "arena", "is_fresh", "number", "tensor", "view")
+    __slots__ = ("_mapping", "address", "arena", "faulted_bytes", "number", "tensor", "view")
 
     def __init__(
         self, nbytes: int, number: int = 0, mapping: MappedMemory | SharedMemory | None = None, begin: int = 0
     ) -> None:
         self.number = number
         self._mapping = mapping = MappedMemory(nbytes) if mapping is None else mapping
-        self.is_fresh = isinstance(mapping, MappedMemory)  # its pages are not faulted in, as far as we know
+        # From its beginning on; the pages of the rest are not faulted in, as far as we know.
+        self.faulted_bytes = 0 if isinstance(mapping, MappedMemory) else nbytes
         self.address = mapping.address + begin
         self.arena = (self.address, nbytes)  # the memory around it that devices lock at once: address and size
         self.view = mapping.view[begin : begin + nbytes]
@@ -79,14 +80,15 @@ class Chunk:
 
     def touch(self) -> None:
         """Fault all pages in, by writing to them. Blocks; releases the GIL."""
-        self.fault_in()
+        self.fault_in(len(self.view))
         ctypes.memset(self.address, 0, len(self.view))  # shared memory, and what this kernel can't populate
 
-    def fault_in(self) -> None:
-        """Fault in the missing pages, where the kernel can; contents stay. Blocks; releases the GIL."""
-        if self.is_fresh:
-            self.is_fresh = False
-            pages.fault_in(self.address, len(self.view), advised=True)
+    def fault_in(self, nbytes: int) -> None:
+        """Fault in missing pages up to so many bytes, where the kernel can; contents stay. Blocks; releases the GIL."""
+        begin, step = self.faulted_bytes, pages.HUGE_PAGE_BYTES
+        if nbytes > begin:
+            self.faulted_bytes = end = min(-(-nbytes // step) * step, len(self.view))
+            pages.fault_in(self.address + begin, end - begin, advised=True)
 
 
 class Lease:

@@ -415,6 +415,11 @@ class Listing(ABC):
         """The names of the files at the top."""
         return [name for name in self.files if "/" not in name]
 
+    @property
+    def shared_bytes(self) -> int:
+        """Those of its files at the top that others have too, by links: a deletion does not free them."""
+        return 0
+
     @abstractmethod
     def list_below(self) -> None:
         """Add the files of the directories, one level below; those that can't be read are left out."""

@@ -24,7 +24,6 @@ _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK
 
 logger = logging.getLogger("aiockpt")
 
-
 _FICLONE = 0x40049409  # of ioctl, as the next one; see linux/fs.h and linux/fiemap.h
 _FIEMAP = 0xC020660B
 _FIEMAP_SYNC, _EXTENT_SHARED = 1, 0x2000
@@ -62,14 +61,26 @@ _NETWORK_FILE_SYSTEMS = {
 }
 
 
+_WITH_REFLINKS = {0x58465342: "XFS", 0x794C7630: "overlayfs", 0x9123683E: "Btrfs", 0xCA451A4E: "bcachefs"}
+
+
 def is_on_network(fd: int) -> bool:
     """Return whether an open file or directory is on a file system of other hosts, as far as the kernel says."""
+    return _file_system(fd) in _NETWORK_FILE_SYSTEMS
+
+
+def may_have_reflinks(fd: int) -> bool:
+    """Return whether the file system of an open file or directory is one that can say which blocks files share."""
+    return _file_system(fd) in _WITH_REFLINKS
+
+
+def _file_system(fd: int) -> int:
     buffer = ctypes.create_string_buffer(256)  # a struct statfs, which begins with the kind
     try:
         _call("fstatfs", fd, buffer)
     except OSError:
-        return False
-    return ctypes.c_long.from_buffer(buffer).value & 0xFFFFFFFF in _NETWORK_FILE_SYSTEMS
+        return 0
+    return ctypes.c_long.from_buffer(buffer).value & 0xFFFFFFFF
 
 
 def _call(name: str, *args: Any) -> None:

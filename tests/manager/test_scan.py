@@ -258,22 +258,29 @@ def test_broken_symlinks_are_ignored(tmp_path: Path) -> None:
     assert [found.step for found in scan(tmp_path)] == [1]
 
 
+@pytest.mark.parametrize("is_link", [False, True])
 @pytest.mark.parametrize("how", ["renamed", "removed"])
-def test_step_that_goes_while_it_is_read_is_gone(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its files have other paths then, but no link leads there."""
-    real = entries.path_of_fd
+def test_step_that_goes_while_it_is_read_is_gone(
+    how: str, is_link: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its files have other paths then, but no link leads out."""
+    moment = "path_of_fd" if is_link else "open_regular"
+    real, step = getattr(entries, moment), path_of(tmp_path, 100)
 
-    def go(fd: int, path: str) -> str:
-        found = real(fd, path)
-        step = path_of(tmp_path, 100)
-        if step.exists() and path.startswith(str(step)):
+    def go(*args: Any, **options: Any) -> Any:
+        found = real(*args, **options)
+        if step.exists() and (moment == "open_regular" or args[1].startswith(str(step))):
             step.rename(tmp_path / "gone")
             if how == "removed":
                 shutil.rmtree(tmp_path / "gone")
         return found
 
     with aiockpt.SyncCheckpointer() as ckpt:
-        for step in (100, 200):
-            ckpt.save({"x": torch.ones(3)}, path_of(tmp_path, step))
-    monkeypatch.setattr(entries, "path_of_fd", go)
+        for number in (100, 200):
+            ckpt.save({"x": torch.ones(3)}, path_of(tmp_path, number))
+    if is_link:
+        (step / ".aiockpt.json").rename(step / "manifest")
+        (step / ".aiockpt.json").symlink_to("manifest")
+        assert [info.state for info in scan(tmp_path)] == ["complete"] * 2
+    monkeypatch.setattr(entries, moment, go)
     assert [info.step for info in scan(tmp_path)] == [200]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import anyio
 import pytest
 
+from aiockpt.core import pages
 from aiockpt.core.pages import HUGE_PAGE_BYTES
 from aiockpt.staging.pool import ChunkPool, SharedMemory
 
@@ -31,6 +32,19 @@ async def test_chunks_are_aligned_and_reused() -> None:
     for lease in (second, again):
         lease.release()
     assert (pool.leased, pool.made) == (0, 2)
+
+
+async def test_a_chunk_is_faulted_in_as_far_as_it_is_filled(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(pages, "fault_in", lambda address, nbytes, **_: asked.append((address, nbytes)))
+    lease = await ChunkPool(4 * HUGE_PAGE_BYTES + 4096, 1).acquire()
+    chunk, step = lease.chunk, HUGE_PAGE_BYTES
+    for nbytes in (100, step, step + 1, 5, 2 * step):
+        chunk.fault_in(nbytes)
+    chunk.touch()
+    begin = chunk.address
+    assert asked == [(begin, step), (begin + step, step), (begin + 2 * step, 2 * step + 4096)]
+    lease.release()
 
 
 async def test_waiting_is_first_come_first_served_and_safe_to_cancel() -> None:

@@ -11,6 +11,7 @@ import stat
 from itertools import islice
 
 from aiockpt.storage.base import Listing, LookBudget
+from aiockpt.storage.syscalls import cloned_bytes, may_have_reflinks
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
@@ -80,6 +81,7 @@ class LocalListing(Listing):
         self.files: dict[str, int] = {}
         self.folders: list[str] = []
         self.others: list[str] = []
+        self._linked: set[str] = set()  # the files that have further names
         self._budget = budget or LookBudget()
         try:
             self._fd, self.is_file = os.open(path, _DIRECTORY), False
@@ -104,9 +106,29 @@ class LocalListing(Listing):
                     if entry.is_dir():
                         self.folders.append(entry.name)
                     else:
-                        self._add_file(entry.name, entry.stat(), marks)
+                        facts = entry.stat()
+                        self._add_file(entry.name, facts, marks)
+                        if facts.st_nlink > 1 and not entry.is_symlink():
+                            self._linked.add(entry.name)
                 except OSError:  # a link to nowhere or to itself, or removed meanwhile
                     self.others.append(entry.name)
+
+    @property
+    def shared_bytes(self) -> int:
+        linked = sum(self.files.get(name, 0) for name in self._linked)
+        if not may_have_reflinks(self._fd):
+            return linked
+        return linked + sum(self._cloned_bytes(name) for name in self.top if name not in self._linked)
+
+    def _cloned_bytes(self, name: str) -> int:
+        try:
+            fd = open_regular(name, self._fd, flags=os.O_NOFOLLOW)
+        except OSError:  # a link, or gone
+            return 0
+        try:
+            return cloned_bytes(fd)
+        finally:
+            os.close(fd)
 
     def _add_file(self, name: str, found: os.stat_result, marks: list[tuple[str, int, int, int]]) -> None:
         if not stat.S_ISREG(found.st_mode):
@@ -137,11 +159,12 @@ class LocalListing(Listing):
 
     def fetch(self, name: str, offset: int, length: int) -> bytes:
         """Return bytes of a file; raise OSError if it is no regular file, or is outside."""
-        fd = open_regular(name, self._fd)
+        fd, is_plain = self._open(name)
         try:
-            path = os.path.join(self.path, name)
-            if not self.is_file and not is_inside(path_of_fd(fd, path), homes_of(self._fd, self.path)):
-                if self._is_moved():  # as by a deletion, between the two looks
+            # What is no link is inside, unless it is being deleted: its directory is renamed first.
+            if not (os.path.exists(self.path) if is_plain else self._holds(fd, name)):
+                path = os.path.join(self.path, name)
+                if is_plain or self._is_moved():  # as by a deletion, between the two looks
                     raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
                 raise OSError(errno.EXDEV, "it is a link that leads out of the checkpoint", path)
             parts = []
@@ -151,6 +174,17 @@ class LocalListing(Listing):
             return b"".join(parts)
         finally:
             os.close(fd)
+
+    def _open(self, name: str) -> tuple[int, bool]:
+        try:
+            return open_regular(name, self._fd, flags=os.O_NOFOLLOW), "/" not in name
+        except OSError as exc:
+            if exc.errno != errno.ELOOP:
+                raise
+            return open_regular(name, self._fd), self.is_file
+
+    def _holds(self, fd: int, name: str) -> bool:
+        return is_inside(path_of_fd(fd, os.path.join(self.path, name)), homes_of(self._fd, self.path))
 
     def _is_moved(self) -> bool:
         try:
