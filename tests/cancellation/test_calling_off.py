@@ -12,9 +12,9 @@ import pytest
 
 import aiockpt
 from aiockpt.core.threads import Workers
+from aiockpt.storage import LocalStorage, WrapperStorage
 from aiockpt.storage.base import Document, Transaction
-from aiockpt.storage.local.storage import LocalStorage
-from aiockpt.storage.wrapper import WrapperStorage, WrapperTransaction
+from aiockpt.storage.wrapper import WrapperTransaction
 from tests.cancellation.endings import assert_gone, assert_written
 from tests.cancellation.moments import MOMENTS, Held, hold, options_of, state_of
 from tests.cancellation.ways import WAYS

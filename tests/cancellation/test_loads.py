@@ -13,8 +13,7 @@ import torch
 
 import aiockpt
 from aiockpt.engine.loop import EngineLoop
-from aiockpt.storage.local.storage import LocalStorage
-from aiockpt.storage.wrapper import WrapperStorage
+from aiockpt.storage import LocalStorage, WrapperStorage
 from tests.cancellation.moments import DRAIN_S
 from tests.cancellation.stops import WAIT_S
 from tests.cancellation.ways import WAYS, loop_closed

@@ -9,9 +9,9 @@ import torch
 from typer.testing import CliRunner
 
 import aiockpt
+from aiockpt import ChunkInfo, ObjectInfo, TensorInfo
 from aiockpt.cli.html.page import html_page
 from aiockpt.cli.main import app
-from aiockpt.reading.info import ChunkInfo, ObjectInfo, TensorInfo
 from tests.cli.browser import CHROMIUM, Browser
 from tests.cli.checkpoints import FORMATS, make
 

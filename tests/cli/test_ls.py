@@ -12,10 +12,10 @@ import torch
 from typer.testing import CliRunner
 
 import aiockpt
+from aiockpt import KeepAll, KeepAny
 from aiockpt.cli.found import look_into, walk
 from aiockpt.cli.keeping import noted_policy, parse_best, parse_policy
 from aiockpt.cli.main import app
-from aiockpt.manager.policies import KeepAll, KeepAny
 from aiockpt.manager.scan import scan
 from aiockpt.storage.base import LookBudget
 from aiockpt.storage.local.directories import LocalDirectories

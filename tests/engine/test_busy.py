@@ -10,7 +10,7 @@ import torch
 
 import aiockpt
 from aiockpt.engine.queue import superseded
-from aiockpt.storage.local.storage import LocalStorage
+from aiockpt.storage import LocalStorage
 from aiockpt.testing import GatedStorage
 from tests.states import assert_same
 

@@ -17,13 +17,12 @@ import pytest
 import torch
 
 import aiockpt
-from aiockpt.core.futures import Completion
+from aiockpt import Completion
 from aiockpt.engine.loop import EngineLoop
 from aiockpt.engine.requests import LoadRequest
 from aiockpt.engine.resources import EngineResources
 from aiockpt.staging.pool import Chunk
-from aiockpt.storage.local.storage import LocalStorage
-from aiockpt.storage.wrapper import WrapperStorage
+from aiockpt.storage import LocalStorage, WrapperStorage
 from aiockpt.testing import GatedStorage
 from tests.polling import until
 from tests.states import assert_same

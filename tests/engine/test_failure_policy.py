@@ -19,9 +19,8 @@ import torch
 import aiockpt
 from aiockpt.engine.requests import LoadRequest
 from aiockpt.saving.pipeline import SavePipeline
+from aiockpt.storage import LocalStorage, WrapperStorage
 from aiockpt.storage.local import sink
-from aiockpt.storage.local.storage import LocalStorage
-from aiockpt.storage.wrapper import WrapperStorage
 from aiockpt.testing import FaultyStorage, GatedStorage, HangingStorage
 from tests.states import assert_same
 from tests.writing.gates import BrokenStorage

@@ -24,7 +24,7 @@ import torch
 
 import aiockpt
 from aiockpt.staging.pool import MappedMemory, SharedMemory
-from aiockpt.storage.local.storage import LocalStorage
+from aiockpt.storage import LocalStorage
 from aiockpt.testing import GatedStorage
 
 STATE = {"x": torch.arange(50_000.0), "step": 3}

@@ -18,6 +18,7 @@ import torch
 
 import aiockpt
 from aiockpt.core.threads import Workers
+from aiockpt.storage import LocalStorage
 from aiockpt.storage.faults import described
 from aiockpt.storage.local import sink as local_sink
 from aiockpt.storage.local.retries import (
@@ -31,7 +32,6 @@ from aiockpt.storage.local.retries import (
     next_pause_s,
 )
 from aiockpt.storage.local.sink import LocalSink, NewFile
-from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.testing import Fault, FaultyStorage
 from tests.states import assert_same, large_state
 

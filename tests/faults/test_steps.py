@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import aiockpt
+from aiockpt.storage import LocalStorage
 from aiockpt.storage.base import Storage
-from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.testing import Chances, Fault, FaultyStorage, HangingStorage
 from tests.faults.checks import assert_failed_rightly, assert_nothing_happened, names
 from tests.polling import until

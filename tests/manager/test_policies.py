@@ -8,22 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aiockpt.manager.policies import (
-    KeepAny,
-    KeepBest,
-    KeepEvery,
-    KeepIf,
-    KeepLatest,
-    KeepPolicy,
-    KeepWithin,
-    as_policy,
-    kept_text,
-    metric_of,
-    ranked,
-    select,
-    to_delete,
-)
-from aiockpt.manager.scan import StepInfo
+from aiockpt import KeepAny, KeepBest, KeepEvery, KeepIf, KeepLatest, KeepPolicy, KeepWithin, StepInfo
+from aiockpt.manager.policies import as_policy, kept_text, metric_of, ranked, select, to_delete
 
 NOW = 1000.0
 

@@ -15,7 +15,7 @@ import torch
 
 import aiockpt
 from aiockpt.manager.scan import scan
-from aiockpt.storage.local.storage import LocalStorage
+from aiockpt.storage import LocalStorage
 from aiockpt.storage.patched import PatchedStorage
 from aiockpt.testing import FaultyStorage
 from tests.manager.gates import URL, Gate

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aiockpt.manager.policies import EverySeconds, EverySteps, SaveAny, StepFacts, WhenIdle, split
+from aiockpt import EverySeconds, EverySteps, SaveAny, StepFacts, WhenIdle
+from aiockpt.manager.policies import split
 
 
 def facts(step: int, previous: int | None = None, elapsed_s: float = 0.0, is_idle: bool = False) -> StepFacts:

@@ -11,7 +11,7 @@ import torch
 
 import aiockpt
 import aiockpt.plots
-from aiockpt.telemetry.saves import SaveResult
+from aiockpt import SaveResult
 from aiockpt.telemetry.timeline import lanes_of
 from tests.drawing import warm
 from tests.states import large_state

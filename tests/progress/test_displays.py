@@ -15,7 +15,7 @@ import aiockpt
 import aiockpt.progress
 from aiockpt.progress import display
 from aiockpt.progress.terminal import TerminalBar
-from aiockpt.storage.local.storage import LocalStorage
+from aiockpt.storage import LocalStorage
 from aiockpt.testing import FaultyStorage, GatedStorage
 from tests.states import large_state
 

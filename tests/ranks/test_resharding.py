@@ -21,9 +21,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import aiockpt
 from aiockpt.core.threads import Workers
+from aiockpt.storage import LocalStorage, WrapperStorage
 from aiockpt.storage.base import Source
-from aiockpt.storage.local.storage import LocalStorage
-from aiockpt.storage.wrapper import WrapperStorage
 from tests.counting import CountingStorage
 from tests.ranks.layouts import LAYOUTS, distributed, full_tensors
 from tests.ranks.world import RankFailure, World, mesh_of

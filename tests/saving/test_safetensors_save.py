@@ -22,7 +22,7 @@ from safetensors.torch import save as their_bytes
 import aiockpt
 import aiockpt.dcp
 from aiockpt.dcp.format_utils import dcp_to_torch_save, torch_save_to_dcp
-from aiockpt.storage.local.storage import LocalStorage
+from aiockpt.storage import LocalStorage
 from aiockpt.testing import FaultyStorage, GatedStorage
 from tests.states import large_state, raw_bytes, training_state
 

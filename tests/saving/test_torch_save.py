@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 import aiockpt
 from aiockpt.planning.flatten import flatten
-from aiockpt.storage.local.storage import LocalStorage
+from aiockpt.storage import LocalStorage
 from aiockpt.testing import FaultyStorage, GatedStorage
 from tests.examples import examples
 from tests.states import assert_same, large_state, random_tensor, raw_bytes, storable_dtypes, training_state

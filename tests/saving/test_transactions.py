@@ -26,7 +26,7 @@ from aiockpt.errors import (
     SaveSkippedError,
     WriteError,
 )
-from aiockpt.storage.local.storage import LocalStorage
+from aiockpt.storage import LocalStorage
 from aiockpt.testing import FaultyStorage, GatedStorage
 from tests.format.transforms.encryption import ChaCha20
 from tests.states import assert_same

@@ -22,7 +22,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import aiockpt
-from aiockpt.dcp.writer import FileSystemWriter
+from aiockpt.dcp import FileSystemWriter
 from tests.states import assert_same
 from tests.stock import ALONE
 

@@ -18,15 +18,13 @@ import pytest
 import torch
 
 import aiockpt
+from aiockpt import MirrorResult
 from aiockpt.core.threads import Workers
 from aiockpt.format.manifest.manifest import save_id_of
-from aiockpt.storage import copying
+from aiockpt.storage import LocalStorage, WrapperStorage, copying
 from aiockpt.storage.base import Storage
 from aiockpt.storage.copying import RateLimit, copy_checkpoint
-from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.storage.local.temp_dir import RECORD, REPLACED, copy_ticket
-from aiockpt.storage.wrapper import WrapperStorage
-from aiockpt.telemetry.mirrors import MirrorResult
 from aiockpt.testing import FaultyStorage
 from tests.places import ServerPath, storage_of
 from tests.server_storage import ServerStorage

@@ -14,11 +14,12 @@ import torch
 import aiockpt
 from aiockpt.core.threads import Workers
 from aiockpt.errors import CheckpointNotFoundError, DeleteError
+from aiockpt.storage import LocalStorage
 from aiockpt.storage.base import Storage
 from aiockpt.storage.local import commit
 from aiockpt.storage.local import storage as deleting
 from aiockpt.storage.local.orphans import clean
-from aiockpt.storage.local.storage import LocalStorage, delete
+from aiockpt.storage.local.storage import delete
 from aiockpt.storage.local.temp_dir import Hold, new_ticket
 from aiockpt.testing import FaultyStorage, GatedStorage
 from aiockpt.testing.conformance.suite import metadata_of

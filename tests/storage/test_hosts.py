@@ -12,9 +12,9 @@ import aiockpt
 from aiockpt.core.threads import Workers
 from aiockpt.format.names import MANIFEST_NAME, METADATA_NAME
 from aiockpt.manager.scan import scan
+from aiockpt.storage import LocalStorage
 from aiockpt.storage.base import Storage
 from aiockpt.storage.hosts import Disk, HostChange, HostDisks
-from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.testing import StorageConformance
 from tests.disks import HostDisk, disks_in, read, settle, union_of, write
 

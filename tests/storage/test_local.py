@@ -14,15 +14,14 @@ import pytest
 import torch
 
 import aiockpt
+from aiockpt import Retries
 from aiockpt.core.threads import Workers
 from aiockpt.errors import CheckpointExistsError, CommitError, WriteError
 from aiockpt.staging.pool import MappedMemory
-from aiockpt.storage import syscalls
+from aiockpt.storage import LocalStorage, syscalls
 from aiockpt.storage.local import beside, commit, sink
 from aiockpt.storage.local import storage as local
 from aiockpt.storage.local.belonging import remove
-from aiockpt.storage.local.retries import Retries
-from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.testing.conformance.suite import metadata_of
 
 pytestmark = pytest.mark.asyncio
