@@ -12,14 +12,13 @@ import torch
 from isal.isal_zlib import crc32
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.metadata import StorageMeta
-from typer.testing import CliRunner
 
 import aiockpt
-from aiockpt.cli.main import app
 from aiockpt.format.belonging import describes, proven_files
 from aiockpt.format.manifest.manifest import SEAL
 from aiockpt.manager.scan import scan
 from aiockpt.storage.local.entries import LocalListing
+from tests import commands
 from tests.kinds import KINDS, MANIFEST, METADATA, files, made
 
 WHOLE = [name for name, kind in KINDS.items() if kind.keys]
@@ -29,7 +28,7 @@ OTHERS = [name for name, kind in KINDS.items() if not (kind.keys or kind.is_dama
 
 
 def invoke(*arguments: object) -> tuple[int, str]:
-    done = CliRunner().invoke(app, [*map(str, arguments)])
+    done = commands.invoke(*arguments)
     return done.exit_code, done.output
 
 
