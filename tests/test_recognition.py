@@ -9,17 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from isal.isal_zlib import crc32
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.metadata import StorageMeta
 
 import aiockpt
 from aiockpt.format.belonging import describes, proven_files
-from aiockpt.format.manifest.manifest import SEAL
 from aiockpt.manager.scan import scan
 from aiockpt.storage.local.entries import LocalListing
 from tests import commands
-from tests.kinds import KINDS, MANIFEST, METADATA, files, made
+from tests.kinds import KINDS, MANIFEST, METADATA, body_of, files, made, sealed
 
 WHOLE = [name for name, kind in KINDS.items() if kind.keys]
 DAMAGED = [name for name, kind in KINDS.items() if kind.is_damaged]
@@ -203,9 +201,8 @@ LARGE = 257 << 20
 
 def _large_manifest(path: Path) -> None:
     manifest = path / MANIFEST
-    body = manifest.read_bytes().rpartition(SEAL.encode())[0]
-    body = body[:1] + b" " * LARGE + body[1:]
-    manifest.write_bytes(body + f'{SEAL}{crc32(body):08x}"\n}}\n'.encode())
+    body = body_of(manifest.read_bytes())
+    manifest.write_bytes(sealed(body[:1] + b" " * LARGE + body[1:]))
 
 
 def _large_metadata(path: Path) -> None:

@@ -20,7 +20,6 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import aiockpt
-from aiockpt.core.threads import Workers
 from aiockpt.storage import LocalStorage, WrapperStorage
 from aiockpt.storage.base import Source
 from tests.counting import CountingStorage
@@ -179,8 +178,8 @@ class Watched(WrapperStorage):
 
     shared = 0
 
-    async def open(self, path: str, *, workers: Workers) -> Source:
-        source = await super().open(path, workers=workers)
+    async def open(self, path: str, **options: Any) -> Source:
+        source = await super().open(path, **options)
         inner = source.share
 
         def share() -> None:
