@@ -36,12 +36,6 @@ def row_of(path: Path) -> dict[str, object] | None:
     return next((row for row in listed if row["path"] == str(path)), None)
 
 
-@pytest.fixture
-def ckpt():
-    with aiockpt.SyncCheckpointer(process_group=None) as checkpointer:
-        yield checkpointer
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WHOLE)
 def test_whole_checkpoints_are_whole_everywhere(name: str, ckpt, tmp_path: Path) -> None:

@@ -19,17 +19,12 @@ import aiockpt
 from aiockpt.testing import GatedStorage
 from benchmarks.harness.object_server import ObjectServer, Rule
 from tests.objects.buckets import Bucket
-from tests.ranks import world
 from tests.ranks.world import _context
+
+pytestmark = pytest.mark.usefixtures("forks")
 
 NEVER = {"retry_config": {"max_retries": 0, "retry_timeout": timedelta(seconds=60)}}
 """Obstore asks once, so the protocol sees each answer."""
-
-
-@pytest.fixture(autouse=True, scope="module")
-def forks() -> None:
-    """Start the server that processes are forked from, before children are counted."""
-    world.start_server()
 
 
 @pytest.fixture(autouse=True)

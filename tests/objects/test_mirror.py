@@ -18,17 +18,12 @@ import aiockpt
 from aiockpt.manager.scan import scan
 from benchmarks.harness.object_server import ObjectServer, Rule
 from tests.objects.buckets import Bucket
-from tests.ranks import world
 from tests.ranks.world import _context
+
+pytestmark = pytest.mark.usefixtures("forks")
 
 STATE = {"x": torch.arange(5_000_000.0)}
 _DATA = re.compile(r"(PUT|POST) /[^?]*/files/([^?/]+)(\?uploadId=[^&]*)?$")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def forks() -> None:
-    """Start the server that processes are forked from, before children are counted."""
-    world.start_server()
 
 
 def mirror(here: Path, bucket: Bucket, **options: Any) -> aiockpt.SyncCheckpointManager:

@@ -28,20 +28,15 @@ from tests.objects import servers
 from tests.objects.buckets import Bucket
 from tests.objects.test_faults import ANSWERS, NEVER, version_in
 from tests.polling import until
-from tests.ranks import world
 from tests.ranks.conftest import world2
 from tests.ranks.world import RankFailure, World, _context
+
+pytestmark = pytest.mark.usefixtures("forks")
 
 __all__ = ["world2"]
 
 PARTS = {"chunk_bytes": 5 << 20, "staging_bytes": 40 << 20}
 """Options by which 12 MB are sent in parts."""
-
-
-@pytest.fixture(autouse=True, scope="module")
-def forks() -> None:
-    """Start the server that processes are forked from, before children are counted."""
-    world.start_server()
 
 
 @pytest.fixture(autouse=True)

@@ -52,12 +52,6 @@ def scale(value: float) -> float:
     return 2 * value
 
 
-@pytest.fixture
-def ckpt():
-    with aiockpt.SyncCheckpointer() as checkpointer:
-        yield checkpointer
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("value", "kind", "names"),

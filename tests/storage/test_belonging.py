@@ -30,12 +30,6 @@ STATE = {"notes": torch.arange(3000.0), "sub": {"b": torch.arange(7)}, "step": 3
 NEW = {"w": torch.ones(5)}
 
 
-@pytest.fixture
-def ckpt():
-    with aiockpt.SyncCheckpointer(process_group=None) as checkpointer:
-        yield checkpointer
-
-
 def save_stock(path: Path, state: dict | None = None, **options) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

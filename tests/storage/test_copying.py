@@ -8,7 +8,6 @@ import errno
 import itertools
 import os
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +29,6 @@ from tests.places import ServerPath, storage_of
 from tests.server_storage import ServerStorage
 
 STATE = {f"t{number}": torch.arange(300_000.0) + number for number in range(4)}
-
-
-@pytest.fixture
-def workers() -> Iterator[Workers]:
-    group = Workers(8, "aiockpt-test")
-    yield group
-    group.close()
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,6 @@ import safetensors.torch
 import torch
 
 import aiockpt
-from aiockpt.core.threads import Workers
 from aiockpt.errors import CheckpointNotFoundError, DeleteError
 from aiockpt.storage import LocalStorage
 from aiockpt.storage.base import Storage
@@ -23,13 +22,6 @@ from aiockpt.storage.local.storage import delete
 from aiockpt.storage.local.temp_dir import Hold, new_ticket
 from aiockpt.testing import FaultyStorage, GatedStorage
 from aiockpt.testing.conformance.suite import metadata_of
-
-
-@pytest.fixture
-def workers():
-    group = Workers(2, "aiockpt-test")
-    yield group
-    group.close()
 
 
 def checkpoint(path: Path, data: bytes = b"tensors") -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
 
@@ -29,13 +28,6 @@ class TestOneDisk(StorageConformance):
 
 RUN = "/run"
 STEP = "/run/step-00000001"
-
-
-@pytest.fixture
-def workers() -> Iterator[Workers]:
-    workers = Workers(4, "tests")
-    yield workers
-    workers.close()
 
 
 def names_in(disk: Disk, path: str = STEP) -> list[str]:

@@ -71,13 +71,6 @@ anyio.run(main, sys.argv[1])
 """
 
 
-@pytest.fixture
-def workers():
-    group = Workers(2, "aiockpt-test")
-    yield group
-    group.close()
-
-
 @pytest.fixture(scope="module")
 def dead() -> Owner:
     """A process of this kernel and PID namespace that has exited."""

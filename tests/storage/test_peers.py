@@ -60,13 +60,6 @@ def disk(server: PeerServer) -> Iterator[PeerDisk]:
     disk.close()
 
 
-@pytest.fixture
-def workers() -> Iterator[Workers]:
-    group = Workers(8, "aiockpt-test")
-    yield group
-    group.close()
-
-
 def opened(disk: PeerDisk, path: str) -> Source:
     listing = peers._PeerListing(disk, path, f"{path} on host {disk.host_name}")
     return RemoteSource(listing)

@@ -15,7 +15,6 @@ import pytest
 import torch
 
 import aiockpt
-from aiockpt.core.threads import Workers
 from aiockpt.errors import CommitError, CorruptCheckpointError, UnsafeCheckpointError, WriteError
 from aiockpt.storage import LocalStorage, WrapperStorage
 from aiockpt.storage.local import commit, temp_dir, transaction
@@ -26,13 +25,6 @@ from aiockpt.storage.syscalls import rename_exchange
 from aiockpt.testing.conformance.suite import metadata_of
 
 NOBODY = 65534
-
-
-@pytest.fixture
-def workers():
-    group = Workers(2, "aiockpt-test")
-    yield group
-    group.close()
 
 
 async def _write(transaction, data: bytes, name: str = ".metadata") -> None:
