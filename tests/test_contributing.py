@@ -186,7 +186,7 @@ MOST = {
     "": 5,
     "cli": 8,
     "dcp": 5,
-    "engine": 3,
+    "engine": 2,
     "environments": 0,
     "faults": 2,
     "fuzz": 1,

@@ -20,7 +20,9 @@ STATE = {"w": torch.arange(5.0)}
     ("template", "name"), [("checkpoint_{:06d}", "checkpoint_000012"), ("checkpoint-{}", "checkpoint-12"), ("{}", "12")]
 )
 def test_names(template: str, name: str, tmp_path: Path) -> None:
-    others = (f"0{name}", f"{name}0x", f"{name}.damaged", f"x{name}", "checkpoint-", "checkpoint-012", "9" * 250)
+    other = template.format(13)
+    others = [f"0{other}", f"{other}0x", f"{other}.damaged", f"x{other}", "checkpoint-", "9" * 250]
+    others += [f"checkpoint-{13:03}", f"checkpoint_{13:07}", f"checkpoint_{13:05}"]
     aiockpt.save(STATE, tmp_path / others[0])
     for other in (*others[1:], *map(template.format, (0, 7, 12, 10**9))):
         shutil.copytree(tmp_path / others[0], tmp_path / other)

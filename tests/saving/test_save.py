@@ -463,10 +463,10 @@ async def test_prewarm_makes_the_pool(tmp_path: Path) -> None:
     state = large_state(16)
     async with aiockpt.AsyncCheckpointer(chunk_bytes=CHUNK) as ckpt:
         await ckpt.prewarm(state)
-        made = ckpt._engine.tools.pool.made
-        assert made * CHUNK >= 8 << 20
+        made = ckpt.statistics().staging_bytes
+        assert made >= 8 << 20
         await ckpt.save(state, tmp_path / "c")
-        assert ckpt._engine.tools.pool.made == made
+        assert ckpt.statistics().staging_bytes == made
         assert_same(state, await ckpt.load(tmp_path / "c"))
 
 
@@ -626,10 +626,10 @@ async def test_an_awaited_failure_is_not_raised_elsewhere(tmp_path: Path) -> Non
 
 @pytest.mark.asyncio
 async def test_a_large_pool_grows_only_as_far_as_a_state_needs(tmp_path: Path) -> None:
-    async with aiockpt.AsyncCheckpointer(chunk_bytes=CHUNK, staging_bytes=4096 * CHUNK) as ckpt:
+    async with aiockpt.AsyncCheckpointer(io_threads=2, chunk_bytes=CHUNK, staging_bytes=4096 * CHUNK) as ckpt:
         for number in range(3):
             await ckpt.save({"x": torch.ones(3)}, tmp_path / str(number))
-        assert ckpt._engine.tools.pool.made <= 1 + ckpt._engine.options.writing_threads
+        assert ckpt.statistics().staging_bytes <= 3 * CHUNK
 
 
 def test_odd_timeouts(tmp_path: Path) -> None:
