@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import threading
 
+from aiockpt.storage import LocalStorage, WrapperStorage
 from aiockpt.storage.base import Storage
-from aiockpt.storage.local.storage import LocalStorage
-from aiockpt.storage.wrapper import WrapperStorage
 
 
 class CountingStorage(WrapperStorage):

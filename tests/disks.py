@@ -11,10 +11,9 @@ from isal.isal_zlib import crc32
 
 from aiockpt.format.manifest.manifest import DiskFacts, FileFacts, Manifest, encode_manifest, with_disks
 from aiockpt.format.names import MANIFEST_NAME, METADATA_NAME
+from aiockpt.storage import LocalStorage, WrapperStorage
 from aiockpt.storage.base import shared_storage
 from aiockpt.storage.hosts import Disk, HostDisks
-from aiockpt.storage.local.storage import LocalStorage
-from aiockpt.storage.wrapper import WrapperStorage
 
 if TYPE_CHECKING:
     from aiockpt.core.threads import Workers

@@ -61,6 +61,20 @@ def python_with_torch(_pythons: str) -> list[str]:
     return forked_python.command(_pythons, "torch")
 
 
+@pytest.fixture
+def ckpt() -> Iterator[aiockpt.SyncCheckpointer]:
+    with aiockpt.SyncCheckpointer() as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def forks() -> None:
+    """Start the server that ranks and programs are forked from, before file descriptors and children are counted."""
+    from tests.ranks import world  # not for a machine with the fake device alone
+
+    world.start_server()
+
+
 @pytest.fixture(scope="session")
 def _server() -> Iterator[str]:
     with start_server() as url:

@@ -8,6 +8,7 @@ import os
 import pickle
 import warnings
 import zipfile
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -359,3 +360,16 @@ def made(name: str, path: Path) -> Path:
     """Make a path of this kind below a new directory; return it."""
     path.parent.mkdir(parents=True)
     return KINDS[name].make(path) or path
+
+
+_SEAL = ',\n  "manifest_crc32": "'
+
+
+def body_of(manifest: bytes) -> bytes:
+    """Return a manifest without its CRC."""
+    return manifest.rpartition(_SEAL.encode())[0]
+
+
+def sealed(body: bytes) -> bytes:
+    """Return a manifest with its CRC."""
+    return body + f'{_SEAL}{zlib.crc32(body):08x}"\n}}\n'.encode()

@@ -167,3 +167,74 @@ def test_the_glossary_has_at_most_60_words() -> None:
         if line.startswith("| ") and not line.startswith(("| **", "| word", "| ---"))
     ]
     assert 30 < len(rows) <= 60
+
+
+# --- the tests use what users use ---------------------------------------------------------------------------
+
+TESTS = Path(__file__).parent
+PUBLIC = {"aiockpt", *(f"aiockpt.{name}" for name in aiockpt._MODULES), "aiockpt.integrations"} | {
+    "aiockpt.dcp.format_utils",
+    "aiockpt.dcp.megatron",
+    "aiockpt.manager.scan.scan",
+    "aiockpt.storage.base",
+    "aiockpt.storage.wrapper",
+}
+UNITS = {"core", "fakecuda", "format", "gpu", "planning", "staging", "storage"}
+"""Folders whose tests are mostly of the parts of one room, which they may import."""
+# The most test files that may name what is not public, in other folders; at most 45 % of all.
+MOST = {
+    "": 5,
+    "cli": 8,
+    "dcp": 5,
+    "engine": 2,
+    "environments": 0,
+    "faults": 2,
+    "fuzz": 1,
+    "manager": 9,
+    "objects": 5,
+    "ranks": 7,
+    "reading": 11,
+    "saving": 4,
+    "snapshot": 3,
+    "telemetry": 2,
+    "writing": 3,
+}
+NAMED = re.compile(r"(?:\b(?:from|import) |[\"'])(aiockpt(?:\.\w+)+)(?: import (\([^)]*\)|[\w, ]+))?")
+
+
+def _inner_names(file: Path) -> set[str]:
+    """Return the names of the package in imports and texts of a file that are not public."""
+    names = {
+        f"{module}.{name}".rstrip(".")
+        for module, listed in NAMED.findall(file.read_text())
+        for name in re.sub(r" as \w+|[()\s]", "", listed).split(",")
+        if _is_module(".".join(module.split(".")[:2]))
+    }
+    return {name for name in names if not _is_public(name)}
+
+
+def _is_module(name: str) -> bool:
+    path = PACKAGE.joinpath(*name.split(".")[1:])
+    return path.exists() or path.with_suffix(".py").exists()
+
+
+def _is_public(name: str) -> bool:
+    above = name.rpartition(".")[0]
+    is_attribute = above in PUBLIC and not _is_module(name) and "._" not in name
+    return name in PUBLIC or is_attribute or name.startswith("aiockpt.integrations.")
+
+
+def test_tests_use_what_users_use() -> None:
+    files = [
+        file for file in TESTS.rglob("test_*.py") if file.name not in ("test_architecture.py", "test_contributing.py")
+    ]
+    inner = [file.relative_to(TESTS) for file in files if _inner_names(file)]
+    count = Counter(file.parts[0] if len(file.parts) > 1 else "" for file in inner)
+    assert {folder: n for folder, n in count.items() if folder not in UNITS and n > MOST.get(folder, 0)} == {}
+    assert len(inner) <= 0.45 * len(files)
+
+
+def test_what_tests_take_for_public_is_documented() -> None:
+    pages = "".join(file.read_text() for file in (PACKAGE / "docs").rglob("*.md") if file.name != "contributing.md")
+    for name in PUBLIC:
+        assert name in pages or f"{name.replace('.', '/')}.py" in pages, name

@@ -16,7 +16,7 @@ import torch
 
 import aiockpt
 from aiockpt.dcp.format_utils import torch_save_to_dcp
-from aiockpt.storage.local.storage import LocalStorage
+from aiockpt.storage import LocalStorage
 from aiockpt.testing import FaultyStorage
 from tests.states import large_state
 

@@ -20,7 +20,7 @@ import aiockpt
 from aiockpt import sync_checkpointer
 from aiockpt.engine.engine import Engine
 from aiockpt.engine.requests import LoadRequest, SaveRequest
-from aiockpt.storage.local.storage import LocalStorage
+from aiockpt.storage import LocalStorage
 from aiockpt.testing import GatedStorage
 from tests.ranks.conftest import server, world2
 from tests.ranks.world import World

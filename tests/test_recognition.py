@@ -9,18 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from isal.isal_zlib import crc32
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.metadata import StorageMeta
-from typer.testing import CliRunner
 
 import aiockpt
-from aiockpt.cli.main import app
 from aiockpt.format.belonging import describes, proven_files
-from aiockpt.format.manifest.manifest import SEAL
 from aiockpt.manager.scan import scan
 from aiockpt.storage.local.entries import LocalListing
-from tests.kinds import KINDS, MANIFEST, METADATA, files, made
+from tests import commands
+from tests.kinds import KINDS, MANIFEST, METADATA, body_of, files, made, sealed
 
 WHOLE = [name for name, kind in KINDS.items() if kind.keys]
 DAMAGED = [name for name, kind in KINDS.items() if kind.is_damaged]
@@ -29,7 +26,7 @@ OTHERS = [name for name, kind in KINDS.items() if not (kind.keys or kind.is_dama
 
 
 def invoke(*arguments: object) -> tuple[int, str]:
-    done = CliRunner().invoke(app, [*map(str, arguments)])
+    done = commands.invoke(*arguments)
     return done.exit_code, done.output
 
 
@@ -37,12 +34,6 @@ def row_of(path: Path) -> dict[str, object] | None:
     """Return what ``ls`` of the parent says of a path."""
     listed = json.loads(invoke("ls", path.parent, "--json")[1])["checkpoints"]
     return next((row for row in listed if row["path"] == str(path)), None)
-
-
-@pytest.fixture
-def ckpt():
-    with aiockpt.SyncCheckpointer(process_group=None) as checkpointer:
-        yield checkpointer
 
 
 @pytest.mark.slow
@@ -204,9 +195,8 @@ LARGE = 257 << 20
 
 def _large_manifest(path: Path) -> None:
     manifest = path / MANIFEST
-    body = manifest.read_bytes().rpartition(SEAL.encode())[0]
-    body = body[:1] + b" " * LARGE + body[1:]
-    manifest.write_bytes(body + f'{SEAL}{crc32(body):08x}"\n}}\n'.encode())
+    body = body_of(manifest.read_bytes())
+    manifest.write_bytes(sealed(body[:1] + b" " * LARGE + body[1:]))
 
 
 def _large_metadata(path: Path) -> None:

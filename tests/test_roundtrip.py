@@ -438,7 +438,7 @@ def test_pool_smaller_than_the_state(staging_bytes: int, tmp_path: Path) -> None
     }
     with aiockpt.SyncCheckpointer(staging_bytes=staging_bytes) as ckpt:
         ckpt.save(state, tmp_path / "c")
-        assert ckpt._engine.tools.pool.capacity * ckpt._engine.tools.pool.chunk_bytes <= staging_bytes
+        assert ckpt.statistics().staging_bytes <= staging_bytes
         assert_same(state, ckpt.load(tmp_path / "c"))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import aiockpt
-from aiockpt.storage.local.storage import LocalStorage
+from aiockpt.storage import LocalStorage
 from aiockpt.testing import GatedStorage
 from tests.cancellation.stops import Stop, Writer, stop_before
 

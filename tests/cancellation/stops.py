@@ -8,11 +8,11 @@ import threading
 from pathlib import Path
 from typing import Literal, Protocol
 
-from aiockpt.core.futures import Completion
+from aiockpt import Completion
 from aiockpt.core.threads import Workers
+from aiockpt.storage import LocalStorage, WrapperStorage
 from aiockpt.storage.base import FileSink, Storage, Transaction
-from aiockpt.storage.local.storage import LocalStorage
-from aiockpt.storage.wrapper import WrapperStorage, WrapperTransaction, _WrapperSink
+from aiockpt.storage.wrapper import WrapperTransaction, _WrapperSink
 from aiockpt.testing import GatedStorage
 from tests.writing.gates import Gate
 

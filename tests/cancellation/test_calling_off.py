@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from queue import Queue
 from types import MappingProxyType
+from typing import Any
 
 import pytest
 
 import aiockpt
-from aiockpt.core.threads import Workers
+from aiockpt.storage import LocalStorage, WrapperStorage
 from aiockpt.storage.base import Document, Transaction
-from aiockpt.storage.local.storage import LocalStorage
-from aiockpt.storage.wrapper import WrapperStorage, WrapperTransaction
+from aiockpt.storage.wrapper import WrapperTransaction
 from tests.cancellation.endings import assert_gone, assert_written
 from tests.cancellation.moments import MOMENTS, Held, hold, options_of, state_of
 from tests.cancellation.ways import WAYS
@@ -90,8 +90,8 @@ class _CancelledAtTheEnd(WrapperStorage):
         self.saves: Queue[aiockpt.SaveHandle] = Queue()
         self.turns = 0
 
-    async def begin(self, path: str, *, overwrite: bool, workers: Workers, ticket: str | None = None) -> Transaction:
-        return _Late(self, await self.inner.begin(path, overwrite=overwrite, workers=workers, ticket=ticket), path)
+    async def begin(self, path: str, **options: Any) -> Transaction:
+        return _Late(self, await self.inner.begin(path, **options), path)
 
 
 class _Late(WrapperTransaction):

@@ -7,14 +7,13 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import aiockpt
-from aiockpt.engine.loop import EngineLoop
-from aiockpt.storage.local.storage import LocalStorage
-from aiockpt.storage.wrapper import WrapperStorage
+from aiockpt.storage import LocalStorage, Source, WrapperStorage
 from tests.cancellation.moments import DRAIN_S
 from tests.cancellation.stops import WAIT_S
 from tests.cancellation.ways import WAYS, loop_closed
@@ -34,6 +33,10 @@ class HeldReads(WrapperStorage):
         self._go = threading.Event()
         self._lock = threading.Lock()
 
+    async def open(self, path: str, **options: Any) -> Source:
+        self.loop = asyncio.get_running_loop()  # of the engine
+        return await super().open(path, **options)
+
     def before_read(self, name: str, offset: int, nbytes: int) -> None:
         with self._lock:
             self.reads += 1
@@ -50,21 +53,21 @@ def _empty() -> dict[str, torch.Tensor]:
     return {name: torch.full_like(tensor, -1) for name, tensor in STATE.items()}
 
 
-def _release_after_cancel(task: asyncio.Task[object], storage: HeldReads, engine: EngineLoop, steps: int = 10) -> None:
+def _release_after_cancel(task: asyncio.Task[object], storage: HeldReads, steps: int = 10) -> None:
     """Release the threads a few steps of both loops after the task was cancelled, and not before."""
     if task.cancelling():
         steps -= 1
     if steps:
-        asyncio.get_running_loop().call_soon(_release_after_cancel, task, storage, engine, steps)
+        asyncio.get_running_loop().call_soon(_release_after_cancel, task, storage, steps)
         return
     if task.done():  # makes the test fail
         task.get_loop().call_exception_handler({"message": "the load has ended while its threads were at work"})
-    _release_in_engine(storage, engine)
+    _release_in_engine(storage)
 
 
-def _release_in_engine(storage: HeldReads, engine: EngineLoop, steps: int = 10) -> None:
+def _release_in_engine(storage: HeldReads, steps: int = 10) -> None:
     """Release the threads when the engine has had time to handle the cancellation."""
-    engine.post(partial(_release_in_engine, storage, engine, steps - 1) if steps else storage.release)
+    storage.loop.call_soon_threadsafe(partial(_release_in_engine, storage, steps - 1) if steps else storage.release)
 
 
 @pytest.mark.slow
@@ -85,7 +88,7 @@ async def test_cancelling_the_waiter_of_a_load_stops_it_and_waits_for_its_thread
         async def waits() -> None:
             await loading
 
-        _release_after_cancel(loading, storage, ckpt._engine.loop)
+        _release_after_cancel(loading, storage)
         await WAYS[way](waits)
         assert loading.cancelled()
         await _assert_stopped(ckpt, tmp_path / "c", storage, target)
@@ -110,7 +113,7 @@ def test_a_load_stops_when_its_asyncio_run_ends(tmp_path: Path) -> None:
     async def main(ckpt: aiockpt.AsyncCheckpointer) -> None:
         loading = asyncio.ensure_future(ckpt.load(tmp_path / "c", target, storage=storage))
         await asyncio.to_thread(storage.reached.wait, WAIT_S)
-        _release_after_cancel(loading, storage, ckpt._engine.loop)
+        _release_after_cancel(loading, storage)
 
     async def after(ckpt: aiockpt.AsyncCheckpointer) -> None:
         await _assert_stopped(ckpt, tmp_path / "c", storage, target)

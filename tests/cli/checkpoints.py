@@ -1,5 +1,6 @@
 """The same tensors in a checkpoint of each readable format, for the tests of commands."""
 
+import subprocess
 import tempfile
 import warnings
 from pathlib import Path
@@ -52,6 +53,25 @@ def make(form, path):
             case "sharded":
                 ckpt.save(state, path, format="safetensors", shard_bytes=40)
     return path
+
+
+_DIES = """
+import os, sys, torch, aiockpt
+from tests.places import storage_of
+
+class Dying(aiockpt.storage.WrapperStorage):
+    async def before(self, step, name):
+        if step == "commit":
+            os._exit(7)
+
+aiockpt.save({"w": torch.ones(3)}, sys.argv[1], storage=Dying(storage_of(sys.argv[1])))
+"""
+
+
+def killed_save(python, path):
+    """Run a process that dies while it publishes a checkpoint."""
+    died = subprocess.run([*python, "-c", _DIES, str(path)], timeout=120, check=False)
+    assert died.returncode == 7
 
 
 async def _copy(source, target):

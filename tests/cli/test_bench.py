@@ -1,3 +1,4 @@
+import functools
 import json
 import os
 import shutil
@@ -6,12 +7,11 @@ import subprocess
 from types import SimpleNamespace
 
 import pytest
-from typer.testing import CliRunner
 
 from aiockpt.cli.bench import DEFAULT_THREADS, Measured, best_direct_io, best_threads
-from aiockpt.cli.main import app
 from aiockpt.options import CheckpointerOptions
 from aiockpt.storage.local.temp_dir import read_ticket
+from tests import commands
 from tests.polling import until
 
 MIB = 1 << 20
@@ -19,8 +19,7 @@ SMALL = ("--size", "16M")
 TIMEOUT_S = 300
 
 
-def invoke(*arguments):
-    return CliRunner().invoke(app, ["bench", *map(str, arguments)])
+invoke = functools.partial(commands.invoke, "bench")
 
 
 @pytest.mark.slow
@@ -94,7 +93,7 @@ def test_interrupt_leaves_no_file(number, python, tmp_path):
     assert (out, err) == (b"", b"")
     if number == signal.SIGKILL:
         assert process.returncode == -number
-        assert CliRunner().invoke(app, ["clean", str(tmp_path)]).exit_code == 0
+        assert commands.invoke("clean", tmp_path).exit_code == 0
     else:
         assert process.returncode == 128 + number
     assert os.listdir(tmp_path) == []

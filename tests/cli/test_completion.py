@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-SCRIPT = "from aiockpt.cli.main import app; app(prog_name='aiockpt')"
+COMMAND = (sys.executable, "-m", "aiockpt")
 
 
 def complete(*words, cwd):
@@ -17,7 +17,7 @@ def complete(*words, cwd):
         "COMP_CWORD": str(len(words)),
     }
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
+        COMMAND,
         env=environment,
         cwd=cwd,
         capture_output=True,
@@ -32,7 +32,7 @@ def complete(*words, cwd):
 def test_commands_are_completed_without_torch(tmp_path):
     assert complete("ve", cwd=tmp_path) == ["verify"]
     assert complete("inspect", "a/", cwd=tmp_path) == []  # the shell completes paths
-    code = f"import sys\ntry: exec({SCRIPT!r})\nfinally: sys.exit('torch' in sys.modules)"
+    code = "import runpy, sys\ntry: runpy.run_module('aiockpt')\nfinally: sys.exit('torch' in sys.modules)"
     environment = os.environ | {
         "_AIOCKPT_COMPLETE": "complete_bash",
         "COMP_WORDS": "aiockpt ins",
@@ -44,7 +44,5 @@ def test_commands_are_completed_without_torch(tmp_path):
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_script_for_each_shell(shell):
     environment = os.environ | {"_AIOCKPT_COMPLETE": f"source_{shell}"}
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=True, timeout=120
-    )
+    done = subprocess.run(COMMAND, env=environment, capture_output=True, text=True, check=True, timeout=120)
     assert "_AIOCKPT_COMPLETE" in done.stdout

@@ -9,18 +9,13 @@ import psutil
 import pytest
 import safetensors.torch
 import torch
-from typer.testing import CliRunner
 
 import aiockpt
-from aiockpt.cli.main import app
 from tests.cli.checkpoints import FORMATS, make, tensors
+from tests.commands import invoke
 from tests.states import assert_same
 
 TARGETS = {"dcp": "out", "torch": "out.pt", "safetensors": "out.safetensors"}
-
-
-def invoke(*arguments):
-    return CliRunner().invoke(app, list(map(str, arguments)))
 
 
 def load(path):
@@ -103,7 +98,7 @@ def test_interrupt_leaves_no_file(to, number, python, tmp_path):
         ckpt.save({f"w{n}": torch.full((3 << 20,), float(n)) for n in range(4)}, tmp_path / "c")
     code = f"""
 import os, threading
-from aiockpt.cli.main import app
+from tests.commands import invoke
 from aiockpt.dcp import convert
 
 def interrupted(fill):  # the second read waits for the signal
@@ -129,7 +124,7 @@ def test_bar_shows_the_progress(python, tmp_path):
         ckpt.save({f"w{n}": torch.full((3 << 20,), float(n)) for n in range(8)}, tmp_path / "c")
     code = f"""
 from aiockpt.cli import progress
-from aiockpt.cli.main import app
+from tests.commands import invoke
 progress._AFTER_S = 0
 app(["convert", {str(tmp_path / "c")!r}, {str(tmp_path / "m.pt")!r}])
 """

@@ -9,12 +9,11 @@ import anyio
 import psutil
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import aiockpt
 from aiockpt.cli.app import CommandError
 from aiockpt.cli.demo import Config, DemoDisplay, compare, run_until_killed
-from aiockpt.cli.main import app
+from tests.commands import invoke
 
 PYTHON = (sys.executable,)
 DEMO = ("-m", "aiockpt", "demo", "--layers", "2", "--width", "128", "--steps", "12", "--every", "2")
@@ -124,7 +123,7 @@ def read_terminal(terminal, until=None):
 
 
 def test_version():
-    result = CliRunner().invoke(app, ["--version"])
+    result = invoke("--version")
     assert (result.exit_code, result.output) == (0, f"aiockpt {aiockpt.__version__}\n")
 
 
@@ -140,13 +139,13 @@ def test_version():
     ],
 )
 def test_wrong_usage(options, tmp_path):
-    assert CliRunner().invoke(app, ["demo", *options, "--dir", str(tmp_path / "runs")]).exit_code == 2
+    assert invoke("demo", *options, "--dir", tmp_path / "runs").exit_code == 2
     assert not (tmp_path / "runs").exists()
 
 
 def test_directory_that_is_not_empty_is_refused(tmp_path):
     (tmp_path / "notes").touch()
-    result = CliRunner().invoke(app, ["demo", "--dir", str(tmp_path)])
+    result = invoke("demo", "--dir", tmp_path)
     assert result.exit_code == 2
     assert (tmp_path / "notes").exists()
 

@@ -1,16 +1,13 @@
 """Tensors of torch.save files whose elements share memory: a file of a kilobyte may show exabytes."""
 
-import asyncio
 import json
 import math
+import re
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-import aiockpt
-from aiockpt.cli.main import app
-from aiockpt.cli.statistics import survey
+from tests.commands import invoke
 from tests.memory import peak_growth
 
 BASES = {
@@ -20,10 +17,6 @@ BASES = {
     "between": (torch.arange(6.0).reshape(2, 1, 3), (2, 2**40, 3), (3, 0, 1)),
 }
 MOST_BYTES = 64 << 20
-
-
-def invoke(*arguments):
-    return CliRunner().invoke(app, [*map(str, arguments)])
 
 
 def measured(call):
@@ -55,15 +48,12 @@ def test_statistics_are_those_of_the_stored_elements(bomb, tmp_path):
     assert json.loads(result.stdout)["keys"][0]["stats"] == expected
 
 
-def test_histogram_counts_each_repetition(bomb):
+def test_histogram_counts_each_repetition(bomb, tmp_path):
     path, base, times = bomb
-
-    async def surveyed():
-        async with aiockpt.open(path) as reader:
-            return [found async for _, found in survey(reader, [reader["w"]], histograms=True)]
-
-    (found,) = asyncio.run(surveyed())
-    assert sum(found.counts) == times * int(base.isfinite().sum())
+    assert invoke("inspect", path, "--stats", "--html", tmp_path / "page.html").exit_code == 0
+    data = re.search(r'id="data">(.*?)</script>', (tmp_path / "page.html").read_text(), re.DOTALL)
+    ((_, (*_, counts)),) = json.loads(data[1])["stats"]
+    assert sum(counts) == times * int(base.isfinite().sum())
 
 
 def test_differences_count_each_repetition(bomb, tmp_path):

@@ -6,14 +6,13 @@ import re
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import aiockpt
+from aiockpt import ChunkInfo, ObjectInfo, TensorInfo
 from aiockpt.cli.html.page import html_page
-from aiockpt.cli.main import app
-from aiockpt.reading.info import ChunkInfo, ObjectInfo, TensorInfo
 from tests.cli.browser import CHROMIUM, Browser
 from tests.cli.checkpoints import FORMATS, make
+from tests.commands import invoke
 
 browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed, so the page is not tested")
 
@@ -307,7 +306,7 @@ def test_html_and_json_exclude_each_other(tmp_path):
 
 
 def inspect_html(path, page, *more):
-    return CliRunner().invoke(app, ["inspect", str(path), *more, "--html", str(page)])
+    return invoke("inspect", path, *more, "--html", page)
 
 
 @browser

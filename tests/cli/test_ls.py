@@ -2,33 +2,27 @@ import errno
 import json
 import os
 import shutil
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import aiockpt
-from aiockpt.cli.found import look_into, walk
-from aiockpt.cli.keeping import noted_policy, parse_best, parse_policy
-from aiockpt.cli.main import app
-from aiockpt.manager.policies import KeepAll, KeepAny
-from aiockpt.manager.scan import scan
-from aiockpt.storage.base import LookBudget
-from aiockpt.storage.local.directories import LocalDirectories
-from aiockpt.storage.local.temp_dir import new_ticket
+from aiockpt import KeepAll, KeepAny
+from aiockpt.storage import LookBudget
+from tests import commands
 from tests.cli.checkpoints import FORMATS, make
 from tests.places import storage_of
+from tests.polling import until
 
 NAMES = {"torch": ".pt", "safetensors": ".safetensors"}
 SHOWN_AS = {"ranks": "dcp", "sharded": "safetensors"}
 
 
 def invoke(*arguments):
-    result = CliRunner().invoke(app, ["ls", *map(str, arguments)])
+    result = commands.invoke("ls", *arguments)
     assert result.exit_code == 0, result.output
     return result.stdout
 
@@ -157,35 +151,30 @@ def test_policies_are_read_from_the_newest_sound_step(tmp_path):
     assert {each["step"]: each["kept_by"] for each in rows(tmp_path).values()} == {100: ["KeepLatest(1)"], 200: []}
 
 
-@pytest.fixture
-def run(tmp_path):
-    """Run directory for ``.aiockpt-*`` directories; removed after the test because the leak check rejects them."""
-    (tmp_path / "run").mkdir()
-    yield tmp_path / "run"
-    shutil.rmtree(tmp_path / "run")
+def test_save_in_progress_names_its_process(tmp_path):
+    with aiockpt.SyncCheckpointer() as ckpt, ckpt.transaction(tmp_path / "c") as tx:
+        tx.save({"w": torch.ones(3)})
+        until(lambda: os.listdir(tmp_path))
+        (row,) = rows(tmp_path).values()
+        assert (row["state"], row["problem"]) == ("unfinished", f"process {os.getpid()} is saving")
+        text = invoke(tmp_path)
+        assert "0 complete, 1 not" in text
+        assert "kept by" not in text
 
 
-def test_save_in_progress_names_its_process(run):
-    (run / new_ticket()).mkdir()
+def test_orphan_of_a_dead_process_is_unfinished(orphan):
+    run = orphan.parent
     (row,) = rows(run).values()
-    assert (row["state"], row["problem"]) == ("unfinished", f"process {os.getpid()} is saving")
-
-
-def test_orphan_of_a_dead_process_is_unfinished(run):
-    code = "from aiockpt.storage.local.temp_dir import new_ticket; print(new_ticket())"
-    name = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
-    (run / name).mkdir()
-    (run / name / "__0_0.distcp").write_bytes(b"12345")
-    (row,) = rows(run).values()
-    assert (row["state"], row["bytes"]) == ("unfinished", 5)
+    assert (row["state"], row["bytes"]) == ("unfinished", sum(file.stat().st_size for file in orphan.iterdir()))
     assert "is dead; aiockpt clean removes it" in row["problem"]
-    (run / name).rename(run / f"{name}-swept")
+    orphan.rename(f"{orphan}-swept")
     (row,) = rows(run).values()
     assert "which was removing it, is dead" in row["problem"]
 
 
-def test_orphan_of_another_machine_needs_older_than(run):
-    (run / f".aiockpt-{'b' * 30}.7.8.0123456789abcdef").mkdir()
+def test_orphan_of_another_machine_needs_older_than(orphan):
+    run = orphan.parent
+    orphan.rename(run / f".aiockpt-{'b' * 30}.7.8.0123456789abcdef")
     (run / ".aiockpt-x.7.0123456789abcdef").mkdir()
     assert all("--older-than" in row["problem"] for row in rows(run).values())
 
@@ -249,33 +238,25 @@ def test_symlinks_are_followed_and_shown(tmp_path):
         aiockpt.KeepEvery(1000),
         aiockpt.KeepWithin(86400.0),
         aiockpt.KeepBest(2, "it's: a \\ loss", "max"),
-        KeepAll((aiockpt.KeepWithin(60), KeepAny((aiockpt.KeepEvery(10), aiockpt.KeepLatest(1))))),
+        KeepAll((aiockpt.KeepWithin(86400), KeepAny((aiockpt.KeepEvery(7), aiockpt.KeepLatest(1))))),
     ],
 )
-def test_parse_policy_reverses_repr(policy):
-    assert repr(parse_policy(repr(policy))) == repr(policy)
+def test_policies_are_read_as_they_are_written(policy, tmp_path):
+    with aiockpt.SyncCheckpointManager(tmp_path, keep=[policy]) as run:
+        run.save(1000, {"w": torch.ones(3)}, metrics={"it's: a \\ loss": 0.5})
+    (row,) = rows(tmp_path).values()
+    assert row["kept_by"] == [repr(policy).replace("(KeepEvery(7) | KeepLatest(1))", "KeepLatest(1)")]  # 7 keeps it not
 
 
-@pytest.mark.parametrize(
-    "text", ["KeepIf(f)", "KeepLatest(0)", "KeepLatest", "print('x')", "KeepLatest(print('x'))", "(" * 500, "", "1"]
-)
-def test_parse_policy_refuses_other_text_without_running_it(text, capsys):
-    assert parse_policy(text) is None
-    assert capsys.readouterr().out == ""
-
-
-def test_no_policy_in_checkpoints_saved_without_a_manager(tmp_path):
-    assert noted_policy(LocalDirectories(), scan(tmp_path)) is None
-    make("aiockpt", tmp_path / "step-00000001")
-    assert noted_policy(LocalDirectories(), scan(tmp_path)) is None
-
-
-def test_parse_best():
-    assert parse_best("2:loss") == aiockpt.KeepBest(2, "loss")
-    assert parse_best("1:val:acc:max") == aiockpt.KeepBest(1, "val:acc", "max")
-    for text in ("loss", "x:loss", "2:", ":loss", ""):
-        with pytest.raises(ValueError, match="is not N:METRIC"):
-            parse_best(text)
+def test_other_texts_are_no_policies_and_are_not_run(tmp_path):
+    texts = ["KeepIf(f)", "KeepLatest(0)", "KeepLatest", "print('x')", "KeepLatest(print('x'))", "(" * 500, "", "1"]
+    for number, text in enumerate(texts):
+        save_step(tmp_path / str(number), 100, [text])
+        out = invoke(tmp_path / str(number), "--json")
+        assert out.startswith("{")
+        assert json.loads(out)["checkpoints"][0]["kept_by"] == []
+    make("aiockpt", tmp_path / "step-00000001")  # without a manager
+    assert rows(tmp_path)["step-00000001"]["kept_by"] == []
 
 
 def test_times_are_in_the_local_zone(tmp_path, monkeypatch):
@@ -290,13 +271,6 @@ def test_times_are_in_the_local_zone(tmp_path, monkeypatch):
 
 
 # --- bounds -----------------------------------------------------------------------------------------------
-
-
-def test_run_with_nothing_but_leftovers(run):
-    (run / new_ticket()).mkdir()
-    text = invoke(run)
-    assert "0 complete, 1 not" in text
-    assert "kept by" not in text
 
 
 def scanned(call):
@@ -323,12 +297,10 @@ def test_each_directory_is_listed_once_and_no_deeper_than_needed(tmp_path):
     assert sorted(lists) == sorted({str(tmp_path), str(tmp_path / "run"), str(tmp_path / "run/step-00000001"), *below})
 
 
-def test_listing_says_that_it_was_cut(tmp_path):
+def test_what_looks_no_further_says_so(tmp_path, monkeypatch):
     for number in range(4):
         make("dcp", tmp_path / "runs" / f"c{number}")
-    assert not look_into(str(tmp_path), LookBudget(100)).is_cut
-    cut = look_into(str(tmp_path), LookBudget(2))
-    assert cut.is_cut
-    with pytest.raises(OSError, match="more than is looked at"):
-        list(walk(str(tmp_path), LookBudget(2)))
-    assert len(list(walk(str(tmp_path)))) == 4
+    assert json.loads(invoke(tmp_path, "--json"))["cut"] is False
+    monkeypatch.setattr(LookBudget.__init__, "__defaults__", (2,))
+    assert json.loads(invoke(tmp_path, "--json"))["cut"] is True
+    assert "more than is looked at" in commands.succeed("verify", tmp_path, code=3)

@@ -8,18 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import aiockpt
-from aiockpt.cli.main import app
 from aiockpt.manager.scan import scan
+from tests.commands import succeed as invoke
 from tests.manager.runs import flip, state_of
-
-
-def invoke(*arguments: Any, code: int = 0) -> str:
-    result = CliRunner().invoke(app, [*map(str, arguments)])
-    assert result.exit_code == code, result.output
-    return result.output
 
 
 @pytest.fixture

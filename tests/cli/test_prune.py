@@ -1,3 +1,4 @@
+import functools
 import json
 import os
 import shutil
@@ -5,9 +6,8 @@ import subprocess
 import sys
 
 import pytest
-from typer.testing import CliRunner
 
-from aiockpt.cli.main import app
+from tests import commands
 from tests.cli.checkpoints import make
 from tests.cli.test_ls import save_step
 from tests.places import storage_of
@@ -27,8 +27,7 @@ def run(anywhere):
 local = pytest.mark.parametrize("anywhere", ["local"], indirect=True)
 
 
-def invoke(*arguments):
-    return CliRunner().invoke(app, ["prune", *map(str, arguments)])
+invoke = functools.partial(commands.invoke, "prune")
 
 
 def steps(run):
@@ -119,7 +118,7 @@ def test_run_with_an_owner_allows_only_a_dry_run(run):
     ("options", "message"),
     [
         ([], "say what to keep"),
-        (["--keep-best", "loss"], "is not N:METRIC"),
+        *((["--keep-best", text], "is not N:METRIC") for text in ("loss", "x:loss", "2:", ":loss", "")),
         (["--keep-best", "0:loss"], "at least 1"),
         (["--keep-within", "soon"], "is no duration"),
         (["--keep-within", "0s"], "more than 0"),
@@ -154,8 +153,8 @@ def test_directory_without_steps_is_refused(tmp_path):
 @local
 def test_dry_run_does_not_import_torch(run):
     code = (
-        "import sys\nfrom aiockpt.cli.main import app\n"
-        f"try: app(prog_name='aiockpt', args=['prune', {str(run)!r}, '--keep-latest', '1', '-n'])\n"
+        f"import runpy, sys\nsys.argv[1:] = ['prune', {str(run)!r}, '--keep-latest', '1', '-n']\n"
+        "try: runpy.run_module('aiockpt')\n"
         "except SystemExit as exc: assert exc.code == 0\n"
         "sys.exit('torch' in sys.modules)"
     )

@@ -2,19 +2,13 @@ import json
 import os
 import pty
 import subprocess
-import sys
 
 import pytest
-from typer.testing import CliRunner
 
-from aiockpt.cli.main import app
 from tests.cli.checkpoints import FORMATS, make
+from tests.commands import invoke
 
 TIMEOUT_S = 120
-
-
-def invoke(*arguments):
-    return CliRunner().invoke(app, [*map(str, arguments)])
 
 
 # --- rm ---------------------------------------------------------------------------------------------------
@@ -76,17 +70,6 @@ def test_rm_in_a_terminal_asks_for_confirmation(answer, code, is_there, python, 
 # --- clean ------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def orphan(tmp_path):
-    """Orphan of a dead process in a run."""
-    code = "from aiockpt.storage.local.temp_dir import new_ticket; print(new_ticket())"
-    name = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
-    path = tmp_path / "run" / name
-    path.mkdir(parents=True)
-    (path / "__0_0.distcp").touch()
-    return path
-
-
 def test_clean_removes_orphans(orphan):
     make("dcp", orphan.parent / "c")
     result = invoke("clean", orphan.parent)
@@ -103,7 +86,7 @@ def test_clean_keeps_orphans_of_other_machines_until_they_are_old(orphan):
     assert [each["path"] for each in found["left"]] == [str(foreign)]
     result = invoke("clean", foreign.parent, "--older-than", "1h")
     assert result.stdout.startswith(f"left {foreign}: process 7 of another machine")
-    for path in (foreign / "__0_0.distcp", foreign):
+    for path in (*foreign.iterdir(), foreign):
         os.utime(path, (1, 1))
     found = json.loads(invoke("clean", foreign.parent, "--older-than", "1h", "--json").stdout)
     assert found == {"removed": [str(foreign)], "left": []}

@@ -48,7 +48,7 @@ def _in_terminal(python, cwd, *arguments, columns, **environment):
     env |= {"COLUMNS": str(columns), "TERM": "xterm-256color"} | environment
     # The shell keeps its end of the pty open until the test has read all output, because output that is
     # still unread when the last end closes may be lost.
-    script = '"$@"; echo "END $?"; read _'
+    script = '"$@" <&1; echo "END $?"; read _'
     command = ["sh", "-c", script, "sh", *python, "-m", "aiockpt", *arguments]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=end, stderr=end, env=env, cwd=cwd)
     os.close(end)
@@ -123,9 +123,10 @@ def test_pipe_gets_plain_text_in_full(arguments, home, python):
         assert "long" * 20 in done.stdout or "模型" * 30 in done.stdout
 
 
-def test_documentation_is_rendered(in_terminal):
-    shown, code = in_terminal("docs", "cli", columns=80)
+def test_documentation_is_rendered_and_paged(in_terminal):
+    shown, code = in_terminal("docs", "cli", columns=80, PAGER="sed 's/^/paged: /'")
     assert code == 0
+    assert shown.count("paged: ") == shown.count("\n") > 100
     assert "\x1b[1m" in shown
     assert "# The command line" not in shown
 

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
+from aiockpt import ObjectInfo, TensorInfo
 from aiockpt.cli.tree import build, fitting_depth, lines
-from aiockpt.reading.info import ObjectInfo, TensorInfo
 
 
 def tensor(key, *shape, dtype=torch.float32):

@@ -6,18 +6,16 @@ The tests of each command also run on a storage that is no file system.
 from __future__ import annotations
 
 import json
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner, Result
+from click.testing import Result
 
 import aiockpt
-from aiockpt.cli.main import app
-from aiockpt.storage import registry, storage_for
-from tests.cli.checkpoints import make, tensors
+from aiockpt.storage import register, storage_for
+from tests import commands
+from tests.cli.checkpoints import killed_save, make, tensors
 from tests.places import ServerPath, storage_of
 from tests.storage.memory_storage import MemoryStorage
 
@@ -25,7 +23,7 @@ UNKNOWN = "nowhere://bucket/c"
 
 
 def invoke(*arguments: object, code: int = 0) -> Result:
-    done = CliRunner().invoke(app, list(map(str, arguments)))
+    done = commands.invoke(*arguments)
     assert done.exit_code == code, done.output
     assert done.exception is None or isinstance(done.exception, SystemExit)
     return done
@@ -67,24 +65,10 @@ def test_urls_of_the_file_system(tmp_path: Path) -> None:
 
 # --- leftovers ------------------------------------------------------------------------------------------
 
-DIES = """
-import os, sys, torch, aiockpt
-from tests.places import storage_of
-from aiockpt.storage import WrapperStorage
-
-class Dying(WrapperStorage):
-    async def before(self, step, name):
-        if step == "commit":
-            os._exit(7)
-
-aiockpt.save({"w": torch.ones(3)}, sys.argv[1], storage=Dying(storage_of(sys.argv[1])))
-"""
-
 
 @pytest.mark.kills
 def test_what_a_killed_save_has_left_is_removed_where_nothing_else_is(python: list[str], server_url: str) -> None:
-    died = subprocess.run([*python, "-c", DIES, f"{server_url}/run/c"], timeout=120, check=False)
-    assert died.returncode == 7
+    killed_save(python, f"{server_url}/run/c")
     (removed,) = json.loads(invoke("clean", f"{server_url}/run", "--json").stdout)["removed"]
     assert removed.startswith(f"{server_url}/run/c/")
     assert "nothing is at" in invoke("clean", f"{server_url}/run", code=3).stderr
@@ -106,9 +90,9 @@ def test_options_go_to_the_storages_of_urls(server_url: str) -> None:
     ("text", "value"),
     [("eu", "eu"), ("5", 5), ("true", True), ('"5"', "5"), ("a=b", "a=b"), ("", ""), ('{"a": [1]}', {"a": [1]})],
 )
-def test_values_of_options_are_json_or_text(text: str, value: object, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_of_options_are_json_or_text(text: str, value: object) -> None:
     seen: list[dict[str, object]] = []
-    monkeypatch.setitem(registry._factories, "mem", lambda root, **options: seen.append(options) or MemoryStorage())
+    register("mem", lambda root, **options: seen.append(options) or MemoryStorage(), replace=True)
     invoke("--storage-option", f"region={text}", "inspect", "mem://x", code=3)
     storage_for("mem://x")
     assert seen == [{"region": value}, {}]  # none are left to what comes after the command
@@ -123,10 +107,10 @@ def test_options_need_names(option: str) -> None:
 
 
 @pytest.fixture
-def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[MemoryStorage]:
+def memory() -> MemoryStorage:
     """Return a storage for mem://, which has no list of what it holds."""
     storage = MemoryStorage()
-    monkeypatch.setitem(registry._factories, "mem", lambda root: storage)
+    register("mem", lambda root: storage, replace=True)
     return storage
 
 

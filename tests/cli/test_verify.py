@@ -1,19 +1,14 @@
-import io
+import functools
 import json
 
 import pytest
 import torch
-from rich.console import Console
-from typer.testing import CliRunner
 
 import aiockpt
-from aiockpt.cli import progress
-from aiockpt.cli.main import app
+from tests import commands
 from tests.cli.checkpoints import FORMATS, make
 
-
-def invoke(*arguments):
-    return CliRunner().invoke(app, ["verify", *map(str, arguments)])
+invoke = functools.partial(commands.invoke, "verify")
 
 
 VALUES = b"\0\0\0\xc0\0\0\x80\xbf"  # -2 and -1, the first elements of the first tensor
@@ -74,14 +69,6 @@ def test_unreadable_paths_do_not_hide_the_others(tmp_path):
     records = json.loads(invoke(tmp_path / "none", good, "--json").stdout)
     assert [record["ok"] for record in records] == [False, True]
     assert "error" in records[0]
-
-
-def test_progress_bar_shows_markup_in_names_as_text(monkeypatch):
-    terminal = Console(file=io.StringIO(), force_terminal=True, color_system=None, width=80)
-    monkeypatch.setattr(progress, "console", lambda **_: terminal)
-    with progress.bar("checking [red]step[/bold]", 10) as shown_bar:
-        terminal.print(shown_bar._progress)
-    assert terminal.file.getvalue().startswith("checking [red]step[/bold] ")
 
 
 class Unknown:

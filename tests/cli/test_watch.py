@@ -7,19 +7,10 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
-
-from typer.testing import CliRunner
 
 import aiockpt
-from aiockpt.cli.main import app
+from tests.commands import succeed
 from tests.manager.runs import state_of
-
-
-def watch(*arguments: Any, code: int) -> str:
-    result = CliRunner().invoke(app, ["watch", *map(str, arguments)])
-    assert result.exit_code == code, result.output
-    return result.output
 
 
 def test_step_and_path_are_in_the_environment_and_never_in_the_command(tmp_path: Path) -> None:
@@ -27,7 +18,9 @@ def test_step_and_path_are_in_the_environment_and_never_in_the_command(tmp_path:
     with aiockpt.SyncCheckpointManager(run, names="step-{}") as manager:
         manager.save(3, state_of(3))
     command = f'printf "%s %s" "$AIOCKPT_STEP" "$AIOCKPT_PATH" > {shlex.quote(str(out))}'
-    assert watch(run, "--names", "step-{}", "--once", "--exec", command, code=0).splitlines() == [f"3  {run}/step-3"]
+    assert succeed("watch", run, "--names", "step-{}", "--once", "--exec", command, code=0).splitlines() == [
+        f"3  {run}/step-3"
+    ]
     assert out.read_text() == f"3 {run}/step-3"
     assert sorted(path.name for path in tmp_path.iterdir()) == [run.name, "out"]
 
@@ -35,15 +28,12 @@ def test_step_and_path_are_in_the_environment_and_never_in_the_command(tmp_path:
 def test_a_failed_command_is_a_problem(tmp_path: Path) -> None:
     with aiockpt.SyncCheckpointManager(tmp_path) as manager:
         manager.save(3, state_of(3))
-    assert "failed for step 3: exit code 7" in watch(tmp_path, "--once", "--exec", "exit 7", code=1)
+    assert "failed for step 3: exit code 7" in succeed("watch", tmp_path, "--once", "--exec", "exit 7", code=1)
 
 
 def test_ctrl_c_ends_it_and_the_command(tmp_path: Path) -> None:
     """The next version comes while the program waits; a terminal's Ctrl-C reaches the command too."""
-    program = (
-        f"from aiockpt.cli.main import app; app(['watch', {str(tmp_path)!r}, '--exec', 'echo $AIOCKPT_STEP runs'])"
-    )
-    command = [sys.executable, "-c", program]
+    command = [sys.executable, "-m", "aiockpt", "watch", str(tmp_path), "--exec", "echo $AIOCKPT_STEP runs"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stderr is not None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import mmap
 import os
 import signal
 import threading
@@ -14,6 +16,7 @@ import pytest
 
 from aiockpt.core.forks import ModuleLock, called_in_children
 from aiockpt.core.gc_pause import gc_pause
+from aiockpt.staging.pool import MappedMemory, SharedMemory
 
 # Python warns of forks beside threads, which these tests are about.
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
@@ -109,3 +112,27 @@ def test_objects_that_live_are_called_in_the_child_alone() -> None:
     objects.add(Named("gone"))
     assert _in_a_child(lambda: called == ["kept"]) == 0
     assert called == []
+
+
+@pytest.mark.parametrize("kind", [MappedMemory, SharedMemory])
+def test_a_child_that_frees_memory_of_the_engine_keeps_its_own(kind: type[MappedMemory | SharedMemory]) -> None:
+    nbytes = 64 << 20
+    held = [kind(nbytes)]
+    held[0].view[:5] = b"whole"
+    libc = ctypes.CDLL(None)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
+
+    def keeps_its_own() -> bool:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        # Without MAP_FIXED the address is a hint: the kernel takes it if it is free.
+        own = libc.mmap(held[0].address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
+        ctypes.memset(own, 7, nbytes)
+        held.clear()
+        gc.collect()
+        return ctypes.string_at(own, nbytes).count(7) == nbytes
+
+    assert _in_a_child(keeps_its_own) == 0
+    assert held[0].view[:5] == b"whole"
+    if isinstance(held[0], SharedMemory):
+        held[0].close()

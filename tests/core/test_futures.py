@@ -18,8 +18,8 @@ import pytest
 import torch
 
 import aiockpt
-from aiockpt.core.futures import Completion
-from aiockpt.storage.local.storage import LocalStorage
+from aiockpt import Completion
+from aiockpt.storage import LocalStorage
 from aiockpt.testing import FaultyStorage, GatedStorage
 
 STATE = {"w": torch.arange(50_000.0), "step": 3}

@@ -10,9 +10,9 @@ from functools import partial
 from pathlib import Path
 
 from aiockpt.core.threads import Workers
+from aiockpt.storage import LocalStorage, WrapperStorage
 from aiockpt.storage.base import NO_DOCUMENTS, Document, Transaction
-from aiockpt.storage.local.storage import LocalStorage
-from aiockpt.storage.wrapper import WrapperStorage, WrapperTransaction
+from aiockpt.storage.wrapper import WrapperTransaction
 from aiockpt.testing import FaultyStorage
 from tests.crash.consequences import Kind
 from tests.crash.scenarios import OPTIONS, Announce, Program, Scenario, checkpointer, save_one, state_of

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from aiockpt.core.threads import Workers
+from aiockpt.storage import LocalStorage
 from aiockpt.storage.base import NO_DOCUMENTS, Document, FileSink, Source, Storage, Transaction
-from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.storage.syscalls import rename_exchange
 from tests.crash.scenarios import OPTIONS, Announce, Program, checkpointer
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from tests.ranks.conftest import server, world2, world4
 
@@ -19,3 +21,11 @@ def alone() -> Iterator[None]:
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         warnings.filterwarnings("ignore", "Detected an existing checkpoint")
         yield
+
+
+@pytest.fixture
+def alone_in_a_group(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "s"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()

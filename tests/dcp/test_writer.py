@@ -531,14 +531,6 @@ def test_a_removed_file_fails_the_save(tmp_path: Path) -> None:
 # --- async_save -----------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def alone_in_a_group(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "s"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 @pytest.mark.parametrize("cached", [False, True])
 def test_a_state_may_change_during_an_async_save(tmp_path: Path, cached: bool, alone_in_a_group: None) -> None:
     writer = FileSystemWriter(tmp_path / "x", cache_staged_state_dict=cached and torch.cuda.is_available())

@@ -9,31 +9,13 @@ import pytest
 import torch
 
 import aiockpt
-from aiockpt.engine.queue import superseded
-from aiockpt.storage.local.storage import LocalStorage
+from aiockpt.storage import LocalStorage
 from aiockpt.testing import GatedStorage
 from tests.states import assert_same
 
 
 def state_of(step: int, nbytes: int = 1 << 20) -> dict:
     return {"step": step, "w": torch.arange(step, step + nbytes // 8), "b": torch.full((3,), float(step))}
-
-
-@pytest.mark.parametrize(
-    ("staged", "most", "expected"),
-    [
-        ([], 1, []),
-        ([False], 1, []),
-        ([True], 1, []),
-        ([True, False], 1, [1]),
-        ([False, False, False], 1, [1, 2]),
-        ([True, True, False], 1, [2]),
-        ([True, False, False], 2, [2]),
-        ([False, False], 3, []),
-    ],
-)
-def test_first_and_staged_saves_are_not_superseded(staged: list[bool], most: int, expected: list[int]) -> None:
-    assert superseded(staged, most) == expected
 
 
 @pytest.mark.asyncio
@@ -144,6 +126,27 @@ async def test_queued_saves_are_superseded_by_the_newest(tmp_path: Path) -> None
         assert_same(state_of(0), await ckpt.load(tmp_path / "0"))
         assert_same(state_of(4), await ckpt.load(tmp_path / "4"))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "4"]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("most", [1, 2, 3])
+@pytest.mark.parametrize("staged", [1, 2])
+async def test_first_and_staged_saves_are_not_superseded(staged: int, most: int, tmp_path: Path) -> None:
+    """Of those behind, the newest one stays."""
+    storage, chunk = GatedStorage(LocalStorage(), ["write"]), 1 << 18
+    async with aiockpt.AsyncCheckpointer(
+        on_busy="supersede", max_in_flight=most, staging_bytes=staged * 2 * chunk, chunk_bytes=chunk
+    ) as ckpt:
+        saves = []
+        for step in range(6):  # with room for as many saves as are to be staged
+            saves.append(ckpt.save(state_of(step, nbytes=2 * chunk - 16384), tmp_path / str(step), storage=storage))
+            if step < staged:
+                await saves[-1].staged
+        kept = {*range(max(staged, most)), 5}
+        storage.open("write")
+        outcomes = await asyncio.gather(*saves, return_exceptions=True)
+    assert {step for step, end in enumerate(outcomes) if not isinstance(end, aiockpt.SaveSkippedError)} == kept
+    assert {int(path.name) for path in tmp_path.iterdir()} == kept
 
 
 @pytest.mark.asyncio

@@ -17,16 +17,16 @@ import pytest
 import torch
 
 import aiockpt
-from aiockpt.core.futures import Completion
+from aiockpt import Completion
+from aiockpt.engine.engine import Engine
 from aiockpt.engine.loop import EngineLoop
 from aiockpt.engine.requests import LoadRequest
 from aiockpt.engine.resources import EngineResources
-from aiockpt.staging.pool import Chunk
-from aiockpt.storage.local.storage import LocalStorage
-from aiockpt.storage.wrapper import WrapperStorage
+from aiockpt.staging.pool import Chunk, ChunkPool
+from aiockpt.storage import LocalStorage, WrapperStorage
 from aiockpt.testing import GatedStorage
 from tests.polling import until
-from tests.states import assert_same
+from tests.states import assert_same, large_state
 
 STATE = {"w": torch.arange(50_000.0), "step": 3}
 WINDOW = aiockpt.StagingWindow(bytes_per_window=1 << 20, patience_s=600)
@@ -310,3 +310,39 @@ def test_a_signal_handler_may_save_and_load_within_the_first_call(
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert {path.name for path in tmp_path.iterdir()} == {"0", "1", "last"}
+
+
+@pytest.mark.asyncio
+async def test_a_dead_engine_fails_every_caller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a defect, or without resources, no caller may wait for ever."""
+    submitted = threading.Event()
+
+    async def die(self: Engine, *_: object) -> None:
+        submitted.wait(60)
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setattr(Engine, "_main", die)
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    ckpt = aiockpt.AsyncCheckpointer()
+    save = ckpt.save({"x": 1}, tmp_path / "c")
+    submitted.set()
+    with pytest.raises(aiockpt.AiockptError, match="out of luck"):
+        await save
+    assert [event async for event in save.progress()] == []
+    with pytest.raises(aiockpt.AiockptError, match="out of luck"):
+        ckpt.save({"x": 1}, tmp_path / "d")
+    await ckpt.aclose()
+
+
+@pytest.mark.asyncio
+async def test_a_pool_that_can_not_grow_in_advance_is_harmless(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with aiockpt.AsyncCheckpointer(chunk_bytes=(1 << 16), staging_bytes=64 * (1 << 16)) as ckpt:
+        await ckpt.save(STATE, tmp_path / "1")
+
+        def fail(self: ChunkPool, count: int):
+            raise OSError(12, "Cannot allocate memory")
+
+        monkeypatch.setattr(ChunkPool, "lease_new", fail)
+        await ckpt.save(large_state(2), tmp_path / "2")
+        await ckpt.save(large_state(3), tmp_path / "3")
+        assert_same(large_state(3), await ckpt.load(tmp_path / "3"))

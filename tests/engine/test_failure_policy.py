@@ -19,18 +19,14 @@ import torch
 import aiockpt
 from aiockpt.engine.requests import LoadRequest
 from aiockpt.saving.pipeline import SavePipeline
+from aiockpt.storage import LocalStorage, WrapperStorage
 from aiockpt.storage.local import sink
-from aiockpt.storage.local.storage import LocalStorage
-from aiockpt.storage.wrapper import WrapperStorage
 from aiockpt.testing import FaultyStorage, GatedStorage, HangingStorage
+from tests.engine.test_busy import state_of
 from tests.states import assert_same
 from tests.writing.gates import BrokenStorage
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
-
-
-def state_of(step: int, nbytes: int = 1 << 20) -> dict:
-    return {"step": step, "w": torch.arange(step, step + nbytes // 8), "b": torch.full((3,), float(step))}
 
 
 def names(folder: Path) -> list[str]:

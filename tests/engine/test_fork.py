@@ -5,9 +5,6 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
-import ctypes
-import gc
-import mmap
 import multiprocessing
 import os
 import signal
@@ -23,8 +20,7 @@ import pytest
 import torch
 
 import aiockpt
-from aiockpt.staging.pool import MappedMemory, SharedMemory
-from aiockpt.storage.local.storage import LocalStorage
+from aiockpt.storage import LocalStorage
 from aiockpt.testing import GatedStorage
 
 STATE = {"x": torch.arange(50_000.0), "step": 3}
@@ -134,30 +130,6 @@ def test_calls_that_need_the_parents_threads_raise(what: str, tmp_path: Path) ->
             gate.open("begin")
             assert save.written.result(60).tensors == 1
             assert reader.read("step") == 3
-
-
-@pytest.mark.parametrize("kind", [MappedMemory, SharedMemory])
-def test_a_child_that_frees_memory_of_the_engine_keeps_its_own(kind: type[MappedMemory | SharedMemory]) -> None:
-    nbytes = 64 << 20
-    held = [kind(nbytes)]
-    held[0].view[:5] = b"whole"
-    libc = ctypes.CDLL(None)
-    libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
-
-    def child() -> None:
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        # Without MAP_FIXED the address is a hint: the kernel takes it if it is free.
-        own = libc.mmap(held[0].address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
-        ctypes.memset(own, 7, nbytes)
-        held.clear()
-        gc.collect()
-        assert ctypes.string_at(own, nbytes).count(7) == nbytes
-
-    _forked(child)
-    assert held[0].view[:5] == b"whole"
-    if isinstance(held[0], SharedMemory):
-        held[0].close()
 
 
 def test_results_from_before_the_fork_are_kept_and_closing_does_nothing(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import torch
 
 import aiockpt
 from aiockpt import AsyncCheckpointer, Observer, SyncCheckpointer
-from aiockpt.storage.local.storage import LocalStorage
+from aiockpt.storage import LocalStorage
 from aiockpt.testing import GatedStorage
 from tests.polling import until
 from tests.states import assert_same

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import aiockpt
-from aiockpt.storage.local.storage import LocalStorage
+from aiockpt.storage import LocalStorage
 from aiockpt.testing import FaultyStorage, GatedStorage
 from tests.memory import settled_bytes
 from tests.polling import until

@@ -26,7 +26,7 @@ REPLY_S = 120.0
 SETUP = """
 import asyncio, gc, threading
 import torch, aiockpt
-from aiockpt.storage.local.storage import LocalStorage
+from aiockpt.storage import LocalStorage
 from aiockpt.testing import GatedStorage
 
 STATE = {"x": torch.arange(1000.0), "step": 3}

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import aiockpt
-from aiockpt.storage.local.storage import LocalStorage
+from aiockpt.storage import LocalStorage
 from aiockpt.testing import GatedStorage
 
 pytestmark = pytest.mark.filterwarnings("error")

@@ -10,6 +10,10 @@ import aiockpt
 from tests.states import assert_same
 
 
+def os_error(number: int) -> OSError:
+    return OSError(number, os.strerror(number))
+
+
 def names(folder: Path, *, besides: tuple[str, ...] = ()) -> list[str]:
     """Return the names in a directory, hidden ones too."""
     return sorted(path.name for path in folder.iterdir() if path.name not in besides)

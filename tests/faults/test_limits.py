@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import aiockpt
-from aiockpt.storage.local.storage import LocalStorage
+from aiockpt.storage import LocalStorage
 from aiockpt.testing import GatedStorage
 from tests.faults.checks import assert_failed_rightly, names
 from tests.states import assert_same, large_state

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import aiockpt
-from aiockpt.storage.local.storage import LocalStorage
+from aiockpt.storage import LocalStorage
 from aiockpt.testing import GatedStorage
 from tests.crash.zygote import Zygote, forked
 from tests.faults.checks import names

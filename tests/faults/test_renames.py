@@ -16,17 +16,13 @@ import aiockpt
 from aiockpt.storage import syscalls
 from aiockpt.storage.local import commit, temp_dir
 from aiockpt.storage.local.retries import NotSyncedError
-from tests.faults.checks import names
+from tests.faults.checks import names, os_error
 from tests.states import assert_same
 
 OLD = {"old": torch.arange(17)}
 NEW = {"new": torch.arange(40_000)}
 FILES = {"c": "dcp", "c.safetensors": "safetensors"}
 RETRIES = aiockpt.Retries(attempts=3, first_s=0.001)
-
-
-def _error(number: int) -> OSError:
-    return OSError(number, os.strerror(number))
 
 
 class Server:
@@ -47,7 +43,7 @@ class Server:
                 real(source, target)
             if fails:
                 self.answers += 1
-                raise _error(self._number)
+                raise os_error(self._number)
 
         return rename
 
@@ -128,7 +124,7 @@ def test_a_checkpoint_of_another_process_is_not_taken_for_the_own_one(name: str,
             with aiockpt.SyncCheckpointer() as other:
                 monkeypatch.setattr(commit, "rename_noreplace", real)
                 other.save(OLD, target, format=FILES[name])
-            raise _error(errno.ESTALE)
+            raise os_error(errno.ESTALE)
         real(source, target)
 
     monkeypatch.setattr(commit, "rename_noreplace", rename)
@@ -144,7 +140,7 @@ def test_an_fsync_is_never_repeated(name: str, overwrite: bool, tmp_path: Path, 
     def fsync(fd: int) -> None:
         seen.append(os.readlink(f"/proc/self/fd/{fd}"))
         if len(seen) == nth:
-            raise _error(errno.EAGAIN)
+            raise os_error(errno.EAGAIN)
         real(fd)
 
     monkeypatch.setattr(os, "fsync", fsync)
@@ -178,7 +174,7 @@ def _no_open_directory_moves(monkeypatch: pytest.MonkeyPatch, number: int) -> li
             path = os.path.join(os.readlink(f"/proc/self/fd/{folder}"), os.fsdecode(path))
         if os.path.isdir(path) and any(link.is_symlink() and os.readlink(link) == path for link in found):
             refused.append(path)
-            raise _error(number)
+            raise os_error(number)
 
     def call(name: str, *args: object) -> None:
         if name == "renameat2":

@@ -18,6 +18,7 @@ import torch
 
 import aiockpt
 from aiockpt.core.threads import Workers
+from aiockpt.storage import LocalStorage
 from aiockpt.storage.faults import described
 from aiockpt.storage.local import sink as local_sink
 from aiockpt.storage.local.retries import (
@@ -31,13 +32,9 @@ from aiockpt.storage.local.retries import (
     next_pause_s,
 )
 from aiockpt.storage.local.sink import LocalSink, NewFile
-from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.testing import Fault, FaultyStorage
+from tests.faults.checks import os_error
 from tests.states import assert_same, large_state
-
-
-def _error(number: int) -> OSError:
-    return OSError(number, os.strerror(number))
 
 
 class Recorded:
@@ -104,7 +101,7 @@ def test_pauses_grow_up_to_the_longest() -> None:
 
 def test_transient_error_numbers() -> None:
     passing = {
-        number for number in errno.errorcode if next_pause_s(DEFAULT_RETRIES, _error(number), 1, 1.0) is not None
+        number for number in errno.errorcode if next_pause_s(DEFAULT_RETRIES, os_error(number), 1, 1.0) is not None
     }
     assert passing == TRANSIENT
     assert TRANSIENT >= AMBIGUOUS > {errno.ESTALE, errno.ETIMEDOUT, errno.EINTR}
@@ -134,7 +131,7 @@ async def test_permanent_errors_are_never_retried(error: Exception) -> None:
 
 @pytest.mark.asyncio
 async def test_a_step_is_repeated_until_it_succeeds(caplog: pytest.LogCaptureFixture) -> None:
-    recorded, step = Recorded(), Step(_error(errno.EAGAIN), _error(errno.ESTALE))
+    recorded, step = Recorded(), Step(os_error(errno.EAGAIN), os_error(errno.ESTALE))
     with caplog.at_level(logging.INFO, "aiockpt"):
         assert await recorded.repeater.run("write x at offset 7", step) == "done"
     assert recorded.pauses == pytest.approx([0.1, 0.2])
@@ -147,26 +144,26 @@ async def test_a_step_is_repeated_until_it_succeeds(caplog: pytest.LogCaptureFix
 async def test_pauses_do_not_draw_from_the_global_random_generator() -> None:
     before = random.getstate()
     repeater = Repeater(DEFAULT_RETRIES, sleep=Recorded()._sleep)
-    assert await repeater.run("write", Step(_error(errno.EBUSY))) == "done"
+    assert await repeater.run("write", Step(os_error(errno.EBUSY))) == "done"
     assert random.getstate() == before
 
 
 @pytest.mark.asyncio
 async def test_the_last_error_has_the_number_of_attempts() -> None:
-    recorded, step = Recorded(), Step(*(_error(errno.EBUSY) for _ in range(9)))
+    recorded, step = Recorded(), Step(*(os_error(errno.EBUSY) for _ in range(9)))
     with pytest.raises(OSError, match="busy") as caught:
         await recorded.repeater.run("rename", step)
     assert (step.done, len(recorded.pauses)) == (4, 3)
     assert "busy (tried 4 times in " in described(caught.value, "")
     with pytest.raises(OSError, match="Input/output error") as caught:
-        await recorded.repeater.run("rename", Step(_error(errno.EIO)))
+        await recorded.repeater.run("rename", Step(os_error(errno.EIO)))
     assert described(caught.value, "") == str(caught.value)
 
 
 @pytest.mark.asyncio
 async def test_an_aiockpt_error_is_classified_by_its_cause() -> None:
     ours = aiockpt.CommitError("can't publish it")
-    ours.__cause__ = _error(errno.EBUSY)
+    ours.__cause__ = os_error(errno.EBUSY)
     recorded, step = Recorded(), Step(ours)
     assert await recorded.repeater.run("publish", step) == "done"
     assert step.done == 2
@@ -177,7 +174,7 @@ async def test_an_aiockpt_error_is_classified_by_its_cause() -> None:
     [
         (errno.ETIMEDOUT, True, 2),
         (errno.ETIMEDOUT, False, 1),
-        (errno.ESTALE, _error(errno.ESTALE), 1),
+        (errno.ESTALE, os_error(errno.ESTALE), 1),
         (errno.EMFILE, False, 2),
     ],
 )
@@ -190,7 +187,7 @@ async def test_a_step_that_may_have_taken_effect_is_not_repeated(
             raise answer
         return answer
 
-    recorded, step = Recorded(), Step(_error(number))
+    recorded, step = Recorded(), Step(os_error(number))
     if done == 2:
         assert await recorded.repeater.run("create", step, undone=undone) == "done"
     else:
@@ -207,7 +204,7 @@ async def test_a_pause_can_be_cancelled() -> None:
         paused.set()
         await anyio.sleep_forever()
 
-    step = Step(_error(errno.EBUSY))
+    step = Step(os_error(errno.EBUSY))
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(Repeater(DEFAULT_RETRIES, sleep=sleep).run, "write", step)
         await paused.wait()
@@ -307,7 +304,7 @@ def test_an_ambiguous_create_is_retried_only_if_no_file_is_there(
         if created:
             os.close(real(path, flags, *args, **kwargs))
         if created or len(opened) == 1:
-            raise _error(errno.ESTALE)
+            raise os_error(errno.ESTALE)
         return real(path, flags, *args, **kwargs)
 
     monkeypatch.setattr(os, "open", answer)
@@ -331,7 +328,7 @@ class MovedPosition(LocalSink):
         self.attempts += 1
         if self.attempts % 2:
             os.lseek(self._file.fileno(), self._written + 12_288, os.SEEK_SET)
-            raise _error(errno.ETIMEDOUT)
+            raise os_error(errno.ETIMEDOUT)
         return super()._write_some(view)
 
 
@@ -370,7 +367,7 @@ def test_a_save_in_a_pause_before_a_retry_can_be_cancelled(
     logged = RetryLogged()
 
     def busy(fd: int, nbytes: int) -> None:
-        raise _error(errno.EBUSY)
+        raise os_error(errno.EBUSY)
 
     logging.getLogger("aiockpt").addHandler(logged)
     caplog.set_level(logging.INFO, "aiockpt")

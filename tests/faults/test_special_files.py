@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import aiockpt
-from aiockpt.cli.main import app
+from tests import commands
 from tests.kinds import files, indexed, save_ours
 from tests.memory import peak_growth
 
@@ -75,7 +74,7 @@ def operations(run: Path, place: Path) -> list[Callable[[], object]]:
     """Return what may meet the file, reading before writing."""
 
     def invoke(*arguments: object) -> None:
-        done = CliRunner().invoke(app, [*map(str, arguments)])
+        done = commands.invoke(*arguments)
         assert done.exit_code in (0, 1, 3), done.output
         assert "Traceback" not in done.output
 

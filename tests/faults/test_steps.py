@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import random
 from pathlib import Path
 
@@ -11,19 +10,15 @@ import pytest
 import torch
 
 import aiockpt
+from aiockpt.storage import LocalStorage
 from aiockpt.storage.base import Storage
-from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.testing import Chances, Fault, FaultyStorage, HangingStorage
-from tests.faults.checks import assert_failed_rightly, assert_nothing_happened, names
+from tests.faults.checks import assert_failed_rightly, assert_nothing_happened, names, os_error
 from tests.polling import until
 from tests.states import assert_same, large_state
 
 KINDS = {"commit": aiockpt.CommitError}
 OLD = {"old": torch.arange(17), "step": 1}
-
-
-def _error(number: int) -> OSError:
-    return OSError(number, os.strerror(number))
 
 
 def _count_steps(tmp_path: Path, **options) -> dict[str, int]:
@@ -56,7 +51,7 @@ def test_a_fault_at_each_step_fails_the_save(number: int, overwrite: bool, tmp_p
         for step in ("begin", "create", "write", "finish", "commit"):
             for nth in sorted({1, 2, seen[step] // 2 + 1, seen[step]} & set(range(1, seen[step] + 1))):
                 path, kept = _prepare_path(tmp_path / f"{step}-{nth}", "c", overwrite=overwrite)
-                fault = FaultyStorage(LocalStorage(fsync=False), step, _error(number), nth=nth)
+                fault = FaultyStorage(LocalStorage(fsync=False), step, os_error(number), nth=nth)
                 handle = ckpt.submit(large_state(5), path, overwrite=overwrite, storage=fault)
                 with pytest.raises(KINDS.get(step, aiockpt.WriteError)) as caught:
                     handle.written.result(timeout=60)
@@ -76,7 +71,7 @@ def test_a_fault_at_each_step_keeps_the_old_safetensors_file(tmp_path: Path) -> 
         for step in ("begin", "create", "write", "finish", "commit"):
             path = tmp_path / f"{step}.safetensors"
             ckpt.save({"old": torch.arange(17)}, path, format="safetensors")
-            fault = FaultyStorage(LocalStorage(fsync=False), step, _error(errno.EIO))
+            fault = FaultyStorage(LocalStorage(fsync=False), step, os_error(errno.EIO))
             with pytest.raises(KINDS.get(step, aiockpt.WriteError)) as caught:
                 ckpt.save(large_state(2), path, format="safetensors", overwrite=True, storage=fault)
             assert_failed_rightly(caught.value, {errno.EIO})
@@ -85,7 +80,7 @@ def test_a_fault_at_each_step_keeps_the_old_safetensors_file(tmp_path: Path) -> 
 
 
 def test_a_failed_cleanup_is_noted_on_the_error_of_the_save(tmp_path: Path) -> None:
-    faults = [Fault("write", _error(errno.ENOSPC), nth=2), Fault("abort", _error(errno.EIO))]
+    faults = [Fault("write", os_error(errno.ENOSPC), nth=2), Fault("abort", os_error(errno.EIO))]
     with aiockpt.SyncCheckpointer(fsync=False) as ckpt:
         with pytest.raises(aiockpt.WriteError, match="No space left") as caught:
             ckpt.save(large_state(5), tmp_path / "c", storage=FaultyStorage(LocalStorage(fsync=False), faults=faults))
@@ -154,7 +149,7 @@ def test_reads_that_fail_or_end_early(tmp_path: Path) -> None:
         total = FaultyStorage(LocalStorage(fsync=False))
         ckpt.load(tmp_path / "c", storage=total)
         for nth in range(1, total.seen["read"] + 1):
-            fails = FaultyStorage(LocalStorage(fsync=False), "read", _error(errno.EIO), nth=nth)
+            fails = FaultyStorage(LocalStorage(fsync=False), "read", os_error(errno.EIO), nth=nth)
             with pytest.raises(aiockpt.LoadError, match="Input/output error") as caught:
                 ckpt.load(tmp_path / "c", storage=fails)
             assert isinstance(caught.value.__cause__, OSError)
@@ -163,7 +158,7 @@ def test_reads_that_fail_or_end_early(tmp_path: Path) -> None:
                 ckpt.load(tmp_path / "c", storage=ends)
             assert fails.struck == ends.struck == {"read": 1}
         with pytest.raises(aiockpt.LoadError, match="Stale"):
-            ckpt.load(tmp_path / "c", storage=FaultyStorage(LocalStorage(fsync=False), "open", _error(errno.ESTALE)))
+            ckpt.load(tmp_path / "c", storage=FaultyStorage(LocalStorage(fsync=False), "open", os_error(errno.ESTALE)))
         assert_same(large_state(3), ckpt.load(tmp_path / "c"))
 
 
@@ -180,7 +175,10 @@ class RecordedSteps(FaultyStorage):
 
 
 def test_a_fault_can_strike_one_file_only(tmp_path: Path) -> None:
-    faults = [Fault("finish", _error(errno.EIO), name=".metadata"), Fault("write", _error(errno.EIO), name="nothing")]
+    faults = [
+        Fault("finish", os_error(errno.EIO), name=".metadata"),
+        Fault("write", os_error(errno.EIO), name="nothing"),
+    ]
     storage = RecordedSteps(LocalStorage(fsync=False), faults=faults)
     with aiockpt.SyncCheckpointer(fsync=False) as ckpt, pytest.raises(aiockpt.WriteError, match=r"finish \.metadata"):
         ckpt.save(large_state(3), tmp_path / "c", storage=storage)

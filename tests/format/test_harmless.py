@@ -10,6 +10,7 @@ import enum
 import io
 import random
 import types
+from collections import UserDict
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
@@ -20,7 +21,7 @@ import torch
 
 import aiockpt
 from aiockpt.format.item.harmless import UnknownMemberError, build_harmless
-from aiockpt.format.item.objects import decode_object, encode_object
+from aiockpt.format.item.objects import TensorSeeker, decode_object, encode_object
 from aiockpt.format.pickle.machine import PickleError
 from tests.hostile_inputs import pickle_of
 
@@ -265,3 +266,12 @@ def test_any_change_of_a_byte_is_refused_or_makes_a_plain_value(name: str) -> No
             assert type(made).__module__ in ("builtins", "numpy", "argparse", "collections", "types"), made
         data[at] = before
     assert refused
+
+
+def test_a_seeker_that_has_found_something_forgets_what_it_had_begun() -> None:
+    inner, seeker = UserDict({"w": torch.ones(1)}), TensorSeeker()
+    outer = UserDict({"a": 1})
+    outer["inner"] = inner
+    assert seeker.finds(outer)
+    assert seeker.finds(inner)
+    assert not seeker.finds(UserDict({"a": 1}))

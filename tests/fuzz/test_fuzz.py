@@ -37,11 +37,6 @@ def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Target]:
     return make_targets(tmp_path_factory.mktemp("fuzz"))
 
 
-@pytest.fixture(scope="module")
-def watch() -> Watch:
-    return Watch()
-
-
 @pytest.fixture
 def judge(watch: Watch) -> Iterator[Judge]:
     made = Judge(watch)

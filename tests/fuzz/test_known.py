@@ -42,11 +42,6 @@ def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Target]:
     return make_targets(tmp_path_factory.mktemp("known"))
 
 
-@pytest.fixture(scope="module")
-def watch() -> Watch:
-    return Watch()
-
-
 @pytest.fixture
 def refused(watch: Watch) -> Iterator[Callable[[Target, bytes], None]]:
     judge = Judge(watch)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import aiockpt
-from aiockpt.options import StagingWindow
+from aiockpt import StagingWindow
 from aiockpt.staging.pool import Chunk
 from aiockpt.staging.runtime import ALREADY_LOCKED, CudaRuntime, allow_captures
 from tests.states import assert_same, random_tensor

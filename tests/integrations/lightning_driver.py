@@ -27,7 +27,7 @@ from aiockpt.integrations.lightning import (
     AiockptFSDPStrategy,
     AiockptModelParallelStrategy,
 )
-from aiockpt.storage.local.storage import LocalStorage
+from aiockpt.storage import LocalStorage
 from aiockpt.testing import FaultyStorage
 
 WIDTH = 192

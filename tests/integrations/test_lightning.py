@@ -29,8 +29,7 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment
 
 import aiockpt
 from aiockpt.integrations.lightning import AiockptCallback, AiockptCheckpointIO
-from aiockpt.storage.local.storage import LocalStorage
-from aiockpt.storage.wrapper import WrapperStorage
+from aiockpt.storage import LocalStorage, WrapperStorage
 from aiockpt.testing import FaultyStorage
 from tests.states import assert_same
 

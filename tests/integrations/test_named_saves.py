@@ -10,7 +10,7 @@ import torch
 
 import aiockpt
 from aiockpt.integrations.named_saves import NamedSaves
-from aiockpt.storage.local.storage import LocalStorage
+from aiockpt.storage import LocalStorage
 from aiockpt.testing import Fault, FaultyStorage
 
 STATE = {"x": torch.arange(1000.0)}

@@ -33,8 +33,7 @@ from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 
 import aiockpt
 from aiockpt.integrations.torchtitan import AiockptCheckpointManager
-from aiockpt.storage.local.storage import LocalStorage
-from aiockpt.storage.wrapper import WrapperStorage
+from aiockpt.storage import LocalStorage, WrapperStorage
 from aiockpt.testing import FaultyStorage
 from tests.states import assert_same
 

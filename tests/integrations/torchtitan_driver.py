@@ -20,7 +20,7 @@ from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 
 import aiockpt
 from aiockpt.integrations.torchtitan import AiockptCheckpointManager
-from aiockpt.storage.local.storage import LocalStorage
+from aiockpt.storage import LocalStorage
 from aiockpt.testing import FaultyStorage
 
 WIDTH, LAYERS = 192, 3

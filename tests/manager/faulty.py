@@ -13,9 +13,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import aiockpt
-from aiockpt.storage.local.storage import LocalStorage
+from aiockpt.storage import LocalStorage, WrapperStorage
 from aiockpt.storage.registry import Storages
-from aiockpt.storage.wrapper import WrapperStorage
 from tests.manager.runs import state_of
 from tests.places import storage_of
 

@@ -6,8 +6,8 @@ import threading
 from typing import Any
 
 import aiockpt
+from aiockpt.storage import WrapperStorage
 from aiockpt.storage.base import Storage
-from aiockpt.storage.wrapper import WrapperStorage
 
 URL = "gate://here"
 

@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 
-from aiockpt.manager.scan import DEFAULT_NAMES
-
 SIZE = 300_000
 """Elements per tensor. Loads read tensors this large straight into the target, before their CRC is known."""
+LOCK_NAME, DISK_NAME = ".aiockpt.lock", ".aiockpt.disk"
 
 
 def state_of(step: int) -> dict[str, Any]:
@@ -52,7 +51,7 @@ def names(folder: Path) -> list[str]:
 
 
 def path_of(folder: Path, step: int) -> Path:
-    return folder / DEFAULT_NAMES.name_of(step)
+    return folder / f"step-{step:08}"
 
 
 def flip(folder: Path, step: int, *, where: float = 0.9) -> None:

@@ -14,10 +14,8 @@ import pytest
 import aiockpt
 from aiockpt.errors import AiockptError
 from aiockpt.manager.scan import scan
-from aiockpt.storage.local.identity import DISK_NAME
-from aiockpt.storage.local.lease import LOCK_NAME
 from tests.disks import HostDisk
-from tests.manager.runs import names
+from tests.manager.runs import DISK_NAME, LOCK_NAME, names
 from tests.manager.test_own_disks import RUN, opened, restores, trains
 from tests.manager.test_ranks import state_of, step_in
 from tests.ranks.world import RankFailure, World

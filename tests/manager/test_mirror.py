@@ -20,11 +20,10 @@ from prometheus_client import CollectorRegistry
 
 import aiockpt
 import aiockpt.observers
+from aiockpt import CallEvent
 from aiockpt.manager import mirror as mirroring
 from aiockpt.manager.scan import scan
-from aiockpt.storage.local.storage import LocalStorage
-from aiockpt.storage.wrapper import WrapperStorage
-from aiockpt.telemetry.observer import CallEvent
+from aiockpt.storage import LocalStorage, WrapperStorage
 from tests.manager.gates import Gate
 from tests.manager.runs import flip, names, state_of
 from tests.places import ServerPath, left_in, storage_of

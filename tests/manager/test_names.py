@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,6 @@ import pytest
 import torch
 
 import aiockpt
-from aiockpt.manager.scan import DEFAULT_NAMES, StepNames
 
 STATE = {"w": torch.arange(5.0)}
 
@@ -19,15 +19,16 @@ STATE = {"w": torch.arange(5.0)}
 @pytest.mark.parametrize(
     ("template", "name"), [("checkpoint_{:06d}", "checkpoint_000012"), ("checkpoint-{}", "checkpoint-12"), ("{}", "12")]
 )
-def test_names(template: str, name: str) -> None:
-    names = StepNames(template)
-    assert names.name_of(12) == name
-    for step in (0, 7, 12, 10**9):
-        assert names.step_of(template.format(step)) == step
-    for other in (f"0{name}", f"{name}0x", f"{name}.damaged", f"x{name}", "", "checkpoint-", "checkpoint-012"):
-        assert names.step_of(other) is None
-    assert names.step_of("checkpoint-" + "9" * 5000) is None
-    assert DEFAULT_NAMES.step_of("step-00000012") == 12
+def test_names(template: str, name: str, tmp_path: Path) -> None:
+    other = template.format(13)
+    others = [f"0{other}", f"{other}0x", f"{other}.damaged", f"x{other}", "checkpoint-", "9" * 250]
+    others += [f"checkpoint-{13:03}", f"checkpoint_{13:07}", f"checkpoint_{13:05}"]
+    aiockpt.save(STATE, tmp_path / others[0])
+    for other in (*others[1:], *map(template.format, (0, 7, 12, 10**9))):
+        shutil.copytree(tmp_path / others[0], tmp_path / other)
+    run = aiockpt.SyncCheckpointManager(tmp_path, names=template, read_only=True)
+    assert run.path_of(12) == str(tmp_path / name)
+    assert run.steps() == [0, 7, 12, 10**9]
 
 
 @pytest.mark.parametrize(

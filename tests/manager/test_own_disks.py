@@ -14,9 +14,8 @@ import pytest
 
 import aiockpt
 from aiockpt.manager.scan import scan
-from aiockpt.storage.local.identity import DISK_NAME
 from tests.disks import HostDisk
-from tests.manager.runs import names
+from tests.manager.runs import DISK_NAME, names
 from tests.manager.test_ranks import LIMITS, state_of, step_in
 from tests.polling import until
 from tests.ranks.world import RankFailure, World

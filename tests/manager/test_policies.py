@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aiockpt.manager.policies import (
+from aiockpt import (
+    EverySeconds,
+    EverySteps,
     KeepAny,
     KeepBest,
     KeepEvery,
@@ -16,14 +18,11 @@ from aiockpt.manager.policies import (
     KeepLatest,
     KeepPolicy,
     KeepWithin,
-    as_policy,
-    kept_text,
-    metric_of,
-    ranked,
-    select,
-    to_delete,
+    SaveAny,
+    StepFacts,
+    StepInfo,
 )
-from aiockpt.manager.scan import StepInfo
+from aiockpt.manager.policies import as_policy, kept_text, metric_of, ranked, select, split, to_delete
 
 NOW = 1000.0
 
@@ -161,3 +160,13 @@ def test_ranking_ignores_nan() -> None:
 def test_invalid_policies_raise_in_the_constructor(make, kind) -> None:
     with pytest.raises(kind):
         make()
+
+
+def test_split_separates_policies_by_step() -> None:
+    by_step, rest = split(EverySteps(2) | (EverySeconds(1) | EverySteps(3)))
+    assert by_step.is_due(StepFacts(2, 1, 0.0, False))
+    assert by_step.is_due(StepFacts(3, 2, 0.0, False))
+    assert not rest.is_due(StepFacts(6, 1, 0.0, False))
+    assert rest.is_due(StepFacts(1, 0, 1.0, False))
+    assert split(None) == (SaveAny(()), SaveAny(()))
+    assert not SaveAny(()).is_due(StepFacts(2, 0, 1e9, True))

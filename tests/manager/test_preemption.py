@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 import aiockpt
 from aiockpt.manager.preemption import Answer, Asked, LastSaveRequests, Pace, decide
-from aiockpt.storage.local.storage import LocalStorage
+from aiockpt.storage import LocalStorage
 from aiockpt.testing import GatedStorage
 from tests.manager.runs import names
 

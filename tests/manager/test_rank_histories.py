@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import uuid
 import warnings
 from collections.abc import Callable
@@ -15,7 +16,6 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 import aiockpt
-from aiockpt.manager.scan import step_of
 from tests.manager.faulty import Keep, Stored, open_run
 from tests.manager.histories import HARMS, KEEPS, LOSSES, Model
 from tests.manager.runs import empty, names, path_of, state_of, step_in
@@ -96,7 +96,7 @@ def restore(run: aiockpt.SyncCheckpointManager, rank: int) -> Any:
 
 
 def steps_of(folder: Path) -> list[int]:
-    return sorted(step for name in names(folder) if (step := step_of(name)) is not None)
+    return sorted(int(name[5:]) for name in names(folder) if re.fullmatch(r"step-[0-9]{8}", name))
 
 
 def check(world: World, folder: Path, keep: Keep, events: list[Event]) -> None:

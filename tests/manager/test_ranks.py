@@ -13,9 +13,7 @@ import pytest
 import torch
 
 import aiockpt
-from aiockpt.engine.facade import EngineAccess
-from aiockpt.storage.local.lease import LOCK_NAME
-from tests.manager.runs import SIZE, names
+from tests.manager.runs import LOCK_NAME, SIZE, names
 from tests.ranks.world import World
 
 LIMITS: dict[str, Any] = {"coordination_timeout": 60, "drain_timeout": 60}
@@ -34,44 +32,6 @@ def step_in(state: dict[str, Any], rank: int) -> int:
     found = {*((state[f"own{rank}"] - rank) / 10).unique().tolist(), *state["both"].unique().tolist(), state["step"]}
     assert len(found) == 1, found
     return int(found.pop())
-
-
-# --- agree --------------------------------------------------------------------------------------------------
-
-
-async def agrees(rank: int, size: int) -> list[Any]:
-    found: list[Any] = []
-    async with aiockpt.AsyncCheckpointer(**LIMITS) as ckpt:
-        access = EngineAccess(ckpt)
-        found.append((access.world_size, access.leads))
-        found.append(await access.agree("the sum", rank + 1, sum).wait())
-        found.append(access.agree("all", {"rank": rank}, list).result())
-        for culprit in range(size):
-            value = aiockpt.CorruptCheckpointError("broken") if rank == culprit else 3
-            with pytest.raises(aiockpt.CorruptCheckpointError, match=f"rank {culprit}: broken"):
-                await access.agree("the load of it", value, sum).wait()
-        with pytest.raises(aiockpt.SaveError, match="rank 0: ZeroDivisionError"):
-            await access.agree("a quotient", 0, lambda values: 1 // values[0]).wait()
-        found.append(await access.agree("the last", rank, max).wait())
-    return found
-
-
-def test_all_ranks_get_the_decision_of_rank_0(world2: World, world4: World) -> None:
-    for world in (world2, world4):
-        size = world.size
-        all_ranks = [{"rank": rank} for rank in range(size)]
-        expected = [[(size, rank == 0), size * (size + 1) // 2, all_ranks, size - 1] for rank in range(size)]
-        assert world.results(agrees) == expected
-
-
-@pytest.mark.asyncio
-async def test_agree_without_other_ranks() -> None:
-    async with aiockpt.AsyncCheckpointer() as ckpt:
-        access = EngineAccess(ckpt)
-        assert (access.world_size, access.leads) == (1, True)
-        assert await access.agree("the sum", 3, sum).wait() == 3
-        with pytest.raises(KeyError):
-            access.agree("the sum", KeyError("x"), sum).result()
 
 
 # --- runs -----------------------------------------------------------------------------------------------------

@@ -14,11 +14,9 @@ from typing import Any
 
 import pytest
 import torch
-from isal.isal_zlib import crc32
 
 import aiockpt
-from aiockpt.format.manifest.manifest import SEAL
-from aiockpt.storage.local.source import LocalFile
+from tests.kinds import body_of, sealed
 from tests.manager.runs import (
     SIZE,
     empty,
@@ -198,9 +196,6 @@ def test_reader_renames_nothing(folder: Path) -> None:
 @LOCAL
 @pytest.mark.parametrize("verify", ["auto", "before", "while"])
 def test_io_error_marks_no_step_damaged(folder: Path, monkeypatch: pytest.MonkeyPatch, verify: Any) -> None:
-    def fail(self: LocalFile, offset: int, view: memoryview, *args: Any) -> None:
-        raise aiockpt.errors.LoadError(f"can't read at {offset}: {os.strerror(errno.EIO)}")
-
     with monkeypatch.context() as patch:
         patch.setattr(os, "preadv", _failing(os.preadv))
         with pytest.raises(aiockpt.AiockptError) as caught:
@@ -279,8 +274,8 @@ def test_empty_step_directory_is_skipped(tmp_path: Path) -> None:
 @pytest.mark.parametrize("verify", ["auto", "before", "while"])
 def test_step_of_a_later_format_version_is_not_marked_damaged(folder: Path, verify: Any) -> None:
     manifest = path_of(folder, 300) / ".aiockpt.json"
-    body, _, _ = manifest.read_bytes().replace(b'"format_version": 1', b'"format_version": 9').rpartition(SEAL.encode())
-    manifest.write_bytes(body + f'{SEAL}{crc32(body):08x}"\n}}\n'.encode())
+    body = body_of(manifest.read_bytes()).replace(b'"format_version": 1', b'"format_version": 9')
+    manifest.write_bytes(sealed(body))
     with pytest.raises(aiockpt.LoadError, match="later version of aiockpt") as caught:
         restored(folder, empty(), verify_when=verify)
     assert not isinstance(caught.value, aiockpt.CorruptCheckpointError)

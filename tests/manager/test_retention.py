@@ -19,11 +19,10 @@ import pytest
 import torch
 
 import aiockpt
+from aiockpt.storage import LocalStorage, WrapperStorage
 from aiockpt.storage.base import Listing, LookBudget, Storage
 from aiockpt.storage.local import commit, sink
 from aiockpt.storage.local import storage as deletion
-from aiockpt.storage.local.storage import LocalStorage
-from aiockpt.storage.wrapper import WrapperStorage
 from aiockpt.testing import GatedStorage
 from tests.manager.runs import empty, names, path_of, truncate
 from tests.places import storage_of

@@ -18,11 +18,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import aiockpt
-from aiockpt.manager.scan import DEFAULT_NAMES, StepInfo, StepScanner, scan, step_of
+from aiockpt import StepInfo
+from aiockpt.manager.scan import DEFAULT_NAMES, StepScanner, scan, step_of
+from aiockpt.storage import LocalStorage, WrapperStorage
 from aiockpt.storage.base import Listing, LookBudget, Storage
 from aiockpt.storage.local import entries
-from aiockpt.storage.local.storage import LocalStorage
-from aiockpt.storage.wrapper import WrapperStorage
 from tests.manager.runs import path_of
 from tests.places import remove, storage_of
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aiockpt.manager.policies import EverySeconds, EverySteps, KeepBest, KeepEvery, KeepLatest, KeepPolicy, to_delete
-from aiockpt.manager.scan import StepInfo
+from aiockpt import EverySeconds, EverySteps, KeepBest, KeepEvery, KeepLatest, KeepPolicy, StepInfo
+from aiockpt.manager.policies import to_delete
 from aiockpt.manager.tiers import backlog, copies_in_order, due_steps, is_mirrored, mirror_to_delete
 from tests.manager.test_policies import POLICIES
 

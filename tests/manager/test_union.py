@@ -15,11 +15,9 @@ import torch
 
 import aiockpt
 from aiockpt.manager.scan import scan
-from aiockpt.storage.local.storage import LocalStorage
-from aiockpt.storage.patched import PatchedStorage
 from aiockpt.testing import FaultyStorage
 from tests.manager.gates import URL, Gate
-from tests.manager.runs import SIZE, empty, flip, is_untouched, names, path_of, state_of, step_in, truncate
+from tests.manager.runs import empty, flip, is_untouched, names, path_of, state_of, step_in, truncate
 from tests.places import ServerPath, remove, storage_of
 
 Heard = list[warnings.WarningMessage]
@@ -214,21 +212,6 @@ def test_damage_outside_of_items_as_well(here: Path, there: Any, run3: None, ver
     assert found is not None
     assert (found.step, step_in(state), found.repaired) == (3, 3, ())
     assert [each.step for each in found.skipped] == [3]
-
-
-def test_copy_that_was_replaced_meanwhile_repairs_nothing(tmp_path: Path) -> None:
-    """A part of a tensor has no CRC, so nothing else would show that its bytes are those of two saves."""
-    paths = [str(tmp_path / name) for name in ("here", "there")]
-    with aiockpt.SyncCheckpointer() as ckpt:
-        for path, step in zip(paths, (3, 7), strict=True):
-            ckpt.save(state_of(step), path)
-        patches = {"__0_0.distcp": [(2_000_000, 2_100_000)]}
-        storage = PatchedStorage(LocalStorage(), LocalStorage(), paths[1], patches)
-        with (
-            pytest.raises(aiockpt.CheckpointNotFoundError, match="was replaced"),
-            ckpt.open(paths[0], storage=storage) as reader,
-        ):
-            reader.read("b", slice(0, SIZE - 1))
 
 
 def test_disk_that_fails_is_no_damage(here: Path, there: Any, run3: None) -> None:

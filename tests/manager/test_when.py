@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aiockpt.manager.policies import EverySeconds, EverySteps, SaveAny, StepFacts, WhenIdle, split
+from aiockpt import EverySeconds, EverySteps, StepFacts, WhenIdle
 
 
 def facts(step: int, previous: int | None = None, elapsed_s: float = 0.0, is_idle: bool = False) -> StepFacts:
@@ -50,16 +50,6 @@ def test_union_of_policies() -> None:
     assert policy.is_due(facts(101, 100, 700.0))
     assert policy.is_due(facts(101, 100, 0.0, True))
     assert not policy.is_due(facts(101, 100))
-
-
-def test_split_separates_policies_by_step() -> None:
-    by_step, rest = split(EverySteps(2) | (EverySeconds(1) | EverySteps(3)))
-    assert by_step.is_due(facts(2, 1))
-    assert by_step.is_due(facts(3, 2))
-    assert not rest.is_due(facts(6, 1))
-    assert rest.is_due(facts(1, 0, 1.0))
-    assert split(None) == (SaveAny(()), SaveAny(()))
-    assert not SaveAny(()).is_due(facts(2, 0, 1e9, True))
 
 
 @pytest.mark.parametrize(

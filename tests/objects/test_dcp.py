@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -21,6 +20,7 @@ import aiockpt
 from aiockpt.dcp import FileSystemReader, FileSystemWriter
 from aiockpt.dcp.megatron import FileSystemWriterAsync
 from benchmarks.harness.object_server import ObjectServer, Rule
+from tests.dcp.conftest import alone_in_a_group
 from tests.dcp.test_reader import blank, state_of
 from tests.objects.buckets import Bucket
 from tests.objects.test_stock import copy_down
@@ -29,7 +29,7 @@ from tests.ranks.conftest import world2
 from tests.ranks.world import RankFailure, World, mesh_of
 from tests.states import assert_same, random_tensor
 
-__all__ = ["world2"]
+__all__ = ["alone_in_a_group", "world2"]
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 ranks_server = _ranks
 
@@ -86,14 +86,6 @@ def test_what_exists_is_refused_or_replaced(bucket: Bucket) -> None:
         dcp.save(state_of(1), checkpoint_id=bucket / "c", storage_writer=writer_to(bucket, "d"))
         assert_same(state_of(1), ckpt.load(bucket / "c"))
     assert bucket.dead() == []
-
-
-@pytest.fixture
-def alone_in_a_group(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "s"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def test_a_state_may_change_during_an_async_save(bucket: Bucket, alone_in_a_group: None) -> None:

@@ -16,22 +16,15 @@ import pytest
 import torch
 
 import aiockpt
-from aiockpt.storage.local.temp_dir import new_ticket
-from aiockpt.storage.objects.commit import encode_tomb
 from aiockpt.testing import GatedStorage
 from benchmarks.harness.object_server import ObjectServer, Rule
 from tests.objects.buckets import Bucket
-from tests.ranks import world
 from tests.ranks.world import _context
+
+pytestmark = pytest.mark.usefixtures("forks")
 
 NEVER = {"retry_config": {"max_retries": 0, "retry_timeout": timedelta(seconds=60)}}
 """Obstore asks once, so the protocol sees each answer."""
-
-
-@pytest.fixture(autouse=True, scope="module")
-def forks() -> None:
-    """Start the server that processes are forked from, before children are counted."""
-    world.start_server()
 
 
 @pytest.fixture(autouse=True)
@@ -227,22 +220,6 @@ def test_late_commit_finds_its_files(repeats: int, bucket: Bucket, server: Objec
             late.written.result(30)
         other.delete(path)
         until(lambda: version_in(bucket, path) == 1)
-
-
-def test_checkpoint_that_appears_while_one_looks_is_read(bucket: Bucket, server: ObjectServer) -> None:
-    """A deletion is going on when its commit is looked for; when what is there is listed, it is whole again."""
-    path, key = bucket / "run/c", "run/c/.metadata"
-    with bucket.checkpointer() as ckpt, ThreadPoolExecutor(1) as thread:
-        # A wrapper commits files without documents, as an object that is no DCP metadata.
-        ckpt.save(state_of(1), path, storage=GatedStorage(bucket.storage(), []))
-        objects = bucket.storage().objects
-        _, commit = objects.get(key)
-        objects.put(key, encode_tomb("delete", new_ticket()))
-        server.rules(Rule("GET .*list-type", hang_s=0.5))
-        found = thread.submit(version_in, bucket, path)
-        until(lambda: any("list-type" in line for line in server.log))
-        objects.put(key, commit)
-        assert found.result(30) == 1
 
 
 # --- races and kills ----------------------------------------------------------------------------------------

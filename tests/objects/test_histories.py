@@ -12,15 +12,11 @@ from tests.manager.test_histories import check
 from tests.manager.test_rank_histories import match
 from tests.objects.buckets import path_in
 from tests.ranks.conftest import world2
-from tests.ranks.world import World, start_server
+from tests.ranks.world import World
+
+pytestmark = pytest.mark.usefixtures("forks")
 
 __all__ = ["world2"]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def forks() -> None:
-    """Start the server that processes are forked from, before children are counted."""
-    start_server()
 
 
 # What a manager does depends little on the requests: in Google's ways fewer histories are enough.

@@ -15,21 +15,15 @@ import pytest
 import torch
 
 import aiockpt
-from aiockpt.core.threads import Workers
 from aiockpt.manager.scan import scan
 from benchmarks.harness.object_server import ObjectServer, Rule
 from tests.objects.buckets import Bucket
-from tests.ranks import world
 from tests.ranks.world import _context
+
+pytestmark = pytest.mark.usefixtures("forks")
 
 STATE = {"x": torch.arange(5_000_000.0)}
 _DATA = re.compile(r"(PUT|POST) /[^?]*/files/([^?/]+)(\?uploadId=[^&]*)?$")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def forks() -> None:
-    """Start the server that processes are forked from, before children are counted."""
-    world.start_server()
 
 
 def mirror(here: Path, bucket: Bucket, **options: Any) -> aiockpt.SyncCheckpointManager:
@@ -146,36 +140,3 @@ def test_requests_of_a_mirrored_step(tmp_path: Path, bucket: Bucket, server: Obj
         run.submit(2, {"x": torch.ones(10)}).mirrored.result(60)
     log = server.log
     assert len(log) <= 40, log
-
-
-@pytest.mark.asyncio
-async def test_copy_is_not_removed_while_it_may_still_be_published(
-    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Given up after a commit without an answer, whose request arrives late: the checkpoint that it makes is whole."""
-    monkeypatch.setattr("aiockpt.storage.objects.transaction._PAUSE_S", 0.001)
-    storage, path, save_id = bucket.storage(), bucket / "run/step-1", "0123456789abcdef"
-    put, late = storage.objects.put, list[tuple[str, Any, Any]]()
-
-    def put_late(key: str, data: Any, only_if: Any = None) -> str:
-        if not key.endswith("/.metadata"):
-            return put(key, data, only_if)
-        late.append((key, data, only_if))
-        raise OSError("no answer")
-
-    workers = Workers(4, "aiockpt-test")
-    try:
-        copy = await storage.resume(path, save_id, workers=workers)
-        await copy.write_files({"data": b"bytes"})
-        with monkeypatch.context() as patch, pytest.raises(aiockpt.CommitError, match="not known"):
-            patch.setattr(storage.objects, "put", put_late)
-            await copy.commit({".metadata": b"metadata"})
-        await copy.suspend()
-        left = await storage.resume(path, save_id, workers=workers)
-        await left.abort()
-        await workers.run(put, *late[-1])
-        source = await storage.open(path, workers=workers)
-        assert await workers.run(source.read_bytes, "data", 0, 5) == b"bytes"
-        source.close()
-    finally:
-        workers.close()

@@ -14,16 +14,11 @@ import torch.distributed as dist
 import aiockpt
 from benchmarks.harness.object_server import ObjectServer, Rule
 from tests.objects.buckets import Bucket
-from tests.ranks import world
 from tests.ranks.world import _context
 
+pytestmark = pytest.mark.usefixtures("forks")
+
 SIZE = 2
-
-
-@pytest.fixture(autouse=True, scope="module")
-def forks() -> None:
-    """Start the server that processes are forked from, before children are counted."""
-    world.start_server()
 
 
 def state_of(rank: int, version: int) -> dict[str, Any]:

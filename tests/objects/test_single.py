@@ -18,28 +18,25 @@ from safetensors.torch import load as safetensors_load
 from safetensors.torch import save as safetensors_save
 
 import aiockpt
+from aiockpt.core.threads import Workers
 from aiockpt.storage.local.temp_dir import new_ticket, this_process
 from aiockpt.storage.objects.cleaning import held_s
 from aiockpt.storage.objects.commit import Tomb, encode_tomb
+from aiockpt.testing import GatedStorage
 from benchmarks.harness.object_server import ObjectServer, Rule
 from tests.objects import servers
 from tests.objects.buckets import Bucket
-from tests.objects.test_faults import ANSWERS, NEVER
+from tests.objects.test_faults import ANSWERS, NEVER, version_in
 from tests.polling import until
-from tests.ranks import world
 from tests.ranks.conftest import world2
 from tests.ranks.world import RankFailure, World, _context
+
+pytestmark = pytest.mark.usefixtures("forks")
 
 __all__ = ["world2"]
 
 PARTS = {"chunk_bytes": 5 << 20, "staging_bytes": 40 << 20}
 """Options by which 12 MB are sent in parts."""
-
-
-@pytest.fixture(autouse=True, scope="module")
-def forks() -> None:
-    """Start the server that processes are forked from, before children are counted."""
-    world.start_server()
 
 
 @pytest.fixture(autouse=True)
@@ -525,3 +522,52 @@ def test_writer_whose_claim_is_not_renewed_calls_its_request_off(
     assert how != "lost" or bytes_at(bucket, "m.safetensors/.metadata") == other
     assert "m.safetensors" not in bucket.listed()
     server.clear()  # with the upload that was given up
+
+
+@pytest.mark.asyncio
+async def test_copy_is_not_removed_while_it_may_still_be_published(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Given up after a commit without an answer, whose request arrives late: the checkpoint that it makes is whole."""
+    monkeypatch.setattr("aiockpt.storage.objects.transaction._PAUSE_S", 0.001)
+    storage, path, save_id = bucket.storage(), bucket / "run/step-1", "0123456789abcdef"
+    put, late = storage.objects.put, list[tuple[str, Any, Any]]()
+
+    def put_late(key: str, data: Any, only_if: Any = None) -> str:
+        if not key.endswith("/.metadata"):
+            return put(key, data, only_if)
+        late.append((key, data, only_if))
+        raise OSError("no answer")
+
+    workers = Workers(4, "aiockpt-test")
+    try:
+        copy = await storage.resume(path, save_id, workers=workers)
+        await copy.write_files({"data": b"bytes"})
+        with monkeypatch.context() as patch, pytest.raises(aiockpt.CommitError, match="not known"):
+            patch.setattr(storage.objects, "put", put_late)
+            await copy.commit({".metadata": b"metadata"})
+        await copy.suspend()
+        left = await storage.resume(path, save_id, workers=workers)
+        await left.abort()
+        await workers.run(put, *late[-1])
+        source = await storage.open(path, workers=workers)
+        assert await workers.run(source.read_bytes, "data", 0, 5) == b"bytes"
+        source.close()
+    finally:
+        workers.close()
+
+
+def test_checkpoint_that_appears_while_one_looks_is_read(bucket: Bucket, server: ObjectServer) -> None:
+    """A deletion is going on when its commit is looked for; when what is there is listed, it is whole again."""
+    path, key = bucket / "run/c", "run/c/.metadata"
+    with bucket.checkpointer() as ckpt, ThreadPoolExecutor(1) as thread:
+        # A wrapper commits files without documents, as an object that is no DCP metadata.
+        ckpt.save(state_of(1), path, storage=GatedStorage(bucket.storage(), []))
+        objects = bucket.storage().objects
+        _, commit = objects.get(key)
+        objects.put(key, encode_tomb("delete", new_ticket()))
+        server.rules(Rule("GET .*list-type", hang_s=0.5))
+        found = thread.submit(version_in, bucket, path)
+        until(lambda: any("list-type" in line for line in server.log))
+        objects.put(key, commit)
+        assert found.result(30) == 1

@@ -18,7 +18,7 @@ import torch
 from obstore import exceptions
 
 import aiockpt
-from aiockpt.storage.objects.obstore import storage_for_url
+from aiockpt.storage import storage_for
 from benchmarks.harness.object_server import ObjectServer, Rule
 from tests.objects.buckets import Bucket
 
@@ -182,7 +182,7 @@ def test_expired_credentials_are_read_again_from_the_file_of_profiles(
 
 
 def test_a_machine_without_credentials_says_so() -> None:
-    client = storage_for_url("s3://b", region="r", endpoint="http://127.0.0.1:1").objects
+    client = storage_for("s3://b", region="r", endpoint="http://127.0.0.1:1")[0].objects
     text = "Error performing PUT http://169.254.169.254/latest/api/token - status code: 403 Forbidden"
     error = client._error("c", exceptions.GenericError(text))
     assert isinstance(error, PermissionError)

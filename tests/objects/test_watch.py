@@ -7,7 +7,7 @@ import itertools
 import torch
 
 import aiockpt
-from aiockpt.storage.registry import storage_for
+from aiockpt.storage import storage_for
 from benchmarks.harness.object_server import ObjectServer
 from tests.objects.buckets import Bucket
 

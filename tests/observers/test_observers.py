@@ -12,7 +12,7 @@ import pytest
 
 import aiockpt
 import aiockpt.observers
-from aiockpt.storage.local.storage import LocalStorage
+from aiockpt.storage import LocalStorage
 from aiockpt.testing import FaultyStorage, GatedStorage
 from tests.states import large_state
 

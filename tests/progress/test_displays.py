@@ -6,6 +6,7 @@ import io
 import logging
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -13,10 +14,9 @@ from rich.live import Live
 
 import aiockpt
 import aiockpt.progress
-from aiockpt.progress import display
-from aiockpt.progress.terminal import TerminalBar
-from aiockpt.storage.local.storage import LocalStorage
+from aiockpt.storage import LocalStorage
 from aiockpt.testing import FaultyStorage, GatedStorage
+from tests.polling import until
 from tests.states import large_state
 
 WAIT_S = 60
@@ -119,15 +119,15 @@ def test_display_drops_finished_saves(tmp_path: Path) -> None:
         assert shown.join(WAIT_S)
 
 
-def test_terminal_bar_does_not_redirect_stdout(terminal: io.StringIO) -> None:
-    before = sys.stdout, sys.stderr
-    bar = TerminalBar(terminal, "save c", force=True)
-    bar.update(1, 2, "writing")
-    try:
-        assert (sys.stdout, sys.stderr) == before
-        assert "save c" in terminal.getvalue()
-    finally:
-        bar.finish(2, 2, "written", ok=True)
+def test_terminal_bar_does_not_redirect_stdout(tmp_path: Path, terminal: io.StringIO) -> None:
+    before, gate = (sys.stdout, sys.stderr), GatedStorage(LocalStorage(), ["commit"])
+    with aiockpt.SyncCheckpointer() as ckpt:
+        shown = aiockpt.progress.bar(ckpt.submit({"x": 1}, tmp_path / "c", storage=gate), file=terminal)
+        until(lambda: "save c" in terminal.getvalue())
+        meanwhile = sys.stdout, sys.stderr
+        gate.open("commit")
+        assert shown.join(WAIT_S)
+    assert meanwhile == before
 
 
 def test_bar_beside_a_live_display_of_the_program(tmp_path: Path, terminal: io.StringIO) -> None:
@@ -172,12 +172,17 @@ def test_log_lines(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert (logging.WARNING, "save d: failed") in said
 
 
+def in_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
+    shell = SimpleNamespace(kernel=None)
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
+
+
 @pytest.mark.parametrize("ok", [True, False])
 def test_text_bars_in_notebooks(
     ok: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("tqdm")
-    monkeypatch.setattr(display, "in_notebook", lambda: True)
+    in_notebook(monkeypatch)
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)  # no ipywidgets
     with aiockpt.SyncCheckpointer(on_failure="warn") as ckpt:
         fault = FaultyStorage(LocalStorage(), "finish", OSError(5, "Input/output error"))
@@ -189,7 +194,7 @@ def test_text_bars_in_notebooks(
 
 
 def test_missing_tqdm_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(display, "in_notebook", lambda: True)
+    in_notebook(monkeypatch)
     for name in ("tqdm", "tqdm.std", "tqdm.notebook"):
         monkeypatch.setitem(sys.modules, name, None)
     with aiockpt.SyncCheckpointer() as ckpt:

@@ -23,8 +23,9 @@ from torch.distributed.tensor import DTensor, Partial
 import aiockpt
 from aiockpt.coordination import coordinator
 from aiockpt.core.threads import Workers
+from aiockpt.storage import WrapperStorage
 from aiockpt.storage.base import NO_DOCUMENTS, Document, Storage, Transaction
-from aiockpt.storage.wrapper import WrapperStorage, WrapperTransaction
+from aiockpt.storage.wrapper import WrapperTransaction
 from aiockpt.testing import FaultyStorage, GatedStorage
 from tests.places import storage_of
 from tests.ranks.world import RankFailure

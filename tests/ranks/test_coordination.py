@@ -17,7 +17,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import aiockpt
 from aiockpt.coordination.coordinator import Coordinator, Kind, coordinator_of
+from aiockpt.engine.facade import EngineAccess
 from aiockpt.errors import CoordinationError, WriteError
 from tests.ranks.failing import die, expect_no_reason
 from tests.ranks.world import RankFailure, World
@@ -583,3 +585,41 @@ async def wait_for_an_absent_subgroup_rank(rank: int, world_size: int) -> str:
 def test_ranks_of_a_subgroup_are_named_with_their_global_rank(world4: World) -> None:
     text = world4.results(wait_for_an_absent_subgroup_rank)[1]
     assert text.startswith("rank 1 of the process group (global rank 3) did not come to the save of a")
+
+
+# --- agreements ------------------------------------------------------------
+
+
+async def agrees(rank: int, size: int) -> list[Any]:
+    found: list[Any] = []
+    async with aiockpt.AsyncCheckpointer(coordination_timeout=LONG_S, drain_timeout=LONG_S) as ckpt:
+        access = EngineAccess(ckpt)
+        found.append((access.world_size, access.leads))
+        found.append(await access.agree("the sum", rank + 1, sum).wait())
+        found.append(access.agree("all", {"rank": rank}, list).result())
+        for culprit in range(size):
+            value = aiockpt.CorruptCheckpointError("broken") if rank == culprit else 3
+            with pytest.raises(aiockpt.CorruptCheckpointError, match=f"rank {culprit}: broken"):
+                await access.agree("the load of it", value, sum).wait()
+        with pytest.raises(aiockpt.SaveError, match="rank 0: ZeroDivisionError"):
+            await access.agree("a quotient", 0, lambda values: 1 // values[0]).wait()
+        found.append(await access.agree("the last", rank, max).wait())
+    return found
+
+
+def test_all_ranks_get_the_decision_of_rank_0(world2: World, world4: World) -> None:
+    for world in (world2, world4):
+        size = world.size
+        all_ranks = [{"rank": rank} for rank in range(size)]
+        expected = [[(size, rank == 0), size * (size + 1) // 2, all_ranks, size - 1] for rank in range(size)]
+        assert world.results(agrees) == expected
+
+
+@pytest.mark.asyncio
+async def test_agree_without_other_ranks() -> None:
+    async with aiockpt.AsyncCheckpointer() as ckpt:
+        access = EngineAccess(ckpt)
+        assert (access.world_size, access.leads) == (1, True)
+        assert await access.agree("the sum", 3, sum).wait() == 3
+        with pytest.raises(KeyError):
+            access.agree("the sum", KeyError("x"), sum).result()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import aiockpt
-from aiockpt.storage.wrapper import WrapperStorage
+from aiockpt.storage import WrapperStorage
 from tests.places import ServerPath, left_in
 from tests.ranks import failing
 from tests.ranks.failing import Ended

@@ -15,8 +15,8 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import aiockpt
+from aiockpt.storage import LocalStorage
 from aiockpt.storage.base import Source
-from aiockpt.storage.local.storage import LocalStorage
 from tests.ranks.world import World, mesh_of
 
 POLL_S = 0.01

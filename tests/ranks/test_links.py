@@ -189,7 +189,7 @@ def test_a_store_that_has_ended_with_rank_0_ends_the_wait(python: list[str], tmp
 
 def save_while_one_hangs(rank: int, size: int, folder: Path) -> list[Any]:
     """Hang in a write on rank 1, which gives its save up; then save again."""
-    from aiockpt.storage.local.storage import LocalStorage
+    from aiockpt.storage import LocalStorage
     from aiockpt.testing import GatedStorage
 
     gated = GatedStorage(LocalStorage(), ["write"])

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 import aiockpt
+from aiockpt.storage import LocalStorage
 from aiockpt.storage.base import Storage
-from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.testing import FaultyStorage, GatedStorage
 from tests.ranks.failing import SMALL, state_of, whole_state
 from tests.ranks.world import World

@@ -20,10 +20,8 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import aiockpt
-from aiockpt.core.threads import Workers
+from aiockpt.storage import LocalStorage, WrapperStorage
 from aiockpt.storage.base import Source
-from aiockpt.storage.local.storage import LocalStorage
-from aiockpt.storage.wrapper import WrapperStorage
 from tests.counting import CountingStorage
 from tests.ranks.layouts import LAYOUTS, distributed, full_tensors
 from tests.ranks.world import RankFailure, World, mesh_of
@@ -180,8 +178,8 @@ class Watched(WrapperStorage):
 
     shared = 0
 
-    async def open(self, path: str, *, workers: Workers) -> Source:
-        source = await super().open(path, workers=workers)
+    async def open(self, path: str, **options: Any) -> Source:
+        source = await super().open(path, **options)
         inner = source.share
 
         def share() -> None:

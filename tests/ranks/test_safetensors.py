@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 import aiockpt
-from aiockpt.storage.local.storage import LocalStorage
+from aiockpt.storage import LocalStorage
 from aiockpt.testing import FaultyStorage
 from tests.golden.make_foreign import sharded
 from tests.ranks.layouts import full_tensors

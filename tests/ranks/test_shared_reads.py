@@ -28,8 +28,7 @@ from aiockpt.planning.collective.sharing import CELL_BYTES, Cell, Share
 from aiockpt.reading import sharing
 from aiockpt.reading.decoded import DecodedSource, Held
 from aiockpt.reading.sharing import DeviceJob, SharedReads
-from aiockpt.storage.local.storage import LocalStorage
-from aiockpt.storage.wrapper import WrapperStorage
+from aiockpt.storage import LocalStorage, WrapperStorage
 from tests.ranks.world import RankFailure, World, mesh_of
 
 WIDTH = 1500

@@ -14,14 +14,14 @@ import pytest
 import torch
 
 import aiockpt
+from aiockpt import StepGuard
 from aiockpt.core.threads import Workers
 from aiockpt.engine.resources import EngineResources
 from aiockpt.saving import job as save_job
-from aiockpt.saving.fence import StepGuard
 from aiockpt.snapshot.capture import capture_state
 from aiockpt.staging.base import Stager
 from aiockpt.staging.cpu import copy_pieces
-from aiockpt.storage.local.storage import LocalStorage
+from aiockpt.storage import LocalStorage
 from aiockpt.testing import FaultyStorage, GatedStorage
 from tests.states import assert_same, large_state
 

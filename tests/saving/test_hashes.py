@@ -11,16 +11,14 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import xxhash
-from isal.isal_zlib import crc32
 
 import aiockpt
 from aiockpt.errors import CorruptCheckpointError, SaveError
-from aiockpt.format.hashes import ALGORITHM
-from aiockpt.format.manifest.manifest import SEAL
-from aiockpt.format.manifest.reader import decode_manifest
+from tests.kinds import body_of, sealed
 from tests.states import assert_same, raw_bytes, training_state
 
 CHUNK = 64 << 10
+ALGORITHM = "xxh3_128"
 
 
 def column(path: Path) -> dict[str, str | None]:
@@ -74,16 +72,14 @@ def test_stock_reads_a_checkpoint_with_the_column(tmp_path: Path) -> None:
 def test_a_damaged_column_is_a_damaged_manifest(tmp_path: Path, damage: Any) -> None:
     with aiockpt.SyncCheckpointer() as ckpt:
         ckpt.save(training_state(), tmp_path / "c", hashes=True)
-    body = (tmp_path / "c" / ".aiockpt.json").read_bytes().rpartition(SEAL.encode())[0]
-    document = json.loads(body + b"\n}")
-    assert decode_manifest(_sealed(json.dumps(document)[:-1].encode())).index is not None
+    manifest = tmp_path / "c" / ".aiockpt.json"
+    document = json.loads(body_of(manifest.read_bytes()) + b"\n}")
+    manifest.write_bytes(sealed(json.dumps(document)[:-1].encode()))
+    assert aiockpt.verify(tmp_path / "c").ok
     document["index"][ALGORITHM] = damage(document["index"][ALGORITHM])
+    manifest.write_bytes(sealed(json.dumps(document)[:-1].encode()))
     with pytest.raises(CorruptCheckpointError, match=ALGORITHM):
-        decode_manifest(_sealed(json.dumps(document)[:-1].encode()))
-
-
-def _sealed(body: bytes) -> bytes:
-    return body + f'{SEAL}{crc32(body):08x}"\n}}\n'.encode()
+        aiockpt.load(tmp_path / "c")
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,7 @@ import pytest
 import torch
 
 import aiockpt
-from aiockpt.storage.local.storage import LocalStorage
-from aiockpt.storage.wrapper import WrapperStorage
+from aiockpt.storage import LocalStorage, WrapperStorage
 from aiockpt.testing import FaultyStorage, GatedStorage
 
 STATE = {"w": torch.arange(50_000.0), "step": 3}

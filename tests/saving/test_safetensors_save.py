@@ -22,7 +22,7 @@ from safetensors.torch import save as their_bytes
 import aiockpt
 import aiockpt.dcp
 from aiockpt.dcp.format_utils import dcp_to_torch_save, torch_save_to_dcp
-from aiockpt.storage.local.storage import LocalStorage
+from aiockpt.storage import LocalStorage
 from aiockpt.testing import FaultyStorage, GatedStorage
 from tests.states import large_state, raw_bytes, training_state
 
@@ -489,11 +489,11 @@ async def test_a_failure_leaves_nothing_new(step: str, nth: int, path: str, tmp_
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("path", ["m.safetensors", "c"])
+@pytest.mark.parametrize("path", ["m.safetensors", "c", "m.pt"])
 async def test_a_cancelled_save_leaves_nothing(path: str, tmp_path: Path) -> None:
     storage = GatedStorage(LocalStorage(), ["finish"])
     async with aiockpt.AsyncCheckpointer() as ckpt:
-        save = ckpt.save(large_state(), tmp_path / path, format="safetensors", storage=storage)
+        save = ckpt.save(large_state(), tmp_path / path, format="safetensors" if path == "c" else None, storage=storage)
         await storage.reached["finish"]
         assert await save.cancel()
         with pytest.raises(aiockpt.SaveCancelledError):
@@ -502,11 +502,12 @@ async def test_a_cancelled_save_leaves_nothing(path: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.asyncio
-async def test_a_change_before_staged_is_detected(tmp_path: Path) -> None:
+@pytest.mark.parametrize("path", ["m.safetensors", "m.pt"])
+async def test_a_change_before_staged_is_detected(path: str, tmp_path: Path) -> None:
     state = large_state()
     async with aiockpt.AsyncCheckpointer(chunk_bytes=CHUNK, staging_bytes=CHUNK) as ckpt:
         gate = GatedStorage(LocalStorage(), ["write"])
-        save = ckpt.save(state, tmp_path / "m.safetensors", format="safetensors", storage=gate)
+        save = ckpt.save(state, tmp_path / path, storage=gate)
         await gate.reached["write"]
         state["w5"].add_(1)
         gate.open("write")

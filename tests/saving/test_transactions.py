@@ -26,8 +26,9 @@ from aiockpt.errors import (
     SaveSkippedError,
     WriteError,
 )
-from aiockpt.storage.local.storage import LocalStorage
+from aiockpt.storage import LocalStorage
 from aiockpt.testing import FaultyStorage, GatedStorage
+from tests.commands import invoke
 from tests.format.transforms.encryption import ChaCha20
 from tests.states import assert_same
 
@@ -369,18 +370,14 @@ def test_nothing_is_kept_alive(tmp_path: Path) -> None:
 
 
 def test_the_command_line_shows_one_checkpoint(tmp_path: Path) -> None:
-    from typer.testing import CliRunner
-
-    from aiockpt.cli.main import app
-
     with SyncCheckpointer() as ckpt:
         with ckpt.transaction(tmp_path / "checkpoint-100") as tx:
             tx.save(MODEL, format="safetensors")
             tx.save(OPTIMIZER, "optimizer")
         nbytes = sum(map(len, _everything(tmp_path).values())) if tx.written.result(60) else 0
-    listed = json.loads(CliRunner().invoke(app, ["ls", str(tmp_path), "--json"]).stdout)
+    listed = json.loads(invoke("ls", tmp_path, "--json").stdout)
     assert [(each["name"], each["state"]) for each in listed["checkpoints"]] == [("checkpoint-100", "complete")]
     assert listed["checkpoints"][0]["bytes"] == nbytes
-    assert CliRunner().invoke(app, ["verify", str(tmp_path)]).exit_code == 0
-    assert CliRunner().invoke(app, ["rm", "--yes", str(tmp_path / "checkpoint-100")]).exit_code == 0
+    assert invoke("verify", tmp_path).exit_code == 0
+    assert invoke("rm", "--yes", tmp_path / "checkpoint-100").exit_code == 0
     assert not os.listdir(tmp_path)

@@ -32,12 +32,6 @@ def _plain(state: dict[str, Any]) -> dict[str, Any]:
     return {key: value.state_dict() for key, value in state.items()}
 
 
-@pytest.fixture
-def ckpt():
-    with aiockpt.SyncCheckpointer() as checkpointer:
-        yield checkpointer
-
-
 # --- work that is done once ---------------------------------------------------------------------------
 
 _FIRST_CALL = """

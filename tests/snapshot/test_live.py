@@ -151,12 +151,6 @@ class Broken(Whole):
         raise RuntimeError("it does not fit")
 
 
-@pytest.fixture
-def ckpt():
-    with aiockpt.SyncCheckpointer() as checkpointer:
-        yield checkpointer
-
-
 # --- resuming a run -----------------------------------------------------------------------------------
 
 

@@ -22,7 +22,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import aiockpt
-from aiockpt.dcp.writer import FileSystemWriter
+from aiockpt.dcp import FileSystemWriter
 from tests.states import assert_same
 from tests.stock import ALONE
 
@@ -50,12 +50,6 @@ class Chosen:
 
 def scale(value: float) -> float:
     return 2 * value
-
-
-@pytest.fixture
-def ckpt():
-    with aiockpt.SyncCheckpointer() as checkpointer:
-        yield checkpointer
 
 
 @pytest.mark.slow

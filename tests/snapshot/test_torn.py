@@ -16,7 +16,7 @@ import aiockpt
 from aiockpt.core.extent import strided_parts
 from aiockpt.options import Validation
 from aiockpt.snapshot.sampling import DISTANCE_BYTES, LINE_BYTES, SamplePoint, Samples, sample_point_of
-from aiockpt.storage.local.storage import LocalStorage
+from aiockpt.storage import LocalStorage
 from aiockpt.testing import GatedStorage
 from tests.snapshot.ways_to_change import KEPT, SEEN, UNSEEN
 from tests.states import assert_same, random_tensor, storable_dtypes

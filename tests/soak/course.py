@@ -14,8 +14,8 @@ import torch
 
 import aiockpt
 from aiockpt.snapshot import optimizer_hooks
+from aiockpt.storage import LocalStorage
 from aiockpt.storage.base import Storage
-from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.testing import HangingStorage
 from tests.soak.gauges import Gauge, leased_chunks
 from tests.soak.ledger import Ledger, Save

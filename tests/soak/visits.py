@@ -14,7 +14,7 @@ import psutil
 import torch
 
 import aiockpt
-from aiockpt.storage.local.storage import LocalStorage
+from aiockpt.storage import LocalStorage
 from aiockpt.testing import Chances, FaultyStorage
 from tests.soak.ledger import Ledger, Save
 from tests.soak.state import state_of

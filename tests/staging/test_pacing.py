@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import aiockpt
-from aiockpt.options import StagingWindow
+from aiockpt import StagingWindow
 from aiockpt.staging.throttle import Budget, Throttle
 from tests.states import assert_same, large_state
 

@@ -17,23 +17,17 @@ import torch.distributed.checkpoint as dcp
 import aiockpt
 from aiockpt.core.threads import Workers
 from aiockpt.errors import CheckpointExistsError, DeleteError, WriteError
+from aiockpt.storage import LocalStorage
 from aiockpt.storage.local import belonging, commit
 from aiockpt.storage.local import storage as deleting
 from aiockpt.storage.local.belonging import OtherThingsError, checkpoint_above, look_into, remove
 from aiockpt.storage.local.orphans import clean
-from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.storage.local.temp_dir import new_ticket
 from aiockpt.testing import GatedStorage
 from tests.stock import ALONE
 
 STATE = {"notes": torch.arange(3000.0), "sub": {"b": torch.arange(7)}, "step": 3}
 NEW = {"w": torch.ones(5)}
-
-
-@pytest.fixture
-def ckpt():
-    with aiockpt.SyncCheckpointer(process_group=None) as checkpointer:
-        yield checkpointer
 
 
 def save_stock(path: Path, state: dict | None = None, **options) -> None:

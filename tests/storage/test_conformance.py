@@ -9,9 +9,8 @@ import pytest
 import torch
 
 import aiockpt
+from aiockpt.storage import LocalStorage, WrapperStorage
 from aiockpt.storage.base import Storage, shared_storage, shared_transaction
-from aiockpt.storage.local.storage import LocalStorage
-from aiockpt.storage.wrapper import WrapperStorage
 from aiockpt.testing import StorageConformance
 from tests.server_storage import ServerStorage
 from tests.storage.memory_storage import MemoryStorage

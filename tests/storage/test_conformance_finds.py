@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
+from aiockpt.storage import LocalStorage
 from aiockpt.storage.base import LeaseFacts, RunLease, Storage
 from aiockpt.storage.local import storage as local_storage
 from aiockpt.storage.local import transaction as local_transaction
 from aiockpt.storage.local.belonging import remove
 from aiockpt.storage.local.entries import LocalListing
 from aiockpt.storage.local.sink import LocalPartSink, LocalSink
-from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.storage.local.temp_dir import sweep
 from aiockpt.storage.local.transaction import JoinedTransaction, LocalTransaction, ResumableTransaction
 from aiockpt.testing import StorageConformance

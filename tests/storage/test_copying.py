@@ -8,7 +8,6 @@ import errno
 import itertools
 import os
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,27 +17,18 @@ import pytest
 import torch
 
 import aiockpt
+from aiockpt import MirrorResult
 from aiockpt.core.threads import Workers
 from aiockpt.format.manifest.manifest import save_id_of
-from aiockpt.storage import copying
+from aiockpt.storage import LocalStorage, WrapperStorage, copying
 from aiockpt.storage.base import Storage
 from aiockpt.storage.copying import RateLimit, copy_checkpoint
-from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.storage.local.temp_dir import RECORD, REPLACED, copy_ticket
-from aiockpt.storage.wrapper import WrapperStorage
-from aiockpt.telemetry.mirrors import MirrorResult
 from aiockpt.testing import FaultyStorage
 from tests.places import ServerPath, storage_of
 from tests.server_storage import ServerStorage
 
 STATE = {f"t{number}": torch.arange(300_000.0) + number for number in range(4)}
-
-
-@pytest.fixture
-def workers() -> Iterator[Workers]:
-    group = Workers(8, "aiockpt-test")
-    yield group
-    group.close()
 
 
 @pytest.fixture(autouse=True)

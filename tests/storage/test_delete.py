@@ -12,23 +12,16 @@ import safetensors.torch
 import torch
 
 import aiockpt
-from aiockpt.core.threads import Workers
 from aiockpt.errors import CheckpointNotFoundError, DeleteError
+from aiockpt.storage import LocalStorage
 from aiockpt.storage.base import Storage
 from aiockpt.storage.local import commit
 from aiockpt.storage.local import storage as deleting
 from aiockpt.storage.local.orphans import clean
-from aiockpt.storage.local.storage import LocalStorage, delete
+from aiockpt.storage.local.storage import delete
 from aiockpt.storage.local.temp_dir import Hold, new_ticket
 from aiockpt.testing import FaultyStorage, GatedStorage
 from aiockpt.testing.conformance.suite import metadata_of
-
-
-@pytest.fixture
-def workers():
-    group = Workers(2, "aiockpt-test")
-    yield group
-    group.close()
 
 
 def checkpoint(path: Path, data: bytes = b"tensors") -> Path:

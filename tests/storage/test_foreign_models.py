@@ -11,11 +11,10 @@ import torch
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
-from typer.testing import CliRunner
 
 import aiockpt
-from aiockpt.cli.main import app
 from aiockpt.storage.objects.cleaning import split_token
+from tests import commands
 from tests.examples import examples
 from tests.kinds import cut, save_ours, save_stock
 from tests.places import ServerPath, remove, storage_of
@@ -40,7 +39,7 @@ DOCUMENTS: dict[str, tuple[str, bytes]] = {
 
 
 def invoke(*arguments: object) -> None:
-    assert CliRunner().invoke(app, [*map(str, arguments)]).exit_code != 0
+    assert commands.invoke(*arguments).exit_code != 0
 
 
 def call(function: Callable[[], object]) -> None:
@@ -134,7 +133,7 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 
 def run(*arguments: object) -> None:
     """Run a command; raise AiockptError if it has failed, but not if it was called wrongly."""
-    ended = CliRunner().invoke(app, [*map(str, arguments)])
+    ended = commands.invoke(*arguments)
     assert ended.exit_code in (0, 1, 3), (arguments, ended.output)  # 2: called wrongly
     if ended.exit_code:
         raise aiockpt.AiockptError(ended.output)

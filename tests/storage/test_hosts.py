@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
 
@@ -12,9 +11,9 @@ import aiockpt
 from aiockpt.core.threads import Workers
 from aiockpt.format.names import MANIFEST_NAME, METADATA_NAME
 from aiockpt.manager.scan import scan
+from aiockpt.storage import LocalStorage
 from aiockpt.storage.base import Storage
 from aiockpt.storage.hosts import Disk, HostChange, HostDisks
-from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.testing import StorageConformance
 from tests.disks import HostDisk, disks_in, read, settle, union_of, write
 
@@ -29,13 +28,6 @@ class TestOneDisk(StorageConformance):
 
 RUN = "/run"
 STEP = "/run/step-00000001"
-
-
-@pytest.fixture
-def workers() -> Iterator[Workers]:
-    workers = Workers(4, "tests")
-    yield workers
-    workers.close()
 
 
 def names_in(disk: Disk, path: str = STEP) -> list[str]:

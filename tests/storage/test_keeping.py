@@ -13,9 +13,8 @@ import pytest
 import torch
 
 import aiockpt
-from aiockpt.storage import syscalls
+from aiockpt.storage import LocalStorage, syscalls
 from aiockpt.storage.local.orphans import clean
-from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.testing import GatedStorage
 from tests.states import large_state
 

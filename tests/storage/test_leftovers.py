@@ -20,9 +20,9 @@ import pytest
 
 from aiockpt.core.threads import Workers
 from aiockpt.errors import CheckpointExistsError, DeleteError, WriteError
+from aiockpt.storage import LocalStorage, WrapperStorage
 from aiockpt.storage.local import orphans, temp_dir
 from aiockpt.storage.local.orphans import HostFacts, classify, clean
-from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.storage.local.temp_dir import (
     REPLACED,
     Owner,
@@ -38,7 +38,6 @@ from aiockpt.storage.local.temp_dir import (
     spelled,
     this_process,
 )
-from aiockpt.storage.wrapper import WrapperStorage
 from aiockpt.testing.conformance.suite import metadata_of
 
 HERE = this_process()
@@ -55,7 +54,7 @@ sys.stdin.read()
 """
 SAVE_AND_WAIT = """
 import sys, anyio
-from aiockpt.storage.local.storage import LocalStorage
+from aiockpt.storage import LocalStorage
 from aiockpt.storage.local.temp_dir import spelled, write_sidecar
 from aiockpt.core.threads import Workers
 
@@ -70,13 +69,6 @@ async def main(path):
 
 anyio.run(main, sys.argv[1])
 """
-
-
-@pytest.fixture
-def workers():
-    group = Workers(2, "aiockpt-test")
-    yield group
-    group.close()
 
 
 @pytest.fixture(scope="module")

@@ -14,25 +14,17 @@ import pytest
 import torch
 
 import aiockpt
+from aiockpt import Retries
 from aiockpt.core.threads import Workers
 from aiockpt.errors import CheckpointExistsError, CommitError, WriteError
 from aiockpt.staging.pool import MappedMemory
-from aiockpt.storage import syscalls
+from aiockpt.storage import LocalStorage, syscalls
 from aiockpt.storage.local import beside, commit, sink
 from aiockpt.storage.local import storage as local
 from aiockpt.storage.local.belonging import remove
-from aiockpt.storage.local.retries import Retries
-from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.testing.conformance.suite import metadata_of
 
 pytestmark = pytest.mark.asyncio
-
-
-@pytest.fixture
-def workers():
-    group = Workers(2, "aiockpt-test")
-    yield group
-    group.close()
 
 
 OLD = b"\2\0\0\0\0\0\0\0{}"  # an empty safetensors file
@@ -188,23 +180,27 @@ async def test_order_of_syncs_and_rename(workers, data, tmp_path: Path, monkeypa
     assert calls == ["rename"]
 
 
-async def test_commit_that_cannot_be_made_durable_is_undone(
-    workers, data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real, times = commit.sync_fd, 1
+def _fail_to_sync(folder: Path, monkeypatch: pytest.MonkeyPatch, times: int = 1) -> None:
+    real = commit.sync_fd
 
     def fail(fd: int) -> None:
         nonlocal times
-        if _path_of(fd) == str(tmp_path) and times:
+        if _path_of(fd) == str(folder) and times:
             times -= 1
             raise OSError(errno.EIO, "Input/output error")
         real(fd)
 
     monkeypatch.setattr(commit, "sync_fd", fail)
+
+
+async def test_commit_that_cannot_be_made_durable_is_undone(
+    workers, data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _fail_to_sync(tmp_path, monkeypatch)
     with pytest.raises(CommitError, match="can't publish"):
         await _write(LocalStorage(), tmp_path / "c", data.view, 5000, workers)
     assert list(tmp_path.iterdir()) == []
-    times = 2
+    _fail_to_sync(tmp_path, monkeypatch, times=2)
     with pytest.raises(CommitError, match="was taken back, which can't be made durable either") as caught:
         await _write(LocalStorage(), tmp_path / "c", data.view, 5000, workers)
     assert isinstance(caught.value.__cause__, OSError)
@@ -581,16 +577,7 @@ async def test_single_file_commit_that_cannot_be_made_durable_is_undone(
         path.mkdir()
         (path / ".metadata").write_bytes(metadata_of("old"))
 
-    real, times = commit.sync_fd, 1
-
-    def fail(fd: int) -> None:
-        nonlocal times
-        if _path_of(fd) == str(tmp_path) and times:
-            times -= 1
-            raise OSError(errno.EIO, "Input/output error")
-        real(fd)
-
-    monkeypatch.setattr(commit, "sync_fd", fail)
+    _fail_to_sync(tmp_path, monkeypatch)
     with pytest.raises(CommitError, match=r"can't publish .*m\.safetensors: .*Input/output error"):
         await _write_single(LocalStorage(), path, data.view, workers, overwrite=True)
     if before == "nothing":

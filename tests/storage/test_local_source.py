@@ -17,8 +17,11 @@ from isal.isal_zlib import crc32
 from safetensors.torch import save_file
 
 import aiockpt
+from aiockpt.storage import LocalStorage
 from aiockpt.storage.local.source import LocalSource, open_source
+from aiockpt.storage.patched import PatchedStorage
 from aiockpt.storage.syscalls import UnsupportedError, cached_pages
+from tests.manager import runs
 from tests.states import random_tensor
 
 SIZE = 20 * (1 << 20) + 12_345
@@ -395,3 +398,18 @@ def test_more_than_64_files_in_use_are_closed_afterwards(tmp_path: Path) -> None
     assert len(_open_below(tmp_path)) == 64
     source.close()
     assert not _open_below(tmp_path)
+
+
+def test_copy_that_was_replaced_meanwhile_repairs_nothing(tmp_path: Path) -> None:
+    """A part of a tensor has no CRC, so nothing else would show that its bytes are those of two saves."""
+    paths = [str(tmp_path / name) for name in ("here", "there")]
+    with aiockpt.SyncCheckpointer() as ckpt:
+        for path, step in zip(paths, (3, 7), strict=True):
+            ckpt.save(runs.state_of(step), path)
+        patches = {"__0_0.distcp": [(2_000_000, 2_100_000)]}
+        storage = PatchedStorage(LocalStorage(), LocalStorage(), paths[1], patches)
+        with (
+            pytest.raises(aiockpt.CheckpointNotFoundError, match="was replaced"),
+            ckpt.open(paths[0], storage=storage) as reader,
+        ):
+            reader.read("b", slice(0, runs.SIZE - 1))

@@ -21,12 +21,10 @@ import pytest
 import aiockpt
 from aiockpt.coordination.link import Endpoint, LinkBrokenError, proof
 from aiockpt.core.threads import Workers
-from aiockpt.storage import peers
+from aiockpt.storage import LocalStorage, WrapperStorage, peers
 from aiockpt.storage.base import Source
-from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.storage.peers import ERROR, LIST, READ, PeerDisk, PeerServer, PeerWire
 from aiockpt.storage.remote import RemoteSource
-from aiockpt.storage.wrapper import WrapperStorage
 from tests.polling import until
 from tests.storage.relay import relay_to
 
@@ -60,13 +58,6 @@ def disk(server: PeerServer) -> Iterator[PeerDisk]:
     disk = PeerDisk(server.endpoint, "node17")
     yield disk
     disk.close()
-
-
-@pytest.fixture
-def workers() -> Iterator[Workers]:
-    group = Workers(8, "aiockpt-test")
-    yield group
-    group.close()
 
 
 def opened(disk: PeerDisk, path: str) -> Source:
@@ -488,7 +479,7 @@ def test_address_of_another_network_is_not_tried(server: PeerServer, step: str) 
 
 _SERVER = """
 import json, os, sys
-from aiockpt.storage.local.storage import LocalStorage
+from aiockpt.storage import LocalStorage
 from aiockpt.storage.peers import PeerServer
 server = PeerServer(LocalStorage(), sys.argv[1], hosts=["127.0.0.1"])
 endpoint = server.endpoint

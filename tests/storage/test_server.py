@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -26,17 +26,12 @@ from aiockpt.storage.objects.client import ConditionError
 from aiockpt.testing import GatedStorage
 from tests.object_server import start_server
 from tests.places import left_in
-from tests.ranks import world
 from tests.ranks.world import _context
 from tests.server_storage import ServerClient, ServerStorage, storage_for_server
 
+pytestmark = pytest.mark.usefixtures("forks")
+
 STATE = {"x": torch.arange(100_000.0), "n": 3}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def forks() -> None:
-    """Start the server that processes are forked from, before file descriptors and children are counted."""
-    world.start_server()
 
 
 @pytest.fixture
@@ -53,13 +48,6 @@ def objects(storage: ServerStorage) -> ServerClient:
 @pytest.fixture
 def path(server_url: str) -> str:
     return f"{server_url}/run/c"
-
-
-@pytest.fixture
-def workers() -> Iterator[Workers]:
-    group = Workers(8, "aiockpt-test")
-    yield group
-    group.close()
 
 
 def together(count: int, work: Callable[[int], Any]) -> list[Any]:

@@ -15,25 +15,16 @@ import pytest
 import torch
 
 import aiockpt
-from aiockpt.core.threads import Workers
 from aiockpt.errors import CommitError, CorruptCheckpointError, UnsafeCheckpointError, WriteError
+from aiockpt.storage import LocalStorage, WrapperStorage
 from aiockpt.storage.local import commit, temp_dir, transaction
 from aiockpt.storage.local.orphans import clean
 from aiockpt.storage.local.source import open_source
-from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.storage.local.temp_dir import make_hidden, new_ticket, read_sidecar, spelled, sweep, write_sidecar
 from aiockpt.storage.syscalls import rename_exchange
-from aiockpt.storage.wrapper import WrapperStorage
 from aiockpt.testing.conformance.suite import metadata_of
 
 NOBODY = 65534
-
-
-@pytest.fixture
-def workers():
-    group = Workers(2, "aiockpt-test")
-    yield group
-    group.close()
 
 
 async def _write(transaction, data: bytes, name: str = ".metadata") -> None:

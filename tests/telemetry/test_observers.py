@@ -14,7 +14,7 @@ import torch
 
 import aiockpt
 from aiockpt.engine import reports
-from aiockpt.storage.local.storage import LocalStorage
+from aiockpt.storage import LocalStorage
 from aiockpt.testing import FaultyStorage, GatedStorage
 from tests.states import assert_same, large_state
 

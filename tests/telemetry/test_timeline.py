@@ -14,11 +14,12 @@ import pytest
 import torch
 
 import aiockpt
+from aiockpt import TimelineEvent
 from aiockpt.core import spans
 from aiockpt.errors import CorruptCheckpointError
-from aiockpt.storage.local.storage import LocalStorage
+from aiockpt.storage import LocalStorage
 from aiockpt.telemetry.card import card
-from aiockpt.telemetry.timeline import TimelineEvent, lanes_of, trace_of
+from aiockpt.telemetry.timeline import lanes_of, trace_of
 from aiockpt.testing import FaultyStorage
 from tests.states import large_state, training_state
 

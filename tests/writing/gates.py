@@ -16,9 +16,9 @@ import psutil
 
 from aiockpt.core.threads import Workers
 from aiockpt.errors import WriteError
+from aiockpt.storage import LocalStorage, WrapperStorage
 from aiockpt.storage.base import NO_DOCUMENTS, Document, Storage, Transaction
-from aiockpt.storage.local.storage import LocalStorage
-from aiockpt.storage.wrapper import WrapperStorage, WrapperTransaction
+from aiockpt.storage.wrapper import WrapperTransaction
 from tests.polling import until
 
 WAIT_S = 60.0

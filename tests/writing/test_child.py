@@ -13,7 +13,7 @@ import pytest
 from aiockpt.core.threads import Workers
 from aiockpt.format.item.ziparchive import Framing
 from aiockpt.planning.layout import lay_out
-from aiockpt.storage.local.storage import LocalStorage
+from aiockpt.storage import LocalStorage
 from aiockpt.writing.file_writer import WriterThreads
 from aiockpt.writing.process import messages
 from aiockpt.writing.process.child import ChildSave, SharedState, watch_parent

@@ -13,9 +13,8 @@ import anyio.to_thread
 import pytest
 
 import aiockpt
+from aiockpt.storage import LocalStorage, WrapperStorage
 from aiockpt.storage.local import commit
-from aiockpt.storage.local.storage import LocalStorage
-from aiockpt.storage.wrapper import WrapperStorage
 from tests.places import ServerPath, left_in, storage_of
 from tests.ranks import failing
 from tests.ranks.world import World, _context, start_server

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import aiockpt
-from aiockpt.storage.local.storage import LocalStorage
+from aiockpt.storage import LocalStorage
 from aiockpt.testing import GatedStorage
 from aiockpt.writing.process.supervisor import WriterProcess
 from tests.states import assert_same, large_state, training_state

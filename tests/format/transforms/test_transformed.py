@@ -22,8 +22,8 @@ import aiockpt
 import aiockpt.dcp
 from aiockpt.dcp.format_utils import dcp_to_torch_save
 from aiockpt.format.transforms.zstd import ZSTD_DESCRIPTOR
-from aiockpt.storage.local.storage import LocalStorage
-from aiockpt.testing.storages import FaultyStorage, GatedStorage
+from aiockpt.storage import LocalStorage
+from aiockpt.testing import FaultyStorage, GatedStorage
 from aiockpt.writing import encode
 from tests.format.transforms.encryption import ChaCha20
 from tests.states import assert_same, large_state, random_tensor, raw_bytes

@@ -9,7 +9,8 @@ import tracemalloc
 import pytest
 import zstandard
 
-from aiockpt.format.transforms.zstd import MOST_RATIO, FrameError, Zstd
+from aiockpt import Zstd
+from aiockpt.format.transforms.zstd import MOST_RATIO, FrameError
 from aiockpt.reading.decoded import TransformFailedError, decode_item
 
 RAW = {
