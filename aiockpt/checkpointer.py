@@ -249,17 +249,19 @@ class AsyncCheckpointer(CheckpointerBase):
         self._engine.open_window()
         await anyio.lowlevel.checkpoint()
 
-    async def aclose(self) -> None:
+    def aclose(self) -> Coroutine[Any, Any, None]:
         """Finish the saves in flight, join every thread and free staging memory. Idempotent.
 
-        Cancelling the waiting task does not stop it.
+        Closing begins with the call. Cancelling the waiting task does not stop it.
 
         Raises:
             AiockptError: the failure of an earlier save that was not awaited.
             SaveCancelledError: a save took longer than ``drain_timeout`` and was cancelled.
         """
         check_asyncio("aclose()", "use a SyncCheckpointer, and close() in a thread")
-        closed = self._engine.close()
+        return self._closed(self._engine.close())
+
+    async def _closed(self, closed: Completion[None]) -> None:
         try:
             await until_closed(closed)
         finally:

@@ -19,6 +19,7 @@ from aiockpt.manager.requests import Restored, RestoreRequest, StepRequest
 from aiockpt.sync_checkpointer import SyncCheckpointer
 
 if TYPE_CHECKING:
+    from aiockpt.core.futures import Completion
     from aiockpt.manager.policies import Mode
     from aiockpt.manager.scan import StepInfo
     from aiockpt.reading.reader import CheckpointReader, SyncCheckpointReader
@@ -171,18 +172,22 @@ class CheckpointManager(ManagerBase):
             async with self._checkpointer.open(path, storage=self._tiers.run.storage) as reader:
                 yield reader
 
-    async def aclose(self) -> None:
+    def aclose(self) -> Coroutine[Any, Any, None]:
         """Finish the saves and deletions, let others write to the run, and restore the handlers of signals. Idempotent.
 
-        A checkpointer that was given stays open. If the waiting task is cancelled, closing no longer waits for the
-        mirror and for deletions; the rest of it goes on behind.
+        A checkpointer that was given stays open. Closing begins with the call, so a task that is cancelled before its
+        first step closes too. If the waiting task is cancelled, closing no longer waits for the mirror and for
+        deletions; the rest of it goes on behind.
 
         Raises:
             AiockptError: the failure of a save that nobody awaited; see `AsyncCheckpointer.aclose`.
         """
         check_asyncio("aclose()", _INSTEAD)
+        return self._closed(self._close_behind())
+
+    async def _closed(self, end: Completion[None]) -> None:
         try:
-            await until_closed(self._close_behind(), self._closing.hurry)
+            await until_closed(end, self._closing.hurry)
         finally:
             self._due.requests.close()
             self._closing.join()

@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 import aiockpt
 from tests.cancellation.moments import MOMENTS, Held, Moment, hold, options_of, state_of
 from tests.cancellation.stops import stop_before
 from tests.cancellation.ways import WAYS
+from tests.polling import until
 from tests.states import assert_same
 
 
@@ -103,3 +107,35 @@ async def test_closing_waits_for_the_thread_of_a_cancelled_save_and_raises_nothi
     stop.open()
     await closing
     assert list((tmp_path / "runs").iterdir()) == []
+
+
+def _engines() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("aiockpt-")}
+
+
+@pytest.mark.parametrize("kind", ["checkpointer", "manager", "mirror"])
+def test_a_task_that_is_cancelled_before_its_first_step_closes(kind: str, tmp_path: Path) -> None:
+    """As by `asyncio.wait_for(run.aclose(), 0)`; nobody closes again, and the object lives on."""
+    makers: dict[str, Callable[[], aiockpt.AsyncCheckpointer | aiockpt.CheckpointManager]] = {
+        "checkpointer": aiockpt.AsyncCheckpointer,
+        "manager": lambda: aiockpt.CheckpointManager(tmp_path / "run"),
+        "mirror": lambda: aiockpt.CheckpointManager(tmp_path / "run", mirror=tmp_path / "mirror"),
+    }
+    before = _engines()
+
+    async def main() -> object:
+        made = makers[kind]()
+        if isinstance(made, aiockpt.CheckpointManager):
+            await made.save(1, {"x": torch.ones(1)})
+        else:
+            await made.save({"x": torch.ones(1)}, tmp_path / "c")
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(made.aclose(), 0)
+        return made
+
+    kept = asyncio.run(main())
+    until(lambda: not _engines() - before)
+    if kind != "checkpointer":
+        with aiockpt.SyncCheckpointManager(tmp_path / "run") as run:
+            assert run.save(2, {"x": torch.ones(1)}) is not None
+    del kept
