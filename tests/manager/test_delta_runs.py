@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import aiockpt
+from aiockpt.cli.found import shared_bytes
 from aiockpt.cli.ls import ls
 from aiockpt.cli.removing import prune
 from aiockpt.manager.scan import StepNames
@@ -69,6 +70,8 @@ def test_what_steps_share_is_sent_to_a_mirror_once(tmp_path: Path, anywhere: Any
         results = [run.submit(step, state_of(step)).mirrored.result(60) for step in (1, 2, 3)]
     assert results[0].sent_bytes == results[0].nbytes
     assert all(result.sent_bytes < 0.2 * result.nbytes for result in results[1:])
+    if there == tmp_path / "mirror":  # as the command line shows it there
+        assert all(shared_bytes(result.path) > 0.8 * result.nbytes for result in results)
     with aiockpt.SyncCheckpointer(**OPTIONS) as ckpt:
         for step in (1, 2, 3):  # none needs an earlier one
             path = results[step - 1].path

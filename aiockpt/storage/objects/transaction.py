@@ -205,14 +205,12 @@ class ObjectTransaction(SharedTransaction):
         """Copy an object; return whether it is there as a whole."""
         try:
             self._objects.copy(key, own)
-            copied = self._objects.facts(own)
         except OSError as exc:  # it was removed; the store can't copy it, as S3 not more than 5 GB at once
-            logger.info("%s can't be copied within the store, so it is written anew: %s", key, exc)
-            copied = None
-        if copied is not None and copied.size == nbytes:
-            return True
-        self._objects.delete([own])
-        return False
+            logger.info("%s may not have been copied within the store: %s", key, exc)
+        copied = self._objects.facts(own)
+        if copied is not None and copied.size != nbytes:
+            self._objects.delete([own])
+        return copied is not None and copied.size == nbytes
 
     async def sizes(self) -> Mapping[str, int]:
         found = await self._run(self._objects.below, f"{self._token}{FILES}")
