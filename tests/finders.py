@@ -1,4 +1,4 @@
-"""Rules by which other programs find checkpoints in a directory, for tests of what a killed process may leave."""
+"""What is in a directory, and rules by which other programs find checkpoints there."""
 
 from __future__ import annotations
 
@@ -18,6 +18,10 @@ FINDERS: Mapping[str, Callable[[str], object]] = {
     "torch files": lambda name: name.endswith((".pt", ".pth", ".bin")),
     "TensorFlow": re.compile(r"ckpt-(\d+)").search,
 }
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
 
 
 def wrongly_found(folder: Path) -> list[tuple[str, str]]:

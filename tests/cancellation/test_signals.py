@@ -13,15 +13,11 @@ from tests.cancellation import children
 from tests.cancellation.children import Child
 from tests.cancellation.moments import MOMENTS, state_of
 from tests.cancellation.stops import Writer
-from tests.ranks.world import Loop, start_server
+from tests.ranks.world import Loop
 from tests.states import assert_same
 from tests.writing.gates import Gate, ended, writers_of
 
-
-@pytest.fixture(scope="module", autouse=True)
-def server() -> None:
-    """Start the server that children are forked from, before file descriptors and children are counted."""
-    start_server()
+pytestmark = pytest.mark.usefixtures("forks")
 
 
 @pytest.fixture

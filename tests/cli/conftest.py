@@ -18,10 +18,15 @@ def anywhere(request: pytest.FixtureRequest, tmp_path: Path, server_url: str) ->
     return tmp_path if request.param == "local" else ServerPath(f"{server_url}/{tmp_path.name}")
 
 
+@pytest.fixture(scope="session")
+def _killed(python: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("killed")
+    killed_save(python, folder / "c")
+    return next(folder.iterdir())
+
+
 @pytest.fixture
-def orphan(python: list[str], tmp_path: Path) -> Iterator[Path]:
+def orphan(_killed: Path, tmp_path: Path) -> Iterator[Path]:
     """Return what a killed save has left in the directory ``run``, which is removed in the end."""
-    (tmp_path / "run").mkdir()
-    killed_save(python, tmp_path / "run" / "c")
-    yield next((tmp_path / "run").iterdir())
+    yield Path(shutil.copytree(_killed, tmp_path / "run" / _killed.name))
     shutil.rmtree(tmp_path / "run")

@@ -250,13 +250,12 @@ def test_policies_are_read_as_they_are_written(policy, tmp_path):
 
 def test_other_texts_are_no_policies_and_are_not_run(tmp_path):
     texts = ["KeepIf(f)", "KeepLatest(0)", "KeepLatest", "print('x')", "KeepLatest(print('x'))", "(" * 500, "", "1"]
-    for number, text in enumerate(texts):
-        save_step(tmp_path / str(number), 100, [text])
-        out = invoke(tmp_path / str(number), "--json")
-        assert out.startswith("{")
-        assert json.loads(out)["checkpoints"][0]["kept_by"] == []
-    make("aiockpt", tmp_path / "step-00000001")  # without a manager
-    assert rows(tmp_path)["step-00000001"]["kept_by"] == []
+    save_step(tmp_path, 100, [*texts, "KeepEvery(3)"])
+    make("aiockpt", tmp_path / "step-00000003")  # without a manager
+    out = invoke(tmp_path, "--json")
+    assert out.startswith("{")
+    assert [each["kept_by"] for each in json.loads(out)["checkpoints"]] == [["KeepEvery(3)"], []]
+    assert rows(tmp_path / "step-00000003")["step-00000003"]["kept_by"] == []
 
 
 def test_times_are_in_the_local_zone(tmp_path, monkeypatch):

@@ -23,14 +23,11 @@ from aiockpt.storage import LocalStorage, WrapperStorage
 from aiockpt.storage.local import sink
 from aiockpt.testing import FaultyStorage, GatedStorage, HangingStorage
 from tests.engine.test_busy import state_of
+from tests.finders import names_in
 from tests.states import assert_same
 from tests.writing.gates import BrokenStorage
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
-
-
-def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
 
 
 # --- on_failure ------------------------------------------------------------------------------------
@@ -56,7 +53,7 @@ async def test_training_goes_on_after_a_failure(tmp_path: Path, caplog: pytest.L
     assert len(messages) == 2
     assert all("a checkpoint was not written, training goes on" in text for text in messages)
     assert not any(record.exc_info for record in caplog.records if record.levelno > logging.DEBUG), "one line each"
-    assert names(tmp_path) == ["2", "4"]
+    assert names_in(tmp_path) == ["2", "4"]
 
 
 def test_a_synchronous_loop_goes_on_after_a_failure(tmp_path: Path) -> None:
@@ -70,7 +67,7 @@ def test_a_synchronous_loop_goes_on_after_a_failure(tmp_path: Path) -> None:
             ckpt.save({"f": lambda: None}, tmp_path / "3")
         with pytest.raises(aiockpt.CheckpointExistsError):
             ckpt.save(state, tmp_path / "2")
-    assert names(tmp_path) == ["2"]
+    assert names_in(tmp_path) == ["2"]
 
 
 def test_a_torn_snapshot_does_not_end_training(tmp_path: Path) -> None:
@@ -84,7 +81,7 @@ def test_a_torn_snapshot_does_not_end_training(tmp_path: Path) -> None:
         save.fence()
         save.staged.result(60)
         assert isinstance(save.written.exception(60), aiockpt.TornSnapshotError)
-    assert names(tmp_path) == []
+    assert names_in(tmp_path) == []
 
 
 class Unreachable(LocalStorage):
@@ -133,7 +130,7 @@ def test_a_save_goes_to_the_fallback_when_its_disk_fails(step: str, when: str, o
         assert not (tmp_path / "runs" / "a").exists()
         again = ckpt.save(expected, tmp_path / "runs" / "b")
         assert (again.path, again.fallback_error) == (str(tmp_path / "runs" / "b"), None)
-    assert names(tmp_path / "spare") == ["a"]
+    assert names_in(tmp_path / "spare") == ["a"]
 
 
 def test_after_a_fence_tensors_are_not_copied_again_for_the_fallback(tmp_path: Path) -> None:
@@ -161,8 +158,8 @@ def test_a_staged_state_larger_than_memory_can_not_go_to_the_fallback(tmp_path: 
         assert "too late" in result.error.__notes__[0]
         early = ckpt.save(state_of(2), tmp_path / "b", storage=FaultyStorage(LocalStorage(), "create", FULL))
         assert_same(state_of(2), ckpt.load(early.path))
-    assert names(tmp_path) == ["spare"]
-    assert names(tmp_path / "spare") == ["b"]
+    assert names_in(tmp_path) == ["spare"]
+    assert names_in(tmp_path / "spare") == ["b"]
 
 
 def test_both_errors_are_reported_when_the_fallback_fails_too(tmp_path: Path) -> None:
@@ -176,7 +173,7 @@ def test_both_errors_are_reported_when_the_fallback_fails_too(tmp_path: Path) ->
         with pytest.raises(aiockpt.WriteError) as caught:
             ckpt.save(state_of(1), tmp_path / "taken", storage=FaultyStorage(LocalStorage(), "write", FULL))
         assert any("exists already" in note for note in caught.value.__notes__)
-    assert names(tmp_path) == ["spare"]
+    assert names_in(tmp_path) == ["spare"]
 
 
 @pytest.mark.parametrize("step", ["begin", "commit"])
@@ -193,7 +190,7 @@ def test_a_writer_process_uses_the_fallback_too(step: str, tmp_path: Path) -> No
                 tensor.zero_()
         assert save.written.result(60).path == str(tmp_path / "a-spare")
         assert_same(expected, ckpt.load(tmp_path / "a-spare"))
-    assert names(tmp_path) == ["a-spare"]
+    assert names_in(tmp_path) == ["a-spare"]
 
 
 # --- save_timeout ----------------------------------------------------------------------------------
@@ -211,7 +208,7 @@ async def test_a_slow_save_is_given_up_and_leaves_nothing(tmp_path: Path) -> Non
         assert isinstance(save.written.exception(), TimeoutError)
         assert ckpt.statistics().failed == 1
         storage.open("write")
-    assert names(tmp_path) == ["2"]
+    assert names_in(tmp_path) == ["2"]
 
 
 def test_a_timeout_while_the_metadata_is_written_leaves_nothing(tmp_path: Path) -> None:
@@ -228,7 +225,7 @@ def test_a_timeout_while_the_metadata_is_written_leaves_nothing(tmp_path: Path) 
         started.set()
         with pytest.raises(aiockpt.SaveTimeoutError, match="too late"):
             save.written.result(60)
-    assert names(tmp_path) == []
+    assert names_in(tmp_path) == []
 
 
 @pytest.mark.slow
@@ -259,7 +256,7 @@ async def test_later_saves_go_on_when_one_hangs(step: str, tmp_path: Path) -> No
         await ckpt.aclose()
     found = ckpt.statistics()
     assert (found.abandoned, found.quarantined_bytes) == (0, 0)
-    assert names(tmp_path) == ["0", "1", "2", "behind"]
+    assert names_in(tmp_path) == ["0", "1", "2", "behind"]
 
 
 @pytest.mark.slow
@@ -282,7 +279,7 @@ async def test_a_hanging_thread_keeps_its_own_bytes_to_the_end(tmp_path: Path) -
     assert [bytes(chunk.view) for chunk in held] == before
     storage.recover()
     await ckpt.aclose()
-    assert names(tmp_path) == ["0", "1", "2", "3"]
+    assert names_in(tmp_path) == ["0", "1", "2", "3"]
 
 
 def _leases_of(save: aiockpt.SaveHandle) -> list:
@@ -342,7 +339,7 @@ def test_a_cancellation_while_copies_are_checked_leaves_nothing(step: str, tmp_p
         assert cancelled.result(60)
         with pytest.raises(aiockpt.SaveCancelledError):
             save.written.result(60)
-    assert names(tmp_path) == []
+    assert names_in(tmp_path) == []
 
 
 async def _turns() -> None:

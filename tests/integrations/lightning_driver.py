@@ -29,6 +29,7 @@ from aiockpt.integrations.lightning import (
 )
 from aiockpt.storage import LocalStorage
 from aiockpt.testing import FaultyStorage
+from tests.finders import names_in
 
 WIDTH = 192
 
@@ -109,10 +110,6 @@ def threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("aiockpt")]
 
 
-def names(run: Path) -> list[str]:
-    return sorted(path.name for path in run.iterdir())
-
-
 def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
@@ -163,7 +160,7 @@ def main(kind: str, directory: Path) -> None:
     trainer, resumed = fit(kind, directory / "ours", 8, directory / "ours" / "last.ckpt")
     assert same(resumed, whole), "weights differ after resuming"
     trainer.strategy.barrier()
-    assert names(directory / "ours") == ["epoch=0-step=8.ckpt", "last.ckpt"], names(directory / "ours")
+    assert names_in(directory / "ours") == ["epoch=0-step=8.ckpt", "last.ckpt"], names_in(directory / "ours")
     for ours, by in ((False, "ours"), (True, "stock")):
         _, found = fit(kind, directory / f"by {by}", 8, directory / by / "epoch=0-step=8.ckpt", ours=ours)
         assert same(found, whole), f"{by} is read differently"

@@ -31,6 +31,7 @@ import aiockpt
 from aiockpt.integrations.lightning import AiockptCallback, AiockptCheckpointIO
 from aiockpt.storage import LocalStorage, WrapperStorage
 from aiockpt.testing import FaultyStorage
+from tests.finders import names_in
 from tests.states import assert_same
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -97,10 +98,6 @@ def newest(directory: Path, **options: Any) -> ModelCheckpoint:
     return ModelCheckpoint(directory, **{"monitor": "step", "mode": "max", "every_n_train_steps": 2} | options)
 
 
-def names(directory: Path) -> list[str]:
-    return sorted(path.name for path in directory.iterdir())
-
-
 def fails(step: str = "commit", **options: Any) -> AiockptCheckpointIO:
     error = OSError(errno.EIO, "Input/output error")
     return AiockptCheckpointIO(storage=FaultyStorage(LocalStorage(), step, error, **options))
@@ -115,8 +112,8 @@ def test_checkpoints_equal_those_of_lightning(tmp_path: Path) -> None:
         is_ours = isinstance(plugin, AiockptCheckpointIO)
         trainer_of(tmp_path, newest(run, save_top_k=-1), plugin=plugin, beside=is_ours).fit(Model())
     ours, stock = tmp_path / "AiockptCheckpointIO", tmp_path / "TorchCheckpointIO"
-    assert names(ours) == names(stock) == [f"epoch=0-step={step}.ckpt" for step in (2, 4, 6, 8)]
-    for name in names(ours):
+    assert names_in(ours) == names_in(stock) == [f"epoch=0-step={step}.ckpt" for step in (2, 4, 6, 8)]
+    for name in names_in(ours):
         mine, theirs = (torch.load(run / name, weights_only=True) for run in (ours, stock))
         for state in (mine, theirs):  # have the path of the run
             state["callbacks"] = {}
@@ -180,7 +177,7 @@ def test_what_is_at_the_path_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "a").touch()
     plugin.remove_checkpoint(tmp_path / "notes")
-    assert names(tmp_path) == ["link.ckpt"]
+    assert names_in(tmp_path) == ["link.ckpt"]
 
 
 def test_a_copy_has_the_options_alone(tmp_path: Path) -> None:
@@ -217,7 +214,7 @@ def test_old_checkpoints_stay_until_the_newer_is_durable(tmp_path: Path) -> None
     storage = Watched(tmp_path / "run")
     callback = newest(tmp_path / "run", save_top_k=2)
     trainer_of(tmp_path, callback, plugin=AiockptCheckpointIO(storage=storage), max_steps=12).fit(Model())
-    assert names(tmp_path / "run") == ["epoch=0-step=8.ckpt", "epoch=1-step=10.ckpt", "epoch=1-step=12.ckpt"][1:]
+    assert names_in(tmp_path / "run") == ["epoch=0-step=8.ckpt", "epoch=1-step=10.ckpt", "epoch=1-step=12.ckpt"][1:]
     commits = [there for step, _, there, _ in storage.seen if step == "commit"]
     assert [len(there) for there in commits[:2]] == [0, 1]
     assert all(len(there) >= 2 for there in commits[2:])
@@ -259,7 +256,7 @@ def test_without_the_rest_saves_are_durable(tmp_path: Path, plugin: Any) -> None
     if isinstance(plugin, AsyncCheckpointIO) and not IS_NEW:
         pytest.skip("before 2.6, Lightning's own plug-in writes tensors that change meanwhile, which we refuse")
     trainer_of(tmp_path, newest(tmp_path / "run", save_top_k=-1), plugin=plugin).fit(Model())
-    assert len(names(tmp_path / "run")) == 4
+    assert len(names_in(tmp_path / "run")) == 4
 
 
 def test_the_callback_by_itself_is_refused(tmp_path: Path) -> None:
@@ -307,7 +304,7 @@ def test_changes_wait_for_the_copies(tmp_path: Path, kind: str) -> None:
 
     options = {"accumulate_grad_batches": 2} if kind == "accumulated" else {}
     trainer_of(tmp_path, Last(save), **options, max_epochs=1).fit(model)
-    assert len(names(tmp_path / "run")) == 8
+    assert len(names_in(tmp_path / "run")) == 8
     for number, state in states.items():
         assert_same(dict(torch.load(tmp_path / "run" / f"{number}.ckpt", weights_only=True)["state_dict"]), state)
 
@@ -319,7 +316,7 @@ def test_names_of_saves_in_flight_are_taken(tmp_path: Path) -> None:
     """Lightning asks the file system which names are taken."""
     callback = newest(tmp_path / "run", filename="{epoch}", save_top_k=-1, every_n_train_steps=1)
     trainer_of(tmp_path, callback, max_steps=4).fit(Model())
-    assert names(tmp_path / "run") == ["epoch=0-v1.ckpt", "epoch=0-v2.ckpt", "epoch=0-v3.ckpt", "epoch=0.ckpt"]
+    assert names_in(tmp_path / "run") == ["epoch=0-v1.ckpt", "epoch=0-v2.ckpt", "epoch=0-v3.ckpt", "epoch=0.ckpt"]
     assert "file_exists" not in vars(callback)
 
 
@@ -361,7 +358,7 @@ def test_loggers_are_told_when_it_is_durable(tmp_path: Path) -> None:
 def test_the_tuner_loads_what_it_has_saved(tmp_path: Path) -> None:
     finder = pl.callbacks.LearningRateFinder(num_training_steps=4)
     trainer_of(tmp_path, finder, newest(tmp_path / "run")).fit(Model())
-    (name,) = names(tmp_path / "run")
+    (name,) = names_in(tmp_path / "run")
     assert name.endswith("step=8.ckpt")  # some versions begin with epoch 1 then
     assert not list(tmp_path.glob(".lr_find*"))
 
@@ -373,7 +370,7 @@ def test_averages_of_weights_are_exchanged_after_the_copies(tmp_path: Path) -> N
     callback = newest(tmp_path / "run", save_top_k=-1)
     validation = torch.utils.data.DataLoader(torch.randn(4, WIDTH))
     trainer_of(tmp_path, average, callback, val_check_interval=2).fit(Model(), None, validation)
-    assert len(names(tmp_path / "run")) == 4
+    assert len(names_in(tmp_path / "run")) == 4
 
 
 # --- ends -----------------------------------------------------------------------------------------------------
@@ -390,7 +387,7 @@ def test_a_failed_save_is_raised_once_and_keeps_the_old(tmp_path: Path, caplog: 
     with pytest.raises(aiockpt.CommitError, match="Input/output error"):
         trainer.fit(Model())
     assert steps == [1, 2, 3, 4], "it is raised at the next batch"
-    assert names(tmp_path / "run") == ["epoch=0-step=2.ckpt"]
+    assert names_in(tmp_path / "run") == ["epoch=0-step=2.ckpt"]
     assert "step=2.ckpt stays" in caplog.text
     plugin.teardown()
     trainer.save_checkpoint(tmp_path / "later.ckpt")
@@ -401,7 +398,7 @@ def test_the_last_save_fails_at_the_end(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, newest(tmp_path / "run"), plugin=fails(nth=4))
     with pytest.raises(aiockpt.CommitError, match="Input/output error"):
         trainer.fit(Model())
-    assert names(tmp_path / "run") == ["epoch=0-step=6.ckpt"]
+    assert names_in(tmp_path / "run") == ["epoch=0-step=6.ckpt"]
 
 
 def test_failures_only_warn_if_they_are_to(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -410,7 +407,7 @@ def test_failures_only_warn_if_they_are_to(tmp_path: Path, caplog: pytest.LogCap
     )
     trainer_of(tmp_path, newest(tmp_path / "run"), plugin=plugin).fit(Model())
     assert "broken" in caplog.text
-    assert "epoch=0-step=8.ckpt" in names(tmp_path / "run")
+    assert "epoch=0-step=8.ckpt" in names_in(tmp_path / "run")
 
 
 def test_an_exception_is_raised_after_everything_is_durable(tmp_path: Path) -> None:
@@ -423,11 +420,13 @@ def test_an_exception_is_raised_after_everything_is_durable(tmp_path: Path) -> N
     rescue = OnExceptionCheckpoint(tmp_path, "rescue")
     options = {"save_on_exception": True} if IS_NEW else {}
     callbacks = [newest(tmp_path / "run", save_top_k=-1, **options), rescue, Last(fail)]
-    trainer = trainer_of(tmp_path, Other("on_exception", lambda _: there.append(names(tmp_path / "run"))), *callbacks)
+    trainer = trainer_of(
+        tmp_path, Other("on_exception", lambda _: there.append(names_in(tmp_path / "run"))), *callbacks
+    )
     with pytest.raises(KeyError, match="mine"):
         trainer.fit(Model())
     assert there == [["epoch=0-step=2.ckpt", "epoch=0-step=4.ckpt"]]
-    assert ("epoch=0-step=5.ckpt" in names(tmp_path / "run")) == IS_NEW
+    assert ("epoch=0-step=5.ckpt" in names_in(tmp_path / "run")) == IS_NEW
     assert torch.load(tmp_path / "rescue.ckpt", weights_only=True)["global_step"] == 5
 
 
@@ -472,7 +471,7 @@ def test_nothing_is_left_of_several_fits(tmp_path: Path) -> None:
     trainer.fit_loop.epoch_loop.max_steps = 6
     trainer.fit(model, ckpt_path="last")
     trainer.fit(model, ckpt_path="last")  # has nothing to do
-    assert names(tmp_path / "run") == ["epoch=0-step=6.ckpt", "last.ckpt"]
+    assert names_in(tmp_path / "run") == ["epoch=0-step=6.ckpt", "last.ckpt"]
     assert not vars(callback).keys() & {"file_exists", "_link_checkpoint"}
 
 
@@ -507,7 +506,7 @@ def test_a_killed_run_is_resumed(tmp_path: Path) -> None:
     assert {"epoch=0-step=4.ckpt", "last.ckpt"} == {path.name for path in (tmp_path / "run").glob("*.ckpt")}
     model, whole = Model(), Model()
     trainer_of(tmp_path / "run", newest(tmp_path / "run", save_last="link")).fit(model, ckpt_path="last")
-    assert names(tmp_path / "run") == ["epoch=0-step=8.ckpt", "last.ckpt"]
+    assert names_in(tmp_path / "run") == ["epoch=0-step=8.ckpt", "last.ckpt"]
     trainer_of(tmp_path, plugin=TorchCheckpointIO(), beside=False, enable_checkpointing=False).fit(whole)
     assert_same(model.state_dict(), whole.state_dict())
 
@@ -530,7 +529,7 @@ def test_fabric_saves_and_loads(tmp_path: Path) -> None:
         if step:
             plugin.remove_checkpoint(tmp_path / f"{step - 1}.ckpt")
     plugin.teardown()
-    assert names(tmp_path) == ["3.ckpt"]
+    assert names_in(tmp_path) == ["3.ckpt"]
     state = {"model": model, "optimizer": optimizer, "step": 0}
     fabric.load(tmp_path / "3.ckpt", state)
     assert state["step"] == 3
@@ -552,7 +551,7 @@ def test_programs_of_the_page(program: str, tmp_path: Path, monkeypatch: pytest.
     exec(compile(program, "example", "exec"), {})
     (run,) = (tmp_path / "runs").iterdir()
     found = {"a": ["epoch=0-step=50.ckpt", "epoch=0-step=60.ckpt", "last.ckpt"], "c": ["15.ckpt"]}
-    assert names(run) == found[run.name]
+    assert names_in(run) == found[run.name]
 
 
 def test_program_of_the_page_for_shards(tmp_path: Path) -> None:
@@ -561,7 +560,7 @@ def test_program_of_the_page_for_shards(tmp_path: Path) -> None:
     (tmp_path / "shards.py").write_text(program)
     command, environment = [sys.executable, "shards.py"], os.environ | {"PYTHONPATH": str(ROOT)}
     subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True, timeout=120)
-    assert names(tmp_path / "runs" / "b") == ["epoch=0-step=20.ckpt"]
+    assert names_in(tmp_path / "runs" / "b") == ["epoch=0-step=20.ckpt"]
     assert aiockpt.verify(tmp_path / "runs" / "b" / "epoch=0-step=20.ckpt").ok
 
 

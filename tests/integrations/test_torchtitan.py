@@ -35,6 +35,7 @@ import aiockpt
 from aiockpt.integrations.torchtitan import AiockptCheckpointManager
 from aiockpt.storage import LocalStorage, WrapperStorage
 from aiockpt.testing import FaultyStorage
+from tests.finders import names_in
 from tests.states import assert_same
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore")]
@@ -148,10 +149,6 @@ def running(folder: Path, *args: Any, **config: Any) -> Iterator[Run]:
         yield run
 
 
-def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
-
-
 @pytest.fixture
 def group() -> Iterator[None]:
     """A process group of one rank, which torchtitan's own managers need."""
@@ -192,7 +189,7 @@ def test_a_run_goes_on(tmp_path: Path) -> None:
         assert not run.checkpointer.load()
         run.train(5)
         expected = run.state()
-    assert names(tmp_path / "run") == ["step-4", "step-5"]
+    assert names_in(tmp_path / "run") == ["step-4", "step-5"]
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("aiockpt")]
     with running(tmp_path, keep_latest_k=2) as run:
         run.train(2)  # which the load waits for, and undoes
@@ -233,7 +230,7 @@ def test_a_damaged_step_is_passed_over(tmp_path: Path) -> None:
     with running(tmp_path) as run:
         assert run.checkpointer.load()
         assert_same(run.state(), expected)
-    assert "step-3.damaged" in names(tmp_path / "run")
+    assert "step-3.damaged" in names_in(tmp_path / "run")
 
 
 def test_parts_are_excluded_from_loading(tmp_path: Path) -> None:
@@ -298,7 +295,7 @@ def test_old_checkpoints_stay_until_the_newer_is_durable(tmp_path: Path, keep: i
     storage = Watched(tmp_path / "run")
     with running(tmp_path, keep_latest_k=keep, checkpointer={"storage": storage}) as run:
         run.train(5)
-    assert names(tmp_path / "run") == [f"step-{step}" for step in range(6 - keep, 6)]
+    assert names_in(tmp_path / "run") == [f"step-{step}" for step in range(6 - keep, 6)]
     commits = [there for step, _, there in storage.seen if step == "commit"]
     assert [len(there) for there in commits[:2]] == [0, 1]
     assert all(len(there) >= min(number, keep) for number, there in enumerate(commits))
@@ -332,11 +329,11 @@ def test_saves_run_beside_training(tmp_path: Path, waits: bool) -> None:
 def test_when_it_saves(tmp_path: Path) -> None:
     with running(tmp_path, interval=3, enable_first_step_checkpoint=True) as run:
         run.train(7)
-    assert names(tmp_path / "run") == ["step-1", "step-3", "step-6"]
+    assert names_in(tmp_path / "run") == ["step-1", "step-3", "step-6"]
     with running(tmp_path, load_only=True) as run:
         assert run.checkpointer.load()
         run.train(1, last=7)
-    assert names(tmp_path / "run") == ["step-1", "step-3", "step-6"]
+    assert names_in(tmp_path / "run") == ["step-1", "step-3", "step-6"]
 
 
 def test_a_disabled_one_does_nothing(tmp_path: Path) -> None:
@@ -346,7 +343,7 @@ def test_a_disabled_one_does_nothing(tmp_path: Path) -> None:
     manager.maybe_wait_for_staging()
     manager.maybe_wait_for_saving()
     manager.close()
-    assert not names(tmp_path)
+    assert not names_in(tmp_path)
 
 
 # --- failures ------------------------------------------------------------------------------------------------
@@ -361,9 +358,9 @@ def test_a_failed_save_is_raised_once_and_keeps_the_old(tmp_path: Path) -> None:
         run.train(2)
         with pytest.raises(aiockpt.SaveError, match="broken"):
             run.train(1)
-        assert names(tmp_path / "run") == ["step-1"]
+        assert names_in(tmp_path / "run") == ["step-1"]
         run.train(1)
-    assert names(tmp_path / "run") == ["step-4"]
+    assert names_in(tmp_path / "run") == ["step-4"]
 
 
 def test_the_failure_of_the_last_save_beside_training_is_raised_at_the_end(tmp_path: Path) -> None:
@@ -372,7 +369,7 @@ def test_the_failure_of_the_last_save_beside_training_is_raised_at_the_end(tmp_p
     with pytest.raises(aiockpt.SaveError, match="broken"):
         run.checkpointer.close()
     run.checkpointer.close()
-    assert names(tmp_path / "run") == ["step-1"]
+    assert names_in(tmp_path / "run") == ["step-1"]
 
 
 def test_the_last_save_is_made_though_the_one_before_has_failed(
@@ -380,14 +377,14 @@ def test_the_last_save_is_made_though_the_one_before_has_failed(
 ) -> None:
     with caplog.at_level(logging.ERROR, "aiockpt"), running(tmp_path, checkpointer=_broken(2)) as run:
         run.train(3, last=3)
-        assert names(tmp_path / "run") == ["step-1", "step-3"]
+        assert names_in(tmp_path / "run") == ["step-1", "step-3"]
     assert "the last one is begun all the same" in caplog.text
 
 
 def test_failures_only_warn_if_they_are_to(tmp_path: Path) -> None:
     with running(tmp_path, checkpointer={**_broken(2), "on_failure": "warn"}) as run:
         run.train(4)
-    assert names(tmp_path / "run") == ["step-1", "step-3", "step-4"]
+    assert names_in(tmp_path / "run") == ["step-1", "step-3", "step-4"]
 
 
 def test_an_exception_that_ends_training_stays_what_it_is(tmp_path: Path) -> None:
@@ -412,7 +409,7 @@ def test_the_last_save_is_durable_and_leaves_the_others(tmp_path: Path) -> None:
         run.train(4, last=4)
         assert run.checkpointer.save_future is None
         assert (tmp_path / "run" / "step-4").is_dir()
-    assert names(tmp_path / "run") == ["step-2", "step-3", "step-4"]
+    assert names_in(tmp_path / "run") == ["step-2", "step-3", "step-4"]
     expected = {name: each.to(torch.bfloat16) for name, each in run.model.state_dict().items()}
     assert_same(aiockpt.load(tmp_path / "run" / "step-4"), expected)
 
@@ -421,7 +418,7 @@ def test_a_whole_last_save_replaces_the_others(tmp_path: Path) -> None:
     with running(tmp_path, keep_latest_k=1, last_save_model_only=False) as run:
         run.train(3, last=3)
         expected = run.state()
-    assert names(tmp_path / "run") == ["step-3"]
+    assert names_in(tmp_path / "run") == ["step-3"]
     with running(tmp_path) as run:
         assert run.checkpointer.load()
         assert_same(run.state(), expected)
@@ -557,7 +554,7 @@ def test_the_loop_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.chdir(tmp_path)
     (program,) = (each for each in PROGRAMS if not each.startswith("# config_registry.py"))
     exec(compile(program, "example", "exec"), {})
-    assert names(tmp_path / "runs" / "a" / "checkpoint") == ["step-20"]
+    assert names_in(tmp_path / "runs" / "a" / "checkpoint") == ["step-20"]
     program = program.replace("progress.step < 20", "progress.step < 21").replace("step == 20", "step == 21")
     exec(compile(program, "example", "exec"), {})
-    assert names(tmp_path / "runs" / "a" / "checkpoint") == ["step-21"]
+    assert names_in(tmp_path / "runs" / "a" / "checkpoint") == ["step-21"]

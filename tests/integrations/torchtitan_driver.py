@@ -22,6 +22,7 @@ import aiockpt
 from aiockpt.integrations.torchtitan import AiockptCheckpointManager
 from aiockpt.storage import LocalStorage
 from aiockpt.testing import FaultyStorage
+from tests.finders import names_in
 
 WIDTH, LAYERS = 192, 3
 
@@ -118,16 +119,12 @@ def check_same(found: list[Any], expected: list[Any], what: str) -> None:
         assert is_same, what
 
 
-def names(run: Path) -> list[str]:
-    return sorted(path.name for path in run.iterdir())
-
-
 def check_runs(directory: Path, *, staged: bool) -> None:
     """Go on with one class from what the other has saved, and export."""
     whole = Run(directory / "whole", AiockptCheckpointManager, staged=staged, keep_latest_k=1)
     whole.train(5)
     whole.close()
-    assert names(directory / "whole" / "run") == ["step-5"], names(directory / "whole" / "run")
+    assert names_in(directory / "whole" / "run") == ["step-5"], names_in(directory / "whole" / "run")
     for writes, reads in (
         (AiockptCheckpointManager, AiockptCheckpointManager),
         (AiockptCheckpointManager, CheckpointManager),
@@ -180,7 +177,7 @@ def check_failure(directory: Path) -> None:
     dist.all_gather_object(counts, run.counter.step)
     assert counts[0] == counts[1], counts
     run.close()
-    assert all((directory / "run" / name / ".metadata").exists() for name in names(directory / "run"))
+    assert all((directory / "run" / name / ".metadata").exists() for name in names_in(directory / "run"))
 
 
 def main(directory: Path) -> None:

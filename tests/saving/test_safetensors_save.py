@@ -24,6 +24,7 @@ import aiockpt.dcp
 from aiockpt.dcp.format_utils import dcp_to_torch_save, torch_save_to_dcp
 from aiockpt.storage import LocalStorage
 from aiockpt.testing import FaultyStorage, GatedStorage
+from tests.finders import names_in
 from tests.states import large_state, raw_bytes, training_state
 
 CHUNK = 64 << 10
@@ -56,10 +57,6 @@ def assert_holds(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
     for name, tensor in expected.items():
         assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
         assert raw_bytes(found[name]) == raw_bytes(tensor), f"{name} has other bits"
-
-
-def names_in(path: Path) -> list[str]:
-    return sorted(entry.name for entry in path.iterdir())
 
 
 @pytest.mark.parametrize("count", [3, 300_000], ids=["small", "large"])

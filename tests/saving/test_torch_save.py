@@ -23,7 +23,7 @@ import aiockpt
 from aiockpt.storage import LocalStorage
 from aiockpt.testing import FaultyStorage, GatedStorage
 from tests.examples import examples
-from tests.saving.test_safetensors_save import names_in
+from tests.finders import names_in
 from tests.states import assert_same, large_state, random_tensor, raw_bytes, storable_dtypes, training_state
 from tests.test_roundtrip import _OBJECTS, _states, _tensors
 

@@ -17,15 +17,11 @@ from aiockpt.storage import LocalStorage, WrapperStorage
 from aiockpt.storage.local import commit
 from tests.places import ServerPath, left_in, storage_of
 from tests.ranks import failing
-from tests.ranks.world import World, _context, start_server
+from tests.ranks.world import World, _context
 from tests.states import assert_same, large_state
 from tests.writing.gates import Gate, PipedStorage, ended, writers_of
 
-
-@pytest.fixture(autouse=True, scope="module")
-def server() -> None:
-    """Start the server that trainers and ranks are forked from, before file descriptors and children are counted."""
-    start_server()
+pytestmark = pytest.mark.usefixtures("forks")
 
 
 def _train(pipe: connection.Connection, gate: Path, folder: Path, step: str, moment: str, plan: str) -> None:
