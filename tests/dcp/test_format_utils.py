@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
 import warnings
 import zipfile
 from pathlib import Path
@@ -80,7 +79,7 @@ def test_views_of_one_storage_become_separate_tensors(kind: str, tmp_path: Path)
     torch.save(VIEWS[kind], tmp_path / "m.pt")
     ours.dcp_to_torch_save(tmp_path / "m.pt", tmp_path / "ours.pt")
     assert_same(expected, torch.load(tmp_path / "ours.pt", weights_only=True))
-    ours.dcp_to_safetensors(tmp_path / "m.pt", tmp_path / "m.safetensors")
+    ours.convert_checkpoint(tmp_path / "m.pt", tmp_path / "m.safetensors", to="safetensors")
     assert_same(expected, load_file(tmp_path / "m.safetensors"))
 
 
@@ -377,23 +376,6 @@ def test_one_rank_of_several_converts_alone(world2: World, tmp_path: Path) -> No
     torch.save({"w": torch.full((3,), 7.0)}, tmp_path / "m.pt")
     world2.results(_convert_on_one, tmp_path, timeout_s=100)
     assert_same({"w": torch.full((3,), 7.0)}, torch.load(tmp_path / "n.pt", weights_only=True))
-
-
-def test_the_command_line(python: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    torch.save({"w": torch.full((3,), 7.0)}, tmp_path / "m.pt")
-    for mode, source, target in (("torch_to_dcp", "m.pt", "c"), ("dcp_to_torch", "c", "n.pt")):
-        assert ours.main([mode, str(tmp_path / source), str(tmp_path / target)]) == 0
-        said = capsys.readouterr()
-        assert said.err == ""
-        assert str(tmp_path / target) in said.out
-    assert_same({"w": torch.full((3,), 7.0)}, torch.load(tmp_path / "n.pt", weights_only=True))
-    command = [*python, "-m", "aiockpt.dcp.format_utils"]
-    done = subprocess.run(
-        [*command, "dcp_to_torch", tmp_path / "none", tmp_path / "x"], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 1
-    assert "no such path" in done.stderr
-    assert len(done.stderr.splitlines()) == 1
 
 
 def test_a_file_may_be_written_beside_the_files_that_it_is_made_of(tmp_path: Path) -> None:
