@@ -189,8 +189,7 @@ def diff(
 
     Exit codes: 0 no differences, 1 differences, 2 wrong usage, 3 it could not be done.
     """
-    from aiockpt.cli.compare import Tolerance
-    from aiockpt.cli.diff import diff
+    from aiockpt.cli.diff import Tolerance, diff
 
     tolerance = Tolerance(rtol, atol)
     raise typer.Exit(run(diff(a, b, keys or (), tolerance=tolerance, as_json=as_json, trust=trust)))

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from aiockpt.manager.ports import CheckpointerPort
     from aiockpt.manager.tiers import Tier
     from aiockpt.saving.handle import SaveHandle
-    from aiockpt.telemetry.mirrors import MirrorBacklog
+    from aiockpt.telemetry.saves import MirrorBacklog
 
 T = TypeVar("T")
 

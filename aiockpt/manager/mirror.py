@@ -40,7 +40,7 @@ from aiockpt.manager.scan import StepInfo, is_unreadable
 from aiockpt.manager.tiers import Tier, backlog, due_steps, is_mirrored, mirror_to_delete, other_run
 from aiockpt.storage.copying import RateLimit, copy_checkpoint
 from aiockpt.sync_checkpointer import SyncCheckpointer
-from aiockpt.telemetry.mirrors import MirrorBacklog, MirrorResult
+from aiockpt.telemetry.saves import MirrorBacklog, MirrorResult
 
 if TYPE_CHECKING:
     from collections.abc import Callable

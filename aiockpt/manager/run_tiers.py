@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING
 
-from aiockpt.core.importing import importing
+from aiockpt.core.lazy import importing
 from aiockpt.errors import AiockptError, DeleteError
 from aiockpt.manager.policies import as_policy
 from aiockpt.manager.requests import mirror_of

@@ -21,7 +21,7 @@ from aiockpt.planning.specs import TensorSpec, unstorable
 
 if TYPE_CHECKING:
     from aiockpt.format.item.ziparchive import Framing
-    from aiockpt.format.manifest.drafts import Drafts
+    from aiockpt.format.manifest.index_writer import Drafts
     from aiockpt.planning.snapshot import Snapshot
 
 

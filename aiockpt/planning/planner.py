@@ -19,7 +19,7 @@ from aiockpt.planning.specs import TensorSpec, describe
 if TYPE_CHECKING:
     from aiockpt.format.index import ItemRange
     from aiockpt.format.item.ziparchive import Framing
-    from aiockpt.format.manifest.drafts import Drafts
+    from aiockpt.format.manifest.index_writer import Drafts
     from aiockpt.format.manifest.manifest import JsonValue
     from aiockpt.planning.layout import FileImage
     from aiockpt.planning.snapshot import Snapshot, Structure

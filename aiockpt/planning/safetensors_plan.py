@@ -16,7 +16,7 @@ from aiockpt.core.dataclasses import dataclass
 from aiockpt.core.lazy import lazy_property
 from aiockpt.errors import SaveError
 from aiockpt.format.item.ziparchive import Framing
-from aiockpt.format.manifest.drafts import Drafts
+from aiockpt.format.manifest.index_writer import Drafts
 from aiockpt.format.names import INDEX_NAME
 from aiockpt.format.safetensors.writer import (
     MAX_HEADER_BYTES,

@@ -13,7 +13,7 @@ from aiockpt.errors import AiockptError, SaveError
 from aiockpt.format.item.arrays import ARRAY_RECORD
 from aiockpt.format.item.item_framing import MAP_NORESERVE
 from aiockpt.format.item.objects import decode_object
-from aiockpt.format.manifest.drafts import Drafts
+from aiockpt.format.manifest.index_writer import Drafts
 from aiockpt.format.torch_file.framing import frame_archive
 from aiockpt.planning.flatten import unflatten
 from aiockpt.planning.layout import ITEM_ALIGNMENT, align_up, lay_out

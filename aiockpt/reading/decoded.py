@@ -29,8 +29,7 @@ from aiockpt.storage.base import Seen, Source
 if TYPE_CHECKING:
     import torch
 
-    from aiockpt.format.transforms.base import Decoder, Transform
-    from aiockpt.format.transforms.item_transforms import ItemFacts
+    from aiockpt.format.transforms.base import Decoder, ItemFacts, Transform
 
 # --- decoding, piece by piece ---------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from aiockpt.core.threads import run_each
 from aiockpt.errors import CheckpointNotFoundError, CorruptCheckpointError, WriteError
 from aiockpt.format.manifest.manifest import FileFacts, decode_head, facts_in, save_id_of
 from aiockpt.format.names import MANIFEST_NAME, METADATA_NAME
-from aiockpt.telemetry.mirrors import MirrorResult
+from aiockpt.telemetry.saves import MirrorResult
 
 if TYPE_CHECKING:
     from aiockpt.core.threads import Workers

@@ -22,7 +22,7 @@ from aiockpt.format.names import MANIFEST_NAME, METADATA_NAME
 
 if TYPE_CHECKING:
     from aiockpt.format.dcp.metadata_opcodes import EncodedItem
-    from aiockpt.format.manifest.drafts import Drafts
+    from aiockpt.format.manifest.index_writer import Drafts
     from aiockpt.format.manifest.manifest import JsonValue
     from aiockpt.planning.delta import AdoptedFiles
 

@@ -26,7 +26,7 @@ from aiockpt.storage.copying import RateLimit, copy_checkpoint
 from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.storage.local.temp_dir import RECORD, REPLACED, copy_ticket
 from aiockpt.storage.wrapper import WrapperStorage
-from aiockpt.telemetry.mirrors import MirrorResult
+from aiockpt.telemetry.saves import MirrorResult
 from aiockpt.testing import FaultyStorage
 from tests.places import ServerPath, storage_of
 from tests.server_storage import ServerStorage

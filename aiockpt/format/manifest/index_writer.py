@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from aiockpt.core.dataclasses import dataclass, field
@@ -12,6 +12,7 @@ from aiockpt.format.hashes import ALGORITHM
 if TYPE_CHECKING:
     from aiockpt.format.index import Division, ObjPath
     from aiockpt.format.manifest.columnar_index import ItemForm
+    from aiockpt.format.transforms.base import TransformedDraft
 
 _STEP = 8192  # rows of a column encoded at a time, so that no C function holds the GIL for long
 
@@ -85,3 +86,15 @@ def encode_column(values: Sequence[Any]) -> str:
 def head_of(parent: Sequence[str | int]) -> str:
     """Return the beginning of the names of the leaves with this parent."""
     return "".join(f"{part}." for part in parent)
+
+
+# --- the documents before the items -------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Drafts:
+    """The documents of a checkpoint, as far as they are known before its items are written; without the manifest."""
+
+    documents: Mapping[str, bytes | bytearray] = field(repr=False)
+    index: IndexDraft | None = None  # of the manifest; None: the format has an index of its own, or there is no place
+    transformed: TransformedDraft | None = None  # None: items are stored as they are

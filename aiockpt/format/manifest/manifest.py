@@ -23,7 +23,7 @@ from aiockpt.format.names import METADATA_NAME
 
 if TYPE_CHECKING:
     from aiockpt.format.index import Index
-    from aiockpt.format.transforms.item_transforms import ItemFacts
+    from aiockpt.format.transforms.base import ItemFacts
 
 FORMAT_VERSION = 1
 

@@ -49,7 +49,7 @@ from aiockpt.format.manifest.manifest import (
     read_user_metadata,
 )
 from aiockpt.format.names import MANIFEST_NAME
-from aiockpt.format.transforms.item_transforms import decode_transformed
+from aiockpt.format.transforms.base import decode_transformed
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -19,12 +19,11 @@ from aiockpt.errors import SaveError
 from aiockpt.format.dcp.metadata_opcodes import MetadataDraft, MetadataHead, metadata_tail
 from aiockpt.format.dcp.metadata_writer import RangeTable, ShardedEntry, encode_metadata
 from aiockpt.format.index import Division
-from aiockpt.format.manifest.drafts import Drafts
-from aiockpt.format.manifest.index_writer import IndexDraft, ItemRows, encode_index
+from aiockpt.format.manifest.index_writer import Drafts, IndexDraft, ItemRows, encode_index
 from aiockpt.format.manifest.manifest import FileFacts
 from aiockpt.format.names import METADATA_NAME
 from aiockpt.format.safetensors.writer import Stored
-from aiockpt.format.transforms.item_transforms import TransformedDraft
+from aiockpt.format.transforms.base import TransformedDraft
 from aiockpt.planning.collective.plan import GlobalPlan, plan_globally
 from aiockpt.planning.parts import crc_of_parts
 from aiockpt.planning.planner import FileFormat, SharedFiles, Summary

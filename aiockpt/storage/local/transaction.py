@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
+import stat
 from collections import deque
 from collections.abc import Callable, Collection, Container, Mapping
 from functools import partial
+from threading import Lock
 from typing import TYPE_CHECKING, NoReturn, ParamSpec, TypeVar
 
 from isal.isal_zlib import crc32
@@ -17,7 +21,6 @@ from aiockpt.format.manifest.manifest import FileFacts
 from aiockpt.format.names import OPEN_MARK, SINGLE_NAME
 from aiockpt.storage.base import NO_DOCUMENTS, Document, FileSink, PartSink, SharedTransaction, Stamp, Status
 from aiockpt.storage.faults import errors
-from aiockpt.storage.local.adopting import KnownFiles, adopt, vouch
 from aiockpt.storage.local.belonging import OtherThingsError, remove
 from aiockpt.storage.local.commit import (
     NotDurableError,
@@ -36,6 +39,101 @@ from aiockpt.storage.syscalls import Identity, identity
 
 if TYPE_CHECKING:
     from aiockpt.storage.local.orphans import OrphanCleaner
+
+# --- files that a delta save takes over ---------------------------------------------------------------
+
+
+_WRITABLE = 0o222
+_MOST_KNOWN = 1024
+
+logger = logging.getLogger("aiockpt")
+
+
+class KnownFiles:
+    """The CRCs of files that this process has written or read, by which their bytes are known without being read.
+
+    A file that was written to in place since then has another time of modification.
+    """
+
+    def __init__(self) -> None:
+        self._facts: dict[Identity, tuple[int, int, int]] = {}  # size, time of modification, CRC
+        self._lock = Lock()
+
+    def note(self, found: os.stat_result, crc: int) -> None:
+        """Note the CRC of a file."""
+        with self._lock:
+            key = (found.st_dev, found.st_ino)
+            self._facts.pop(key, None)  # it becomes the youngest
+            self._facts[key] = (found.st_size, found.st_mtime_ns, crc)
+            while len(self._facts) > _MOST_KNOWN:
+                del self._facts[next(iter(self._facts))]
+
+    def crc_of(self, found: os.stat_result) -> int | None:
+        """Return the CRC of a file; None if it is not known."""
+        size, changed, crc = self._facts.get((found.st_dev, found.st_ino), (-1, -1, 0))
+        return crc if (size, changed) == (found.st_size, found.st_mtime_ns) else None
+
+
+def adopt(source: str, target: str, facts: FileFacts, known: KnownFiles, *, fsync: bool) -> bool:
+    """Link a file of another checkpoint to a new name, if it has these facts; return whether it is there, durably.
+
+    The name itself becomes durable with its directory.
+    """
+    try:
+        fd = open_regular(source, flags=os.O_NOFOLLOW)
+        try:
+            if not _has(fd, facts, known):
+                logger.info("%s is not as its checkpoint says, so it is not shared, but written anew", source)
+                return False
+            found = os.fstat(fd)
+            if found.st_mode & _WRITABLE:
+                os.fchmod(fd, stat.S_IMODE(found.st_mode) & ~_WRITABLE)
+            try:
+                os.link(source, target, follow_symlinks=False)
+                is_shared = identity(target) == (found.st_dev, found.st_ino)  # else another file has got the name
+                if is_shared and fsync:  # another process may have written it without
+                    sync_fd(fd)
+            except OSError:
+                is_shared = False
+                raise
+            finally:
+                if not is_shared:
+                    with contextlib.suppress(OSError):
+                        os.unlink(target)
+        finally:
+            os.close(fd)
+    except OSError as exc:  # the base was deleted, is on another file system or of another user, has too many links
+        if os.path.lexists(target):  # it must not be published
+            raise
+        logger.info("%s can't be shared, so it is written anew: %s", source, exc)
+        return False
+    return is_shared
+
+
+def vouch(path: str, facts: FileFacts, known: KnownFiles) -> None:
+    """Note the facts of a file that this process has just written."""
+    with contextlib.suppress(OSError):  # it will be read
+        found = os.stat(path, follow_symlinks=False)
+        if found.st_size == facts.nbytes:
+            known.note(found, facts.crc)
+
+
+def _has(fd: int, facts: FileFacts, known: KnownFiles) -> bool:
+    """Return whether an open file has these facts; read it if that is not known."""
+    before = os.fstat(fd)
+    if before.st_size != facts.nbytes:
+        return False
+    crc = known.crc_of(before)
+    if crc is None:
+        crc = at = 0
+        while piece := os.pread(fd, _STEP_BYTES, at):
+            crc, at = crc32(piece, crc), at + len(piece)
+        after = os.fstat(fd)
+        if (at, after.st_mtime_ns) != (facts.nbytes, before.st_mtime_ns):
+            return False
+        known.note(after, crc)
+    return crc == facts.crc
+
 
 _STEP_BYTES = 1 << 20
 _BY_HAND = "; remove it by hand"

@@ -9,20 +9,157 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from aiockpt.errors import CheckpointNotFoundError, DeleteError, WriteError
+from aiockpt.format.names import METADATA_NAME
 from aiockpt.storage.base import LeaseFacts, LookBudget, SharedTransaction, Source, Stamp
 from aiockpt.storage.faults import errors
 from aiockpt.storage.local.temp_dir import copy_ticket, new_ticket
 from aiockpt.storage.objects.cleaning import holders, liveness_of, split_token, ticket_of, token_name
-from aiockpt.storage.objects.client import ConditionError, ObjectClient
-from aiockpt.storage.objects.commit import COMMIT_NAME, with_token
-from aiockpt.storage.objects.lease import owner_of
-from aiockpt.storage.objects.reading import Documents, ObjectListing
+from aiockpt.storage.objects.client import ConditionError, ObjectClient, ObjectFacts
+from aiockpt.storage.objects.commit import COMMIT_NAME, FILES, Commit, original, with_token
+from aiockpt.storage.objects.lease import LEASE_NAME, owner_of
 from aiockpt.storage.objects.records import ObjectRecords
 from aiockpt.storage.objects.transaction import ObjectTransaction, entered
-from aiockpt.storage.remote import open_remote
+from aiockpt.storage.remote import RemoteListing, open_remote, put_into
 
 if TYPE_CHECKING:
     from aiockpt.core.threads import Workers
+    from aiockpt.storage.base import Seen
+
+# --- reading ------------------------------------------------------------------------------------------
+
+
+_WHOLE_BYTES = 64 << 20  # of a document that is read at once
+
+
+class ObjectListing(RemoteListing):
+    """A checkpoint, or what is below a path."""
+
+    def __init__(self, storage: ObjectRecords, documents: Documents, path: str, budget: LookBudget) -> None:
+        super().__init__(path, budget)
+        self.storage, self._kept = storage, documents
+        self.keys: dict[str, tuple[str, Stamp | None]] = {}  # of the files; and a stamp, if an object may be replaced
+        self.documents: dict[str, tuple[Commit, str]] = {}  # the other files, and their names there
+        # A run is looked at again and again. It was no checkpoint the last time, and the list says if it is one now.
+        is_folder = path == storage.last_folder and self._list_objects(storage.key(path))
+        commit, inside = None if is_folder else storage.record(path), ""
+        is_found = is_folder or commit is not None or ("." in storage.split(path)[1] and self._find_object())
+        if not is_found and not self._list_objects(storage.key(path)):
+            commit, inside = storage.above(path) or (None, "")
+            if commit is None and not self._find_object():
+                raise FileNotFoundError(f"nothing is at {path}")
+        if commit is None and COMMIT_NAME in self.files:  # of another's checkpoint; or it has appeared since
+            commit = storage.record(path)
+            if commit is not None:
+                self.files.clear()
+        if commit is not None:
+            self._add(commit, inside)
+            if not self.files:
+                raise FileNotFoundError(f"nothing is at {path}")
+            self.folders = list(dict.fromkeys(name.partition("/")[0] for name in self.files if "/" in name))
+            self.stamp, self.changed_s = commit.stamp, commit.modified
+        elif self.folders:
+            storage.last_folder = path
+
+    def _list_objects(self, key: str, above: str = "") -> bool:
+        """Add what is directly below a key; return whether there is anything."""
+        objects, prefixes = self.storage.objects.tops(key)
+        folders = [name for name in prefixes if not ticket_of(name)]
+        has_lease = objects.pop(LEASE_NAME, None) is not None
+        files = {name: facts for name, facts in objects.items() if name and not self.storage.is_gone(key, name, facts)}
+        for name, facts in files.items():
+            self._put_object(above + name, key + name, facts)
+        if not above:
+            self.folders = folders
+            self.stamp = repr(sorted((name, facts.stamp) for name, facts in files.items()))
+        return bool(files or folders or has_lease)
+
+    def _find_object(self) -> bool:
+        """Add the object of this very name."""
+        name = self.storage.split(self.path)[1]
+        found = self.storage.objects.tail(key := self.storage.key(self.path)[:-1], 0) if name else None
+        if found is not None:
+            self.is_file = True
+            self.stamp = found[0].stamp
+            self._put_object(name, key, found[0])
+        return self.is_file
+
+    def _put_object(self, shown: str, key: str, facts: ObjectFacts) -> None:
+        self.files[shown], self.keys[shown] = facts.size, (key, facts.stamp)
+        self.changed_s = max(self.changed_s, facts.modified)
+
+    def _add(self, commit: Commit, inside: str = "", above: str = "") -> None:
+        """Add the files below a name in a checkpoint, or the file of that name."""
+        for name, size in commit.sizes.items():
+            if name == inside:
+                self.is_file = True
+                shown = self.storage.split(self.path)[1]
+            elif not inside or name.startswith(f"{inside}/"):
+                shown = above + name[len(inside) :].removeprefix("/")
+            else:
+                continue
+            self.files[shown] = size
+            if name in commit.documents:
+                self.documents[shown] = commit, name
+            else:
+                self.keys[shown] = f"{commit.token}{FILES}{name}", None
+
+    def list_below(self) -> None:
+        if not self.documents:  # of a checkpoint everything is known
+            super().list_below()
+
+    def list_folder(self, name: str) -> None:
+        path = self.storage.below(self.path, name)
+        if (commit := self.storage.record(path)) is not None:
+            self._add(commit, above=f"{name}/")
+        else:
+            self._list_objects(self.storage.key(path), f"{name}/")
+
+    def is_replaced(self, exc: OSError) -> bool:
+        if isinstance(exc, FileNotFoundError):
+            return self.storage.stamp(self.path) != self.stamp
+        return isinstance(exc, ConditionError)
+
+    def read(self, name: str, runs: Sequence[tuple[int, int]], view: memoryview, seen: Seen | None = None) -> int:
+        if name not in self.documents:
+            key, stamp = self.keys.get(name, (name, None))
+            return self.storage.objects.read(key, runs, view, seen, stamp)
+        commit, own = self.documents[name]
+        at = 0
+        for offset, length in runs:
+            at += put_into(view[at:], self._kept.bytes_of(commit, own, offset, length), seen)
+        return at
+
+
+class Documents:
+    """The documents in commit objects. Those that were read are kept with the commit."""
+
+    def __init__(self, objects: ObjectClient) -> None:
+        self._objects = objects
+        self._read: dict[tuple[str, Stamp, str], bytes] = {}
+
+    def bytes_of(self, commit: Commit, name: str, offset: int, length: int) -> bytes:
+        """Return bytes of a document; raise OSError, FileNotFoundError if the checkpoint was replaced."""
+        at, stored, nbytes = commit.documents[name]
+        is_moved = name == METADATA_NAME  # its bytes are not those that are stored
+        if not is_moved and (stored > _WHOLE_BYTES or (at + offset >= commit.size - len(commit.tail))):
+            return self._fetch(commit, at + offset, min(length, nbytes - offset))
+        key = commit.key, commit.stamp, name
+        if key not in self._read:
+            data = self._fetch(commit, at, stored)
+            folder = commit.token.removeprefix(commit.key.removesuffix(COMMIT_NAME))
+            self._read = {key: original(data, folder) if is_moved else data}  # of one document at a time
+        return self._read[key][offset : offset + length]
+
+    def _fetch(self, commit: Commit, begin: int, length: int) -> bytes:
+        known = begin - (commit.size - len(commit.tail))
+        if known >= 0:
+            return commit.tail[known : known + length]
+        data = bytearray(length)
+        try:
+            count = self._objects.read(commit.key, [(begin, length)], memoryview(data), None, commit.stamp)
+        except ConditionError as exc:
+            raise FileNotFoundError(f"{commit.key} was replaced") from exc
+        return bytes(data[:count])
 
 
 class ObjectStorage(ObjectRecords):
