@@ -71,7 +71,7 @@ _HOMES = {
     "manager.scan": ("StepInfo",),
     "manager.manager": ("CheckpointManager", "SyncCheckpointManager"),
     "manager.requests": ("Mirror", "Restored", "SkippedStep"),
-    "options": ("Base", "ProcessWriter", "StagingWindow"),
+    "options": ("Base", "ProcessWriter"),
     "reading.reader": ("CheckpointReader", "SyncCheckpointReader"),
     "storage.local.retries": ("Retries",),
     "sync_checkpointer": ("SyncCheckpointer", "load", "save", "verify"),

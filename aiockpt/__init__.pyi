@@ -72,7 +72,6 @@ from aiockpt.manager.rng import RngState as RngState
 from aiockpt.manager.scan import StepInfo as StepInfo
 from aiockpt.options import Base as Base
 from aiockpt.options import ProcessWriter as ProcessWriter
-from aiockpt.options import StagingWindow as StagingWindow
 from aiockpt.reading.info import ChunkInfo as ChunkInfo
 from aiockpt.reading.info import ObjectInfo as ObjectInfo
 from aiockpt.reading.info import TensorInfo as TensorInfo

@@ -241,14 +241,6 @@ class AsyncCheckpointer(CheckpointerBase):
         check_asyncio("prewarm()", _INSTEAD)
         await self._prewarm(state_dict)
 
-    async def window(self) -> None:
-        """Allow staging to copy the next ``bytes_per_window`` of the ``staging_window``; does not wait for the copies.
-
-        Call it where the training loop needs the bus least, such as once per step.
-        """
-        self._engine.open_window()
-        await anyio.lowlevel.checkpoint()
-
     async def aclose(self) -> None:
         """Finish the saves in flight, join every thread and free staging memory. Idempotent.
 

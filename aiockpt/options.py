@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 
 from aiockpt.coordination.choose import ProcessGroupLike, check_group
-from aiockpt.core.dataclasses import InitVar, dataclass, field, fields
+from aiockpt.core.dataclasses import dataclass, field, fields
 from aiockpt.core.machine import BLOCK_BYTES
 from aiockpt.storage.base import Storage
 from aiockpt.storage.local.retries import DEFAULT_RETRIES, Retries
@@ -84,41 +84,6 @@ class ProcessWriter:
             ) from None
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class StagingWindow:
-    """A throttle for staging, so that it leaves the bus and the memory to training.
-
-    ::
-
-        StagingWindow(bytes_per_s=4e9)             # a rate in bytes per second
-        StagingWindow(bytes_per_window=64 << 20)   # an allowance after each `await ckpt.window()`, such as per step
-
-    Staging copies whole chunks (``chunk_bytes``); a chunk larger than the allowance uses up several allowances.
-    A save is no longer throttled once a caller waits for it: in `fence()`, in a step behind `guard()`, for `staged`,
-    for ``written.result()``, or when the checkpointer closes.
-
-    Attributes:
-        bytes_per_s: bytes per second; None: no limit.
-        bytes_per_window: bytes after each `window()`; what is left of an allowance is not carried over. None: no
-            windows.
-        patience_s: seconds without a `window()` after which a save continues anyway.
-    """
-
-    bytes_per_s: float | None = None
-    bytes_per_window: int | None = None
-    patience_s: float = 60.0
-
-    def __post_init__(self) -> None:
-        for name in ("bytes_per_s", "bytes_per_window", "patience_s"):
-            value = getattr(self, name)
-            if value is None and name != "patience_s":
-                continue
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-                raise ValueError(f"{name} of a StagingWindow must be a positive number, not {value!r}")
-        if self.bytes_per_s is None and self.bytes_per_window is None:
-            raise ValueError("a StagingWindow needs bytes_per_s or bytes_per_window")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointerOptions:
     """Options of a checkpointer.
@@ -174,7 +139,6 @@ class CheckpointerOptions:
             `Ranks`: processes without ``torch.distributed``.
         coordination_timeout: seconds that a rank waits for the others before the save fails. The time that the others
             take to write counts too. It is also the time that rank 0 may be silent while it publishes.
-        staging_window: a throttle for copying: a rate, or an allowance after each `window()`. None: no limit.
         transforms: encodings of every item in checkpoints of DCP's format, such as encryption. They are applied in
             this order when saving, after compression, and undone when loading; see `Transform`.
         observers: are told of every save, load and deletion, in a thread of their own; see `Observer`, and
@@ -202,7 +166,6 @@ class CheckpointerOptions:
     validate: Validation = "versions"
     process_group: ProcessGroupLike = "default"
     coordination_timeout: float = 1800.0
-    staging_window: StagingWindow | None = None
     transforms: Sequence[Transform] = ()
     observers: Sequence[Observer] = ()
     storage: Storage | None = None
@@ -240,11 +203,6 @@ class CheckpointerOptions:
             os.fspath(self.fallback_path)
         if self.writer not in ("thread", "process") and not isinstance(self.writer, ProcessWriter):
             raise ValueError(f"writer is {self.writer!r}; it must be 'thread', 'process' or an aiockpt.ProcessWriter")
-        if self.staging_window is not None and not isinstance(self.staging_window, StagingWindow):
-            raise TypeError(
-                f"staging_window is {self.staging_window!r}; it must be a StagingWindow, with bytes_per_s for a rate "
-                "or bytes_per_window for an allowance per step"
-            )
 
     @property
     def local_only(self) -> str:
@@ -484,7 +442,6 @@ class LoadOptions(OpenOptions):
             ``aiockpt.progress.bar()``. It is called in a thread of its own, and the load does not wait for it: it may
             miss events, but gets the last one, which says how the load has ended. An exception in it is logged, and
             it is not called again.
-        default_map_location: another name of ``map_location``, as in torch_checkpointing.
     """
 
     map_location: MapLocation | None = None
@@ -495,14 +452,6 @@ class LoadOptions(OpenOptions):
     mmap: bool = False
     share: Literal["auto"] | bool = "auto"
     progress: OnProgress | None = None
-    default_map_location: InitVar[MapLocation | None] = None
-
-    def __post_init__(self, default_map_location: MapLocation | None) -> None:
-        if default_map_location is None:
-            return
-        if self.map_location is not None:
-            raise ValueError("default_map_location is another name of map_location: give one of the two")
-        object.__setattr__(self, "map_location", default_map_location)
 
 
 def check_options(options: LoadOptions, *, into: bool) -> None:

@@ -137,10 +137,6 @@ class SyncCheckpointer(CheckpointerBase):
         """Allocate and fault in staging memory for a state, blocking; see `AsyncCheckpointer.prewarm`."""
         self._prewarm(state_dict).result()
 
-    def window(self) -> None:
-        """Allow staging to copy the next ``bytes_per_window``, without waiting; see `AsyncCheckpointer.window`."""
-        self._engine.open_window()
-
     def close(self) -> None:
         """Finish the saves in flight and end all threads, blocking; see `AsyncCheckpointer.aclose`."""
         self._close()

@@ -75,7 +75,7 @@ def test_durations_have_one_suffix() -> None:
         for name, parameter in _parameters(call).items()
         if str(parameter.annotation) in ("float", "float | None", "<class 'float'>")
     }
-    assert {"grace_s", "drain_timeout", "timeout", "patience_s"} <= names
+    assert {"grace_s", "drain_timeout", "timeout"} <= names
     durations = names - NO_DURATIONS - {"seconds", "time", "timeout"}
     assert {name for name in durations if not name.endswith(("_s", "_timeout"))} == set()
 

@@ -179,7 +179,7 @@ def test_each_option_has_its_row(options: type) -> None:
     assert {field.name for field in fields(options)} - {"path", "directory"} <= rows
 
 
-@pytest.mark.parametrize("kind", [aiockpt.Mirror, aiockpt.ProcessWriter, aiockpt.Retries, aiockpt.StagingWindow])
+@pytest.mark.parametrize("kind", [aiockpt.Mirror, aiockpt.ProcessWriter, aiockpt.Retries])
 def test_each_field_of_an_option_has_its_row(kind: type) -> None:
     assert {f"`{kind.__name__}({field.name})`" for field in fields(kind)} <= set(_rows_of("options"))
 

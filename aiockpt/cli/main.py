@@ -222,28 +222,6 @@ def convert(
 
 
 @app.command()
-def extract(
-    path: Checkpoint,
-    keys: Annotated[
-        list[str],
-        typer.Argument(metavar="KEY", help="Keys, containers, or patterns: 'model.*'."),
-    ],
-    output: Annotated[
-        str, typer.Option("--output", "-o", metavar="FILE", help="The file to write: NAME.safetensors or NAME.pt.")
-    ],
-    dtype: Dtype = None,
-    overwrite: Overwrite = False,
-    trust: Trust = False,
-) -> None:
-    """Write some keys of a checkpoint into a file. Nothing else of the checkpoint is read."""
-    from aiockpt.cli.convert import convert, format_for
-
-    if format_for(None, output) == "dcp":
-        raise typer.BadParameter("the name of the file must end in .safetensors or .pt", param_hint="--output")
-    run(convert(path, output, keys=keys, dtype=dtype, overwrite=overwrite, trust=trust))
-
-
-@app.command()
 def verify(
     paths: Annotated[
         list[str],

@@ -130,8 +130,7 @@ class Completion(Future[T]):
 
         The callbacks of a future are called in the order of this call, in a thread of their own, where they may block:
         neither saves nor closing wait for them, only the end of the process does; if no thread can be had, in the one
-        that completes the future. Their exceptions are logged. A
-        callback on `staged` counts as a waiter, which lifts a `StagingWindow`.
+        that completes the future. Their exceptions are logged.
 
         Raises:
             CheckpointerClosedError: it belongs to another process, from which this one was forked.

@@ -38,7 +38,6 @@ from aiockpt.options import SaveOptions
 from aiockpt.planning.base import BaseMemory
 from aiockpt.staging.pool import ArenaCache
 from aiockpt.staging.runtime import current_streams
-from aiockpt.staging.throttle import Throttle
 from aiockpt.telemetry.progress import ReadReport
 
 if TYPE_CHECKING:
@@ -89,9 +88,6 @@ class Engine:
         # Held to start the loop's thread, or to begin to close; never by the main thread: handlers of signals run
         # there, which may save, or raise what leaves a lock held.
         self._starting = threading.Lock()
-        self._throttle: Throttle | None = None
-        if options.staging_window is not None:
-            self._throttle = Throttle(options.staging_window, lambda *args: self.loop.post(*args))
         self._tools: EngineResources | None = None
         self._idle: asyncio.TimerHandle | None = None  # ends the thread, as nothing is in flight
         self._resting: list[threading.Thread | None] = []  # threads that were ended so, and may not have ended yet
@@ -265,14 +261,12 @@ class Engine:
 
     def submit(self, job: SaveJob) -> None:
         """Queue a save. Raise the error of an earlier save that was not awaited, or that the engine is closed."""
-        with self._running():  # saves get their places in the queue, the throttle and the loop in one order
+        with self._running():  # saves get their places in the queue and the loop in one order
             is_alone = job.spec.copies and job.spec.has_outcome  # else its transaction has passed these
             if is_alone:
                 self.queue.raise_unreported()
             if self.leads and is_alone:
                 self.queue.supersede(job.path)
-            if self._throttle is not None:
-                job.throttle = self._throttle.for_next_save()
             if job.spec.has_outcome:
                 self.reports.started(job)
             self._enqueue(job)
@@ -338,13 +332,6 @@ class Engine:
 
     def on_end(self, job: SaveJob, result: SaveResult | None, error: BaseException | None) -> None:
         self.queue.record(job, result, error)
-
-    def open_window(self) -> None:
-        """Allow staging to copy for one more window; see `StagingWindow`."""
-        self.origin.check_process()
-        with self._lock:
-            if self.loop.thread is not None and self._throttle is not None:
-                self._throttle.open()
 
     def statistics(self) -> Statistics:
         """Return the counts of saves by outcome, and the staging memory."""
@@ -478,7 +465,7 @@ class Engine:
         """Wait for all saves, then for all loads; cancel what is late. Return the error if saves were not written."""
         deadline = time.monotonic() + timeout_s
         for job in self.queue.staging():
-            job.unthrottle()
+            job.hasten()
         self.queue.wait_idle(timeout_s)
         late = self.queue.jobs
         for job in reversed(late):  # the last first: else a save would begin because the one before it has ended

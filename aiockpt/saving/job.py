@@ -16,7 +16,6 @@ from aiockpt.planning.snapshot import Snapshot, Structure
 from aiockpt.saving.handle import SaveHandle
 from aiockpt.snapshot.consistency import Consistency
 from aiockpt.staging.runtime import is_capturing
-from aiockpt.staging.throttle import SaveThrottle
 from aiockpt.storage.base import room_coming
 
 if TYPE_CHECKING:
@@ -129,7 +128,6 @@ class SaveJob:
         self.overwrite = spec.options.overwrite
         self.fallback_error: BaseException | None = None  # why it goes to the fallback
         self.consistency = Consistency(spec.snapshot, spec.path)
-        self.throttle = SaveThrottle()
         self.handle = SaveHandle(self.path, self, spec.started, self.origin)
         self.cancelled: Completion[bool] = Completion(f"the end of cancelling {self.path}", self.origin)
         self.room_coming = room_coming.get()  # as the caller says
@@ -177,19 +175,18 @@ class SaveJob:
         self._owner.post(lambda: self.scope.cancel(), self)
 
     def on_wait(self, future: Completion[Any], *, blocks: bool) -> None:
-        # A task that awaits `written` leaves its loop free to train, and to open windows.
+        # A task that awaits `written` leaves its loop free to train.
         if blocks or future is self.handle.staged:
-            self.unthrottle()
+            self.hasten()
 
     def on_delivery(self) -> None:
         self._owner.on_delivery(self)
 
-    def unthrottle(self) -> None:
+    def hasten(self) -> None:
         """Copy without a pause from now on, because a caller waits. From any thread."""
         self.consistency.awaited.set()
-        self.throttle.unthrottle()
         for part in self.parts:
-            part.unthrottle()
+            part.hasten()
 
     def fence(self, timeout: float | None) -> None:
         timeout_s = check_timeout(timeout)
@@ -218,7 +215,7 @@ class SaveJob:
         """
         if not self.handle.staged.done():
             self.origin.check(f"fence() of {self.path}")
-        self.unthrottle()
+        self.hasten()
         self.consistency.wait_until_issued(timeout_s)
         if self.handle.staged.done():
             return False

@@ -369,20 +369,18 @@ class SavePipeline:
         One thread enqueues them, which takes the GIL once for each time, and meets less Python of other threads the
         sooner it is done.
         """
-        step, throttle, leases = self._tools.pool.chunk_bytes, self._job.throttle, self._leases
+        step, leases = self._tools.pool.chunk_bytes, self._leases
         ranges = [(start, min(start + step, image.nbytes)) for start in range(0, max(image.nbytes, 1), step)]
         done = 0
         while done < len(ranges):
             batch: list[tuple[Lease, int, int]] = []
             for start, stop in ranges[done : done + (at_once if done else 1)]:
                 if not batch:
-                    await throttle.acquire(stop - start)
                     batch.append((await leases.acquire(), start, stop))
                     continue
                 # No wait for a chunk while this task has some that nothing fills: all tasks might do so.
-                if throttle.is_held or (lease := leases.acquire_nowait()) is None:
+                if (lease := leases.acquire_nowait()) is None:
                     break
-                await throttle.acquire(stop - start)
                 batch.append((lease, start, stop))
             with span("stage", batch[-1][2] - batch[0][1], image.name):
                 pending = await router.issue([Fill(lease.chunk, image.pieces(*ends)) for lease, *ends in batch])

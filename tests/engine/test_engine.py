@@ -29,7 +29,6 @@ from tests.polling import until
 from tests.states import assert_same
 
 STATE = {"w": torch.arange(50_000.0), "step": 3}
-WINDOW = aiockpt.StagingWindow(bytes_per_window=1 << 20, patience_s=600)
 
 
 class Posts:
@@ -61,13 +60,11 @@ def _outcomes(folder: Path, *, writer: str) -> list[BaseException | None]:
         except aiockpt.AiockptError as exc:
             ended.append(exc)
 
-    ckpt = aiockpt.SyncCheckpointer(staging_window=WINDOW, writer=writer, chunk_bytes=1 << 20, drain_timeout=60)
+    ckpt = aiockpt.SyncCheckpointer(writer=writer, chunk_bytes=1 << 20, drain_timeout=60)
     engine = ckpt._engine
     note(lambda: engine.prewarm(1 << 20, set()))
     for name in ("a", "b"):
         note(lambda name=name: ckpt.submit(STATE, folder / name).written)
-    with contextlib.suppress(aiockpt.AiockptError):
-        ckpt.window()
     gate = GatedStorage(LocalStorage(), ["begin"])
     with contextlib.suppress(aiockpt.AiockptError):
         save = ckpt.submit(STATE, folder / "c", storage=None if writer == "process" else gate)
@@ -107,8 +104,6 @@ def test_nothing_stays_pending_when_a_callback_raises(
         "Engine._enqueue",
         "Engine._begin_call",
         "Engine._finish",
-        "Throttle._open",
-        "Throttle._unthrottle",
         "SaveJob._cancel_scope",
         "Call._cancel",
     }

@@ -105,7 +105,6 @@ USES: dict[str, Callable[[Any, aiockpt.SaveHandle, Any], object]] = {
     "read": lambda ckpt, save, reader: reader.read("x"),
     "ready": lambda ckpt, save, reader: ckpt.ready(),
     "prewarm": lambda ckpt, save, reader: ckpt.prewarm(STATE),
-    "window": lambda ckpt, save, reader: ckpt.window(),
     "statistics": lambda ckpt, save, reader: ckpt.statistics(),
     "enter": lambda ckpt, save, reader: ckpt.__enter__(),
 }

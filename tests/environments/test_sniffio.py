@@ -31,7 +31,7 @@ async def test_one_operation_after_the_other(writer: str, tmp_path: Path) -> Non
 
 
 def test_in_a_synchronous_program(tmp_path: Path) -> None:
-    with aiockpt.SyncCheckpointer(staging_window=aiockpt.StagingWindow(bytes_per_s=1e12)) as ckpt:
+    with aiockpt.SyncCheckpointer() as ckpt:
         for name in "abc":
             ckpt.save(STATE, tmp_path / name)
             assert torch.equal(ckpt.load(tmp_path / name)["x"], STATE["x"])

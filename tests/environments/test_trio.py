@@ -40,7 +40,6 @@ def test_a_save_submitted_in_a_task_can_be_waited_for_in_a_thread(tmp_path: Path
         assert (await trio.to_thread.run_sync(save.written.result)).tensors == 1
         with pytest.raises(aiockpt.AiockptError, match=ONLY_ASYNCIO):
             await save.cancel()  # whether it is done or not
-        await ckpt.window()
         await trio.to_thread.run_sync(ckpt._engine.close().result)
         ckpt._engine.join()
 
