@@ -36,15 +36,10 @@ _EXACT = float(1 << 62)  # differences of integers below it don't overflow
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """The differences that count as none, as in `math.isclose`.
+    """The differences that count as none, as in `math.isclose`."""
 
-    Attributes:
-        relative: to the larger of both absolute values.
-        absolute: of the difference.
-    """
-
-    relative: float = 0.0
-    absolute: float = 0.0
+    relative: float = 0.0  # to the larger of both absolute values
+    absolute: float = 0.0  # of the difference
 
     def __bool__(self) -> bool:
         return bool(self.relative or self.absolute)
@@ -228,20 +223,14 @@ Pair = TypeVar("Pair", bound=tuple[Info, Info])
 
 @dataclass(frozen=True, slots=True)
 class Changed:
-    """A key that both checkpoints have, with other contents.
-
-    Attributes:
-        what: what differs: "kind", "dtype", "shape", "values", or "bytes" for objects that may not be unpickled.
-        values: the difference of the values, for tensors of one shape.
-        texts: both objects in short.
-    """
+    """A key that both checkpoints have, with other contents."""
 
     key: str
     a: Info
     b: Info
-    what: str
-    values: TensorDifference | None = None
-    texts: tuple[str, str] | None = None
+    what: str  # what differs: "kind", "dtype", "shape", "values", or "bytes" for objects that may not be unpickled
+    values: TensorDifference | None = None  # the difference of the values, for tensors of one shape
+    texts: tuple[str, str] | None = None  # both objects in short
 
 
 @dataclass(slots=True)

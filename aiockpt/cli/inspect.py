@@ -52,21 +52,13 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line of the tree.
+    """A line of the tree."""
 
-    Attributes:
-        depth: how deep it is, 0 for the top.
-        label: the name, or several names of a chain or of folded siblings.
-        node: the node, or the first of the folded ones.
-        times: how many siblings are folded into it, and into its ancestors together.
-        is_cut: whether something is below it that is not shown.
-    """
-
-    depth: int
-    label: str
-    node: Node
-    times: int = 1
-    is_cut: bool = False
+    depth: int  # how deep it is, 0 for the top
+    label: str  # the name, or several names of a chain or of folded siblings
+    node: Node  # the node, or the first of the folded ones
+    times: int = 1  # how many siblings are folded into it, and into its ancestors together
+    is_cut: bool = False  # whether something is below it that is not shown
 
 
 def build(infos: Iterable[Info]) -> Node:

@@ -217,12 +217,7 @@ class _Peer:
 
 
 class Rounds:
-    """All rounds, as rank 0 sees them.
-
-    Attributes:
-        open: the calls with a round for which rank 0 waits for others, or decides.
-        outbox: replies to be sent, each with its rank; to one without a link they are lost.
-    """
+    """All rounds, as rank 0 sees them."""
 
     def __init__(self, names: Sequence[str], timeout_s: float, patience_s: float) -> None:
         self._own_name = names[0]
@@ -231,7 +226,8 @@ class Rounds:
         self._patience_s = patience_s  # for a rank whose link is broken
         self._calls: defaultdict[Kind, deque[RankCall]] = defaultdict(lambda: deque(maxlen=_REMEMBERED))
         self._numbers = itertools.count(1)
-        self.open: list[RankCall] = []
+        self.open: list[RankCall] = []  # the calls with a round for which rank 0 waits for others, or decides
+        # replies to be sent, each with its rank; to one without a link they are lost
         self.outbox: list[tuple[int, Reply]] = []
 
     def begin(self, call: RankCall, operation: str, now: float) -> None:

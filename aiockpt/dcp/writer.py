@@ -64,21 +64,13 @@ class SharedPrefix(_StoragePrefix):
 
 @dataclass(eq=False, slots=True)
 class SharedSave:
-    """The transaction of all ranks. Between the calls of torch only its ticket is kept, so no engine has to run.
+    """The transaction of all ranks. Between the calls of torch only its ticket is kept, so no engine has to run."""
 
-    Attributes:
-        storage: where it writes to.
-        path: of the checkpoint.
-        ticket: of the transaction that this rank takes part in; empty if there is none.
-        stamp: on the rank that has begun it, that of the transaction.
-        over: the ticket of the last one, which has ended.
-    """
-
-    storage: SharedStorage
-    path: str
-    ticket: str = ""
-    stamp: Stamp | None = None
-    over: str = ""
+    storage: SharedStorage  # where it writes to
+    path: str  # of the checkpoint
+    ticket: str = ""  # of the transaction that this rank takes part in; empty if there is none
+    stamp: Stamp | None = None  # on the rank that has begun it, that of the transaction
+    over: str = ""  # the ticket of the last one, which has ended
 
     def begin(self, checkpointer: AnyCheckpointer, *, overwrite: bool) -> str:
         """Begin a transaction and return its ticket. Blocks."""

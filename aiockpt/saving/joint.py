@@ -50,9 +50,6 @@ class PartStorage(WrapperStorage):
         path: the final path of the whole.
         ticket_of_whole: that of its transaction.
         name: of the directory or the file in it; empty: its top.
-
-    Attributes:
-        manifest: that of the part, once this process has committed it.
     """
 
     check, check_repository = Storage.check, Storage.check_repository  # the path is in that of the whole
@@ -60,7 +57,7 @@ class PartStorage(WrapperStorage):
     def __init__(self, whole: SharedStorage, path: str, ticket_of_whole: str, name: str) -> None:
         super().__init__(whole)
         self._whole, self._path, self._ticket, self._name = whole, path, ticket_of_whole, name
-        self.manifest: bytes | None = None
+        self.manifest: bytes | None = None  # that of the part, once this process has committed it
 
     async def begin(
         self, path: str, *, overwrite: bool, workers: Workers, ticket: str | None = None
