@@ -134,7 +134,7 @@ def ls(
     names: Names = _STEPS,
     as_json: Json = False,
 ) -> None:
-    """List the checkpoints in a directory: state, size, time, metrics, and which policy keeps them.
+    """List the checkpoints in a directory: state, size, time and metrics.
 
     Reads no tensors: "complete" means that every file is there with its size. To check the bytes, use verify.
     """
@@ -266,8 +266,7 @@ def prune(
     The newest complete step always stays, and so do damaged ones and what is no step of a manager. While a manager
     writes to the run, only --dry-run is possible.
     """
-    from aiockpt.cli.keeping import policies_of
-    from aiockpt.cli.removing import prune
+    from aiockpt.cli.removing import policies_of, prune
 
     try:
         policies = policies_of(latest, every or (), within, best or ())

@@ -13,12 +13,9 @@ from typer.testing import CliRunner
 
 import aiockpt
 from aiockpt.cli.found import look_into, walk
-from aiockpt.cli.keeping import noted_policy, parse_best, parse_policy
 from aiockpt.cli.main import app
-from aiockpt.manager.policies import KeepAll, KeepAny
-from aiockpt.manager.scan import scan
+from aiockpt.cli.removing import parse_best
 from aiockpt.storage.base import LookBudget
-from aiockpt.storage.local.directories import LocalDirectories
 from aiockpt.storage.local.temp_dir import new_ticket
 from tests.cli.checkpoints import FORMATS, make
 from tests.places import storage_of
@@ -132,29 +129,21 @@ def test_names_are_sorted_by_number(anywhere):
 # --- runs -------------------------------------------------------------------------------------------------
 
 
-def test_steps_are_listed_with_metrics_and_policies(anywhere):
-    keep = ["KeepLatest(2)", "KeepBest(1, 'loss')", "KeepIf(f)"]
+def test_steps_are_listed_with_metrics(anywhere):
     for step, loss in ((100, 0.5), (200, 0.125), (300, 0.75), (400, 0.25)):
-        save_step(anywhere, step, keep, loss=loss)
+        save_step(anywhere, step, loss=loss)
     found = rows(anywhere)
-    assert {each["step"]: (each["metrics"], each["kept_by"]) for each in found.values()} == {
-        100: ({"loss": 0.5}, []),
-        200: ({"loss": 0.125}, ["KeepBest(1, 'loss')"]),
-        300: ({"loss": 0.75}, ["KeepLatest(2)"]),
-        400: ({"loss": 0.25}, ["KeepLatest(2)"]),
+    assert {each["step"]: each["metrics"]["loss"] for each in found.values()} == {
+        100: 0.5,
+        200: 0.125,
+        300: 0.75,
+        400: 0.25,
     }
     assert found["step-00000200"]["metadata"] == {"mine": 200}
     assert found["step-00000200"]["saved"] == "2023-11-14T22:16:40+00:00"
     lines = [line.split() for line in invoke(anywhere).splitlines()]
-    assert lines[0] == ["name", "state", "size", "saved", "metrics", "kept", "by"]
-    assert lines[2][-4:] == ["loss", "0.125", "KeepBest(1,", "'loss')"]
-
-
-def test_policies_are_read_from_the_newest_sound_step(tmp_path):
-    save_step(tmp_path, 100, ["KeepLatest(1)"])
-    save_step(tmp_path, 200, ["KeepLatest(9)"])
-    (tmp_path / "step-00000200" / ".aiockpt.json").write_text("{}")
-    assert {each["step"]: each["kept_by"] for each in rows(tmp_path).values()} == {100: ["KeepLatest(1)"], 200: []}
+    assert lines[0] == ["name", "state", "size", "saved", "metrics"]
+    assert lines[2][-2:] == ["loss", "0.125"]
 
 
 @pytest.fixture
@@ -197,7 +186,7 @@ def test_owner_of_a_run_is_shown(anywhere):
         document = json.loads(invoke(anywhere / "run", "--json"))
         assert document["owner"]["pid"] == os.getpid()
         (row,) = document["checkpoints"]
-        assert (row["step"], row["metrics"], row["kept_by"]) == (3, {"loss": 0.5}, ["KeepLatest(1)"])
+        assert (row["step"], row["metrics"]) == (3, {"loss": 0.5})
     assert "process" not in invoke(anywhere / "run")
 
 
@@ -242,34 +231,6 @@ def test_symlinks_are_followed_and_shown(tmp_path):
 # --- policies as text -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [
-        aiockpt.KeepLatest(3),
-        aiockpt.KeepEvery(1000),
-        aiockpt.KeepWithin(86400.0),
-        aiockpt.KeepBest(2, "it's: a \\ loss", "max"),
-        KeepAll((aiockpt.KeepWithin(60), KeepAny((aiockpt.KeepEvery(10), aiockpt.KeepLatest(1))))),
-    ],
-)
-def test_parse_policy_reverses_repr(policy):
-    assert repr(parse_policy(repr(policy))) == repr(policy)
-
-
-@pytest.mark.parametrize(
-    "text", ["KeepIf(f)", "KeepLatest(0)", "KeepLatest", "print('x')", "KeepLatest(print('x'))", "(" * 500, "", "1"]
-)
-def test_parse_policy_refuses_other_text_without_running_it(text, capsys):
-    assert parse_policy(text) is None
-    assert capsys.readouterr().out == ""
-
-
-def test_no_policy_in_checkpoints_saved_without_a_manager(tmp_path):
-    assert noted_policy(LocalDirectories(), scan(tmp_path)) is None
-    make("aiockpt", tmp_path / "step-00000001")
-    assert noted_policy(LocalDirectories(), scan(tmp_path)) is None
-
-
 def test_parse_best():
     assert parse_best("2:loss") == aiockpt.KeepBest(2, "loss")
     assert parse_best("1:val:acc:max") == aiockpt.KeepBest(1, "val:acc", "max")
@@ -296,7 +257,6 @@ def test_run_with_nothing_but_leftovers(run):
     (run / new_ticket()).mkdir()
     text = invoke(run)
     assert "0 complete, 1 not" in text
-    assert "kept by" not in text
 
 
 def scanned(call):

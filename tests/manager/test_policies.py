@@ -17,7 +17,6 @@ from aiockpt.manager.policies import (
     KeepPolicy,
     KeepWithin,
     as_policy,
-    kept_text,
     metric_of,
     ranked,
     select,
@@ -109,7 +108,6 @@ def test_reasons_name_the_policies() -> None:
         10: ["KeepBest(1, 'loss')"],
         20: ["KeepEvery(10) & KeepLatest(2)"],
     }
-    assert kept_text(keep) == ["KeepLatest(1)", "KeepBest(1, 'loss')", "KeepEvery(10) & KeepLatest(2)"]
     assert repr(KeepBest(2, "acc", "max")) == "KeepBest(2, 'acc', 'max')"
     assert repr(KeepEvery(2) & (KeepLatest(1) | KeepWithin(60))) == "KeepEvery(2) & (KeepLatest(1) | KeepWithin(60))"
 
