@@ -84,7 +84,7 @@ _HOMES = {
     "telemetry.verification": ("Problem", "VerifyReport"),
 }
 _HOME_OF = {name: f"aiockpt.{home}" for home, names in _HOMES.items() for name in names}
-_MODULES = ("dcp", "errors", "observers", "plots", "progress", "storage", "testing")  # `aiockpt.dcp.FileSystemWriter`
+_MODULES = ("dcp", "errors", "observers", "progress", "storage", "testing")  # `aiockpt.dcp.FileSystemWriter`
 
 __all__ = sorted(_HOME_OF)
 

@@ -3,7 +3,6 @@
 from aiockpt import dcp as dcp
 from aiockpt import errors as errors
 from aiockpt import observers as observers
-from aiockpt import plots as plots
 from aiockpt import progress as progress
 from aiockpt import storage as storage
 from aiockpt import testing as testing
