@@ -214,6 +214,9 @@ def _pickled(value: Any) -> bytes | None:
         return None
 
 
+# --- differences --------------------------------------------------------------------------------------
+
+
 _PART_BYTES = 16 << 20  # read at once of each checkpoint
 _GROUP = 1000  # most keys read at once
 

@@ -159,6 +159,9 @@ def fitting_depth(root: Node, most: int, *, fold: bool = True) -> int | None:
     return None
 
 
+# --- the command --------------------------------------------------------------------------------------
+
+
 _LINES = 100  # shown on a terminal before levels are left out
 _BATCH = 1000  # lines printed at once
 _LEAST_CELLS = 20  # for the names of keys

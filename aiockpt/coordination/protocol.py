@@ -101,6 +101,9 @@ def to_exception(failure: RemoteError, operation: str, cause: BaseException | No
     return error
 
 
+# --- messages -----------------------------------------------------------------------------------------
+
+
 Kind = Literal["save", "load", "agree", "fallback"]
 
 _REMEMBERED = 64  # calls of a kind

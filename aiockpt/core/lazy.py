@@ -1,4 +1,4 @@
-"""Properties that are computed once."""
+"""Properties that are computed once, and imports at the first use of what they are for."""
 
 from __future__ import annotations
 
@@ -29,6 +29,9 @@ def importing() -> Iterator[None]:
             f"the code for this call can't be imported: {exc}. Close files, or raise the limits (see ulimit), and call "
             "again"
         ) from exc
+
+
+# --- properties ---------------------------------------------------------------------------------------
 
 
 T = TypeVar("T")

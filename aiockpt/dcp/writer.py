@@ -144,6 +144,9 @@ def shared_save_at(
     return SharedSave(shared_storage(found), path)
 
 
+# --- the writer ---------------------------------------------------------------------------------------
+
+
 class FileSystemWriter(filesystem.FileSystemWriter):
     """Writes checkpoints for ``dcp.save`` and ``dcp.async_save``, in the format of ``torch.distributed.checkpoint``.
 

@@ -94,6 +94,9 @@ class Agreement:
         return self._access.world_size == 1
 
 
+# --- watches ------------------------------------------------------------------------------------------
+
+
 R = TypeVar("R", "CheckpointReader", "SyncCheckpointReader")
 T = TypeVar("T")
 Bucket = list[tuple[str, torch.Tensor]]

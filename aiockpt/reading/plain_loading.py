@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from aiockpt.format.index import ObjPath
 
 # --- what a hook can reach ----------------------------------------------------------------------------
+# By all that it refers to and names; what can't be seen into counts as everything.
 
 
 _MANY_OBJECTS = 1 << 19
@@ -217,6 +218,9 @@ def _is_known(each: Any) -> bool:
     """Return whether a class, function or module is Python's, torch's or NumPy's."""
     home = each.__name__ if isinstance(each, ModuleType) else each.__module__
     return str(home).partition(".")[0] in _KNOWN
+
+
+# --- plain loading ------------------------------------------------------------------------------------
 
 
 _Module, _Optimizer = torch.nn.Module, torch.optim.Optimizer

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from aiockpt.writing.file_writer import ChunkWriter
 
 # --- the storage of a part ----------------------------------------------------------------------------
+# Its manifest is kept in memory until the whole is published: the last document lists the files of all parts.
 
 
 class PartStorage(WrapperStorage):
@@ -107,6 +108,9 @@ class PartTransaction(WrapperTransaction):
 
     async def open_part(self, name: str) -> PartSink:
         return await self._whole.open_part(self._place(name))
+
+
+# --- the directory of all parts -----------------------------------------------------------------------
 
 
 _SHOWN = 5

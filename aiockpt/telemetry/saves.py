@@ -1,4 +1,4 @@
-"""The result of a save."""
+"""The results of saves and loads, and of mirroring a step."""
 
 from __future__ import annotations
 

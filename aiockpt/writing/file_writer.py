@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     PassOn = Callable[[memoryview, int, int, Callable[[], None]], Awaitable[None]]
 
 # --- transforms ---------------------------------------------------------------------------------------
+# Staging fills the same image as without transforms. Its items are cut out of the sealed chunks and encoded, so the
+# file has other bytes at other offsets, which are known only once they are written.
 
 
 _SAMPLE_BYTES = 64 << 10
@@ -256,6 +258,9 @@ def _is_compressible(data: Sequence[memoryview]) -> bool:
         each = min(step, _SAMPLE_BYTES)  # without overlaps, which would compress well
         sample = b"".join(longest[step * n : step * n + each] for n in range(1, _SAMPLES + 1))
     return Zstd(_SAMPLE_LEVEL).compressed_bytes(memoryview(sample)) <= _WORTHWHILE * len(sample)
+
+
+# --- files --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,4 +1,4 @@
-"""The interface of transforms of stored items, which users may implement."""
+"""The interface of transforms of stored items, which users may implement, and how a manifest records them."""
 
 from __future__ import annotations
 
@@ -88,6 +88,9 @@ def check_transforms(transforms: Iterable[Transform]) -> tuple[Transform, ...]:
 
 
 # --- the transforms of a file's items -----------------------------------------------------------------
+# The section "transformed" of the manifest has a row for each such item: its offset and length as stored, the CRC-32 of
+# the stored bytes, the length of the item itself, the offset of a tensor's payload in it (zero for objects), and its
+# strides, unless the tensor is stored row by row. `.metadata` records which transforms were applied.
 
 
 _MAX_BYTES = 1 << 60

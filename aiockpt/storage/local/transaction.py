@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from aiockpt.storage.local.orphans import OrphanCleaner
 
 # --- files that a delta save takes over ---------------------------------------------------------------
+# Hard links, made only to bytes that are known. A shared file is read-only: what writes to it in place, as torch's own
+# `dcp.save` does into an existing directory, would change all checkpoints that have it. So it fails, but for root.
 
 
 _WRITABLE = 0o222
@@ -133,6 +135,9 @@ def _has(fd: int, facts: FileFacts, known: KnownFiles) -> bool:
             return False
         known.note(after, crc)
     return crc == facts.crc
+
+
+# --- transactions -------------------------------------------------------------------------------------
 
 
 _STEP_BYTES = 1 << 20

@@ -162,6 +162,9 @@ class Documents:
         return bytes(data[:count])
 
 
+# --- the storage --------------------------------------------------------------------------------------
+
+
 class ObjectStorage(ObjectRecords):
     """Keeps checkpoints in an object store. Its paths are URLs.
 
