@@ -75,18 +75,16 @@ _HOMES = {
     "reading.reader": ("CheckpointReader", "SyncCheckpointReader"),
     "storage.local.retries": ("Retries",),
     "sync_checkpointer": ("SyncCheckpointer", "load", "save", "verify"),
-    "telemetry.loads": ("LoadResult",),
-    "telemetry.mirrors": ("MirrorBacklog", "MirrorResult"),
     "telemetry.observer": ("CallEvent", "Observer", "SaveEvent"),
     "telemetry.progress": ("ProgressEvent",),
-    "telemetry.saves": ("SaveResult",),
+    "telemetry.saves": ("LoadResult", "MirrorBacklog", "MirrorResult", "SaveResult"),
     "telemetry.timeline": ("TimelineEvent",),
     "format.transforms.base": ("Transform",),
     "format.transforms.zstd": ("Zstd",),
     "telemetry.verification": ("Problem", "VerifyReport"),
 }
 _HOME_OF = {name: f"aiockpt.{home}" for home, names in _HOMES.items() for name in names}
-_MODULES = ("dcp", "errors", "observers", "plots", "progress", "storage", "testing")  # `aiockpt.dcp.FileSystemWriter`
+_MODULES = ("dcp", "errors", "observers", "progress", "storage", "testing")  # `aiockpt.dcp.FileSystemWriter`
 
 __all__ = sorted(_HOME_OF)
 

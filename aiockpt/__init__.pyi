@@ -3,7 +3,6 @@
 from aiockpt import dcp as dcp
 from aiockpt import errors as errors
 from aiockpt import observers as observers
-from aiockpt import plots as plots
 from aiockpt import progress as progress
 from aiockpt import storage as storage
 from aiockpt import testing as testing
@@ -85,13 +84,13 @@ from aiockpt.sync_checkpointer import SyncCheckpointer as SyncCheckpointer
 from aiockpt.sync_checkpointer import load as load
 from aiockpt.sync_checkpointer import save as save
 from aiockpt.sync_checkpointer import verify as verify
-from aiockpt.telemetry.loads import LoadResult as LoadResult
-from aiockpt.telemetry.mirrors import MirrorBacklog as MirrorBacklog
-from aiockpt.telemetry.mirrors import MirrorResult as MirrorResult
 from aiockpt.telemetry.observer import CallEvent as CallEvent
 from aiockpt.telemetry.observer import Observer as Observer
 from aiockpt.telemetry.observer import SaveEvent as SaveEvent
 from aiockpt.telemetry.progress import ProgressEvent as ProgressEvent
+from aiockpt.telemetry.saves import LoadResult as LoadResult
+from aiockpt.telemetry.saves import MirrorBacklog as MirrorBacklog
+from aiockpt.telemetry.saves import MirrorResult as MirrorResult
 from aiockpt.telemetry.saves import SaveResult as SaveResult
 from aiockpt.telemetry.timeline import TimelineEvent as TimelineEvent
 from aiockpt.telemetry.verification import Problem as Problem

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self
 import anyio
 import anyio.lowlevel
 
-from aiockpt.core.importing import importing
+from aiockpt.core.lazy import importing
 from aiockpt.core.parameters import parameters_of
 from aiockpt.core.threads import check_asyncio
 from aiockpt.engine.facade import CheckpointerBase, closing, until_closed

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 
 from aiockpt.coordination.choose import ProcessGroupLike, check_group
-from aiockpt.core.dataclasses import InitVar, dataclass, field, fields
+from aiockpt.core.dataclasses import dataclass, field, fields
 from aiockpt.core.machine import BLOCK_BYTES
 from aiockpt.storage.base import Storage
 from aiockpt.storage.local.retries import DEFAULT_RETRIES, Retries
@@ -484,7 +484,6 @@ class LoadOptions(OpenOptions):
             ``aiockpt.progress.bar()``. It is called in a thread of its own, and the load does not wait for it: it may
             miss events, but gets the last one, which says how the load has ended. An exception in it is logged, and
             it is not called again.
-        default_map_location: another name of ``map_location``, as in torch_checkpointing.
     """
 
     map_location: MapLocation | None = None
@@ -495,14 +494,6 @@ class LoadOptions(OpenOptions):
     mmap: bool = False
     share: Literal["auto"] | bool = "auto"
     progress: OnProgress | None = None
-    default_map_location: InitVar[MapLocation | None] = None
-
-    def __post_init__(self, default_map_location: MapLocation | None) -> None:
-        if default_map_location is None:
-            return
-        if self.map_location is not None:
-            raise ValueError("default_map_location is another name of map_location: give one of the two")
-        object.__setattr__(self, "map_location", default_map_location)
 
 
 def check_options(options: LoadOptions, *, into: bool) -> None:

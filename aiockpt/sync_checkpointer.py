@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Self
 
 from aiockpt.coordination.choose import is_distributed
-from aiockpt.core.importing import importing
+from aiockpt.core.lazy import importing
 from aiockpt.core.parameters import arguments_of, parameters_of
 from aiockpt.engine.facade import CheckpointerBase, closing
 from aiockpt.engine.requests import LoadRequest, OpenRequest, SaveRequest, StateDict, TransactionRequest

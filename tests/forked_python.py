@@ -42,7 +42,6 @@ PRELOAD = {
         "cryptography.hazmat.primitives.ciphers.aead",
         "fsspec",
         "hypothesis.strategies",
-        "matplotlib.figure",
         "psutil",
         "pytest_asyncio",
         "safetensors.torch",

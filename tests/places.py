@@ -15,7 +15,7 @@ from aiockpt.storage.base import Storage
 from aiockpt.storage.objects.cleaning import split_token
 from aiockpt.storage.objects.commit import COMMIT_NAME, encode_commit
 from aiockpt.storage.objects.lease import LEASE_NAME
-from aiockpt.storage.objects.reading import ObjectListing
+from aiockpt.storage.objects.storage import ObjectListing
 from tests.object_server import SCHEME
 from tests.server_storage import storage_for_server
 

@@ -26,7 +26,7 @@ FLOORS = [
     {"__main__"},
     {"cli"},
     {"integrations", "following"},
-    {"manager", "observers", "plots", "progress"},
+    {"manager", "observers", "progress"},
     {"__init__", "dcp"},
     {"checkpointer", "sync_checkpointer"},
     {"engine"},

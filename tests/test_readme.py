@@ -21,7 +21,6 @@ import aiockpt
 from aiockpt.engine.requests import LoadRequest
 from aiockpt.manager.requests import ManagerOptions
 from aiockpt.options import CheckpointerOptions, LoadOptions, SaveOptions
-from tests.drawing import warm
 from tests.format.transforms.encryption import ChaCha20
 from tests.states import assert_same
 
@@ -98,11 +97,6 @@ def restored_signals() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def fonts() -> None:
-    warm()
 
 
 @pytest.mark.docs

@@ -1,4 +1,4 @@
-"""``aiockpt convert`` and ``aiockpt extract``: another format, another dtype, some keys."""
+"""``aiockpt convert``: another format, another dtype, some keys."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def export_tutorial(file: Path) -> None:
             target.write((_FOLDER / f"{TUTORIAL}.ipynb").read_bytes())
     except FileExistsError:
         raise CommandError(f"{file} exists already: name another file, as in `aiockpt docs {TUTORIAL} FILE`") from None
-    console().print(f"{file}: open it with Jupyter; pip install 'aiockpt[notebook,plots]' has what it needs")
+    console().print(f"{file}: open it with Jupyter; pip install 'aiockpt[notebook]' has what it needs")
 
 
 def _pages() -> dict[str, Traversable]:

@@ -25,14 +25,12 @@ class Found:
         info: its facts, as those of a step. Its ``step`` is `NO_STEP` if it is none of a manager's run; its state is
             "unfinished" as well for what a save has left.
         format: its format; empty if that is not known.
-        kept_by: the policies that keep the step.
         shared_bytes: those of its files that others have too, by links: its deletion does not free them.
     """
 
     name: str
     info: StepInfo
     format: Format = ""
-    kept_by: tuple[str, ...] = ()
     shared_bytes: int = 0
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ from rich.segment import Segment, Segments
 from rich.style import Style
 
 import aiockpt
-from aiockpt.cli import tree
 from aiockpt.cli.app import CommandError
 from aiockpt.cli.found import find
 from aiockpt.cli.html.page import html_page
@@ -28,6 +28,139 @@ from aiockpt.format.keys import hint, matching
 from aiockpt.reading.info import ObjectInfo, TensorInfo, stored_bytes, value_text
 from aiockpt.reading.reader import CheckpointReader
 from aiockpt.storage.local.directories import LocalDirectories
+
+# --- the tree -----------------------------------------------------------------------------------------
+
+
+Info = TensorInfo | ObjectInfo
+
+_FOLDED = 3  # numbered siblings from which on they are folded
+
+
+@dataclass(eq=False, slots=True)
+class Node:
+    """A part of the keys' names: what is stored under it itself, and the parts below."""
+
+    name: str
+    leaf: Info | None = None
+    children: dict[str, Node] = field(default_factory=dict)
+    tensors: int = 0  # in and below it
+    objects: int = 0
+    nbytes: int = 0
+    shape_id: int = 0  # equal for nodes that have the same below them, whatever their own names
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A line of the tree."""
+
+    depth: int  # how deep it is, 0 for the top
+    label: str  # the name, or several names of a chain or of folded siblings
+    node: Node  # the node, or the first of the folded ones
+    times: int = 1  # how many siblings are folded into it, and into its ancestors together
+    is_cut: bool = False  # whether something is below it that is not shown
+
+
+def build(infos: Iterable[Info]) -> Node:
+    """Return the root of the tree of these keys, whose names are taken apart at dots."""
+    root = Node("")
+    counted: set[str] = set()  # of tied tensors, one
+    for info in infos:
+        path = [root]
+        for part in info.key.split("."):
+            at = path[-1].children
+            node = at.get(part)
+            if node is None:
+                node = at[part] = Node(part)
+            path.append(node)
+        path[-1].leaf = info
+        if isinstance(info, TensorInfo):
+            home = info.tied_to or info.key
+            nbytes = 0 if home in counted else info.nbytes
+            counted.add(home)
+            for node in path:
+                node.tensors += 1
+                node.nbytes += nbytes
+        else:
+            for node in path:
+                node.objects += 1
+    for node in list(_walk(root)):
+        if len(node.children) > 1 and all(name.isdecimal() for name in node.children):
+            node.children = dict(sorted(node.children.items(), key=lambda child: int(child[0])))
+    _compare(root)
+    return root
+
+
+def _compare(root: Node) -> None:
+    """Number what the nodes have below them, from the leaves up."""
+    known: dict[object, int] = {}
+    for node in reversed(list(_walk(root))):
+        below = tuple([(child.name, child.shape_id) for child in node.children.values()])
+        leaf = (node.leaf.dtype, node.leaf.shape) if isinstance(node.leaf, TensorInfo) else node.leaf is not None
+        node.shape_id = known.setdefault((leaf, below), len(known))
+
+
+def _walk(root: Node) -> Iterator[Node]:
+    """Yield a node and its descendants, each parent before its children."""
+    waiting = [root]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        waiting.extend(node.children.values())
+
+
+def lines_of(root: Node, *, depth: int | None = None, fold: bool = True) -> Iterator[Line]:
+    """Yield the lines from top to bottom; ``depth``: the most levels, None for all."""
+    waiting = [Line(0, label, node, times) for label, node, times in reversed(_groups(root, 1, fold=fold))]
+    while waiting:
+        line = waiting.pop()
+        below = _groups(line.node, line.times, fold=fold)
+        while len(below) == 1 and line.node.leaf is None and below[0][2] == line.times:
+            label, node, times = below[0]
+            line = Line(line.depth, f"{line.label}.{label}", node, times)
+            below = _groups(node, times, fold=fold)
+        if below and depth is not None and line.depth + 1 >= depth:
+            yield Line(line.depth, line.label, line.node, line.times, is_cut=True)
+            continue
+        yield line
+        waiting.extend(Line(line.depth + 1, label, node, times) for label, node, times in reversed(below))
+
+
+def _groups(node: Node, times: int, *, fold: bool) -> list[tuple[str, Node, int]]:
+    """Return the children, numbered ones that are alike and follow each other as one."""
+    children = list(node.children.values())
+    if not fold or len(children) < _FOLDED:
+        return [(child.name, child, times) for child in children]
+    found: list[tuple[str, Node, int]] = []
+    numbered = [(child.name.isdecimal(), child.shape_id) for child in children]
+    at = 0
+    for (is_number, _), run in groupby(numbered):
+        count = len(list(run))
+        group: Sequence[Node] = children[at : at + count]
+        at += count
+        if is_number and count >= _FOLDED:
+            found.append((f"{group[0].name}..{group[-1].name}", group[0], times * count))
+        else:
+            found.extend((child.name, child, times) for child in group)
+    return found
+
+
+def fitting_depth(root: Node, most: int, *, fold: bool = True) -> int | None:
+    """Return the most levels that have so many lines at most, but at least one level; None if all have."""
+    counts: list[int] = []
+    for line in lines_of(root, fold=fold):
+        counts.extend([0] * (line.depth + 1 - len(counts)))
+        counts[line.depth] += 1
+    total = 0
+    for depth, count in enumerate(counts):
+        total += count
+        if total > most:
+            return max(1, depth)
+    return None
+
+
+# --- the command --------------------------------------------------------------------------------------
+
 
 _LINES = 100  # shown on a terminal before levels are left out
 _BATCH = 1000  # lines printed at once
@@ -67,10 +200,10 @@ async def inspect(
         out = console()
         fold = not (everything or stats)
         with gc_pause():
-            root = tree.build(chosen.infos.values())
+            root = build(chosen.infos.values())
             if depth is None and not everything and out.is_terminal:
-                depth = tree.fitting_depth(root, _LINES, fold=fold)
-            lines = list(tree.lines(root, depth=depth, fold=fold))
+                depth = fitting_depth(root, _LINES, fold=fold)
+            lines = list(lines_of(root, depth=depth, fold=fold))
         leaves = [line.node.leaf for line in lines if line.node.leaf is not None and not line.is_cut]
         chosen.values, chosen.damaged = await small_values(reader, leaves)
         _print_head(chosen)
@@ -185,7 +318,7 @@ def _print_head(chosen: Chosen) -> None:
     out.print()
 
 
-def _print_tree(lines: Sequence[tree.Line], chosen: Chosen) -> None:
+def _print_tree(lines: Sequence[Line], chosen: Chosen) -> None:
     """Print the lines in batches, because each call of rich takes long."""
     titles = ("", "", "", "", *(_TITLES if chosen.statistics else ()))
     rows = [_row(line, chosen) for line in lines]
@@ -253,7 +386,7 @@ def _fitted(label: str, width: int) -> str:
     return f"{label[:indent]}{chop_cells(text, keep // 3)[0]}…{chop_cells(text[::-1], keep - keep // 3)[0][::-1]}"
 
 
-def _row(line: tree.Line, chosen: Chosen) -> tuple[str, ...]:
+def _row(line: Line, chosen: Chosen) -> tuple[str, ...]:
     node, leaf = line.node, line.node.leaf
     label = "  " * line.depth + shown(line.label)
     empty = ("",) * 4 if chosen.statistics else ()

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
 from rich.text import Text
 
 from aiockpt.cli.found import Found, look_into
-from aiockpt.cli.keeping import noted_policy
 from aiockpt.cli.output import console, print_json, print_table, shown, size_text
 from aiockpt.core.wording import time_text
 from aiockpt.format.names import HIDDEN
-from aiockpt.manager.policies import select
 from aiockpt.manager.scan import NO_STEP, StepInfo, StepNames, scan
 from aiockpt.manager.tiers import is_mirrored
 from aiockpt.storage.base import Directories
@@ -33,7 +29,7 @@ def ls(directory: str, *, names: StepNames, mirror: str | None = None, as_json: 
     """
     place, path = directories_for(directory)
     contents = look_into(path, names=names)
-    found, below = with_reasons(place, contents.found), contents.below
+    found, below = contents.found, contents.below
     there = None if mirror is None else {info.step: info for info in scan(mirror, names=names)}
     only_there = [step for step in there or () if step not in {each.info.step for each in found}]
     owner = place.owner_of(path)
@@ -61,16 +57,6 @@ def ls(directory: str, *, names: StepNames, mirror: str | None = None, as_json: 
         console().print("There is more: not all of it was looked at. List its subdirectories.")
 
 
-def with_reasons(place: Directories, found: Sequence[Found]) -> list[Found]:
-    """Return the checkpoints with the policies that keep them, as far as the run's manager has noted them."""
-    infos = [each.info for each in found if each.info.step != NO_STEP]
-    policy = noted_policy(place, infos)
-    if policy is None:
-        return list(found)
-    kept = select(policy, infos, time.time())
-    return [replace(each, kept_by=tuple(kept.get(each.info.step, ()))) for each in found]
-
-
 def _state_there(found: Found, there: Mapping[int, StepInfo]) -> str:
     """Return the state of a step in the mirror; empty for what is no step."""
     info = found.info
@@ -88,7 +74,7 @@ def _print(place: Directories, found: Sequence[Found], there: Mapping[int, StepI
     rows = [
         _row(place, each, each.format if has_others else "", state) for each, state in zip(found, states, strict=True)
     ]
-    titles = ("name", "state", "mirror", "format", ">size", ">shared", "saved", "metrics", "kept by")
+    titles = ("name", "state", "mirror", "format", ">size", ">shared", "saved", "metrics")
     print_table(titles, rows)
     out = console()
     for each in found:
@@ -115,7 +101,6 @@ def _row(place: Directories, found: Found, form: str, mirror: str) -> list[str |
         size_text(shared) if shared else "",
         time_text(found.info.time),
         metrics,
-        ", ".join(map(shown, found.kept_by)),
     ]
 
 
@@ -136,7 +121,6 @@ def _record(found: Found) -> dict[str, Any]:
         "step": None if found.info.step == NO_STEP else found.info.step,
         "metrics": dict(found.info.metrics),
         "metadata": dict(found.info.metadata),
-        "kept_by": list(found.kept_by),
         "problem": found.info.problem,
     }
 

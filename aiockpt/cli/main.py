@@ -134,7 +134,7 @@ def ls(
     names: Names = _STEPS,
     as_json: Json = False,
 ) -> None:
-    """List the checkpoints in a directory: state, size, time, metrics, and which policy keeps them.
+    """List the checkpoints in a directory: state, size, time and metrics.
 
     Reads no tensors: "complete" means that every file is there with its size. To check the bytes, use verify.
     """
@@ -189,8 +189,7 @@ def diff(
 
     Exit codes: 0 no differences, 1 differences, 2 wrong usage, 3 it could not be done.
     """
-    from aiockpt.cli.compare import Tolerance
-    from aiockpt.cli.diff import diff
+    from aiockpt.cli.diff import Tolerance, diff
 
     tolerance = Tolerance(rtol, atol)
     raise typer.Exit(run(diff(a, b, keys or (), tolerance=tolerance, as_json=as_json, trust=trust)))
@@ -220,28 +219,6 @@ def convert(
     from aiockpt.cli.convert import convert
 
     run(convert(source, target, to=to, keys=keys, dtype=dtype, overwrite=overwrite, trust=trust))
-
-
-@app.command()
-def extract(
-    path: Checkpoint,
-    keys: Annotated[
-        list[str],
-        typer.Argument(metavar="KEY", help="Keys, containers, or patterns: 'model.*'."),
-    ],
-    output: Annotated[
-        str, typer.Option("--output", "-o", metavar="FILE", help="The file to write: NAME.safetensors or NAME.pt.")
-    ],
-    dtype: Dtype = None,
-    overwrite: Overwrite = False,
-    trust: Trust = False,
-) -> None:
-    """Write some keys of a checkpoint into a file. Nothing else of the checkpoint is read."""
-    from aiockpt.cli.convert import convert, format_for
-
-    if format_for(None, output) == "dcp":
-        raise typer.BadParameter("the name of the file must end in .safetensors or .pt", param_hint="--output")
-    run(convert(path, output, keys=keys, dtype=dtype, overwrite=overwrite, trust=trust))
 
 
 @app.command()
@@ -289,8 +266,7 @@ def prune(
     The newest complete step always stays, and so do damaged ones and what is no step of a manager. While a manager
     writes to the run, only --dry-run is possible.
     """
-    from aiockpt.cli.keeping import policies_of
-    from aiockpt.cli.removing import prune
+    from aiockpt.cli.removing import policies_of, prune
 
     try:
         policies = policies_of(latest, every or (), within, best or ())

@@ -21,6 +21,33 @@ from aiockpt.manager.scan import StepInfo, StepNames, scan
 from aiockpt.storage.base import Directories
 from aiockpt.storage.registry import directories_for
 
+# --- policies of prune --------------------------------------------------------------------------------
+
+
+def parse_best(text: str) -> aiockpt.KeepBest:
+    """Return the policy of a text such as 2:loss or 1:accuracy:max; raise ValueError for another."""
+    number, _, rest = text.partition(":")
+    metric, _, mode = rest.rpartition(":") if rest.endswith((":min", ":max")) else (rest, "", "min")
+    if not number.isdecimal() or not metric:
+        raise ValueError(f"{text!r} is not N:METRIC or N:METRIC:max, such as 2:loss or 1:accuracy:max")
+    return aiockpt.KeepBest(int(number), metric, "max" if mode == "max" else "min")
+
+
+def policies_of(
+    latest: int | None, every: Sequence[int], within_s: float | None, best: Sequence[str]
+) -> list[KeepPolicy]:
+    """Return the policies of the options of ``prune``; raise ValueError if there are none, or one is wrong."""
+    policies: list[KeepPolicy] = [] if latest is None else [aiockpt.KeepLatest(latest)]
+    policies += map(aiockpt.KeepEvery, every)
+    policies += [] if within_s is None else [aiockpt.KeepWithin(within_s)]
+    policies += map(parse_best, best)
+    if not policies:
+        raise ValueError("say what to keep: --keep-latest, --keep-every, --keep-within or --keep-best")
+    return policies
+
+
+# --- checkpoints ---------------------------------------------------------------------------------------
+
 
 def rm(paths: Sequence[str], *, yes: bool = False) -> Code:
     """Delete checkpoints, each at once as a whole; unless ``yes``, ask on the terminal before."""

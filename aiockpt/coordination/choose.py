@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 import torch.distributed
 
 from aiockpt.coordination.ranks import Ranks
-from aiockpt.core.importing import importing
+from aiockpt.core.lazy import importing
 from aiockpt.errors import CoordinationError
 
 if TYPE_CHECKING:

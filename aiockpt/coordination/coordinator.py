@@ -28,8 +28,14 @@ from aiockpt.coordination.link import (
     network_namespace,
     reachable,
 )
-from aiockpt.coordination.outcome import (
+from aiockpt.coordination.protocol import (
+    Asking,
+    Kind,
+    Left,
+    RankCall,
     RemoteError,
+    Reply,
+    Rounds,
     dead_rank_text,
     first_failure,
     silence_text,
@@ -37,7 +43,6 @@ from aiockpt.coordination.outcome import (
     to_exception,
     to_remote_error,
 )
-from aiockpt.coordination.protocol import Asking, Kind, Left, RankCall, Reply, Rounds
 from aiockpt.coordination.rendezvous import Rendezvous
 from aiockpt.core.threads import outlast
 from aiockpt.core.wording import some_of

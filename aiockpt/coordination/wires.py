@@ -78,14 +78,10 @@ class Arena:
 
 
 class Wire:
-    """A connection that carries messages one way. Its methods block, and raise LinkBrokenError.
-
-    Attributes:
-        turn: to be held by a thread that sends.
-    """
+    """A connection that carries messages one way. Its methods block, and raise LinkBrokenError."""
 
     def __init__(self, own: socket.socket, stall_s: float) -> None:
-        self.turn = threading.Lock()
+        self.turn = threading.Lock()  # to be held by a thread that sends
         self._socket = own
         if own.family != socket.AF_UNIX:
             own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

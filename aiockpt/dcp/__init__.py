@@ -20,7 +20,7 @@ For programs that use other interfaces: ``ckpt`` is an `aiockpt.SyncCheckpointer
     its Future, or upload_completion               save.written
     staging_completion                             save.staged, or save.fence()
     async_checkpointer_type=PROCESS                SyncCheckpointer(writer="process")
-    async_stager                                   none: see staging_bytes and staging_window
+    async_stager                                   none: see staging_bytes
     process_group, no_dist=True                    SyncCheckpointer(process_group=...), or None
     storage_writer, planner                        dcp.save with aiockpt.dcp.FileSystemWriter
     dcp.load(state, checkpoint_id=path)            ckpt.load(path, state)
@@ -30,7 +30,7 @@ For programs that use other interfaces: ``ckpt`` is an `aiockpt.SyncCheckpointer
     ---------------------------------------------  ------------------------------------------------------------
     make_sync_checkpointer(), SyncCheckpointer     SyncCheckpointer(), ckpt.save(state, path)
     make_async_checkpointer(), AsyncCheckpointer   SyncCheckpointer(), stage, write = ckpt.submit(state, path)
-    load(path, state, default_map_location=...)    ckpt.load(path, state, default_map_location=...)
+    load(path, state, default_map_location=...)    ckpt.load(path, state, map_location=...)
     RuntimeError of strict=True                    MissingKeysError, a RuntimeError too; strict=True is the default
     WriterHook.pre_commit, WriterHook.post_commit  ckpt.submit(state, path, pre_commit=..., post_commit=...)
     CheckpointProcess                              SyncCheckpointer(writer="process")
@@ -42,7 +42,7 @@ For programs that use other interfaces: ``ckpt`` is an `aiockpt.SyncCheckpointer
     CheckpointManager.save(path, state)            ckpt.submit(state, path).written
     AsyncCheckpointSaver.save(path, checkpoint)    stage, write = ckpt.submit(state, path)
     CheckpointManager.load(path, into=state)       ckpt.load(path, state); strict=True is the default
-    CheckpointLoader.load(default_map_location)    ckpt.load(path, state, default_map_location=...)
+    CheckpointLoader.load(default_map_location)    ckpt.load(path, state, map_location=...)
     CheckpointManager.lock()                       ckpt.guard(optimizer), or ckpt.fence() before other changes
     CheckpointManager.prewarm_staging(state)       ckpt.prewarm(state)
     pre_finalize_callback, finalize_callback       ckpt.submit(state, path, pre_commit=..., post_commit=...)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import format_utils
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, create_default_local_load_plan
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -29,9 +29,8 @@ from aiockpt.dcp.convert import map_torch_file
 from aiockpt.engine.facade import EngineAccess
 from aiockpt.errors import AiockptError, CorruptCheckpointError, LoadError, MissingKeysError, ShapeMismatchError
 from aiockpt.format.item.objects import encode_object
-from aiockpt.format.keys import hint, matching
+from aiockpt.format.keys import hint
 from aiockpt.options import LoadOptions, Path, check_options, target_device
-from aiockpt.planning.flatten import StructureError, unflatten
 from aiockpt.planning.ranges import Selection, boxes, overlap, select
 
 if TYPE_CHECKING:
@@ -305,61 +304,22 @@ def _described(tensor: torch.Tensor) -> TensorStorageMetadata:
     return TensorStorageMetadata(TensorProperties(dtype=tensor.dtype), size, [chunk])
 
 
-class EmptyStateDictLoadPlanner(DefaultLoadPlanner):
-    """Fills an empty dict with the contents of the checkpoint: new tensors in host memory, and objects.
+class EmptyStateDictLoadPlanner(_EmptyStateDictLoadPlanner):
+    """Fills an empty dict with the contents of the checkpoint: torch's private class of this name.
 
-    Replaces torch's private class of this name, for callers that fill the dict that they are given, such as
-    ``_load_state_dict`` of ``torch.distributed.checkpoint.state_dict_loader``; ``dcp.load`` fills a copy.
-
-    Args:
-        keys: load only these: names of tensors, of objects, and of containers, which are loaded with all that they
-            contain; and glob patterns, as in `aiockpt.AsyncCheckpointer.load`. None: everything.
-        args: see `torch.distributed.checkpoint.DefaultLoadPlanner`.
-        kwargs: see there.
+    For callers that fill the dict that they are given, such as ``_load_state_dict`` of
+    ``torch.distributed.checkpoint.state_dict_loader``; ``dcp.load`` fills a copy.
     """
-
-    def __init__(self, keys: Collection[str] | str | None = None, *args: Any, **kwargs: Any) -> None:
-        self.keys = {keys} if isinstance(keys, str) else keys
-        super().__init__(*args, **kwargs)
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        """Create the tensors.
-
-        Raises:
-            LoadError: ``state_dict`` is not empty, or there is no metadata, or its structure is damaged.
-        """
-        if state_dict:
-            raise LoadError(
-                f"the state dict has {len(state_dict)} keys already; pass an empty one, or use DefaultLoadPlanner to "
-                "fill what is there"
-            )
-        if metadata is None:
-            raise LoadError("a state dict can't be made without the checkpoint's metadata")
-        planned: Mapping[str, Any] = metadata.planner_data or {}
-        names, paths, values = [], [], []
-        known = metadata.state_dict_metadata
-        wanted = known.keys() if self.keys is None else matching(known.keys(), self.keys)[0]
-        for name, described in known.items():
-            if name in wanted:
-                _check_whole(name, described)
-                names.append(name)
-                paths.append(tuple(planned.get(name, (name,))))
-                values.append(_empty(described))
-        try:
-            state_dict.update(unflatten(paths, values))
-        except StructureError as exc:
-            raise LoadError(f"the checkpoint's names can't be put together to a state dict: {exc}") from exc
+        """Create the tensors; raise CorruptCheckpointError if the metadata lacks chunks of one."""
+        if metadata is not None:
+            for name, described in metadata.state_dict_metadata.items():
+                if self._should_include_key(name, metadata):
+                    _check_whole(name, described)
         super().set_up_planner(state_dict, metadata, is_coordinator)
-        if self.keys is not None and self.flatten_state_dict:  # list positions that were left out hold None
-            self.state_dict = {name: self.state_dict[name] for name in names}
-
-    def create_local_plan(self) -> LoadPlan:
-        """Plan to read everything that was created."""
-        if self.metadata is None:
-            raise LoadError("a plan can't be made before set_up_planner")
-        return create_default_local_load_plan(self.state_dict, self.metadata, not self.allow_partial_load)
 
 
 def _check_whole(name: str, described: Any) -> None:
@@ -372,9 +332,3 @@ def _check_whole(name: str, described: Any) -> None:
             f"the metadata has {held} of the {whole} elements of {name}: it is that of one rank that saved alone, or "
             "damaged; pass a state dict with this rank's part to fill"
         )
-
-
-def _empty(described: Any) -> Any:
-    if isinstance(described, TensorStorageMetadata):
-        return torch.empty(described.size, dtype=described.properties.dtype, device="cpu")
-    return described

@@ -1,15 +1,13 @@
-"""Conversions between checkpoints, ``torch.save`` files and safetensors, in bounded memory; also ``python -m``.
+"""Conversions between checkpoints, ``torch.save`` files and safetensors, in bounded memory.
 
 The names of those for ``torch.save`` files are those of ``torch.distributed.checkpoint.format_utils``.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
 import inspect
 import os
-import sys
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec
@@ -19,7 +17,6 @@ import torch
 from aiockpt.checkpointer import AsyncCheckpointer
 from aiockpt.dcp.broadcast import BroadcastingTorchSaveReader, DynamicMetaLoadPlanner, EmptyStateDictLoadPlanner
 from aiockpt.dcp.convert import Recoding
-from aiockpt.errors import AiockptError
 from aiockpt.format.keys import check_patterns
 from aiockpt.format.manifest.manifest import JsonValue, check_user_metadata
 from aiockpt.format.names import SUFFIX
@@ -40,18 +37,13 @@ __all__ = [
     "_EmptyStateDictLoadPlanner",
     "convert_checkpoint",
     "convert_checkpoint_async",
-    "dcp_to_safetensors",
-    "dcp_to_safetensors_async",
     "dcp_to_torch_save",
     "dcp_to_torch_save_async",
-    "safetensors_to_dcp",
-    "safetensors_to_dcp_async",
     "torch_save_to_dcp",
     "torch_save_to_dcp_async",
 ]
 
 _EmptyStateDictLoadPlanner = EmptyStateDictLoadPlanner  # torch's name of it
-_STAGING_BYTES = 128 << 20
 _FILES = 4  # of a DCP checkpoint, as a save writes it
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
 DTYPES |= {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -66,7 +58,7 @@ def _blocking(prepare: Callable[P, Recoding]) -> Callable[P, None]:
     @functools.wraps(prepare)
     def convert(*args: P.args, **kwargs: P.kwargs) -> None:
         conversion = prepare(*args, **kwargs)
-        with SyncCheckpointer(process_group=None, staging_bytes=conversion.staging_bytes) as checkpointer:
+        with SyncCheckpointer(process_group=None) as checkpointer:
             conversion.start(checkpointer).result()
 
     convert.__signature__ = inspect.signature(prepare).replace(return_annotation="None")  # type: ignore[attr-defined]
@@ -79,7 +71,7 @@ def _async_form(convert: Callable[P, None]) -> Callable[P, Coroutine[Any, Any, N
 
     async def convert_async(*args: P.args, **kwargs: P.kwargs) -> None:
         conversion = prepare(*args, **kwargs)
-        async with AsyncCheckpointer(process_group=None, staging_bytes=conversion.staging_bytes) as checkpointer:
+        async with AsyncCheckpointer(process_group=None) as checkpointer:
             await conversion.start(checkpointer).wait()
 
     name = convert.__name__
@@ -134,13 +126,12 @@ def torch_save_to_dcp(
     verify: bool = True,
     safe_globals: Sequence[Any] = (),
     trust: bool = False,
-    staging_bytes: int = _STAGING_BYTES,
 ) -> Recoding:
     """Convert a ``torch.save`` file to a checkpoint that ``dcp.load`` reads. Blocks.
 
     The checkpoint appears atomically, complete and durable; if the conversion fails, whatever was there before stays.
     The directory may hold other files, even the one that is converted: they stay. At most some 100 MB of tensors are
-    in memory; a file that only torch itself can read is loaded by it, and saved through ``staging_bytes`` of memory.
+    in memory.
 
     Args:
         torch_save_path: a file with a state dict.
@@ -149,7 +140,6 @@ def torch_save_to_dcp(
         verify: see `convert_checkpoint`.
         safe_globals: see `convert_checkpoint`.
         trust: see `convert_checkpoint`.
-        staging_bytes: staging memory, in bytes.
 
     Raises:
         LoadError: the file can't be read, or holds no state dict. For other errors see `convert_checkpoint`.
@@ -162,90 +152,11 @@ def torch_save_to_dcp(
         options,
         {},
         overwrite,
-        staging_bytes,
         is_torch_save=True,
     )
 
 
 torch_save_to_dcp_async = _async_form(torch_save_to_dcp)
-
-
-@_blocking
-def dcp_to_safetensors(
-    dcp_checkpoint_dir: Path,
-    safetensors_path: Path,
-    *,
-    keys: str | Sequence[str] | None = None,
-    dtype: torch.dtype | None = None,
-    shard_bytes: int | None = None,
-    fqn_to_index_mapping: Mapping[str, int] | None = None,
-    metadata: Mapping[str, Any] | None = None,
-    overwrite: bool = True,
-    verify: bool = True,
-) -> Recoding:
-    """Convert the tensors of a checkpoint to safetensors. Blocks.
-
-    The result is what ``save(format="safetensors")`` of the loaded tensors writes. It appears atomically, complete and
-    durable; if the conversion fails, whatever was there before stays. At most some 100 MB of tensors are in memory::
-
-        dcp_to_safetensors("runs/a/step-100", "export", keys="model", dtype=torch.bfloat16)
-
-    Args:
-        dcp_checkpoint_dir: a checkpoint of ``torch.distributed.checkpoint``, of any number of ranks, or of any other
-            format that we load.
-        safetensors_path: a directory, or a file whose name ends in ``.safetensors``.
-        keys: see `convert_checkpoint`.
-        dtype: see `convert_checkpoint`.
-        shard_bytes: see `aiockpt.AsyncCheckpointer.save`.
-        fqn_to_index_mapping: see there.
-        metadata: see there.
-        overwrite: see `convert_checkpoint`.
-        verify: see `convert_checkpoint`.
-
-    Raises:
-        AiockptError: see `convert_checkpoint`.
-    """
-    facts = check_user_metadata({} if metadata is None else metadata)
-    is_file = os.fspath(safetensors_path).endswith(SUFFIX)
-    file_format = SafetensorsFormat(facts, single_file=is_file, shard_bytes=shard_bytes, file_of=fqn_to_index_mapping)
-    options = _options(keys=keys, dtype=dtype, verify=verify)
-    return Recoding(dcp_checkpoint_dir, safetensors_path, lambda _: file_format, options, facts, overwrite)
-
-
-dcp_to_safetensors_async = _async_form(dcp_to_safetensors)
-
-
-@_blocking
-def safetensors_to_dcp(
-    safetensors_path: Path,
-    dcp_checkpoint_dir: Path,
-    *,
-    keys: str | Sequence[str] | None = None,
-    dtype: torch.dtype | None = None,
-    overwrite: bool = True,
-    verify: bool = True,
-) -> Recoding:
-    """Convert safetensors to a checkpoint that ``dcp.load`` reads. Blocks.
-
-    The checkpoint appears atomically, complete and durable; if the conversion fails, whatever was there before stays.
-    Its keys are the names in the files. At most some 100 MB of tensors are in memory.
-
-    Args:
-        safetensors_path: a file, or a directory with a file, a set of files, or the shards of several ranks.
-        dcp_checkpoint_dir: the checkpoint's directory.
-        keys: see `convert_checkpoint`.
-        dtype: see `convert_checkpoint`.
-        overwrite: see `convert_checkpoint`.
-        verify: see `convert_checkpoint`; safetensors files have no CRCs.
-
-    Raises:
-        AiockptError: see `convert_checkpoint`.
-    """
-    options = _options(keys=keys, dtype=dtype, verify=verify)
-    return Recoding(safetensors_path, dcp_checkpoint_dir, lambda _: DcpFormat(_FILES), options, {}, overwrite)
-
-
-safetensors_to_dcp_async = _async_form(safetensors_to_dcp)
 
 
 @_blocking
@@ -256,6 +167,9 @@ def convert_checkpoint(
     to: Literal["dcp", "torch", "safetensors"],
     keys: str | Sequence[str] | None = None,
     dtype: torch.dtype | None = None,
+    shard_bytes: int | None = None,
+    fqn_to_index_mapping: Mapping[str, int] | None = None,
+    metadata: Mapping[str, Any] | None = None,
     overwrite: bool = False,
     verify: bool = True,
     safe_globals: Sequence[Any] = (),
@@ -278,6 +192,9 @@ def convert_checkpoint(
         to: the format. "dcp" is that of `aiockpt.AsyncCheckpointer.save` and of ``torch.distributed.checkpoint``.
         keys: convert only these: names, names of containers, and glob patterns; see `aiockpt.AsyncCheckpointer.load`.
         dtype: cast floating-point tensors to this dtype.
+        shard_bytes: of safetensors; see `aiockpt.AsyncCheckpointer.save`.
+        fqn_to_index_mapping: see there.
+        metadata: JSON values in place of the user's metadata of the checkpoint.
         overwrite: replace an existing checkpoint.
         verify: check the CRC of everything that is read, if it has one; large tensors are read once more for that.
         safe_globals: classes and functions that pickled objects may use, in addition to those that torch allows.
@@ -292,7 +209,7 @@ def convert_checkpoint(
         SaveError: safetensors can't hold a key: it is no tensor, or of a dtype without a name.
         CheckpointExistsError: something is there that may not be replaced.
         WriteError, CommitError: the files can't be written.
-        ValueError: there is no such format.
+        ValueError: there is no such format, or it does not have one of the options.
     """
     options = _options(keys=keys, dtype=dtype, verify=verify, safe_globals=safe_globals, trust=trust)
     check_progress(progress)
@@ -300,11 +217,17 @@ def convert_checkpoint(
     forms: dict[str, Callable[[dict[str, JsonValue]], FileFormat]] = {
         "dcp": lambda _: DcpFormat(_FILES),
         "torch": lambda _: TorchFormat(),
-        "safetensors": partial(SafetensorsFormat, single_file=is_file, shard_bytes=None),
+        "safetensors": partial(
+            SafetensorsFormat, single_file=is_file, shard_bytes=shard_bytes, file_of=fqn_to_index_mapping
+        ),
     }
     if to not in forms:
         raise ValueError(f"to must be 'dcp', 'torch' or 'safetensors', not {to!r}")
-    return Recoding(path, target, forms[to], options, None, overwrite, progress=progress)
+    if to != "safetensors" and (shard_bytes is not None or fqn_to_index_mapping is not None):
+        raise ValueError("shard_bytes= and fqn_to_index_mapping= are for to='safetensors'")
+    forms[to]({})  # raises now what is wrong with its options
+    facts = None if metadata is None else check_user_metadata(metadata)
+    return Recoding(path, target, forms[to], options, facts, overwrite, progress=progress)
 
 
 convert_checkpoint_async = _async_form(convert_checkpoint)
@@ -315,43 +238,3 @@ def _options(keys: str | Sequence[str] | None = None, **others: Any) -> LoadOpti
     options = LoadOptions(keys=check_patterns(keys), **others)
     check_options(options, into=False)
     return options
-
-
-_MODES: dict[str, Callable[..., None]] = {
-    "torch_to_dcp": torch_save_to_dcp,
-    "dcp_to_torch": dcp_to_torch_save,
-    "dcp_to_safetensors": dcp_to_safetensors,
-    "safetensors_to_dcp": safetensors_to_dcp,
-}
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Convert from the command line; return the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m aiockpt.dcp.format_utils",
-        description="Convert between checkpoints, torch.save files and safetensors.",
-    )
-    parser.add_argument("mode", choices=list(_MODES), help="the direction")
-    parser.add_argument("src", help="what to convert")
-    parser.add_argument("dst", help="where to write it")
-    parser.add_argument("--trust", action="store_true", help="unpickle objects without restriction")
-    parser.add_argument("--keys", action="append", help="safetensors: convert only this name or pattern; repeatable")
-    parser.add_argument("--dtype", choices=list(DTYPES), help="safetensors: cast floating-point tensors to this dtype")
-    chosen = parser.parse_args(arguments)
-    convert = _MODES[chosen.mode]
-    given = {name: value for name in ("trust", "keys", "dtype") if (value := getattr(chosen, name))}
-    for name in given.keys() - inspect.signature(convert).parameters.keys():
-        parser.error(f"--{name} is not an option of {chosen.mode}")
-    if chosen.dtype:
-        given["dtype"] = DTYPES[chosen.dtype]
-    try:
-        convert(chosen.src, chosen.dst, **given)
-    except AiockptError as exc:
-        sys.stderr.write(f"{exc}\n")
-        return 1
-    sys.stdout.write(f"converted {chosen.src} to {chosen.dst}\n")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -63,7 +63,6 @@ if TYPE_CHECKING:
 
 
 _logger = logging.getLogger("aiockpt")
-_OPEN = open  # of the builtins
 _ALIGNMENT = 64
 
 
@@ -72,7 +71,6 @@ class RankWriteOptions:
     """Options for writing the files of one rank. Sent to the process that writes them."""
 
     pid: int  # of the process that prepared the save
-    open_file: Callable[[str, str], Any] | None  # opens the files as streams; None: aiockpt writes them
     sync: bool  # fsync the files
     transforms: Sequence[Transform]  # applied to each item
     staging_bytes: int | None  # at most
@@ -113,8 +111,7 @@ class FileSystemWriterAsync(FileSystemWriter):
             that a save never reads memory that is no longer a tensor's.
         use_cpu_shm_for_gpu_tensors: copy tensors of accelerators to shared host memory in `prepare_write_data`, so that
             the writing process uses no accelerator.
-        open_file: ``open_file(path, "wb")`` opens each data file, as a stream that has a file descriptor or an
-            ``fsync`` method. The builtin ``open`` leaves it to aiockpt.
+        open_file: accepted likewise: the builtin ``open``.
         kwargs: as for `aiockpt.dcp.FileSystemWriter`.
     """
 
@@ -134,7 +131,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         is_multiproc_io: bool = False,
         use_cached_data_structure: bool = False,
         use_cpu_shm_for_gpu_tensors: bool = False,
-        open_file: Callable[[str, str], Any] = _OPEN,
+        open_file: Callable[..., Any] = open,
         **kwargs: Any,
     ) -> None:
         if str(path).startswith("msc://"):
@@ -143,12 +140,10 @@ class FileSystemWriterAsync(FileSystemWriter):
                 "system, or with the stock writer, after aiockpt.dcp.megatron.uninstall()"
             )
         super().__init__(path, *args, **kwargs)
-        if self._as_safetensors:
-            raise ValueError("SAFETENSORS is not for saves in another process")
         if not self.single_file_per_rank:
             raise ValueError("single_file_per_rank=False is not for saves in another process")
-        if self._transforms and open_file is not _OPEN:
-            raise ValueError("_extensions are not for files that open_file opens")
+        if open_file is not open:
+            raise ValueError("open_file must be the builtin open: this writer opens its files itself")
         self.checkpoint_dir = path
         self.separation_hint = separation_hint
         self.use_msc = use_msc
@@ -274,7 +269,6 @@ class FileSystemWriterAsync(FileSystemWriter):
             return None, None, []
         options = RankWriteOptions(
             pid=os.getpid(),
-            open_file=None if self.open_file is _OPEN else self.open_file,
             sync=self.sync_files,
             transforms=self._transforms,
             staging_bytes=self._staging_bytes,
@@ -368,7 +362,7 @@ class FileSystemWriterAsync(FileSystemWriter):
             results_queue: the result is put into this queue. None: it is only returned.
             count_queue: an entry is taken from this queue, and marked as done, when the file is written. None: none.
             use_fsync: make the file durable.
-            kwargs: ``open_file``, ``staging_bytes`` and ``direct_io``, as for the constructor.
+            kwargs: ``staging_bytes`` and ``direct_io``, as for the constructor.
 
         Returns:
             The number, and the results of the items, or the error.
@@ -444,7 +438,7 @@ def _as_a_writing_process() -> Iterator[None]:
 def _write_buckets(options: RankWriteOptions, buckets: list[WriteBucket]) -> list[list[WriteResult]]:
     """Write all files of a rank at the same time; return the results of each; raise the first error."""
     share = options.staging_bytes and max(BLOCK_BYTES, options.staging_bytes // len(buckets))
-    settings = {"open_file": options.open_file, "staging_bytes": share, "direct_io": options.direct_io}
+    settings = {"staging_bytes": share, "direct_io": options.direct_io}
     with DaemonThreads(len(buckets), "aiockpt-dcp") as threads:
         return list(threads.map(partial(_call, options, settings), enumerate(buckets)))
 
@@ -469,16 +463,12 @@ def _write_bucket(
     transforms: Sequence[Transform],
     *,
     fsync: bool,
-    open_file: Callable[[str, str], Any] | None = None,
     staging_bytes: int | None = None,
     direct_io: bool = True,
 ) -> list[WriteResult]:
     """Write one file, which is replaced if an earlier attempt left it."""
     path, name, (objects, tensors) = bucket
     pairs = [*objects, *tensors]
-    if open_file is not None:
-        ranges = write_stream(open_file, path, (value for _, value in pairs), fsync=fsync)
-        return results_of([item for item, _ in pairs], [ItemRange(name, *each) for each in ranges])
     # Under a name of its own: an attempt that was killed may have left its file, and a fork of it may still be writing.
     directory, planner = os.path.dirname(path), Planner(DcpFormat(1), f".{uuid.uuid4().hex}_")
     settings = {"staging_bytes": staging_bytes, "direct_io": direct_io, "io_threads": 1}
@@ -507,49 +497,6 @@ def _read_results(path: str, count: int) -> list[ItemRange]:
             f"the writing process left no results at {path} ({exc}): did its process die? See its log"
         ) from exc
     raise WriteError(f"Worker failure: {results.get('error', 'some items have no place')}")
-
-
-# --- data files that are written as streams ---------------------------------------------------------
-
-
-class _Counting:
-    """A stream for writing that counts its bytes: not every stream tells its position."""
-
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
-        self.written = 0
-
-    def write(self, data: Any) -> int:
-        self._stream.write(data)
-        self.written += memoryview(data).nbytes
-        return memoryview(data).nbytes
-
-    def flush(self) -> None:
-        """Do nothing: the stream is flushed once, at its end."""
-
-
-def write_stream(
-    open_file: Callable[[str, str], Any], path: str, values: Iterable[torch.Tensor | bytes], *, fsync: bool
-) -> list[tuple[int, int]]:
-    """Write values to a file, tensors as ``torch.save`` does; return the offset and the length of each. Blocks."""
-    places: list[tuple[int, int]] = []
-    with open_file(path, "wb") as stream:
-        counting: Any = _Counting(stream)
-        for value in values:
-            offset = counting.written
-            if isinstance(value, torch.Tensor):
-                # Of a view, torch.save would write the whole storage.
-                whole = value.untyped_storage().nbytes() == value.nbytes
-                torch.save(value if whole else value.clone(), counting)
-            else:
-                counting.write(value)
-            places.append((offset, counting.written - offset))
-        if fsync and hasattr(stream, "fsync"):
-            stream.fsync()
-        elif fsync:
-            stream.flush()
-            os.fsync(stream.fileno())
-    return places
 
 
 # --- in the place of the packages' own class ------------------------------------------------------

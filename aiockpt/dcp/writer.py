@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
-import math
+import logging
 import os
 import pathlib
 import pickle
 import uuid
 import warnings
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
-from itertools import accumulate
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,30 +23,128 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
+from aiockpt.core.threads import outlast
 from aiockpt.dcp.adapter import AnyCheckpointer, ExtensionTransform, borrowed, finished
 from aiockpt.dcp.index import storage_info
-from aiockpt.dcp.shared_save import SharedPrefix, SharedSave, shared_save_at
-from aiockpt.errors import CheckpointExistsError, SaveError, WriteError
-from aiockpt.format.index import ItemRange
-from aiockpt.format.names import DCP_VERSION, SUFFIX
-from aiockpt.format.safetensors.writer import Stored, describe_tensors, encode_header, file_order, has_name
+from aiockpt.engine.facade import EngineAccess
+from aiockpt.errors import AiockptError, CheckpointExistsError, CommitError, SaveError, WriteError
+from aiockpt.format.names import DCP_VERSION, METADATA_NAME, SUFFIX
 from aiockpt.planning.dcp_plan import DcpFormat
 from aiockpt.planning.planner import Planner
-from aiockpt.storage.faults import errors
+from aiockpt.storage.base import SharedStorage, Stamp, shared_storage
 from aiockpt.storage.local import beside
 from aiockpt.storage.local.directories import absolute
 from aiockpt.storage.local.temp_dir import hold
-from aiockpt.storage.registry import scheme_of, text_of
+from aiockpt.storage.registry import scheme_of, storage_for, text_of
 
 if TYPE_CHECKING:
     from torch.futures import Future
 
+    from aiockpt.format.index import ItemRange
     from aiockpt.format.transforms.base import Transform
     from aiockpt.options import Path
+    from aiockpt.reading.executor import LoadTools
     from aiockpt.storage.base import Storage
 
     Resolve = Callable[[WriteItem], torch.Tensor | bytes]
     _Numbered = tuple[int, WriteItem]
+
+# --- one transaction of all ranks, where the storage is no file system --------------------------------
+
+
+logger = logging.getLogger("aiockpt")
+
+
+@dataclass
+class SharedPrefix(_StoragePrefix):
+    """The data that a rank needs to write its files: how their names begin, and the ticket of the transaction."""
+
+    ticket: str
+
+
+@dataclass(eq=False, slots=True)
+class SharedSave:
+    """The transaction of all ranks. Between the calls of torch only its ticket is kept, so no engine has to run."""
+
+    storage: SharedStorage  # where it writes to
+    path: str  # of the checkpoint
+    ticket: str = ""  # of the transaction that this rank takes part in; empty if there is none
+    stamp: Stamp | None = None  # on the rank that has begun it, that of the transaction
+    over: str = ""  # the ticket of the last one, which has ended
+
+    def begin(self, checkpointer: AnyCheckpointer, *, overwrite: bool) -> str:
+        """Begin a transaction and return its ticket. Blocks."""
+
+        async def begin(tools: LoadTools) -> tuple[str, Stamp | None]:
+            begun = await self.storage.begin(self.path, overwrite=overwrite, workers=tools.workers)
+            await begun.release()  # it lives as long as this process
+            return begun.ticket, begun.stamp
+
+        self.ticket, self.stamp = EngineAccess(checkpointer).call(begin, f"begin to write {self.path}").result()
+        return self.ticket
+
+    def follow(self, prefix: _StoragePrefix) -> None:
+        """Take part in the transaction that a plan names; raise WriteError if the plan is of an earlier save."""
+        ticket = getattr(prefix, "ticket", "")
+        if not ticket or ticket == self.over or (self.ticket and self.ticket != ticket):
+            raise WriteError(
+                f"the plan for {self.path} is that of an earlier save: a URL needs a new plan for each save, so leave "
+                "out enable_plan_caching"
+            )
+        self.ticket = ticket
+
+    def leave(self) -> None:
+        """Forget the transaction, whose files belong to the rank that has begun it."""
+        if self.stamp is None:
+            self.ticket, self.over = "", self.ticket
+
+    def publish(self, checkpointer: AnyCheckpointer, metadata: bytes, files: Iterable[str], *, overwrite: bool) -> None:
+        """Publish what all ranks have written. Blocks; if it fails, everything is removed."""
+
+        async def publish(tools: LoadTools) -> None:
+            taken = await self.storage.take_over(
+                self.path, self.ticket, overwrite=overwrite, workers=tools.workers, stamp=self.stamp
+            )
+            try:
+                missing = set(files).difference(await taken.sizes())
+                if missing:
+                    raise CommitError(f"{self.path}: {min(missing)}, which a rank has written, is not there")
+                await taken.commit({METADATA_NAME: metadata})
+            except BaseException:
+                await outlast(taken.abort())
+                raise
+
+        EngineAccess(checkpointer).call(publish, f"publish {self.path}").result()
+        self.ticket, self.stamp, self.over = "", None, self.ticket
+
+    def discard(self, checkpointer: AnyCheckpointer) -> None:
+        """Remove the files of all ranks, which then can't publish them any more, as far as that works. Blocks."""
+        ticket, self.ticket, self.stamp, self.over = self.ticket, "", None, self.ticket
+
+        async def discard(tools: LoadTools) -> None:
+            joined = await self.storage.join(self.path, ticket, workers=tools.workers)
+            await joined.discard_all()
+
+        try:
+            EngineAccess(checkpointer).call(discard, f"discard {self.path}").result()
+        except AiockptError as exc:  # it may be gone; what is left goes when the processes of the save have ended
+            logger.debug("an unfinished save of %s may be left: %s", self.path, exc)
+
+
+def shared_save_at(
+    path: str, storage: Storage | None, options: Mapping[str, Any] | None, checkpointer: AnyCheckpointer | None
+) -> SharedSave:
+    """Return what saves to a URL, or to a path of a storage; by the storages of the checkpointer, if there is one."""
+    if checkpointer is not None:
+        found, path = EngineAccess(checkpointer).locate(path, storage, options)
+    elif storage is not None:
+        found, path = storage, storage.resolve(path)
+    else:
+        found, path = storage_for(path, **(options or {}))
+    return SharedSave(shared_storage(found), path)
+
+
+# --- the writer ---------------------------------------------------------------------------------------
 
 
 class FileSystemWriter(filesystem.FileSystemWriter):
@@ -77,9 +171,7 @@ class FileSystemWriter(filesystem.FileSystemWriter):
         cache_staged_state_dict: as in torch: keep the copy that ``dcp.async_save`` makes for the next save.
         overwrite: replace an existing checkpoint once the new one is complete.
         _extensions: stream transforms of torch's, applied to each item in this order.
-        serialization_format: ``SAFETENSORS`` writes a rank's tensors to one file for readers of safetensors, further
-            chunks of the same tensors to further files, and objects to a file of their own. As with torch's class,
-            ``dcp.load`` can't read these.
+        serialization_format: that of ``torch.save`` alone.
         staging_bytes: maximum staging memory in bytes; see `aiockpt.SyncCheckpointer`. Pickled objects, and tensors
             that a planner makes anew, are asked for until they take as much, and written; then the next ones, to
             further files.
@@ -114,9 +206,11 @@ class FileSystemWriter(filesystem.FileSystemWriter):
         storage: Storage | None = None,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
-        self._as_safetensors = getattr(serialization_format, "value", None) == "safetensors"
-        if self._as_safetensors and _extensions:
-            raise ValueError("_extensions are for serialization_format=TORCH_SAVE; safetensors hold tensors as is")
+        if getattr(serialization_format, "value", None) == "safetensors":
+            raise ValueError(
+                "this writer writes no safetensors, which dcp.load can't read: use torch's HuggingFaceStorageWriter, "
+                "or format='safetensors' of a checkpointer"
+            )
         if thread_count is not None and thread_count < 1:
             raise ValueError(f"thread_count must be at least 1, not {thread_count!r}")
         super().__init__(
@@ -155,8 +249,6 @@ class FileSystemWriter(filesystem.FileSystemWriter):
             return
         if not self._takes_urls:
             raise ValueError(f"{text} is a URL; this writer writes to directories, so give a path")
-        if self._as_safetensors:
-            raise ValueError(f"{text}: serialization_format=SAFETENSORS is for directories; use TORCH_SAVE")
         self._shared = shared_save_at(text, self._storage, self._storage_options, self._checkpointer)
         self.path = self._shared.path  # as text: a pathlib.Path can't hold a URL
 
@@ -279,11 +371,7 @@ class FileSystemWriter(filesystem.FileSystemWriter):
 
     def _write(self, prefix: str, items: Sequence[WriteItem], planner: SavePlanner) -> Sequence[ItemRange]:
         hidden = beside.find(self._path(), self._alone) if self._shared is None else ""
-        one_file = self.single_file_per_rank
-        if self._as_safetensors:
-            resolve = partial(resolved, planner=planner)
-            return write_safetensors(items, resolve, hidden, prefix, one_file=one_file, fsync=self.sync_files)
-        file_format = DcpFormat(self.thread_count if one_file else None)
+        file_format = DcpFormat(self.thread_count if self.single_file_per_rank else None)
         places: list[ItemRange] = []
         with self._borrowed() as checkpointer:
             for number, values in enumerate(resolved_batches(items, planner, self._staging_bytes)):
@@ -441,87 +529,3 @@ def locations_of(
         if missing:
             raise WriteError(f"{name} was not written by any rank ({missing[0]}); nothing was published")
     return locations
-
-
-# --- items in safetensors files ---------------------------------------------------------------------
-# Source of the metadata in the headers: torch/distributed/checkpoint/_hf_utils.py.
-
-
-def write_safetensors(
-    items: Sequence[WriteItem], resolve: Resolve, directory: str, prefix: str, *, one_file: bool, fsync: bool
-) -> list[ItemRange]:
-    """Write items to new files; return the place of each: of a tensor, that of its payload. Blocks.
-
-    Tensors are resolved one at a time. A file can't hold two chunks of one tensor: further ones go to further files.
-    Objects are in a file of their own, as they are pickled.
-    """
-    places: dict[int, ItemRange] = {}
-    for number, group in enumerate(_files(items, one_file=one_file)):
-        name = f"{prefix}{number}.distcp"
-        path = os.path.join(directory, name)
-        task = f"write {path}"
-        with contextlib.ExitStack() as stack:
-            with errors(WriteError, task):  # a planner's own errors pass
-                file = stack.enter_context(open(path, "xb"))
-            for at, part in _parts(group, resolve):
-                with errors(WriteError, task):
-                    if at is not None:
-                        places[at] = ItemRange(name, file.tell(), len(part))
-                    file.write(part)
-            with errors(WriteError, task):
-                file.flush()
-                if fsync:
-                    os.fsync(file.fileno())
-    return [places[number] for number in range(len(items))]
-
-
-def _files(items: Sequence[WriteItem], *, one_file: bool) -> list[list[_Numbered]]:
-    """Return the items of each file, with their numbers."""
-    if not one_file:
-        return [[each] for each in enumerate(items)]
-    files: dict[int, list[_Numbered]] = {}
-    seen: Counter[str] = Counter()
-    for number, item in enumerate(items):
-        is_object = item.type == WriteItemType.BYTE_IO
-        files.setdefault(-1 if is_object else seen[item.index.fqn], []).append((number, item))
-        seen[item.index.fqn] += 1
-    return list(files.values())
-
-
-def _parts(group: Sequence[_Numbered], resolve: Resolve) -> Iterator[tuple[int | None, bytes | memoryview]]:
-    """Yield the parts of a file of objects; of a file of tensors the header (None), then the payload of each item."""
-    if group[0][1].type == WriteItemType.BYTE_IO:
-        for number, item in group:
-            value = resolve(item)
-            if isinstance(value, bytes):
-                yield number, value
-        return
-    described = sorted(((_stored(item), number, item) for number, item in group), key=lambda each: file_order(each[0]))
-    ends = accumulate(math.prod(stored.shape) * stored.dtype.itemsize for stored, _, _ in described)
-    offsets = {
-        item.index.fqn: {"saved_offsets": [] if item.tensor_data is None else list(item.tensor_data.chunk.offsets)}
-        for _, item in group
-    }
-    metadata = {"DCP_SHARDING_INFO": json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"}
-    yield None, encode_header(metadata, describe_tensors((stored for stored, _, _ in described), ends))
-    for stored, number, item in described:
-        value = resolve(item)
-        if not isinstance(value, torch.Tensor) or (value.dtype, tuple(value.shape)) != stored[1:]:
-            raise SaveError(
-                f"{stored.name}: the plan says {stored.dtype} of {stored.shape}, but the planner gave "
-                f"{getattr(value, 'dtype', type(value))} of {tuple(getattr(value, 'shape', ()))}; use the format of "
-                "torch.save, or cast before the save"
-            )
-        # Views that are conjugated or negated lazily hold other bits than their values; numpy() refuses them.
-        flat = value.resolve_conj().resolve_neg().to("cpu").contiguous().reshape(-1)
-        yield number, flat.view(torch.uint8).numpy().data
-
-
-def _stored(item: WriteItem) -> Stored:
-    """Return what the plan says of a tensor; raise SaveError if the format has no name for it."""
-    if item.tensor_data is None:
-        raise SaveError(f"{item.index.fqn}: the plan does not describe this tensor")
-    stored = Stored(item.index.fqn, item.tensor_data.properties.dtype, tuple(item.tensor_data.chunk.sizes))
-    if not has_name(stored.dtype, len(stored.shape)):
-        raise SaveError(f"{stored.name} is a tensor of {stored.dtype}, which safetensors has no name for; convert it")
-    return stored

@@ -18,7 +18,7 @@ import anyio
 
 from aiockpt.coordination.choose import choose_coordinator, is_distributed, may_be_of_several
 from aiockpt.core.futures import Call, Completion
-from aiockpt.core.importing import importing
+from aiockpt.core.lazy import importing
 from aiockpt.core.threads import Origin, check_threads, start_thread, uninterrupted
 from aiockpt.engine.loop import EngineLoop, logger
 from aiockpt.engine.queue import Failures, SaveQueue, Statistics

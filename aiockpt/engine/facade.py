@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from aiockpt.coordination.choose import may_be_of_several
 from aiockpt.core.futures import Completion
-from aiockpt.core.importing import importing
-from aiockpt.core.lazy import lazy_property
+from aiockpt.core.lazy import importing, lazy_property
 from aiockpt.core.parameters import parameters_of
 from aiockpt.core.threads import outlast
 from aiockpt.engine.engine import Engine
@@ -45,7 +44,7 @@ if TYPE_CHECKING:
     from aiockpt.saving.handle import SaveHandle
     from aiockpt.saving.job import SaveJob
     from aiockpt.storage.base import Storage
-    from aiockpt.telemetry.loads import LoadResult
+    from aiockpt.telemetry.saves import LoadResult
 
 logger = logging.getLogger("aiockpt")
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from aiockpt.core.importing import importing
+from aiockpt.core.lazy import importing
 from aiockpt.engine.requests import LoadRequest
 from aiockpt.errors import AiockptError, LoadError
 from aiockpt.format.keys import check_patterns

@@ -11,15 +11,14 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from aiockpt.core.threads import DaemonThreads, Duty, Origin
-from aiockpt.telemetry.loads import LoadResult
 from aiockpt.telemetry.observer import CallEvent, Observer, SaveEvent
 from aiockpt.telemetry.progress import ReadReport
+from aiockpt.telemetry.saves import LoadResult
 
 if TYPE_CHECKING:
     from aiockpt.saving.job import SaveJob
-    from aiockpt.telemetry.mirrors import MirrorBacklog, MirrorResult
     from aiockpt.telemetry.progress import OnProgress, Outcome, ProgressEvent, Reading
-    from aiockpt.telemetry.saves import SaveResult
+    from aiockpt.telemetry.saves import MirrorBacklog, MirrorResult, SaveResult
 
 MOST_CALLS = 10_000
 """Calls of observers that may wait; further ones are dropped."""

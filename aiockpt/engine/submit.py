@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import aiockpt.saving.pipeline  # noqa: F401 - what runs the save, imported before the engine's thread wants it
 from aiockpt.core.gc_pause import gc_pause
-from aiockpt.core.importing import importing
+from aiockpt.core.lazy import importing
 from aiockpt.core.parameters import outer_stacklevel
 from aiockpt.core.spans import Span
 from aiockpt.core.wording import a

@@ -56,25 +56,15 @@ _MAGICS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Recognised:
-    """The answer of recognition: of this class no checkpoint, and of one below a checkpoint of that layout.
+    """The answer of recognition: of this class no checkpoint, and of one below a checkpoint of that layout."""
 
-    Attributes:
-        format: its format; of a directory of checkpoints, that they were published together, by aiockpt.
-        problem: why it is not complete, as far as names tell, or what it is in place of a checkpoint.
-        files: the files of a set, in order.
-        index: the document that names them, if there is one.
-        ranks: the metadata files of ranks that saved alone.
-        choices: the checkpoints in it, by their relative paths, if it is none itself.
-        beside: the other files at its top, which are not read with it.
-    """
-
-    format: Format = ""
-    problem: str = ""
-    files: tuple[str, ...] = ()
-    index: str = ""
-    ranks: Mapping[int, str] = field(default_factory=dict)
-    choices: tuple[str, ...] = ()
-    beside: tuple[str, ...] = ()
+    format: Format = ""  # its format; of a directory of checkpoints, that they were published together, by aiockpt
+    problem: str = ""  # why it is not complete, as far as names tell, or what it is in place of a checkpoint
+    files: tuple[str, ...] = ()  # the files of a set, in order
+    index: str = ""  # the document that names them, if there is one
+    ranks: Mapping[int, str] = field(default_factory=dict)  # the metadata files of ranks that saved alone
+    choices: tuple[str, ...] = ()  # the checkpoints in it, by their relative paths, if it is none itself
+    beside: tuple[str, ...] = ()  # the other files at its top, which are not read with it
 
     broken: ClassVar[State] = "damaged"  # its state, if it has a problem
 

@@ -36,15 +36,10 @@ _REMOVED = "-removed"
 
 @dataclass(eq=False)
 class PendingSave:
-    """A checkpoint that a framework writes, or that is in flight.
+    """A checkpoint that a framework writes, or that is in flight."""
 
-    Attributes:
-        transaction: where its parts are saved.
-        about: anything that the plug-in needs when it is written.
-    """
-
-    transaction: SyncTransaction
-    about: Any = None
+    transaction: SyncTransaction  # where its parts are saved
+    about: Any = None  # anything that the plug-in needs when it is written
 
     @property
     def path(self) -> str:
@@ -57,14 +52,11 @@ class SavesInFlight(Lifetime):
 
     Args:
         options: those of `SyncCheckpointer`.
-
-    Attributes:
-        open: the transaction that the framework writes into just now.
     """
 
     def _forget(self) -> None:
         super()._forget()
-        self.open: SyncTransaction | None = None
+        self.open: SyncTransaction | None = None  # the transaction that the framework writes into just now
         self._warns = self._options.get("on_failure") == "warn"
         self._saves: deque[PendingSave] = deque()
         self._failure: BaseException | None = None

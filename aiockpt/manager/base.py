@@ -20,7 +20,7 @@ from aiockpt.engine.facade import CheckpointerBase, EngineAccess
 from aiockpt.errors import AiockptError, SaveError, printable_key
 from aiockpt.manager.closing import Closing
 from aiockpt.manager.due import Due
-from aiockpt.manager.policies import Mode, StepFacts, as_policy, check_metric, kept_text, metric_of, ranked, select
+from aiockpt.manager.policies import Mode, StepFacts, as_policy, check_metric, metric_of, ranked, select
 from aiockpt.manager.preemption import Answer, Asked, Pace, decide
 from aiockpt.manager.requests import (
     ManagerOptions,
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from aiockpt.manager.ports import CheckpointerPort
     from aiockpt.manager.tiers import Tier
     from aiockpt.saving.handle import SaveHandle
-    from aiockpt.telemetry.mirrors import MirrorBacklog
+    from aiockpt.telemetry.saves import MirrorBacklog
 
 T = TypeVar("T")
 
@@ -298,7 +298,7 @@ class ManagerBase:
         """Return the options of the checkpointer's save; the metadata gets the facts of the step."""
         run, ours = self._run, self._options
         run.id = run.id or secrets.token_hex(_ID_BYTES)
-        metadata[RUN_KEY] = {**facts, "keep": kept_text(self._keep), "id": run.id}
+        metadata[RUN_KEY] = {**facts, "id": run.id}
         options = {option.name: getattr(request, option.name) for option in fields(SaveOptions)}
         filters = {"include": ours.include, "exclude": ours.exclude}
         filters = {name: rule if options[name] is None else options[name] for name, rule in filters.items()}

@@ -21,16 +21,12 @@ class Closing:
 
     Args:
         directory: the run's, for messages.
-
-    Attributes:
-        hurry: complete it to make `wait` return.
-        has_failed: whether the manager's block was left by an error.
     """
 
     def __init__(self, directory: str) -> None:
         self._directory = directory
-        self.hurry: concurrent.futures.Future[None] = concurrent.futures.Future()
-        self.has_failed = False
+        self.hurry: concurrent.futures.Future[None] = concurrent.futures.Future()  # complete it to make `wait` return
+        self.has_failed = False  # whether the manager's block was left by an error
         self._end: Completion[None] | None = None  # since it was begun
         self._thread: threading.Thread | None = None
 

@@ -30,14 +30,11 @@ _END_S = 5.0
 
 
 class RunDisks:
-    """This host's disk, and the way to the others.
-
-    Attributes:
-        storage: all disks as one; the own one alone until they have met.
-    """
+    """This host's disk, and the way to the others."""
 
     def __init__(self, own: Storage, directory: str, names: StepNames, access: EngineAccess) -> None:
         self._own, self._directory, self._names, self._access = shared_storage(own), directory, names, access
+        # all disks as one; the own one alone until they have met
         self.storage = HostDisks([Disk("", socket.gethostname(), own)], "")
         self._server: PeerServer | None = None
         self._peers: list[PeerDisk] = []

@@ -12,19 +12,14 @@ if TYPE_CHECKING:
 
 
 class Due:
-    """Whether a save is due, as far as this rank can tell; what all ranks agree on, it is told.
-
-    Attributes:
-        requests: those for a last save, on this rank.
-        is_stopping: whether the ranks have agreed that the last step is reached.
-    """
+    """Whether a save is due, as far as this rank can tell; what all ranks agree on, it is told."""
 
     def __init__(self, policy: SavePolicy | None) -> None:
         if policy is not None and not isinstance(policy, SavePolicy):
             raise TypeError(f"save must be a policy such as EverySteps(100), not {policy!r}")
         self._by_step, self._by_facts = split(policy)
-        self.requests = LastSaveRequests()
-        self.is_stopping = False
+        self.requests = LastSaveRequests()  # those for a last save, on this rank
+        self.is_stopping = False  # whether the ranks have agreed that the last step is reached
         self._previous: int | None = None  # the step that was asked about, or restored
         self._restored: int | None = None
         self._final: int | None = None  # the last step, as the caller has said

@@ -40,7 +40,7 @@ from aiockpt.manager.scan import StepInfo, is_unreadable
 from aiockpt.manager.tiers import Tier, backlog, due_steps, is_mirrored, mirror_to_delete, other_run
 from aiockpt.storage.copying import RateLimit, copy_checkpoint
 from aiockpt.sync_checkpointer import SyncCheckpointer
-from aiockpt.telemetry.mirrors import MirrorBacklog, MirrorResult
+from aiockpt.telemetry.saves import MirrorBacklog, MirrorResult
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -76,23 +76,14 @@ logger = logging.getLogger("aiockpt")
 
 @dataclass(frozen=True, slots=True)
 class MirrorSettings:
-    """Settings of a mirror: the steps that are copied, and how.
+    """Settings of a mirror: the steps that are copied, and how."""
 
-    Attributes:
-        keep: the policy of the run's directory.
-        mirror_keep: that of the mirror.
-        every: which steps are mirrored, and the newest one when the run is closed; None: all.
-        bytes_per_s: the limit; None: no limit.
-        is_required: no step is deleted before it is mirrored.
-        locks: whether the mirror has one writer.
-    """
-
-    keep: KeepPolicy | None = None
-    mirror_keep: KeepPolicy | None = None
-    every: SavePolicy | None = None
-    bytes_per_s: float | None = None
-    is_required: bool = False
-    locks: bool = True
+    keep: KeepPolicy | None = None  # the policy of the run's directory
+    mirror_keep: KeepPolicy | None = None  # that of the mirror
+    every: SavePolicy | None = None  # which steps are mirrored, and the newest one when the run is closed; None: all
+    bytes_per_s: float | None = None  # the limit; None: no limit
+    is_required: bool = False  # no step is deleted before it is mirrored
+    locks: bool = True  # whether the mirror has one writer
 
 
 class Promises:

@@ -276,11 +276,6 @@ def check_seconds(policy: object, value: object) -> None:
         raise ValueError(f"seconds of {type(policy).__name__} must be more than 0, not {value!r}")
 
 
-def kept_text(keep: KeepPolicy | None) -> list[str]:
-    """Return the policies as text, for the metadata of a checkpoint."""
-    return [repr(part) for part in keep.policies] if isinstance(keep, KeepAny) else [] if keep is None else [repr(keep)]
-
-
 # --- when a run saves --------------------------------------------------------------------------------
 
 

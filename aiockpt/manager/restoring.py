@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from aiockpt.core.dataclasses import dataclass, replace
-from aiockpt.core.importing import importing
+from aiockpt.core.lazy import importing
 from aiockpt.core.parameters import outer_stacklevel
 from aiockpt.core.threads import DaemonThreads
 from aiockpt.core.wording import some_of

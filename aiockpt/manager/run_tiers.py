@@ -6,7 +6,7 @@ import contextlib
 import weakref
 from typing import TYPE_CHECKING
 
-from aiockpt.core.importing import importing
+from aiockpt.core.lazy import importing
 from aiockpt.errors import AiockptError, DeleteError
 from aiockpt.manager.policies import as_policy
 from aiockpt.manager.requests import mirror_of
@@ -24,29 +24,23 @@ if TYPE_CHECKING:
 
 
 class Tiers:
-    """The tiers of a run. A run without a mirror, or without disks of hosts, does not import their code.
-
-    Attributes:
-        run: the run's directory.
-        disks: the disks of the hosts, if each has its own.
-        options: the settings of the mirror; None: there is none.
-        mirror: the directory of the mirror, on all ranks.
-        copier: what copies to the mirror, on the rank that does; None until it begins.
-    """
+    """The tiers of a run. A run without a mirror, or without disks of hosts, does not import their code."""
 
     def __init__(self, options: ManagerOptions, access: EngineAccess) -> None:
         storage, directory = access.locate(options.directory)
         names = StepNames(options.names)
-        self.disks: RunDisks | None = None
+        self.disks: RunDisks | None = None  # the disks of the hosts, if each has its own
         if options.own_disks:
             with importing():
                 from aiockpt.manager.disks import RunDisks
 
             self.disks = RunDisks(storage, directory, names, access)
             storage = self.disks.storage
-        self.run = Tier(storage, directory, names)
-        self.options = mirror_of(options)
+        self.run = Tier(storage, directory, names)  # the run's directory
+        self.options = mirror_of(options)  # the settings of the mirror; None: there is none
+        # the directory of the mirror, on all ranks
         self.mirror = None if self.options is None else self._located(self.options, access)
+        # what copies to the mirror, on the rank that does; None until it begins
         self.copier: MirrorCopier | None = None
 
     def _located(self, mirror: Mirror, access: EngineAccess) -> Tier:

@@ -10,10 +10,8 @@ from aiockpt.telemetry.card import size_text, time_text
 from aiockpt.telemetry.observer import CallEvent, Observer, SaveEvent
 
 if TYPE_CHECKING:
-    from aiockpt.telemetry.loads import LoadResult
-    from aiockpt.telemetry.mirrors import MirrorBacklog, MirrorResult
     from aiockpt.telemetry.progress import Outcome
-    from aiockpt.telemetry.saves import SaveResult
+    from aiockpt.telemetry.saves import LoadResult, MirrorBacklog, MirrorResult, SaveResult
 
 
 class LoggingObserver(Observer):

@@ -10,10 +10,8 @@ if TYPE_CHECKING:
     from opentelemetry.metrics import MeterProvider
     from opentelemetry.trace import Span, TracerProvider
 
-    from aiockpt.telemetry.loads import LoadResult
-    from aiockpt.telemetry.mirrors import MirrorBacklog, MirrorResult
     from aiockpt.telemetry.progress import Outcome
-    from aiockpt.telemetry.saves import SaveResult
+    from aiockpt.telemetry.saves import LoadResult, MirrorBacklog, MirrorResult, SaveResult
     from aiockpt.telemetry.timeline import Timed
 
 _PHASES = ("capture", "plan", "stage", "write", "commit", "open", "read", "load_state_dict")

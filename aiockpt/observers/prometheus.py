@@ -9,10 +9,8 @@ from aiockpt.telemetry.observer import CallEvent, Observer, SaveEvent
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-    from aiockpt.telemetry.loads import LoadResult
-    from aiockpt.telemetry.mirrors import MirrorBacklog, MirrorResult
     from aiockpt.telemetry.progress import Outcome
-    from aiockpt.telemetry.saves import SaveResult
+    from aiockpt.telemetry.saves import LoadResult, MirrorBacklog, MirrorResult, SaveResult
 
 _SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
 _OUTCOMES = ("written", "failed", "cancelled", "skipped")

@@ -16,7 +16,7 @@ from aiockpt.telemetry.progress import ProgressEvent, SavePhase, outcome_of
 from aiockpt.telemetry.saves import SaveResult
 
 if TYPE_CHECKING:
-    from aiockpt.telemetry.mirrors import MirrorResult
+    from aiockpt.telemetry.saves import MirrorResult
 
 SaveState = Literal["waiting", SavePhase, "skipped", "cancelled", "failed"]
 

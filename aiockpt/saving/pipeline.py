@@ -39,7 +39,7 @@ from aiockpt.storage.base import room_coming
 from aiockpt.telemetry.progress import ProgressEvent, SavePhase
 from aiockpt.telemetry.timeline import Recording
 from aiockpt.writing.file_writer import CommitInputs, FileWriter, FilledChunk, WriterThreads
-from aiockpt.writing.process.error_transport import as_save_error
+from aiockpt.writing.process.messages import as_save_error
 
 if TYPE_CHECKING:
     from anyio.streams.memory import MemoryObjectReceiveStream

@@ -25,7 +25,7 @@ from aiockpt.format.manifest.columnar_index import IndexedEntries
 from aiockpt.format.manifest.manifest import FileFacts, decode_head, facts_in, save_id_of
 from aiockpt.format.manifest.reader import decode_manifest
 from aiockpt.format.names import MANIFEST_NAME, METADATA_NAME
-from aiockpt.telemetry.mirrors import MirrorResult
+from aiockpt.telemetry.saves import MirrorResult
 
 if TYPE_CHECKING:
     from aiockpt.core.threads import Workers

@@ -6,10 +6,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from aiockpt.telemetry.loads import LoadResult
-    from aiockpt.telemetry.mirrors import MirrorBacklog, MirrorResult
     from aiockpt.telemetry.progress import Outcome
-    from aiockpt.telemetry.saves import SaveResult
+    from aiockpt.telemetry.saves import LoadResult, MirrorBacklog, MirrorResult, SaveResult
 
 
 @dataclass(frozen=True, slots=True)

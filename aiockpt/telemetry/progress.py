@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal, Self
 
 from aiockpt.core.spans import MOST, Span
 from aiockpt.errors import SaveCancelledError, SaveSkippedError
-from aiockpt.telemetry.loads import LoadResult
+from aiockpt.telemetry.saves import LoadResult
 from aiockpt.telemetry.timeline import Recording
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""The result of a save."""
+"""The results of saves and loads, and of mirroring a step."""
 
 from __future__ import annotations
 
@@ -82,3 +82,84 @@ class SaveResult(Timed):
         notes = "\n".join(f"{what}: {error}" for what, error in errors.items() if error is not None)
         title = "not saved" if self.error is not None else "saved"
         return card(title, self.path, {} if self.error is not None else facts, self.timeline(), notes)
+
+
+# --- loads --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LoadResult(Timed):
+    """A finished load: its size, and how long it took.
+
+    Attributes:
+        path: the checkpoint.
+        nbytes: the bytes that were read from its files, by this rank or by another one for it.
+        tensors: how many tensors were read; each stored piece of one counts.
+        objects: how many objects were read.
+        opened_s: how long it took until its metadata was read, in seconds.
+        loaded_s: from the call until everything was loaded, and every ``load_state_dict`` had returned.
+
+    `timeline` returns what each thread did, `chrome_trace` writes it to a file, and a notebook shows it.
+    """
+
+    path: str
+    nbytes: int
+    tensors: int
+    objects: int
+    opened_s: float
+    loaded_s: float
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Bytes read per second."""
+        return self.nbytes / self.loaded_s if self.loaded_s else 0.0
+
+    def _repr_html_(self) -> str:
+        from aiockpt.telemetry.card import card, size_text, time_text
+
+        facts = {
+            "tensors": f"{self.tensors}, and {self.objects} objects",
+            "read": size_text(self.nbytes),
+            "opened after": time_text(self.opened_s),
+            "loaded after": f"{time_text(self.loaded_s)} ({size_text(self.bytes_per_s)}/s)",
+        }
+        return card("loaded", self.path, facts, self.timeline())
+
+
+# --- mirrors ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class MirrorResult:
+    """A step that is durable in the mirror.
+
+    Attributes:
+        path: its path there.
+        nbytes: the bytes of its files.
+        sent_bytes: those that were sent now; the others were there, from an attempt that was interrupted.
+        mirrored_s: how long that took, in seconds; 0 if it was there already.
+    """
+
+    path: str
+    nbytes: int
+    sent_bytes: int
+    mirrored_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class MirrorBacklog:
+    """The steps that a mirror lacks, as it was seen last.
+
+    Attributes:
+        steps: the steps that will be mirrored, in this order.
+        nbytes: the bytes of their files.
+        newest: the newest step that the mirror has; None if it has none, or was not reached yet.
+        newest_time: when that was saved, in seconds as in `time.time`; 0 if there is none.
+        error: why the last attempt has failed; None if it has not.
+    """
+
+    steps: tuple[int, ...] = ()
+    nbytes: int = 0
+    newest: int | None = None
+    newest_time: float = 0.0
+    error: BaseException | None = None

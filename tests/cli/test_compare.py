@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from aiockpt.cli import compare
-from aiockpt.cli.compare import TensorDifference, Tolerance, same_objects
+from aiockpt.cli import diff as compare
+from aiockpt.cli.diff import TensorDifference, Tolerance, same_objects
 
 NAN, INF = math.nan, math.inf
 DTYPES = [

@@ -143,16 +143,16 @@ app(["convert", {str(tmp_path / "c")!r}, {str(tmp_path / "m.pt")!r}])
     assert b"writing" in shown
 
 
-# --- extract --------------------------------------------------------------------------------------------
+# --- some keys ------------------------------------------------------------------------------------------
 
 
 def test_keys_are_extracted(anywhere, tmp_path):
     source = make("aiockpt", anywhere / "c")
     for name in ("m.safetensors", "m.pt"):
-        result = invoke("extract", source, "model.0.weight", "h*d", "-o", anywhere / name)
+        result = invoke("convert", source, anywhere / name, "--keys", "model.0.weight", "--keys", "h*d")
         assert result.exit_code == 0, result.output
         same(load(anywhere / name), {k: v for k, v in tensors().items() if k != "model.0.bias"})
-    assert invoke("extract", source, "model", "-o", tmp_path / "h.pt", "--dtype", "float16").exit_code == 0
+    assert invoke("convert", source, tmp_path / "h.pt", "--keys", "model", "--dtype", "float16").exit_code == 0
     found = torch.load(tmp_path / "h.pt", weights_only=True)
     assert {key: value.dtype for key, value in found.items()} == dict.fromkeys(
         ("model.0.weight", "model.0.bias"), torch.float16
@@ -162,22 +162,20 @@ def test_keys_are_extracted(anywhere, tmp_path):
 def test_objects_are_extracted_into_torch_save_files(tmp_path):
     with aiockpt.SyncCheckpointer() as ckpt:
         ckpt.save({"model": {"w": torch.ones(2)}, "step": 7, "config": {"lr": [0.5]}}, tmp_path / "c")
-    assert invoke("extract", tmp_path / "c", "step", "config", "-o", tmp_path / "m.pt").exit_code == 0
+    assert invoke("convert", tmp_path / "c", tmp_path / "m.pt", "--keys", "step", "--keys", "config").exit_code == 0
     assert torch.load(tmp_path / "m.pt", weights_only=True) == {"step": 7, "config": {"lr": [0.5]}}
-    result = invoke("extract", tmp_path / "c", "step", "-o", tmp_path / "m.safetensors")
+    result = invoke("convert", tmp_path / "c", tmp_path / "m.safetensors", "--keys", "step")
     assert result.exit_code == 3
     assert "step" in result.stderr
 
 
 def test_extraction_errors(tmp_path):
     source = make("aiockpt", tmp_path / "c")
-    assert invoke("extract", source, "head", "-o", tmp_path / "m.txt").exit_code == 2
-    assert invoke("extract", source, "-o", tmp_path / "m.pt").exit_code == 2
-    result = invoke("extract", source, "heads", "-o", tmp_path / "m.pt")
+    result = invoke("convert", source, tmp_path / "m.pt", "--keys", "heads")
     assert result.exit_code == 3
     assert "'head' for 'heads'" in result.stderr
     (tmp_path / "m.pt").write_text("")
-    assert invoke("extract", source, "head", "-o", tmp_path / "m.pt").exit_code == 3
+    assert invoke("convert", source, tmp_path / "m.pt", "--keys", "head").exit_code == 3
     assert (tmp_path / "m.pt").read_text() == ""
 
 
@@ -197,10 +195,10 @@ def test_only_the_bytes_of_chosen_keys_are_read(form, name, tmp_path):
         case _:
             with aiockpt.SyncCheckpointer() as ckpt:
                 ckpt.save(state, source)
-    invoke("extract", source, "layer.0.*", "-o", tmp_path / f"warm-{name}")  # so that imports are not counted
+    invoke("convert", source, tmp_path / f"warm-{name}", "--keys", "layer.0.*")  # so that imports are not counted
     process = psutil.Process()
     before = process.io_counters().read_chars
-    result = invoke("extract", source, "layer.3", "layer.7.w", "-o", tmp_path / name)
+    result = invoke("convert", source, tmp_path / name, "--keys", "layer.3", "--keys", "layer.7.w")
     read = process.io_counters().read_chars - before
     assert result.exit_code == 0, result.output
     same(load(tmp_path / name), {key: state[key] for key in ("layer.3.w", "layer.7.w")})

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import aiockpt
-from aiockpt import KeepAll, KeepAny
 from aiockpt.storage import LookBudget
 from tests import commands
 from tests.cli.checkpoints import FORMATS, make
@@ -126,29 +125,21 @@ def test_names_are_sorted_by_number(anywhere):
 # --- runs -------------------------------------------------------------------------------------------------
 
 
-def test_steps_are_listed_with_metrics_and_policies(anywhere):
-    keep = ["KeepLatest(2)", "KeepBest(1, 'loss')", "KeepIf(f)"]
+def test_steps_are_listed_with_metrics(anywhere):
     for step, loss in ((100, 0.5), (200, 0.125), (300, 0.75), (400, 0.25)):
-        save_step(anywhere, step, keep, loss=loss)
+        save_step(anywhere, step, loss=loss)
     found = rows(anywhere)
-    assert {each["step"]: (each["metrics"], each["kept_by"]) for each in found.values()} == {
-        100: ({"loss": 0.5}, []),
-        200: ({"loss": 0.125}, ["KeepBest(1, 'loss')"]),
-        300: ({"loss": 0.75}, ["KeepLatest(2)"]),
-        400: ({"loss": 0.25}, ["KeepLatest(2)"]),
+    assert {each["step"]: each["metrics"]["loss"] for each in found.values()} == {
+        100: 0.5,
+        200: 0.125,
+        300: 0.75,
+        400: 0.25,
     }
     assert found["step-00000200"]["metadata"] == {"mine": 200}
     assert found["step-00000200"]["saved"] == "2023-11-14T22:16:40+00:00"
     lines = [line.split() for line in invoke(anywhere).splitlines()]
-    assert lines[0] == ["name", "state", "size", "saved", "metrics", "kept", "by"]
-    assert lines[2][-4:] == ["loss", "0.125", "KeepBest(1,", "'loss')"]
-
-
-def test_policies_are_read_from_the_newest_sound_step(tmp_path):
-    save_step(tmp_path, 100, ["KeepLatest(1)"])
-    save_step(tmp_path, 200, ["KeepLatest(9)"])
-    (tmp_path / "step-00000200" / ".aiockpt.json").write_text("{}")
-    assert {each["step"]: each["kept_by"] for each in rows(tmp_path).values()} == {100: ["KeepLatest(1)"], 200: []}
+    assert lines[0] == ["name", "state", "size", "saved", "metrics"]
+    assert lines[2][-2:] == ["loss", "0.125"]
 
 
 def test_save_in_progress_names_its_process(tmp_path):
@@ -186,7 +177,7 @@ def test_owner_of_a_run_is_shown(anywhere):
         document = json.loads(invoke(anywhere / "run", "--json"))
         assert document["owner"]["pid"] == os.getpid()
         (row,) = document["checkpoints"]
-        assert (row["step"], row["metrics"], row["kept_by"]) == (3, {"loss": 0.5}, ["KeepLatest(1)"])
+        assert (row["step"], row["metrics"]) == (3, {"loss": 0.5})
     assert "process" not in invoke(anywhere / "run")
 
 
@@ -229,33 +220,6 @@ def test_symlinks_are_followed_and_shown(tmp_path):
 
 
 # --- policies as text -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "policy",
-    [
-        aiockpt.KeepLatest(3),
-        aiockpt.KeepEvery(1000),
-        aiockpt.KeepWithin(86400.0),
-        aiockpt.KeepBest(2, "it's: a \\ loss", "max"),
-        KeepAll((aiockpt.KeepWithin(86400), KeepAny((aiockpt.KeepEvery(7), aiockpt.KeepLatest(1))))),
-    ],
-)
-def test_policies_are_read_as_they_are_written(policy, tmp_path):
-    with aiockpt.SyncCheckpointManager(tmp_path, keep=[policy]) as run:
-        run.save(1000, {"w": torch.ones(3)}, metrics={"it's: a \\ loss": 0.5})
-    (row,) = rows(tmp_path).values()
-    assert row["kept_by"] == [repr(policy).replace("(KeepEvery(7) | KeepLatest(1))", "KeepLatest(1)")]  # 7 keeps it not
-
-
-def test_other_texts_are_no_policies_and_are_not_run(tmp_path):
-    texts = ["KeepIf(f)", "KeepLatest(0)", "KeepLatest", "print('x')", "KeepLatest(print('x'))", "(" * 500, "", "1"]
-    save_step(tmp_path, 100, [*texts, "KeepEvery(3)"])
-    make("aiockpt", tmp_path / "step-00000003")  # without a manager
-    out = invoke(tmp_path, "--json")
-    assert out.startswith("{")
-    assert [each["kept_by"] for each in json.loads(out)["checkpoints"]] == [["KeepEvery(3)"], []]
-    assert rows(tmp_path / "step-00000003")["step-00000003"]["kept_by"] == []
 
 
 def test_times_are_in_the_local_zone(tmp_path, monkeypatch):

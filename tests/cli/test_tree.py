@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from aiockpt import ObjectInfo, TensorInfo
-from aiockpt.cli.tree import build, fitting_depth, lines
+from aiockpt.cli.inspect import build, fitting_depth, lines_of
 
 
 def tensor(key, *shape, dtype=torch.float32):
@@ -12,7 +12,7 @@ def tensor(key, *shape, dtype=torch.float32):
 def render(infos, **options):
     return [
         f"{'  ' * line.depth}{line.label}{f' x{line.times}' if line.times > 1 else ''}{' ...' if line.is_cut else ''}"
-        for line in lines(build(infos), **options)
+        for line in lines_of(build(infos), **options)
     ]
 
 
@@ -82,7 +82,7 @@ def test_fitting_depth(most, depth):
     root = build([*layers(3), tensor("head", 2)])
     assert fitting_depth(root, most) == depth
     if most > 1:
-        assert len(list(lines(root, depth=depth))) <= most
+        assert len(list(lines_of(root, depth=depth))) <= most
 
 
 def test_very_deep_keys():

@@ -38,7 +38,7 @@ def invoke(*arguments: object, code: int = 0) -> Result:
         ["diff", UNKNOWN, UNKNOWN],
         ["convert", UNKNOWN, "c"],
         ["convert", "c", UNKNOWN],
-        ["extract", "c", "head", "-o", f"{UNKNOWN}.pt"],
+        ["convert", "c", f"{UNKNOWN}.pt", "--keys", "head"],
         ["prune", UNKNOWN, "--keep-latest", "1"],
         ["rm", "-y", UNKNOWN],
         ["clean", UNKNOWN],
@@ -118,7 +118,7 @@ def test_commands_that_need_no_list_do_without_one(memory: MemoryStorage, tmp_pa
     invoke("convert", make("torch", tmp_path / "c"), "mem://x/a")
     assert "mem://x/a: sound" in invoke("verify", "mem://x/a").stdout
     assert "no differences" in invoke("diff", "mem://x/a", tmp_path / "c.pt").stdout
-    invoke("extract", "mem://x/a", "head", "-o", "mem://x/h.pt")
+    invoke("convert", "mem://x/a", "mem://x/h.pt", "--keys", "head")
     assert "--overwrite" in invoke("convert", tmp_path / "c.pt", "mem://x/a", code=3).stderr
     assert torch.equal(aiockpt.load("mem://x/h.pt")["head"], tensors()["head"])
     assert invoke("rm", "-y", "mem://x/a").stdout == "removed mem://x/a\n"

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
 import warnings
 import zipfile
 from pathlib import Path
@@ -80,7 +79,7 @@ def test_views_of_one_storage_become_separate_tensors(kind: str, tmp_path: Path)
     torch.save(VIEWS[kind], tmp_path / "m.pt")
     ours.dcp_to_torch_save(tmp_path / "m.pt", tmp_path / "ours.pt")
     assert_same(expected, torch.load(tmp_path / "ours.pt", weights_only=True))
-    ours.dcp_to_safetensors(tmp_path / "m.pt", tmp_path / "m.safetensors")
+    ours.convert_checkpoint(tmp_path / "m.pt", tmp_path / "m.safetensors", to="safetensors")
     assert_same(expected, load_file(tmp_path / "m.safetensors"))
 
 
@@ -226,13 +225,9 @@ def test_a_file_converts_as_with_torchs_function(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
 @pytest.mark.filterwarnings("ignore::aiockpt.SafeGlobalsWarning")
-@pytest.mark.parametrize("how", ["legacy", "quantized", "class"])
-def test_files_that_only_torch_reads(tmp_path: Path, how: str) -> None:
+@pytest.mark.parametrize("how", ["legacy", "class"])
+def test_legacy_files_and_objects_of_classes_are_converted(tmp_path: Path, how: str) -> None:
     state: dict[str, Any] = {"w": random_tensor(torch.float32, (33, 9), 1), "n": 4}
-    if how == "quantized":
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # quantized tensors are deprecated
-            state["q"] = torch.quantize_per_tensor(torch.rand(5, 3), 0.1, 3, torch.qint8)
     if how == "class":
         state["object"] = Settings(8)
     torch.save(state, tmp_path / "m.pt", _use_new_zipfile_serialization=how != "legacy")
@@ -246,7 +241,14 @@ def test_files_that_only_torch_reads(tmp_path: Path, how: str) -> None:
     assert_same(state["w"], loaded["w"])
     assert loaded["n"] == 4
     assert how != "class" or loaded["object"] == Settings(8)
-    assert how != "quantized" or torch.equal(loaded["q"], state["q"])
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # quantized tensors are deprecated
+def test_what_is_not_stored_as_one_run_of_bytes_is_refused(tmp_path: Path) -> None:
+    torch.save({"q": torch.quantize_per_tensor(torch.rand(5, 3), 0.1, 3, torch.qint8)}, tmp_path / "m.pt")
+    with pytest.raises(aiockpt.LoadError, match="a quantized tensor"):
+        ours.torch_save_to_dcp(tmp_path / "m.pt", tmp_path / "c")
+    assert not (tmp_path / "c").exists()
 
 
 def test_a_file_without_a_state_dict_is_refused(tmp_path: Path) -> None:
@@ -377,23 +379,6 @@ def test_one_rank_of_several_converts_alone(world2: World, tmp_path: Path) -> No
     torch.save({"w": torch.full((3,), 7.0)}, tmp_path / "m.pt")
     world2.results(_convert_on_one, tmp_path, timeout_s=100)
     assert_same({"w": torch.full((3,), 7.0)}, torch.load(tmp_path / "n.pt", weights_only=True))
-
-
-def test_the_command_line(python: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    torch.save({"w": torch.full((3,), 7.0)}, tmp_path / "m.pt")
-    for mode, source, target in (("torch_to_dcp", "m.pt", "c"), ("dcp_to_torch", "c", "n.pt")):
-        assert ours.main([mode, str(tmp_path / source), str(tmp_path / target)]) == 0
-        said = capsys.readouterr()
-        assert said.err == ""
-        assert str(tmp_path / target) in said.out
-    assert_same({"w": torch.full((3,), 7.0)}, torch.load(tmp_path / "n.pt", weights_only=True))
-    command = [*python, "-m", "aiockpt.dcp.format_utils"]
-    done = subprocess.run(
-        [*command, "dcp_to_torch", tmp_path / "none", tmp_path / "x"], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 1
-    assert "no such path" in done.stderr
-    assert len(done.stderr.splitlines()) == 1
 
 
 def test_a_file_may_be_written_beside_the_files_that_it_is_made_of(tmp_path: Path) -> None:

@@ -16,12 +16,21 @@ from safetensors.torch import load_file
 import aiockpt
 from aiockpt.dcp import convert
 from aiockpt.dcp import format_utils as ours
-from aiockpt.format.names import METADATA_NAME
 from tests.dcp.test_format_utils import _save_sharded, sharded_whole
 from tests.memory import peak_growth
 from tests.ranks.world import World
 from tests.states import assert_same, random_tensor, storable_dtypes
 from tests.stock import ALONE
+
+OTHER: dict[str, Any] = {"dcp": "safetensors", "safetensors": "dcp"}
+
+
+def to_safetensors(source: Path, target: Path, *, overwrite: bool = True, **options: Any) -> None:
+    ours.convert_checkpoint(source, target, to="safetensors", overwrite=overwrite, **options)
+
+
+def to_dcp(source: Path, target: Path, **options: Any) -> None:
+    ours.convert_checkpoint(source, target, to="dcp", **options)
 
 
 def contents(path: Path) -> dict[str, bytes]:
@@ -54,9 +63,7 @@ def test_a_checkpoint_of_several_ranks(
     """Convert shards by rows, columns and blocks, and replicas, with many chunks per tensor and the reverse."""
     monkeypatch.setattr(convert, "_CHUNK_BYTES", chunk_bytes)
     world4.results(_save_sharded, tmp_path / "c", timeout_s=100)
-    ours.dcp_to_safetensors(
-        tmp_path / "c", tmp_path / "st", keys=["model", "plain"], shard_bytes=300_000, metadata={"step": 3}
-    )
+    to_safetensors(tmp_path / "c", tmp_path / "st", keys=["model", "plain"], shard_bytes=300_000, metadata={"step": 3})
     flat = {name if name == "plain" else f"model.{name}": tensor for name, tensor in sharded_whole().items()}
     stored = [*json.loads((tmp_path / "st" / "model.safetensors.index.json").read_text())["weight_map"]]
     assert sorted(stored) == sorted(flat)
@@ -64,7 +71,7 @@ def test_a_checkpoint_of_several_ranks(
         flat = {name: flat[name] for name in reader if name in flat}  # in the order of the checkpoint
     assert_as_saved(tmp_path / "st", flat, tmp_path / "expected", shard_bytes=300_000, metadata={"step": 3})
 
-    ours.safetensors_to_dcp(tmp_path / "st", tmp_path / "back")
+    to_dcp(tmp_path / "st", tmp_path / "back")
     assert_same(flat, stock_load(tmp_path / "back", flat))
     with aiockpt.SyncCheckpointer(process_group=None) as ckpt:
         assert ckpt.verify(tmp_path / "back").ok
@@ -89,11 +96,11 @@ def test_dtypes_views_and_tied_tensors(
             ckpt.save(state, tmp_path / "c")
     else:
         dcp.save(state, checkpoint_id=tmp_path / "c", **ALONE)
-    ours.dcp_to_safetensors(tmp_path / "c", tmp_path / "m.safetensors")
+    to_safetensors(tmp_path / "c", tmp_path / "m.safetensors")
     with aiockpt.SyncCheckpointer(process_group=None) as ckpt:
         ckpt.save(state, tmp_path / "expected.safetensors")
     assert (tmp_path / "m.safetensors").read_bytes() == (tmp_path / "expected.safetensors").read_bytes()
-    ours.safetensors_to_dcp(tmp_path / "m.safetensors", tmp_path / "back")
+    to_dcp(tmp_path / "m.safetensors", tmp_path / "back")
     expected = {name: tensor.contiguous() for name, tensor in state.items() if name != "again"}
     found = stock_load(tmp_path / "back", expected)
     assert all(torch.equal(found[n].view(torch.uint8), t.view(torch.uint8)) for n, t in expected.items() if t.dim())
@@ -112,22 +119,22 @@ def test_keys_and_dtype_are_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     state = {"model": {"a.w": weight, "b": {"w": weight[:7] * 3}, "ids": ids}, "optim": {"m": weight + 1}, "step": 5}
     with aiockpt.SyncCheckpointer(process_group=None) as ckpt:
         ckpt.save(state, tmp_path / "c")
-    ours.dcp_to_safetensors(tmp_path / "c", tmp_path / "st", keys=["model.*w", "model.ids"], dtype=torch.bfloat16)
+    to_safetensors(tmp_path / "c", tmp_path / "st", keys=["model.*w", "model.ids"], dtype=torch.bfloat16)
     chosen = {"model.a.w": weight.bfloat16(), "model.b.w": (weight[:7] * 3).bfloat16(), "model.ids": ids}
     assert_as_saved(tmp_path / "st", chosen, tmp_path / "expected")
 
-    ours.safetensors_to_dcp(tmp_path / "st", tmp_path / "back", keys="model.b", dtype=torch.float64)
+    to_dcp(tmp_path / "st", tmp_path / "back", keys="model.b", dtype=torch.float64)
     expected = {"model.b.w": (weight[:7] * 3).bfloat16().double()}
     assert_same(expected, stock_load(tmp_path / "back", expected))
 
     with pytest.raises(aiockpt.SaveError, match=r"step of .* is not a plain tensor.*keys="):
-        ours.dcp_to_safetensors(tmp_path / "c", tmp_path / "no")
+        to_safetensors(tmp_path / "c", tmp_path / "no")
     with pytest.raises(aiockpt.MissingKeysError, match="nothing"):
-        ours.dcp_to_safetensors(tmp_path / "c", tmp_path / "no", keys=["model", "nothing"])
+        to_safetensors(tmp_path / "c", tmp_path / "no", keys=["model", "nothing"])
     with pytest.raises(ValueError, match="shard_bytes"):
-        ours.dcp_to_safetensors(tmp_path / "c", tmp_path / "no.safetensors", keys="model", shard_bytes=5)
+        to_safetensors(tmp_path / "c", tmp_path / "no.safetensors", keys="model", shard_bytes=5)
     mapping = {"model.a.w": 2, "model.b.w": 1, "model.ids": 2}
-    ours.dcp_to_safetensors(tmp_path / "c", tmp_path / "two", keys="model", fqn_to_index_mapping=mapping)
+    to_safetensors(tmp_path / "c", tmp_path / "two", keys="model", fqn_to_index_mapping=mapping)
     assert sorted(load_file(tmp_path / "two" / "model-00002-of-00002.safetensors")) == ["model.a.w", "model.ids"]
     left = {"c", "st", "expected", "back", "two"}
     assert {path.name for path in tmp_path.iterdir()} == left
@@ -137,7 +144,7 @@ def test_a_dtype_that_safetensors_lacks_is_refused(tmp_path: Path) -> None:
     with aiockpt.SyncCheckpointer(process_group=None) as ckpt:
         ckpt.save({"z": torch.zeros(3, dtype=torch.complex128)}, tmp_path / "c")
     with pytest.raises(aiockpt.SaveError, match=r"z is a tensor of 1 dimensions and of torch\.complex128"):
-        ours.dcp_to_safetensors(tmp_path / "c", tmp_path / "m.safetensors")
+        to_safetensors(tmp_path / "c", tmp_path / "m.safetensors")
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
 
 
@@ -154,11 +161,11 @@ def test_damage_leaves_the_old_target(tmp_path: Path, monkeypatch: pytest.Monkey
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
     with pytest.raises(aiockpt.CorruptCheckpointError, match="w"):
-        ours.dcp_to_safetensors(tmp_path / "c", tmp_path / "m.safetensors")
+        to_safetensors(tmp_path / "c", tmp_path / "m.safetensors")
     assert (tmp_path / "m.safetensors").read_bytes() == before
     with pytest.raises(aiockpt.CheckpointExistsError):
-        ours.dcp_to_safetensors(tmp_path / "c", tmp_path / "m.safetensors", overwrite=False, verify=False)
-    ours.dcp_to_safetensors(tmp_path / "c", tmp_path / "m.safetensors", verify=False)
+        to_safetensors(tmp_path / "c", tmp_path / "m.safetensors", overwrite=False, verify=False)
+    to_safetensors(tmp_path / "c", tmp_path / "m.safetensors", verify=False)
     assert load_file(tmp_path / "m.safetensors").keys() == {"w"}
     assert {path.name for path in tmp_path.iterdir()} == {"c", "m.safetensors"}
 
@@ -168,20 +175,22 @@ async def test_both_ways_without_blocking_the_loop(tmp_path: Path) -> None:
     state = {"a": random_tensor(torch.float32, (55, 7), 1), "b": torch.arange(9)}
     with aiockpt.SyncCheckpointer(process_group=None) as ckpt:
         ckpt.save(state, tmp_path / "m.safetensors")
-    await ours.safetensors_to_dcp_async(tmp_path / "m.safetensors", tmp_path / "c")
-    await ours.dcp_to_safetensors_async(tmp_path / "c", tmp_path / "n.safetensors")
+    await ours.convert_checkpoint_async(tmp_path / "m.safetensors", tmp_path / "c", to="dcp")
+    await ours.convert_checkpoint_async(tmp_path / "c", tmp_path / "n.safetensors", to="safetensors")
     assert (tmp_path / "n.safetensors").read_bytes() == (tmp_path / "m.safetensors").read_bytes()
     with pytest.raises(aiockpt.CheckpointExistsError):
-        await ours.dcp_to_safetensors_async(tmp_path / "c", tmp_path / "n.safetensors", overwrite=False)
+        await ours.convert_checkpoint_async(
+            tmp_path / "c", tmp_path / "n.safetensors", overwrite=False, to="safetensors"
+        )
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("way", ["dcp_to_safetensors_async", "safetensors_to_dcp_async"])
+@pytest.mark.parametrize("way", ["dcp", "safetensors"])
 async def test_cancelling_leaves_nothing(tmp_path: Path, way: str) -> None:
     state = {f"w{n}": torch.full((1 << 20,), float(n)) for n in range(48)}
     with aiockpt.SyncCheckpointer(process_group=None) as ckpt:
-        ckpt.save(state, tmp_path / "in", format="dcp" if way.startswith("dcp") else "safetensors")
-    task = asyncio.ensure_future(getattr(ours, way)(tmp_path / "in", tmp_path / "out"))
+        ckpt.save(state, tmp_path / "in", format=way)
+    task = asyncio.ensure_future(ours.convert_checkpoint_async(tmp_path / "in", tmp_path / "out", to=OTHER[way]))
     while not list(tmp_path.glob(".aiockpt-*")):  # until something is written
         await asyncio.wait([task], timeout=0)
     task.cancel()
@@ -194,39 +203,26 @@ def _peak_of(rank: int, world_size: int, folder: Path, way: str) -> int:
     """Convert; return the peak growth of this process's memory in bytes."""
     with aiockpt.SyncCheckpointer(process_group=None) as ckpt:
         ckpt.save({"warm": torch.rand(9)}, folder / "warm.safetensors")
-    ours.safetensors_to_dcp(folder / "warm.safetensors", folder / "warm")
-    ours.dcp_to_safetensors(folder / "warm", folder / "warmer")
-    return peak_growth(lambda: getattr(ours, way)(folder / "in", folder / "out", dtype=torch.bfloat16))
+    to_dcp(folder / "warm.safetensors", folder / "warm")
+    to_safetensors(folder / "warm", folder / "warmer")
+    return peak_growth(
+        lambda: ours.convert_checkpoint(folder / "in", folder / "out", to=OTHER[way], dtype=torch.bfloat16)
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("large", [pytest.param(False, marks=pytest.mark.full), True])
-@pytest.mark.parametrize("way", ["dcp_to_safetensors", "safetensors_to_dcp"])
+@pytest.mark.parametrize("way", ["dcp", "safetensors"])
 def test_memory_is_bounded(tmp_path: Path, way: str, large: bool) -> None:
     count, side = (1, 13000) if large else (40, 2048)
     state = {f"w{n}": torch.full((side, side), float(n + 1)) for n in range(count)}
     for n, tensor in enumerate(state.values()):
         tensor.view(-1)[n :: side + 1] = torch.rand(len(tensor.view(-1)[n :: side + 1]))
     with aiockpt.SyncCheckpointer() as ckpt:
-        ckpt.save(state, tmp_path / "in", format="dcp" if way.startswith("dcp") else "safetensors")
+        ckpt.save(state, tmp_path / "in", format=way)
     with World(1, store="file") as world:  # a new process, without an earlier peak that would hide the growth
         (peak_bytes,) = world.results(_peak_of, tmp_path, way)
     assert 8 << 20 < peak_bytes < 256 << 20  # the state has 640 MiB or more
     with aiockpt.SyncCheckpointer() as ckpt:
         out = ckpt.load(tmp_path / "out", mmap=True)
     assert all(torch.equal(out[name], tensor.bfloat16()) for name, tensor in state.items())
-
-
-def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    state = {"model.w": torch.arange(6.0), "optim": torch.ones(2)}
-    with aiockpt.SyncCheckpointer(process_group=None) as ckpt:
-        ckpt.save(state, tmp_path / "c")
-    out = str(tmp_path / "m.safetensors")
-    assert ours.main(["dcp_to_safetensors", str(tmp_path / "c"), out, "--keys", "model*", "--dtype", "float16"]) == 0
-    assert_same({"model.w": torch.arange(6.0).half()}, load_file(out))
-    assert ours.main(["safetensors_to_dcp", out, str(tmp_path / "d")]) == 0
-    assert (tmp_path / "d" / METADATA_NAME).exists()
-    assert capsys.readouterr().err == ""
-    for wrong in (["dcp_to_torch", "a", "b", "--keys", "w"], ["dcp_to_safetensors", "a", "b", "--trust"]):
-        with pytest.raises(SystemExit):
-            ours.main(wrong)

@@ -3,7 +3,6 @@ from __future__ import annotations
 import dataclasses
 import gc
 import io
-import json
 import os
 import pickle
 import threading
@@ -21,8 +20,7 @@ from torch.distributed.checkpoint import filesystem, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import WriteItemType
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.tensor import DTensor, Shard
 
 import aiockpt
@@ -34,9 +32,6 @@ from tests.ranks.world import RankFailure, World, mesh_of
 from tests.states import assert_same, random_tensor, raw_bytes
 
 HIDDEN = ".aiockpt-*"
-needs_safetensors = pytest.mark.skipif(
-    not hasattr(filesystem, "SerializationFormat"), reason="this version of torch writes no safetensors"
-)
 
 
 def stock_loaded(state: Any, path: Path) -> Any:
@@ -205,123 +200,11 @@ def test_subclasses_may_override_the_documented_methods(tmp_path: Path) -> None:
 @pytest.mark.skipif(not hasattr(filesystem, "SerializationFormat"), reason="this torch has one format")
 def test_the_writer_takes_torchs_formats(tmp_path: Path) -> None:
     formats = filesystem.SerializationFormat
-    for given, kept in ((None, formats.TORCH_SAVE), *((each, each) for each in formats)):
+    for given in (None, formats.TORCH_SAVE):
         writer = FileSystemWriter(tmp_path / "c", True, True, 2, 1000, False, False, None, given)
-        assert writer.serialization_format is kept
-    with pytest.raises(ValueError, match="_extensions are for"):
-        FileSystemWriter(tmp_path, _extensions=[object()], serialization_format=formats.SAFETENSORS)
-
-
-@needs_safetensors
-@pytest.mark.parametrize("options", [{}, {"single_file_per_rank": False}, {"sync_files": False}])
-def test_tensors_go_to_safetensors_files(tmp_path: Path, options: dict[str, Any]) -> None:
-    tensors = {
-        "b": random_tensor(torch.int8, (5,), 1),
-        "a.w": random_tensor(torch.float32, (7, 9), 2),
-        "t": random_tensor(torch.bfloat16, (4, 6), 3).t(),
-        "scalar": random_tensor(torch.int64, (), 4),
-        "none": torch.empty(0, 3),
-        "conj": random_tensor(torch.complex64, (3,), 5).conj(),
-    }
-    kind = filesystem.SerializationFormat.SAFETENSORS
-    ours = FileSystemWriter(tmp_path / "c", serialization_format=kind, **options)
-    saved = dcp.save(tensors | {"step": 7}, storage_writer=ours)
-    theirs = dcp.FileSystemWriter(tmp_path / "theirs", serialization_format=kind, **options)
-    contiguous = {name: each.resolve_conj().contiguous() for name, each in tensors.items()}
-    dcp.save(contiguous, storage_writer=theirs)
-    assert_same(dict(sorted(tensors.items())), read_safetensors(tmp_path / "c"))
-    assert_same(read_safetensors(tmp_path / "theirs"), read_safetensors(tmp_path / "c"))
-    facts = safetensors_facts(tmp_path / "c")
-    assert facts == safetensors_facts(tmp_path / "theirs")
-    for index, info in saved.storage_data.items():
-        data = (tmp_path / "c" / info.relative_path).read_bytes()[info.offset : info.offset + info.length]
-        if index.fqn == "step":
-            assert torch.load(io.BytesIO(data)) == 7
-        else:
-            assert data == raw_bytes(tensors[index.fqn])
-    assert sorted(os.listdir(tmp_path)) == ["c", "theirs"]
-
-
-def read_safetensors(path: Path) -> dict[str, torch.Tensor]:
-    """Return the tensors of all files that are not pickles of objects."""
-    load = pytest.importorskip("safetensors.torch").load
-    files = [file.read_bytes() for file in sorted(path.glob("*.distcp"))]
-    return dict(sorted(pair for data in files if data[:2] != b"PK" for pair in load(data).items()))
-
-
-def safetensors_facts(path: Path) -> dict[str, Any]:
-    """Return the metadata of all files' headers, joined."""
-    facts: dict[str, Any] = {}
-    for data in (file.read_bytes() for file in path.glob("*.distcp")):
-        if data[:2] != b"PK":
-            metadata = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
-            facts.setdefault("parts", {}).update(json.loads(metadata.pop("DCP_SHARDING_INFO")))
-            facts |= metadata
-    return facts
-
-
-@needs_safetensors
-def test_chunks_of_one_tensor_go_to_several_safetensors_files(tmp_path: Path) -> None:
-    class Halving(DefaultSavePlanner):
-        def create_local_plan(self) -> Any:
-            plan = super().create_local_plan()
-            (whole,) = plan.items
-            halves = []
-            for first in (0, 3):
-                chunk = ChunkStorageMetadata(torch.Size([first, 0]), torch.Size([3, 2]))
-                data = dataclasses.replace(whole.tensor_data, chunk=chunk)
-                index = MetadataIndex("w", chunk.offsets)
-                halves.append(dataclasses.replace(whole, index=index, type=WriteItemType.SHARD, tensor_data=data))
-            self.plan = dataclasses.replace(plan, items=halves)
-            return self.plan
-
-        def lookup_object(self, index: Any) -> Any:
-            return self.state_dict["w"][index.offset[0] : index.offset[0] + 3]
-
-    state = {"w": random_tensor(torch.float32, (6, 2), 1)}
-    kind = filesystem.SerializationFormat.SAFETENSORS
-    writer = FileSystemWriter(tmp_path / "c", serialization_format=kind)
-    dcp.save(state, storage_writer=writer, planner=Halving())
-    load_file = pytest.importorskip("safetensors.torch").load_file
-    first, second = (load_file(tmp_path / "c" / f"__0_{number}.distcp")["w"] for number in range(2))
-    assert torch.equal(torch.cat([first, second]), state["w"])
-
-
-@needs_safetensors
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [(torch.zeros(3, dtype=torch.complex128), "has no name for"), (torch.zeros(3), "the plan says torch.float32")],
-)
-def test_a_tensor_that_safetensors_cannot_hold_is_refused(tmp_path: Path, value: torch.Tensor, message: str) -> None:
-    class Halved(DefaultSavePlanner):
-        def transform_object(self, write_item: Any, object: Any) -> Any:
-            return object.half()
-
-    kind = filesystem.SerializationFormat.SAFETENSORS
-    writer = FileSystemWriter(tmp_path / "c", serialization_format=kind)
-    with pytest.raises(CheckpointException, match=message):
-        dcp.save({"w": value}, storage_writer=writer, planner=Halved())
-    writer.discard()
-    assert os.listdir(tmp_path) == []
-
-
-@needs_safetensors
-def test_a_safetensors_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    class Taking(FileSystemWriter):
-        def write_data(self, plan: Any, planner: Any) -> Any:
-            (hidden,) = tmp_path.glob(HIDDEN)
-            (hidden / "__0_0.distcp").write_text("another")
-            return super().write_data(plan, planner)
-
-    kind = filesystem.SerializationFormat.SAFETENSORS
-    with pytest.raises(CheckpointException, match=r"WriteError: can't write .*__0_0\.distcp: .*File exists"):
-        writer = Taking(tmp_path / "c", serialization_format=kind)
-        dcp.save({"w": torch.zeros(3)}, storage_writer=writer)
-    with pytest.raises(CheckpointException, match="OSError: the planner broke"):
-        writer = FileSystemWriter(tmp_path / "c", serialization_format=kind)
-        dcp.save({"bad": torch.zeros(3)}, storage_writer=writer, planner=Breaking())
-    writer.discard()
-    assert os.listdir(tmp_path) == []
+        assert writer.serialization_format is formats.TORCH_SAVE
+    with pytest.raises(ValueError, match="HuggingFaceStorageWriter"):
+        FileSystemWriter(tmp_path, serialization_format=formats.SAFETENSORS)
 
 
 @pytest.mark.skipif(not hasattr(dcp, "CheckpointableTensor"), reason="this torch has no such tensors")

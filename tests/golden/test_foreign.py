@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import aiockpt
-from aiockpt.dcp.format_utils import convert_checkpoint, dcp_to_safetensors, safetensors_to_dcp
+from aiockpt.dcp.format_utils import convert_checkpoint
 from tests.golden.make_foreign import LAYOUTS, PARTS, TOOLS, named, sharded, values
 from tests.states import assert_same
 
@@ -193,8 +193,8 @@ def test_damaged_offsets_of_shards_are_corrupt(info: str, copied: Callable[[str]
 
 @pytest.mark.parametrize("name", ["hf-sharded", "hf-consolidated/sharded", "hf-parts"])
 def test_conversions_consolidate(name: str, tmp_path: Path) -> None:
-    safetensors_to_dcp(DATA / name, tmp_path / "dcp")
-    dcp_to_safetensors(DATA / name, tmp_path / "one.safetensors")
+    convert_checkpoint(DATA / name, tmp_path / "dcp", to="dcp")
+    convert_checkpoint(DATA / name, tmp_path / "one.safetensors", to="safetensors", metadata={})
     convert_checkpoint(DATA / name, tmp_path / "all.pt", to="torch")
     convert_checkpoint(DATA / name, tmp_path / "again.safetensors", to="safetensors")
     for made in ("dcp", "one.safetensors", "all.pt", "again.safetensors"):

@@ -24,7 +24,6 @@ nbclient = pytest.importorskip("nbclient")
 nbformat = pytest.importorskip("nbformat")
 pytest.importorskip("ipykernel")
 pytest.importorskip("ipywidgets")
-pytest.importorskip("matplotlib")
 
 
 ROOT = Path(__file__).parents[2]
@@ -177,12 +176,6 @@ def test_values_have_html(words: str, shown: list[str], executed: tuple[Any, Pat
         assert word in page, (word, page)
 
 
-def test_figure_is_drawn(executed: tuple[Any, Path]) -> None:
-    notebook, _ = executed
-    outputs = cell_with(notebook, "aiockpt.plots.timeline").outputs
-    assert any("image/png" in output.get("data", {}) for output in outputs)
-
-
 def test_interrupted_run_resumes_in_a_restarted_kernel(executed: tuple[Any, Path]) -> None:
     notebook, folder = executed
     cut = cell_with(notebook, "train(more=300)")
@@ -212,7 +205,6 @@ def test_notebook_is_stored_with_outputs() -> None:
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     nbformat.validate(notebook)
     for words, kind in (
-        ("aiockpt.plots.timeline", "image/png"),
         ("await save", "text/html"),
         ("ckpt.last_load", "text/html"),
         ("read_only=True", "text/html"),

@@ -11,8 +11,18 @@ from typing import Any
 
 import pytest
 
-from aiockpt.coordination.outcome import RemoteError, coordination_failure, first_failure
-from aiockpt.coordination.protocol import Ask, Asking, Kind, Left, RankCall, Reply, Rounds
+from aiockpt.coordination.protocol import (
+    Ask,
+    Asking,
+    Kind,
+    Left,
+    RankCall,
+    RemoteError,
+    Reply,
+    Rounds,
+    coordination_failure,
+    first_failure,
+)
 
 TIMEOUT_S, PATIENCE_S = 100.0, 5.0
 LANES: tuple[Kind, ...] = ("save", "load")

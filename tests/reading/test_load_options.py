@@ -463,16 +463,6 @@ def test_unsupported_targets_are_refused(ckpt, tmp_path: Path) -> None:
             ckpt.load(tmp_path / "c", {"w": wrong})
 
 
-def test_default_map_location_is_an_alias_of_map_location(ckpt, tmp_path: Path) -> None:
-    ckpt.save({"a": torch.ones(3), "b": torch.arange(5)}, tmp_path / "c")
-    loaded = ckpt.load(tmp_path / "c", default_map_location="meta", keys=["b"])
-    assert (list(loaded), loaded["b"].device.type, loaded["b"].shape) == (["b"], "meta", (5,))
-    with pytest.raises(ValueError, match="default_map_location is another name of map_location: give one of the two"):
-        ckpt.load(tmp_path / "c", map_location="meta", default_map_location="cpu")
-    with pytest.raises(ValueError, match="map_location"):
-        ckpt.load(tmp_path / "c", default_map_location="meta", mmap=True)
-
-
 def test_map_location_function_must_return_a_storage(ckpt, tmp_path: Path) -> None:
     ckpt.save({"w": torch.ones(3, 4)}, tmp_path / "c")
     with pytest.raises(TypeError, match="map_location gave a int"):

@@ -54,14 +54,10 @@ class ObjectFacts(NamedTuple):
 
 
 class ObjectSink(FileSink):
-    """An object that is being written; it appears when it is finished.
+    """An object that is being written; it appears when it is finished."""
 
-    Attributes:
-        nbytes: how much was written.
-        is_conditional: `appear` sends one request, which fails if the object is not the one that was expected.
-    """
-
-    nbytes: int = 0
+    nbytes: int = 0  # how much was written
+    # `appear` sends one request, which fails if the object is not the one that was expected
     is_conditional: bool = False
 
     @abstractmethod
@@ -83,13 +79,9 @@ class ObjectSink(FileSink):
 
 
 class ObjectClient(ABC):
-    """Requests to one bucket, by many threads at once. Prefixes end with "/", or are empty.
+    """Requests to one bucket, by many threads at once. Prefixes end with "/", or are empty."""
 
-    Attributes:
-        longest_s: how long `put_surely` begins new attempts.
-    """
-
-    longest_s: float = LONGEST_S
+    longest_s: float = LONGEST_S  # how long `put_surely` begins new attempts
 
     @property
     def hasty(self) -> ObjectClient:

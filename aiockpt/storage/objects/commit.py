@@ -34,32 +34,21 @@ Tomb = Literal["put", "parts", "delete"]
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """The facts of a checkpoint.
+    """The facts of a checkpoint."""
 
-    Attributes:
-        token: the prefix of its objects, up to its "/"; empty of one that is being deleted.
-        begun: the stamp of the transaction.
-        files: the sizes of the objects, by the names of the files.
-        documents: where the other files are in the commit object: offset, length there, and length.
-        replaces: the token of what it has replaced.
-        key: of the commit object.
-        stamp: of the commit object, as `modified` and `tail`, its last bytes, and `size`.
-        tomb: which request its owner is about to send; None of a checkpoint.
-        ticket: of that owner.
-    """
-
-    token: str
-    begun: Stamp = ""
-    files: Mapping[str, int] = field(default_factory=dict)
+    token: str  # the prefix of its objects, up to its "/"; empty of one that is being deleted
+    begun: Stamp = ""  # the stamp of the transaction
+    files: Mapping[str, int] = field(default_factory=dict)  # the sizes of the objects, by the names of the files
+    # where the other files are in the commit object: offset, length there, and length
     documents: Mapping[str, tuple[int, int, int]] = field(default_factory=dict)
-    replaces: str = ""
-    key: str = ""
-    stamp: Stamp = ""
+    replaces: str = ""  # the token of what it has replaced
+    key: str = ""  # of the commit object
+    stamp: Stamp = ""  # of the commit object, as `modified` and `tail`, its last bytes, and `size`
     modified: float = 0.0
     size: int = 0
     tail: bytes = field(default=b"", repr=False)
-    tomb: Tomb | None = None
-    ticket: str = ""
+    tomb: Tomb | None = None  # which request its owner is about to send; None of a checkpoint
+    ticket: str = ""  # of that owner
 
     @property
     def sizes(self) -> dict[str, int]:

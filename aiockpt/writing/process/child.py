@@ -27,8 +27,7 @@ from aiockpt.errors import AiockptError, SaveCancelledError
 from aiockpt.writing.file_writer import CommitInputs, FileWriter, FilledChunk, WriterThreads
 from aiockpt.writing.process import messages
 from aiockpt.writing.process.channel import Channel
-from aiockpt.writing.process.error_transport import as_save_error, dump_error
-from aiockpt.writing.process.messages import Begin, FromTrainer, Hello, Log, Message, Ready
+from aiockpt.writing.process.messages import Begin, FromTrainer, Hello, Log, Message, Ready, as_save_error, dump_error
 
 if TYPE_CHECKING:
     from anyio.abc import TaskGroup

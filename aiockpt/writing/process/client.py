@@ -12,7 +12,7 @@ from aiockpt.errors import AiockptError, SaveError, WriteError
 from aiockpt.storage.base import Stamp, Status, Storage, shared_storage
 from aiockpt.writing.file_writer import ChunkWriter, CommitInputs, FilledChunk
 from aiockpt.writing.process import messages
-from aiockpt.writing.process.error_transport import load_error
+from aiockpt.writing.process.messages import load_error
 
 if TYPE_CHECKING:
     from anyio.abc import TaskGroup

@@ -24,7 +24,7 @@ from aiockpt.dcp.format_utils import dcp_to_torch_save
 from aiockpt.format.transforms.zstd import ZSTD_DESCRIPTOR
 from aiockpt.storage import LocalStorage
 from aiockpt.testing import FaultyStorage, GatedStorage
-from aiockpt.writing import encode
+from aiockpt.writing import file_writer
 from tests.format.transforms.encryption import ChaCha20
 from tests.states import assert_same, large_state, random_tensor, raw_bytes
 from tests.stock import ALONE
@@ -135,7 +135,7 @@ def test_encoded_bytes_pass_through_two_buffers(tmp_path: Path, monkeypatch: pyt
         made.append(args)
         return mmap.mmap(*args, **kwargs)
 
-    monkeypatch.setattr(encode, "mmap", SimpleNamespace(**{**vars(mmap), "mmap": allocate}))
+    monkeypatch.setattr(file_writer, "mmap", SimpleNamespace(**{**vars(mmap), "mmap": allocate}))
     with aiockpt.SyncCheckpointer(transforms=lock, io_threads=1) as ckpt:
         ckpt.save(state, tmp_path / "c")
     assert (tmp_path / "c" / "__0_0.distcp").stat().st_size > 24 << 20
