@@ -1,4 +1,7 @@
-"""Converts a checkpoint to another format in bounded memory: file by file, a chunk at a time."""
+"""Converts a checkpoint to another format in bounded memory: file by file, a chunk at a time.
+
+A file of ``torch.save`` that only torch can read is loaded by it, and saved.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ import anyio
 import torch
 
 from aiockpt.core.strides import row_strides
+from aiockpt.core.threads import off_duty
 from aiockpt.engine.facade import EngineAccess
 from aiockpt.engine.submit import format_for
 from aiockpt.errors import (
@@ -21,16 +25,18 @@ from aiockpt.errors import (
     CorruptCheckpointError,
     LoadError,
     SaveError,
+    UnsafeCheckpointError,
     unwrapped,
 )
 from aiockpt.format.index import Entry, Index, InlineEntry, ObjectEntry, TensorEntry
 from aiockpt.format.item.arrays import ARRAY_RECORD
-from aiockpt.format.item.objects import encode_object
-from aiockpt.format.item.ziparchive import FramingError, read_archive
+from aiockpt.format.item.objects import checked_sparse, encode_object, extended_allow_list
+from aiockpt.format.item.ziparchive import ZIP_MAGIC, FramingError, read_archive
 from aiockpt.format.keys import containers_within
 from aiockpt.format.manifest.manifest import JsonValue, check_user_metadata
 from aiockpt.format.names import METADATA_NAME
 from aiockpt.planning.dcp_plan import DcpFormat
+from aiockpt.planning.flatten import TENSOR_TYPES, StructureError, flatten
 from aiockpt.planning.planner import FileFormat, SavePlan, StateSummary
 from aiockpt.planning.ranges import boxes, select
 from aiockpt.planning.snapshot import Snapshot, Structure
@@ -48,6 +54,7 @@ from aiockpt.storage.local import beside
 from aiockpt.storage.local.belonging import look_into
 from aiockpt.storage.local.temp_dir import new_ticket
 from aiockpt.storage.syscalls import open_directory
+from aiockpt.sync_checkpointer import SyncCheckpointer
 from aiockpt.writing.file_writer import CommitInputs, FileWriter, FilledChunk, WriterThreads
 
 if TYPE_CHECKING:
@@ -55,6 +62,7 @@ if TYPE_CHECKING:
     from aiockpt.dcp.adapter import AnyCheckpointer
     from aiockpt.options import DType, LoadOptions, Path
     from aiockpt.planning.layout import FileImage
+    from aiockpt.saving.handle import SaveHandle
     from aiockpt.storage.base import Storage, Transaction
     from aiockpt.telemetry.progress import OnProgress, ReadReport
     from aiockpt.writing.commit import CommitDocuments
@@ -89,8 +97,9 @@ class Recoding:
     options: LoadOptions  # which keys, as which dtype
     metadata: dict[str, JsonValue] | None  # None: that of the checkpoint
     overwrite: bool
+    staging_bytes: int | None = None
     progress: OnProgress | None = None
-    is_torch_save: bool = False  # a file of torch.save, which may lie in the directory to write
+    is_torch_save: bool = False  # a file of torch.save, maybe one that only torch can read; see `write_checkpoint`
 
     def start(self, checkpointer: AnyCheckpointer) -> Call[None]:
         """Start to convert; if that fails or is cancelled, what was there before is left."""
@@ -99,7 +108,7 @@ class Recoding:
         async def run(tools: LoadTools) -> None:
             with engine.reports.read("convert", os.fspath(self.path), self.progress) as report:
                 if self.is_torch_save:
-                    await write_checkpoint(self, engine, tools, report)
+                    await write_checkpoint(self, checkpointer, tools, report)
                     return
                 storage, path = engine.locate(self.path)
                 place = engine.locate(self.target)
@@ -350,28 +359,62 @@ def _plan(
 # --- from files of torch.save ---------------------------------------------------------------------------
 
 
+_FINAL = (CorruptCheckpointError, UnsafeCheckpointError, FileNotFoundError)
+"""Errors of a file that torch is not asked to read either."""
+
+
 async def map_torch_file(storage: Storage, path: str, options: LoadOptions, tools: LoadTools) -> Any:
     """Return the contents of a file, its tensors backed by it; ``options.verify`` reads it once to check its CRCs."""
-    loaded = await CheckpointLoad(storage, path, replace(options, mmap=True)).run(tools)
-    if options.verify:
-        (await verify_checkpoint(storage, path, tools.workers)).raise_if_bad()
+    try:
+        loaded = await CheckpointLoad(storage, path, replace(options, mmap=True)).run(tools)
+        if options.verify:
+            (await verify_checkpoint(storage, path, tools.workers)).raise_if_bad()
+    except _FINAL:
+        raise
+    except LoadError as exc:  # a format, or a kind of tensor, that only torch itself can read
+        return await tools.workers.run(_loaded_by_torch, path, options, exc)
     return loaded.value
 
 
-async def write_checkpoint(recoding: Recoding, engine: EngineAccess, tools: LoadTools, report: ReadReport) -> None:
+def _loaded_by_torch(path: str, options: LoadOptions, why: LoadError) -> Any:
+    """Load a file with torch, under the same restrictions."""
+    with open(path, "rb") as file:
+        mappable = file.read(4) == ZIP_MAGIC
+    try:
+        with (
+            extended_allow_list(options.safe_globals),
+            contextlib.nullcontext() if options.trust else checked_sparse(),
+        ):
+            return torch.load(path, map_location="cpu", mmap=mappable, weights_only=not options.trust)
+    except Warning:  # an error only because the program turns warnings into errors
+        raise
+    except Exception as exc:  # a damaged pickle raises nearly anything
+        raise type(why)(f"{why} (torch.load says: {type(exc).__name__}: {str(exc).partition('. ')[0]})") from exc
+
+
+async def write_checkpoint(
+    recoding: Recoding, checkpointer: AnyCheckpointer, tools: LoadTools, report: ReadReport
+) -> None:
     """Convert, on the checkpointer's loop; see `aiockpt.dcp.format_utils.torch_save_to_dcp`."""
-    run = tools.workers.run
+    engine, run = EngineAccess(checkpointer), tools.workers.run
     storage, path = engine.locate(recoding.path)
     place, target = engine.locate(recoding.target)
     format_for("dcp", target)
     shared = await run(_must_move_in, target, overwrite=recoding.overwrite)
     inner = os.path.join(target, new_ticket()) if shared else target
     try:
-        opened = await open_checkpoint(storage, path, recoding.options, tools)
-        if opened.index.wrapped is not None:
-            await run(opened.source.close)
-            raise LoadError(f"{path} holds no state dict; load it with torch.load, and save it within a dict")
-        await recoding.convert(opened, place, inner, tools, report)
+        try:
+            opened = await open_checkpoint(storage, path, recoding.options, tools)
+        except _FINAL:
+            raise
+        except LoadError as exc:  # what only torch itself can read
+            value = await run(_loaded_by_torch, path, recoding.options, exc)
+            await _save(value, path, inner, recoding.overwrite, checkpointer, tools)
+        else:
+            if opened.index.wrapped is not None:
+                await run(opened.source.close)
+                raise _no_state_dict(path)
+            await recoding.convert(opened, place, inner, tools, report)
         if shared:
             names = {name: name for name in await run(os.listdir, inner) if name != METADATA_NAME}
             await run(beside.publish, inner, target, names, METADATA_NAME)
@@ -379,6 +422,38 @@ async def write_checkpoint(recoding: Recoding, engine: EngineAccess, tools: Load
         if shared:
             with anyio.CancelScope(shield=True):
                 await run(beside.discard, inner)
+
+
+def _no_state_dict(path: str) -> LoadError:
+    return LoadError(f"{path} holds no state dict; load it with torch.load, and save it within a dict")
+
+
+async def _save(
+    value: Any, path: str, target: str, overwrite: bool, checkpointer: AnyCheckpointer, tools: LoadTools
+) -> None:
+    """Save what torch has loaded; cancel the save if this task is cancelled."""
+    if not isinstance(value, Mapping):
+        raise _no_state_dict(path)
+    with contextlib.suppress(StructureError):  # raised by the save
+        flat = flatten(value)
+        tensors = zip(flat.names, flat.leaves, strict=True)
+        strided = ((n, t) for n, t in tensors if type(t) in TENSOR_TYPES and t.layout is torch.strided)
+        check_expansion(path, ((name, each.nbytes, each.untyped_storage().nbytes()) for name, each in strided))
+    submit = checkpointer.submit if isinstance(checkpointer, SyncCheckpointer) else checkpointer.save
+
+    # Off duty: the engine refuses waits in its own threads and tasks as deadlocks, but no save waits for this task.
+    def begin() -> SaveHandle:
+        with off_duty():
+            return submit(value, target, overwrite=overwrite, format="dcp")
+
+    handle = await tools.workers.run(begin)
+    try:
+        with off_duty():
+            await handle.written
+    except anyio.get_cancelled_exc_class():
+        with anyio.CancelScope(shield=True):
+            await handle.cancel()
+        raise
 
 
 def _must_move_in(target: str, *, overwrite: bool) -> bool:

@@ -44,6 +44,7 @@ __all__ = [
 ]
 
 _EmptyStateDictLoadPlanner = EmptyStateDictLoadPlanner  # torch's name of it
+_STAGING_BYTES = 128 << 20
 _FILES = 4  # of a DCP checkpoint, as a save writes it
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
 DTYPES |= {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -58,7 +59,7 @@ def _blocking(prepare: Callable[P, Recoding]) -> Callable[P, None]:
     @functools.wraps(prepare)
     def convert(*args: P.args, **kwargs: P.kwargs) -> None:
         conversion = prepare(*args, **kwargs)
-        with SyncCheckpointer(process_group=None) as checkpointer:
+        with SyncCheckpointer(process_group=None, staging_bytes=conversion.staging_bytes) as checkpointer:
             conversion.start(checkpointer).result()
 
     convert.__signature__ = inspect.signature(prepare).replace(return_annotation="None")  # type: ignore[attr-defined]
@@ -71,7 +72,7 @@ def _async_form(convert: Callable[P, None]) -> Callable[P, Coroutine[Any, Any, N
 
     async def convert_async(*args: P.args, **kwargs: P.kwargs) -> None:
         conversion = prepare(*args, **kwargs)
-        async with AsyncCheckpointer(process_group=None) as checkpointer:
+        async with AsyncCheckpointer(process_group=None, staging_bytes=conversion.staging_bytes) as checkpointer:
             await conversion.start(checkpointer).wait()
 
     name = convert.__name__
@@ -126,12 +127,13 @@ def torch_save_to_dcp(
     verify: bool = True,
     safe_globals: Sequence[Any] = (),
     trust: bool = False,
+    staging_bytes: int = _STAGING_BYTES,
 ) -> Recoding:
     """Convert a ``torch.save`` file to a checkpoint that ``dcp.load`` reads. Blocks.
 
     The checkpoint appears atomically, complete and durable; if the conversion fails, whatever was there before stays.
     The directory may hold other files, even the one that is converted: they stay. At most some 100 MB of tensors are
-    in memory.
+    in memory; a file that only torch itself can read is loaded by it, and saved through ``staging_bytes`` of memory.
 
     Args:
         torch_save_path: a file with a state dict.
@@ -140,6 +142,7 @@ def torch_save_to_dcp(
         verify: see `convert_checkpoint`.
         safe_globals: see `convert_checkpoint`.
         trust: see `convert_checkpoint`.
+        staging_bytes: staging memory, in bytes.
 
     Raises:
         LoadError: the file can't be read, or holds no state dict. For other errors see `convert_checkpoint`.
@@ -152,6 +155,7 @@ def torch_save_to_dcp(
         options,
         {},
         overwrite,
+        staging_bytes,
         is_torch_save=True,
     )
 
