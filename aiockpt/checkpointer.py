@@ -10,7 +10,7 @@ import anyio.lowlevel
 
 from aiockpt.core.lazy import importing
 from aiockpt.core.parameters import parameters_of
-from aiockpt.core.threads import check_asyncio
+from aiockpt.core.threads import check_asyncio, has_loop
 from aiockpt.engine.facade import CheckpointerBase, closing, until_closed
 from aiockpt.engine.requests import LoadRequest, OpenRequest, SaveRequest, StateDict, TransactionRequest
 
@@ -258,10 +258,13 @@ class AsyncCheckpointer(CheckpointerBase):
             AiockptError: the failure of an earlier save that was not awaited.
             SaveCancelledError: a save took longer than ``drain_timeout`` and was cancelled.
         """
-        check_asyncio("aclose()", "use a SyncCheckpointer, and close() in a thread")
-        return self._closed(self._engine.close())
+        if has_loop():
+            self._engine.close()
+        return self._closed()
 
-    async def _closed(self, closed: Completion[None]) -> None:
+    async def _closed(self) -> None:
+        check_asyncio("aclose()", "use a SyncCheckpointer, and close() in a thread")
+        closed = self._engine.close()
         try:
             await until_closed(closed)
         finally:

@@ -11,7 +11,7 @@ import anyio
 
 from aiockpt.checkpointer import AsyncCheckpointer
 from aiockpt.core.parameters import parameters_of
-from aiockpt.core.threads import check_asyncio, in_thread
+from aiockpt.core.threads import check_asyncio, has_loop, in_thread
 from aiockpt.engine.facade import closing, until_closed
 from aiockpt.manager.base import ManagerBase
 from aiockpt.manager.ports import BlockingPort, WaitingPort
@@ -19,7 +19,6 @@ from aiockpt.manager.requests import Restored, RestoreRequest, StepRequest
 from aiockpt.sync_checkpointer import SyncCheckpointer
 
 if TYPE_CHECKING:
-    from aiockpt.core.futures import Completion
     from aiockpt.manager.policies import Mode
     from aiockpt.manager.scan import StepInfo
     from aiockpt.reading.reader import CheckpointReader, SyncCheckpointReader
@@ -182,12 +181,14 @@ class CheckpointManager(ManagerBase):
         Raises:
             AiockptError: the failure of a save that nobody awaited; see `AsyncCheckpointer.aclose`.
         """
-        check_asyncio("aclose()", _INSTEAD)
-        return self._closed(self._close_behind())
+        if has_loop():
+            self._close_behind()
+        return self._closed()
 
-    async def _closed(self, end: Completion[None]) -> None:
+    async def _closed(self) -> None:
+        check_asyncio("aclose()", _INSTEAD)
         try:
-            await until_closed(end, self._closing.hurry)
+            await until_closed(self._close_behind(), self._closing.hurry)
         finally:
             self._due.requests.close()
             self._closing.join()

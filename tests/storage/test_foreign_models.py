@@ -201,3 +201,28 @@ def test_no_call_removes_what_is_not_proven(
         assert {name: content for name, content in look().items() if name in mine} == mine
     if isinstance(place, ServerPath):
         remove(place.parent)
+
+
+@pytest.mark.parametrize("left", [[], ["model-00002-of-00002.safetensors"]], ids=["alone", "with a part"])
+@pytest.mark.parametrize("foreign", [False, True])
+def test_what_an_interrupted_deletion_leaves_is_deleted_by_its_index(
+    tmp_path: Path, left: list[str], foreign: bool
+) -> None:
+    """The index goes last, so it proves what is left of its set, and nothing else."""
+    names = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    path = tmp_path / "c"
+    path.mkdir()
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {name: name for name in names}}))
+    for name in left:
+        save_file({name: torch.ones(1)}, path / name)
+    if foreign:
+        save_file({"x": torch.ones(1)}, path / "lora.safetensors")
+    before = {entry.name: entry.read_bytes() for entry in path.iterdir()}
+    with aiockpt.SyncCheckpointer() as ckpt:
+        if not foreign:
+            ckpt.delete(path)
+            assert not path.exists()
+            return
+        with pytest.raises(aiockpt.DeleteError):
+            ckpt.delete(path)
+    assert {entry.name: entry.read_bytes() for entry in path.iterdir()} == before
