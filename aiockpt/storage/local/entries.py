@@ -77,7 +77,7 @@ class LocalListing(Listing):
 
     def __init__(self, path: str, budget: LookBudget | None = None) -> None:
         """Open and list it; raise OSError if it can't be read."""
-        self.path = path
+        self.path = self._opened = path  # a wrapping storage may give it another name
         self.files: dict[str, int] = {}
         self.folders: list[str] = []
         self.others: list[str] = []
@@ -162,7 +162,7 @@ class LocalListing(Listing):
         fd, is_plain = self._open(name)
         try:
             # What is no link is inside, unless it is being deleted: its directory is renamed first.
-            if not (os.path.exists(self.path) if is_plain else self._holds(fd, name)):
+            if not (os.path.exists(self._opened) if is_plain else self._holds(fd, name)):
                 path = os.path.join(self.path, name)
                 if is_plain or self._is_moved():  # as by a deletion, between the two looks
                     raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
