@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +15,20 @@ import aiockpt
 STATE = {"w": torch.arange(5.0)}
 
 
-@pytest.mark.parametrize(
-    ("template", "name"), [("checkpoint_{:06d}", "checkpoint_000012"), ("checkpoint-{}", "checkpoint-12"), ("{}", "12")]
-)
-def test_names(template: str, name: str, tmp_path: Path) -> None:
-    other = template.format(13)
-    others = [f"0{other}", f"{other}0x", f"{other}.damaged", f"x{other}", "checkpoint-", "9" * 250]
-    others += [f"checkpoint-{13:03}", f"checkpoint_{13:07}", f"checkpoint_{13:05}"]
-    aiockpt.save(STATE, tmp_path / others[0])
-    for other in (*others[1:], *map(template.format, (0, 7, 12, 10**9))):
-        shutil.copytree(tmp_path / others[0], tmp_path / other)
-    run = aiockpt.SyncCheckpointManager(tmp_path, names=template, read_only=True)
-    assert run.path_of(12) == str(tmp_path / name)
-    assert run.steps() == [0, 7, 12, 10**9]
+def test_names(tmp_path: Path) -> None:
+    for template, name in (
+        ("checkpoint_{:06d}", "checkpoint_000012"),
+        ("checkpoint-{}", "checkpoint-12"),
+        ("{}", "12"),
+    ):
+        folder, other = tmp_path / f"of {name}", template.format(13)
+        others = [f"0{other}", f"{other}0x", f"{other}.damaged", f"x{other}", "checkpoint-", "9" * 250]
+        others += [f"checkpoint-{13:03}", f"checkpoint_{13:07}", f"checkpoint_{13:05}"]
+        for path in (*others, *map(template.format, (0, 7, 12, 10**9))):
+            (folder / path).mkdir(parents=True)
+        run = aiockpt.SyncCheckpointManager(folder, names=template, read_only=True)
+        assert run.path_of(12) == str(folder / name)
+        assert [info.step for info in run.infos()] == [0, 7, 12, 10**9]
 
 
 @pytest.mark.parametrize(
