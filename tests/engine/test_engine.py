@@ -183,16 +183,18 @@ def test_memory_that_can_not_be_had_ahead_fails_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A save that has ended allocates for the next one; what goes wrong there is raised out of a group of tasks."""
+    state = {str(number): torch.full((1 << 18,), float(number)) for number in range(8)}
+    files = {"format": "safetensors", "shard_bytes": 1 << 20}  # one after the other, they take few of the chunks
 
     def touch(chunk: Chunk) -> None:
         raise MemoryError("no more of it")
 
     monkeypatch.setattr(Chunk, "touch", touch)
-    with aiockpt.SyncCheckpointer() as ckpt:
-        ckpt.save(STATE, tmp_path / "a")
+    with aiockpt.SyncCheckpointer(io_threads=1, chunk_bytes=1 << 20) as ckpt:
+        ckpt.save(state, tmp_path / "a", **files)
         until(lambda: "could be allocated ahead of the next save: no more of it" in caplog.text)
-        ckpt.save(STATE, tmp_path / "b")
-        assert_same(STATE, ckpt.load(tmp_path / "b"))
+        ckpt.save(state, tmp_path / "b", **files)
+        assert_same(state, ckpt.load(tmp_path / "b"))
 
 
 class _SeesContext(WrapperStorage):
