@@ -121,7 +121,8 @@ def shared_among(extents: Sequence[Range], others: Sequence[Range] = ()) -> list
 
 def overlapping(extents: Sequence[Range], others: Sequence[Range]) -> list[bool]:
     """Return of each extent whether it has bytes in common with one of the others."""
-    one, other = (np.array(each, np.uint64).reshape(-1, 2) for each in (extents, sorted(others)))
+    filled = [(begin, end) for begin, end in others if end > begin]
+    one, other = (np.array(each, np.uint64).reshape(-1, 2) for each in (extents, sorted(filled)))
     before = np.searchsorted(other[:, 0], one[:, 1])  # how many of the others begin before the end of the extent
     ends = np.append(np.uint64(0), np.maximum.accumulate(other[:, 1]))[before]
     return [bool(each) for each in (ends > one[:, 0]) & (one[:, 1] > one[:, 0])]

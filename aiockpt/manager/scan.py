@@ -43,7 +43,7 @@ StepState = Literal["complete", "unfinished", "damaged"]
 RUN_KEY = "run"
 """The key of the manager's own facts in the metadata of a checkpoint."""
 
-_FACTS = frozenset({"step", "metrics", "time", "keep"})  # a manager writes all of them
+_FACTS = frozenset({"step", "metrics", "time"})  # a manager writes all of them
 _MOST_S = 250e9  # in the year 9892; `datetime` ends with 9999
 _MOST_DIGITS = 18
 _LOOKS = 32  # at once, at a storage that is asked by requests

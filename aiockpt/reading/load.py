@@ -385,6 +385,8 @@ def _check_groups(path: str, gift: Gift) -> None:
     stored = gift.state.get("param_groups") if isinstance(gift.state, dict) else None
     if not isinstance(stored, list) or not loads_as_torch(gift.live.value):
         return
+    if not all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in stored):
+        return  # torch says what it misses
     mine, its = ([len(group["params"]) for group in groups] for groups in (gift.live.value.param_groups, stored))
     if mine != its:
         raise LoadError(

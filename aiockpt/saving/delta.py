@@ -60,10 +60,11 @@ logger = logging.getLogger("aiockpt")
 class DeltaSave(LocalSave):
     """A save of one process that keeps hashes, and shares files with its base."""
 
-    def __init__(self, job: SaveJob, spec: DeltaSpec, tools: EngineResources) -> None:
+    def __init__(self, job: SaveJob, spec: DeltaSpec, tools: EngineResources, leases: Leases) -> None:
         super().__init__(job, tools.planner, tools.copy_workers, tools.io_workers)
         self._spec = spec
         self._tools = tools
+        self._leases = leases  # of the save, which sets them apart if a thread hangs
         self._reset()
 
     def _reset(self) -> None:
@@ -140,23 +141,20 @@ class DeltaSave(LocalSave):
         digests, step = {leaf: self._spec.new_hash() for leaf in leaves}, tools.pool.chunk_bytes
         router = StagerRouter(layout, self._job.snapshot, tools.stager_for)
         tools.growth.reserve(min(image.nbytes, self._compute.count * step))
-        leases = Leases(tools.pool)
+        leases = self._leases
 
         def update(view: memoryview, pieces: Sequence[Piece]) -> None:
             for leaf, start, stop, position in pieces:
                 digests[leaf].update(view[position : position + stop - start])
 
-        try:
-            for begin in range(0, image.nbytes, step):
-                end = min(begin + step, image.nbytes)
-                await self._job.throttle.acquire(end - begin)
-                lease, pieces = await leases.acquire(), image.pieces(begin, end)
-                (leases.pending[lease],) = await router.issue([Fill(lease.chunk, pieces)])
-                await leases.pending[lease].wait()
-                await self._compute.run(update, lease.chunk.view, pieces)
-                lease.release()
-        finally:
-            await leases.give_back()
+        for begin in range(0, image.nbytes, step):
+            end = min(begin + step, image.nbytes)
+            await self._job.throttle.acquire(end - begin)
+            lease, pieces = await leases.acquire(), image.pieces(begin, end)
+            (leases.pending[lease],) = await router.issue([Fill(lease.chunk, pieces)])
+            await leases.pending[lease].wait()
+            await self._compute.run(update, lease.chunk.view, pieces)
+            lease.release()
         return {leaf: digest.hexdigest() for leaf, digest in digests.items()}
 
     async def _sharing(self, plan: DcpPlan, base: BaseContents, unchanged: Mapping[int, BaseItem]) -> DcpPlan:

@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("aiockpt")
 
 
-def _strategy_for(job: SaveJob, tools: EngineResources) -> SaveStrategy:
+def _strategy_for(job: SaveJob, tools: EngineResources, leases: Leases) -> SaveStrategy:
     """Choose how a save is planned and committed."""
     world, spec = tools.world(), job.spec
     if isinstance(spec, AppendSpec):
@@ -73,7 +73,7 @@ def _strategy_for(job: SaveJob, tools: EngineResources) -> SaveStrategy:
     if spec.delta is not None:
         from aiockpt.saving.delta import DeltaSave  # imported already, by the thread that has submitted the save
 
-        return DeltaSave(job, spec.delta, tools)
+        return DeltaSave(job, spec.delta, tools, leases)
     if isinstance(spec, PartSpec) and spec.call is None:
         return PartSave(job, tools.planner, tools.copy_workers, tools.io_workers)
     if world is None:
@@ -119,7 +119,7 @@ class SavePipeline:
             with job.scope:
                 if job.cancel_asked:
                     job.scope.cancel()
-                self._strategy = _strategy_for(job, self._tools)
+                self._strategy = _strategy_for(job, self._tools, self._leases)
                 result = await self._save_somewhere()
             if result is None:  # the scope has absorbed its own cancellation
                 error = job.cancellation

@@ -20,13 +20,14 @@ _AT_FDCWD = -100
 _NOREPLACE = 1
 _EXCHANGE = 2
 _UNSUPPORTED = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP})
+_NO_CLONES = frozenset({errno.ENOSYS, errno.ENOTTY, errno.EOPNOTSUPP})
 _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
 
 logger = logging.getLogger("aiockpt")
 
 _FICLONE = 0x40049409  # of ioctl, as the next one; see linux/fs.h and linux/fiemap.h
 _FIEMAP = 0xC020660B
-_FIEMAP_SYNC, _EXTENT_SHARED = 1, 0x2000
+_EXTENT_SHARED = 0x2000
 _EXTENTS = 128  # looked at at once
 
 
@@ -184,13 +185,19 @@ def cached_pages(fd: int, offset: int, nbytes: int) -> int:
     return int(counts[0])
 
 
-def clone(fd: int, target: int) -> bool:
-    """Make an empty open file share the blocks of another, until one of them is written to; return whether it does."""
+def clone(fd: int, target: int) -> None:
+    """Make an empty open file share the blocks of another, until one of them is written to; see ioctl_ficlone(2).
+
+    Raises:
+        UnsupportedError: the file system has no reflinks.
+        OSError: these files can't share blocks, such as those of two file systems.
+    """
     try:
         fcntl.ioctl(target, _FICLONE, fd)
-    except OSError:  # another file system, or one without reflinks
-        return False
-    return True
+    except OSError as exc:
+        if exc.errno in _NO_CLONES:
+            raise UnsupportedError(exc.errno, exc.strerror) from None
+        raise
 
 
 def cloned_bytes(fd: int) -> int:
@@ -198,7 +205,7 @@ def cloned_bytes(fd: int) -> int:
     shared = begin = 0
     while True:
         request = bytearray(32 + 56 * _EXTENTS)
-        struct.pack_into("=QQLLLL", request, 0, begin, (1 << 64) - 1 - begin, _FIEMAP_SYNC, 0, _EXTENTS, 0)
+        struct.pack_into("=QQLLLL", request, 0, begin, (1 << 64) - 1 - begin, 0, 0, _EXTENTS, 0)
         try:
             fcntl.ioctl(fd, _FIEMAP, request)
         except OSError:

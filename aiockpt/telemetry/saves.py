@@ -136,7 +136,8 @@ class MirrorResult:
     Attributes:
         path: its path there.
         nbytes: the bytes of its files.
-        sent_bytes: those that were sent now; the others were there, from an attempt that was interrupted.
+        sent_bytes: those that were sent now; the others were there, from an attempt that was interrupted, or
+            came from an earlier step.
         mirrored_s: how long that took, in seconds; 0 if it was there already.
     """
 

@@ -15,6 +15,7 @@ def common(one: tuple[int, int], other: tuple[int, int]) -> bool:
 
 
 @hypothesis.given(ranges, ranges)
+@hypothesis.example([(2, 9)], [(5, 5)])
 def test_which_ranges_overlap_others(extents: list[tuple[int, int]], others: list[tuple[int, int]]) -> None:
     of_others = [any(common(one, other) for other in others) for one in extents]
     assert overlapping(extents, others) == of_others

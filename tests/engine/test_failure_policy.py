@@ -10,7 +10,7 @@ import logging
 import re
 import threading
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import anyio.lowlevel
 import pytest
@@ -19,6 +19,7 @@ import torch
 import aiockpt
 from aiockpt.engine.requests import LoadRequest
 from aiockpt.saving.pipeline import SavePipeline
+from aiockpt.staging import cpu
 from aiockpt.storage import LocalStorage, WrapperStorage
 from aiockpt.storage.local import sink
 from aiockpt.testing import FaultyStorage, GatedStorage, HangingStorage
@@ -226,6 +227,32 @@ def test_a_timeout_while_the_metadata_is_written_leaves_nothing(tmp_path: Path) 
         with pytest.raises(aiockpt.SaveTimeoutError, match="too late"):
             save.written.result(60)
     assert names_in(tmp_path) == []
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_thread_that_hangs_while_it_hashes_keeps_no_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The values with gaps are copied to a chunk to be hashed; here it is the only one."""
+    hangs, on, real = False, threading.Event(), cpu.copy_pieces
+
+    def copy(*args: Any) -> Any:
+        if hangs:
+            on.wait(60)
+        return real(*args)
+
+    monkeypatch.setattr(cpu, "copy_pieces", copy)
+    state = {"x": torch.arange(1_000_000.0)[::2], "y": torch.arange(300_000.0)}
+    with aiockpt.SyncCheckpointer(chunk_bytes=1 << 20, staging_bytes=1 << 20, save_timeout=2) as ckpt:
+        try:
+            ckpt.save(state, tmp_path / "a", base="auto")
+            hangs = True
+            with pytest.raises(aiockpt.SaveTimeoutError, match="a thread of it hangs"):
+                ckpt.save(state, tmp_path / "b", base="auto")
+            hangs = False
+            ckpt.save(state, tmp_path / "c")
+            assert_same(state, ckpt.load(tmp_path / "c"))
+        finally:
+            on.set()
+    assert names_in(tmp_path) == ["a", "c"]
 
 
 @pytest.mark.slow

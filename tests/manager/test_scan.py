@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -256,6 +257,25 @@ def test_broken_symlinks_are_ignored(tmp_path: Path) -> None:
     os.symlink("step-00000002", tmp_path / "step-00000002")
     os.symlink("nothing", tmp_path / "step-00000003")
     assert [found.step for found in scan(tmp_path)] == [1]
+
+
+def test_step_whose_path_can_not_be_looked_at_is_not_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with aiockpt.SyncCheckpointer() as ckpt:
+        ckpt.save({"x": torch.ones(3)}, path_of(tmp_path, 100))
+    real, opened = os.stat, entries.open_regular
+
+    def fail(path: Any, *args: Any, **options: Any) -> os.stat_result:
+        if path == str(path_of(tmp_path, 100)):
+            raise OSError(errno.EIO, "Input/output error", path)
+        return real(path, *args, **options)
+
+    def open_and_fail(*args: Any, **options: Any) -> int:
+        monkeypatch.setattr(os, "stat", fail)
+        return opened(*args, **options)
+
+    monkeypatch.setattr(entries, "open_regular", open_and_fail)
+    with pytest.raises(OSError, match="Input/output error"):
+        scan(tmp_path)
 
 
 @pytest.mark.parametrize("is_link", [False, True])

@@ -447,6 +447,14 @@ def test_a_function_says_which_keys_a_module_must_have(hook, ckpt, tmp_path: Pat
     assert missing == ["m.1.weight", "m.1.bias", "m.1.mean"]
 
 
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("group", [{"lr": 0.1}, 3, {"params": 5}], ids=str)
+def test_groups_that_are_none_are_an_error_of_the_load(ckpt, tmp_path: Path, group: object, strict: bool) -> None:
+    ckpt.save({"o": {"state": {}, "param_groups": [group]}}, tmp_path / "c")
+    with pytest.raises(aiockpt.LoadError, match=r"load_state_dict\(\) of o"):
+        ckpt.load(tmp_path / "c", {"o": torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=0.1)}, strict=strict)
+
+
 @pytest.mark.parametrize("groups", ["fewer", "more"])
 def test_an_optimizer_that_would_refuse_groups_leaves_all_as_it_is(ckpt, tmp_path: Path, groups: str) -> None:
     def made(split: str) -> tuple[nn.Module, torch.optim.Optimizer]:

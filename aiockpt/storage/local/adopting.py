@@ -19,7 +19,7 @@ from isal.isal_zlib import crc32
 from aiockpt.storage.local.entries import open_regular
 from aiockpt.storage.local.retries import sync_fd
 from aiockpt.storage.local.sink import FILE_MODE
-from aiockpt.storage.syscalls import Identity, clone, identity
+from aiockpt.storage.syscalls import Identity, UnsupportedError, clone, identity
 
 if TYPE_CHECKING:
     from aiockpt.format.manifest.manifest import FileFacts
@@ -65,17 +65,18 @@ def adopt(source: str, target: str, facts: FileFacts, known: KnownFiles, *, fsyn
     try:
         fd = open_regular(source, flags=os.O_NOFOLLOW)
         try:
-            if not _has(fd, facts, known):
+            found = _examined(fd, facts, known)
+            if found is None:
                 logger.info("%s is not as its checkpoint says, so it is not shared, but written anew", source)
                 return False
-            found = os.fstat(fd)
             if _clone(fd, found, target, facts, known, fsync=fsync):
                 return True
             if found.st_mode & _WRITABLE:
                 os.fchmod(fd, stat.S_IMODE(found.st_mode) & ~_WRITABLE)
             try:
                 os.link(source, target, follow_symlinks=False)
-                is_shared = identity(target) == (found.st_dev, found.st_ino)  # else another file has got the name
+                is_same = identity(target) == (found.st_dev, found.st_ino)  # else another file has got the name
+                is_shared = is_same and not _has_changed(fd, found)
                 if is_shared and fsync:  # another process may have written it without
                     sync_fd(fd)
             except OSError:
@@ -99,22 +100,24 @@ def _clone(fd: int, found: os.stat_result, target: str, facts: FileFacts, known:
     """Make a file that shares the blocks of an open one, where the file system can; return whether it is there."""
     if found.st_dev in known.without_clones:
         return False
-    own = os.open(target, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
+    own, is_cloned = os.open(target, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE), False
     try:
-        is_cloned, target_dev = clone(fd, own), os.fstat(own).st_dev
-        if is_cloned:
+        clone(fd, own)
+        made = os.fstat(own)
+        if made.st_size == facts.nbytes and not _has_changed(fd, found):
             if fsync:
                 sync_fd(own)
-            known.note(os.fstat(own), facts.crc)
-    except BaseException:
-        os.unlink(target)
-        raise
+            known.note(made, facts.crc)
+            is_cloned = True
+    except UnsupportedError:
+        if os.fstat(own).st_dev == found.st_dev:
+            known.without_clones.add(found.st_dev)
+    except OSError as exc:  # another file system, or no room
+        logger.info("%s can't share blocks with another file: %s", target, exc)
     finally:
         os.close(own)
-    if not is_cloned:
-        os.unlink(target)
-        if target_dev == found.st_dev:
-            known.without_clones.add(target_dev)
+        if not is_cloned:
+            os.unlink(target)
     return is_cloned
 
 
@@ -126,18 +129,23 @@ def vouch(path: str, facts: FileFacts, known: KnownFiles) -> None:
             known.note(found, facts.crc)
 
 
-def _has(fd: int, facts: FileFacts, known: KnownFiles) -> bool:
-    """Return whether an open file has these facts; read it if that is not known."""
-    before = os.fstat(fd)
-    if before.st_size != facts.nbytes:
-        return False
-    crc = known.crc_of(before)
+def _examined(fd: int, facts: FileFacts, known: KnownFiles) -> os.stat_result | None:
+    """Return the state of an open file that has these facts, else None; read it if that is not known."""
+    found = os.fstat(fd)
+    if found.st_size != facts.nbytes:
+        return None
+    crc = known.crc_of(found)
     if crc is None:
         crc = at = 0
         while piece := os.pread(fd, _STEP_BYTES, at):
             crc, at = crc32(piece, crc), at + len(piece)
-        after = os.fstat(fd)
-        if (at, after.st_mtime_ns) != (facts.nbytes, before.st_mtime_ns):
-            return False
-        known.note(after, crc)
-    return crc == facts.crc
+        if at != facts.nbytes or _has_changed(fd, found):
+            return None
+        known.note(found, crc)
+    return found if crc == facts.crc else None
+
+
+def _has_changed(fd: int, found: os.stat_result) -> bool:
+    """Return whether somebody has written to an open file since it was found so."""
+    now = os.fstat(fd)
+    return (now.st_size, now.st_mtime_ns) != (found.st_size, found.st_mtime_ns)

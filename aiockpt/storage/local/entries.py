@@ -161,10 +161,11 @@ class LocalListing(Listing):
         """Return bytes of a file; raise OSError if it is no regular file, or is outside."""
         fd, is_plain = self._open(name)
         try:
-            # What is no link is inside, unless it is being deleted: its directory is renamed first.
-            if not (os.path.exists(self._opened) if is_plain else self._holds(fd, name)):
+            if is_plain:  # it is inside
+                os.stat(self._opened)  # raises if it is being deleted: its directory is renamed first
+            elif not self._holds(fd, name):
                 path = os.path.join(self.path, name)
-                if is_plain or self._is_moved():  # as by a deletion, between the two looks
+                if self._is_moved():  # as by a deletion, between the two looks
                     raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
                 raise OSError(errno.EXDEV, "it is a link that leads out of the checkpoint", path)
             parts = []
@@ -188,7 +189,7 @@ class LocalListing(Listing):
 
     def _is_moved(self) -> bool:
         try:
-            return not os.path.samestat(os.stat(self.path), os.fstat(self._fd))
+            return not os.path.samestat(os.stat(self._opened), os.fstat(self._fd))
         except FileNotFoundError:
             return True
 

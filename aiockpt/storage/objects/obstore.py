@@ -354,8 +354,9 @@ class ObstoreClient(ObjectClient):
     def copy(self, key: str, other: str) -> None:
         if self.kind == "az":  # whose copies may end after the answer
             super().copy(key, other)
-        with self.errors(key):
-            obstore.copy(self.store, key, other)
+        else:
+            with self.errors(key):
+                obstore.copy(self.store, key, other)
 
     def now(self, near: str) -> float:
         if self._clock is None or time.monotonic() - self._clock[0] > _CLOCK_S:

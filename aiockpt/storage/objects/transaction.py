@@ -207,9 +207,13 @@ class ObjectTransaction(SharedTransaction):
             self._objects.copy(key, own)
         except OSError as exc:  # it was removed; the store can't copy it, as S3 not more than 5 GB at once
             logger.info("%s may not have been copied within the store: %s", key, exc)
-        copied = self._objects.facts(own)
-        if copied is not None and copied.size != nbytes:
-            self._objects.delete([own])
+        try:
+            copied = self._objects.facts(own)
+            if copied is not None and copied.size != nbytes:
+                self._objects.delete([own])
+        except OSError as exc:
+            logger.info("it is not known whether %s was copied, so it is written anew: %s", key, exc)
+            return False
         return copied is not None and copied.size == nbytes
 
     async def sizes(self) -> Mapping[str, int]:
