@@ -98,7 +98,7 @@ def test_interrupt_leaves_no_file(to, number, python, tmp_path):
         ckpt.save({f"w{n}": torch.full((3 << 20,), float(n)) for n in range(4)}, tmp_path / "c")
     code = f"""
 import os, threading
-from tests.commands import invoke
+from aiockpt.cli.main import app
 from aiockpt.dcp import convert
 
 def interrupted(fill):  # the second read waits for the signal
@@ -124,7 +124,7 @@ def test_bar_shows_the_progress(python, tmp_path):
         ckpt.save({f"w{n}": torch.full((3 << 20,), float(n)) for n in range(8)}, tmp_path / "c")
     code = f"""
 from aiockpt.cli import progress
-from tests.commands import invoke
+from aiockpt.cli.main import app
 progress._AFTER_S = 0
 app(["convert", {str(tmp_path / "c")!r}, {str(tmp_path / "m.pt")!r}])
 """
