@@ -16,6 +16,7 @@ import aiockpt
 from aiockpt.storage import LocalStorage, WrapperStorage
 from aiockpt.storage.local import commit
 from tests.places import ServerPath, left_in, storage_of
+from tests.polling import until
 from tests.ranks import failing
 from tests.ranks.world import World, _context
 from tests.states import assert_same, large_state
@@ -141,7 +142,7 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _save(rank: int, size: int, own: Path, folder: Path, dead: list[int], moment: str) -> Any:
     """Save; the ranks in ``dead`` are killed after staging or during it, with or without their writers."""
     failing.expect_no_reason()
-    dies = rank in dead
+    dies, told = rank in dead, lambda: (own / f"pid{rank}").exists() and (own / f"pid{rank}").read_text()
     room = 1 << 17 if dies and moment == "before" else 1 << 24
     with aiockpt.SyncCheckpointer(
         chunk_bytes=1 << 16, staging_bytes=room, io_threads=1, coordination_timeout=60, writer="process"
@@ -151,7 +152,7 @@ def _save(rank: int, size: int, own: Path, folder: Path, dead: list[int], moment
         if moment == "replacing":
             ckpt.save(failing.state_of(rank, size, 1), folder / "c")
             if dies:  # when the new one has replaced the old one, which still exists under its hidden name
-                commit.remove = lambda *_, **__: failing.die()
+                commit.remove = lambda *_, **__: (until(told), failing.die())
         # Hold the writes of a rank that is to be killed: it could have written, and reported, everything before.
         storage = None
         if dies and moment != "replacing":
