@@ -36,6 +36,8 @@ _thread = _Connections()
 class ServerClient(ObjectClient):
     """Requests to a server, by a connection for each thread."""
 
+    copies = True
+
     def __init__(self, host: str, port: int, timeout_s: float) -> None:
         self._address, self._timeout_s = (host, port), timeout_s
 

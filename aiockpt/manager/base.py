@@ -118,6 +118,7 @@ class ManagerBase:
         """Close the checkpointer, wait for deletions, and let others write to the run. Blocks; idempotent."""
         self._run.is_closed = True
         with contextlib.ExitStack() as stack:  # each of these, whatever becomes of those before
+            stack.callback(self._due.requests.close)
             stack.callback(self._end)
             stack.callback(self._wait_for_deletions)
             if self._options.checkpointer is None:

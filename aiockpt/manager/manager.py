@@ -175,8 +175,8 @@ class CheckpointManager(ManagerBase):
         """Finish the saves and deletions, let others write to the run, and restore the handlers of signals. Idempotent.
 
         A checkpointer that was given stays open. Closing begins with the call, so a task that is cancelled before its
-        first step closes too. If the waiting task is cancelled, closing no longer waits for the mirror and for
-        deletions; the rest of it goes on behind.
+        first step closes too, in full. If the waiting task is cancelled later, closing no longer waits for the mirror
+        and for deletions; the rest of it goes on behind.
 
         Raises:
             AiockptError: the failure of a save that nobody awaited; see `AsyncCheckpointer.aclose`.

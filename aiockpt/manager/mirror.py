@@ -279,11 +279,6 @@ class MirrorCopier:
         left = self.promises.written or self.backlog.steps
         return f"step{'s'[: len(left) > 1]} {some_of(list(map(str, left)), _MOST_SHOWN)}" if left else ""
 
-    def abandon(self) -> None:
-        """Stop copying, without waiting for it or a word: nobody has closed the manager."""
-        if self._origin == os.getpid():
-            self._task.cancel()
-
     def close(self) -> None:
         """Stop copying, and say what is not mirrored. Blocks for seconds at most; idempotent."""
         if self._origin != os.getpid():
@@ -573,7 +568,7 @@ class _CopyingTask:
 
     def __init__(self, mirror: MirrorCopier) -> None:
         self._mirror = mirror
-        self._lock = threading.RLock()  # reentrant: a finaliser may cancel in the middle of it
+        self._lock = threading.Lock()
         self._call: Call[None] | None = None
         self._wake: Callable[[], object] = lambda: None
         self._is_poked = self._is_paused = self.is_closing = self._is_over = self._has_succeeded = False
@@ -606,17 +601,12 @@ class _CopyingTask:
             is_vain = not (self._has_succeeded or self._mirror.has_work or self._is_poked)
             return None if self._call is None or is_vain else self._call.completion
 
-    def cancel(self) -> Call[None] | None:
-        """Stop for good, without waiting for it."""
+    def stop(self) -> None:
+        """Stop for good. Blocks for seconds at most."""
         with self._lock:
             self._is_over, call = True, self._call
         if call is not None:
             call.cancel()
-        return call
-
-    def stop(self) -> None:
-        """Stop for good. Blocks for seconds at most."""
-        if (call := self.cancel()) is not None:
             with contextlib.suppress(TimeoutError):  # a thread hangs, and is left behind
                 call.completion.ended(_END_S)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import weakref
 from typing import TYPE_CHECKING
 
 from aiockpt.core.lazy import importing
@@ -76,7 +75,6 @@ class Tiers:
         mirror_keep = keep if mirror.keep is None else as_policy(mirror.keep)
         settings = MirrorSettings(keep, mirror_keep, mirror.every, mirror.bandwidth, mirror.required, locks)
         self.copier = MirrorCopier(self.run, self.mirror, settings, access.reports, retention)
-        weakref.finalize(self, self.copier.abandon).atexit = False  # of a manager that nobody closes
         retention.attach(self.copier)
         self.copier.poke()
 

@@ -117,7 +117,7 @@ async def copy_checkpoint(
                 taken = await _taken(target, base, transaction, documents[MANIFEST_NAME], left, workers)
                 left = {name: facts for name, facts in left.items() if name not in taken}
             await _CopyTask(opened, path, transaction, workers, limit).copy(left)
-            await transaction.vouch(files)
+            await transaction.vouch(left)  # what was whole already was read by nobody since: it may have rotted
             await workers.run(check)
             await transaction.commit(documents)
         except BaseException as exc:

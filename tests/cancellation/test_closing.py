@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import subprocess
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -140,27 +139,3 @@ def test_a_task_that_is_cancelled_before_its_first_step_closes(kind: str, tmp_pa
         with aiockpt.SyncCheckpointManager(tmp_path / "run") as run:
             assert run.save(2, {"x": torch.ones(1)}) is not None
     del kept
-
-
-DROPPED = """
-import gc, sys, threading, time
-import torch, aiockpt
-
-run = aiockpt.SyncCheckpointManager(sys.argv[1] + "/run", mirror="/proc/none/mirror")
-run.save(1, {"x": torch.ones(1)})
-del run
-deadline = time.monotonic() + 60
-while threading.enumerate()[1:] and time.monotonic() < deadline:
-    gc.collect()
-    time.sleep(0.01)
-print([thread.name for thread in threading.enumerate()[1:]])
-"""
-
-
-def test_the_mirror_of_a_manager_that_nobody_closes_ends_with_its_last_reference(
-    python: list[str], tmp_path: Path
-) -> None:
-    """In a program of its own: here, the record of the mirror's failure would keep it."""
-    command = [*python, "-c", DROPPED, str(tmp_path)]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert (ran.returncode, ran.stdout.strip()) == (0, "[]"), ran.stderr

@@ -415,3 +415,21 @@ def test_exchanges_cost_at_most_one_percent_of_the_time(cost_s: float, step_s: f
         now += apart * step_s
         apart = pace.begin(now)
     assert apart == calls
+
+
+@pytest.mark.asyncio
+async def test_manager_whose_closing_is_cancelled_at_once_passes_signals_on(tmp_path: Path) -> None:
+    heard: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, _: heard.append(number))
+    try:
+        run = aiockpt.CheckpointManager(tmp_path)
+        run.on_signal(signal.SIGUSR1)
+        task = asyncio.create_task(run.aclose())
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await asyncio.wrap_future(run._close_behind())
+        signal.raise_signal(signal.SIGUSR1)
+        assert (heard, run.stopping) == ([signal.SIGUSR1], False)
+    finally:
+        signal.signal(signal.SIGUSR1, before)

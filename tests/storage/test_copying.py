@@ -248,3 +248,27 @@ async def test_one_at_a_time_goes_on_with_a_copy(tmp_path: Path, workers: Worker
     with pytest.raises(aiockpt.WriteError):
         await storage.resume(target, save_id, workers=workers)
     await second.abort()
+
+
+@pytest.mark.asyncio
+async def test_what_rots_while_nobody_copies_gets_into_no_other_copy(tmp_path: Path, workers: Workers) -> None:
+    """What an earlier copy left whole was read by nobody since, so nobody vouches for it."""
+    first, second = str(tmp_path / "1"), str(tmp_path / "2")
+    async with aiockpt.AsyncCheckpointer() as ckpt:
+        await ckpt.save(STATE, first, base="auto")
+        await ckpt.save(STATE | {"more": torch.ones(5)}, second, base="auto")
+
+    def stop() -> None:
+        raise aiockpt.SaveError("stopped")
+
+    there = tmp_path / "there"
+    with pytest.raises(aiockpt.SaveError):
+        await copy(first, str(there / "1"), workers, check=stop)
+    for file in (there / copy_ticket(id_of(first))).glob("*.distcp"):
+        with file.open("r+b") as opened:
+            opened.seek(700)
+            opened.write(b"\xff" * 16)
+    storage = LocalStorage()
+    await copy(first, str(there / "1"), workers, storage)
+    await copy(second, str(there / "2"), workers, storage, base=str(there / "1"))
+    assert is_whole(there / "2")

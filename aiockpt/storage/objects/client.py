@@ -82,6 +82,7 @@ class ObjectClient(ABC):
     """Requests to one bucket, by many threads at once. Prefixes end with "/", or are empty."""
 
     longest_s: float = LONGEST_S  # how long `put_surely` begins new attempts
+    copies = False  # whether `copy` can be had
 
     @property
     def hasty(self) -> ObjectClient:

@@ -101,6 +101,7 @@ class ObstoreClient(ObjectClient):
     ) -> None:
         self.kind, self._conditions, self.longest_s = url.partition("://")[0], conditions, longest_s
         self._given = url, options
+        self.copies = self.kind != "az"  # whose copies may end after the answer
         self._hasty: ObstoreClient | None = None
         self._once: ObstoreClient | None = None
         if "@" in url:
@@ -352,11 +353,8 @@ class ObstoreClient(ObjectClient):
         self._once.delete([key])
 
     def copy(self, key: str, other: str) -> None:
-        if self.kind == "az":  # whose copies may end after the answer
-            super().copy(key, other)
-        else:
-            with self.errors(key):
-                obstore.copy(self.store, key, other)
+        with self.errors(key):
+            obstore.copy(self.store, key, other)
 
     def now(self, near: str) -> float:
         if self._clock is None or time.monotonic() - self._clock[0] > _CLOCK_S:

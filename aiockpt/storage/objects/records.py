@@ -63,8 +63,6 @@ class _LeftTomb:
 class ObjectRecords(SharedStorage):
     """The commits of all paths, and the requests that change them; the lower half of `ObjectStorage`."""
 
-    traits = Traits(adopts=True, removal_s=2.0)  # if the store does not answer, a thread can't be interrupted
-
     def __init__(self, root: str, objects: ObjectClient, *, grace_s: float = 600.0, conditions: str = "on") -> None:
         if conditions not in ("on", "off"):
             raise ValueError(f"conditions is {conditions!r}; it must be 'on' or 'off'")
@@ -78,6 +76,11 @@ class ObjectRecords(SharedStorage):
         self._found_dead: dict[Stamp, float] = {}  # tombstones, and when their owners were
         self._may_delete = False  # as far as is known
         self._leases: WeakValueDictionary[str, ObjectLease] = WeakValueDictionary()  # by prefix
+
+    @property
+    def traits(self) -> Traits:  # type: ignore[override] # of the store
+        # If it does not answer, a thread can't be interrupted.
+        return Traits(adopts=self.objects.copies, removal_s=2.0)
 
     def resolve(self, path: str) -> str:
         names = [name for name in path.removeprefix(self._root).split("/") if name not in ("", ".")]

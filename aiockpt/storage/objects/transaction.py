@@ -178,6 +178,8 @@ class ObjectTransaction(SharedTransaction):
 
     async def adopt(self, path: str, files: Mapping[str, tuple[str, FileFacts]]) -> Collection[str]:
         """Copy objects of another checkpoint within the store, which never change, by the facts in its manifest."""
+        if not self._objects.copies:
+            return ()
 
         def look() -> Mapping[str, str]:
             its = self._storage.resolve(path)
