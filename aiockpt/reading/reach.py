@@ -63,7 +63,7 @@ def reached_by(
 
 
 class Reach:
-    """What code may come to; for the arguments see `reached_by`."""
+    """The memory and the objects that code may come to; for the arguments see `reached_by`."""
 
     def __init__(self, names: Iterable[str] | None = None, besides: Iterable[Any] = ()) -> None:
         self.ranges: list[Range] = []

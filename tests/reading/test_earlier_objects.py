@@ -68,7 +68,7 @@ def replace(other: Any) -> None:
 
 
 def grow(other: Any) -> None:
-    """Give a module the shape that is stored."""
+    """Change the shape of a module to the one that is stored."""
     if isinstance(other, Net):
         other.head = ones(3)
 
