@@ -16,8 +16,7 @@ import typer
 
 import aiockpt
 from aiockpt.cli.app import CommandError
-from aiockpt.cli.output import console, print_json, print_table, shown, size_text, time_text
-from aiockpt.cli.progress import bar
+from aiockpt.cli.output import bar, console, print_json, print_table, shown, size_text, time_text
 from aiockpt.core.machine import available_memory_bytes
 from aiockpt.core.wording import plural
 from aiockpt.storage.local.directories import LocalDirectories

@@ -6,8 +6,7 @@ import os
 from collections.abc import Sequence
 
 from aiockpt.cli.app import CommandError
-from aiockpt.cli.output import console, shown, size_text
-from aiockpt.cli.progress import bar
+from aiockpt.cli.output import bar, console, shown, size_text
 from aiockpt.dcp.format_utils import DTYPES, convert_checkpoint_async
 from aiockpt.engine.submit import format_for as format_for
 from aiockpt.options import SaveFormat

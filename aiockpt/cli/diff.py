@@ -18,9 +18,19 @@ from rich.text import Text
 
 import aiockpt
 from aiockpt.cli.app import Code, CommandError
-from aiockpt.cli.output import console, dtype_text, facts_of, print_json, print_table, shape_text, shown, size_text
-from aiockpt.cli.progress import Bar, bar
-from aiockpt.cli.statistics import distinct_index, part_indices, small_values, times_of
+from aiockpt.cli.output import (
+    ByteBar,
+    bar,
+    console,
+    dtype_text,
+    facts_of,
+    print_json,
+    print_table,
+    shape_text,
+    shown,
+    size_text,
+)
+from aiockpt.cli.statistics import blocks, distinct_index, numbers, part_indices, small_values, times_of
 from aiockpt.core.extent import strided_parts
 from aiockpt.format.keys import hint, matching
 from aiockpt.reading.info import ObjectInfo, TensorInfo, value_text
@@ -29,7 +39,6 @@ from aiockpt.reading.reader import CheckpointReader
 # --- values -------------------------------------------------------------------------------------------
 
 
-_BLOCK = 1 << 20  # elements that are compared at once, in up to five copies of eight bytes each
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _EXACT = float(1 << 62)  # differences of integers below it don't overflow
 
@@ -66,7 +75,7 @@ class TensorDifference:
         """Compare two parts of shapes that broadcast; of different dtypes the values are compared, else the bits."""
         shape = np.broadcast_shapes(a.shape, b.shape)
         self.elements += math.prod(shape)
-        for one, other in zip(_blocks(a.expand(shape)), _blocks(b.expand(shape)), strict=True):
+        for one, other in zip(blocks(a.expand(shape)), blocks(b.expand(shape)), strict=True):
             self._add(one, other)
 
     def repeat(self, times: int) -> None:
@@ -81,21 +90,19 @@ class TensorDifference:
                 return
             a, b = (_bits(each)[where].view(each.dtype).view(-1) for each in (a, b))
         try:
-            one, other = _numbers(a), _numbers(b)
+            one, other = numbers(a), numbers(b)
         except (RuntimeError, NotImplementedError):  # a dtype that torch can't compute with
             self.differing += a.numel()
             return
         gap, size = _gap(one, other), torch.maximum(_magnitude(one), _magnitude(other))
-        is_nan = gap.isnan()
-        apart = is_nan | (gap != 0) if a.dtype is not b.dtype else torch.ones_like(is_nan)
-        if a.dtype is not b.dtype:
-            both = _magnitude(one).isnan() & _magnitude(other).isnan()  # nan is nan in any dtype
-            apart &= ~(both | one.eq(other))
-        elif self._tolerance:
-            apart &= ~(_magnitude(one).isnan() & _magnitude(other).isnan())
+        is_nan, is_other = gap.isnan(), a.dtype is not b.dtype
+        same = one.eq(other) if is_other else torch.zeros_like(is_nan)
+        if is_other or self._tolerance:  # nan is nan in any dtype, and with any bits
+            same |= _magnitude(one).isnan() & _magnitude(other).isnan()
         if self._tolerance:
             most = (size * self._tolerance.relative).clamp(min=self._tolerance.absolute)
-            apart &= ~(gap.isfinite() & (gap <= most))
+            same |= gap.isfinite() & (gap <= most)
+        apart = ~same
         self.differing += int(apart.sum())
         self.nan += int((apart & is_nan).sum())
         known = apart & ~is_nan
@@ -106,10 +113,6 @@ class TensorDifference:
             self.max_rel = max(self.max_rel or 0.0, ratio.max().item())
 
 
-def _blocks(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return torch.split(tensor.detach().resolve_conj().resolve_neg().reshape(-1), _BLOCK)
-
-
 def _bits(values: torch.Tensor) -> torch.Tensor:
     size = values.dtype.itemsize
     if size in _BITS:
@@ -117,29 +120,16 @@ def _bits(values: torch.Tensor) -> torch.Tensor:
     return values.contiguous().view(torch.uint8).view(-1, size)
 
 
-def _numbers(values: torch.Tensor) -> torch.Tensor:
-    """Return values in a dtype in which torch computes exactly, or with double precision."""
-    if values.is_complex():
-        return values.to(torch.complex128)
-    if values.is_floating_point():
-        narrow = values.dtype.itemsize == 1  # some of which torch converts to nothing else
-        return (values.to(torch.float32) if narrow else values).to(torch.float64)
-    return values.to(torch.float64 if values.dtype is torch.uint64 else torch.int64)
-
-
 def _gap(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Return the absolute differences as float64; equal infinities differ by 0."""
     if a.dtype is torch.int64 and b.dtype is torch.int64:
         about = (a.to(torch.float64) - b.to(torch.float64)).abs()
         return torch.where(about < _EXACT, (a - b).abs().to(torch.float64), about)
-    if a.is_complex() or b.is_complex():
-        return torch.where(a == b, 0.0, (a - b).abs()).to(torch.float64)
-    a, b = a.to(torch.float64), b.to(torch.float64)
     return torch.where(a == b, 0.0, (a - b).abs())
 
 
 def _magnitude(values: torch.Tensor) -> torch.Tensor:
-    return values.to(torch.float64).abs() if values.dtype is torch.int64 else values.abs().to(torch.float64)
+    return values.abs() if values.is_complex() else values.to(torch.float64).abs()
 
 
 # --- objects --------------------------------------------------------------------------------------------
@@ -323,7 +313,7 @@ async def _compared(
     b: CheckpointReader,
     pairs: Sequence[tuple[TensorInfo, TensorInfo]],
     tolerance: Tolerance,
-    shown_bar: Bar,
+    shown_bar: ByteBar,
 ) -> AsyncIterator[tuple[TensorInfo, TensorInfo, TensorDifference]]:
     """Yield each pair with the difference of its values: small ones read together, large ones part by part."""
     for group in _groups(pairs):

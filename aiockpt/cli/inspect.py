@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -11,16 +10,14 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from rich.cells import cell_len, chop_cells
-from rich.segment import Segment, Segments
-from rich.style import Style
+from rich.cells import cell_len
+from rich.text import Text
 
 import aiockpt
 from aiockpt.cli.app import CommandError
 from aiockpt.cli.found import find
 from aiockpt.cli.html.page import html_page
-from aiockpt.cli.output import console, dtype_text, facts_of, print_json, shape_text, shown, size_text
-from aiockpt.cli.progress import bar
+from aiockpt.cli.output import bar, console, dtype_text, facts_of, print_json, print_table, shape_text, shown, size_text
 from aiockpt.cli.statistics import Figures, Survey, small_values, survey
 from aiockpt.core.gc_pause import gc_pause
 from aiockpt.core.wording import plural
@@ -163,11 +160,7 @@ def fitting_depth(root: Node, most: int, *, fold: bool = True) -> int | None:
 
 
 _LINES = 100  # shown on a terminal before levels are left out
-_BATCH = 1000  # lines printed at once
-_LEAST_CELLS = 20  # for the names of keys
 _TITLES = ("min", "max", "mean", "nan")
-_PLAIN, _BOLD, _DIM, _BAD = Style(), Style(bold=True), Style(dim=True), Style(color="red", bold=True)
-_KIND = Style(color="magenta")
 
 
 @dataclass(slots=True)
@@ -319,71 +312,23 @@ def _print_head(chosen: Chosen) -> None:
 
 
 def _print_tree(lines: Sequence[Line], chosen: Chosen) -> None:
-    """Print the lines in batches, because each call of rich takes long."""
-    titles = ("", "", "", "", *(_TITLES if chosen.statistics else ()))
     rows = [_row(line, chosen) for line in lines]
-    sized = (row for row in rows if row[3])  # values of objects, which have nothing behind them, widen no column
-    widths = [max(map(cell_len, column)) for column in zip(titles, *sized, strict=True)]
-    widths[:2] = [max(map(cell_len, column), default=0) for column in list(zip(titles, *rows, strict=True))[:2]]
-    out = console()
-    room = out.width if out.is_terminal else None
-    folds = bool(chosen.statistics) and room is not None and widths[0] + _taken(widths[1:]) > room
-    if room is not None:
-        widths[0] = min(widths[0], max(_LEAST_CELLS, room - _taken(widths[1 : 4 if folds else None])))
-    if chosen.statistics:
-        out.print(Segments(_segments(_DIM, titles, widths, folds=folds)), end="", soft_wrap=True)
-    for start in range(0, len(rows), _BATCH):
-        segments: list[Segment] = []
-        for line, row in zip(lines[start : start + _BATCH], rows[start : start + _BATCH], strict=True):
-            segments += _segments(_BOLD if line.node.children else _PLAIN, row, widths, folds=folds)
-        if out.is_terminal:
-            out.print(Segments(segments), end="", soft_wrap=True)
-        else:
-            sys.stdout.write("".join(segment.text for segment in segments))
-
-
-def _taken(widths: Sequence[int]) -> int:
-    return sum(width + 2 for width in widths if width)
-
-
-def _segments(style: Style, row: Sequence[str], widths: Sequence[int], *, folds: bool = False) -> list[Segment]:
-    """Return a line: the name, the dtype, and the rest, of which a number of nan stands out.
-
-    ``folds``: statistics, if there are any, are on a second line.
-    """
-    if folds:
-        first = _segments(style, row[:4], widths[:4]) if any(row[:4]) else []
-        return first + (_segments(style, ("  ", "", "", *row[4:]), (2, 0, 0, *widths[4:])) if any(row[4:]) else [])
-    label, kind, shape, *numbers = row
-    figures = [_padded(cell, width, right=True) for cell, width in zip(numbers, widths[3:], strict=True) if width]
-    # A container has neither: its name goes on there.
-    width, widths = (widths[0], widths) if kind or shape else (widths[0] + _taken(widths[1:3]), [0, 0, 0])
-    rest = "".join((f"  {_padded(shape, widths[2])}" if widths[2] else "", *(f"  {cell}" for cell in figures[:-1])))
-    last = f"  {figures[-1]}" if figures else ""
-    is_bad = len(numbers) > 1 and numbers[-1].isdecimal() and numbers[-1] != "0"
-    if not is_bad:
-        rest, last = (rest + last).rstrip(), ""
-    ahead = _padded(_fitted(label, width), width)
-    between = f"  {_padded(kind, widths[1])}" if widths[1] else ""
-    if not rest + last:
-        between = between.rstrip()
-    found = [Segment(ahead, style), Segment(between, _KIND), Segment(rest), Segment(last, _BAD), Segment("\n")]
-    return [segment for segment in found if segment.text]
-
-
-def _padded(text: str, width: int, *, right: bool = False) -> str:
-    gap = " " * (width - cell_len(text))
-    return gap + text if right else text + gap
-
-
-def _fitted(label: str, width: int) -> str:
-    """Return a label with its middle left out if it is too long; its end tells most."""
-    if cell_len(label) <= width:
-        return label
-    text = label.lstrip(" ")
-    indent = len(label) - len(text)
-    keep = max(4, width - indent - 1)
-    return f"{label[:indent]}{chop_cells(text, keep // 3)[0]}…{chop_cells(text[::-1], keep - keep // 3)[0][::-1]}"
+    named = [row for row in rows if row[1]]  # a container has no dtype: its name has the room of that, and of a shape
+    widths = [max((cell_len(row[at]) for row in named), default=0) + 2 for at in (0, 1)]
+    is_terminal = console().is_terminal
+    table: list[list[str | Text]] = []
+    for line, (label, kind, shape, *numbers) in zip(lines, rows, strict=True):
+        gaps = [" " * (width - cell_len(text)) for width, text in zip(widths, (label, kind), strict=True)]
+        head = f"{label}{gaps[0]}{kind}{gaps[1]}{shape}" if kind else label
+        if not is_terminal:  # where a long list is written in no time
+            table.append([head, *numbers])
+            continue
+        styled = Text(head)
+        styled.stylize("bold" if line.node.children else "", 0, len(label))
+        styled.stylize("magenta", len(label), len(label) + len(gaps[0]) + len(kind))
+        is_bad = len(numbers) > 1 and numbers[-1].isdecimal() and numbers[-1] != "0"
+        table.append([styled, *numbers[:-1], Text(numbers[-1], "bold red" if is_bad else "")])
+    print_table(("", ">", *(f">{title}" for title in (_TITLES if chosen.statistics else ()))), table)
 
 
 def _row(line: Line, chosen: Chosen) -> tuple[str, ...]:

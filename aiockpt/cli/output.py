@@ -1,4 +1,4 @@
-"""Output of the commands: tables, JSON, and the facts of tensors as text."""
+"""Output of the commands: tables, JSON, the facts of tensors as text, and bars."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,15 +15,20 @@ from rich.console import Console
 from rich.control import strip_control_codes
 from rich.text import Text
 
-from aiockpt.errors import printable_key
+from aiockpt.core.threads import start_thread
+from aiockpt.errors import NoThreadError, printable_key
 from aiockpt.telemetry.card import size_text as size_text
 from aiockpt.telemetry.card import time_text as time_text
 
 if TYPE_CHECKING:
+    from rich.progress import Progress
+
     from aiockpt.reading.info import ObjectInfo, TensorInfo
+    from aiockpt.telemetry.progress import ProgressEvent
 
 _GAP = 2  # cells between columns
 _INDENT = 4  # cells before what is continued
+_BATCH = 1000  # lines printed at once
 
 
 class _Console(Console):
@@ -44,38 +50,50 @@ def console(*, stderr: bool = False) -> Console:
 def print_table(titles: Sequence[str], rows: Sequence[Sequence[str | Text]]) -> None:
     """Print a table, without the columns that are empty. A title with ">" in front is that of a column of numbers.
 
-    What a terminal is too narrow for is continued on a second line, or a third; nothing is cut.
+    A cell with nothing behind it widens no column. What a terminal is too narrow for is continued on a second line, or
+    a third; nothing is cut.
     """
     out = console()
     filled = [at for at, cells in enumerate(zip(*rows, strict=True)) if any(map(str, cells))]
     right = [titles[at].startswith(">") for at in filled]
+    heads = [titles[at].removeprefix(">") for at in filled]
+    table: list[list[str | Text]] = [[Text(head, "bold") for head in heads]] if any(heads) else []
+    table += [[row[at] for at in filled] for row in rows]
+    widths = _widths([[str(cell) for cell in cells] for cells in table], right)
     if not out.is_terminal:  # there is one band; rich would take half of the time of a long list
-        heads = [titles[at].removeprefix(">") for at in filled]
-        texts_of = ([str(row[at]) for at in filled] for row in rows)
-        table = [
-            heads,
-            *([cell if cell.isprintable() else strip_control_codes(cell) for cell in texts] for texts in texts_of),
-        ]
-        sizes = [max(map(cell_len, column)) for column in zip(*table, strict=True)]
-        for texts in table:
-            gaps = [" " * (size - cell_len(text)) for text, size in zip(texts, sizes, strict=True)]
-            plain = (gap + text if at else text + gap for text, gap, at in zip(texts, gaps, right, strict=True))
-            print((" " * _GAP).join(plain).rstrip())
+        for cells in table:
+            texts = [text if text.isprintable() else strip_control_codes(text) for text in map(str, cells)]
+            print("".join(_padded(texts, widths, right)).rstrip())
         return
-    lines = [[Text(titles[at].removeprefix(">"), style="bold") for at in filled]]
-    lines += [[cell if isinstance(cell, Text) else Text(cell) for cell in (row[at] for at in filled)] for row in rows]
-    widths = [max(cell.cell_len for cell in cells) for cells in zip(*lines, strict=True)]
-    bands = _bands(widths, out.width)
-    for cells in lines:
-        for number, band in enumerate(bands):
-            padded = [(cells[at], " " * (widths[at] - cells[at].cell_len), right[at]) for at in band]
-            line = Text(" " * _INDENT if number else "")
-            for cell, gap, is_right in padded:
-                line += Text.assemble(*((gap, cell) if is_right else (cell, gap)), " " * _GAP)
+    lines: list[Text] = []
+    for cells in table:
+        for number, band in enumerate(_bands(widths, out.width)):
+            of_band = ([values[at] for at in band] for values in (cells, widths, right))
+            line = Text.assemble(" " * _INDENT if number else "", *_padded(*of_band))
             line.rstrip()
             if line.plain or not number:
-                for each in line.wrap(out, out.width - _INDENT) if line.cell_len > out.width else [line]:
-                    out.print(each)
+                lines += line.wrap(out, out.width - _INDENT) if line.cell_len > out.width else [line]
+    for start in range(0, len(lines), _BATCH):  # each call takes long
+        out.print(Text("\n").join(lines[start : start + _BATCH]))
+
+
+def _widths(table: Sequence[Sequence[str]], right: Sequence[bool]) -> list[int]:
+    """Return the widths of columns; a cell with nothing behind it has all of its line, unless it is a number."""
+    widths = [0] * len(right)
+    for texts in table:
+        last = max((at for at, text in enumerate(texts) if text), default=0)
+        for at, text in enumerate(texts):
+            if at != last or right[at] or at == len(right) - 1:
+                widths[at] = max(widths[at], cell_len(text))
+    return widths
+
+
+def _padded(cells: Sequence[Any], widths: Sequence[int], right: Sequence[bool]) -> Iterator[Any]:
+    """Yield the cells of a line, and the spaces around them."""
+    for cell, width, is_right in zip(cells, widths, right, strict=True):
+        gap = " " * (width - (cell_len(cell) if isinstance(cell, str) else cell.cell_len))
+        yield from (gap, cell) if is_right else (cell, gap)
+        yield " " * _GAP
 
 
 def _bands(widths: Sequence[int], room: int) -> list[list[int]]:
@@ -162,3 +180,51 @@ def shape_text(info: TensorInfo, value: str = "") -> str:
 def shown(name: str) -> str:
     """Return a key, a path or another text of a checkpoint as it may be shown on one line."""
     return printable_key(name)
+
+
+# --- progress -----------------------------------------------------------------------------------------
+
+_AFTER_S = 1.0
+
+
+class ByteBar:
+    """A bar of bytes with speed and time left; a function for ``progress=`` of loads, verifications and conversions."""
+
+    def __init__(self, progress: Progress, title: str, total: int | None) -> None:
+        self._progress = progress
+        self._task = progress.add_task(title, total=total, note="")
+        self.done_bytes = 0  # as of the last event
+
+    def advance(self, nbytes: int) -> None:
+        """Add bytes that are done."""
+        self._progress.advance(self._task, nbytes)
+
+    def __call__(self, event: ProgressEvent) -> None:
+        """Show an event."""
+        self.done_bytes = event.done_bytes
+        self._progress.update(self._task, completed=event.done_bytes, total=event.total_bytes or None)
+
+
+@contextlib.contextmanager
+def bar(title: str, total: int | None = None) -> Iterator[ByteBar]:
+    """Show a bar within the context, on standard error, if that is a terminal and it takes longer than a second.
+
+    ``total``: the bytes in all; None as long as that is not known.
+    """
+    from aiockpt.progress.terminal import bars  # it takes long to import
+
+    err = console(stderr=True)
+    progress = bars(err, transient=True)
+    timer = threading.Timer(_AFTER_S, progress.start)
+    timer.daemon = True
+    if err.is_terminal:
+        with contextlib.suppress(NoThreadError):
+            start_thread(timer)
+    try:
+        yield ByteBar(progress, title, total)
+    finally:
+        timer.cancel()
+        if timer.ident is not None:
+            timer.join()  # it may be starting the display just now
+        if progress.live.is_started:
+            progress.stop()

@@ -16,7 +16,7 @@ from aiockpt.reading.reader import CheckpointReader
 
 PART_BYTES = 32 << 20
 _BINS = 32
-_BLOCK = 1 << 20  # elements that are sorted into bins at once, in double precision
+_BLOCK = 1 << 20  # elements that are computed with at once, in up to five copies of eight bytes each
 _VALUES = 200  # that are shown
 
 
@@ -31,34 +31,33 @@ class Figures:
 
 
 class Survey:
-    """Figures of a tensor, which repeats its parts ``times``; with ``histogram`` also of its finite elements.
+    """Figures of a tensor, which repeats its parts ``times``, and a histogram of its finite elements.
 
     Each part is added; then, if `begin_counting`, each is counted into bins between ``low`` and ``high``.
     """
 
-    def __init__(self, times: int = 1, *, histogram: bool = False) -> None:
-        self._times, self._histogram, self._can_compute = times, histogram, True
+    def __init__(self, times: int = 1) -> None:
+        self._times, self._can_compute = times, True
         self._minimum, self._maximum, self._total = math.inf, -math.inf, 0.0
         self._count = self._nan = 0
         self._bins = torch.zeros(0, dtype=torch.int64)
-        self.low, self.high = math.inf, -math.inf
+        self.low, self.high = math.inf, -math.inf  # of the finite elements
 
     def add(self, part: torch.Tensor) -> None:
         """Add a part to the figures."""
         try:
-            values = numbers(part)
-            if values.is_floating_point() and (nan := int((is_nan := values.isnan()).sum())):
-                self._nan += nan
-                values = values[~is_nan]
-            if not values.numel():
-                return
-            low, high = (bound.item() for bound in torch.aminmax(values))
-            self._minimum, self._maximum = min(self._minimum, low), max(self._maximum, high)
-            self._total += values.sum(dtype=torch.float64).item()
-            self._count += values.numel()
-            for block in _finite(values) if self._histogram else ():
-                low, high = (bound.item() for bound in torch.aminmax(block))
-                self.low, self.high = min(self.low, low), max(self.high, high)
+            for values in map(_reals, blocks(part)):
+                known = values[~values.isnan()]
+                self._nan += values.numel() - known.numel()
+                if not known.numel():
+                    continue
+                self._total += known.sum(dtype=torch.float64).item()
+                self._count += known.numel()
+                low, high = (bound.item() for bound in torch.aminmax(known))
+                self._minimum, self._maximum = min(self._minimum, low), max(self._maximum, high)
+                if (finite := known[known.isfinite()]).numel():
+                    low, high = (bound.item() for bound in torch.aminmax(finite))
+                    self.low, self.high = min(self.low, low), max(self.high, high)
         except (RuntimeError, NotImplementedError):
             self._can_compute = False
 
@@ -75,9 +74,10 @@ class Survey:
 
     def count(self, part: torch.Tensor) -> None:
         """Add a part to the histogram."""
-        for block in _finite(numbers(part)):
+        for values in map(_reals, blocks(part)):
+            finite = values[values.isfinite()].to(torch.float64)
             # torch.histc would start threads for each tensor, which takes much longer on a busy machine.
-            bins = ((block - self.low) / (self.high - self.low) * _BINS).to(torch.int64)
+            bins = ((finite - self.low) / (self.high - self.low) * _BINS).to(torch.int64)
             self._bins += torch.bincount(bins.clamp_(max=_BINS - 1), minlength=_BINS)
 
     @property
@@ -115,16 +115,16 @@ async def survey(
     small = {info.key: info for info in infos if info.nbytes <= PART_BYTES}
     if small:
         async for key, tensor in reader.stream(dict.fromkeys(small), buffer_bytes=4 * PART_BYTES):
-            found = Survey(histogram=histograms)
+            found = Survey()
             found.add(tensor)
-            if found.begin_counting():
+            if histograms and found.begin_counting():
                 found.count(tensor)
             yield small[key], found
     for info in (info for info in infos if info.key not in small):
-        found = Survey(times_of(info), histogram=histograms)
+        found = Survey(times_of(info))
         async for part in _parts(reader, info):
             found.add(part)
-        if found.begin_counting():
+        if histograms and found.begin_counting():
             async for part in _parts(reader, info):
                 found.count(part)
         yield info, found
@@ -139,24 +139,23 @@ async def _parts(reader: CheckpointReader, info: TensorInfo) -> AsyncIterator[to
         yield await reader.read(info.key, index)
 
 
-def _finite(values: torch.Tensor) -> list[torch.Tensor]:
-    """Return the finite elements in double precision, in blocks that are not empty."""
-    blocks = (block.to(torch.float64) for block in torch.split(values.reshape(-1), _BLOCK))
-    return [kept for block in blocks if (kept := block[block.isfinite()]).numel()]
+def blocks(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the elements, so many at once as may be in memory several times, in double precision."""
+    return torch.split(tensor.detach().resolve_conj().resolve_neg().reshape(-1), _BLOCK)
 
 
-def numbers(part: torch.Tensor) -> torch.Tensor:
-    """Return the elements in a dtype that torch can compare and add."""
-    if part.is_quantized:
-        part = part.dequantize()
-    if part.layout is not torch.strided:
-        part = part.to_dense()
-    if part.is_complex():
-        return part.to(torch.complex64 if part.dtype == torch.complex32 else part.dtype).abs()
-    # aminmax has no kernels for float8, nor for uint64 below.
-    if part.is_floating_point():
-        return part if part.dtype in (torch.float32, torch.float64) else part.to(torch.float32)
-    return part.to(torch.float64 if part.dtype == torch.uint64 else torch.int64)
+def numbers(values: torch.Tensor) -> torch.Tensor:
+    """Return values in a dtype in which torch computes exactly, or with double precision."""
+    if values.is_complex():
+        return values.to(torch.complex128)
+    if values.is_floating_point():
+        narrow = values.dtype.itemsize == 1  # some of which torch converts to nothing else
+        return (values.to(torch.float32) if narrow else values).to(torch.float64)
+    return values.to(torch.float64 if values.dtype is torch.uint64 else torch.int64)
+
+
+def _reals(values: torch.Tensor) -> torch.Tensor:
+    return found.abs() if (found := numbers(values)).is_complex() else found
 
 
 def times_of(info: TensorInfo) -> int:

@@ -9,8 +9,7 @@ from typing import Any
 import aiockpt
 from aiockpt.cli.app import Code, report
 from aiockpt.cli.found import walk
-from aiockpt.cli.output import console, print_json, shown
-from aiockpt.cli.progress import bar
+from aiockpt.cli.output import bar, console, print_json, shown
 from aiockpt.errors import AiockptError, LoadError
 from aiockpt.storage.registry import directories_for
 

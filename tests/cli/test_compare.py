@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from aiockpt.cli import diff as compare
+from aiockpt.cli import statistics
 from aiockpt.cli.diff import TensorDifference, Tolerance, same_objects
 
 NAN, INF = math.nan, math.inf
@@ -78,7 +78,7 @@ def test_large_integers_differ_exactly():
 
 
 def test_layouts_and_shapes(monkeypatch):
-    monkeypatch.setattr(compare, "_BLOCK", 7)
+    monkeypatch.setattr(statistics, "_BLOCK", 7)
     a = torch.arange(60.0).reshape(3, 4, 5)
     assert compared(a, a.permute(2, 1, 0).contiguous().permute(2, 1, 0))[0] == 0
     b = a.clone()
