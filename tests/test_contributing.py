@@ -101,7 +101,7 @@ def test_every_thread_is_in_the_map_of_threads() -> None:
 
 # What is still called alike: no name may be added.
 ALIKE = """
-Bar Contents Record Trainer
+Contents Record Trainer
 """
 
 

@@ -52,8 +52,7 @@ class LoggingObserver(Observer):
     def loaded(self, event: CallEvent, result: LoadResult | None) -> None:
         """Log size, time and speed, or the error."""
         if result is None:
-            text = "%s was not loaded: %s"
-            self._log(logging.ERROR, "loaded", text, event.path, event.error, seconds=event.elapsed_s)
+            self._log_failure(logging.ERROR, "loaded", event)
             return
         size, took, speed = size_text(result.nbytes), time_text(result.loaded_s), size_text(result.bytes_per_s)
         figures = {"bytes": result.nbytes, "seconds": result.loaded_s}
@@ -62,8 +61,7 @@ class LoggingObserver(Observer):
     def deleted(self, event: CallEvent) -> None:
         """Log the deletion, or the error."""
         if event.error is not None:
-            text = "%s was not deleted: %s"
-            self._log(logging.ERROR, "deleted", text, event.path, event.error, seconds=event.elapsed_s)
+            self._log_failure(logging.ERROR, "deleted", event)
             return
         took = time_text(event.elapsed_s)
         self._log(self._level, "deleted", "deleted %s in %s", event.path, took, seconds=event.elapsed_s)
@@ -72,13 +70,16 @@ class LoggingObserver(Observer):
         """Log size, time and what is left, or the error."""
         left = {"backlog_steps": len(backlog.steps), "backlog_bytes": backlog.nbytes}
         if result is None:
-            text = "%s was not mirrored: %s"
-            self._log(logging.WARNING, "mirrored", text, event.path, event.error, seconds=event.elapsed_s, **left)
+            self._log_failure(logging.WARNING, "mirrored", event, **left)
             return
         size, took = size_text(result.nbytes), time_text(result.mirrored_s)
         figures = {"bytes": result.nbytes, "sent_bytes": result.sent_bytes, "seconds": result.mirrored_s, **left}
         text = "mirrored %s: %s in %s; %d steps are left"
         self._log(self._level, "mirrored", text, event.path, size, took, len(backlog.steps), **figures)
+
+    def _log_failure(self, level: int, name: str, event: CallEvent, **figures: float) -> None:
+        text = f"%s was not {name}: %s"
+        self._log(level, name, text, event.path, event.error, seconds=event.elapsed_s, **figures)
 
     def _log(self, level: int, name: str, text: str, path: str, *args: object, **figures: float) -> None:
         shown = [printable(str(value)) if isinstance(value, BaseException) else value for value in args]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from aiockpt.telemetry.observer import CallEvent, Observer, SaveEvent
 
 if TYPE_CHECKING:
-    from opentelemetry.metrics import MeterProvider
+    from opentelemetry.metrics import Counter, MeterProvider
     from opentelemetry.trace import Span, TracerProvider
 
     from aiockpt.telemetry.progress import Outcome
@@ -81,9 +81,8 @@ class OpenTelemetryObserver(Observer):
         if event.number in self._spans:
             span, started = self._spans[event.number]
             facts = {"tensors": result.tensors, "objects": result.objects, "files": len(result.files)}
+            facts |= {"bytes": result.nbytes, "path": result.path}  # the fallback's, if it went there
             span.set_attributes({f"aiockpt.{name}": value for name, value in facts.items()})
-            span.set_attribute("aiockpt.bytes", result.nbytes)
-            span.set_attribute("aiockpt.path", result.path)  # the fallback, if it went there
             self._add_phases(span, result, started)
         self._end(event, "written")
 
@@ -101,33 +100,33 @@ class OpenTelemetryObserver(Observer):
 
     def loaded(self, event: CallEvent, result: LoadResult | None) -> None:
         """Make a span, with spans of the phases."""
-        outcome = "failed" if result is None else "done"
-        self._loads.add(1, {"aiockpt.outcome": outcome})
-        started = event.time - event.elapsed_s
-        span = self._begin("aiockpt.load", event, started)
+        facts = {} if result is None else {"bytes": result.nbytes, "tensors": result.tensors}
         if result is not None:
             self._loaded.record(result.loaded_s)
             self._read.add(result.nbytes)
-            span.set_attributes({"aiockpt.bytes": result.nbytes, "aiockpt.tensors": result.tensors})
-            self._add_phases(span, result, started)
-        self._close(span, event.time, outcome, event.error)
+        self._add_call("load", self._loads, event, facts, result)
 
     def deleted(self, event: CallEvent) -> None:
         """Make a span."""
-        outcome = "done" if event.error is None else "failed"
-        self._deletions.add(1, {"aiockpt.outcome": outcome})
-        span = self._begin("aiockpt.delete", event, event.time - event.elapsed_s)
-        self._close(span, event.time, outcome, event.error)
+        self._add_call("delete", self._deletions, event, {})
 
     def mirrored(self, event: CallEvent, result: MirrorResult | None, backlog: MirrorBacklog) -> None:
         """Make a span."""
-        outcome = "failed" if result is None else "done"
-        self._mirrors.add(1, {"aiockpt.outcome": outcome})
-        span = self._begin("aiockpt.mirror", event, event.time - event.elapsed_s)
+        facts = {"backlog": len(backlog.steps)}
         if result is not None:
             self._mirrored.add(result.sent_bytes)
-            span.set_attribute("aiockpt.bytes", result.nbytes)
-        span.set_attribute("aiockpt.backlog", len(backlog.steps))
+            facts["bytes"] = result.nbytes
+        self._add_call("mirror", self._mirrors, event, facts)
+
+    def _add_call(
+        self, name: str, count: Counter, event: CallEvent, facts: dict[str, int], result: Timed | None = None
+    ) -> None:
+        outcome, started = "done" if event.error is None else "failed", event.time - event.elapsed_s
+        count.add(1, {"aiockpt.outcome": outcome})
+        span = self._begin(f"aiockpt.{name}", event, started)
+        span.set_attributes({f"aiockpt.{fact}": value for fact, value in facts.items()})
+        if result is not None:
+            self._add_phases(span, result, started)
         self._close(span, event.time, outcome, event.error)
 
     # --- spans --------------------------------------------------------------------------------------

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from aiockpt.telemetry.observer import CallEvent, Observer, SaveEvent
 
 if TYPE_CHECKING:
-    from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+    from prometheus_client import CollectorRegistry
 
     from aiockpt.telemetry.progress import Outcome
     from aiockpt.telemetry.saves import LoadResult, MirrorBacklog, MirrorResult, SaveResult
 
 _SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
-_OUTCOMES = ("written", "failed", "cancelled", "skipped")
+_BY = ("outcome",)
 
 
 class PrometheusObserver(Observer):
@@ -33,10 +34,17 @@ class PrometheusObserver(Observer):
     """
 
     def __init__(self, registry: CollectorRegistry | None = None, *, namespace: str = "aiockpt") -> None:
-        metrics = _Metrics(registry, namespace)
-        counter, gauge, histogram = metrics.counter, metrics.gauge, metrics.histogram
         try:
-            self._saves = counter("saves_total", "Saves that have ended, by outcome", "outcome")
+            import prometheus_client as client
+        except ImportError as exc:
+            raise ImportError(
+                "a PrometheusObserver needs prometheus_client: pip install 'aiockpt[prometheus]'"
+            ) from exc
+        names: Any = {"namespace": namespace, "registry": client.REGISTRY if registry is None else registry}
+        counter, gauge = partial(client.Counter, **names), partial(client.Gauge, **names)
+        histogram = partial(client.Histogram, buckets=_SECONDS, **names)
+        try:
+            self._saves = counter("saves_total", "Saves that have ended, by outcome", _BY)
         except ValueError as exc:
             raise ValueError(
                 f"the registry has the metrics of a PrometheusObserver already ({exc}): give that one to several "
@@ -49,18 +57,23 @@ class PrometheusObserver(Observer):
         self._saved_bytes = counter("saved_bytes_total", "Bytes of the files of checkpoints that were written")
         self._last_time = gauge("last_save_timestamp_seconds", "When the last checkpoint was written, Unix time")
         self._last_bytes = gauge("last_save_bytes", "Bytes of the files of the last checkpoint that was written")
-        self._loads = counter("loads_total", "Loads that have ended, by outcome", "outcome")
+        self._loads = counter("loads_total", "Loads that have ended, by outcome", _BY)
         self._loaded = histogram("load_seconds", "From the call of load until everything was loaded")
         self._read_bytes = counter("loaded_bytes_total", "Bytes that loads have read")
-        self._deletions = counter("deletions_total", "Deletions that have ended, by outcome", "outcome")
-        self._mirrors = counter("mirrors_total", "Attempts to mirror a step that have ended, by outcome", "outcome")
+        self._deletions = counter("deletions_total", "Deletions that have ended, by outcome", _BY)
+        self._mirrors = counter("mirrors_total", "Attempts to mirror a step that have ended, by outcome", _BY)
         self._mirrored_bytes = counter("mirrored_bytes_total", "Bytes that were sent to mirrors")
         self._backlog = gauge("mirror_backlog_steps", "Steps that the mirror lacks and will get")
         self._backlog_bytes = gauge("mirror_backlog_bytes", "Bytes of the files of these steps")
         self._mirror_time = gauge(
             "mirror_newest_timestamp_seconds", "When the mirror's newest step was saved, Unix time"
         )
-        for outcome in _OUTCOMES:  # present from the beginning, so that a rate sees the first failure
+        for outcome in (
+            "written",
+            "failed",
+            "cancelled",
+            "skipped",
+        ):  # present from the beginning, so that a rate sees the first failure
             self._saves.labels(outcome)
         for outcome in ("done", "failed"):
             self._loads.labels(outcome)
@@ -114,26 +127,3 @@ class PrometheusObserver(Observer):
         self._backlog.set(len(backlog.steps))
         self._backlog_bytes.set(backlog.nbytes)
         self._mirror_time.set(backlog.newest_time)
-
-
-class _Metrics:
-    """Makes the metrics of one registry."""
-
-    def __init__(self, registry: CollectorRegistry | None, namespace: str) -> None:
-        try:
-            import prometheus_client as client
-        except ImportError as exc:
-            raise ImportError(
-                "a PrometheusObserver needs prometheus_client: pip install 'aiockpt[prometheus]'"
-            ) from exc
-        self._client = client
-        self._names: Any = {"namespace": namespace, "registry": client.REGISTRY if registry is None else registry}
-
-    def counter(self, name: str, text: str, *labels: str) -> Counter:
-        return self._client.Counter(name, text, labels, **self._names)
-
-    def gauge(self, name: str, text: str) -> Gauge:
-        return self._client.Gauge(name, text, **self._names)
-
-    def histogram(self, name: str, text: str) -> Histogram:
-        return self._client.Histogram(name, text, buckets=_SECONDS, **self._names)

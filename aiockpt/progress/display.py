@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from aiockpt.core.threads import start_thread
 from aiockpt.errors import NoThreadError, printable_key
@@ -24,14 +24,9 @@ logger = logging.getLogger("aiockpt")
 _NOTEBOOK_S = 0.1  # between two messages to the browser
 
 
-class Bar(Protocol):
-    """One bar on a screen, or its substitute."""
-
-    def update(self, done: int, total: int, note: str) -> None:
-        """Show bytes that are done, of so many, 0 if that is not known; and what is going on."""
-
-    def finish(self, done: int, total: int, note: str, *, ok: bool) -> None:
-        """Show the end; nothing comes after that."""
+Bar = Callable[[int, int, str, bool | None], object]
+"""One bar on a screen, or its substitute: shows the bytes that are done, of so many, 0 if that is not known; what is
+going on; and None, or at the end whether all went well. Nothing comes after that."""
 
 
 class Display:
@@ -52,11 +47,11 @@ class Display:
         if bar is None:
             bar = self._bars[key] = self._make(_title(event.what, event.path))
         if event.phase == "reading":
-            bar.update(event.done_bytes, event.total_bytes, "")
+            bar(event.done_bytes, event.total_bytes, "", None)
             return
         del self._bars[key]
         ok = event.phase == "done"
-        bar.finish(event.done_bytes, event.done_bytes if ok else event.total_bytes, event.phase, ok=ok)
+        bar(event.done_bytes, event.done_bytes if ok else event.total_bytes, event.phase, ok)
 
     def follow(self, handle: SaveHandle) -> None:
         """Show a save, from a thread of its own, until it is over. Does not block."""
@@ -78,9 +73,9 @@ class Display:
                 note = event.phase
                 if event.phase == "writing":
                     note = "staged" if event.staged_bytes >= total else "staging"
-                bar.update(done, total, note)
+                bar(done, total, note, None)
             ok = handle.state == "committed"
-            bar.finish(done, total, "written" if ok else handle.state, ok=ok)
+            bar(done, total, "written" if ok else handle.state, ok)
         except Exception:
             logger.exception("the progress of %s can't be shown", handle.path)
 
@@ -111,7 +106,7 @@ def bar(save: SaveHandle | None = None, *, file: TextIO | None = None, force: bo
     if file is None and in_notebook():
         return _shown(save, _NotebookBar)
     if not force and not (hasattr(stream, "isatty") and stream.isatty()):
-        return _shown(save, lambda _: _NoBar())
+        return _shown(save, lambda _: lambda *_: None)
     from aiockpt.progress.terminal import TerminalBar
 
     return _shown(save, lambda title: TerminalBar(stream, title, force=force))
@@ -157,16 +152,6 @@ def _title(what: str, path: str) -> str:
     return f"{what} {printable_key(os.path.basename(path.rstrip('/')) or path)}"
 
 
-class _NoBar:
-    """Shows nothing."""
-
-    def update(self, done: int, total: int, note: str) -> None:
-        """Do nothing."""
-
-    def finish(self, done: int, total: int, note: str, *, ok: bool) -> None:
-        """Do nothing."""
-
-
 class _LogBar:
     """Lines of a log."""
 
@@ -178,18 +163,17 @@ class _LogBar:
         self._begin = time.monotonic()
         self._next = self._begin
 
-    def update(self, done: int, total: int, note: str) -> None:
-        """Log a line, if the last one was long enough ago."""
-        if total and time.monotonic() >= self._next:
-            self._next = time.monotonic() + self._every_s
+    def __call__(self, done: int, total: int, note: str, ok: bool | None) -> None:
+        """Log a line: at the end, or if the last one was long enough ago."""
+        now = time.monotonic()
+        if ok is not None:
+            took = now - self._begin
+            figures = f", {size_text(total)} in {took:.1f} s ({size_text(total / max(took, 1e-9))}/s)" if ok else ""
+            self._target.log(self._level if ok else logging.WARNING, "%s: %s%s", self._title, note, figures)
+        elif total and now >= self._next:
+            self._next = now + self._every_s
             share = f"{100 * done // total} % of {size_text(total)}"
             self._target.log(self._level, "%s: %s%s", self._title, share, f", {note}" if note else "")
-
-    def finish(self, done: int, total: int, note: str, *, ok: bool) -> None:
-        """Log the end."""
-        took = time.monotonic() - self._begin
-        figures = f", {size_text(total)} in {took:.1f} s ({size_text(total / max(took, 1e-9))}/s)" if ok else ""
-        self._target.log(self._level if ok else logging.WARNING, "%s: %s%s", self._title, note, figures)
 
 
 class _NotebookBar:
@@ -207,18 +191,18 @@ class _NotebookBar:
         self._bar: Any = tqdm(total=0, desc=title, unit="B", unit_scale=True, unit_divisor=1024, leave=True)
         self._next = 0.0
 
-    def update(self, done: int, total: int, note: str) -> None:
-        """Show how far it is."""
-        if not self._set_total(total) and time.monotonic() < self._next:
+    def __call__(self, done: int, total: int, note: str, ok: bool | None) -> None:
+        """Show how far it is; the end is green, or red where it has failed."""
+        if ok is False:
+            total = max(total, done + 1)  # tqdm takes an unfinished bar for a failed one
+        if not self._set_total(total) and ok is None and time.monotonic() < self._next:
             return
         self._next = time.monotonic() + _NOTEBOOK_S
-        self._show(done, note)
-
-    def finish(self, done: int, total: int, note: str, *, ok: bool) -> None:
-        """Show the end: green, or red where it has failed."""
-        self._set_total(total if ok else max(total, done + 1))  # tqdm takes an unfinished bar for a failed one
-        self._show(done, note)
-        self._bar.close()
+        self._bar.n = done
+        self._bar.set_postfix_str(note, refresh=False)
+        self._bar.refresh()
+        if ok is not None:
+            self._bar.close()
 
     def _set_total(self, total: int) -> bool:
         """Set the total, without beginning to measure the time anew; return whether it has changed."""
@@ -229,8 +213,3 @@ class _NotebookBar:
         self._bar.reset(total=total)
         self._bar.start_t = begun
         return True
-
-    def _show(self, done: int, note: str) -> None:
-        self._bar.n = done
-        self._bar.set_postfix_str(note, refresh=False)
-        self._bar.refresh()

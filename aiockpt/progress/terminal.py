@@ -87,18 +87,16 @@ class TerminalBar:
     def _begun(self) -> tuple[Progress, TaskID] | None:
         return self._screen.begin(self._stream, self._title, force=self._force)
 
-    def update(self, done: int, total: int, note: str) -> None:
+    def __call__(self, done: int, total: int, note: str, ok: bool | None) -> None:
         """Show how far it is."""
-        if self._begun is not None:
-            progress, task = self._begun
-            progress.update(task, completed=done, total=total or None, note=note)
-
-    def finish(self, done: int, total: int, note: str, *, ok: bool) -> None:
-        """Show the end."""
-        if self._begun is not None:
-            progress, task = self._begun
+        if self._begun is None:
+            return
+        progress, task = self._begun
+        if ok is not None:
             # rich shows a total of 0 as complete, and none as still running: neither is true of a failure before the
             # plan.
-            progress.update(task, completed=done, total=done if ok else max(total, 1), note=note)
+            total = done if ok else max(total, 1)
+        progress.update(task, completed=done, total=total if ok is not None else total or None, note=note)
+        if ok is not None:
             progress.stop_task(task)
             self._screen.end()

@@ -102,7 +102,7 @@ def test_name_of_a_container_is_as_long_as_its_line_allows(in_terminal):
 
 def test_nan_counts_are_highlighted(in_terminal):
     shown, _ = in_terminal("inspect", "nan", "--stats", columns=80)
-    assert re.search(r"\x1b\[1;31m +1\x1b\[0m", shown)
+    assert re.search(r"\x1b\[1;31m *1\x1b\[0m", shown)
 
 
 def test_states_are_coloured_unless_no_color_is_set(in_terminal):

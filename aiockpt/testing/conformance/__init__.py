@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from aiockpt.testing.conformance.commit import CommitTests
 from aiockpt.testing.conformance.directories import DirectoryTests
-from aiockpt.testing.conformance.files import FileTests
+from aiockpt.testing.conformance.files import CommitTests, FileTests, StateTests
 from aiockpt.testing.conformance.shared import SharedTests
-from aiockpt.testing.conformance.states import StateTests
 
 
 class StorageConformance(FileTests, CommitTests, SharedTests, DirectoryTests, StateTests):
