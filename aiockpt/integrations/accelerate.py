@@ -25,8 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aiockpt.errors import CheckpointExistsError, CheckpointNotFoundError
-from aiockpt.integrations.in_flight import SavesInFlight, numbered, replaced
-from aiockpt.integrations.lifetime import missing
+from aiockpt.integrations.saves import SavesInFlight, missing, numbered, replaced
 from aiockpt.manager.rng import RngState
 
 try:
@@ -136,15 +135,11 @@ class Installed:
             with self._saves.writing(path, accelerator._optimizers, above=is_named) as save:
                 folder = save.transaction.directory
 
-                def take(obj: Any, f: Any, *args: Any, **kwargs: Any) -> bool:
-                    where, name = os.path.split(os.fspath(f))
-                    is_ours = bool(where == folder) and name.startswith(_LARGE)
-                    if is_ours:
-                        metadata = {"format": "pt"} if name.endswith(".safetensors") else None
-                        save.transaction.save(obj, name, metadata=metadata)
-                    return is_ours
+                def take(name: str, obj: Any, _: Any) -> None:
+                    metadata = {"format": "pt"} if name.endswith(".safetensors") else None
+                    save.transaction.save(obj, name, metadata=metadata)
 
-                with replaced([("accelerate.checkpointing", "save")], take):
+                with replaced([("accelerate.checkpointing", "save")], folder, take, _LARGE):
                     self._stock_save(folder, safe_serialization, **kwargs)
                 save.about = is_named
         finally:

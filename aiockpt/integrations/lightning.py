@@ -27,8 +27,7 @@ import torch
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
 from aiockpt.errors import CheckpointExistsError, DeleteError, SafeGlobalsWarning
-from aiockpt.integrations.lifetime import missing
-from aiockpt.integrations.named_saves import NamedSaves
+from aiockpt.integrations.saves import NamedSaves, missing
 
 _IS_SEPARATE = find_spec("lightning") is None or ("pytorch_lightning" in sys.modules and "lightning" not in sys.modules)
 _PYTORCH = "pytorch_lightning" if _IS_SEPARATE else "lightning.pytorch"
@@ -45,13 +44,35 @@ _TENSORS = ("state_dict", "optimizer_states")
 _META = "meta.pt"  # beside the shards: what belongs to neither a module nor an optimizer
 # Of SLURM's requeued jobs, which begin while this one still runs; and of the tuner, which loads them again.
 _URGENT = ("hpc_ckpt_", ".")
-_Strategy: Any = object
+_Base: Any = object
 
 
 # --- files ------------------------------------------------------------------------------------------------
 
 
-class AiockptCheckpointIO(_plugins.TorchCheckpointIO):
+class _Saving(_Base):
+    """A CheckpointIO or a strategy whose saves run beside training. Stands before Lightning's class among the bases."""
+
+    saves: NamedSaves
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        """Load a checkpoint as Lightning does, when no save is in flight."""
+        self.saves.wait()
+        return super().load_checkpoint(*args, **kwargs)
+
+    def teardown(self) -> None:
+        """Wait until every save is durable and what they replace is removed, and end all threads. Idempotent.
+
+        Raises:
+            AiockptError: the failure of a save that nobody has got.
+        """
+        try:
+            self.saves.end()
+        finally:
+            super().teardown()
+
+
+class AiockptCheckpointIO(_Saving, _plugins.TorchCheckpointIO):
     """Writes the files that Lightning would write, beside training; loads them as Lightning does.
 
     A file is what ``torch.save`` writes, so `load_from_checkpoint` and everything else reads it. It appears when it is
@@ -101,11 +122,6 @@ class AiockptCheckpointIO(_plugins.TorchCheckpointIO):
         if self._wait == "staged":
             saves.wait_for_copies()
 
-    def load_checkpoint(self, path: Any, *args: Any, **options: Any) -> Any:
-        """Load a checkpoint when no save is in flight; see Lightning's ``TorchCheckpointIO``."""
-        self.saves.wait()
-        return super().load_checkpoint(path, *args, **options)
-
     def remove_checkpoint(self, path: Any) -> None:
         """Remove a checkpoint: when the save that was begun last is durable, or at once if none is in flight."""
         if not _is_local(path):
@@ -115,15 +131,6 @@ class AiockptCheckpointIO(_plugins.TorchCheckpointIO):
             self.saves.remove(path)
         except DeleteError:  # there is something else, which Lightning removes too
             super().remove_checkpoint(path)
-
-    def teardown(self) -> None:
-        """Wait until every save is durable and what they replace is removed, and end all threads. Idempotent.
-
-        Raises:
-            AiockptError: the failure of a save that nobody has got.
-        """
-        self.saves.end()
-        super().teardown()
 
 
 def _is_urgent(path: str) -> bool:
@@ -264,7 +271,7 @@ def saves_of(trainer: Any) -> NamedSaves | None:
     """Return the saves of a trainer; None if they are not ours."""
     strategy = trainer.strategy
     owner = strategy if isinstance(strategy, InShards) and strategy.in_shards else strategy.checkpoint_io
-    return owner.saves if isinstance(owner, AiockptCheckpointIO | InShards) else None
+    return owner.saves if isinstance(owner, _Saving) else None
 
 
 def _is_taken(saves: NamedSaves, stock: Callable[..., bool], path: Any, trainer: Any) -> bool:
@@ -289,7 +296,7 @@ def _make_link(path: str, link: str) -> None:
 # --- shards -------------------------------------------------------------------------------------------------
 
 
-class InShards(_Strategy):
+class InShards(_Saving):
     """Saves shards beside training, into the directories that the strategy would write; it loads them itself.
 
     For one of Lightning's strategies, which stands behind it in the list of bases. A directory appears when it is
@@ -344,26 +351,10 @@ class InShards(_Strategy):
         torch.save(checkpoint, rest)
         self.saves.save(state, path, durable=_is_urgent(path), format="dcp", files={_META: rest.getvalue()})
 
-    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """Load a checkpoint when no save is in flight."""
-        self.saves.wait()
-        return super().load_checkpoint(checkpoint_path, *args, **kwargs)
-
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a checkpoint: when the save that was begun last is durable, or at once if none is in flight."""
         if self.is_global_zero:
             self.saves.remove(filepath)
-
-    def teardown(self) -> None:
-        """Wait until every save is durable and what they replace is removed, and end all threads.
-
-        Raises:
-            AiockptError: the failure of a save that nobody has got.
-        """
-        try:
-            self.saves.end()
-        finally:
-            super().teardown()
 
 
 class AiockptModelParallelStrategy(InShards, _strategies.ModelParallelStrategy):

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as stock_load
 
 from aiockpt.engine.facade import closing
 from aiockpt.errors import AiockptError, CheckpointNotFoundError, SaveError
-from aiockpt.integrations.lifetime import IDLE_S, missing
+from aiockpt.integrations.saves import IDLE_S, missing
 from aiockpt.manager.manager import SyncCheckpointManager
 from aiockpt.manager.policies import KeepLatest
 

@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from aiockpt.integrations.in_flight import SavesInFlight, numbered, outdated, replaced
-from aiockpt.integrations.lifetime import missing
+from aiockpt.integrations.saves import SavesInFlight, missing, numbered, outdated, replaced
 
 try:
     import transformers
@@ -190,16 +189,12 @@ class AiockptTrainerMixin(_AnyTrainer):  # type: ignore[misc]
         """Do as the stock code does, in its order."""
         folder = transaction.directory
 
-        def take(tensors: Any, filename: Any, metadata: Any = None) -> bool:
-            where, name = os.path.split(os.fspath(filename))
-            is_ours = bool(where == folder)
-            if is_ours:
-                transaction.save(dict(tensors), name, metadata=metadata)
-            return is_ours
+        def take(name: str, tensors: Any, metadata: Any) -> None:
+            transaction.save(dict(tensors), name, metadata=metadata)
 
         # `save_pretrained` decides which tensors these are, under which names and in which files: it drops tied ones,
         # converts others, and knows adapters.
-        with replaced(_WRITERS, take):
+        with replaced(_WRITERS, folder, take):
             self.save_model(folder, _internal_call=True)
         if self.args.save_strategy != SaveStrategy.NO and self.state.best_global_step:
             best = os.path.join(run, f"{_PREFIX}{self.state.best_global_step}")

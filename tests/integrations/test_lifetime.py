@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from aiockpt.integrations import lifetime
-from aiockpt.integrations.lifetime import Lifetime
+from aiockpt.integrations import saves
+from aiockpt.integrations.saves import Lifetime
 from tests.polling import until
 
 STATE = {"x": torch.arange(10_000.0)}
@@ -36,7 +36,7 @@ def test_it_begins_and_ends_any_number_of_times(tmp_path: Path) -> None:
 
 
 def test_it_ends_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lifetime, "IDLE_S", 0.05)
+    monkeypatch.setattr(saves, "IDLE_S", 0.05)
     held = Lifetime()
     held.checkpointer.save(STATE, tmp_path / "a")
     until(lambda: not _threads())
@@ -80,7 +80,7 @@ def test_a_forked_process_has_its_own(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_no_framework_is_imported_with_the_package() -> None:
     code = (
-        "import sys, aiockpt, aiockpt.integrations.lifetime\n"
+        "import sys, aiockpt, aiockpt.integrations.saves\n"
         "print({'ray', 'lightning', 'pytorch_lightning', 'transformers', 'accelerate'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

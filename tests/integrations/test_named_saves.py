@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import aiockpt
-from aiockpt.integrations.named_saves import NamedSaves
+from aiockpt.integrations.saves import NamedSaves
 from aiockpt.storage import LocalStorage
 from aiockpt.testing import Fault, FaultyStorage
 

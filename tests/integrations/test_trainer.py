@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 from transformers import TrainerCallback, TrainingArguments
 
 import aiockpt
-from aiockpt.integrations.in_flight import PendingSave, SavesInFlight
+from aiockpt.integrations.saves import PendingSave, SavesInFlight
 from aiockpt.integrations.transformers import AiockptTrainerMixin, Trainer
 from tests.states import assert_same
 
