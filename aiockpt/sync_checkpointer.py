@@ -186,15 +186,6 @@ _lock = threading.RLock()  # reentrant: a signal handler may save or load
 _shared: SyncCheckpointer | None = None
 
 
-def _shared_one() -> SyncCheckpointer:
-    """Return the checkpointer of the functions above."""
-    global _shared
-    with _lock:
-        if _shared is None or not _shared._engine.is_open:
-            _shared = SyncCheckpointer(idle_timeout=IDLE_S)
-        return _shared
-
-
 def _forget() -> None:
     global _lock, _shared
     _lock, _shared = threading.RLock(), None
@@ -209,8 +200,13 @@ def _used() -> Iterator[SyncCheckpointer]:
 
     There it is connected to those of the other ranks: one that is idle for longer would leave the others behind.
     """
+    global _shared
     if is_distributed():
         with SyncCheckpointer() as own:
             yield own
         return
-    yield _shared_one()
+    with _lock:
+        if _shared is None or not _shared._engine.is_open:
+            _shared = SyncCheckpointer(idle_timeout=IDLE_S)
+        shared = _shared
+    yield shared

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import math
-import pickle
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AsyncExitStack
@@ -31,7 +31,6 @@ from aiockpt.cli.output import (
     size_text,
 )
 from aiockpt.cli.statistics import blocks, distinct_index, numbers, part_indices, small_values, times_of
-from aiockpt.core.extent import strided_parts
 from aiockpt.format.keys import hint, matching
 from aiockpt.reading.info import ObjectInfo, TensorInfo, value_text
 from aiockpt.reading.reader import CheckpointReader
@@ -175,33 +174,26 @@ def _same_leaf(a: Any, b: Any, tolerance: Tolerance) -> bool:
             return True
     except (TypeError, ValueError, RuntimeError):
         pass
-    return not isinstance(a, str | bytes | int | AbstractSet) and _pickled(a) == _pickled(b) is not None
+    return not isinstance(a, str | bytes | int | AbstractSet) and _saved(a) == _saved(b) is not None
 
 
 def _same_tensor(a: torch.Tensor, b: torch.Tensor, tolerance: Tolerance) -> bool:
     if (a.layout, a.dtype, a.shape) != (b.layout, b.dtype, b.shape):
         return False
     if a.layout is not torch.strided or a.is_quantized:
-        return same_objects(_parts(a), _parts(b), tolerance)
+        return _saved(a) == _saved(b) is not None
     difference = TensorDifference(tolerance)
     difference.add(a, b)
     return not difference.differing
 
 
-def _parts(tensor: torch.Tensor) -> list[Any]:
-    """Return the plain tensors and numbers that a sparse or quantized tensor consists of."""
-    if tensor.layout is not torch.strided:
-        return list(strided_parts(tensor))
-    if tensor.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
-        return [tensor.int_repr(), tensor.q_scale(), tensor.q_zero_point()]
-    return [tensor.int_repr(), tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()]
-
-
-def _pickled(value: Any) -> bytes | None:
+def _saved(value: Any) -> bytes | None:
+    file = io.BytesIO()
     try:
-        return pickle.dumps(value)
+        torch.save(value, file)
     except Exception:  # what an object of a foreign class raises
         return None
+    return file.getvalue()
 
 
 # --- differences --------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from importlib.resources import files
-from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
@@ -17,26 +16,18 @@ from aiockpt.cli.app import CommandError
 from aiockpt.cli.output import console
 
 _FOLDER = files("aiockpt") / "docs"
-_FOLDERS = (_FOLDER, _FOLDER / "integrations")
-_SUFFIX = ".md"
 TUTORIAL = "tutorial"
 """The topic that is a notebook: it is written to a file."""
 
 
-def topics() -> dict[str, str]:
-    """Return each topic with its summary: of a page the first paragraph after the title, which is one line."""
-    found = {name: page.read_text(encoding="utf-8").split("\n\n", 2)[1] for name, page in _pages().items()}
-    found[TUTORIAL] = "A notebook: a save beside training, its pictures, and a run that is interrupted."
-    return dict(sorted(found.items()))
-
-
 def show_topics() -> None:
-    """Print the list of topics."""
-    listed = topics()
+    """Print the topics with their summaries: of a page the first paragraph after the title, which is one line."""
+    listed = {name: text.split("\n\n", 2)[1] for name, text in _pages().items()}
+    listed[TUTORIAL] = "A notebook: a save beside training, its pictures, and a run that is interrupted."
     width, out = max(map(len, listed)) + 2, console()
     print("aiockpt docs TOPIC shows one of these pages:\n")
     room = out.width if out.is_terminal else sys.maxsize
-    for name, summary in listed.items():
+    for name, summary in sorted(listed.items()):
         print(textwrap.fill(f"{name:{width}}{summary}", room, subsequent_indent=" " * width))
 
 
@@ -46,16 +37,16 @@ def show_topic(topic: str) -> None:
     Raises:
         typer.BadParameter: there is no such topic; the message names those there are.
     """
-    known = topics()
-    if topic not in known:
-        raise typer.BadParameter(f"there is no topic {topic!r}; the topics are {', '.join(known)}", param_hint="TOPIC")
-    out = console()
-    if out.is_terminal:
-        os.environ.setdefault("LESS", "-FRX")  # no paging of what fits; colors; the page stays on the screen
-        with out.pager(styles=True):
-            out.print(_rendered(_text_of(topic)))
-    else:
-        print(_text_of(topic), end="")
+    pages, out = _pages(), console()
+    if topic not in pages:
+        known = ", ".join(sorted([*pages, TUTORIAL]))
+        raise typer.BadParameter(f"there is no topic {topic!r}; the topics are {known}", param_hint="TOPIC")
+    if not out.is_terminal:
+        print(pages[topic], end="")
+        return
+    os.environ.setdefault("LESS", "-FRX")  # no paging of what fits; colors; the page stays on the screen
+    with out.pager(styles=True):
+        out.print(_rendered(pages[topic]))
 
 
 def export_tutorial(file: Path) -> None:
@@ -68,10 +59,10 @@ def export_tutorial(file: Path) -> None:
     console().print(f"{file}: open it with Jupyter; pip install 'aiockpt[notebook]' has what it needs")
 
 
-def _pages() -> dict[str, Traversable]:
-    """Return the file of each page by its name, which is unique: also of those in folders below."""
-    found = (page for folder in _FOLDERS for page in folder.iterdir())
-    return {page.name.removesuffix(_SUFFIX): page for page in found if page.name.endswith(_SUFFIX)}
+def _pages() -> dict[str, str]:
+    """Return the text of each page by its name, which is unique: also of those in folders below."""
+    found = (page for folder in (_FOLDER, _FOLDER / "integrations") for page in folder.iterdir())
+    return {page.name[:-3]: page.read_text(encoding="utf-8") for page in found if page.name.endswith(".md")}
 
 
 def _rendered(text: str) -> Any:
@@ -88,7 +79,3 @@ def _rendered(text: str) -> Any:
     page = Markdown(text)
     page.elements = {**page.elements, "table_open": Table}  # type: ignore[misc] # of this page alone
     return page
-
-
-def _text_of(topic: str) -> str:
-    return _pages()[topic].read_text(encoding="utf-8")

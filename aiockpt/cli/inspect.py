@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -108,49 +108,41 @@ def _walk(root: Node) -> Iterator[Node]:
 
 def lines_of(root: Node, *, depth: int | None = None, fold: bool = True) -> Iterator[Line]:
     """Yield the lines from top to bottom; ``depth``: the most levels, None for all."""
-    waiting = [Line(0, label, node, times) for label, node, times in reversed(_groups(root, 1, fold=fold))]
+    waiting = _below(Line(-1, "", root), fold=fold)[::-1]
     while waiting:
         line = waiting.pop()
-        below = _groups(line.node, line.times, fold=fold)
-        while len(below) == 1 and line.node.leaf is None and below[0][2] == line.times:
-            label, node, times = below[0]
-            line = Line(line.depth, f"{line.label}.{label}", node, times)
-            below = _groups(node, times, fold=fold)
+        below = _below(line, fold=fold)
+        while len(below) == 1 and line.node.leaf is None and below[0].times == line.times:
+            line = replace(below[0], depth=line.depth, label=f"{line.label}.{below[0].label}")
+            below = _below(line, fold=fold)
         if below and depth is not None and line.depth + 1 >= depth:
-            yield Line(line.depth, line.label, line.node, line.times, is_cut=True)
+            yield replace(line, is_cut=True)
             continue
         yield line
-        waiting.extend(Line(line.depth + 1, label, node, times) for label, node, times in reversed(below))
+        waiting.extend(reversed(below))
 
 
-def _groups(node: Node, times: int, *, fold: bool) -> list[tuple[str, Node, int]]:
-    """Return the children, numbered ones that are alike and follow each other as one."""
-    children = list(node.children.values())
-    if not fold or len(children) < _FOLDED:
-        return [(child.name, child, times) for child in children]
-    found: list[tuple[str, Node, int]] = []
-    numbered = [(child.name.isdecimal(), child.shape_id) for child in children]
-    at = 0
-    for (is_number, _), run in groupby(numbered):
-        count = len(list(run))
-        group: Sequence[Node] = children[at : at + count]
-        at += count
-        if is_number and count >= _FOLDED:
-            found.append((f"{group[0].name}..{group[-1].name}", group[0], times * count))
+def _below(line: Line, *, fold: bool) -> list[Line]:
+    """Return the lines of the children, numbered ones that are alike and follow each other as one."""
+    found: list[Line] = []
+    for (is_number, _), run in groupby(
+        line.node.children.values(), lambda child: (child.name.isdecimal(), child.shape_id)
+    ):
+        group = list(run)
+        if fold and is_number and len(group) >= _FOLDED:
+            label = f"{group[0].name}..{group[-1].name}"
+            found.append(Line(line.depth + 1, label, group[0], line.times * len(group)))
         else:
-            found.extend((child.name, child, times) for child in group)
+            found.extend(Line(line.depth + 1, child.name, child, line.times) for child in group)
     return found
 
 
 def fitting_depth(root: Node, most: int, *, fold: bool = True) -> int | None:
     """Return the most levels that have so many lines at most, but at least one level; None if all have."""
-    counts: list[int] = []
-    for line in lines_of(root, fold=fold):
-        counts.extend([0] * (line.depth + 1 - len(counts)))
-        counts[line.depth] += 1
+    counts = Counter(line.depth for line in lines_of(root, fold=fold))
     total = 0
-    for depth, count in enumerate(counts):
-        total += count
+    for depth in range(len(counts)):
+        total += counts[depth]
         if total > most:
             return max(1, depth)
     return None
@@ -332,29 +324,27 @@ def _print_tree(lines: Sequence[Line], chosen: Chosen) -> None:
 
 
 def _row(line: Line, chosen: Chosen) -> tuple[str, ...]:
-    node, leaf = line.node, line.node.leaf
-    label = "  " * line.depth + shown(line.label)
-    empty = ("",) * 4 if chosen.statistics else ()
+    """Return the name, the dtype or type, the shape or value, the size, and statistics if there are any."""
+    leaf, nbytes = line.node.leaf, line.node.nbytes
+    label, size = "  " * line.depth + shown(line.label), ""
+    kind = shape = ""
+    figures = ("",) * 4 if chosen.statistics else ()
     if leaf is None or line.is_cut:
-        kind, number = ("tensor", node.tensors) if node.tensors else ("object", node.objects)
-        counted = plural(number * line.times, kind) if line.is_cut else ""
-        return label, counted, "", _size(node.nbytes, line.times) if node.tensors else "", *empty
-    key = leaf.key
-    if isinstance(leaf, ObjectInfo):
-        if key not in chosen.values:
-            return (
-                label,
-                "object",
-                "damaged" if key in chosen.damaged else "",
-                size_text(leaf.nbytes) if leaf.file else "",
-                *empty,
-            )
-        value = chosen.values[key]
-        return label, type(value).__name__, shown(value_text(value)), "", *empty
-    value = value_text(chosen.values[key]) if key in chosen.values else ""
-    figures = _figures(chosen.statistics[key]) if key in chosen.statistics else empty
-    size = "tied" if leaf.tied_to else _size(leaf.nbytes, line.times)
-    return label, dtype_text(leaf), shape_text(leaf, value), size, *figures
+        noun, number = ("tensor", line.node.tensors) if line.node.tensors else ("object", line.node.objects)
+        kind = plural(number * line.times, noun) if line.is_cut else ""
+        size = _size(nbytes, line.times) if line.node.tensors else ""
+    elif isinstance(leaf, TensorInfo):
+        kind = dtype_text(leaf)
+        shape = shape_text(leaf, value_text(chosen.values[leaf.key]) if leaf.key in chosen.values else "")
+        size = "tied" if leaf.tied_to else _size(leaf.nbytes, line.times)
+        figures = _figures(chosen.statistics[leaf.key]) if chosen.statistics else ()
+    elif leaf.key in chosen.values:
+        value = chosen.values[leaf.key]
+        kind, shape = type(value).__name__, shown(value_text(value))
+    else:
+        kind, shape = "object", "damaged" if leaf.key in chosen.damaged else ""
+        size = size_text(leaf.nbytes) if leaf.file else ""
+    return label, kind, shape, size, *figures
 
 
 def _size(nbytes: int, times: int) -> str:

@@ -97,26 +97,21 @@ def _bars(
     events: Sequence[TimelineEvent], lanes: Mapping[tuple[int, str], int], scale: float
 ) -> list[tuple[tuple[int, str], str, float, float, str]]:
     """Return a bar for each event; those of one kind that nearly touch in the picture become one."""
-    bars: list[tuple[tuple[int, str], str, float, float, str]] = []
-    open_: dict[tuple[tuple[int, str], str], tuple[float, float, int, int]] = {}
-
-    def close(lane: tuple[int, str], name: str) -> None:
-        x, stop, count, nbytes = open_.pop((lane, name))
-        times = f"{count} x, " if count > 1 else ""
-        text = f"{times}{size_text(nbytes)}, {time_text((stop - x) / scale)}"
-        bars.append((lane, name, x, stop, text))
-
+    # Up to 100,000 events are recorded: with a bar for each, the picture would have over ten megabytes.
+    runs: dict[tuple[tuple[int, str], str], list[tuple[float, float, int, int]]] = {}
     for event in events:
         lane = (event.pid, event.thread)
         if lane not in lanes:
             continue
         x, stop = _LEFT + event.start_s * scale, _LEFT + event.end_s * scale
-        key = (lane, event.name)
-        if key in open_ and x - open_[key][1] > 1.0:
-            close(*key)
-        # Up to 100,000 events are recorded: with a bar for each, the picture would have over ten megabytes.
-        begin, end, count, nbytes = open_.get(key, (x, stop, 0, 0))
-        open_[key] = (begin, max(end, stop), count + 1, nbytes + event.nbytes)
-    for lane, name in list(open_):
-        close(lane, name)
+        mine, begin, count, nbytes = runs.setdefault((lane, event.name), []), x, 0, 0
+        if mine and x - mine[-1][1] <= 1.0:
+            begin, end, count, nbytes = mine.pop()
+            stop = max(end, stop)
+        mine.append((begin, stop, count + 1, nbytes + event.nbytes))
+    bars = []
+    for (lane, name), mine in runs.items():
+        for x, stop, count, nbytes in mine:
+            times = f"{count} x, " if count > 1 else ""
+            bars.append((lane, name, x, stop, f"{times}{size_text(nbytes)}, {time_text((stop - x) / scale)}"))
     return bars

@@ -125,14 +125,6 @@ class Fault:
     delay_s: float = 0.0
     short_bytes: int | None = None
 
-    def concerns(self, step: str, name: str) -> bool:
-        """Return whether it is for this step and name."""
-        return step == self.step and fnmatchcase(name, self.name)
-
-    def strikes(self, occurrence: int) -> bool:
-        """Return whether this occurrence, counted from 1, fails."""
-        return occurrence >= self.nth and (self.times is None or occurrence < self.nth + self.times)
-
 
 @dataclass(frozen=True, slots=True)
 class Chances:
@@ -147,13 +139,6 @@ class Chances:
     of: Mapping[str, float]
     seed: int = 0
     numbers: Sequence[int] = field(default=(errno.EIO, errno.ENOSPC, errno.EACCES, errno.ESTALE))
-
-    def draw(self, step: str, source: random.Random) -> OSError | None:
-        """Return the error of a step, or None if it does not fail."""
-        if step not in self.of or source.random() >= self.of[step]:
-            return None
-        number = source.choice(self.numbers)
-        return OSError(number, os.strerror(number))
 
 
 class FaultyStorage(WrapperStorage):
@@ -234,15 +219,18 @@ class FaultyStorage(WrapperStorage):
         with self._counting:
             self.seen[step] += 1
             for number, fault in enumerate(self._faults):
-                if not fault.concerns(step, name):
+                if fault.step != step or not fnmatchcase(name, fault.name):
                     continue
                 self._met[number] += 1
-                if fault.strikes(self._met[number]):
+                later = self._met[number] - fault.nth
+                if later >= 0 and (fault.times is None or later < fault.times):
                     delay_s += fault.delay_s
                     error = error or fault.error
                     short_bytes = fault.short_bytes if short_bytes is None else short_bytes
-            if error is None and self._chances is not None:
-                error = self._chances.draw(step, self._random)
+            chances = self._chances
+            if error is None and chances and step in chances.of and self._random.random() < chances.of[step]:
+                number = self._random.choice(chances.numbers)
+                error = OSError(number, os.strerror(number))
             if error is not None or short_bytes is not None:
                 self.struck[step] += 1
         return delay_s, error, short_bytes
