@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import importlib
 import os
-import re
 from typing import Any
 
 from aiockpt.core.gc_pause import gc_pause
 
 with open(f"{os.path.splitext(__file__)[0]}.pyi", encoding="ascii") as _file:
-    _HOME_OF = {name: home for home, name in re.findall(r"^from (\S+) import (\w+) as", _file.read(), re.MULTILINE)}
+    _HOME_OF = {words[3]: words[1] for words in map(str.split, _file) if words[:1] == ["from"]}
 
 _MODULES = tuple(name for name, home in _HOME_OF.items() if home == __name__)  # `aiockpt.dcp.FileSystemWriter`
 

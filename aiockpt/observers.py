@@ -144,8 +144,9 @@ class PrometheusObserver(Observer):
                 "a PrometheusObserver needs prometheus_client: pip install 'aiockpt[prometheus]'"
             ) from exc
         names: Any = {"namespace": namespace, "registry": client.REGISTRY if registry is None else registry}
-        counter, gauge = partial(client.Counter, **names), partial(client.Gauge, **names)
-        histogram = partial(client.Histogram, buckets=_SECONDS, **names)
+        counter: Any = partial(client.Counter, **names)
+        gauge: Any = partial(client.Gauge, **names)
+        histogram: Any = partial(client.Histogram, buckets=_SECONDS, **names)
         try:
             self._saves = counter("saves_total", "Saves that have ended, by outcome", _BY)
         except ValueError as exc:
@@ -301,7 +302,8 @@ class OpenTelemetryObserver(Observer):
         if event.number in self._spans:
             span, started = self._spans[event.number]
             facts = {"tensors": result.tensors, "objects": result.objects, "files": len(result.files)}
-            facts |= {"bytes": result.nbytes, "path": result.path}  # the fallback's, if it went there
+            facts["bytes"] = result.nbytes
+            span.set_attribute("aiockpt.path", result.path)  # the fallback, if it went there
             span.set_attributes({f"aiockpt.{name}": value for name, value in facts.items()})
             self._add_phases(span, result, started)
         self._end(event, "written")

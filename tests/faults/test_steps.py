@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import errno
-import random
 from pathlib import Path
 
+import anyio
 import pytest
 import torch
 
@@ -113,8 +113,15 @@ def test_a_slow_disk_is_no_fault(tmp_path: Path) -> None:
 
 def test_chances_are_deterministic_for_a_seed() -> None:
     def drawn(seed: int) -> list[str]:
-        chances, source = Chances({"write": 0.3, "commit": 1.0}, seed=seed), random.Random(seed)
-        return [repr(chances.draw(step, source)) for step in ("write", "begin", "commit") * 50]
+        storage = FaultyStorage(LocalStorage(), chances=Chances({"write": 0.3, "commit": 1.0}, seed=seed))
+        return [anyio.run(answer, storage, step) for step in ("write", "begin", "commit") * 50]
+
+    async def answer(storage: FaultyStorage, step: str) -> str:
+        try:
+            await storage.before(step, "name")
+        except aiockpt.SaveError as exc:
+            return repr(exc.__cause__)
+        return "None"
 
     assert drawn(1) == drawn(1) != drawn(2)
     assert 20 < sum(answer != "None" for answer in drawn(1)[0::3]) + 10 < 40
