@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from aiockpt.cli.output import console, print_table, size_text, time_text
 from aiockpt.core.machine import cores, python_program
 from aiockpt.core.wording import plural
 from aiockpt.format.names import HIDDEN
+from aiockpt.manager.scan import DEFAULT_NAMES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,14 +102,13 @@ async def train(config: Config, directory: Path, *, beside: bool = False, kill_a
         if (restored := await run.restore(state)) is not None:
             trainer.step = restored.step
         await run.checkpointer.prewarm(state)  # makes the first save as fast as later ones
-        origin = "from step 0" if restored is None else f"resumed from {_name_of(restored.step)}"
+        origin = "from step 0" if restored is None else f"resumed from {DEFAULT_NAMES.name_of(restored.step)}"
         _say(f"GPT of {trainer.parameters / 1e6:.1f} million parameters, {origin}")
         began = time.perf_counter()
         while trainer.step < config.steps:
             loss = await asyncio.to_thread(trainer.forward_backward)  # the save goes on meanwhile
             if save is not None:
-                with _added_to(ours_s):
-                    await save.staged  # from here on the tensors may change
+                ours_s[-1] += await _held(save.staged)  # from here on the tensors may change
                 save = None
             trainer.update(loss)
             if not run.due(trainer.step, last=trainer.step == config.steps):
@@ -116,12 +116,12 @@ async def train(config: Config, directory: Path, *, beside: bool = False, kill_a
             seconds = time.perf_counter() - began
             ours_s.append(0.0)
             if beside:
-                with _added_to(ours_s):
-                    await asyncio.gather(*saves)  # neither way to save slows the other
+                ours_s[-1] += await _held(asyncio.gather(*saves))  # neither way to save slows the other
                 stock_s.append(_save_by_torch(trainer, directory.parent))
-            with _added_to(ours_s):
-                save = await run.save(trainer.step, state, pre_commit=_die if trainer.step == kill_at else None)
-            _say(f"step {trainer.step}: loss {loss:.3f}, saving {_name_of(trainer.step)}")
+            called = time.perf_counter()
+            save = await run.save(trainer.step, state, pre_commit=_die if trainer.step == kill_at else None)
+            ours_s[-1] += time.perf_counter() - called
+            _say(f"step {trainer.step}: loss {loss:.3f}, saving {DEFAULT_NAMES.name_of(trainer.step)}")
             saves.append(asyncio.create_task(_follow(save)))
         results = await asyncio.gather(*saves)
     if beside:
@@ -138,12 +138,11 @@ def _save_by_torch(trainer: Trainer, folder: Path) -> float:
     return time.perf_counter() - began
 
 
-@contextlib.contextmanager
-def _added_to(seconds: list[float]) -> Iterator[None]:
-    """Add how long the context takes to the last of these times."""
+async def _held(waited: Awaitable[object]) -> float:
+    """Wait, and return for how long."""
     began = time.perf_counter()
-    yield
-    seconds[-1] += time.perf_counter() - began
+    await waited
+    return time.perf_counter() - began
 
 
 def _die(_: str) -> None:
@@ -199,7 +198,7 @@ def _run(config: Config, root: Path, fate: str) -> Code:
     asyncio.run(train(config, uninterrupted, beside=True))
     _say("\n2. The same run in another process, which dies in the middle of a save", "bold")
     numbers = range(config.every, config.steps + 1, config.every)
-    name = _name_of(step := numbers[len(numbers) // 2])
+    name = DEFAULT_NAMES.name_of(step := numbers[len(numbers) // 2])
     run_until_killed(config, interrupted, step)
     (left,) = interrupted.glob(f"{HIDDEN}*")
     _say(f"Killed (SIGKILL) while {name} was being saved.")
@@ -208,7 +207,9 @@ def _run(config: Config, root: Path, fate: str) -> Code:
     _say("\n3. Resume from the newest checkpoint", "bold")
     asyncio.run(train(config, interrupted))
     _say("\n4. Compare", "bold")
-    is_same = asyncio.run(compare(*(folder / _name_of(config.steps) for folder in (interrupted, uninterrupted))))
+    is_same = asyncio.run(
+        compare(*(folder / DEFAULT_NAMES.name_of(config.steps) for folder in (interrupted, uninterrupted)))
+    )
     return Code.FINE if is_same else Code.PROBLEMS
 
 
@@ -251,10 +252,6 @@ async def compare(resumed: Path, uninterrupted: Path) -> bool:
 
 def _say(text: str = "", style: str = "") -> None:
     console().print(text, style=style)
-
-
-def _name_of(step: int) -> str:
-    return f"step-{step:08d}"
 
 
 if __name__ == "__main__":

@@ -397,6 +397,9 @@ async def _texts(reader: CheckpointReader, infos: Sequence[Info]) -> dict[str, s
 # --- output ---------------------------------------------------------------------------------------------
 
 
+_FIGURES = ("elements", "differing", "max_abs", "max_rel", "nan")
+
+
 def _document(a: CheckpointReader, b: CheckpointReader, found: Differences) -> dict[str, Any]:
     return {
         "a": a.path,
@@ -411,16 +414,12 @@ def _document(a: CheckpointReader, b: CheckpointReader, found: Differences) -> d
                 "what": each.what,
                 "a": facts_of(each.a),
                 "b": facts_of(each.b),
-                **({} if each.values is None else _figures(each.values)),
+                **({name: getattr(each.values, name) for name in _FIGURES} if each.values else {}),
                 **({} if each.texts is None else {"before": each.texts[0], "after": each.texts[1]}),
             }
             for each in found.changed
         ],
     }
-
-
-def _figures(values: TensorDifference) -> Mapping[str, Any]:
-    return {name: getattr(values, name) for name in ("elements", "differing", "max_abs", "max_rel", "nan")}
 
 
 def _print(a: CheckpointReader, b: CheckpointReader, found: Differences) -> None:
@@ -432,9 +431,10 @@ def _print(a: CheckpointReader, b: CheckpointReader, found: Differences) -> None
         out.print(f"\nno differences: {found.unchanged} {keys} the same")
         return
     old, new = found.texts
-    rows = [_row("-", "red", info, _described(info, old)) for info in found.removed]
-    rows += [_row("+", "green", info, _described(info, new)) for info in found.added]
-    rows += [_row("~", "yellow", each.a, *_cells(each, old, new)) for each in found.changed]
+    rows: list[tuple[str | Text, ...]]
+    rows = [(Text("-", "red"), shown(info.key), _described(info, old)) for info in found.removed]
+    rows += [(Text("+", "green"), shown(info.key), _described(info, new)) for info in found.added]
+    rows += [(Text("~", "yellow"), shown(each.key), *_cells(each, old, new)) for each in found.changed]
     out.print()
     print_table(("", "key", "what", ">differing", ">max abs", ">max rel"), rows)
     out.print(
@@ -443,18 +443,15 @@ def _print(a: CheckpointReader, b: CheckpointReader, found: Differences) -> None
     )
 
 
-def _row(sign: str, style: str, info: Info, *cells: str) -> list[str | Text]:
-    return [Text(sign, style), shown(info.key), *cells, *[""] * (4 - len(cells))]
-
-
 def _cells(each: Changed, old: Mapping[str, str], new: Mapping[str, str]) -> tuple[str, ...]:
     if each.what in ("kind", "dtype", "shape"):
         what = f"{_described(each.a, old)} -> {_described(each.b, new)}"
     elif each.what == "bytes":
         what = "object: other bytes, not unpickled"
+    elif each.texts is not None:
+        what = " -> ".join(map(shown, each.texts))
     else:
-        what = _described(each.a, old) if each.texts is None else " -> ".join(map(shown, each.texts))
-        what += f" -> {shown(new[each.key])}" if each.texts is None and each.key in new else ""
+        what = _described(each.a, old) + (f" -> {shown(new[each.key])}" if each.key in new else "")
     if each.values is None:
         return (what,)
     values = each.values

@@ -318,7 +318,7 @@ def _print_tree(lines: Sequence[Line], chosen: Chosen) -> None:
         styled = Text(head)
         styled.stylize("bold" if line.node.children else "", 0, len(label))
         styled.stylize("magenta", len(label), len(label) + len(gaps[0]) + len(kind))
-        is_bad = len(numbers) > 1 and numbers[-1].isdecimal() and numbers[-1] != "0"
+        is_bad = len(numbers) > 1 and numbers[-1] not in ("0", "?")
         table.append([styled, *numbers[:-1], Text(numbers[-1], "bold red" if is_bad else "")])
     print_table(("", ">", *(f">{title}" for title in (_TITLES if chosen.statistics else ()))), table)
 
@@ -328,7 +328,7 @@ def _row(line: Line, chosen: Chosen) -> tuple[str, ...]:
     leaf, nbytes = line.node.leaf, line.node.nbytes
     label, size = "  " * line.depth + shown(line.label), ""
     kind = shape = ""
-    figures = ("",) * 4 if chosen.statistics else ()
+    figures: tuple[str, ...] = ()
     if leaf is None or line.is_cut:
         noun, number = ("tensor", line.node.tensors) if line.node.tensors else ("object", line.node.objects)
         kind = plural(number * line.times, noun) if line.is_cut else ""

@@ -50,10 +50,11 @@ def console(*, stderr: bool = False) -> Console:
 def print_table(titles: Sequence[str], rows: Sequence[Sequence[str | Text]]) -> None:
     """Print a table, without the columns that are empty. A title with ">" in front is that of a column of numbers.
 
-    A cell with nothing behind it widens no column. What a terminal is too narrow for is continued on a second line, or
-    a third; nothing is cut.
+    A cell with nothing behind it widens no column, and a row may end with it. What a terminal is too narrow for is
+    continued on a second line, or a third; nothing is cut.
     """
     out = console()
+    rows = [(*row, *[""] * (len(titles) - len(row))) for row in rows]
     filled = [at for at, cells in enumerate(zip(*rows, strict=True)) if any(map(str, cells))]
     right = [titles[at].startswith(">") for at in filled]
     heads = [titles[at].removeprefix(">") for at in filled]

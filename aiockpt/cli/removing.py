@@ -109,12 +109,10 @@ def prune(
     """
     place, directory = directories_for(directory)
     with place.look(directory):  # it is there
-        infos = scan(directory, names=names)
-    _check(directory, infos, policies, names)
+        _checked(directory, policies, names)
     lock = None if dry_run else place.lease(directory)
     try:
-        infos = scan(directory, names=names)  # again: no manager starts between this list and the deletions
-        _check(directory, infos, policies, names)
+        infos = _checked(directory, policies, names)  # again: no manager starts between this list and the deletions
         policy, now = KeepAny(tuple(policies)), time.time()
         shared = {info.step: _shared_bytes(place, info.path) for info in infos}
         doomed = to_delete(policy, infos, now)
@@ -161,7 +159,9 @@ def _reasons(info: StepInfo, kept: Mapping[int, Sequence[str]], failed: Abstract
     return kept.get(info.step) or ["the newest"]
 
 
-def _check(directory: str, infos: Sequence[StepInfo], policies: Sequence[KeepPolicy], names: StepNames) -> None:
+def _checked(directory: str, policies: Sequence[KeepPolicy], names: StepNames) -> Sequence[StepInfo]:
+    """Return the steps, if the policies can be applied to them."""
+    infos = scan(directory, names=names)
     if not infos:
         raise CommandError(
             f"{directory} has no steps of a manager, such as {names.name_of(100)}; for others pass --names"
@@ -170,6 +170,7 @@ def _check(directory: str, infos: Sequence[StepInfo], policies: Sequence[KeepPol
     for policy in policies:
         if isinstance(policy, aiockpt.KeepBest) and policy.metric not in known:
             raise CommandError(f"no step has the metric {policy.metric}; there are: {', '.join(known) or 'none'}")
+    return infos
 
 
 def _print(records: Sequence[Mapping[str, Any]], word: str) -> None:
@@ -178,10 +179,9 @@ def _print(records: Sequence[Mapping[str, Any]], word: str) -> None:
             str(each["step"]),
             size_text(each["bytes"]),
             size_text(each["shared_bytes"]) if each["shared_bytes"] else "",
-            *(("stays", ", ".join(map(shown, why))) if why else (word, "")),
+            *(("stays", ", ".join(map(shown, each["because"]))) if each["because"] else (word,)),
         )
         for each in records
-        for why in (each["because"],)
     ]
     print_table((">step", ">size", ">shared", "", "because"), rows)
     gone = [each["bytes"] for each in records if not each["because"]]
