@@ -50,8 +50,8 @@ def console(*, stderr: bool = False) -> Console:
 def print_table(titles: Sequence[str], rows: Sequence[Sequence[str | Text]]) -> None:
     """Print a table, without the columns that are empty. A title with ">" in front is that of a column of numbers.
 
-    A cell with nothing behind it widens no column, and a row may end with it. What a terminal is too narrow for is
-    continued on a second line, or a third; nothing is cut.
+    A row may be shorter; if it is one cell, that widens no column. What a terminal is too narrow for is continued on a
+    second line, or a third; nothing is cut.
     """
     out = console()
     rows = [(*row, *[""] * (len(titles) - len(row))) for row in rows]
@@ -60,7 +60,8 @@ def print_table(titles: Sequence[str], rows: Sequence[Sequence[str | Text]]) -> 
     heads = [titles[at].removeprefix(">") for at in filled]
     table: list[list[str | Text]] = [[Text(head, "bold") for head in heads]] if any(heads) else []
     table += [[row[at] for at in filled] for row in rows]
-    widths = _widths([[str(cell) for cell in cells] for cells in table], right)
+    sized = [cells for cells in table if len(cells) == 1 or any(map(str, cells[1:]))]
+    widths = [max(cell_len(str(cell)) for cell in column) for column in zip(*sized, strict=True)]
     if not out.is_terminal:  # there is one band; rich would take half of the time of a long list
         for cells in table:
             texts = [text if text.isprintable() else strip_control_codes(text) for text in map(str, cells)]
@@ -76,17 +77,6 @@ def print_table(titles: Sequence[str], rows: Sequence[Sequence[str | Text]]) -> 
                 lines += line.wrap(out, out.width - _INDENT) if line.cell_len > out.width else [line]
     for start in range(0, len(lines), _BATCH):  # each call takes long
         out.print(Text("\n").join(lines[start : start + _BATCH]))
-
-
-def _widths(table: Sequence[Sequence[str]], right: Sequence[bool]) -> list[int]:
-    """Return the widths of columns; a cell with nothing behind it has all of its line, unless it is a number."""
-    widths = [0] * len(right)
-    for texts in table:
-        last = max((at for at, text in enumerate(texts) if text), default=0)
-        for at, text in enumerate(texts):
-            if at != last or right[at] or at == len(right) - 1:
-                widths[at] = max(widths[at], cell_len(text))
-    return widths
 
 
 def _padded(cells: Sequence[Any], widths: Sequence[int], right: Sequence[bool]) -> Iterator[Any]:
