@@ -70,8 +70,8 @@ def print_table(titles: Sequence[str], rows: Sequence[Sequence[str | Text]]) -> 
     lines: list[Text] = []
     for cells in table:
         for number, band in enumerate(_bands(widths, out.width)):
-            of_band = ([values[at] for at in band] for values in (cells, widths, right))
-            line = Text.assemble(" " * _INDENT if number else "", *_padded(*of_band))
+            padded = _padded([cells[at] for at in band], [widths[at] for at in band], [right[at] for at in band])
+            line = Text.assemble(" " * _INDENT if number else "", *padded)
             line.rstrip()
             if line.plain or not number:
                 lines += line.wrap(out, out.width - _INDENT) if line.cell_len > out.width else [line]
