@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -270,8 +270,7 @@ def _record(info: TensorInfo | ObjectInfo, chosen: Chosen) -> dict[str, Any]:
     ]
     record = {"key": info.key, **facts_of(info), "tied_to": info.tied_to, "chunks": chunks}
     if info.key in chosen.statistics:
-        figures = chosen.statistics[info.key]
-        record["stats"] = None if figures is None else asdict(figures)
+        record["stats"] = chosen.statistics[info.key]
     return record
 
 
@@ -356,5 +355,5 @@ def _size(nbytes: int, times: int) -> str:
 def _figures(figures: Figures | None) -> tuple[str, ...]:
     if figures is None:
         return "?", "?", "?", "?"
-    numbers = ("" if value is None else f"{value:.4g}" for value in (figures.minimum, figures.maximum, figures.mean))
-    return (*numbers, str(figures.nan))
+    *bounds, nan = figures.values()
+    return (*("" if value is None else f"{value:.4g}" for value in bounds), str(nan))

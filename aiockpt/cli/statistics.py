@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import AsyncIterator, Iterable, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -20,14 +19,9 @@ _BLOCK = 1 << 20  # elements that are computed with at once, in up to five copie
 _VALUES = 200  # that are shown
 
 
-@dataclass(frozen=True, slots=True)
-class Figures:
-    """Figures of a tensor's elements that are numbers, None if there are none; of complex ones the absolute values."""
-
-    minimum: float | None
-    maximum: float | None
-    mean: float | None
-    nan: int  # the number of elements that are not numbers
+Figures = dict[str, float | None]
+"""The minimum, maximum and mean of a tensor's elements that are numbers, None if there are none, of complex ones of the
+absolute values; and as ``nan`` how many are none."""
 
 
 class Survey:
@@ -90,19 +84,18 @@ class Survey:
         """Figures of all parts; None where torch can't compute with the dtype."""
         if not self._can_compute:
             return None
-        if not self._count:
-            return Figures(None, None, None, self._nan * self._times)
-        return Figures(self._minimum, self._maximum, self._total / self._count, self._nan * self._times)
+        known = (self._minimum, self._maximum, self._total / self._count) if self._count else (None, None, None)
+        return dict(zip(("minimum", "maximum", "mean"), known, strict=True)) | {"nan": self._nan * self._times}
 
     def as_json(self) -> list[Any]:
         """Return what a page shows: texts of the figures, the bounds, and the counts."""
         figures = self.figures
         if figures is None:
             return [None, 0, 0, []]
-        bounds = (figures.minimum, figures.maximum, figures.mean)
-        texts = ["" if each is None else f"{each:,}" if isinstance(each, int) else f"{each:.6g}" for each in bounds]
+        values = figures.values()
+        texts = ["" if each is None else f"{each:,}" if isinstance(each, int) else f"{each:.6g}" for each in values]
         low, high = (float(f"{value:.6g}") for value in (self.low, self.high))
-        return [[*texts, f"{figures.nan:,}"], low, high, self.counts]
+        return [texts, low, high, self.counts]
 
 
 async def survey(

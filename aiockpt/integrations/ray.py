@@ -243,9 +243,9 @@ class Meeting:
         """
         place = _actor(name)
         try:
-            host, port, generation = await asyncio.wait_for(_call(place.join.remote(rank, size)), timeout)
+            host, port, generation = await asyncio.wait_for(place.join.remote(rank, size), timeout)
         except TimeoutError:
-            await _call(place.leave.remote(rank))
+            await place.leave.remote(rank)
             raise CoordinationError(
                 f"rank {rank} of {size} has waited {timeout:g} s for the other ranks of the meeting {name!r}"
             ) from None
@@ -261,10 +261,6 @@ class Meeting:
             ray.kill(ray.get_actor(_PREFIX + name))
         except ValueError:  # there is none
             return
-
-
-async def _call(reference: Any) -> Any:
-    return await reference
 
 
 def _actor(name: str) -> Any:

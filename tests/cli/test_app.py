@@ -217,9 +217,9 @@ def in_terminal(code, columns=100):
 
 BAR = """
 import threading
-from aiockpt.cli import progress
-progress._AFTER_S = {after}
-with progress.bar("checking [red]step[/bold]", 4 << 20) as bar:
+from aiockpt.cli import output
+output._AFTER_S = {after}
+with output.bar("checking [red]step[/bold]", 4 << 20) as bar:
     bar.advance(1 << 20)
     {wait}
     bar.advance(2 << 20)
