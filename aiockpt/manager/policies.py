@@ -46,7 +46,8 @@ class KeepPolicy(ABC):
         return KeepAll((self, other)) if isinstance(other, KeepPolicy) else NotImplemented
 
     def _because(self, steps: Iterable[int]) -> Selection:
-        return {step: [repr(self)] for step in steps}
+        reason = repr(self)
+        return {step: [reason] for step in steps}
 
 
 @dataclass(frozen=True, slots=True)

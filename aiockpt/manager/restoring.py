@@ -46,15 +46,16 @@ _MOST_NAMES = 1000
 _END_S = 5.0
 _SHOWN = 10  # steps and metrics that an error lists
 _ADVICE = re.compile(r"[.;,]( so)? use an older (checkpoint|one)\b.*", re.IGNORECASE | re.DOTALL)  # it is taken
+_NEWEST = 4  # complete steps of a run that are looked at first: a restore of the latest needs no more, most likely
 _MOST_LISTS = 20  # of a run whose steps are deleted or replaced while they are read
 
 
 @dataclass(frozen=True, slots=True)
-class _Gone:
-    """A step was deleted or replaced while it was read, by this run or, beside a reader, by its owner."""
+class _Again:
+    """The steps have to be listed again."""
 
-    path: str
-    touched_by: str
+    touched_by: str  # see `Restore.perform`
+    gone: str = ""  # the step that its owner has deleted or replaced while it was read; empty: no listed one is whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,21 +95,24 @@ class Restore:
         run = self.run
         # Paths: of the step whose failed load had filled tensors; of the last step that was gone.
         touched_by = last = ""
+        newest = _NEWEST
         for _ in range(_MOST_LISTS):
-            listed = await run.led(f"the steps of {run.directory}", partial(run.call, self._listed))
+            listed = await run.led(f"the steps of {run.directory}", partial(run.call, self._listed, newest))
+            has_all = not newest or sum(copy.info.state == "complete" for copy in listed) < newest
             # An older one may be needed to undo the load of a newer one.
             with self.retention.reading(*(copy.info.step for copy in listed)):
-                outcome = await self._try(listed, touched_by)
-            if not isinstance(outcome, _Gone):
+                outcome = await self._try(listed, touched_by, has_all=has_all)
+            if not isinstance(outcome, _Again):
                 return outcome
-            touched_by, last = outcome.touched_by, outcome.path
+            touched_by, last = outcome.touched_by, outcome.gone or last
+            newest = newest if outcome.gone else 0
         raise CheckpointNotFoundError(
             f"the steps of {run.directory} were deleted faster than they could be read, {last} as the last one; let "
             f"the run keep more of them{_touched(touched_by)}"
         )
 
-    async def _try(self, listed: Sequence[StepCopy], touched_by: str) -> Restored | _Gone | None:
-        """Load the first copy that can be."""
+    async def _try(self, listed: Sequence[StepCopy], touched_by: str, *, has_all: bool) -> Restored | _Again | None:
+        """Load the first copy that can be; ``has_all``: no older steps were left out."""
         run = self.run
         skipped: list[tuple[StepCopy, LoadError]] = []
         for number, copy in enumerate(listed, 1):
@@ -122,7 +126,7 @@ class Restore:
                 if await self._has_filled(exc):
                     touched_by = copy.info.path
                 if await run.led(f"the place of {copy.info.path}", partial(run.call, self._is_gone, copy)):
-                    return _Gone(copy.info.path, touched_by)
+                    return _Again(touched_by, copy.info.path)
                 if copy.repairs is not None:  # all of it comes from the mirror, next
                     continue
                 if isinstance(self.request.step, int) and not older:
@@ -134,6 +138,8 @@ class Restore:
             else:
                 if loaded is not None:
                     return await self._restored(copy, loaded, skipped)
+        if not has_all:
+            return _Again(touched_by)
         self._raise_if_damaged(skipped, touched_by)
         return None
 
@@ -217,17 +223,22 @@ class Restore:
 
     # --- on rank 0 --------------------------------------------------------------------------------------
 
-    def _listed(self) -> list[StepCopy]:
-        """Return the copies of steps to try, the preferred one first."""
+    def _listed(self, newest: int) -> list[StepCopy]:
+        """Return the copies of steps to try, the preferred one first; if all are known, of so many ``newest`` at least.
+
+        All are looked at where others have to be compared with them, and once where retention will look at all anyhow.
+        """
         run, choice = self.run, self.request.step
         tier = run.tiers.mirror
+        if choice != "latest" or tier is not None or (self.retention.keep is not None and not run.scanner.has_seen_all):
+            newest = 0
         scanner = None if tier is None else tier.new_scanner()  # of its own, as the thread: it may hang
         threads = DaemonThreads(1, "aiockpt-mirror")
         # One step that can't be read hides no other: its load raises why. But the best one may be among those.
         is_lenient = choice != "best"
         looking = None if scanner is None else threads.submit(scanner.scan, lenient=is_lenient)
         try:
-            infos = run.scanner.scan(lenient=is_lenient)
+            infos = run.scanner.scan(lenient=is_lenient, newest=newest)
             mirror = () if looking is None else self._mirrored(looking, infos)
             if not infos and not mirror:
                 run.check_exists(run.tiers.run, *([] if tier is None else [tier]))

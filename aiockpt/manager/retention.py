@@ -48,7 +48,7 @@ class Retention:
         storage: Storage,
     ) -> None:
         self._scanner = scanner
-        self._keep = keep
+        self.keep = keep
         self._on_written = on_written
         self._origin = os.getpid()
         self._ended = False
@@ -86,7 +86,7 @@ class Retention:
     def again(self) -> None:
         """Delete what is no longer kept, as a step is free again; does not block."""
         last = self._last
-        if last is not None and self._keep is not None:
+        if last is not None and self.keep is not None:
             with contextlib.suppress(RuntimeError):  # the thread has ended: the next run does it
                 self._thread.submit(self._prune_safely, last)
 
@@ -217,13 +217,13 @@ class Retention:
             logger.exception("on_written has failed for step %d", step)
 
     def _prune(self, written: int) -> None:
-        if self._keep is None or not all(mirror.knows_held for mirror in self._mirrors):  # they call `again`
+        if self.keep is None or not all(mirror.knows_held for mirror in self._mirrors):  # they call `again`
             return
         infos = self._scanner.scan(lenient=True)  # what can't be read stays
         last = next((info for info in infos if info.step == written), None)
         if last is None or last.state != "complete":  # it was moved away, or the file system does not show it yet
             return
-        for info in to_delete(self._keep, infos, time.time(), self.protected()):
+        for info in to_delete(self.keep, infos, time.time(), self.protected()):
             if info.step in self.protected():  # pinned, opened or saved again meanwhile
                 continue
             try:

@@ -51,6 +51,24 @@ def restored(folder: Path, state: Any, **options: Any) -> aiockpt.Restored | Non
         return run.restore(state, **options)
 
 
+def test_more_damaged_steps_than_are_looked_at_first(tmp_path: Path) -> None:
+    """All that are newer than the first whole one are passed over and renamed, however many there are."""
+    with aiockpt.SyncCheckpointManager(tmp_path) as run:
+        for step in range(1, 8):
+            run.save(step, state_of(step))
+    for step in range(2, 8):
+        flip(tmp_path, step)
+    state = empty()
+    with pytest.warns(aiockpt.DamagedCheckpointWarning):
+        found = restored(tmp_path, state)
+    assert found is not None
+    assert (found.step, step_in(state), [each.step for each in found.skipped]) == (1, 1, [7, 6, 5, 4, 3, 2])
+    assert [name for name in names(tmp_path) if name.startswith("step-")] == [
+        "step-00000001",
+        *(f"step-0000000{step}.damaged" for step in range(2, 8)),
+    ]
+
+
 DAMAGE = {"flipped": flip, "truncated": truncate, "unfinished": unfinish}
 
 
