@@ -51,27 +51,20 @@ _MOST_LISTS = 20  # of a run whose steps are deleted or replaced while they are 
 
 
 @dataclass(frozen=True, slots=True)
-class _Again:
+class _Relist:
     """The steps have to be listed again."""
 
     touched_by: str  # see `Restore.perform`
     gone: str = ""  # the step that its owner has deleted or replaced while it was read; empty: no listed one is whole
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """The place that a step is read from; ``repaired`` are the keys, or files, that come from the mirror."""
+class _Place(NamedTuple):
+    """The place that a step is read from."""
 
     storage: Storage
     path: str
-    repaired: tuple[str, ...] = ()
-
-
-class _Loaded(NamedTuple):
-    """A load that has succeeded."""
-
-    repaired: tuple[str, ...]  # see `_Place`
-    left: list[str]  # the keys that the step was saved without
+    repaired: tuple[str, ...] = ()  # the keys, or files, that come from the mirror
+    left: Sequence[str] = ()  # the keys that the step was saved without, once it is loaded
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +95,7 @@ class Restore:
             # An older one may be needed to undo the load of a newer one.
             with self.retention.reading(*(copy.info.step for copy in listed)):
                 outcome = await self._try(listed, touched_by, has_all=has_all)
-            if not isinstance(outcome, _Again):
+            if not isinstance(outcome, _Relist):
                 return outcome
             touched_by, last = outcome.touched_by, outcome.gone or last
             newest = newest if outcome.gone else 0
@@ -111,7 +104,7 @@ class Restore:
             f"the run keep more of them{_touched(touched_by)}"
         )
 
-    async def _try(self, listed: Sequence[StepCopy], touched_by: str, *, has_all: bool) -> Restored | _Again | None:
+    async def _try(self, listed: Sequence[StepCopy], touched_by: str, *, has_all: bool) -> Restored | _Relist | None:
         """Load the first copy that can be; ``has_all``: no older steps were left out."""
         run = self.run
         skipped: list[tuple[StepCopy, LoadError]] = []
@@ -126,7 +119,7 @@ class Restore:
                 if await self._has_filled(exc):
                     touched_by = copy.info.path
                 if await run.led(f"the place of {copy.info.path}", partial(run.call, self._is_gone, copy)):
-                    return _Again(touched_by, copy.info.path)
+                    return _Relist(touched_by, copy.info.path)
                 if copy.repairs is not None:  # all of it comes from the mirror, next
                     continue
                 if isinstance(self.request.step, int) and not older:
@@ -139,11 +132,11 @@ class Restore:
                 if loaded is not None:
                     return await self._restored(copy, loaded, skipped)
         if not has_all:
-            return _Again(touched_by)
+            return _Relist(touched_by)
         self._raise_if_damaged(skipped, touched_by)
         return None
 
-    async def _load(self, copy: StepCopy, older: Sequence[StepCopy], *, is_touched: bool) -> _Loaded | None:
+    async def _load(self, copy: StepCopy, older: Sequence[StepCopy], *, is_touched: bool) -> _Place | None:
         """Load a copy, or what is damaged of one with the rest from another; None if it has nothing to repair."""
         run, request = self.run, self.request
         place = _Place(run.tiers.storage_at(is_mirror=copy.is_mirror), copy.info.path)
@@ -155,8 +148,8 @@ class Restore:
         options, left = request.load_options(), list[str]()
         if copy.info.filters and request.keys is None and request.strict is True:
             options |= {"strict": needed_with(copy.info.filters), "missing": left}
-        await run.port.load(place.path, request.state_dict, place.storage, options)
-        return _Loaded(place.repaired, left)
+        await run.waited(run.checkpointer.load(place.path, request.state_dict, storage=place.storage, **options))
+        return place._replace(left=left)
 
     def _may_go_on(self, error: LoadError, copy: StepCopy, older: Sequence[StepCopy]) -> bool:
         """Return whether another copy, or an older step, is tried when the load of a copy has failed.
@@ -178,7 +171,7 @@ class Restore:
         return await self.run.agree("the end of a failed restore", bool(error.placed or error.partly_placed), any)
 
     async def _restored(
-        self, copy: StepCopy, loaded: _Loaded, skipped: Sequence[tuple[StepCopy, LoadError]]
+        self, copy: StepCopy, loaded: _Place, skipped: Sequence[tuple[StepCopy, LoadError]]
     ) -> Restored:
         """Set the damaged steps aside, as another one was loaded in their place, and warn of them."""
         run, info = self.run, copy.info
@@ -267,11 +260,12 @@ class Restore:
         """Return the steps of the mirror; if the run has steps itself, those that can't be read are left out."""
         run, tiers = self.run, self.run.tiers
         where = "" if tiers.mirror is None else tiers.mirror.directory
+        patience_s = 0.0 if tiers.options is None else tiers.options.timeout
         has_it = any(info.state == "complete" and self.request.step in (info.step, "latest", "best") for info in infos)
         try:
-            found = looking.result(tiers.patience_s)
+            found = looking.result(patience_s)
         except (OSError, AiockptError) as exc:
-            why = str(exc) or f"it did not answer within {tiers.patience_s:g} s"
+            why = str(exc) or f"it did not answer within {patience_s:g} s"
             if not has_it:
                 lacks = f"step {self.request.step}" if isinstance(self.request.step, int) else "step that is whole"
                 raise LoadError(
@@ -318,21 +312,21 @@ class Restore:
             if missing:  # the rest is not read twice: the load checks it
                 return dict.fromkeys(missing), missing
         try:
-            report = await run.port.verify(path, storage)
+            report = await run.waited(run.checkpointer.verify(path, storage=storage))
         except LoadError:
             return {}, ()
         with contextlib.suppress(LoadError):  # it can't be opened: whole files
-            infos = await run.port.inspect(path, storage)
+            infos = await run.inspect(path, storage)
         return _patches_of(report.errors, infos)
 
     async def _judge(self, place: _Place, older: Sequence[StepCopy], is_touched: bool) -> None:
         """Check a step as far as it must be before the load; raise CorruptCheckpointError if it is damaged."""
-        found = await self.run.port.inspect(place.path, place.storage)
+        found = await self.run.inspect(place.path, place.storage)
         if self.request.verify_when == "while":
             return
         if self.request.verify_when == "auto" and not is_touched and await self._can_be_undone(found, older):
             return
-        report = await self.run.port.verify(place.path, place.storage)
+        report = await self.run.waited(self.run.checkpointer.verify(place.path, storage=place.storage))
         unreadable = [problem for problem in report.errors if problem.kind == "unreadable"]
         if unreadable:  # the disk or a server failed, which does not prove that the checkpoint is damaged
             raise LoadError(f"{place.path} can't be read: {unreadable[0]}; nothing was changed")
@@ -343,7 +337,7 @@ class Restore:
         for each in older:
             try:
                 storage = self.run.tiers.storage_at(is_mirror=each.is_mirror)
-                below = await self.run.port.inspect(each.info.path, storage)
+                below = await self.run.inspect(each.info.path, storage)
             except (CorruptCheckpointError, CheckpointNotFoundError):
                 continue
             except LoadError:  # it may be sound, but can't be read now

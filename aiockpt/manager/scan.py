@@ -218,7 +218,7 @@ class StepScanner:
     ) -> tuple[dict[int, str], list[StepInfo | None]]:
         looked: dict[int, str] = {}
         infos: list[StepInfo | None] = []
-        for step, path in reversed(steps.items()):
+        for step, path in sorted(steps.items(), reverse=True):
             looked[step] = path
             infos.append(self._look(path, step, lenient=lenient))
             count -= (info := infos[-1]) is not None and info.state == "complete"
