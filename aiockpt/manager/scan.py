@@ -285,8 +285,13 @@ def examine(listing: Listing, step: int = NO_STEP, *, counts: bool = False) -> t
     state, problem, head, save_id = assess(found, files, fetch)
     if not found.is_checkpoint:
         state, problem = "unfinished", problem or f"it has neither {MANIFEST_NAME} nor {METADATA_NAME}"
-    info = StepInfo(step, listing.path, state, sum(files.values()), listing.changed_s, problem=problem, save_id=save_id)
-    return found, info if head is None else _with_facts(info, head)
+    facts: dict[str, Any] = {"time": listing.changed_s}
+    try:
+        facts |= {} if head is None else _facts_in(head)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
+        state, problem = "damaged", f"{MANIFEST_NAME} is damaged"
+    nbytes = sum(files.values())
+    return found, StepInfo(step, listing.path, state, nbytes, problem=problem, save_id=save_id, **facts)
 
 
 def scan(
@@ -315,20 +320,21 @@ def scan(
 # --- one step -----------------------------------------------------------------------------------------
 
 
-def _with_facts(info: StepInfo, head: Mapping[str, Any]) -> StepInfo:
-    """Add the facts in the head of a manifest."""
-    try:
-        metadata = read_user_metadata(head["metadata"])
-        run = metadata.get(RUN_KEY)
-        if isinstance(run, dict) and not _FACTS.isdisjoint(run):
-            del metadata[RUN_KEY]
-        else:  # of a program that saves without a manager
-            run = {}
-        time_s, run_id = _time_of(run.get("time"), head["created"]), str(run.get("id", ""))
-        metrics, filters = _metrics_of(run.get("metrics")), _filters_of(run.get("filters"))
-        return replace(info, time=time_s, metrics=metrics, metadata=metadata, run_id=run_id, filters=filters)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
-        return replace(info, state="damaged", problem=f"{MANIFEST_NAME} is damaged")
+def _facts_in(head: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the head of a manifest says of a step; raise an error if it is damaged."""
+    metadata = read_user_metadata(head["metadata"])
+    run = metadata.get(RUN_KEY)
+    if isinstance(run, dict) and not _FACTS.isdisjoint(run):
+        del metadata[RUN_KEY]
+    else:  # of a program that saves without a manager
+        run = {}
+    return {
+        "time": _time_of(run.get("time"), head["created"]),
+        "run_id": str(run.get("id", "")),
+        "metrics": _metrics_of(run.get("metrics")),
+        "filters": _filters_of(run.get("filters")),
+        "metadata": metadata,
+    }
 
 
 def _time_of(time_s: object, created: str) -> float:
