@@ -57,7 +57,6 @@ NO_DURATIONS = {
     "bytes_per_s",
     "factor",
     "luck",
-    "mirror_bandwidth",
     "newest_time",
     "now",
     "since",

@@ -8,7 +8,7 @@ import aiockpt
 from aiockpt.cli.app import Code, CommandError
 from aiockpt.cli.output import console, print_json, shown, size_text, time_text
 from aiockpt.engine.facade import EngineAccess
-from aiockpt.manager.mirror import MirrorCopier, MirrorSettings
+from aiockpt.manager.mirror import MirrorCopier
 from aiockpt.manager.scan import StepNames
 from aiockpt.manager.tiers import Tier
 from aiockpt.storage.registry import storage_for
@@ -53,8 +53,8 @@ def mirror(
         raise CommandError(f"the mirror is {there.directory}, and the run {path}: one must not be in the other")
     copied = _Copied(quiet=as_json)
     with aiockpt.SyncCheckpointer(process_group=None, observers=[copied]) as ckpt:
-        settings = MirrorSettings(bytes_per_s=bytes_per_s)
-        work = MirrorCopier(Tier(storage, path, names), there, settings, EngineAccess(ckpt).reports)
+        options = aiockpt.Mirror(url, bandwidth=bytes_per_s)
+        work = MirrorCopier(Tier(storage, path, names), there, options, EngineAccess(ckpt).reports)
         try:
             work.poke()
             if (ended := work.finish()) is not None:

@@ -24,7 +24,8 @@ def parameters_of(request: Callable[P, R]) -> Callable[[Callable[[S, R], T]], Ca
 
     Type checkers, `inspect.signature` and `help` show the fields of the dataclass as the method's parameters; those of
     its bases come last, as its own are what most callers need. The ``Attributes:`` of the dataclass and of its bases
-    become the ``Args:`` of the method. Its ``gone`` are names of options that it had once, with what to do instead.
+    become the ``Args:`` of the method. Its ``gone`` are names of options that it had once, with what to do instead. Its
+    ``renamed`` takes the keywords, and returns them with former names that still work replaced.
     """
 
     def decorate(method: Callable[[S, R], T]) -> Callable[Concatenate[S, P], T]:
@@ -54,17 +55,18 @@ def arguments_of(request: Callable[P, R]) -> Callable[[Callable[[R], T]], Callab
 
 def _bound(request: Callable[P, R], name: str, /, *args: P.args, **kwargs: P.kwargs) -> R:
     """Return the instance of the dataclass; errors name the function."""
+    given = getattr(request, "renamed", dict)(kwargs)
     try:
-        _signature(request).bind(*args, **kwargs)
+        _signature(request).bind(*args, **given)
     except TypeError as exc:  # Python's own message would name the dataclass
         from difflib import get_close_matches
 
         known = _signature(request).parameters
-        meant = [like for each in kwargs if each not in known for like in get_close_matches(each, known, 1)]
-        hints = [f": {text}" for each, text in getattr(request, "gone", {}).items() if each in kwargs]
+        meant = [like for each in given if each not in known for like in get_close_matches(each, known, 1)]
+        hints = [f": {text}" for each, text in getattr(request, "gone", {}).items() if each in given]
         hints += [f". Did you mean {like!r}?" for like in meant]
         raise TypeError(f"{name}() {exc}{hints[0] if hints else ''}") from None
-    made = request(*args, **kwargs)
+    made = request(*args, **given)
     for flag in _flags(request):
         if (value := getattr(made, flag)) not in (True, False):  # a text such as "no" would count as true
             raise TypeError(f"{name}() {flag} must be True or False, not {value!r}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import html
 import logging
@@ -14,14 +15,14 @@ from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from aiockpt.core.futures import Completion
 from aiockpt.core.parameters import outer_stacklevel, parameters_of
+from aiockpt.core.threads import start_thread, uninterrupted
 from aiockpt.core.wording import time_text
 from aiockpt.engine.facade import CheckpointerBase, EngineAccess
-from aiockpt.errors import AiockptError, SaveError, printable_key
-from aiockpt.manager.closing import Closing
-from aiockpt.manager.due import Due
-from aiockpt.manager.policies import Mode, StepFacts, as_policy, check_metric, metric_of, ranked, select
-from aiockpt.manager.preemption import Answer, Asked, Pace, decide
+from aiockpt.errors import AiockptError, NoThreadError, SaveError, printable_key
+from aiockpt.manager.policies import Mode, as_policy, check_metric, metric_of, ranked, select
+from aiockpt.manager.preemption import Due
 from aiockpt.manager.requests import (
     ManagerOptions,
     Restored,
@@ -31,12 +32,10 @@ from aiockpt.manager.requests import (
     check_metrics,
     check_step,
     checked_restore,
-    is_read_only,
 )
 from aiockpt.manager.restoring import Restore
 from aiockpt.manager.retention import Retention
-from aiockpt.manager.run import RunDirectory
-from aiockpt.manager.run_tiers import Tiers
+from aiockpt.manager.run import RunDirectory, Tiers
 from aiockpt.manager.scan import RUN_KEY, StepInfo
 from aiockpt.options import CheckpointerOptions, SaveOptions
 from aiockpt.planning.filters import recorded
@@ -44,14 +43,14 @@ from aiockpt.storage.base import room_coming
 from aiockpt.telemetry.card import size_text
 
 if TYPE_CHECKING:
-    from aiockpt.core.futures import Completion
+    from aiockpt.checkpointer import AsyncCheckpointer
     from aiockpt.manager.mirror import MirrorCopier
-    from aiockpt.manager.ports import CheckpointerPort
     from aiockpt.manager.tiers import Tier
     from aiockpt.saving.handle import SaveHandle
+    from aiockpt.sync_checkpointer import SyncCheckpointer
     from aiockpt.telemetry.saves import MirrorBacklog
 
-T = TypeVar("T")
+C = TypeVar("C", bound=CheckpointerBase)
 
 logger = logging.getLogger("aiockpt")
 
@@ -66,27 +65,21 @@ class ManagerBase:
     Those that wait are written once, as coroutines: in the async manager they suspend, in the blocking one they block.
     """
 
-    _kind: type[CheckpointerBase] = CheckpointerBase
-    _suspends: bool
-    _port_of: Callable[[Any], CheckpointerPort]
+    _kind: type[AsyncCheckpointer | SyncCheckpointer]
+    _checkpointer: AsyncCheckpointer | SyncCheckpointer
 
     @parameters_of(ManagerOptions)
     def __init__(self, options: ManagerOptions) -> None:
         """Create a manager of the checkpoints in one directory. Nothing is read or locked before its first use."""
-        self.writes = not is_read_only(options)
+        self.writes = not options.read_only
         self._options, self._keep, self._due = options, as_policy(options.keep), Due(options.save)
         self._checkpointer = _checkpointer_of(options, self._kind)
         in_force = self._checkpointer._options
         _check_own_disks(options, in_force)
-        self._port = self._port_of(self._checkpointer)
         access = EngineAccess(self._checkpointer)
         self._tiers = Tiers(options, access)
-        self._disks, self._mirror_options, self._scanner = (
-            self._tiers.disks,
-            self._tiers.options,
-            self._tiers.run.scanner,
-        )
-        self._run = RunDirectory(options, self._tiers, access, self._port, writes=self.writes, suspends=self._suspends)
+        self._disks, self._scanner = self._tiers.disks, self._tiers.run.scanner
+        self._run = RunDirectory(options, self._tiers, access, self._checkpointer, writes=self.writes)
         self.directory = self._run.directory
         scanner = self._tiers.run.new_scanner()
         self._retention = Retention(scanner, self._keep, options.on_written, self._tiers.run.storage)
@@ -94,7 +87,6 @@ class ManagerBase:
         self._closing = Closing(self.directory)
         self._begun: tuple[int, SaveHandle] | None = None  # the last save
         self._last_began = time.monotonic()  # the last save, or this manager
-        self._pace = Pace()
 
     @property
     def _mirror(self) -> MirrorCopier | None:
@@ -285,7 +277,7 @@ class ManagerBase:
         """Wait until a save may begin; raise an error if the run is not this manager's any more."""
         # The last save is neither skipped nor superseded: whatever on_busy says, it waits for its turn.
         if is_last or self._checkpointer._options.on_busy == "wait":
-            await self._port.ready()
+            await self._run.waited(self._checkpointer.ready())
         access = self._run.access
         while is_last and (failure := access.take_failure()) is not None:  # else `start` raises it
             logger.error("an earlier save has failed, and the last one is begun all the same", exc_info=failure)
@@ -347,38 +339,15 @@ class ManagerBase:
         Raises:
             CoordinationError: the ranks ask about different steps, or a rank does not come.
         """
-        step, due = check_step(step), self._due
-        if due.is_over(step, is_last=last):
-            return False
+        step = check_step(step)
         is_idle = self._checkpointer.statistics().in_flight == 0
-        facts = due.ask(step, elapsed_s=time.monotonic() - self._last_began, is_idle=is_idle, is_last=last)
-        by_step = due.by_step(facts, is_last=last)
-        if due.counts_down():
-            return by_step
-        answer = self._exchange(facts, is_last=last)
-        if answer.is_late and self.leads:
-            logger.warning(
-                "the last save of %s, at step %d, is not begun: it would take about %.1f s, longer than the notice",
-                *(self.directory, step, self._expected_s()),
-            )
-        return due.answered(answer, by_step=by_step)
-
-    def _exchange(self, facts: StepFacts, *, is_last: bool) -> Answer:
-        run, mine = self._run, Asked(facts.step, self._due.requests.remaining_s(), is_last)
-        is_alone = run.access.world_size == 1
-        began = time.monotonic()
-        calls = 1 if is_alone or not self.leads else self._pace.begin(began)
-        answer = partial(decide, is_due=self._due.by_facts(facts), expected_s=self._expected_s(), calls=calls)
-        if is_alone:
-            return answer([mine])
-        agreed = run.agree_now(f"the next save of {self.directory}", mine, answer)
-        if self.leads:
-            self._pace.end(time.monotonic() - began)
-        return agreed
-
-    def _expected_s(self) -> float:
-        """Return the expected seconds until a save that begins now would survive what is announced."""
-        return self._retention.expected_s() + self._tiers.expected_s()
+        expected_s = self._retention.expected_s()
+        if self._mirror is not None and self._mirror.is_ephemeral:
+            expected_s += self._mirror.expected_s()
+        elapsed_s = time.monotonic() - self._last_began
+        return self._due.at(
+            step, is_last=last, elapsed_s=elapsed_s, is_idle=is_idle, expected_s=expected_s, run=self._run
+        )
 
     @property
     def stopping(self) -> bool:
@@ -432,6 +401,58 @@ class ManagerBase:
         return _html_table(repr(self)[1:-1], infos, kept, self._retention.pinned, there)
 
 
+class Closing:
+    """The end of a manager, in a thread of its own: it goes on if its waiter is cancelled, or its event loop has ended.
+
+    Args:
+        directory: the run's, for messages.
+    """
+
+    def __init__(self, directory: str) -> None:
+        self._directory = directory
+        self.hurry: concurrent.futures.Future[None] = concurrent.futures.Future()  # complete it to make `wait` return
+        self.has_failed = False  # whether the manager's block was left by an error
+        self._end: Completion[None] | None = None  # since it was begun
+        self._thread: threading.Thread | None = None
+
+    def begin(self, close: Callable[[], None]) -> Completion[None]:
+        """Call what closes the manager, which blocks; return the future of the end. Idempotent."""
+        if self._end is None:
+            uninterrupted(partial(self._start, close))
+        assert self._end is not None
+        return self._end
+
+    def _start(self, close: Callable[[], None]) -> None:
+        end: Completion[None] = Completion(f"the end of closing {self._directory}")
+
+        def close_and_tell() -> None:
+            error: BaseException | None = None
+            try:
+                close()
+            except BaseException as exc:  # delivered to whoever closes
+                error = exc
+            end._settle(None, error)
+
+        # The process waits for its end.
+        thread = threading.Thread(target=close_and_tell, name="aiockpt-close", daemon=False)
+        try:
+            start_thread(thread)
+            self._thread = thread
+        except NoThreadError as exc:  # rather here than never
+            logger.warning("this thread closes the manager of %s, and blocks: %s", self._directory, exc)
+            close_and_tell()
+        self._end = end
+
+    def join(self) -> None:
+        """Wait for the thread to end, if closing has ended."""
+        if self._thread is not None and self._end is not None and self._end.done():
+            self._thread.join()
+
+    def wait(self, future: concurrent.futures.Future[Any], timeout_s: float) -> None:
+        """Wait for the end of a future, whatever it is, for so long at most, and no longer once closing is hurried."""
+        concurrent.futures.wait([future, self.hurry], timeout_s, concurrent.futures.FIRST_COMPLETED)
+
+
 def followed(manager: ManagerBase) -> tuple[Tier, Retention]:
     """Return the tier that a manager's run is in, and what keeps its steps while they are read."""
     return manager._tiers.run, manager._retention
@@ -450,7 +471,7 @@ def _check_own_disks(options: ManagerOptions, in_force: CheckpointerOptions) -> 
         )
 
 
-def _checkpointer_of(options: ManagerOptions, kind: type[CheckpointerBase]) -> CheckpointerBase:
+def _checkpointer_of(options: ManagerOptions, kind: type[C]) -> C:
     """Return the checkpointer that was given, or make one of the options."""
     values = {each.name: getattr(options, each.name) for each in fields(CheckpointerOptions)}
     if options.checkpointer is None:

@@ -14,7 +14,6 @@ from aiockpt.core.parameters import parameters_of
 from aiockpt.core.threads import check_asyncio, has_loop, in_thread
 from aiockpt.engine.facade import closing, until_closed
 from aiockpt.manager.base import ManagerBase
-from aiockpt.manager.ports import BlockingPort, WaitingPort
 from aiockpt.manager.requests import Restored, RestoreRequest, StepRequest
 from aiockpt.sync_checkpointer import SyncCheckpointer
 
@@ -57,8 +56,6 @@ class CheckpointManager(ManagerBase):
     """
 
     _kind = AsyncCheckpointer
-    _suspends = True
-    _port_of = WaitingPort
     _checkpointer: AsyncCheckpointer
 
     @property
@@ -210,8 +207,6 @@ class SyncCheckpointManager(ManagerBase):
     """
 
     _kind = SyncCheckpointer
-    _suspends = False
-    _port_of = BlockingPort
     _checkpointer: SyncCheckpointer
 
     @property

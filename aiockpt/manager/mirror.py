@@ -36,6 +36,7 @@ from aiockpt.errors import (
     SaveError,
     SaveSkippedError,
 )
+from aiockpt.manager.policies import as_policy
 from aiockpt.manager.scan import StepInfo, is_unreadable
 from aiockpt.manager.tiers import Tier, backlog, due_steps, is_mirrored, mirror_to_delete, other_run
 from aiockpt.storage.copying import RateLimit, copy_checkpoint
@@ -47,7 +48,8 @@ if TYPE_CHECKING:
 
     from aiockpt.core.futures import Call
     from aiockpt.engine.reports import Reports
-    from aiockpt.manager.policies import KeepPolicy, SavePolicy
+    from aiockpt.manager.policies import KeepPolicy
+    from aiockpt.manager.requests import Mirror
     from aiockpt.manager.retention import Retention
     from aiockpt.reading.executor import LoadTools
     from aiockpt.saving.handle import SaveHandle
@@ -74,106 +76,88 @@ _NUMBERS = re.compile(r"\d[\d.]*\s?([nµm]?s\b)?")  # such as how long a request
 logger = logging.getLogger("aiockpt")
 
 
-@dataclass(frozen=True, slots=True)
-class MirrorSettings:
-    """Settings of a mirror: the steps that are copied, and how."""
+@dataclass(slots=True)
+class _Promise:
+    """The future `SaveHandle.mirrored` of a save whose step is not mirrored yet."""
 
-    keep: KeepPolicy | None = None  # the policy of the run's directory
-    mirror_keep: KeepPolicy | None = None  # that of the mirror
-    every: SavePolicy | None = None  # which steps are mirrored, and the newest one when the run is closed; None: all
-    bytes_per_s: float | None = None  # the limit; None: no limit
-    is_required: bool = False  # no step is deleted before it is mirrored
-    locks: bool = True  # whether the mirror has one writer
+    handle: SaveHandle
+    future: Completion[MirrorResult]
+    time_s: float  # its `StepInfo.time`
+    is_written: bool = False
 
 
 class Promises:
-    """The futures `SaveHandle.mirrored` of steps that are not so yet. From any thread.
+    """The promises of all saves. From any thread.
 
     Each is that of a save: the same step may be saved again, while an earlier save of it is looked at or copied.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._made: dict[int, tuple[SaveHandle, Completion[MirrorResult]]] = {}
-        self._times: dict[int, float] = {}
-        self._written: set[int] = set()
+        self._made: dict[int, _Promise] = {}
 
     def make(self, step: int, handle: SaveHandle, time_s: float) -> Completion[MirrorResult]:
-        """Return the future of a save that has begun; ``time_s`` is its `StepInfo.time`."""
-        made: Completion[MirrorResult] = Completion(f"`mirrored` of {handle.path}", handle._origin)
+        """Return the future of a save that has begun."""
+        made = _Promise(handle, Completion(f"`mirrored` of {handle.path}", handle._origin), time_s)
         self.fail(step, SaveSkippedError(f"step {step} was saved again before it was mirrored"))
         with self._lock:
-            self._made[step], self._times[step] = (handle, made), time_s
-            self._written.discard(step)
-        return made
+            self._made[step] = made
+        return made.future
 
-    def note_written(self, step: int, handle: SaveHandle) -> None:
-        """Note that a save can be mirrored from now on."""
-        with self._lock:
-            if step in self._made and self._made[step][0] is handle:
-                self._written.add(step)
+    def of(self, step: int, handle: SaveHandle) -> _Promise | None:
+        """Return the promise of a save, unless its step was saved again, or it is settled."""
+        made = self._made.get(step)
+        return made if made is not None and made.handle is handle else None
 
     @property
     def written(self) -> dict[int, SaveHandle]:
         """The saves that are written, and neither mirrored nor given up, by step."""
         with self._lock:
-            return {step: handle for step, (handle, _) in sorted(self._made.items()) if step in self._written}
-
-    def is_of(self, handle: SaveHandle, info: StepInfo) -> bool:
-        """Return whether a step, wherever it was read, is what a save has written."""
-        with self._lock:
-            made = self._made.get(info.step)
-            return made is not None and made[0] is handle and self._times[info.step] == info.time
+            return {step: made.handle for step, made in sorted(self._made.items()) if made.is_written}
 
     def keep(self, step: int, result: MirrorResult, of: SaveHandle | None) -> None:
         """Complete the future of a save that is mirrored; None: of none."""
         if of is not None and (made := self._take(step, of)) is not None:
-            made._settle(result)
+            made.future._settle(result)
 
     def fail(self, step: int, error: BaseException, of: SaveHandle | None = None) -> None:
         """Fail the future of a save; None: of the last one of this step."""
         if (made := self._take(step, of)) is not None:
-            made._settle(None, error)
+            made.future._settle(None, error)
 
     def fail_all(self, reason: str) -> None:
         """Fail what is left."""
-        with self._lock:
-            left = list(self._made)
-        for step in left:
+        for step in list(self._made):
             self.fail(step, SaveError(f"step {step} is not mirrored: {reason}"))
 
-    def _take(self, step: int, of: SaveHandle | None) -> Completion[MirrorResult] | None:
+    def _take(self, step: int, of: SaveHandle | None) -> _Promise | None:
         with self._lock:
-            handle, made = self._made.get(step, (None, None))
-            if of is not None and of is not handle:
-                return None
-            self._written.discard(step)
-            self._made.pop(step, None)
-            self._times.pop(step, None)
-            return made
+            made = self._made.get(step)
+            return self._made.pop(step) if made is not None and of in (None, made.handle) else None
 
 
 class MirrorCopier:
     """Copies the steps of a run to another directory whenever there is something to copy.
 
-    Args:
-        here: the directory of the run.
-        there: the mirror.
-        settings: what is mirrored.
-        reports: gets the events.
-        retention: deletes the steps of the run; None if nothing does.
+    ``keep`` is the policy of the run's directory, and ``retention`` deletes its steps, if anything does. ``locks``: the
+    mirror has one writer.
     """
 
     def __init__(
         self,
         here: Tier,
         there: Tier,
-        settings: MirrorSettings,
+        options: Mirror,
         reports: Reports,
+        *,
+        keep: KeepPolicy | None = None,
         retention: Retention | None = None,
+        locks: bool = True,
     ) -> None:
         self.here, self.there, self.promises = here, there, Promises()
-        self._settings, self._reports, self._retention = settings, reports, retention
+        self._options, self._reports, self._retention, self._locks = options, reports, retention, locks
+        self.is_ephemeral = options.ephemeral  # the run's directory is lost with the node
+        self._keep, self._mirror_keep = keep, keep if options.keep is None else as_policy(options.keep)
         self._checkpointer = SyncCheckpointer(process_group=None, drain_timeout=_END_S)
         self._checkpointer._warns_as("manager with a mirror")
         self._access = EngineAccess(self._checkpointer)
@@ -181,7 +165,7 @@ class MirrorCopier:
         self._unclosed = weakref.finalize(self, self.workers.end, 0.0)
         self._unclosed.atexit = False
         self._task = _CopyingTask(self)
-        self._limit = RateLimit(settings.bytes_per_s)
+        self._limit = RateLimit(options.bandwidth)
         self._lease: RunLease | None = None
         self._state = _MirrorState()
         self._origin = os.getpid()
@@ -202,12 +186,12 @@ class MirrorCopier:
     @property
     def knows_held(self) -> bool:
         """Whether `held` has everything; until then no step must be deleted."""
-        return self._state.has_looked or not self._settings.is_required
+        return self._state.has_looked or not self._options.required
 
     def held(self) -> set[int]:
         """Return the steps of the run that must not be deleted now."""
         held = set() if self._state.copied is None else {self._state.copied}
-        return held | {*self._state.backlog.steps, *self.promises.written} if self._settings.is_required else held
+        return held | {*self._state.backlog.steps, *self.promises.written} if self._options.required else held
 
     def expected_s(self) -> float:
         """Return the expected seconds until a step would be mirrored that is written when this run is closed.
@@ -231,22 +215,21 @@ class MirrorCopier:
         if error is not None:
             self.promises.fail(step, error, handle)
         else:
-            self.promises.note_written(step, handle)
+            if (made := self.promises.of(step, handle)) is not None:
+                made.is_written = True
             self._state.times.setdefault(step, time.time())
             self.poke()
 
-    def discard(self, after: int, timeout_s: float) -> None:
-        """Delete the steps of the mirror after one, the newest first; nothing is copied meanwhile. Blocks.
-
-        `resume` ends that. ``timeout_s``: how long it waits for the list of the steps.
+    def discard(self, after: int) -> None:
+        """Delete the steps of the mirror after one, the newest first; nothing is copied until `resume`. Blocks.
 
         Raises:
             AiockptError: something can't be deleted, or the mirror can't be reached.
         """
         what = f"discard steps of {self.there.directory}"
         try:
-            self._task.pause(max(timeout_s, _PATIENCE_S))
-            steps = self._access.call(self._owned_steps, what).completion.result(timeout_s)
+            self._task.pause(max(self._options.timeout, _PATIENCE_S))
+            steps = self._access.call(self._owned_steps, what).completion.result(self._options.timeout)
             later = [info for info in reversed(steps) if info.step > after and info.state != "unfinished"]
             self._access.call(partial(self._delete, later), what).result()
         except OSError as exc:
@@ -264,7 +247,7 @@ class MirrorCopier:
     def finish(self) -> Completion[None] | None:
         """Finish what is left; return a future of the end, or None if there is nothing to wait for."""
         self._task.is_closing = True
-        if self._settings.every is not None:  # the newest step
+        if self._options.every is not None:  # the newest step
             self.poke()
         return self._task.finish()
 
@@ -318,7 +301,7 @@ class MirrorCopier:
         text = other_run(self.here.directory, local, self.there.directory, self._state.mirror)
         if text:
             raise RunLockedError(text)
-        mirror = await self._pruned(local, self._state.mirror, workers)
+        mirror = await self._pruned(self._state.mirror, workers)
         missing = self._look(local, mirror, written)
         await self._give_up({info.save_id for info in missing}, workers)
         return bool(missing) and await self._go_on(missing, written)
@@ -350,7 +333,7 @@ class MirrorCopier:
     def note_failure(self, error: BaseException) -> None:
         """Note why a copy, or looking for one, has failed."""
         self._state.backlog = replace(self._state.backlog, error=error)
-        self._report(self.there.directory, 0.0, None, error)
+        self._reports.copied(self.there.directory, 0.0, None, error, self.backlog)
         if isinstance(error, RunLockedError):  # another one writes there: that does not pass by itself
             for step, handle in self.promises.written.items():
                 self.promises.fail(step, error, handle)
@@ -359,12 +342,9 @@ class MirrorCopier:
         if logged != self._state.logged and not is_gone:
             logger.warning("%s can't be mirrored to %s now: %s", self.here.directory, self.there.directory, error)
 
-    def _report(self, path: str, elapsed_s: float, result: MirrorResult | None, error: BaseException | None) -> None:
-        self._reports.copied(path, elapsed_s, result, error, self.backlog)
-
     async def _own(self, workers: Workers) -> None:
         """Take the lease of the mirror, and remove what nobody goes on with."""
-        if self._lease is not None or not self._settings.locks:
+        if self._lease is not None or not self._locks:
             return
         self._lease = await workers.run(self.there.storage.lease, self.there.directory)
         with contextlib.suppress(AiockptError):  # it costs space, no more
@@ -387,10 +367,10 @@ class MirrorCopier:
         self, local: Sequence[StepInfo], mirror: Sequence[StepInfo], written: Mapping[int, SaveHandle]
     ) -> list[StepInfo]:
         """Return what is missing; settle the futures of steps that were written if they are there, or are dropped."""
-        state, settings = self._state, self._settings
+        state = self._state
         there = {info.step: info for info in mirror}
         state.times |= {info.step: info.time for info in (*mirror, *local) if info.state == "complete"}
-        due = due_steps(settings.every, dict(state.times))
+        due = due_steps(self._options.every, dict(state.times))
         if self._task.is_closing:
             due.add(max((info.step for info in local if info.state == "complete"), default=-1))
         # What was deleted there, as its policy says, does not come back.
@@ -400,11 +380,11 @@ class MirrorCopier:
             local,
             mirror,
             due=due - over,
-            keep=settings.keep,
-            mirror_keep=settings.mirror_keep,
+            keep=self._keep,
+            mirror_keep=self._mirror_keep,
             now=time.time(),
             protected=set() if self._retention is None else self._retention.essential,
-            drops=not settings.is_required,
+            drops=not self._options.required,
         )
         state.has_looked = True
         newest = max((info for info in mirror if info.state == "complete"), key=lambda info: info.step, default=None)
@@ -446,7 +426,10 @@ class MirrorCopier:
         """Return whether the mirror has what a save has written: which may be deleted here, if it was copied early."""
         if copy is None or copy.state != "complete":
             return False
-        return self.promises.is_of(handle, copy) if own is None else is_mirrored(own, {copy.step: copy})
+        if own is not None:
+            return is_mirrored(own, {copy.step: copy})
+        made = self.promises.of(copy.step, handle)
+        return made is not None and made.time_s == copy.time
 
     async def _copy(self, info: StepInfo, handle: SaveHandle | None, workers: Workers) -> None:
         """Copy a step, and report it; ``handle``: of its save, if that was written before the directory was read."""
@@ -471,14 +454,14 @@ class MirrorCopier:
                 self.promises.fail(info.step, exc, handle)
             text = "step %d is not mirrored, as it is damaged; what is there stays: %s"
             logger.warning(text, info.step, exc)
-            self._report(path, time.perf_counter() - begun, None, exc)
+            self._reports.copied(path, time.perf_counter() - begun, None, exc, self.backlog)
             return
         except LoadError:
             self._state.unreadable.add(info.save_id)
             raise
         self._state.took_s.append(result.mirrored_s)
         self._state.note_copied(info, path)
-        self._report(path, result.mirrored_s, result, None)
+        self._reports.copied(path, result.mirrored_s, result, None, self.backlog)
         self.promises.keep(info.step, result, handle)
 
     def _base_of(self, info: StepInfo) -> str | None:
@@ -498,12 +481,13 @@ class MirrorCopier:
                     await left.abort()
             del self._state.begun[save_id]
 
-    async def _pruned(
-        self, local: Sequence[StepInfo], mirror: Sequence[StepInfo], workers: Workers
-    ) -> Sequence[StepInfo]:
+    async def _pruned(self, mirror: Sequence[StepInfo], workers: Workers) -> Sequence[StepInfo]:
         """Delete from the mirror what is no longer kept; return what is left there."""
+        committed, self._state.committed = self._state.committed, None
+        if committed is None:  # only after a copy
+            return mirror
         left = list(mirror)
-        for info in self._to_delete(local, mirror):
+        for info in mirror_to_delete(self._mirror_keep, mirror, committed, time.time(), self._protected()):
             await workers.run(self._check_lease)
             if info.step in self._protected():  # pinned meanwhile
                 continue
@@ -513,13 +497,6 @@ class MirrorCopier:
             except AiockptError as exc:
                 logger.warning("%s is no longer kept, but stays until the next step is mirrored: %s", info.path, exc)
         return left
-
-    def _to_delete(self, local: Sequence[StepInfo], mirror: Sequence[StepInfo]) -> list[StepInfo]:
-        """Return what the mirror's policy does not keep, after a copy."""
-        committed, self._state.committed = self._state.committed, None
-        if committed is None:
-            return []
-        return mirror_to_delete(self._settings.mirror_keep, mirror, committed, time.time(), self._protected())
 
     def _protected(self) -> set[int]:
         return set() if self._retention is None else self._retention.protected()

@@ -46,7 +46,8 @@ class KeepPolicy(ABC):
         return KeepAll((self, other)) if isinstance(other, KeepPolicy) else NotImplemented
 
     def _because(self, steps: Iterable[int]) -> Selection:
-        return {step: [repr(self)] for step in steps}
+        reason = repr(self)
+        return {step: [reason] for step in steps}
 
 
 @dataclass(frozen=True, slots=True)
@@ -380,11 +381,9 @@ class SaveAny(SavePolicy):
 
 def split(policy: SavePolicy | None) -> tuple[SavePolicy, SavePolicy]:
     """Return the part of a policy that goes by the step alone, and the rest."""
-    parts = _parts(policy)
+    parts = () if policy is None else _parts(policy)
     return SaveAny(tuple(p for p in parts if p.by_step)), SaveAny(tuple(p for p in parts if not p.by_step))
 
 
-def _parts(policy: SavePolicy | None) -> list[SavePolicy]:
-    if isinstance(policy, SaveAny):
-        return [part for each in policy.policies for part in _parts(each)]
-    return [] if policy is None else [policy]
+def _parts(policy: SavePolicy) -> Sequence[SavePolicy]:
+    return [part for any_ in policy.policies for part in _parts(any_)] if isinstance(policy, SaveAny) else (policy,)

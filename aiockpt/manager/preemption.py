@@ -1,21 +1,28 @@
-"""The end of a run that is announced: by a signal or a call, on any rank; all ranks agree on the last step."""
+"""When a run saves: by its policies, at its last step, and as a signal or a call on any rank asks for a last save."""
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from aiockpt.core.dataclasses import dataclass
 from aiockpt.errors import CoordinationError
+from aiockpt.manager.policies import SavePolicy, StepFacts, split
 from aiockpt.manager.scan import is_number
 
 if TYPE_CHECKING:
     from types import FrameType
+
+    from aiockpt.manager.run import RunDirectory
+
+logger = logging.getLogger("aiockpt")
 
 Handler = Callable[[int, "FrameType | None"], Any] | int | None
 
@@ -166,3 +173,68 @@ class Pace:
     def end(self, seconds: float) -> None:
         """Record the duration of an exchange. The shortest counts: in longer ones, rank 0 waited for slow ranks."""
         self._cost_s = min(self._cost_s, seconds)
+
+
+class Due:
+    """Whether a save is due, as the ranks agree."""
+
+    def __init__(self, policy: SavePolicy | None) -> None:
+        if policy is not None and not isinstance(policy, SavePolicy):
+            raise TypeError(f"save must be a policy such as EverySteps(100), not {policy!r}")
+        self._by_step, self._by_facts = split(policy)
+        self.requests = LastSaveRequests()  # those for a last save, on this rank
+        self.is_stopping = False  # whether the ranks have agreed that the last step is reached
+        self._previous: int | None = None  # the step that was asked about, or restored
+        self._restored: int | None = None
+        self._final: int | None = None  # the last step, as the caller has said
+        self._calls_left = 1  # until the next exchange with the other ranks
+        self._pace = Pace()
+
+    def is_last(self, step: int) -> bool:
+        """Return whether the save of this step is the last one of the run."""
+        return self.is_stopping or step == self._final
+
+    def go_on_from(self, step: int) -> None:
+        """Note that a step was restored, from which the run goes on."""
+        self._previous = self._restored = step
+        self._final = None
+
+    def at(
+        self, step: int, *, is_last: bool, elapsed_s: float, is_idle: bool, expected_s: float, run: RunDirectory
+    ) -> bool:
+        """Return whether to save at a step; see `StepFacts`. Blocks for the other ranks.
+
+        ``expected_s``: until a save that begins now would survive what is announced.
+        """
+        if self.is_stopping or (is_last and step == self._restored):
+            return False
+        if is_last:
+            self._final = step
+        facts = StepFacts(step, self._previous, elapsed_s, is_idle)
+        self._previous = step
+        by_step = is_last or self._by_step.is_due(facts)
+        self._calls_left -= 1
+        if self._calls_left > 0:  # the ranks exchange messages at a later call
+            return by_step
+        answer = self._exchange(facts, is_last, expected_s, run)
+        if answer.is_late and run.leads:
+            logger.warning(
+                "the last save of %s, at step %d, is not begun: it would take about %.1f s, longer than the notice",
+                *(run.directory, step, expected_s),
+            )
+        self._calls_left = answer.calls
+        self.is_stopping |= answer.is_stopping
+        return answer.is_due or (by_step and not answer.is_stopping)
+
+    def _exchange(self, facts: StepFacts, is_last: bool, expected_s: float, run: RunDirectory) -> Answer:
+        mine = Asked(facts.step, self.requests.remaining_s(), is_last)
+        is_alone = run.access.world_size == 1
+        began = time.monotonic()
+        calls = 1 if is_alone or not run.leads else self._pace.begin(began)
+        answer = partial(decide, is_due=self._by_facts.is_due(facts), expected_s=expected_s, calls=calls)
+        if is_alone:
+            return answer([mine])
+        agreed = run.agree_now(f"the next save of {run.directory}", mine, answer)
+        if run.leads:
+            self._pace.end(time.monotonic() - began)
+        return agreed

@@ -70,6 +70,10 @@ class Mirror:
                 raise TypeError(f"{name}= of a mirror must be True or False, not {value!r}")
 
 
+_OF_MIRROR = {f"mirror_{each.name}" for each in fields(Mirror)} - {"mirror_directory"}
+"""Former names of the settings of a `Mirror`."""
+
+
 @dataclass(frozen=True, slots=True)
 class ManagerOptions(CheckpointerOptions):
     """Arguments of a manager; every option of a checkpointer is one too.
@@ -96,15 +100,8 @@ class ManagerOptions(CheckpointerOptions):
             manager, before steps are deleted. Closing waits for it. An error of it is logged.
         mirror: a second directory, a URL, or a `Mirror` with settings, to which the steps are copied when they are
             written, behind; see `SaveHandle.mirrored`. `restore` takes the newest step of both. None: there is none.
-        mirror_keep: deprecated, as are the next ones: ``keep`` of `Mirror`.
-        mirror_every: ``every`` of it.
-        mirror_bandwidth: ``bandwidth`` of it.
-        mirror_timeout: ``timeout`` of it.
-        mirror_required: ``required`` of it.
-        mirror_ephemeral: ``ephemeral`` of it.
         own_disks: whether each host has a disk of its own at this path, such as its NVMe, and keeps the files of its
             own ranks there. All of them together are the run. See the page on tiers.
-        mode: deprecated: "read" is ``read_only=True``.
         checkpointer: a checkpointer to save and load with, which is not closed with the manager. None: the manager
             makes one with the options that are given, and closes it.
     """
@@ -121,20 +118,38 @@ class ManagerOptions(CheckpointerOptions):
     lock: bool = field(default=True, kw_only=True)
     on_written: Callable[[int, SaveResult], object] | None = field(default=None, kw_only=True)
     mirror: Path | Mirror | None = field(default=None, kw_only=True)
-    mirror_keep: KeepPolicy | Iterable[KeepPolicy] | None = field(default=None, kw_only=True)
-    mirror_every: SavePolicy | None = field(default=None, kw_only=True)
-    mirror_bandwidth: float | None = field(default=None, kw_only=True)
-    mirror_timeout: float | None = field(default=None, kw_only=True)
-    mirror_required: bool | None = field(default=None, kw_only=True)
-    mirror_ephemeral: bool | None = field(default=None, kw_only=True)
     own_disks: bool = field(default=False, kw_only=True)
-    mode: Literal["write", "read"] | None = field(default=None, kw_only=True)
     checkpointer: CheckpointerBase | None = field(default=None, kw_only=True)
 
     gone: ClassVar[Mapping[str, str]] = dict.fromkeys(
         ("replicas", "replica_directory", "replica_bandwidth"),
         "hosts no longer copy each other's files: leave it out, and pass mirror= for a second copy of each step",
     )
+
+    @staticmethod
+    def renamed(options: Mapping[str, Any]) -> dict[str, Any]:
+        """Return options with those of former names in their place; warn of them."""
+        former = {name: value for name, value in options.items() if name == "mode" or name in _OF_MIRROR}
+        present = {name: value for name, value in options.items() if name not in former}
+        mode = former.pop("mode", None)
+        if mode not in (None, "write", "read"):
+            raise ValueError(f"mode must be 'write' or 'read', not {mode!r}")
+        if mode is not None:
+            _deprecate(f"mode={mode!r}", f"read_only={mode == 'read'}")
+            present["read_only"] = mode == "read" or present.get("read_only", False)
+        if flat := [name for name, value in former.items() if value is not None]:
+            settings = {name.removeprefix("mirror_"): former[name] for name in flat}
+            mirror = present.get("mirror")
+            if mirror is None:
+                raise ValueError(
+                    f"{', '.join(flat)}: these are for a mirror: pass mirror=aiockpt.Mirror(DIRECTORY, ...)"
+                )
+            instead = ", ".join(f"{name}=..." for name in settings)
+            _deprecate(", ".join(flat), f"mirror=aiockpt.Mirror(DIRECTORY, {instead})")
+            present["mirror"] = (
+                replace(mirror, **settings) if isinstance(mirror, Mirror) else Mirror(mirror, **settings)
+            )
+        return present
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +181,6 @@ class RestoreRequest:
         mode: for "best", "min" or "max"; None: as the `KeepBest` of this metric, else "min".
         verify_when: "auto": as described. "before": verify every step before it is loaded, so that the target stays
             untouched in all cases. "while": load at once.
-        verify: deprecated: ``verify_when``.
         discard_later: whether to delete the steps after the restored one, pinned or not, once it is restored, the
             newest first. They are of no use if the run goes on from here, but a restart would take the latest. For
             this start alone: a restarted job that passes True again loses what it saved. None: warn of them.
@@ -188,7 +202,6 @@ class RestoreRequest:
     metric: str | None = None
     mode: Mode | None = None
     verify_when: Verification = "auto"
-    verify: Verification | None = None
     discard_later: bool | None = None
     map_location: MapLocation | None = None
     keys: str | Sequence[str] | None = None
@@ -199,6 +212,15 @@ class RestoreRequest:
     trust: bool = False
     share: Literal["auto"] | bool = "auto"
     progress: OnProgress | None = None
+
+    @staticmethod
+    def renamed(options: Mapping[str, Any]) -> dict[str, Any]:
+        """Return options with those of former names in their place; warn of them."""
+        present = dict(options)
+        if (verify := present.pop("verify", None)) is not None:
+            _deprecate("verify=", f"verify_when={verify!r}")
+            present["verify_when"] = verify
+        return present
 
     def load_options(self) -> dict[str, Any]:
         """Return the arguments of the load."""
@@ -249,36 +271,8 @@ def _deprecate(name: str, instead: str) -> None:
     warnings.warn(f"{name}: pass {instead} instead", DeprecationWarning, stacklevel=outer_stacklevel())
 
 
-def is_read_only(options: ManagerOptions) -> bool:
-    """Return whether a manager only reads; warn if it was said by ``mode``."""
-    if options.mode is None:
-        return options.read_only
-    if options.mode not in ("write", "read"):
-        raise ValueError(f"mode must be 'write' or 'read', not {options.mode!r}")
-    _deprecate(f"mode={options.mode!r}", f"read_only={options.mode == 'read'}")
-    return options.read_only or options.mode == "read"
-
-
-def mirror_of(options: ManagerOptions) -> Mirror | None:
-    """Return the mirror, with the settings that are given beside it; warn that these are those of `Mirror` now."""
-    named = {option.name: getattr(options, option.name) for option in fields(options)}
-    flat = {name: value for name, value in named.items() if name.startswith("mirror_") and value is not None}
-    settings = {name.removeprefix("mirror_"): value for name, value in flat.items()}
-    if flat and options.mirror is None:
-        raise ValueError(f"{', '.join(flat)}: these are for a mirror: pass mirror=aiockpt.Mirror(DIRECTORY, ...)")
-    if flat:
-        instead = ", ".join(f"{name}=..." for name in settings)
-        _deprecate(", ".join(flat), f"mirror=aiockpt.Mirror(DIRECTORY, {instead})")
-    if options.mirror is None or isinstance(options.mirror, Mirror):
-        return options.mirror and replace(options.mirror, **settings)
-    return Mirror(options.mirror, **settings)
-
-
 def checked_restore(request: RestoreRequest, directory: str, *, writes: bool) -> RestoreRequest:
     """Return a request with the number of its step; raise TypeError or ValueError if something in it is wrong."""
-    if request.verify is not None:
-        _deprecate("verify=", f"verify_when={request.verify!r}")
-        request = replace(request, verify_when=request.verify, verify=None)
     if request.verify_when not in ("auto", "before", "while"):
         raise ValueError(f"verify_when must be 'auto', 'before' or 'while', not {request.verify_when!r}")
     if request.step not in ("latest", "best"):

@@ -46,31 +46,25 @@ _MOST_NAMES = 1000
 _END_S = 5.0
 _SHOWN = 10  # steps and metrics that an error lists
 _ADVICE = re.compile(r"[.;,]( so)? use an older (checkpoint|one)\b.*", re.IGNORECASE | re.DOTALL)  # it is taken
+_NEWEST = 4  # complete steps of a run that are looked at first: a restore of the latest needs no more, most likely
 _MOST_LISTS = 20  # of a run whose steps are deleted or replaced while they are read
 
 
 @dataclass(frozen=True, slots=True)
-class _Gone:
-    """A step was deleted or replaced while it was read, by this run or, beside a reader, by its owner."""
+class _Relist:
+    """The steps have to be listed again."""
 
-    path: str
-    touched_by: str
+    touched_by: str  # see `Restore.perform`
+    gone: str = ""  # the step that its owner has deleted or replaced while it was read; empty: no listed one is whole
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """The place that a step is read from; ``repaired`` are the keys, or files, that come from the mirror."""
+class _Place(NamedTuple):
+    """The place that a step is read from."""
 
     storage: Storage
     path: str
-    repaired: tuple[str, ...] = ()
-
-
-class _Loaded(NamedTuple):
-    """A load that has succeeded."""
-
-    repaired: tuple[str, ...]  # see `_Place`
-    left: list[str]  # the keys that the step was saved without
+    repaired: tuple[str, ...] = ()  # the keys, or files, that come from the mirror
+    left: Sequence[str] = ()  # the keys that the step was saved without, once it is loaded
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,21 +88,24 @@ class Restore:
         run = self.run
         # Paths: of the step whose failed load had filled tensors; of the last step that was gone.
         touched_by = last = ""
+        newest = _NEWEST
         for _ in range(_MOST_LISTS):
-            listed = await run.led(f"the steps of {run.directory}", partial(run.call, self._listed))
+            listed = await run.led(f"the steps of {run.directory}", partial(run.call, self._listed, newest))
+            has_all = not newest or sum(copy.info.state == "complete" for copy in listed) < newest
             # An older one may be needed to undo the load of a newer one.
             with self.retention.reading(*(copy.info.step for copy in listed)):
-                outcome = await self._try(listed, touched_by)
-            if not isinstance(outcome, _Gone):
+                outcome = await self._try(listed, touched_by, has_all=has_all)
+            if not isinstance(outcome, _Relist):
                 return outcome
-            touched_by, last = outcome.touched_by, outcome.path
+            touched_by, last = outcome.touched_by, outcome.gone or last
+            newest = newest if outcome.gone else 0
         raise CheckpointNotFoundError(
             f"the steps of {run.directory} were deleted faster than they could be read, {last} as the last one; let "
             f"the run keep more of them{_touched(touched_by)}"
         )
 
-    async def _try(self, listed: Sequence[StepCopy], touched_by: str) -> Restored | _Gone | None:
-        """Load the first copy that can be."""
+    async def _try(self, listed: Sequence[StepCopy], touched_by: str, *, has_all: bool) -> Restored | _Relist | None:
+        """Load the first copy that can be; ``has_all``: no older steps were left out."""
         run = self.run
         skipped: list[tuple[StepCopy, LoadError]] = []
         for number, copy in enumerate(listed, 1):
@@ -122,7 +119,7 @@ class Restore:
                 if await self._has_filled(exc):
                     touched_by = copy.info.path
                 if await run.led(f"the place of {copy.info.path}", partial(run.call, self._is_gone, copy)):
-                    return _Gone(copy.info.path, touched_by)
+                    return _Relist(touched_by, copy.info.path)
                 if copy.repairs is not None:  # all of it comes from the mirror, next
                     continue
                 if isinstance(self.request.step, int) and not older:
@@ -134,10 +131,12 @@ class Restore:
             else:
                 if loaded is not None:
                     return await self._restored(copy, loaded, skipped)
+        if not has_all:
+            return _Relist(touched_by)
         self._raise_if_damaged(skipped, touched_by)
         return None
 
-    async def _load(self, copy: StepCopy, older: Sequence[StepCopy], *, is_touched: bool) -> _Loaded | None:
+    async def _load(self, copy: StepCopy, older: Sequence[StepCopy], *, is_touched: bool) -> _Place | None:
         """Load a copy, or what is damaged of one with the rest from another; None if it has nothing to repair."""
         run, request = self.run, self.request
         place = _Place(run.tiers.storage_at(is_mirror=copy.is_mirror), copy.info.path)
@@ -149,8 +148,8 @@ class Restore:
         options, left = request.load_options(), list[str]()
         if copy.info.filters and request.keys is None and request.strict is True:
             options |= {"strict": needed_with(copy.info.filters), "missing": left}
-        await run.port.load(place.path, request.state_dict, place.storage, options)
-        return _Loaded(place.repaired, left)
+        await run.waited(run.checkpointer.load(place.path, request.state_dict, storage=place.storage, **options))
+        return place._replace(left=left)
 
     def _may_go_on(self, error: LoadError, copy: StepCopy, older: Sequence[StepCopy]) -> bool:
         """Return whether another copy, or an older step, is tried when the load of a copy has failed.
@@ -172,7 +171,7 @@ class Restore:
         return await self.run.agree("the end of a failed restore", bool(error.placed or error.partly_placed), any)
 
     async def _restored(
-        self, copy: StepCopy, loaded: _Loaded, skipped: Sequence[tuple[StepCopy, LoadError]]
+        self, copy: StepCopy, loaded: _Place, skipped: Sequence[tuple[StepCopy, LoadError]]
     ) -> Restored:
         """Set the damaged steps aside, as another one was loaded in their place, and warn of them."""
         run, info = self.run, copy.info
@@ -217,17 +216,22 @@ class Restore:
 
     # --- on rank 0 --------------------------------------------------------------------------------------
 
-    def _listed(self) -> list[StepCopy]:
-        """Return the copies of steps to try, the preferred one first."""
+    def _listed(self, newest: int) -> list[StepCopy]:
+        """Return the copies of steps to try, the preferred one first; if all are known, of so many ``newest`` at least.
+
+        All are looked at where others have to be compared with them, and once where retention will look at all anyhow.
+        """
         run, choice = self.run, self.request.step
         tier = run.tiers.mirror
+        if choice != "latest" or tier is not None or (self.retention.keep is not None and not run.scanner.has_seen_all):
+            newest = 0
         scanner = None if tier is None else tier.new_scanner()  # of its own, as the thread: it may hang
         threads = DaemonThreads(1, "aiockpt-mirror")
         # One step that can't be read hides no other: its load raises why. But the best one may be among those.
         is_lenient = choice != "best"
         looking = None if scanner is None else threads.submit(scanner.scan, lenient=is_lenient)
         try:
-            infos = run.scanner.scan(lenient=is_lenient)
+            infos = run.scanner.scan(lenient=is_lenient, newest=newest)
             mirror = () if looking is None else self._mirrored(looking, infos)
             if not infos and not mirror:
                 run.check_exists(run.tiers.run, *([] if tier is None else [tier]))
@@ -256,11 +260,12 @@ class Restore:
         """Return the steps of the mirror; if the run has steps itself, those that can't be read are left out."""
         run, tiers = self.run, self.run.tiers
         where = "" if tiers.mirror is None else tiers.mirror.directory
+        patience_s = 0.0 if tiers.options is None else tiers.options.timeout
         has_it = any(info.state == "complete" and self.request.step in (info.step, "latest", "best") for info in infos)
         try:
-            found = looking.result(tiers.patience_s)
+            found = looking.result(patience_s)
         except (OSError, AiockptError) as exc:
-            why = str(exc) or f"it did not answer within {tiers.patience_s:g} s"
+            why = str(exc) or f"it did not answer within {patience_s:g} s"
             if not has_it:
                 lacks = f"step {self.request.step}" if isinstance(self.request.step, int) else "step that is whole"
                 raise LoadError(
@@ -307,21 +312,21 @@ class Restore:
             if missing:  # the rest is not read twice: the load checks it
                 return dict.fromkeys(missing), missing
         try:
-            report = await run.port.verify(path, storage)
+            report = await run.waited(run.checkpointer.verify(path, storage=storage))
         except LoadError:
             return {}, ()
         with contextlib.suppress(LoadError):  # it can't be opened: whole files
-            infos = await run.port.inspect(path, storage)
+            infos = await run.inspect(path, storage)
         return _patches_of(report.errors, infos)
 
     async def _judge(self, place: _Place, older: Sequence[StepCopy], is_touched: bool) -> None:
         """Check a step as far as it must be before the load; raise CorruptCheckpointError if it is damaged."""
-        found = await self.run.port.inspect(place.path, place.storage)
+        found = await self.run.inspect(place.path, place.storage)
         if self.request.verify_when == "while":
             return
         if self.request.verify_when == "auto" and not is_touched and await self._can_be_undone(found, older):
             return
-        report = await self.run.port.verify(place.path, place.storage)
+        report = await self.run.waited(self.run.checkpointer.verify(place.path, storage=place.storage))
         unreadable = [problem for problem in report.errors if problem.kind == "unreadable"]
         if unreadable:  # the disk or a server failed, which does not prove that the checkpoint is damaged
             raise LoadError(f"{place.path} can't be read: {unreadable[0]}; nothing was changed")
@@ -332,7 +337,7 @@ class Restore:
         for each in older:
             try:
                 storage = self.run.tiers.storage_at(is_mirror=each.is_mirror)
-                below = await self.run.port.inspect(each.info.path, storage)
+                below = await self.run.inspect(each.info.path, storage)
             except (CorruptCheckpointError, CheckpointNotFoundError):
                 continue
             except LoadError:  # it may be sound, but can't be read now

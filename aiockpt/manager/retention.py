@@ -11,7 +11,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from aiockpt.core.threads import DaemonThreads
 from aiockpt.errors import AiockptError, CheckpointNotFoundError, DeleteError, NoThreadError
@@ -19,7 +19,6 @@ from aiockpt.manager.policies import KeepPolicy, to_delete
 from aiockpt.sync_checkpointer import SyncCheckpointer
 
 if TYPE_CHECKING:
-    from aiockpt.manager.ports import MirrorPort
     from aiockpt.manager.scan import StepScanner
     from aiockpt.saving.handle import SaveHandle
     from aiockpt.storage.base import Storage
@@ -29,6 +28,20 @@ logger = logging.getLogger("aiockpt")
 
 _END_S = 5.0
 _REMEMBERED = 8  # last saves, whose longest is the estimate for the next one
+
+
+class MirrorPort(Protocol):
+    """The mirror of a run, as the deletion of its steps sees it; see `MirrorCopier`."""
+
+    @property
+    def knows_held(self) -> bool:
+        """Whether `held` has everything; until then no step must be deleted."""
+
+    def held(self) -> set[int]:
+        """Return the steps of the run that must not be deleted now."""
+
+    def note_end(self, step: int, handle: SaveHandle, path: str = "") -> None:
+        """Note that the save of a step has ended; ``path``: where it was written to instead."""
 
 
 class Retention:
@@ -48,7 +61,7 @@ class Retention:
         storage: Storage,
     ) -> None:
         self._scanner = scanner
-        self._keep = keep
+        self.keep = keep
         self._on_written = on_written
         self._origin = os.getpid()
         self._ended = False
@@ -64,7 +77,7 @@ class Retention:
         self._last: int | None = None  # the step that was written last, or restored
         self._written_s: deque[float] = deque(maxlen=_REMEMBERED)
         self._in_flight: dict[SaveHandle, tuple[int, float]] = {}  # step and beginning of saves
-        self._mirrors: list[MirrorPort] = []
+        self._mirror: MirrorPort | None = None
 
     # --- from the caller's thread -----------------------------------------------------------------------
 
@@ -81,12 +94,12 @@ class Retention:
 
     def attach(self, mirror: MirrorPort) -> None:
         """Report to a mirror which steps are written, and keep those that it needs."""
-        self._mirrors.append(mirror)
+        self._mirror = mirror
 
     def again(self) -> None:
         """Delete what is no longer kept, as a step is free again; does not block."""
         last = self._last
-        if last is not None and self._keep is not None:
+        if last is not None and self.keep is not None:
             with contextlib.suppress(RuntimeError):  # the thread has ended: the next run does it
                 self._thread.submit(self._prune_safely, last)
 
@@ -185,8 +198,8 @@ class Retention:
                 if result is not None and is_here:
                     self._written_s.append(result.written_s)
                     self._last = step
-            for mirror in self._mirrors:  # before anything is deleted
-                mirror.note_end(step, handle, "" if is_here or result is None else result.path)
+            if self._mirror is not None:  # before anything is deleted
+                self._mirror.note_end(step, handle, "" if is_here or result is None else result.path)
             if result is not None and self._on_written is not None:
                 self._call_on_written(step, result)
             if is_here and prunes and (info := self._scanner.look(step, handle.path)) is not None and info.problem:
@@ -217,13 +230,13 @@ class Retention:
             logger.exception("on_written has failed for step %d", step)
 
     def _prune(self, written: int) -> None:
-        if self._keep is None or not all(mirror.knows_held for mirror in self._mirrors):  # they call `again`
+        if self.keep is None or (self._mirror is not None and not self._mirror.knows_held):  # it calls `again`
             return
         infos = self._scanner.scan(lenient=True)  # what can't be read stays
         last = next((info for info in infos if info.step == written), None)
         if last is None or last.state != "complete":  # it was moved away, or the file system does not show it yet
             return
-        for info in to_delete(self._keep, infos, time.time(), self.protected()):
+        for info in to_delete(self.keep, infos, time.time(), self.protected()):
             if info.step in self.protected():  # pinned, opened or saved again meanwhile
                 continue
             try:
@@ -235,7 +248,7 @@ class Retention:
 
     def protected(self) -> set[int]:
         """Return the steps that must not be deleted now."""
-        copied = {step for mirror in self._mirrors for step in mirror.held()}
+        copied = set() if self._mirror is None else self._mirror.held()
         with self._lock:
             held = {step for step, count in self._held.items() if count > 0}
             written = {step for step, _ in self._in_flight.values()}  # they replace what is there

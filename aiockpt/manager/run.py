@@ -1,4 +1,7 @@
-"""The directory of a run as all ranks see it: its steps, its lock, and the rounds in which rank 0 decides for all."""
+"""The directory of a run as all ranks see it: its steps, its lock, and the rounds in which rank 0 decides for all.
+
+Its tiers are the directory itself, which may be on the own disks of several hosts, and the mirror that gets its steps.
+"""
 
 from __future__ import annotations
 
@@ -7,23 +10,28 @@ import contextlib
 import logging
 import time
 import warnings
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from aiockpt.checkpointer import AsyncCheckpointer
+from aiockpt.core.lazy import importing
 from aiockpt.core.parameters import outer_stacklevel
 from aiockpt.core.threads import has_loop, in_thread
 from aiockpt.errors import AiockptError, CheckpointerClosedError, CheckpointNotFoundError, DeleteError
-from aiockpt.manager.requests import check_step
+from aiockpt.manager.requests import Mirror, check_step
+from aiockpt.manager.scan import StepNames
+from aiockpt.manager.tiers import Tier
+from aiockpt.sync_checkpointer import SyncCheckpointer
 
 if TYPE_CHECKING:
     from aiockpt.engine.facade import EngineAccess
     from aiockpt.manager.disks import RunDisks
-    from aiockpt.manager.ports import CheckpointerPort
+    from aiockpt.manager.mirror import MirrorCopier
+    from aiockpt.manager.policies import KeepPolicy
     from aiockpt.manager.requests import ManagerOptions
-    from aiockpt.manager.run_tiers import Tiers
-    from aiockpt.manager.tiers import Tier
-    from aiockpt.storage.base import RunLease
+    from aiockpt.manager.retention import Retention
+    from aiockpt.storage.base import RunLease, Storage
 
 T = TypeVar("T")
 
@@ -33,24 +41,82 @@ _WRITER_S = 60.0  # for the writer process of a killed trainer to finish
 _WRITER_POLL_S = 0.05
 
 
+class Tiers:
+    """The tiers of a run. A run without a mirror, or without disks of hosts, does not import their code.
+
+    Attributes:
+        run: the run's directory.
+        disks: the disks of the hosts, if each has its own.
+        mirror: the directory of the mirror, on all ranks; None: there is none.
+        options: the settings of the mirror.
+        copier: what copies to the mirror, on the rank that does; None until it begins.
+    """
+
+    def __init__(self, options: ManagerOptions, access: EngineAccess) -> None:
+        storage, directory = access.locate(options.directory)
+        names = StepNames(options.names)
+        self.disks: RunDisks | None = None
+        if options.own_disks:
+            with importing():
+                from aiockpt.manager.disks import RunDisks
+
+            self.disks = RunDisks(storage, directory, names, access)
+            storage = self.disks.storage
+        self.run = Tier(storage, directory, names)
+        mirror = options.mirror
+        self.options = Mirror(mirror) if mirror is not None and not isinstance(mirror, Mirror) else mirror
+        self.mirror = None if self.options is None else self._located(self.options, access)
+        self.copier: MirrorCopier | None = None
+
+    def _located(self, mirror: Mirror, access: EngineAccess) -> Tier:
+        with importing():
+            from aiockpt.manager import mirror as _  # noqa: F401 - for what copies, in the caller's thread
+        storage, directory = access.locate_by_path(mirror.directory)
+        run = self.run.directory
+        if f"{directory}/".startswith(f"{run}/") or f"{run}/".startswith(f"{directory}/"):
+            raise ValueError(f"mirror is {directory}, and the run {run}: one must not be in the other")
+        return Tier(storage, directory, self.run.names)
+
+    def storage_at(self, *, is_mirror: bool) -> Storage:
+        """Return the storage of the run's directory, or of its mirror."""
+        tier = self.mirror if is_mirror else self.run
+        if tier is None:
+            raise RuntimeError("there is no mirror")
+        return tier.storage
+
+    def begin_to_copy(
+        self, keep: KeepPolicy | None, retention: Retention, access: EngineAccess, *, locks: bool
+    ) -> None:
+        """Copy from now on what the mirror lacks, which an earlier manager may have left. Idempotent."""
+        if self.copier is not None or self.mirror is None or self.options is None:
+            return
+        from aiockpt.manager.mirror import MirrorCopier  # imported already, since there is a mirror
+
+        self.copier = MirrorCopier(
+            self.run, self.mirror, self.options, access.reports, keep=keep, retention=retention, locks=locks
+        )
+        retention.attach(self.copier)
+        self.copier.poke()
+
+    def discard(self, after: int, retention: Retention) -> None:
+        """Delete the steps after one, first from the mirror: else a restart would take them from there. Blocks."""
+        with contextlib.ExitStack() as stack:
+            if self.copier is not None:
+                stack.callback(self.copier.resume)
+                try:
+                    self.copier.discard(after)
+                except AiockptError as exc:
+                    raise DeleteError(f"step {after} was restored, but the mirror has later ones: {exc}") from exc
+            retention.discard(after)
+
+
 class RunDirectory:
     """The directory of a run. Its coroutines suspend in an async manager, and block in a blocking one.
 
-    Args:
-        options: those of the manager.
-        tiers: the run's directory, and what else has its steps.
-        access: the engine of the checkpointer.
-        port: the methods of the checkpointer that wait.
-        writes: whether the manager writes to the run.
-        suspends: whether this is the run of an async manager.
-
     Attributes:
-        directory: the run's directory.
         writes: whether its manager writes to it.
         locks: whether it has one writer.
         id: the run's, as its steps have it; empty until the first save of a new run.
-        is_open: whether it was opened.
-        is_closed: whether it was closed.
     """
 
     def __init__(
@@ -58,19 +124,18 @@ class RunDirectory:
         options: ManagerOptions,
         tiers: Tiers,
         access: EngineAccess,
-        port: CheckpointerPort,
+        checkpointer: AsyncCheckpointer | SyncCheckpointer,
         *,
         writes: bool,
-        suspends: bool,
     ) -> None:
-        self.tiers, self.access, self.port = tiers, access, port
+        self.tiers, self.access, self.checkpointer = tiers, access, checkpointer
         self.directory, self.scanner = tiers.run.directory, tiers.run.scanner
         self.writes = writes
         self.locks = self.writes and options.lock
         self.id = ""
         self.is_open = self.is_closed = False
         self._must_exist = not (self.writes or options.missing_ok)
-        self._suspends = suspends
+        self._suspends = isinstance(checkpointer, AsyncCheckpointer)
         self._has_warned = False  # that it blocks a loop
         self._lease: RunLease | None = None
 
@@ -88,6 +153,18 @@ class RunDirectory:
     async def call(self, function: Callable[..., T], *args: object) -> T:
         """Call a function that blocks. A task that is cancelled leaves it behind, in its thread."""
         return await asyncio.wrap_future(in_thread(function, *args)) if self._suspends else function(*args)
+
+    async def waited(self, call: Awaitable[T] | T) -> T:
+        """Return the result of a method of the checkpointer: one of asyncio is awaited, another has blocked already."""
+        return await call if isinstance(call, Awaitable) else call
+
+    async def inspect(self, path: str, storage: Storage) -> Mapping[str, Any]:
+        """Open a checkpoint, which checks its structure and the sizes of its files; return the info of each key."""
+        if isinstance(self.checkpointer, SyncCheckpointer):
+            with self.checkpointer.open(path, storage=storage) as reader:
+                return dict(reader)
+        async with self.checkpointer.open(path, storage=storage) as opened:
+            return dict(opened)
 
     async def agree(self, what: str, value: object, decide: Callable[[Sequence[Any]], T]) -> T:
         """Agree with the other ranks; see `EngineAccess.agree`."""
@@ -164,7 +241,7 @@ class RunDirectory:
                     f"the run {self.directory} can't be locked: {exc}; to only read it, pass read_only=True"
                 ) from exc
         try:
-            await self.port.clean(self.directory, self.tiers.run.storage)
+            await self.waited(self.checkpointer.clean(self.directory, storage=self.tiers.run.storage))
         except AiockptError as exc:  # orphans cost space, no more
             logger.warning("can't look for what killed processes have left in %s: %s", self.directory, exc)
         with contextlib.suppress(OSError):  # a restore raises it

@@ -135,6 +135,7 @@ def is_set_aside(name: str) -> bool:
 class _Known(NamedTuple):
     """What was found at a path, and what says that it is still so: a stamp, and that of a list of all."""
 
+    pulse: Stamp | None
     stamp: Stamp
     listed: Stamp | None
     info: StepInfo
@@ -159,32 +160,37 @@ class StepScanner:
         self._step_of = functools.lru_cache(_MOST_NAMES)(names.step_of)
         self._cache: dict[str, _Known] = {} if known is None else known._cache
         self._lock = threading.Lock()
+        self.has_seen_all = False
 
-    def scan(self, *, lenient: bool = False) -> tuple[StepInfo, ...]:
-        """Return the steps of the directory; see `scan`. ``lenient``: a step that can't be read counts as damaged."""
-        with self._lock:
-            infos = self._scan(lenient=lenient)
-            for path in self._cache.keys() - {info.path for info in infos}:
-                self._cache.pop(path, None)
-        return infos
+    def scan(self, *, lenient: bool = False, newest: int = 0) -> tuple[StepInfo, ...]:
+        """Return the steps of the directory; see `scan`.
 
-    def latest(self) -> StepInfo | None:
-        """Return the complete step with the highest number; None if there is none. Looks at no more than it must."""
-        found: StepInfo | None = None
+        Args:
+            lenient: a step that can't be read counts as damaged.
+            newest: if not 0, leave out the steps before the newest complete ones, when there are so many of these.
+        """
+        infos: list[StepInfo | None] = []
         gone: set[int] = set()
         with self._lock:
             for _ in range(_MOST_LISTS):
-                found, last, gone = None, gone, set()
-                for step, name in reversed(self._steps().items()):
-                    info = self._look(self._storage.below(self._directory, name), step)
-                    if info is None:
-                        gone.add(step)
-                    elif info.state == "complete":
-                        found = info
-                        break
+                steps = self._steps()
+                if newest:
+                    steps, infos = self._look_at_newest(steps, newest, lenient=lenient)
+                else:
+                    infos = self._look_at_all(steps, lenient=lenient)
+                last, gone = gone, {step for step, info in zip(steps, infos, strict=True) if info is None}
                 if gone <= last:  # else the list may lack what its owner has written before deleting that one
                     break
-        return found
+            there = tuple(info for info in infos if info is not None)
+            if not newest:
+                for path in self._cache.keys() - {info.path for info in there}:
+                    self._cache.pop(path, None)
+                self.has_seen_all = True
+        return there
+
+    def latest(self) -> StepInfo | None:
+        """Return the complete step with the highest number; None if there is none. Looks at no more than it must."""
+        return next((info for info in self.scan(newest=1) if info.state == "complete"), None)
 
     def look(self, step: int, path: str) -> StepInfo | None:
         """Return what is known of one step, by its path; None if it is not there."""
@@ -197,7 +203,7 @@ class StepScanner:
         return self._storage.stamp(path) if known is None else known.stamp
 
     def _steps(self) -> dict[int, str]:
-        """Return the names of the steps by their numbers, in order."""
+        """Return the paths of the steps by their numbers, in order."""
         try:
             with self._storage.look(self._directory) as listing:
                 if listing.is_file:
@@ -205,18 +211,20 @@ class StepScanner:
                 steps = {step: name for name in listing.folders if (step := self._step_of(name)) is not None}
         except FileNotFoundError:
             return {}
-        return dict(sorted(steps.items()))
+        return {step: self._storage.below(self._directory, steps[step]) for step in sorted(steps)}
 
-    def _scan(self, *, lenient: bool) -> tuple[StepInfo, ...]:
+    def _look_at_newest(
+        self, steps: Mapping[int, str], count: int, *, lenient: bool
+    ) -> tuple[dict[int, str], list[StepInfo | None]]:
+        looked: dict[int, str] = {}
         infos: list[StepInfo | None] = []
-        gone: set[int] = set()
-        for _ in range(_MOST_LISTS):
-            steps = {step: self._storage.below(self._directory, name) for step, name in self._steps().items()}
-            infos = self._look_at_all(steps, lenient=lenient)
-            last, gone = gone, {step for step, info in zip(steps, infos, strict=True) if info is None}
-            if gone <= last:  # else the list may lack what its owner has written before deleting that one
+        for step, path in sorted(steps.items(), reverse=True):
+            looked[step] = path
+            infos.append(self._look(path, step, lenient=lenient))
+            count -= (info := infos[-1]) is not None and info.state == "complete"
+            if not count:
                 break
-        return tuple(info for info in infos if info is not None)
+        return dict(reversed(looked.items())), infos[::-1]
 
     def _look_at_all(self, steps: Mapping[int, str], *, lenient: bool) -> list[StepInfo | None]:
         look = partial(self._look, lenient=lenient)
@@ -247,12 +255,21 @@ class StepScanner:
 
     def _examined(self, path: str, step: int, listed: Stamp | None) -> StepInfo:
         known = self._cache.get(path)
-        if known is None or listed is None or known.listed != listed:
+        if known is None or not self._is_current(known, path, listed):
+            pulse = self._storage.pulse(path)  # before the look, so that it shows what changes meanwhile
             with self._storage.look(path) as listing:
                 is_same = known is not None and known.stamp == listing.stamp
                 info = known.info if known is not None and is_same else examine(listing, step)[1]
-                known = self._cache[path] = _Known(listing.stamp, listed, info)
+                known = self._cache[path] = _Known(pulse, listing.stamp, listed, info)
         return known.info if known.info.step == step else replace(known.info, step=step)
+
+    def _is_current(self, known: _Known, path: str, listed: Stamp | None) -> bool:
+        """Return whether a step is as it was looked at last, as far as that is known without a look."""
+        if listed is not None:
+            return known.listed == listed
+        storage, is_whole = self._storage, known.info.state == "complete"
+        has_pulse = is_whole and known.pulse is not None and known.pulse == storage.pulse(path)
+        return has_pulse and storage.is_unchanged(path, known.stamp)
 
 
 def examine(listing: Listing, step: int = NO_STEP, *, counts: bool = False) -> tuple[Recognised, StepInfo]:
@@ -268,8 +285,13 @@ def examine(listing: Listing, step: int = NO_STEP, *, counts: bool = False) -> t
     state, problem, head, save_id = assess(found, files, fetch)
     if not found.is_checkpoint:
         state, problem = "unfinished", problem or f"it has neither {MANIFEST_NAME} nor {METADATA_NAME}"
-    info = StepInfo(step, listing.path, state, sum(files.values()), listing.changed_s, problem=problem, save_id=save_id)
-    return found, info if head is None else _with_facts(info, head)
+    facts: dict[str, Any] = {"time": listing.changed_s}
+    try:
+        facts |= {} if head is None else _facts_in(head)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
+        state, problem = "damaged", f"{MANIFEST_NAME} is damaged"
+    nbytes = sum(files.values())
+    return found, StepInfo(step, listing.path, state, nbytes, problem=problem, save_id=save_id, **facts)
 
 
 def scan(
@@ -298,20 +320,21 @@ def scan(
 # --- one step -----------------------------------------------------------------------------------------
 
 
-def _with_facts(info: StepInfo, head: Mapping[str, Any]) -> StepInfo:
-    """Add the facts in the head of a manifest."""
-    try:
-        metadata = read_user_metadata(head["metadata"])
-        run = metadata.get(RUN_KEY)
-        if isinstance(run, dict) and not _FACTS.isdisjoint(run):
-            del metadata[RUN_KEY]
-        else:  # of a program that saves without a manager
-            run = {}
-        time_s, run_id = _time_of(run.get("time"), head["created"]), str(run.get("id", ""))
-        metrics, filters = _metrics_of(run.get("metrics")), _filters_of(run.get("filters"))
-        return replace(info, time=time_s, metrics=metrics, metadata=metadata, run_id=run_id, filters=filters)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
-        return replace(info, state="damaged", problem=f"{MANIFEST_NAME} is damaged")
+def _facts_in(head: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the head of a manifest says of a step; raise an error if it is damaged."""
+    metadata = read_user_metadata(head["metadata"])
+    run = metadata.get(RUN_KEY)
+    if isinstance(run, dict) and not _FACTS.isdisjoint(run):
+        del metadata[RUN_KEY]
+    else:  # of a program that saves without a manager
+        run = {}
+    return {
+        "time": _time_of(run.get("time"), head["created"]),
+        "run_id": str(run.get("id", "")),
+        "metrics": _metrics_of(run.get("metrics")),
+        "filters": _filters_of(run.get("filters")),
+        "metadata": metadata,
+    }
 
 
 def _time_of(time_s: object, created: str) -> float:

@@ -95,18 +95,8 @@ def backlog(
 ) -> list[StepInfo]:
     """Return the steps that are to be mirrored, in their order: the oldest first, so that an end leaves no gaps.
 
-    Steps that either policy would delete are dropped, unless they are the newest, or protected: when the mirror is
-    behind, it catches up with what will stay.
-
-    Args:
-        local: the steps of the run's directory.
-        mirror: the steps of the mirror.
-        due: the steps that a policy mirrors.
-        keep: the policy of the run's directory.
-        mirror_keep: the policy of the mirror.
-        now: the time in seconds, as in `time.time`.
-        protected: steps that are never dropped: pinned, or the last one of this run.
-        drops: whether steps are dropped that the run's directory would delete.
+    Steps that the policy of the mirror would delete are dropped, and with ``drops`` those that the run would delete,
+    unless they are the newest, or protected: when the mirror is behind, it catches up with what will stay.
     """
     whole = {info.step: info for info in local if info.state == "complete"}
     there = {info.step: info for info in mirror if info.state == "complete"}
@@ -151,12 +141,7 @@ def copies_in_order(
     """Return the copies of all steps, in the order in which a restore tries them.
 
     Of one step those of the run's directory come first, as they are nearer, unless the mirror has one that was saved
-    later.
-
-    Args:
-        local: the steps of the run's directory.
-        mirror: the steps of the mirror.
-        order: takes one copy of each step, by number; returns those to try, the preferred one first.
+    later. ``order`` takes one copy of each step, by number, and returns those to try, the preferred one first.
     """
     copies: dict[int, list[StepCopy]] = {}
     for is_mirror, infos in ((False, local), (True, mirror)):

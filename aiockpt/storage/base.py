@@ -520,6 +520,10 @@ class Directories:
         except OSError:
             return None
 
+    def is_unchanged(self, path: str, stamp: Stamp) -> bool:
+        """Return whether the files of a directory still have the stamp of a look, if that costs less than a look."""
+        return False
+
     def stamps(self, directory: str, count: int) -> Mapping[str, Stamp] | None:
         """Return texts that change if checkpoints in a directory are replaced or removed, by their names there.
 

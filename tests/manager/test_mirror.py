@@ -758,7 +758,7 @@ def test_flat_options_are_those_of_the_mirror_for_now(name: str, grouped: bool, 
         run = aiockpt.SyncCheckpointManager(tmp_path / "a", **options)
     assert warned[0].filename == __file__
     expected = aiockpt.Mirror(tmp_path / "b", **({"timeout": 7.0} if grouped else {}) | {name: FLAT[name]})  # type: ignore[arg-type]
-    assert run._mirror_options == expected
+    assert run._tiers.options == expected
     run.close()
 
 

@@ -226,10 +226,10 @@ def test_due_with_different_steps_raises(world2: World, anywhere: Path) -> None:
 
 def counts_exchanges(rank: int, size: int, folder: Path) -> Any:
     with aiockpt.SyncCheckpointManager(folder, save=aiockpt.EverySteps(7), **LIMITS) as run:
-        real, exchanges = run._exchange, []
-        run._exchange = lambda *args, **more: exchanges.append(args) or real(*args, **more)  # type: ignore[method-assign,func-returns-value]
+        real, exchanges = run._due._exchange, []
+        run._due._exchange = lambda *args, **more: exchanges.append(args) or real(*args, **more)  # type: ignore[method-assign,func-returns-value]
         due = [step for step in range(200) if run.due(step)]
-        return due, len(exchanges) <= 100, math.isfinite(run._pace._cost_s) == (rank == 0)
+        return due, len(exchanges) <= 100, math.isfinite(run._due._pace._cost_s) == (rank == 0)
 
 
 def test_short_steps_exchange_messages_less_often(world2: World, anywhere: Path) -> None:

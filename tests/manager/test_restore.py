@@ -51,6 +51,24 @@ def restored(folder: Path, state: Any, **options: Any) -> aiockpt.Restored | Non
         return run.restore(state, **options)
 
 
+def test_more_damaged_steps_than_are_looked_at_first(tmp_path: Path) -> None:
+    """All that are newer than the first whole one are passed over and renamed, however many there are."""
+    with aiockpt.SyncCheckpointManager(tmp_path) as run:
+        for step in range(1, 8):
+            run.save(step, state_of(step))
+    for step in range(2, 8):
+        flip(tmp_path, step)
+    state = empty()
+    with pytest.warns(aiockpt.DamagedCheckpointWarning):
+        found = restored(tmp_path, state)
+    assert found is not None
+    assert (found.step, step_in(state), [each.step for each in found.skipped]) == (1, 1, [7, 6, 5, 4, 3, 2])
+    assert [name for name in names(tmp_path) if name.startswith("step-")] == [
+        "step-00000001",
+        *(f"step-0000000{step}.damaged" for step in range(2, 8)),
+    ]
+
+
 DAMAGE = {"flipped": flip, "truncated": truncate, "unfinished": unfinish}
 
 
@@ -347,7 +365,7 @@ def test_step_deleted_during_the_search_is_skipped_silently(folder: Path, monkey
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("before", ["inspect", "verify", "load"])
+@pytest.mark.parametrize("before", ["open", "verify", "load"])
 def test_reader_gets_the_newest_step_while_a_writer_deletes(
     anywhere: Path, monkeypatch: pytest.MonkeyPatch, before: str
 ) -> None:
@@ -360,22 +378,17 @@ def test_reader_gets_the_newest_step_while_a_writer_deletes(
     ):
         warnings.simplefilter("error")
         owner.save(1, state_of(1))
-        port = run._port
-        load, verify, inspect = port.load, port.verify, port.inspect
         left = [3, 2]
 
-        def delete_before(what: str) -> None:
-            if what == before and left:
+        def delete_and_call(method: str, call: Any, *args: Any, **options: Any) -> Any:
+            if method == before and left:
                 step = left.pop()
                 owner.save(step, state_of(step))
                 owner._retention.finished().result()
+            return call(*args, **options)
 
-        async def delete_and_call(method: str, call: Any, *args: Any) -> Any:
-            delete_before(method)
-            return await call(*args)
-
-        for name, call in (("load", load), ("verify", verify), ("inspect", inspect)):
-            monkeypatch.setattr(port, name, partial(delete_and_call, name, call))
+        for name in ("load", "verify", "open"):
+            monkeypatch.setattr(run.checkpointer, name, partial(delete_and_call, name, getattr(run.checkpointer, name)))
         start = run.restore(state)
     assert start is not None
     assert (start.step, start.skipped, step_in(state), names(anywhere)) == (3, (), 3, ["step-00000003"])
@@ -394,16 +407,16 @@ def test_step_replaced_during_the_read_is_not_marked_damaged(folder: Path, monke
     flip(folder, 300)
     state = empty()
     with aiockpt.SyncCheckpointManager(folder) as run:
-        load = run._port.load
+        load = run.checkpointer.load
 
-        async def replace_after(*args: Any) -> None:
+        def replace_after(*args: Any, **options: Any) -> None:
             try:
-                await load(*args)
+                load(*args, **options)
             except aiockpt.CorruptCheckpointError:
                 run.save(300, state_of(300), overwrite=True)
                 raise
 
-        monkeypatch.setattr(run._port, "load", replace_after)
+        monkeypatch.setattr(run.checkpointer, "load", replace_after)
         start = run.restore(state)
     assert start is not None
     assert (start.step, start.skipped, step_in(state)) == (300, (), 300)

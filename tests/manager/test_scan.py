@@ -207,6 +207,38 @@ def test_replaced_step_is_read_again(anywhere: Path) -> None:
         assert scanner.scan()[0].metrics == {"loss": loss}
 
 
+def changed_in_place(path: Path) -> None:
+    file = path / ".metadata"
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+@pytest.mark.parametrize(
+    ("change", "state"),
+    [
+        (lambda path: None, "complete"),
+        (changed_in_place, "damaged"),
+        (lambda path: (path / ".metadata").unlink(), "damaged"),
+        (lambda path: (path / ".metadata").rename(path / "x"), "damaged"),
+        (lambda path: (path / "more").write_bytes(b"1234567"), "complete"),
+    ],
+)
+def test_whole_step_is_looked_at_again_when_its_files_have_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Any, state: str
+) -> None:
+    path = write(tmp_path, 1)
+    scanner = StepScanner(LocalStorage(), str(tmp_path))
+    looks: list[str] = []
+    real = entries.LocalListing._list_top
+    monkeypatch.setattr(entries.LocalListing, "_list_top", lambda *args: (looks.append(args[0].path), real(*args))[1])
+    (before,) = scanner.scan()
+    change(path)
+    looks.clear()
+    (after,) = scanner.scan()
+    assert after.state == state
+    assert (str(path) in looks) == (after != before)
+    assert after.nbytes == sum(file.stat().st_size for file in path.iterdir())
+
+
 def test_scan_does_not_import_torch(tmp_path: Path) -> None:
     write(tmp_path, 4)
     code = (

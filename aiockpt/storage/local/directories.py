@@ -9,7 +9,7 @@ from urllib.parse import unquote
 
 from aiockpt.errors import AiockptError
 from aiockpt.storage.base import Directories, LeaseFacts, Listing, LookBudget, RunLease, Stamp
-from aiockpt.storage.local.entries import LocalListing
+from aiockpt.storage.local.entries import LocalListing, is_unchanged
 from aiockpt.storage.local.lease import is_finishing, owner_of, take
 from aiockpt.storage.local.temp_dir import REPLACED, SWEPT, liveness, read_ticket, this_process
 
@@ -44,6 +44,9 @@ class LocalDirectories(Directories):
 
     def look(self, path: str, budget: LookBudget | None = None) -> Listing:
         return LocalListing(path, budget)
+
+    def is_unchanged(self, path: str, stamp: Stamp) -> bool:
+        return is_unchanged(path, stamp)
 
     def pulse(self, directory: str) -> Stamp:
         facts = os.stat(directory)

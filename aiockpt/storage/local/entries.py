@@ -72,6 +72,21 @@ def is_inside(path: str, homes: list[str]) -> bool:
     return any(path.startswith(os.path.join(home, "")) for home in homes)
 
 
+def _mark_of(file: os.stat_result) -> str:
+    return f"{file.st_size} {file.st_ino} {file.st_mtime_ns}"
+
+
+def is_unchanged(path: str, stamp: str) -> bool:
+    """Return whether each file that a `LocalListing` has found in a directory is as its stamp says."""
+    parts = stamp.split("/")
+    try:
+        return all(
+            _mark_of(os.stat(f"{path}/{name}")) == mark for name, mark in zip(parts[::2], parts[1::2], strict=True)
+        )
+    except (OSError, ValueError):
+        return False
+
+
 class LocalListing(Listing):
     """The entries of an open directory, links followed, or a file alone."""
 
@@ -88,18 +103,18 @@ class LocalListing(Listing):
         except NotADirectoryError:
             self._fd, self.is_file = os.open(os.path.dirname(path) or ".", _DIRECTORY), True
         try:
-            marks: list[tuple[str, int, int, int]] = []
+            marks: dict[str, str] = {}
             self.changed_s = 0.0 if self.is_file else os.fstat(self._fd).st_mtime
             if self.is_file:
                 self._add_file(os.path.basename(path), os.stat(path), marks)
             else:
                 self._list_top(marks)
-            self.stamp = repr(sorted(marks))
+            self.stamp = "/".join(part for mark in sorted(marks.items()) for part in mark)
         except BaseException:
             self.close()
             raise
 
-    def _list_top(self, marks: list[tuple[str, int, int, int]]) -> None:
+    def _list_top(self, marks: dict[str, str]) -> None:
         with os.scandir(self._fd) as entries:
             for entry in entries:
                 try:
@@ -130,13 +145,13 @@ class LocalListing(Listing):
         finally:
             os.close(fd)
 
-    def _add_file(self, name: str, found: os.stat_result, marks: list[tuple[str, int, int, int]]) -> None:
+    def _add_file(self, name: str, found: os.stat_result, marks: dict[str, str]) -> None:
         if not stat.S_ISREG(found.st_mode):
             self.others.append(name)
             return
         self.files[name] = found.st_size
         self.changed_s = max(self.changed_s, found.st_mtime)
-        marks.append((name, found.st_size, found.st_ino, found.st_mtime_ns))
+        marks[name] = _mark_of(found)
 
     def list_below(self) -> None:
         for folder in self.folders:
