@@ -1,4 +1,4 @@
-# The public names, for type checkers, and for `__init__.py`, which imports each at its first use.
+# The public names, for type checkers; `__init__.py` imports each at its first use.
 
 from aiockpt import dcp as dcp
 from aiockpt import errors as errors
