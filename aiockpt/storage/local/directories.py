@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from urllib.parse import unquote
 
 from aiockpt.errors import AiockptError
-from aiockpt.storage.base import Directories, LeaseFacts, Listing, LookBudget, RunLease, Stamp
+from aiockpt.storage.base import Directories, LeaseFacts, Listing, LookBudget, RunLease
 from aiockpt.storage.local.entries import LocalListing
 from aiockpt.storage.local.lease import is_finishing, owner_of, take
 from aiockpt.storage.local.temp_dir import REPLACED, SWEPT, liveness, read_ticket, this_process
@@ -44,10 +44,6 @@ class LocalDirectories(Directories):
 
     def look(self, path: str, budget: LookBudget | None = None) -> Listing:
         return LocalListing(path, budget)
-
-    def pulse(self, directory: str) -> Stamp:
-        facts = os.stat(directory)
-        return f"{facts.st_dev} {facts.st_ino} {facts.st_mtime_ns}"
 
     def link(self, path: str) -> str | None:
         return os.readlink(path) if os.path.islink(path) else None
