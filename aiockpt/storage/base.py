@@ -400,6 +400,7 @@ class Listing(ABC):
         others: the names of everything else, such as pipes.
         changed_s: when something was changed there last, in seconds as in `time.time`.
         stamp: changes whenever a file at the top does.
+        shared_bytes: those of its files at the top that have further names, which a deletion does not free.
     """
 
     path: str
@@ -409,16 +410,12 @@ class Listing(ABC):
     others: list[str]
     changed_s: float
     stamp: Stamp
+    shared_bytes: int = 0
 
     @property
     def top(self) -> list[str]:
         """The names of the files at the top."""
         return [name for name in self.files if "/" not in name]
-
-    @property
-    def shared_bytes(self) -> int:
-        """Those of its files at the top that others have too, by links: a deletion does not free them."""
-        return 0
 
     @abstractmethod
     def list_below(self) -> None:
@@ -529,16 +526,6 @@ class Directories:
         Args:
             directory: what they are in.
             count: how many there are, by an earlier look.
-
-        Raises:
-            OSError: it can't be read.
-        """
-        return None
-
-    def pulse(self, directory: str) -> Stamp | None:
-        """Return a text that changes soon after a name appears in a directory, or goes; None: only a look tells.
-
-        For storages where that costs less than a look.
 
         Raises:
             OSError: it can't be read.

@@ -8,7 +8,6 @@ import errno
 import fcntl
 import logging
 import os
-import struct
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -25,10 +24,7 @@ _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK
 
 logger = logging.getLogger("aiockpt")
 
-_FICLONE = 0x40049409  # of ioctl, as the next one; see linux/fs.h and linux/fiemap.h
-_FIEMAP = 0xC020660B
-_EXTENT_SHARED = 0x2000
-_EXTENTS = 128  # looked at at once
+_FICLONE = 0x40049409  # of ioctl; see linux/fs.h
 
 
 class UnsupportedError(OSError):
@@ -62,26 +58,14 @@ _NETWORK_FILE_SYSTEMS = {
 }
 
 
-_WITH_REFLINKS = {0x58465342: "XFS", 0x794C7630: "overlayfs", 0x9123683E: "Btrfs", 0xCA451A4E: "bcachefs"}
-
-
 def is_on_network(fd: int) -> bool:
     """Return whether an open file or directory is on a file system of other hosts, as far as the kernel says."""
-    return _file_system(fd) in _NETWORK_FILE_SYSTEMS
-
-
-def may_have_reflinks(fd: int) -> bool:
-    """Return whether the file system of an open file or directory is one that can say which blocks files share."""
-    return _file_system(fd) in _WITH_REFLINKS
-
-
-def _file_system(fd: int) -> int:
     buffer = ctypes.create_string_buffer(256)  # a struct statfs, which begins with the kind
     try:
         _call("fstatfs", fd, buffer)
     except OSError:
-        return 0
-    return ctypes.c_long.from_buffer(buffer).value & 0xFFFFFFFF
+        return False
+    return ctypes.c_long.from_buffer(buffer).value & 0xFFFFFFFF in _NETWORK_FILE_SYSTEMS
 
 
 def _call(name: str, *args: Any) -> None:
@@ -198,22 +182,3 @@ def clone(fd: int, target: int) -> None:
         if exc.errno in _NO_CLONES:
             raise UnsupportedError(exc.errno, exc.strerror) from None
         raise
-
-
-def cloned_bytes(fd: int) -> int:
-    """Return the bytes of an open file that are in blocks of other files too, by reflinks; 0 if that is not known."""
-    shared = begin = 0
-    while True:
-        request = bytearray(32 + 56 * _EXTENTS)
-        struct.pack_into("=QQLLLL", request, 0, begin, (1 << 64) - 1 - begin, 0, 0, _EXTENTS, 0)
-        try:
-            fcntl.ioctl(fd, _FIEMAP, request)
-        except OSError:
-            return 0
-        count, found = struct.unpack_from("=L", request, 20)[0], 0
-        for number in range(count):
-            at, _, length, _, _, flags = struct.unpack_from("=QQQQQL", request, 32 + 56 * number)
-            found, begin = number + 1, at + length
-            shared += length if flags & _EXTENT_SHARED else 0
-        if found < _EXTENTS:
-            return min(shared, os.fstat(fd).st_size)

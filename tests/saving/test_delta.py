@@ -22,7 +22,6 @@ import torch.distributed.checkpoint as dcp
 import aiockpt
 from aiockpt.errors import SaveCancelledError, SaveError, TornSnapshotError
 from aiockpt.planning import layout
-from aiockpt.storage import LocalStorage
 from aiockpt.storage.objects.client import RefusedError
 from tests.places import ServerPath
 from tests.saving.deltas import (
@@ -394,8 +393,6 @@ def test_where_there_are_reflinks_who_writes_in_place_changes_one_checkpoint_alo
         for path in (a, b, c):
             assert not shared_files(path)  # no links
             assert all(each.stat().st_mode & stat.S_IWUSR for each in path.iterdir() if each.name != "__0_0.distcp")
-        with LocalStorage().look(str(b)) as listing:
-            assert listing.shared_bytes >= 0.9 * full.nbytes
         with warnings.catch_warnings(action="ignore"):
             dcp.save(others, checkpoint_id=b, **ALONE)  # as root, too
         check(a, state, ckpt)

@@ -11,7 +11,6 @@ import stat
 from itertools import islice
 
 from aiockpt.storage.base import Listing, LookBudget
-from aiockpt.storage.syscalls import cloned_bytes, may_have_reflinks
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
@@ -81,7 +80,7 @@ class LocalListing(Listing):
         self.files: dict[str, int] = {}
         self.folders: list[str] = []
         self.others: list[str] = []
-        self._linked: set[str] = set()  # the files that have further names
+        self.shared_bytes = 0
         self._budget = budget or LookBudget()
         try:
             self._fd, self.is_file = os.open(path, _DIRECTORY), False
@@ -109,26 +108,9 @@ class LocalListing(Listing):
                         facts = entry.stat()
                         self._add_file(entry.name, facts, marks)
                         if facts.st_nlink > 1 and not entry.is_symlink():
-                            self._linked.add(entry.name)
+                            self.shared_bytes += facts.st_size
                 except OSError:  # a link to nowhere or to itself, or removed meanwhile
                     self.others.append(entry.name)
-
-    @property
-    def shared_bytes(self) -> int:
-        linked = sum(self.files.get(name, 0) for name in self._linked)
-        if not may_have_reflinks(self._fd):
-            return linked
-        return linked + sum(self._cloned_bytes(name) for name in self.top if name not in self._linked)
-
-    def _cloned_bytes(self, name: str) -> int:
-        try:
-            fd = open_regular(name, self._fd, flags=os.O_NOFOLLOW)
-        except OSError:  # a link, or gone
-            return 0
-        try:
-            return cloned_bytes(fd)
-        finally:
-            os.close(fd)
 
     def _add_file(self, name: str, found: os.stat_result, marks: list[tuple[str, int, int, int]]) -> None:
         if not stat.S_ISREG(found.st_mode):
