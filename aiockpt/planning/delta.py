@@ -115,7 +115,8 @@ def _one_of_each(leaves: NDArray[np.int64], rows: NDArray[np.int64], entries: In
     files, offsets = entries.file_of[rows[leaves]], entries.offset_of[rows[leaves]]
     order = np.lexsort((offsets, files))
     is_other = np.diff(files[order], prepend=-1).astype(bool) | np.diff(offsets[order], prepend=-1).astype(bool)
-    return leaves[order][is_other]
+    chosen: NDArray[np.int64] = leaves[order][is_other]
+    return chosen
 
 
 @dataclass

@@ -26,7 +26,7 @@ def hash_payloads(leaves: Sequence[int], snapshot: Snapshot, layout: Layout, new
     """
     tensors, specs, eager, names = snapshot.tensors, layout.specs, snapshot.eager, snapshot.structure.names
     arena = snapshot.arenas.get(_CPU)  # this reference keeps the memory, though the save were given up meanwhile
-    copies = memoryview(b"") if arena is None else memoryview(arena.numpy())
+    copies = memoryview(b"") if arena is None else arena.numpy().data
     found: dict[int, str] = {}
     for leaf in leaves if tensors else ():
         tensor, spec = tensors[leaf], specs[leaf]
