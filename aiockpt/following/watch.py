@@ -21,7 +21,7 @@ import anyio
 import torch
 
 from aiockpt.checkpointer import AsyncCheckpointer
-from aiockpt.core.dataclasses import dataclass, field
+from aiockpt.core.dataclasses import KW_ONLY, dataclass, field
 from aiockpt.core.parameters import arguments_of
 from aiockpt.core.threads import check_asyncio, in_thread
 from aiockpt.engine.facade import EngineAccess
@@ -121,11 +121,12 @@ Bucket = list[tuple[str, torch.Tensor]]
 _ROUND_S = 1.0  # between two rounds without news, by which rank 0 and the others see that all live
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WatchOptions(OpenOptions):
-    """Options of following a run.
+@dataclass(frozen=True, slots=True)
+class WatchRequest(OpenOptions):
+    """Arguments of `watch`.
 
     Attributes:
+        run: the run's directory, or a URL; or a manager of it in this process, which then keeps the step in use.
         until: a function that is called after each look that finds no new version: True ends the iteration.
         poll_s: the shortest time between two looks, in seconds. If there is no new version, it grows to ten times.
         names: the names of the steps, as those of a manager.
@@ -136,23 +137,14 @@ class WatchOptions(OpenOptions):
         coordination_timeout: seconds that a rank waits for the others, each time.
     """
 
+    run: Path | ManagerBase
+    _: KW_ONLY
     until: Callable[[], bool] | None = None
     poll_s: float = 0.2
     names: str | None = None
     transforms: Sequence[Transform] = ()
     process_group: ProcessGroupLike = None
     coordination_timeout: float = 1800.0
-
-
-@dataclass(frozen=True, slots=True)
-class WatchRequest(WatchOptions):
-    """Arguments of `watch`.
-
-    Attributes:
-        run: the run's directory, or a URL; or a manager of it in this process, which then keeps the step in use.
-    """
-
-    run: Path | ManagerBase
 
 
 @dataclass(eq=False, repr=False)
@@ -205,8 +197,10 @@ class _VersionBase(Generic[R]):
             raise
         known.settle()
 
-    def _tensors(self) -> list[str]:
-        return [key for key, info in self.reader.items() if hasattr(info, "chunks")]
+    def _stream(self, nbytes: int, keys: str | Sequence[str] | None) -> Any:
+        if keys is None:  # all tensors
+            keys = [key for key, info in self.reader.items() if hasattr(info, "chunks")]
+        return self.reader.stream(keys, buffer_bytes=nbytes)
 
 
 class Version(_VersionBase["CheckpointReader"]):
@@ -249,9 +243,6 @@ class Version(_VersionBase["CheckpointReader"]):
         if bucket.tensors:
             yield bucket.tensors
 
-    def _stream(self, nbytes: int, keys: str | Sequence[str] | None) -> Any:
-        return self.reader.stream(self._tensors() if keys is None else keys, buffer_bytes=nbytes)
-
 
 class SyncVersion(_VersionBase["SyncCheckpointReader"]):
     """A version of a run, for programs without asyncio; see `Version`.
@@ -269,8 +260,7 @@ class SyncVersion(_VersionBase["SyncCheckpointReader"]):
     def buckets(self, nbytes: int, keys: str | Sequence[str] | None = None) -> Iterator[Bucket]:
         """Yield the tensors in lists; see `Version.buckets`."""
         bucket = _Filling(nbytes)
-        names = self._tensors() if keys is None else keys
-        for name, tensor in self.reader.stream(names, buffer_bytes=nbytes):
+        for name, tensor in self._stream(nbytes, keys):
             if (full := bucket.add(name, tensor)) is not None:
                 yield full
         if bucket.tensors:
@@ -374,7 +364,8 @@ class _WatchBase(ABC, Generic[R]):
 
     async def _opened(self, info: StepInfo) -> R | None:
         """Open a version; None if it is gone, or was replaced, meanwhile, on any rank."""
-        reader, error = self._checkpointer.open(info.path, storage=self._poller.storage, **self._opening), None
+        reader: R = self._checkpointer.open(info.path, storage=self._poller.storage, **self._opening)
+        error: Exception | None = None
         try:
             try:
                 await self._open(reader)
