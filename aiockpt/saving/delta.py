@@ -120,7 +120,7 @@ class DeltaSave(LocalSave):
         """Return the hashes of leaves that have one in the base."""
         snapshot, hashes = self._job.snapshot, dict[int, str]()
         batch_of = np.cumsum(base.entries.length_of[self._rows[kept]]) // _BATCH_BYTES
-        batches = [each.tolist() for each in np.split(kept, np.flatnonzero(np.diff(batch_of)) + 1) if len(each)]
+        batches = [batch.tolist() for batch in np.split(kept, np.flatnonzero(np.diff(batch_of)) + 1) if len(batch)]
 
         async def take(batch: Sequence[int]) -> None:
             hashes.update(await self._compute.run(hash_payloads, batch, snapshot, layout, self._spec.new_hash))
