@@ -168,8 +168,8 @@ async def run(options: Namespace, directory: Path) -> Report:
         of_full("all changes: time, of a full save", all_changes, "save_s", 1.05),
     ]
     remarks = [
-        f"medians from the {_WARM_UP + 1}rd save of each on, with the shortest and the longest; each round another one "
-        "begins; files are synced; written: the share of the bytes"
+        f"save: median, shortest and longest, from the {_WARM_UP + 1}rd save of each on; each round another one begins",
+        "files are synced; written: the share of the bytes",
     ]
     part, whole, plain = (by_name(readers, name) for name in (_PART, _WHOLE, _PLAIN))
     is_whole = nbytes >= _FOLLOWED_GIB * 2**30
