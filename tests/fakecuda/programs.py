@@ -53,7 +53,6 @@ class Program:
     options: dict[str, Any]
     tensors: list[str]
     actions: list[Action]
-    base: str | None = None  # of each save
 
 
 STEPS = ["add", "scale a part", "add to all", "copy", "step", "guarded step", "step on all streams"]
@@ -136,16 +135,13 @@ programs = st.builds(
     ),
     tensors=st.lists(st.sampled_from(list(KINDS)), min_size=2, max_size=6),
     actions=st.lists(_scene, min_size=2, max_size=4).map(lambda scenes: [action for some in scenes for action in some]),
-    base=st.sampled_from([None, None, "auto"]),
 )
 
 _QUICK = {"staging_bytes": 64 * CHUNK, "chunk_bytes": 8 * CHUNK, "validate": "versions", "max_in_flight": 1}
 
 
-def _known(
-    tensors: list[str], actions: list[Action], *, launch_us: int = 0, base: str | None = None, **delays: int
-) -> Program:
-    return Program(1, delays, launch_us, "CUDA", "", _QUICK, tensors, actions, base)
+def _known(tensors: list[str], actions: list[Action], *, launch_us: int = 0, **delays: int) -> Program:
+    return Program(1, delays, launch_us, "CUDA", "", _QUICK, tensors, actions)
 
 
 KNOWN = {
@@ -177,15 +173,6 @@ KNOWN = {
         ["small", "matrix"],
         [Action("stream", 1), Action("busy", 0, 9), Action("save"), Action("free", 0)],
         kernel=4000,
-    ),
-    "a part of what is shared changes": _known(
-        ["large", "larger", "strided", "host"],
-        [
-            Action("save"),
-            Action("written"),
-            *[Action("add"), Action("save"), Action("fence all"), Action("add", 1)] * 2,
-        ],
-        base="auto",
     ),
     "a capture before the first save": _known(
         ["large"], [Action("replay"), Action("save"), Action("fence"), Action("replay")]

@@ -150,7 +150,6 @@ class Runner:
         if error is None:
             self._published.append(save)
             self.counts["published"] += 1
-            self.counts["published, with shared files"] += save.handle.written.result().bytes_reused > 0
             self.counts["published, though disturbed"] += save.disturbed
             self.counts["published, though overlapped"] += save.overlapped
             found = self._ckpt.load(path)
@@ -351,7 +350,7 @@ class Runner:
         if action.value > 6:
             self._busy(action)  # so the copies wait in their stream
         self._copies_before = fake.tasks("to_host")
-        handle = self._ckpt.submit(self._state(), self._directory / f"c{len(self._saves)}", base=self._program.base)
+        handle = self._ckpt.submit(self._state(), self._directory / f"c{len(self._saves)}")
         expected = {name: entry.shown(entry.mirror).clone() for name, entry in self._entries.items()}
         save = _Save(handle, expected)
         self._saves.append(save)
