@@ -1,12 +1,19 @@
-"""Versions of a run as they appear, for asyncio programs and for others."""
+"""Versions of a run as they appear, for asyncio programs and for others.
+
+The newest version is the complete step with the highest number, as a manager sees it. It is new if it has another save
+id than the version before (without a manifest: another stamp); so a rollback to an older step, and a step that was
+replaced, are versions as well.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import math
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Self, TypeVar
 
@@ -14,84 +21,95 @@ import anyio
 import torch
 
 from aiockpt.checkpointer import AsyncCheckpointer
-from aiockpt.core.dataclasses import dataclass, field
-from aiockpt.core.futures import Call
+from aiockpt.core.dataclasses import KW_ONLY, dataclass, field
 from aiockpt.core.parameters import arguments_of
 from aiockpt.core.threads import check_asyncio, in_thread
 from aiockpt.engine.facade import EngineAccess
 from aiockpt.errors import CoordinationError
-from aiockpt.following.polling import Poller
 from aiockpt.manager.base import ManagerBase, followed
-from aiockpt.manager.scan import DEFAULT_NAMES, StepInfo, StepNames
+from aiockpt.manager.scan import DEFAULT_NAMES, StepInfo, StepNames, StepScanner
 from aiockpt.options import OpenOptions
 from aiockpt.reading.known_items import KnownItems
+from aiockpt.storage.local.storage import LocalStorage
+from aiockpt.storage.registry import Storages
 from aiockpt.sync_checkpointer import SyncCheckpointer
 
 if TYPE_CHECKING:
     from aiockpt.coordination.choose import ProcessGroupLike
+    from aiockpt.core.futures import Call
     from aiockpt.engine.requests import StateDict
     from aiockpt.format.transforms.base import Transform
+    from aiockpt.manager.retention import Retention
     from aiockpt.options import Path
     from aiockpt.reading.apply_live import Loading
     from aiockpt.reading.reader import CheckpointReader, SyncCheckpointReader
 
-# --- what all ranks agree on --------------------------------------------------------------------------
+# --- polls ------------------------------------------------------------------------------------------
 
 
-_ROUND_S = 1.0  # between two rounds without news, by which rank 0 and the others see that all live
+_MOST_FACTOR = 10  # of the shortest pause
+_PAUSE_SHARE = 0.05  # of the time since the last version
+_PATIENCE_S = 60.0  # of failed polls
+
+logger = logging.getLogger("aiockpt")
 
 
-class Look(NamedTuple):
-    """The result of a look at a run: a new version, or none; and whether the iteration ends."""
+class _Poller:
+    """Looks for the newest version of a run; `look` in one thread at a time."""
 
-    info: StepInfo | None
-    is_over: bool
-
-
-class Agreement:
-    """The rounds of all ranks. A process that follows for itself has none, and its own results count."""
-
-    def __init__(self, access: EngineAccess, what: str) -> None:
-        self._access = access
-        self._what = what
-        self._last_s = -math.inf
-        self._has_begun = False
+    def __init__(self, request: WatchRequest) -> None:
+        poll_s = request.poll_s
+        if isinstance(poll_s, bool) or not isinstance(poll_s, int | float) or not 0 < poll_s < float("inf"):
+            raise ValueError(f"poll_s must be a positive number of seconds, not {poll_s!r}")
+        where, storage, names = request.run, request.storage, DEFAULT_NAMES
+        self.retention: Retention | None = None  # what keeps the steps of a manager of this process
+        if isinstance(where, ManagerBase):
+            tier, self.retention = followed(where)
+            where, storage, names = tier.directory, tier.storage, tier.names
+        if request.names is not None:
+            names = StepNames(request.names)
+        self.storage, self.directory = Storages(storage, LocalStorage(), request.storage_options).of(where)
+        self._scanner = StepScanner(self.storage, self.directory, names)
+        self._poll_s = poll_s
+        self._last: str | None = None  # the identity of the version that was taken last
+        self._taken_s = time.monotonic()
+        self._failed_s: float | None = None  # since when polls fail
 
     @property
-    def leads(self) -> bool:
-        """Whether this process looks at the run: it is rank 0, or follows for itself."""
-        return self._access.leads
+    def pause_s(self) -> float:
+        """The seconds to wait until the next poll: longer ones while nothing happens."""
+        idle_s = time.monotonic() - self._taken_s
+        return min(max(self._poll_s, _PAUSE_SHARE * idle_s), _MOST_FACTOR * self._poll_s)
 
-    def look(self, own: Look | Exception | None) -> Call[Look] | Look:
-        """Return the round in which all ranks learn what rank 0 has seen, or its own look if that is no news.
+    def look(self) -> StepInfo | None:
+        """Return the newest version if it is a new one; None if not, or if there is none yet. Blocks.
 
-        ``own``: of rank 0; None on the others.
+        Raises:
+            OSError: the directory could not be read for a minute.
         """
-        is_due = time.monotonic() - self._last_s >= _ROUND_S
-        if isinstance(own, Look) and (self._is_alone or not (is_due or own.info is not None or own.is_over)):
-            return own
-        if isinstance(own, Exception) and self._is_alone:
-            raise own
-        self._last_s, self._has_begun = time.monotonic(), True
-        return self._access.agree(self._what, own, lambda looks: looks[0])
+        try:
+            info = self._scanner.latest()
+        except OSError as exc:
+            now = time.monotonic()
+            self._failed_s = now if self._failed_s is None else self._failed_s
+            if now - self._failed_s >= _PATIENCE_S or isinstance(exc, NotADirectoryError):
+                raise
+            logger.warning("can't look for versions in %s, and will try again: %s", self.directory, exc)
+            return None
+        self._failed_s = None
+        return None if info is None or self._identity(info) == self._last else info
 
-    def opened(self, outcome: bool | Exception) -> Call[bool] | bool:
-        """Return the round in which all ranks learn whether each has opened the version; an error is raised on all."""
-        self._last_s = -math.inf  # the next round says that all are done with it
-        if not self._is_alone:
-            return self._access.agree(f"opening {self._what}", outcome, all)
-        if isinstance(outcome, Exception):
-            raise outcome
-        return outcome
+    def take(self, info: StepInfo) -> None:
+        """Note that a version was opened: it is no new one any more."""
+        self._last, self._taken_s = self._identity(info), time.monotonic()
 
-    def leave(self) -> None:
-        """End what waits for other ranks, and have them fail when they wait for this one. Blocks for 2 s at most."""
-        self._access.leave_ranks(None if self._has_begun else self._what)
-        self._has_begun = True
+    def is_current(self, info: StepInfo) -> bool:
+        """Return whether a step is still the one that was found."""
+        known = self._scanner.look(info.step, info.path)
+        return known is not None and known.state == "complete" and self._identity(known) == self._identity(info)
 
-    @property
-    def _is_alone(self) -> bool:
-        return self._access.world_size == 1
+    def _identity(self, info: StepInfo) -> str:
+        return f"{info.path} {info.save_id or self._scanner.stamp(info.path)}"
 
 
 # --- watches ------------------------------------------------------------------------------------------
@@ -100,13 +118,15 @@ class Agreement:
 R = TypeVar("R", "CheckpointReader", "SyncCheckpointReader")
 T = TypeVar("T")
 Bucket = list[tuple[str, torch.Tensor]]
+_ROUND_S = 1.0  # between two rounds without news, by which rank 0 and the others see that all live
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WatchOptions(OpenOptions):
-    """Options of following a run.
+@dataclass(frozen=True, slots=True)
+class WatchRequest(OpenOptions):
+    """Arguments of `watch`.
 
     Attributes:
+        run: the run's directory, or a URL; or a manager of it in this process, which then keeps the step in use.
         until: a function that is called after each look that finds no new version: True ends the iteration.
         poll_s: the shortest time between two looks, in seconds. If there is no new version, it grows to ten times.
         names: the names of the steps, as those of a manager.
@@ -117,6 +137,8 @@ class WatchOptions(OpenOptions):
         coordination_timeout: seconds that a rank waits for the others, each time.
     """
 
+    run: Path | ManagerBase
+    _: KW_ONLY
     until: Callable[[], bool] | None = None
     poll_s: float = 0.2
     names: str | None = None
@@ -125,25 +147,13 @@ class WatchOptions(OpenOptions):
     coordination_timeout: float = 1800.0
 
 
-@dataclass(frozen=True, slots=True)
-class WatchRequest(WatchOptions):
-    """Arguments of `watch`.
-
-    Attributes:
-        run: the run's directory, or a URL; or a manager of it in this process, which then keeps the step in use.
-    """
-
-    run: Path | ManagerBase
-
-
 @dataclass(eq=False, repr=False)
 class _VersionBase(Generic[R]):
     """Base of both kinds of versions."""
 
     reader: R
     _info: StepInfo
-    _known: dict[int, tuple[Any, KnownItems]] = field(repr=False)
-    _access: EngineAccess = field(repr=False)
+    _watch: _WatchBase[R] = field(repr=False)
 
     @property
     def step(self) -> int:
@@ -173,15 +183,24 @@ class _VersionBase(Generic[R]):
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.step} of {self.path}>"
 
-    def _start(self, state: StateDict) -> tuple[Loading, KnownItems]:
-        # The state stays referenced, so that no other one has its id. What it holds is compared tensor by tensor.
-        if id(state) not in self._known:
-            self._known.clear()  # one state at a time: a caller may build a new one for each version
-        known = self._known.setdefault(id(state), (state, KnownItems()))[1]
-        return self._access.load_opened(self.reader, state, known), known
+    @contextlib.contextmanager
+    def _loading(self, state: StateDict) -> Iterator[tuple[Loading, KnownItems]]:
+        """Start to load what a state lacks; in the context it is waited for."""
+        watch = self._watch
+        if state is not watch.loaded:  # one at a time, as a caller may build a new one for each version
+            watch.loaded, watch.known = state, KnownItems()
+        known = watch.known
+        try:
+            yield watch.access.load_opened(self.reader, state, known), known
+        except BaseException:
+            known.forget()
+            raise
+        known.settle()
 
-    def _tensors(self) -> list[str]:
-        return [key for key, info in self.reader.items() if hasattr(info, "chunks")]
+    def _stream(self, nbytes: int, keys: str | Sequence[str] | None) -> Any:
+        if keys is None:  # all tensors
+            keys = [key for key, info in self.reader.items() if hasattr(info, "chunks")]
+        return self.reader.stream(keys, buffer_bytes=nbytes)
 
 
 class Version(_VersionBase["CheckpointReader"]):
@@ -205,13 +224,8 @@ class Version(_VersionBase["CheckpointReader"]):
             The keys that were read.
         """
         check_asyncio("load()", "use watch_sync in a thread")
-        loading, known = self._start(state_dict)
-        try:
+        with self._loading(state_dict) as (loading, known):
             await loading.wait()
-        except BaseException:
-            known.forget()
-            raise
-        known.settle()
         return known.names
 
     async def buckets(self, nbytes: int, keys: str | Sequence[str] | None = None) -> AsyncGenerator[Bucket, None]:
@@ -229,9 +243,6 @@ class Version(_VersionBase["CheckpointReader"]):
         if bucket.tensors:
             yield bucket.tensors
 
-    def _stream(self, nbytes: int, keys: str | Sequence[str] | None) -> Any:
-        return self.reader.stream(self._tensors() if keys is None else keys, buffer_bytes=nbytes)
-
 
 class SyncVersion(_VersionBase["SyncCheckpointReader"]):
     """A version of a run, for programs without asyncio; see `Version`.
@@ -242,20 +253,14 @@ class SyncVersion(_VersionBase["SyncCheckpointReader"]):
 
     def load(self, state_dict: StateDict) -> list[str]:
         """Load only what has changed, blocking; see `Version.load`."""
-        loading, known = self._start(state_dict)
-        try:
+        with self._loading(state_dict) as (loading, known):
             loading.result()
-        except BaseException:
-            known.forget()
-            raise
-        known.settle()
         return known.names
 
     def buckets(self, nbytes: int, keys: str | Sequence[str] | None = None) -> Iterator[Bucket]:
         """Yield the tensors in lists; see `Version.buckets`."""
         bucket = _Filling(nbytes)
-        names = self._tensors() if keys is None else keys
-        for name, tensor in self.reader.stream(names, buffer_bytes=nbytes):
+        for name, tensor in self._stream(nbytes, keys):
             if (full := bucket.add(name, tensor)) is not None:
                 yield full
         if bucket.tensors:
@@ -280,50 +285,125 @@ class _Filling:
         return full
 
 
-class _WatchBase:
-    """Base of both watches."""
+class _Look(NamedTuple):
+    """The result of a look at a run: a new version, or none; and whether the iteration ends."""
+
+    info: StepInfo | None
+    is_over: bool
+
+
+class _WatchBase(ABC, Generic[R]):
+    """Base of both watches: its coroutines wait by four methods, which block in a `SyncWatch`."""
 
     def __init__(self, request: WatchRequest, kind: Callable[..., Any]) -> None:
         if request.until is not None and not callable(request.until):
             raise TypeError(f"until must be a function without arguments, not {request.until!r}")
-        where, storage, names, self._retention = request.run, request.storage, DEFAULT_NAMES, None
-        if isinstance(where, ManagerBase):
-            tier, self._retention = followed(where)
-            where, storage, names = tier.directory, tier.storage, tier.names
-        if request.names is not None:
-            names = StepNames(request.names)
-        self._poller = Poller(where, storage, request.storage_options, names, request.poll_s)
+        self._poller = _Poller(request)
         self._until = request.until
-        self._known: dict[int, tuple[Any, KnownItems]] = {}
+        self.loaded: object = None  # the state that was loaded last; what it holds is compared tensor by tensor
+        self.known = KnownItems()
         self._opening = {name: getattr(request, name) for name in ("verify", "safe_globals", "trust")}
         self._checkpointer = kind(
             transforms=request.transforms,
             process_group=request.process_group,
             coordination_timeout=request.coordination_timeout,
         )
-        self._access = EngineAccess(self._checkpointer)
-        self._agreement = Agreement(self._access, f"the next version of {self._poller.directory}")
+        self.access = EngineAccess(self._checkpointer)
+        self._what = f"the next version of {self._poller.directory}"  # what ranks agree on
+        self._agreed_s = -math.inf
+        self._has_begun = False  # to agree
         self._closed = False
 
-    def _is_over(self) -> bool:
-        return self._closed or (self._until is not None and bool(self._until()))
+    @abstractmethod
+    async def _called(self, function: Callable[[], T]) -> T:
+        """Call a function that blocks."""
 
-    def _pin(self, info: StepInfo, pinned: ExitStack) -> None:
-        if self._retention is not None:
-            pinned.enter_context(self._retention.reading(info.step))
+    @abstractmethod
+    async def _outcome(self, call: Call[T]) -> T: ...
 
-    def _pause_s(self) -> float:
-        return self._poller.pause_s if self._agreement.leads else 0.0  # rank 0 makes the others wait
+    @abstractmethod
+    async def _sleep(self, seconds: float) -> None: ...
 
-    def _version_parts(self, info: StepInfo) -> tuple[StepInfo, dict[int, tuple[Any, KnownItems]], EngineAccess]:
-        self._poller.take(info)
-        return info, self._known, self._access
+    @abstractmethod
+    async def _open(self, reader: R) -> None: ...
+
+    async def _next(self, pinned: ExitStack) -> tuple[R, StepInfo] | None:
+        """Return an open reader of the next version; None at the end. ``pinned`` keeps its step."""
+        while not (look := await self._looked()).is_over:
+            pinned.close()  # all ranks have come: none reads the version before any more
+            if look.info is None:
+                # Rank 0 makes the others wait.
+                await self._sleep(self._poller.pause_s if self.access.leads else 0.0)
+                continue
+            if self._poller.retention is not None:
+                pinned.enter_context(self._poller.retention.reading(look.info.step))
+            if (reader := await self._opened(look.info)) is not None:
+                self._poller.take(look.info)
+                return reader, look.info
+        return None
+
+    async def _looked(self) -> _Look:
+        """Look, or learn what rank 0 has seen."""
+        own: _Look | Exception | None = None
+        if self.access.leads:
+            try:
+                info = await self._called(self._poller.look)
+                is_over = info is None and (self._closed or (self._until is not None and bool(self._until())))
+                own = _Look(info, is_over)
+            except Exception as exc:
+                own = exc
+            is_due = time.monotonic() - self._agreed_s >= _ROUND_S
+            if isinstance(own, _Look) and not (is_due or own.info is not None or own.is_over):
+                return own
+        try:
+            return await self._agree(self._what, own, lambda looks: looks[0])
+        except CoordinationError:
+            if self._closed:
+                return _Look(None, is_over=True)
+            raise
+
+    async def _opened(self, info: StepInfo) -> R | None:
+        """Open a version; None if it is gone, or was replaced, meanwhile, on any rank."""
+        reader: R = self._checkpointer.open(info.path, storage=self._poller.storage, **self._opening)
+        error: Exception | None = None
+        try:
+            try:
+                await self._open(reader)
+            except Exception as exc:
+                error = exc
+            is_current = await self._called(lambda: self._poller.is_current(info))
+            outcome = error if is_current and error else is_current
+            is_open = await self._agree(f"opening {self._what}", outcome, all)
+            self._agreed_s = -math.inf  # the next round says that all are done with it
+        except BaseException:
+            reader._close()
+            raise
+        if is_open:
+            return reader
+        reader._close()
+        return None
+
+    async def _agree(self, what: str, own: object, decide: Callable[[Sequence[Any]], T]) -> T:
+        """Return what rank 0 decides from the values of all ranks; an exception among them is raised on all."""
+        if self.access.world_size == 1:
+            if isinstance(own, Exception):
+                raise own
+            return decide([own])
+        self._agreed_s, self._has_begun = time.monotonic(), True
+        try:
+            return await self._outcome(self.access.agree(what, own, decide))
+        except BaseException:
+            self._leave()  # or the round would outlast a cancellation
+            raise
+
+    def _leave(self) -> None:
+        """End what waits for other ranks, and have them fail when they wait for this one. Blocks for 2 s at most."""
+        self.access.leave_ranks(None if self._has_begun else self._what)
+        self._has_begun = True
 
 
-class Watch(_WatchBase):
+class Watch(_WatchBase["CheckpointReader"]):
     """The versions of a run as they appear: an asynchronous iterable; see `watch`."""
-
-    _checkpointer: AsyncCheckpointer
 
     async def __aenter__(self) -> Self:
         check_asyncio("watch()", "use watch_sync in a thread")
@@ -335,76 +415,37 @@ class Watch(_WatchBase):
     async def aclose(self) -> None:
         """End the iteration, and close what it has open. Idempotent."""
         self._closed = True
-        self._agreement.leave()
+        self._leave()
         with anyio.CancelScope(shield=True):
             await self._checkpointer.aclose()
 
     async def __aiter__(self) -> AsyncIterator[Version]:
         try:
             with ExitStack() as pinned:
-                while not (look := await self._looked()).is_over:
-                    pinned.close()  # all ranks have come: none reads the version before any more
-                    if look.info is None:
-                        await asyncio.sleep(self._pause_s())
-                        continue
-                    self._pin(look.info, pinned)
-                    version = await self._opened(look.info)
-                    if version is not None:
-                        try:
-                            yield version
-                        finally:
-                            version.reader._close()
+                while (found := await self._next(pinned)) is not None:
+                    version = Version(*found, self)
+                    try:
+                        yield version
+                    finally:
+                        version.reader._close()
         finally:
             await self.aclose()
 
-    async def _looked(self) -> Look:
-        """Look, or learn what rank 0 has seen."""
-        own: Look | Exception | None = None
-        if self._agreement.leads:
-            try:
-                info = await asyncio.wrap_future(in_thread(self._poller.look))
-                own = Look(info, info is None and self._is_over())
-            except Exception as exc:
-                own = exc
-        try:
-            return await self._reply(self._agreement.look(own))
-        except CoordinationError:
-            if self._closed:
-                return Look(None, is_over=True)
-            raise
+    async def _called(self, function: Callable[[], T]) -> T:
+        return await asyncio.wrap_future(in_thread(function))
 
-    async def _reply(self, call: Call[T] | T) -> T:
-        if not isinstance(call, Call):
-            return call
-        try:
-            return await call.completion
-        except BaseException:
-            self._agreement.leave()  # or the round would outlast a cancellation
-            raise
+    async def _outcome(self, call: Call[T]) -> T:
+        return await call.completion
 
-    async def _opened(self, info: StepInfo) -> Version | None:
-        """Open a version; None if it is gone, or was replaced, meanwhile, on any rank."""
-        reader, error = self._checkpointer.open(info.path, storage=self._poller.storage, **self._opening), None
-        try:
-            try:
-                await reader
-            except Exception as exc:
-                error = exc
-            is_current = await asyncio.wrap_future(in_thread(self._poller.is_current, info))
-            is_open = await self._reply(self._agreement.opened(error if is_current and error else is_current))
-        except BaseException:
-            reader._close()
-            raise
-        if is_open:
-            return Version(reader, *self._version_parts(info))
-        reader._close()
-        return None
+    async def _sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+
+    async def _open(self, reader: CheckpointReader) -> None:
+        await reader
 
 
-class SyncWatch(_WatchBase):
+class SyncWatch(_WatchBase["SyncCheckpointReader"]):
     """The versions of a run as they appear: an iterable; see `watch_sync`."""
-
-    _checkpointer: SyncCheckpointer
 
     def __enter__(self) -> Self:
         return self
@@ -415,69 +456,42 @@ class SyncWatch(_WatchBase):
     def close(self) -> None:
         """End the iteration, and close what it has open. Idempotent."""
         self._closed = True
-        self._agreement.leave()
+        self._leave()
         self._checkpointer.close()
 
     def __iter__(self) -> Generator[SyncVersion, None, None]:
         try:
             with ExitStack() as pinned:
-                while not (look := self._looked()).is_over:
-                    pinned.close()
-                    if look.info is None:
-                        time.sleep(self._pause_s())
-                        continue
-                    self._pin(look.info, pinned)
-                    version = self._opened(look.info)
-                    if version is not None:
-                        try:
-                            yield version
-                        finally:
-                            version.reader.close()
+                while (found := _blocking(self._next(pinned))) is not None:
+                    version = SyncVersion(*found, self)
+                    try:
+                        yield version
+                    finally:
+                        version.reader.close()
         finally:
             self.close()
 
-    def _looked(self) -> Look:
-        """Look, or learn what rank 0 has seen."""
-        own: Look | Exception | None = None
-        if self._agreement.leads:
-            try:
-                info = self._poller.look()
-                own = Look(info, info is None and self._is_over())
-            except Exception as exc:
-                own = exc
-        try:
-            return self._reply(self._agreement.look(own))
-        except CoordinationError:
-            if self._closed:
-                return Look(None, is_over=True)
-            raise
+    async def _called(self, function: Callable[[], T]) -> T:
+        return function()
 
-    def _reply(self, call: Call[T] | T) -> T:
-        if not isinstance(call, Call):
-            return call
-        try:
-            return call.completion.result()
-        except BaseException:
-            self._agreement.leave()
-            raise
+    async def _outcome(self, call: Call[T]) -> T:
+        return call.completion.result()
 
-    def _opened(self, info: StepInfo) -> SyncVersion | None:
-        """Open a version; None if it is gone, or was replaced, meanwhile, on any rank."""
-        reader, error = self._checkpointer.open(info.path, storage=self._poller.storage, **self._opening), None
-        try:
-            try:
-                reader.__enter__()
-            except Exception as exc:
-                error = exc
-            is_current = self._poller.is_current(info)
-            is_open = self._reply(self._agreement.opened(error if is_current and error else is_current))
-        except BaseException:
-            reader.close()
-            raise
-        if is_open:
-            return SyncVersion(reader, *self._version_parts(info))
-        reader.close()
-        return None
+    async def _sleep(self, seconds: float) -> None:
+        time.sleep(seconds)  # noqa: ASYNC251 - see `_blocking`
+
+    async def _open(self, reader: SyncCheckpointReader) -> None:
+        reader.__enter__()
+
+
+def _blocking(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Return the result of a coroutine that waits by blocking, and so never suspends."""
+    try:
+        coroutine.send(None)
+    except StopIteration as stop:
+        result: T = stop.value
+        return result
+    raise RuntimeError("a coroutine of a SyncWatch has suspended")
 
 
 @arguments_of(WatchRequest)

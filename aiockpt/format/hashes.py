@@ -5,8 +5,7 @@ xxh3_128 takes less time than the CRC-32. It is safe against accidents, not agai
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol, TypeAlias
+from typing import Protocol
 
 from aiockpt.errors import AiockptError
 
@@ -25,7 +24,10 @@ class PayloadHash(Protocol):
         """Return the digest of the bytes so far."""
 
 
-NewHash: TypeAlias = Callable[[], PayloadHash]
+class NewHash(Protocol):
+    """Begins a hash, with some bytes or without."""
+
+    def __call__(self, data: memoryview | bytes = b"", /) -> PayloadHash: ...
 
 
 def require_hash() -> NewHash:

@@ -251,7 +251,13 @@ def _problem_of_set(members: Sequence[str]) -> str:
                 "it holds the shards of rank 1 alone, and they do not say how many ranks there are: add the files of "
                 f"the others. If no other rank saved, rename {members[0]} to {members[0][parts[0].start(2) :]}"
             )
-    return f"it lacks {some_of([printable_key(name) for name in missing], _MOST_SHOWN)}" if missing else ""
+    if not missing:
+        return ""
+    lacks = f"it lacks {some_of([printable_key(name) for name in missing], _MOST_SHOWN)}"
+    if parts[0][1] is not None and len({part[1] for part in parts}) < ranks:
+        # torch's HuggingFaceStorageWriter returns at once on a rank with nothing to write.
+        lacks += ". A rank without tensors writes no file: if that is the cause, add the name with save_file({}, name)"
+    return lacks
 
 
 def _absent(parts: Sequence[re.Match[str]], group: int, count: int) -> list[str]:

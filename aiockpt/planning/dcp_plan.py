@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from aiockpt.core.dataclasses import dataclass, field, replace
 from aiockpt.core.lazy import lazy_property
 from aiockpt.core.machine import BLOCK_BYTES
@@ -12,6 +14,7 @@ from aiockpt.errors import SaveError
 from aiockpt.format.index import ItemRange
 from aiockpt.format.item.item_framing import tensor_framing
 from aiockpt.format.item.objects import encode_object, is_shortage
+from aiockpt.format.manifest.columnar_index import ItemForm
 from aiockpt.planning.collective.cache import GlobalPlanCache
 from aiockpt.planning.collective.messages import inventory_of, places_of
 from aiockpt.planning.collective.plan import plan_globally
@@ -20,6 +23,8 @@ from aiockpt.planning.planner import FileFormat, Layout, RankLeaves, SavePlan, S
 from aiockpt.planning.specs import TensorSpec, unstorable
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from aiockpt.format.item.ziparchive import Framing
     from aiockpt.format.manifest.drafts import Drafts
     from aiockpt.planning.snapshot import Snapshot
@@ -40,6 +45,19 @@ class DcpLayout(Layout):
     def framings(self) -> dict[int, Framing]:
         """The framing of each leaf that is a tensor item."""
         return {slot.leaf: slot.framing for image in self.stored_images for slot in image.slots}
+
+    @lazy_property
+    def forms(self) -> tuple[dict[ItemForm, int], NDArray[np.int64]]:
+        """The distinct forms of the items of whole tensors, numbered, and the number of each leaf's; -1 for others."""
+        forms: dict[ItemForm, int] = {}
+        form_of = np.full(len(self.specs), -1)
+        for leaf, framing in self.framings.items():
+            spec, shard = self.specs[leaf], self.structure.shards.get(leaf)
+            if spec is not None and (shard is None or shard.shape == tuple(spec.shape)):
+                shape, before = tuple(spec.shape), len(framing.prefix)
+                form = ItemForm(spec.dtype, shape, tuple(spec.saved_stride), framing.length, before, framing.nbytes)
+                form_of[leaf] = forms.setdefault(form, len(forms))
+        return forms, form_of
 
     @lazy_property
     def world(self) -> GlobalPlanCache:

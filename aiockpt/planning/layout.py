@@ -138,10 +138,10 @@ def lay_out(name: str, head_bytes: int, items: Sequence[tuple[int, Framing]], *,
 
 
 class Hashing(NamedTuple):
-    """The items whose payloads are hashed when they are sealed."""
+    """The items whose payloads are hashed when they are sealed: all others than those of some leaves."""
 
     new_hash: NewHash
-    leaves: Container[int]
+    besides: Container[int] = ()
 
 
 class Sealer:
@@ -174,7 +174,7 @@ class Sealer:
             end = ends[self._next]
             filled = self._zero(chunk, filled, slot.offset - start)
             if self._hashing is not None and slot.offset >= start:
-                self._hash = self._hashing.new_hash() if slot.leaf in self._hashing.leaves else None
+                self._hash = None if slot.leaf in self._hashing.besides else self._hashing.new_hash()
             if slot.offset >= start and end <= stop and slot.framing.nbytes < _SEPARATE_CRC_BYTES:
                 filled = _seal_whole(chunk, start, slot, self.crcs)
                 if self._hash is not None:

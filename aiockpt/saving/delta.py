@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import anyio
+import numpy as np
 
 from aiockpt.core.gc_pause import gc_pause
 from aiockpt.core.spans import span
@@ -23,14 +24,14 @@ from aiockpt.errors import AiockptError
 from aiockpt.format.layouts import DOCUMENT_BYTES
 from aiockpt.format.manifest.reader import decode_manifest
 from aiockpt.format.names import MANIFEST_NAME
-from aiockpt.planning.base import SINCE_FULL, BaseContents, BaseItem, DeltaSpec, contents_of
 from aiockpt.planning.dcp_plan import DcpFormat, DcpPlan, prefix_of
 from aiockpt.planning.delta import (
+    SINCE_FULL,
     AdoptedFiles,
-    DeltaLayout,
-    KeptLayout,
-    adopted_images,
+    BaseContents,
+    adopted_files,
     choose_files,
+    contents_of,
     lay_out_delta,
     match,
 )
@@ -38,10 +39,13 @@ from aiockpt.planning.layout import Hashing, lay_out
 from aiockpt.saving.staging_session import Leases, StagerRouter
 from aiockpt.saving.strategy import LocalSave
 from aiockpt.staging.base import Fill
-from aiockpt.staging.hashing import hash_payloads, is_hashable
+from aiockpt.staging.hashing import hash_payloads
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from aiockpt.engine.resources import EngineResources
+    from aiockpt.planning.base import DeltaSpec
     from aiockpt.planning.dcp_plan import DcpLayout
     from aiockpt.planning.layout import Piece
     from aiockpt.planning.planner import SavePlan
@@ -68,32 +72,37 @@ class DeltaSave(LocalSave):
         self._reset()
 
     def _reset(self) -> None:
-        self._matched: dict[int, BaseItem] = {}  # the leaves that the base has in the same form
-        self._hot: frozenset[int] = frozenset()  # those that have changed, or have no hash there
+        self._base: BaseContents | None = None
+        self._rows = np.zeros(0, dtype=np.int64)  # by leaf: that of the base with the same form, or -1
+        self._hot: frozenset[int] = frozenset()  # leaves that have changed, or have no hash in the base
         self._adopted = AdoptedFiles()
         self._since_full = 0
 
     async def plan(self) -> SavePlan:
         plan = await super().plan()
         self._reset()
-        base = await self._look_at_base()
+        self._base = base = await self._look_at_base()
         if base is None or not isinstance(plan, DcpPlan):
             return plan
         # Its turn to read the tensors, as that of copying them.
         await self._job.turn.wait_for("staged")
         is_short = len(plan.layout.specs) <= SHORT_ITEMS
-        self._matched = await self._compute.run_unless(is_short, match, plan.layout, base)
+        self._rows = rows = await self._compute.run_unless(is_short, match, plan.layout, base)
         names, calmed = plan.layout.structure.names, self._spec.memory.calmed
-        kept = {leaf: item for leaf, item in self._matched.items() if item.hash is not None}
-        hot = {leaf for leaf in self._matched.keys() - kept.keys() if names[leaf] not in calmed}
+        matched = np.flatnonzero(rows >= 0)
+        is_hashed = np.array([base.hashes[row] is not None for row in rows[matched].tolist()], dtype=bool)
+        kept = matched[is_hashed]
+        hot = [leaf for leaf in matched[~is_hashed].tolist() if names[leaf] not in calmed]
         full_every = self._spec.full_every
         if full_every is not None and base.since_full + 1 >= full_every:
             self._hot = frozenset(hot)
-            return self._laid_out(plan, {}, {}, frozenset(kept), 0)
+            return self._laid_out(plan, frozenset(kept.tolist()), 0)
         with span("hash"):
-            unchanged = await self._unchanged(plan, kept)
-        self._hot = frozenset(hot | (kept.keys() - unchanged.keys()))
-        return await self._sharing(plan, base, unchanged)
+            hashes = await self._hashes(plan.layout, kept, base)
+        pairs = zip(kept.tolist(), rows[kept].tolist(), strict=True)
+        is_same = np.array([hashes.get(leaf) == base.hashes[row] for leaf, row in pairs], dtype=bool)
+        self._hot = frozenset([*hot, *kept[~is_same].tolist()])
+        return await self._sharing(plan, base, kept[is_same])
 
     async def _look_at_base(self) -> BaseContents | None:
         """Return what the base stores; None if there is none that can be used."""
@@ -107,21 +116,11 @@ class DeltaSave(LocalSave):
             logger.info("%s can't be the base of %s, which is written in full: %s", path, self._job.path, exc)
             return None
 
-    async def _unchanged(self, plan: DcpPlan, kept: Mapping[int, BaseItem]) -> dict[int, BaseItem]:
-        """Return the leaves whose payloads have the hashes of the base."""
-        layout, snapshot, hashes = plan.layout, self._job.snapshot, dict[int, str]()
-        batches: list[list[int]] = [[]]
-        staged: list[int] = []
-        filled = 0
-        for leaf, item in kept.items():
-            if not is_hashable(layout.specs[leaf]):
-                staged.append(leaf)
-                continue
-            batches[-1].append(leaf)
-            filled += item.form.nbytes
-            if filled >= _BATCH_BYTES:
-                filled = 0
-                batches.append([])
+    async def _hashes(self, layout: DcpLayout, kept: NDArray[np.int64], base: BaseContents) -> dict[int, str]:
+        """Return the hashes of leaves that have one in the base."""
+        snapshot, hashes = self._job.snapshot, dict[int, str]()
+        batch_of = np.cumsum(base.entries.length_of[self._rows[kept]]) // _BATCH_BYTES
+        batches = [batch.tolist() for batch in np.split(kept, np.flatnonzero(np.diff(batch_of)) + 1) if len(batch)]
 
         async def take(batch: Sequence[int]) -> None:
             hashes.update(await self._compute.run(hash_payloads, batch, snapshot, layout, self._spec.new_hash))
@@ -130,10 +129,11 @@ class DeltaSave(LocalSave):
             hashes.update(await self._staged_hashes(layout, leaves))
 
         count = self._compute.count
-        await run_each(take, [batch for batch in batches if batch], count)
+        await run_each(take, batches, count)
+        staged = [leaf for leaf in kept.tolist() if leaf not in hashes]
         await run_each(stage, [staged[first::count] for first in range(min(count, len(staged)))], count)
         self._job.consistency.raise_if_aborted()
-        return {leaf: item for leaf, item in kept.items() if hashes.get(leaf) == item.hash}
+        return hashes
 
     async def _staged_hashes(self, layout: DcpLayout, leaves: Sequence[int]) -> dict[int, str]:
         """Return the hashes of what is on other devices, or has gaps: it is copied to a chunk as if to be written."""
@@ -157,56 +157,40 @@ class DeltaSave(LocalSave):
             lease.release()
         return {leaf: digest.hexdigest() for leaf, digest in digests.items()}
 
-    async def _sharing(self, plan: DcpPlan, base: BaseContents, unchanged: Mapping[int, BaseItem]) -> DcpPlan:
+    async def _sharing(self, plan: DcpPlan, base: BaseContents, unchanged: NDArray[np.int64]) -> DcpPlan:
         """Begin the transaction, link files of the base, and lay out the rest."""
-        chosen = choose_files(unchanged, base, _FILES_FOR_EACH_WRITER * self._io.count)
-        new_names = {file: f"{prefix_of(0)}{number}.distcp" for number, file in enumerate(chosen)}
-        taken: list[str] = []
+        chosen = choose_files(unchanged, self._rows, base, _FILES_FOR_EACH_WRITER * self._io.count)
+        names = {file: f"{prefix_of(0)}{number}.distcp" for number, file in enumerate(chosen)}
         if chosen:
             transaction = await super().begin()
             try:
-                wanted = {file: (name, base.files[file]) for file, name in new_names.items()}
+                wanted = {file: (name, base.files[file]) for file, name in names.items()}
                 with span("share"):
                     linked = await transaction.adopt(base.path, wanted)
-                taken = [file for file in chosen if file in linked]
             except BaseException as exc:
                 with anyio.CancelScope(shield=True):
                     await self.fail(exc)
                 raise
-        leaves = {new_names[file]: chosen[file] for file in taken}
-        facts = {new_names[file]: base.files[file] for file in taken}
-        live = [leaf for own in leaves.values() for leaf in own]
-        items = [unchanged[leaf] for leaf in live]
-        self._adopted = AdoptedFiles(facts, [item.crc for item in items], [item.hash for item in items])
-        self._since_full = base.since_full + 1 if taken else 0
-        cold = frozenset(unchanged.keys() - set(live))
-        return self._laid_out(plan, leaves, unchanged, cold, len(chosen))
+            taken = {file: name for file, name in names.items() if file in linked}
+            self._adopted = adopted_files(taken, unchanged, self._rows, base)
+            self._since_full = base.since_full + 1 if taken else 0
+        live = {leaf for places in self._adopted.places.values() for leaf, _ in places}
+        return self._laid_out(plan, frozenset(unchanged.tolist()) - live, len(chosen))
 
-    def _laid_out(
-        self,
-        plan: DcpPlan,
-        leaves: Mapping[str, Sequence[int]],
-        items: Mapping[int, BaseItem],
-        cold: frozenset[int],
-        first: int,
-    ) -> DcpPlan:
-        memory, snapshot = self._spec.memory, self._job.snapshot
-        images = adopted_images(plan.layout, leaves, items, self._adopted.files)
-        if not images and not cold:
+    def _laid_out(self, plan: DcpPlan, cold: frozenset[int], first: int) -> DcpPlan:
+        if not self._adopted.files and not cold:
             return plan
-        file_format = self._job.spec.file_format or DcpFormat(self._io.count)
+        memory, file_format = self._spec.memory, self._job.spec.file_format or DcpFormat(self._io.count)
         assert isinstance(file_format, DcpFormat)
-        delta = lay_out_delta(plan, snapshot, file_format, images, cold, first, memory.layout)
-        if isinstance(delta.layout, DeltaLayout):
-            memory.layout = KeptLayout(delta.layout, cold)
+        delta = lay_out_delta(plan, self._job.snapshot, file_format, self._adopted, cold, first, memory.layout)
+        memory.layout = delta.layout
         return delta
 
     async def begin(self) -> Transaction:
         return await super().begin() if self._transaction is None else self._transaction
 
     def hashing(self, plan: SavePlan) -> Hashing | None:
-        leaves = range(len(plan.layout.specs))
-        return Hashing(self._spec.new_hash, frozenset(leaves) - self._hot if self._hot else leaves)
+        return Hashing(self._spec.new_hash, self._hot)
 
     async def documents(self, plan: SavePlan) -> CommitDocuments | None:
         documents = await super().documents(plan)
@@ -220,17 +204,24 @@ class DeltaSave(LocalSave):
         if transaction is not None:
             await transaction.vouch(writer.files)
         result = await super().commit(plan, writer, times_s)
-        crcs, names = array("I", writer.crcs), plan.layout.structure.names
-        slots = (slot.leaf for image in plan.layout.images for slot in image.slots)
-        calmed = [names[leaf] for leaf, crc in zip(slots, crcs, strict=True) if self._has_calmed(leaf, crc)]
-        self._spec.memory.written(self._job.path, frozenset(calmed))
+        self._spec.memory.written(self._job.path, self._calmed(plan, writer))
         sizes = {name: facts.nbytes for name, facts in adopted.files.items()}
         nbytes = result.nbytes + adopted.nbytes
         return replace(result, nbytes=nbytes, bytes_reused=adopted.nbytes, files={**sizes, **result.files})
 
-    def _has_calmed(self, leaf: int, crc: int) -> bool:
-        """Return whether a leaf that used to change has not, by its CRC: the next save hashes it."""
-        return leaf in self._hot and self._matched[leaf].hash is None and self._matched[leaf].crc == crc
+    def _calmed(self, plan: SavePlan, writer: ChunkWriter) -> frozenset[str]:
+        """Return the keys that used to change, and have not, by their CRCs: the next save hashes them."""
+        base, names = self._base, plan.layout.structure.names
+        if base is None or not self._hot:
+            return frozenset()
+        slots = (slot.leaf for image in plan.layout.images for slot in image.slots)
+        written = zip(slots, array("I", writer.crcs), strict=True)
+        known = {leaf: (int(self._rows[leaf]), crc) for leaf, crc in written if leaf in self._hot}
+        return frozenset(
+            names[leaf]
+            for leaf, (row, crc) in known.items()
+            if base.hashes[row] is None and base.entries.crc_of[row] == crc
+        )
 
 
 @gc_pause()  # all the items of a base: a collection would look at each

@@ -14,14 +14,13 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import anyio
 from isal.isal_zlib import crc32
 
 from aiockpt.core.threads import run_each
 from aiockpt.errors import AiockptError, CheckpointNotFoundError, CorruptCheckpointError, WriteError
-from aiockpt.format.manifest.columnar_index import IndexedEntries
 from aiockpt.format.manifest.manifest import FileFacts, decode_head, facts_in, save_id_of
 from aiockpt.format.manifest.reader import decode_manifest
 from aiockpt.format.names import MANIFEST_NAME, METADATA_NAME
@@ -161,7 +160,8 @@ async def _taken(
     workers: Workers,
 ) -> set[str]:
     """Take over files that another checkpoint of the target has too; return their names."""
-    if not _has_reused(manifest):
+    totals = (decode_head(manifest) or {}).get("totals")
+    if not isinstance(totals, dict) or not totals.get("bytes_reused"):  # where it was saved, it shares none
         return set()
     try:
         opened = await target.open(base, workers=workers)
@@ -178,34 +178,25 @@ async def _taken(
     return {files[other][0] for other in await transaction.adopt(base, files)} if files else set()
 
 
-def _has_reused(manifest: bytes) -> bool:
-    """Return whether a checkpoint shares files with others, where it was saved."""
-    totals = (decode_head(manifest) or {}).get("totals")
-    return isinstance(totals, dict) and bool(totals.get("bytes_reused"))
-
-
 def same_files(manifest: bytes, other: bytes) -> dict[str, str]:
     """Return the files that another checkpoint has too, with their names there, by both manifests.
 
     They have the same size and CRC, which alone are no proof, and all their items the same strong hashes there.
     """
-    places: dict[FileFacts, list[tuple[str, set[tuple[int, int, str | None]]]]] = {}
-    for name, (facts, items) in _items_of(other).items():
-        places.setdefault(facts, []).append((name, items))
-    return {
-        name: its
-        for name, (facts, items) in _items_of(manifest).items()
-        if all(digest is not None for *_, digest in items)
-        for its, its_items in places.get(facts, ())[:1]
-        if items <= its_items
-    }
+    places = {facts: (name, items) for name, (facts, items) in _files_of(other).items()}
+    found: dict[str, str] = {}
+    for name, (facts, items) in _files_of(manifest).items():
+        its_name, its_items = places.get(facts, ("", set()))
+        if items <= its_items and all(digest for *_, digest in items):
+            found[name] = its_name
+    return found
 
 
-def _items_of(manifest: bytes) -> dict[str, tuple[FileFacts, set[tuple[int, int, str | None]]]]:
-    """Return the facts of each file with hashed items; and of each item the offset, the length, and the hash."""
+def _files_of(manifest: bytes) -> dict[str, tuple[FileFacts, set[tuple[int, int, str | None]]]]:
+    """Return the facts of each file with items, and the offset, the length and the hash of each item."""
     decoded = decode_manifest(manifest)
-    entries = None if decoded.index is None else decoded.index.entries
-    if not isinstance(entries, IndexedEntries) or entries.hash_of is None:
+    entries: Any = None if decoded.index is None else decoded.index.entries
+    if entries is None or entries.hash_of is None:
         return {}
     items: defaultdict[str, set[tuple[int, int, str | None]]] = defaultdict(set)
     columns = (entries.file_of, entries.offset_of, entries.length_of)

@@ -17,7 +17,7 @@ from benchmarks.harness.measure import Runs
 from benchmarks.harness.states import State, random_tensor, same_bits, size_of
 from benchmarks.limits import machine
 from benchmarks.report.bars import Bar, by_name
-from benchmarks.report.report import Report, Table, median_time, number
+from benchmarks.report.report import Report, Table, median_time, number, spread
 
 OPTIONS = ("gib", "tensors", "rounds")
 DEFAULTS = {"tensors": 128}
@@ -145,7 +145,7 @@ async def run(options: Namespace, directory: Path) -> Report:
     readers = follow(min(nbytes, int(_FOLLOWED_GIB * 2**30)), options.rounds or ROUNDS)
     runs = [series.runs for series in every]
     columns = {
-        "save": median_time("save_s"),
+        "save": spread("save_s"),
         "staged": median_time("staged_s"),
         "written": lambda run: number(run.median("written"), digits=3),
     }
@@ -167,7 +167,10 @@ async def run(options: Namespace, directory: Path) -> Report:
         ),
         of_full("all changes: time, of a full save", all_changes, "save_s", 1.05),
     ]
-    remarks = [f"medians from the {_WARM_UP + 1}rd save of each on; files are synced; written: the share of the bytes"]
+    remarks = [
+        f"save: median, shortest and longest, from the {_WARM_UP + 1}rd save of each on; each round another one begins",
+        "files are synced; written: the share of the bytes",
+    ]
     part, whole, plain = (by_name(readers, name) for name in (_PART, _WHOLE, _PLAIN))
     is_whole = nbytes >= _FOLLOWED_GIB * 2**30
     bars += [

@@ -53,6 +53,13 @@ def test_shards_of_no_elements_join() -> None:
     assert (entry.shape, [chunk.sizes for chunk in entry.chunks]) == ((0, 4), [(0, 4)])
 
 
+def test_a_rank_without_tensors_may_have_an_empty_file() -> None:
+    names = [f"shard-{rank:05}-model-00001-of-00001.safetensors" for rank in (1, 2, 3)]
+    headers = {names[0]: header(names[0], (0,), (4,)), names[2]: header(names[2], (4,), (4,))}
+    empty = decode_header(names[1], struct.pack("<Q", 2) + b"{}", 10)  # as safetensors.torch.save_file({}, name) makes
+    assert join_files({**headers, names[1]: empty}).entries["w"].shape == (8,)
+
+
 def test_a_shard_alone_is_refused_by_its_name_and_by_its_offsets() -> None:
     whole = header("x", (0,), (4,))
     assert check_alone("model.safetensors", whole, "d") is None

@@ -19,7 +19,7 @@ from isal.isal_zlib import crc32
 from aiockpt.storage.local.entries import open_regular
 from aiockpt.storage.local.retries import sync_fd
 from aiockpt.storage.local.sink import FILE_MODE
-from aiockpt.storage.syscalls import Identity, UnsupportedError, clone, identity
+from aiockpt.storage.syscalls import UnsupportedError, clone
 
 if TYPE_CHECKING:
     from aiockpt.format.manifest.manifest import FileFacts
@@ -38,23 +38,27 @@ class KnownFiles:
     """
 
     def __init__(self) -> None:
-        self._facts: dict[Identity, tuple[int, int, int]] = {}  # size, time of modification, CRC
+        self._crcs: dict[tuple[int, ...], int] = {}
         self._lock = Lock()
         self.without_clones: set[int] = set()  # devices whose file systems have no reflinks
 
     def note(self, found: os.stat_result, crc: int) -> None:
         """Note the CRC of a file."""
         with self._lock:
-            key = (found.st_dev, found.st_ino)
-            self._facts.pop(key, None)  # it becomes the youngest
-            self._facts[key] = (found.st_size, found.st_mtime_ns, crc)
-            while len(self._facts) > _MOST_KNOWN:
-                del self._facts[next(iter(self._facts))]
+            while len(self._crcs) >= _MOST_KNOWN:
+                del self._crcs[next(iter(self._crcs))]  # the oldest
+            self._crcs[_state_of(found)] = crc
 
     def crc_of(self, found: os.stat_result) -> int | None:
         """Return the CRC of a file; None if it is not known."""
-        size, changed, crc = self._facts.get((found.st_dev, found.st_ino), (-1, -1, 0))
-        return crc if (size, changed) == (found.st_size, found.st_mtime_ns) else None
+        return self._crcs.get(_state_of(found))
+
+    def vouch(self, path: str, facts: FileFacts) -> None:
+        """Note the facts of a file that this process has just written."""
+        with contextlib.suppress(OSError):  # it will be read
+            found = os.stat(path, follow_symlinks=False)
+            if found.st_size == facts.nbytes:
+                self.note(found, facts.crc)
 
 
 def adopt(source: str, target: str, facts: FileFacts, known: KnownFiles, *, fsync: bool) -> bool:
@@ -69,23 +73,7 @@ def adopt(source: str, target: str, facts: FileFacts, known: KnownFiles, *, fsyn
             if found is None:
                 logger.info("%s is not as its checkpoint says, so it is not shared, but written anew", source)
                 return False
-            if _clone(fd, found, target, facts, known, fsync=fsync):
-                return True
-            if found.st_mode & _WRITABLE:
-                os.fchmod(fd, stat.S_IMODE(found.st_mode) & ~_WRITABLE)
-            try:
-                os.link(source, target, follow_symlinks=False)
-                is_same = identity(target) == (found.st_dev, found.st_ino)  # else another file has got the name
-                is_shared = is_same and not _has_changed(fd, found)
-                if is_shared and fsync:  # another process may have written it without
-                    sync_fd(fd)
-            except OSError:
-                is_shared = False
-                raise
-            finally:
-                if not is_shared:
-                    with contextlib.suppress(OSError):
-                        os.unlink(target)
+            return _clone(fd, found, target, facts, known, fsync=fsync) or _link(fd, found, source, target, fsync=fsync)
         finally:
             os.close(fd)
     except OSError as exc:  # the base was deleted, is on another file system or of another user, has too many links
@@ -93,6 +81,23 @@ def adopt(source: str, target: str, facts: FileFacts, known: KnownFiles, *, fsyn
             raise
         logger.info("%s can't be shared, so it is written anew: %s", source, exc)
         return False
+
+
+def _link(fd: int, found: os.stat_result, source: str, target: str, *, fsync: bool) -> bool:
+    """Give an open file one more name, and make it read-only; return whether it is there as it was found."""
+    if found.st_mode & _WRITABLE:
+        os.fchmod(fd, stat.S_IMODE(found.st_mode) & ~_WRITABLE)
+    is_shared = False
+    try:
+        os.link(source, target, follow_symlinks=False)
+        if fsync:  # another process may have written it without
+            sync_fd(fd)
+        # Another file may have got the name of the base.
+        is_shared = _state_of(os.stat(target, follow_symlinks=False)) == _state_of(found)
+    finally:
+        if not is_shared:
+            with contextlib.suppress(OSError):
+                os.unlink(target)
     return is_shared
 
 
@@ -104,7 +109,7 @@ def _clone(fd: int, found: os.stat_result, target: str, facts: FileFacts, known:
     try:
         clone(fd, own)
         made = os.fstat(own)
-        if made.st_size == facts.nbytes and not _has_changed(fd, found):
+        if made.st_size == facts.nbytes and _state_of(os.fstat(fd)) == _state_of(found):
             if fsync:
                 sync_fd(own)
             known.note(made, facts.crc)
@@ -121,14 +126,6 @@ def _clone(fd: int, found: os.stat_result, target: str, facts: FileFacts, known:
     return is_cloned
 
 
-def vouch(path: str, facts: FileFacts, known: KnownFiles) -> None:
-    """Note the facts of a file that this process has just written."""
-    with contextlib.suppress(OSError):  # it will be read
-        found = os.stat(path, follow_symlinks=False)
-        if found.st_size == facts.nbytes:
-            known.note(found, facts.crc)
-
-
 def _examined(fd: int, facts: FileFacts, known: KnownFiles) -> os.stat_result | None:
     """Return the state of an open file that has these facts, else None; read it if that is not known."""
     found = os.fstat(fd)
@@ -139,13 +136,12 @@ def _examined(fd: int, facts: FileFacts, known: KnownFiles) -> os.stat_result | 
         crc = at = 0
         while piece := os.pread(fd, _STEP_BYTES, at):
             crc, at = crc32(piece, crc), at + len(piece)
-        if at != facts.nbytes or _has_changed(fd, found):
+        if at != facts.nbytes or _state_of(os.fstat(fd)) != _state_of(found):
             return None
         known.note(found, crc)
     return found if crc == facts.crc else None
 
 
-def _has_changed(fd: int, found: os.stat_result) -> bool:
-    """Return whether somebody has written to an open file since it was found so."""
-    now = os.fstat(fd)
-    return (now.st_size, now.st_mtime_ns) != (found.st_size, found.st_mtime_ns)
+def _state_of(found: os.stat_result) -> tuple[int, ...]:
+    """Return what is another for another file, and after somebody has written to it."""
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns

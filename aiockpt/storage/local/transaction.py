@@ -17,7 +17,7 @@ from aiockpt.format.manifest.manifest import FileFacts
 from aiockpt.format.names import OPEN_MARK, SINGLE_NAME
 from aiockpt.storage.base import NO_DOCUMENTS, Document, FileSink, PartSink, SharedTransaction, Stamp, Status
 from aiockpt.storage.faults import errors
-from aiockpt.storage.local.adopting import KnownFiles, adopt, vouch
+from aiockpt.storage.local.adopting import KnownFiles, adopt
 from aiockpt.storage.local.belonging import OtherThingsError, remove
 from aiockpt.storage.local.commit import (
     NotDurableError,
@@ -122,7 +122,7 @@ class LocalTransaction(SharedTransaction):
     async def vouch(self, files: Mapping[str, FileFacts]) -> None:
         def note() -> None:
             for name, facts in files.items():
-                vouch(os.path.join(self._hidden, name), facts, self._policy.known)
+                self._policy.known.vouch(os.path.join(self._hidden, name), facts)
 
         await self._workers.run(note)
 
