@@ -181,7 +181,7 @@ WHY_FASTER: Mapping[str, str] = {
     "load": NO_CHECK,
     "new process": NO_CHECK,
     "startup": "no threads are started, and nothing is synced",
-    "slice": "the file is mapped, and the kernel reads ahead; aiockpt reads only the pages that have wanted bytes",
+    "slice": "the file is mapped, and the kernel reads all of it ahead, on one thread",
     "open": "one file, and no bytes are checked; aiockpt checks the framing and the CRC of each tensor",
     "small tensors": "one file, and no bytes are checked; aiockpt checks the framing and the CRC of each tensor",
     "model states": NO_CHECK,
