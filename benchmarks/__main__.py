@@ -39,6 +39,8 @@ MODULES = {
     "models": "benchmarks.measured.models",
     "live": "benchmarks.measured.live",
     "sweep": "benchmarks.measured.sweep",
+    "rows": "benchmarks.measured.rows",
+    "growth": "benchmarks.measured.growth",
     "lag": "benchmarks.measured.lag",
     "ranks": "benchmarks.ranks.sharded",
     "safetensors-ranks": "benchmarks.ranks.safetensors_files",

@@ -1,27 +1,32 @@
-"""Rows in which a peer was once faster: each run in a process of its own, interleaved; least and median of all.
+"""Loads and saves, each in processes of its own that take turns: wall time and CPU time, user and system.
 
-``python -m benchmarks.measured.rows ROW [--rounds N] [--dir DIRECTORY] [--only NAMES]`` measures one row and prints a
-table: wall time, and the CPU time of the process, user and system. Loads are from the page cache: each process reads
-the checkpoint once before it measures. ``--aiockpt DIRECTORY`` adds the contenders of another version of the package.
+Loads are from the page cache: each process reads the checkpoint once before it measures. Of the samples of a process,
+the one that took the least wall time counts.
 """
 
 from __future__ import annotations
 
-import argparse
+import asyncio
 import json
 import os
-import statistics
 import subprocess
 import sys
-import tempfile
 import time
+from argparse import Namespace
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from benchmarks.limits import machine
+if TYPE_CHECKING:
+    from benchmarks.harness.measure import Sample
+    from benchmarks.report.report import Report
 
-REPEATS = 5  # in one process; the least and the median are of all
+OPTIONS = ("gib", "rounds", "part", "only")
+DEFAULTS = {"gib": 1.0}
+ROUNDS = 7
+REPEATS = 5  # in one process
+_ROOT = Path(__file__).parents[2]
 
 
 def checkpointer_load(**options: Any) -> Callable[[Path], Callable[[], object]]:
@@ -145,59 +150,75 @@ def small_state(count: int, nbytes: int) -> dict[str, Any]:
     return {name.replace(".", "_"): value for name, value in make(count, nbytes).items()}
 
 
-def moe_state() -> dict[str, Any]:
+def moe_state(nbytes: int) -> dict[str, Any]:
     """Return the state of a mixture of experts."""
     from benchmarks.measured.models import state_of
 
-    return {name.replace(".", "_"): value for name, value in state_of("MoE-like", 1 << 29).items()}
+    return {name.replace(".", "_"): value for name, value in state_of("MoE-like", nbytes).items()}
 
 
-def even_state(mib: int, tensors: int = 168) -> dict[str, Any]:
+def even_state(nbytes: int) -> dict[str, Any]:
     """Return the state of a small transformer."""
     from benchmarks.harness.states import transformer_state
 
-    return {name.replace(".", "_"): value for name, value in transformer_state(mib << 20, tensors).items()}
+    return {name.replace(".", "_"): value for name, value in transformer_state(nbytes, 168).items()}
 
 
-ROWS: dict[str, tuple[Callable[[], dict[str, Any]] | None, dict[str, Callable[[Path], Callable[[], object]]]]] = {
-    "small-load": (lambda: small_state(50_000, 1024), LOADS),
-    "moe-load": (moe_state, LOADS),
-    "save-16": (lambda: even_state(16), SAVES),
-    "save-64": (lambda: even_state(64), SAVES),
-    "save-256": (lambda: even_state(256), SAVES),
-    "save-1024": (lambda: even_state(1024), {**SAVES, "copy + CRC": copy_and_crc}),
-    "ls": (None, {"aiockpt ls": list_steps}),
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One kind of work.
+
+    Attributes:
+        title: what is done.
+        state: returns the state, for a size of 1 GiB or a part of it; None: a run with many steps.
+        works: the contenders.
+    """
+
+    title: str
+    state: Callable[[float], dict[str, Any]] | None
+    works: dict[str, Callable[[Path], Callable[[], object]]]
+
+
+def _saves(mib: int, **more: Callable[[Path], Callable[[], object]]) -> Row:
+    works = {**SAVES, **{name.replace("_", " "): work for name, work in more.items()}}
+    return Row(f"save: {mib} MiB in 168 tensors", lambda gib: even_state(int(gib * (mib << 20))), works)
+
+
+ROWS = {
+    "small-load": Row("load, cached: 50,000 tensors of 1 KiB", lambda gib: small_state(int(gib * 50_000), 1024), LOADS),
+    "moe-load": Row("load, cached: MoE-like, 0.5 GiB", lambda gib: moe_state(int(gib * (1 << 29))), LOADS),
+    "save-16": _saves(16),
+    "save-64": _saves(64),
+    "save-256": _saves(256),
+    "save-1024": _saves(1024, CRC_and_copy=copy_and_crc),
+    "ls": Row("the entries of a run with 10,000 steps", None, {"aiockpt ls": list_steps}),
 }
 
 
-def make(row: str, directory: Path) -> None:
+def make(row: str, gib: float, directory: Path) -> None:
     """Write what the contenders of a row read."""
     import torch
+    from safetensors.torch import save_file
 
     import aiockpt
 
-    if ROWS[row][0] is None:
-        (directory / "run").mkdir()
+    make_state = ROWS[row].state
+    if make_state is None:
         with aiockpt.SyncCheckpointer() as checkpointer:
-            for number in range(10_000):
-                if number < 1:
-                    checkpointer.save({"weight": torch.zeros(4)}, directory / "run" / f"step-{number}")
-        _copy_steps(directory / "run", 10_000)
+            checkpointer.save({"weight": torch.zeros(4)}, directory / "run" / "step-0")
+        _copy_steps(directory / "run", int(gib * 10_000))
         return
-    state = ROWS[row][0]()
+    state = make_state(gib)
     if row.startswith("save"):
         torch.save(state, directory / "state.pt")
         return
-    from safetensors.torch import save_file
-
     with aiockpt.SyncCheckpointer() as checkpointer:
         checkpointer.save(state, directory / "aiockpt")
     save_file(state, directory / "state.safetensors")
 
 
 def _copy_steps(run: Path, count: int) -> None:
-    first = run / "step-0"
-    files = {file.name: file.read_bytes() for file in first.iterdir()}
+    files = {file.name: file.read_bytes() for file in (run / "step-0").iterdir()}
     for number in range(1, count):
         folder = run / f"step-{number}"
         folder.mkdir()
@@ -207,69 +228,72 @@ def _copy_steps(run: Path, count: int) -> None:
 
 def worker(row: str, name: str, directory: Path) -> None:
     """Measure a contender in this process, and print the figures."""
+    from benchmarks.limits import machine
+
     machine.bring_into_cache(file for file in directory.rglob("*") if file.is_file() and row.endswith("load"))
-    work = ROWS[row][1][name](directory)
+    work = ROWS[row].works[name](directory)
     work()
     found = []
     for _ in range(REPEATS):
-        before, began = os.times(), time.perf_counter()
+        used, began = time.process_time(), time.perf_counter()
         result = work()
-        took, after = time.perf_counter() - began, os.times()
+        found.append((time.perf_counter() - began, time.process_time() - used))
         del result
-        found.append((took, after.user - before.user + after.system - before.system))
-    print(json.dumps(found), flush=True)
+    print(json.dumps(min(found)), flush=True)
     os._exit(0)  # its threads need not end
 
 
-def run(row: str, directory: Path, rounds: int, only: str, other: Path | None) -> None:
-    """Measure a row, and print its table."""
-    here = str(Path(__file__).parents[2])
-    versions = {"": here} | ({" (other)": str(other)} if other else {})
-    names = [name for name in ROWS[row][1] if any(part in name for part in only.split(","))]
-    contenders = [
-        (name + mark, name, package)
-        for name in names
-        for mark, package in versions.items()
-        if not mark or "aiockpt" in name
-    ]
-    walls: dict[str, list[float]] = {}
-    used: dict[str, list[float]] = {}
-    for _ in range(rounds):
-        for shown, name, package in contenders:
-            code = (
-                f"import sys; sys.path[:0] = [{package!r}, {here!r}]; sys.path_importer_cache.clear(); "
-                f"from benchmarks.measured import rows; rows.worker({row!r}, {name!r}, rows.Path({str(directory)!r}))"
-            )
-            done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-            for wall, cpu in json.loads(done.stdout.splitlines()[-1]):
-                walls.setdefault(shown, []).append(wall * 1e3)
-                used.setdefault(shown, []).append(cpu * 1e3)
-    print(
-        f"{row}, ms, {rounds} processes of {REPEATS}".ljust(50) + "wall least    median CPU least    median".rjust(40)
-    )
-    for shown, wall in walls.items():
-        cpu = used[shown]
-        figures = min(wall), statistics.median(wall), min(cpu), statistics.median(cpu)
-        print(f"{shown:<50}" + "".join(f"{figure:>10.1f}" for figure in figures), flush=True)
+def _in_process(call: str) -> str:
+    """Run a function of this module in a new process; return what it prints."""
+    code = f"from benchmarks.measured import rows; from pathlib import Path; rows.{call}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=_ROOT)
+    if done.returncode:
+        raise RuntimeError(done.stderr.strip().rpartition("\n")[2])
+    return done.stdout
 
 
-def main() -> None:
-    """Run the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("row", choices=ROWS)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--only", default="")
-    parser.add_argument("--dir", type=Path)
-    parser.add_argument("--aiockpt", type=Path)
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=options.dir) as folder:
-        directory = Path(folder)
-        code = f"from benchmarks.measured import rows; rows.make({options.row!r}, rows.Path({folder!r}))"
-        made = subprocess.run([sys.executable, "-c", code], check=False, cwd=Path(__file__).parents[2])
-        if made.returncode:
-            sys.exit(made.returncode)
-        run(options.row, directory, options.rounds, options.only, options.aiockpt)
+@dataclass(frozen=True, slots=True)
+class _InProcesses:
+    """A contender, in a new process each time."""
+
+    row: str
+    name: str
+    directory: Path
+    note: str = ""
+
+    async def measure(self) -> Sample:
+        call = f"worker({self.row!r}, {self.name!r}, Path({str(self.directory)!r}))"
+        took, used = json.loads((await asyncio.to_thread(_in_process, call)).splitlines()[-1])
+        return {"wall_s": took, "cpu_s": used}
 
 
-if __name__ == "__main__":
-    main()
+async def run(options: Namespace, directory: Path) -> Report:
+    """Run the benchmark, and return its report."""
+    from benchmarks.harness.measure import interleave
+    from benchmarks.harness.selection import chosen
+    from benchmarks.limits import machine
+    from benchmarks.report.report import Report, Table, duration, spread
+
+    async def once(each: _InProcesses, _number: int) -> Sample:
+        return await each.measure()
+
+    rounds, gib = options.rounds or ROUNDS, min(1.0, options.gib)
+    report = Report("rows", vars(options), machine.facts(directory), [], [])
+    for row, each in ROWS.items():
+        if options.part and not any(part.strip() in row for part in options.part.split(",")):
+            continue
+        folder = directory / row
+        folder.mkdir()
+        await asyncio.to_thread(_in_process, f"make({row!r}, {gib!r}, Path({str(folder)!r}))")
+        contenders = chosen([_InProcesses(row, name, folder) for name in each.works], options.only)
+        runs = await interleave(contenders, rounds, once, warm_up=False)
+        columns = {
+            "wall (min..max)": spread("wall_s"),
+            "CPU": lambda run: duration(run.median("cpu_s")),
+            "CPU, least": lambda run: duration(run.least("cpu_s")),
+        }
+        size = "" if gib == 1 else f", {gib:g} of it"
+        title = f"{each.title}{size}, in a process of its own, medians of {rounds} rounds"
+        report.tables.append(Table(title, columns, runs, "wall_s", "CRC"))
+        machine.remove(folder)
+    return report

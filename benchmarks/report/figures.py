@@ -181,13 +181,17 @@ WHY_FASTER: Mapping[str, str] = {
     "load": NO_CHECK,
     "new process": NO_CHECK,
     "startup": "no threads are started, and nothing is synced",
-    "slice": "the file is mapped, and the kernel reads ahead; aiockpt reads only the pages that have wanted bytes",
+    "slice": "the file is mapped, and the kernel reads all of it ahead, on one thread",
     "open": "one file, and no bytes are checked; aiockpt checks the framing and the CRC of each tensor",
     "small tensors": "one file, and no bytes are checked; aiockpt checks the framing and the CRC of each tensor",
     "model states": NO_CHECK,
+    "in processes of their own": "one file, one thread, and no CRC is computed or compared",
     "by size and number": "no CRC, one thread; here copy, CRC and write of a chunk follow each other, across threads",
 }
 """For a section of the results, why a peer can be faster than aiockpt."""
+
+SAME_WORK = frozenset({"slice"})
+"""The sections whose peers do all that aiockpt does: no reader can check a part of a tensor."""
 
 
 def held(results: Mapping[str, Any], claims: Sequence[Claim] = CLAIMS) -> list[Held]:

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report.figures import WHY_FASTER, faster_peers, held, rounds_of, seconds, title_of
+from benchmarks.report.figures import SAME_WORK, WHY_FASTER, faster_peers, held, rounds_of, seconds, title_of
 from benchmarks.report.markdown import cell, machine_line, table
 
 ROOT = Path(__file__).parents[2]
@@ -19,7 +19,13 @@ RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- figures: python -m benchmarks readme -->", "<!-- end of the figures -->"
 PICTURES = {"ratios.png": "Speed as a share of the machine's limit", "training.png": "A training loop with checkpoints"}
 
-_SHOWN = ("training", "safetensors from ranks", "compression")  # sections on the page on benchmarks
+_SHOWN = (
+    "training",
+    "safetensors from ranks",
+    "compression",
+    "in processes of their own",
+    "growth",
+)  # sections on the page on benchmarks
 
 _BY_FORMULA = (
     "By the formula, for every point, whether it was simulated or not: rank 0's work, and the same with two rounds of "
@@ -160,13 +166,14 @@ def benchmarks_section(results: Mapping[str, Any]) -> str:
             title_of(found["title"], rounds_of(found)),
             f"{seconds(ours.value)}, {cell(ours.name)}",
             "; ".join(f"{seconds(each.value)}, {cell(each.name)}" for each in peers),
+            "yes" if section in SAME_WORK else "no",
             WHY_FASTER[section],
         )
         for section, found, ours, peers in faster_peers(results)
     ]
     if rows:
         lines += ["", "**Where peers are faster, of all tables of the run**", ""]
-        lines += table(("", "aiockpt", "peers", "why"), rows)
+        lines += table(("", "aiockpt", "peers", "same work", "why"), rows)
     return "\n".join(lines)
 
 

@@ -116,11 +116,22 @@ def test_read_any_range_to_any_address(source: LocalSource, data: bytes, shift: 
     view.release()
 
 
+RUNS = {
+    "a band of columns": [(2_053 * 4 + at, 1024) for at in range(0, SIZE - 16_384, 16_384)],
+    "of many lengths": [(at, 1 + at % 5000) for at in range(77, SIZE - 5100, 7_001)],
+    "bands with a step": [(at + 4 * step, 4) for at in range(0, SIZE - 9999, 1 << 20) for step in range(0, 900, 9)],
+    "up to the end": [(at, 300) for at in range(SIZE % 5000, SIZE - 5000, 5000)] + [(SIZE - 300, 300)],
+    "far apart": [(at, 1 + at % 700) for at in range(0, SIZE - 800, 49_999)] + [(100, 400_000), (SIZE - 1, 1)],
+}
+
+
 def test_read_runs(source: LocalSource, data: bytes) -> None:
-    runs = [(at, 1 + at % 700) for at in range(0, SIZE - 800, 49_999)] + [(100, 400_000), (SIZE - 1, 1)]
-    buffer = bytearray(sum(length for _, length in runs))
-    source.read_runs("f", runs, memoryview(buffer))
-    assert bytes(buffer) == b"".join(data[at : at + length] for at, length in runs)
+    for name, places in RUNS.items():
+        buffer = bytearray(sum(length for _, length in places))
+        source.read_runs("f", places, memoryview(buffer))
+        assert bytes(buffer) == b"".join(data[at : at + length] for at, length in places), name
+        with pytest.raises(aiockpt.CorruptCheckpointError, match=r"f ends at byte \d+, \d+ bytes too early"):
+            source.read_runs("f", [*places, (SIZE - 1, 2)], memoryview(bytearray(len(buffer) + 2)))
 
 
 @pytest.fixture
@@ -168,6 +179,25 @@ def test_direct_reads_do_not_fill_the_page_cache(tmp_path: Path, cold: int) -> N
     source.read("f", 0, memoryview(bytearray(10 << 20)))
     source.close()
     assert cached_pages(cold, 0, SIZE) <= 2
+
+
+@pytest.mark.usefixtures("cold")
+def test_short_runs_with_small_gaps_are_read_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = open_source(str(tmp_path), direct_io=True)
+    calls: list[int] = []
+
+    def preadv(fd: int, buffers: list[memoryview], offset: int, *flags: int) -> int:
+        calls.append(len(buffers[0]))
+        return _preadv(fd, buffers, offset, *flags)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    near, far = RUNS["a band of columns"], [(at, 1024) for at in range(5 << 20, 10 << 20, 64 << 10)]
+    source.read_runs("f", near, memoryview(bytearray(1024 * len(near))))
+    assert len(calls) == 10
+    calls.clear()
+    source.read_runs("f", far, memoryview(bytearray(1024 * len(far))))
+    source.close()
+    assert calls == [1024] * len(far)
 
 
 def test_checkpointer_frees_the_memory_of_direct_reads(
