@@ -27,7 +27,7 @@ from aiockpt.core.dataclasses import dataclass, field, replace
 from aiockpt.core.strides import view_fits
 from aiockpt.errors import CorruptCheckpointError, LoadError
 from aiockpt.format.index import InlineEntry, ItemRange, StoredChunk, TensorEntry, TensorItem
-from aiockpt.format.item.harmless import Opaque, UnknownMemberError, build_harmless
+from aiockpt.format.item.harmless import UnknownMemberError, build_harmless
 from aiockpt.format.item.objects import TensorSeeker, check_allowed, extended_allow_list, permitted, unpickling_error
 from aiockpt.format.item.ziparchive import (
     LEGACY_MAGIC,
@@ -38,7 +38,7 @@ from aiockpt.format.item.ziparchive import (
     data_offset,
     read_directory,
 )
-from aiockpt.format.pickle.guard import stored_sizes
+from aiockpt.format.pickle.guard import Opaque, stored_sizes
 from aiockpt.format.pickle.machine import PickleError
 
 # --- records and placeholders of storages ---------------------------------------------------------
