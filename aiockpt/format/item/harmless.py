@@ -6,13 +6,10 @@ argument; no global that a pickle names is imported. `aiockpt.format.pickle.guar
 
 from __future__ import annotations
 
-import _codecs
 import argparse
-import builtins
 import collections
-import datetime
-import decimal
 import enum
+import importlib
 import io
 import math
 import pathlib
@@ -27,7 +24,7 @@ import torch
 
 from aiockpt.core.gc_pause import gc_pause
 from aiockpt.format.dtypes import DTYPES
-from aiockpt.format.pickle.guard import Cell, Guard, Opaque, RefusedByTorch, Unbuilt, value_of
+from aiockpt.format.pickle.guard import CALLS, PATHS, Cell, Guard, Opaque, RefusedByTorch, Unbuilt, value_of
 from aiockpt.format.pickle.machine import PickleError
 
 _DTYPE = re.compile(r"[biufcSUVOMm]\d{0,10}")
@@ -37,35 +34,31 @@ _MAX_DIMS = 32
 _reconstruct: Any = np.zeros(0).__reduce__()[0]
 _scalar: Any = np.float64(0).__reduce__()[0]
 
-_BUILTINS = "bool int float complex str bytes bytearray list tuple dict set frozenset range slice"
-_COLLECTIONS = ("deque", "defaultdict", "OrderedDict", "Counter")
-_PATHS = ("PurePosixPath", "PureWindowsPath", "PosixPath", "WindowsPath")
+
+def _standard(name: str) -> Any:
+    module, _, last = name.replace("pathlib._local", "pathlib").rpartition(".")
+    return getattr(importlib.import_module(module), last)
+
+
+_STANDARD = {name: _standard(name) for name in CALLS if not name.startswith(("numpy.", "torch."))}
 _GLOBALS: dict[str, Any] = {
-    **{f"builtins.{name}": getattr(builtins, name) for name in _BUILTINS.split()},
-    **{f"collections.{name}": getattr(collections, name) for name in _COLLECTIONS},
-    **{f"datetime.{name}": getattr(datetime, name) for name in ["date", "datetime", "time", "timedelta", "timezone"]},
-    **{f"{module}.{name}": getattr(pathlib, name) for module in ("pathlib", "pathlib._local") for name in _PATHS},
+    **_STANDARD,
     **{f"numpy.{core}.multiarray._reconstruct": _reconstruct for core in ("core", "_core")},
     **{f"numpy.{core}.multiarray.scalar": _scalar for core in ("core", "_core")},
     **{f"torch.{name}": dtype for name, dtype in DTYPES.items()},
     "numpy.ndarray": np.ndarray,
     "numpy.dtype": np.dtype,
-    "decimal.Decimal": decimal.Decimal,
     "builtins.getattr": getattr,
-    "argparse.Namespace": argparse.Namespace,
-    "types.SimpleNamespace": types.SimpleNamespace,
-    "_io.BytesIO": io.BytesIO,
-    "_codecs.encode": _codecs.encode,
     "torch.Size": torch.Size,
     "torch.device": torch.device,
 }
-_TORCH_ONLY = frozenset(name for name in _GLOBALS if name.startswith("torch."))
-HARMLESS_NAMES = frozenset(_GLOBALS) - _TORCH_ONLY
+HARMLESS_NAMES = frozenset(name for name in _GLOBALS if not name.startswith("torch."))
 """The full names of the globals that are built here."""
 # A path of another system can't be instantiated here.
 _FOREIGN_PATH = pathlib.WindowsPath if sys.platform != "win32" else pathlib.PosixPath
-_STANDARD = {kind: None for name, kind in _GLOBALS.items() if not name.startswith(("numpy.", "torch."))}
-HARMLESS = tuple(kind for kind in _STANDARD if isinstance(kind, type) and kind is not _FOREIGN_PATH)
+HARMLESS = tuple(
+    kind for kind in dict.fromkeys(_STANDARD.values()) if isinstance(kind, type) and kind is not _FOREIGN_PATH
+)
 """Types of the standard library whose construction runs no code of the pickle's choice."""
 
 
@@ -251,7 +244,7 @@ def _member(m: _Builder, _function: Any, kind: Any, name: Any) -> Any:
 
 _RULES: dict[Any, Callable[..., Any]] = {
     getattr: _member,
-    **{getattr(pathlib, name): _path for name in _PATHS},
+    **{getattr(pathlib, name): _path for name in PATHS},
     argparse.Namespace: _empty,
     types.SimpleNamespace: _empty,
     io.BytesIO: _empty,

@@ -245,7 +245,7 @@ class Guard(Machine):
     def _find(self, module: str, name: str) -> Cell:
         module, name = _compat_pickle.NAME_MAPPING.get((module, name), (module, name))
         full = f"{_compat_pickle.IMPORT_MAPPING.get(module, module)}.{name}"
-        if full not in _CALLS and full not in self._allowed and not full.startswith("torch."):
+        if full not in CALLS and full not in self._allowed and not full.startswith("torch."):
             self.needs.names[full] = None
         value = self.find_value(full)
         return Cell("global", name=full, value=value, refused=full if type(value) is Opaque else "")
@@ -253,7 +253,7 @@ class Guard(Machine):
     def invoke(self, function: Any, args: list[Any]) -> Any:
         if not isinstance(function, Cell) or function.kind != "global":
             raise PickleError("it calls what is no function")
-        rule = _CALLS.get(function.name)
+        rule = CALLS.get(function.name)
         if rule is None:
             if function.name not in self._allowed:
                 if function.name in torch_names():
@@ -363,7 +363,7 @@ def _texts(g: Guard, name: str, args: list[Any]) -> Cell:
     return Cell("time" if name.startswith("pathlib.") else "plain")
 
 
-_PATHS = ("PurePosixPath", "PureWindowsPath", "PosixPath", "WindowsPath")
+PATHS = ("PurePosixPath", "PureWindowsPath", "PosixPath", "WindowsPath")
 _NUMPY = ("core.multiarray._reconstruct", "_core.multiarray._reconstruct", "core.multiarray.scalar")
 _TENSORS = ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_qtensor")
 _OTHER_TENSORS = (
@@ -430,7 +430,7 @@ def _from_type(g: Guard, name: str, args: list[Any]) -> Cell:
     return Cell("tensor")
 
 
-_CALLS: dict[str, Any] = {
+CALLS: dict[str, Any] = {
     **{f"builtins.{name}": _plain for name in ("bool", "int", "float", "complex", "str")},
     **{f"datetime.{name}": _plain for name in ("date", "datetime", "time", "timedelta", "timezone")},
     "builtins.bytes": _bytes,
@@ -446,7 +446,7 @@ _CALLS: dict[str, Any] = {
     "collections.defaultdict": _copy("defaultdict", hashed=True),
     "collections.OrderedDict": _copy("dict", hashed=True),
     "collections.Counter": _copy("dict", hashed=True),
-    **{f"{module}.{name}": _texts for module in ("pathlib", "pathlib._local") for name in _PATHS},
+    **{f"{module}.{name}": _texts for module in ("pathlib", "pathlib._local") for name in PATHS},
     "decimal.Decimal": _texts,
     "argparse.Namespace": _call_user,
     "types.SimpleNamespace": _call_user,
