@@ -104,26 +104,29 @@ class _Builder(Guard):
         rule = _RULES.get(function)
         return function(*args) if rule is None else rule(self, function, *args)
 
-    def extend(self, target: Cell, items: list[Any]) -> None:
-        if self._is_made(target, _LISTS, "something is added to what is no list"):
-            target.value.extend(map(value_of, items))
+    def extend(self, items: list[Any]) -> None:
+        super().extend(items)
+        if self._is_made(_LISTS, "something is added to what is no list"):
+            self.stack[-1].value.extend(map(value_of, items))
 
-    def update(self, target: Cell, items: list[Any]) -> None:
-        if self._is_made(target, _DICTS, "keys and values for what is no dict"):
-            for key, value in zip(items[::2], items[1::2], strict=True):
-                refused = key.refused if isinstance(key, Cell) else ""
-                target.value[_OPAQUE_KEY if refused else value_of(key)] = (
-                    Opaque(refused) if refused else value_of(value)
-                )
+    def update(self, items: list[Any]) -> None:
+        super().update(items)
+        if self._is_made(_DICTS, "keys and values for what is no dict"):
+            made = self.stack[-1].value
+            for key, item in zip(items[::2], items[1::2], strict=True):
+                if isinstance(key, Cell) and key.refused:
+                    made[_OPAQUE_KEY] = Opaque(key.refused)
+                else:
+                    made[value_of(key)] = value_of(item)
 
-    def _is_made(self, target: Cell, kinds: Collection[type], error: str) -> bool:
-        """Return whether a container can get items, unless it is refused."""
-        kind = type(target.value)
+    def _is_made(self, kinds: Collection[type], error: str) -> bool:
+        """Return whether the container on top of the stack can get items, unless it is refused."""
+        kind = type(self.stack[-1].value)
         if kind is Opaque:
             return False
         if kind not in kinds and id(kind) not in self.allowed:
             raise PickleError(error)
-        self._check_permitted(target)
+        self._check_permitted(self.stack[-1])
         return True
 
     def _check_permitted(self, target: Cell) -> None:

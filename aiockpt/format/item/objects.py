@@ -22,7 +22,7 @@ from aiockpt.errors import CorruptCheckpointError, LoadError, SaveError, UnsafeC
 from aiockpt.format.item.harmless import HARMLESS, HARMLESS_NAMES, UnknownMemberError, build_harmless, is_no_member
 from aiockpt.format.item.item_framing import pickle_framing
 from aiockpt.format.item.ziparchive import Framing, FramingError, read_archive
-from aiockpt.format.pickle.guard import check_object_pickle, torch_names
+from aiockpt.format.pickle.guard import check_object_pickle, torch_globals
 from aiockpt.format.pickle.machine import PickleError
 
 _IMMUTABLE = frozenset({int, float, bool, complex, str, bytes, type(None)})
@@ -370,7 +370,7 @@ def needed_for(blob: bytes, foreign: Mapping[str, bool]) -> Permission:
     data = _pickle_of(records)
     if len(data) <= _INTERPRETED_BYTES:
         return _permission(data, _storages(records))
-    known = {*allowed_names(), *torch_names()}
+    known = {*allowed_names(), *torch_globals()}
     if any(_may_have(name) for name, is_named in foreign.items() if is_named):
         known.add(_GETATTR)
     names = tuple(name for name, is_named in foreign.items() if is_named and name not in known)

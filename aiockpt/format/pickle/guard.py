@@ -20,16 +20,7 @@ from aiockpt.core.gc_pause import gc_pause
 from aiockpt.core.strides import view_fits
 from aiockpt.format.checks import MAX_DIMS
 from aiockpt.format.dtypes import DTYPES, QUANTIZED_STORAGE_DTYPES, STORAGE_DTYPES
-from aiockpt.format.pickle.machine import (
-    Handler,
-    Machine,
-    PickleError,
-    dict_handlers,
-    handler_table,
-    list_handlers,
-    push_new,
-    tuple_handlers,
-)
+from aiockpt.format.pickle.machine import Handler, Machine, PickleError, handler_table
 
 _STEPS_PER_BYTE = 64
 _LEAST_STEPS = 100_000
@@ -48,14 +39,15 @@ _ELEMENT_BYTES = 8
 _ENTRY_BYTES = 64  # of a set or a dict
 _LATIN = ("latin1", "latin-1")
 _ENDLESS = 1 << 62
+_LIKE = {"list": ("list", "deque"), "dict": ("dict", "defaultdict")}
 _ELEMENTS_PER_BYTE = {"torch.QUInt4x2Storage": 2, "torch.QUInt2x4Storage": 4}
 
 
 @cache
-def torch_names() -> frozenset[str]:
-    """Return the full names of the globals that torch's restricted unpickler allows by default."""
-    names = getattr(importlib.import_module("torch._weights_only_unpickler"), "_get_allowed_globals", dict)
-    return frozenset(names())
+def torch_globals() -> Mapping[str, Any]:
+    """Return what torch's restricted unpickler allows by default, by full names."""
+    found = getattr(importlib.import_module("torch._weights_only_unpickler"), "_get_allowed_globals", dict)
+    return dict(found())
 
 
 class RefusedByTorch(Exception):
@@ -207,7 +199,7 @@ class Guard(Machine):
         self._bytes_left = _STEPS_PER_BYTE * len(data) + _LEAST_BYTES
         self.storages: dict[str, Cell] = {}
 
-    # The next ones make values, whose cost was charged.
+    # A subclass makes the values, whose cost was charged.
 
     def find_value(self, name: str) -> Any:
         """Return a global by its full name; `Opaque` if it is not permitted."""
@@ -218,14 +210,36 @@ class Guard(Machine):
     def call(self, function: Any, args: tuple[Any, ...], *, is_new: bool) -> Any:
         """Return what a function returns; ``is_new``: an object of a class, without calling ``__init__``."""
 
-    def extend(self, target: Cell, items: list[Any]) -> None:
-        """Add items to a list."""
-
-    def update(self, target: Cell, items: list[Any]) -> None:
-        """Add alternating keys and values to a dict."""
-
     def set_state(self, target: Cell, state: Any) -> None:
         """Give an object its state."""
+
+    new_list = staticmethod(lambda: Cell("list", value=[]))
+    new_dict = staticmethod(lambda: Cell("dict", value={}))
+
+    def tuple_of(self, items: list[Any]) -> Cell:
+        return Cell.of_tuple(items)
+
+    def extend(self, items: list[Any]) -> None:
+        target = self._target("list")
+        for item in items:
+            target.add(item)
+
+    def update(self, items: list[Any]) -> None:
+        target = self._target("dict")
+        if len(items) % 2:
+            raise PickleError("it has a key without a value")
+        for key, value in zip(items[::2], items[1::2], strict=True):
+            self.charge_key(key)
+            collisions = target.collisions
+            target.add(key)
+            target.nest(value)
+            self.charge(target.collisions - collisions)
+
+    def _target(self, kind: str) -> Cell:
+        target = self.stack[-1]
+        if not isinstance(target, Cell) or target.kind not in (*_LIKE[kind], "object"):
+            raise RefusedByTorch
+        return target
 
     def charge(self, steps: int) -> None:
         self._steps_left -= steps
@@ -256,7 +270,7 @@ class Guard(Machine):
         rule = CALLS.get(function.name)
         if rule is None:
             if function.name not in self._allowed:
-                if function.name in torch_names():
+                if function.name in torch_globals():
                     raise PickleError(f"it calls {function.name}, which torch.save never does")
                 self.needs.names[function.name] = None
             rule = _call_user
@@ -475,36 +489,6 @@ def _short_text(g: Guard, at: int) -> int:
     return end
 
 
-_LIKE = {"list": ("list", "deque"), "dict": ("dict", "defaultdict")}
-
-
-def _extend(g: Guard, items: list[Any]) -> None:
-    target = _target(g, "list")
-    for item in items:
-        target.add(item)
-    g.extend(target, items)
-
-
-def _target(g: Guard, kind: str) -> Cell:
-    target = g.stack[-1]
-    if not isinstance(target, Cell) or target.kind not in (*_LIKE[kind], "object"):
-        raise RefusedByTorch
-    return target
-
-
-def _set_items(g: Guard, items: list[Any]) -> None:
-    target = _target(g, "dict")
-    if len(items) % 2:
-        raise PickleError("it has a key without a value")
-    for key, value in zip(items[::2], items[1::2], strict=True):
-        g.charge_key(key)
-        collisions = target.collisions
-        target.add(key)
-        target.nest(value)
-        g.charge(target.collisions - collisions)
-    g.update(target, items)
-
-
 def _call(*, is_new: bool) -> Handler:
     """Return the handler of an opcode that calls a function, or makes an object of a class."""
 
@@ -534,17 +518,13 @@ def _build(g: Guard, at: int) -> int:
     return at
 
 
+_EMPTY_TUPLE = Cell.of_tuple([])  # nothing changes a tuple: one is enough
 _OWN: dict[str, Handler] = {
     "U": _short_text,
-    "]": push_new(lambda: Cell("list", value=[])),
-    "}": push_new(lambda: Cell("dict", value={})),
-    "\x8f": push_new(lambda: Cell("set", value=set())),
-    ")": push_new(cache(lambda: Cell.of_tuple([]))),  # nothing changes a tuple: one is enough
-    **tuple_handlers(Cell.of_tuple),
-    **list_handlers(_extend),
-    **dict_handlers(_set_items),
+    "\x8f": lambda g, at: g.stack.append(Cell("set", value=set())) or at,
+    ")": lambda g, at: g.stack.append(_EMPTY_TUPLE) or at,
     "R": _call(is_new=False),
     "\x81": _call(is_new=True),
     "b": _build,
 }
-_HANDLERS = handler_table(_OWN, shared="\x80.(N\x88\x89KMJ\x8aGXqrhjcQ", refuse=_unsupported)
+_HANDLERS = handler_table(_OWN, shared="\x80.(N\x88\x89KMJ\x8aGXqrhjcQ]}ae\x85\x86\x87tsu", refuse=_unsupported)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from aiockpt.core.dataclasses import dataclass, field
 
@@ -78,6 +78,30 @@ class Machine:
     stacks: list[list[Any]] = field(default_factory=list)  # the stacks below each mark
     # Equal long texts are one object, so that two of them are compared letter by letter only once.
     texts: dict[str, str] = field(default_factory=dict)
+
+    new_list: ClassVar[Callable[[], Any]] = list
+    new_dict: ClassVar[Callable[[], Any]] = dict
+
+    def tuple_of(self, items: list[Any]) -> Any:
+        return tuple(items) if CONTAINERS.isdisjoint(map(type, items)) else Nest(items)
+
+    def extend(self, items: list[Any]) -> None:
+        """Add items to the list on top of the stack."""
+        target = self.stack[-1]
+        if type(target) is not list:
+            raise PickleError(f"an append to a {type(target).__name__}")
+        target += items
+
+    def update(self, items: list[Any]) -> None:
+        """Add alternating keys and values to the dict on top of the stack."""
+        target, keys = self.stack[-1], items[::2]
+        if type(target) is not dict or len(items) % 2:
+            raise PickleError(f"{len(items)} keys and values for a {type(target).__name__}")
+        for kind in {*map(type, keys)} - {str}:
+            small = kind is int and all(type(key) is not int or abs(key) < _KEY_LIMIT for key in keys)
+            if not (small or issubclass(kind, Record)):
+                raise PickleError(f"a {kind.__name__} stands as the key of a dict")
+        target.update(zip(keys, items[1::2], strict=True))
 
     def run(self) -> Any:
         """Run to the end and return the value."""
@@ -187,90 +211,55 @@ def _stop(_m: Machine, _at: int) -> int:
     return -1
 
 
-# --- containers; other machines make their own with these factories ---------------------------------
+# --- containers -------------------------------------------------------------------------------------
 
 
-def push_new(make: Callable[[], Any]) -> Handler:
-    """Return the handler of an opcode that pushes a new empty container."""
+def _list(m: Machine, at: int) -> int:
+    m.stack.append(m.new_list())
+    return at
 
+
+def _dict(m: Machine, at: int) -> int:
+    m.stack.append(m.new_dict())
+    return at
+
+
+def _tuple(m: Machine, at: int) -> int:
+    items = pop_mark(m)  # replaces the stack
+    m.stack.append(m.tuple_of(items))
+    return at
+
+
+def _tuple_n(count: int) -> Handler:
     def push(m: Machine, at: int) -> int:
-        m.stack.append(make())
+        stack = m.stack
+        if len(stack) < count:
+            raise PickleError(f"a tuple of too few values at byte {at - 1}")
+        stack[-count:] = [m.tuple_of(stack[-count:])]
         return at
 
     return push
 
 
-def tuple_handlers(make: Callable[[list[Any]], Any]) -> dict[str, Handler]:
-    """Return handlers of the opcodes that push ``make(items)`` for the topmost values."""
-
-    def push_marked(m: Machine, at: int) -> int:
-        items = pop_mark(m)  # replaces the stack
-        m.stack.append(make(items))
-        return at
-
-    def push_n(count: int) -> Handler:
-        def push(m: Machine, at: int) -> int:
-            stack = m.stack
-            if len(stack) < count:
-                raise PickleError(f"a tuple of too few values at byte {at - 1}")
-            stack[-count:] = [make(stack[-count:])]
-            return at
-
-        return push
-
-    return {"t": push_marked, "\x85": push_n(1), "\x86": push_n(2), "\x87": push_n(3)}
+def _append(m: Machine, at: int) -> int:
+    m.extend([m.stack.pop()])
+    return at
 
 
-def list_handlers(extend: Callable[[Any, list[Any]], None]) -> dict[str, Handler]:
-    """Return handlers of the opcodes that add items to the list below them with ``extend(machine, items)``."""
-
-    def append(m: Machine, at: int) -> int:
-        extend(m, [m.stack.pop()])
-        return at
-
-    def appends(m: Machine, at: int) -> int:
-        extend(m, pop_mark(m))
-        return at
-
-    return {"a": append, "e": appends}
+def _appends(m: Machine, at: int) -> int:
+    m.extend(pop_mark(m))
+    return at
 
 
-def dict_handlers(update: Callable[[Any, list[Any]], None]) -> dict[str, Handler]:
-    """Return handlers of the opcodes that add alternating keys and values with ``update(machine, items)``."""
-
-    def setitem(m: Machine, at: int) -> int:
-        value, key = m.stack.pop(), m.stack.pop()
-        update(m, [key, value])
-        return at
-
-    def setitems(m: Machine, at: int) -> int:
-        update(m, pop_mark(m))
-        return at
-
-    return {"s": setitem, "u": setitems}
+def _setitem(m: Machine, at: int) -> int:
+    value, key = m.stack.pop(), m.stack.pop()
+    m.update([key, value])
+    return at
 
 
-def _tuple_of(items: list[Any]) -> tuple[Any, ...]:
-    return tuple(items) if CONTAINERS.isdisjoint(map(type, items)) else Nest(items)
-
-
-def _extend(m: Machine, items: list[Any]) -> None:
-    target = m.stack[-1]
-    if type(target) is not list:
-        raise PickleError(f"an append to a {type(target).__name__}")
-    target += items
-
-
-def set_items(m: Machine, items: list[Any]) -> None:
-    """Add alternating keys and values to the dict on top of the stack."""
-    target, keys = m.stack[-1], items[::2]
-    if type(target) is not dict or len(items) % 2:
-        raise PickleError(f"{len(items)} keys and values for a {type(target).__name__}")
-    for kind in {*map(type, keys)} - {str}:
-        small = kind is int and all(type(key) is not int or abs(key) < _KEY_LIMIT for key in keys)
-        if not (small or issubclass(kind, Record)):
-            raise PickleError(f"a {kind.__name__} stands as the key of a dict")
-    target.update(zip(keys, items[1::2], strict=True))
+def _setitems(m: Machine, at: int) -> int:
+    m.update(pop_mark(m))
+    return at
 
 
 # --- the memo ---------------------------------------------------------------------------------------
@@ -380,11 +369,16 @@ OPCODES: dict[str, Handler] = {
     "\x8c": _text(1),
     "X": _text(4),
     ")": _constant(()),
-    **tuple_handlers(_tuple_of),
-    "]": push_new(list),
-    **list_handlers(_extend),
-    "}": push_new(dict),
-    **dict_handlers(set_items),
+    "t": _tuple,
+    "\x85": _tuple_n(1),
+    "\x86": _tuple_n(2),
+    "\x87": _tuple_n(3),
+    "]": _list,
+    "a": _append,
+    "e": _appends,
+    "}": _dict,
+    "s": _setitem,
+    "u": _setitems,
     "\x94": memoize,
     "q": _put_n(1),
     "r": _put_n(4),

@@ -38,7 +38,7 @@ from aiockpt.format.item.ziparchive import (
     data_offset,
     read_directory,
 )
-from aiockpt.format.pickle.guard import Opaque, stored_sizes
+from aiockpt.format.pickle.guard import Opaque, stored_sizes, torch_globals
 from aiockpt.format.pickle.machine import PickleError
 
 # --- records and placeholders of storages ---------------------------------------------------------
@@ -251,6 +251,7 @@ class Placeholders:
 # --- tensors --------------------------------------------------------------------------------------
 
 
+_PLAIN = ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_parameter")
 _UNSUPPORTED = {  # functions whose tensors are not stored as one run of bytes
     "_rebuild_qtensor": "a quantized tensor",
     "_rebuild_nested_tensor": "a nested tensor",
@@ -449,30 +450,15 @@ def _unpickle_restricted(data: bytes, placeholders: Placeholders, safe_globals: 
 
 
 def _build(data: bytes, placeholders: Placeholders, safe_globals: Sequence[Any], *, lenient: bool = False) -> Any:
+    plain = [f"torch._utils.{name}" for name in _PLAIN]
     return build_harmless(
         data,
-        {**_tensor_functions(), **permitted(safe_globals)},
-        named=_storage_types(),
+        {**{name: torch_globals()[name] for name in plain}, **permitted(safe_globals)},
+        named={name: kind for name, kind in torch_globals().items() if name.endswith("Storage")},
         storages=placeholders.archive.storage_bytes(),
         load=placeholders.load,
         lenient=lenient,
     )
-
-
-def _tensor_functions() -> dict[str, Any]:
-    """Return the functions by which plain tensors and parameters are made, by their full names."""
-    names = ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_parameter")
-    return {f"torch._utils.{name}": getattr(torch._utils, name) for name in names}
-
-
-def _storage_types() -> dict[str, Any]:
-    """Return what stands for the types of storages, by their full names."""
-    named: Any = torch.serialization.StorageType
-    types = [
-        each.__name__ for each in torch._storage_classes if each.__name__ not in ("TypedStorage", "UntypedStorage")
-    ]
-    untyped = dict.fromkeys(("torch.storage.UntypedStorage", "torch.UntypedStorage"), torch.UntypedStorage)
-    return {f"torch.{name}": named(name) for name in types} | untyped
 
 
 class _TrustingUnpickler(pickle.Unpickler):
