@@ -24,7 +24,7 @@ import torch
 
 from aiockpt.core.gc_pause import gc_pause
 from aiockpt.format.dtypes import DTYPES
-from aiockpt.format.pickle.guard import CALLS, PATHS, Cell, Guard, Opaque, RefusedByTorch, Unbuilt, value_of
+from aiockpt.format.pickle.guard import CALLS, PATHS, Guard, Opaque, PickledValue, RefusedByTorch, Unbuilt, value_of
 from aiockpt.format.pickle.machine import PickleError
 
 _DTYPE = re.compile(r"[biufcSUVOMm]\d{0,10}")
@@ -114,7 +114,7 @@ class _Builder(Guard):
         if self._is_made(_DICTS, "keys and values for what is no dict"):
             made = self.stack[-1].value
             for key, item in zip(items[::2], items[1::2], strict=True):
-                if isinstance(key, Cell) and key.refused:
+                if isinstance(key, PickledValue) and key.refused:
                     made[_OPAQUE_KEY] = Opaque(key.refused)
                 else:
                     made[value_of(key)] = value_of(item)
@@ -129,12 +129,12 @@ class _Builder(Guard):
         self._check_permitted(self.stack[-1])
         return True
 
-    def _check_permitted(self, target: Cell) -> None:
+    def _check_permitted(self, target: PickledValue) -> None:
         """Give code that is permitted no opaque values."""
         if target.refused and id(type(target.value)) in self.allowed:
             raise PickleError("a permitted object holds one that is not")
 
-    def set_state(self, target: Cell, state: Any) -> None:
+    def set_state(self, target: PickledValue, state: Any) -> None:
         value = target.value
         self._check_permitted(target)
         if type(value) is Opaque:

@@ -2,7 +2,7 @@
 
 ``torch.load(weights_only=True)`` runs no foreign code, but it calls what it allows with any arguments: a list of a
 range of a trillion numbers, a tensor over more memory than was stored, a set of tuples that take years to hash.
-Here the pickle runs with cells, which know how much a copy of a value costs. In the machine of
+Here the pickle runs with values that know how much a copy of a value costs. In the machine of
 `aiockpt.format.item.harmless` they hold the value too, so that plain data is unpickled in the same pass.
 """
 
@@ -20,7 +20,7 @@ from aiockpt.core.gc_pause import gc_pause
 from aiockpt.core.strides import view_fits
 from aiockpt.format.checks import MAX_DIMS
 from aiockpt.format.dtypes import DTYPES, QUANTIZED_STORAGE_DTYPES, STORAGE_DTYPES
-from aiockpt.format.pickle.machine import Handler, Machine, PickleError, handler_table
+from aiockpt.format.pickle.machine import Handler, Machine, PickleError, constant, handler_table
 
 _STEPS_PER_BYTE = 64
 _LEAST_STEPS = 100_000
@@ -66,7 +66,7 @@ class Needs:
 
     def note_lookup(self, args: list[Any]) -> None:
         match args:
-            case [Cell(kind="global", name=name), str(attribute)]:
+            case [PickledValue(kind="global", name=name), str(attribute)]:
                 self.lookups.add((name, attribute))
             case _:
                 self.lookups.add(("", ""))
@@ -101,11 +101,11 @@ def stored_sizes(data: bytes) -> dict[str, tuple[int, int]]:
     return {key: (value.size, value.width) for key, value in guard.storages.items()}
 
 
-# --- cells -----------------------------------------------------------------------------------------
+# --- values -----------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True, eq=False)
-class Cell:
+class PickledValue:
     """A value that the pickle makes. Plain numbers, texts and None represent themselves."""
 
     kind: str
@@ -122,12 +122,12 @@ class Cell:
     refused: str = ""  # full name of a global that is not permitted, of which it was made, or what is in it
 
     @classmethod
-    def of_tuple(cls, items: list[Any]) -> Cell:
+    def of_tuple(cls, items: list[Any]) -> PickledValue:
         value = cls("tuple", items=items, depth=1, value=tuple(map(value_of, items)))
         for item in items:
             value.add(item)
         # As a tuple's hash, it depends on the hashes of the items alone: a file can make one collide as the other.
-        value.hashed = hash(tuple([item.hashed if isinstance(item, Cell) else hash(item) for item in items]))
+        value.hashed = hash(tuple([item.hashed if isinstance(item, PickledValue) else hash(item) for item in items]))
         return value
 
     def add(self, item: Any) -> None:
@@ -139,7 +139,7 @@ class Cell:
 
     def nest(self, item: Any) -> None:
         """Count the levels of containers that an item adds, and note what in it is refused."""
-        if isinstance(item, Cell):
+        if isinstance(item, PickledValue):
             self.refused = self.refused or item.refused
         self.depth = max(self.depth, _depth_of(item) + 1)
         if self.depth > _DEEPEST:
@@ -147,7 +147,7 @@ class Cell:
 
     def _add_hash(self, key: Any) -> int:
         """Count one more value, and return how many have its hash already."""
-        if not isinstance(key, Cell) or key.kind == "time":
+        if not isinstance(key, PickledValue) or key.kind == "time":
             return 0  # hashes of texts and times are salted, and few numbers have the same hash
         if self.hash_counts is None:
             self.hash_counts = {}
@@ -166,8 +166,8 @@ class Unbuilt:
 
 
 def value_of(item: Any) -> Any:
-    """Return the value that was built of a cell, or of what represents itself."""
-    value = item.value if isinstance(item, Cell) else item
+    """Return the value that was built of a `PickledValue`, or of what represents itself."""
+    value = item.value if isinstance(item, PickledValue) else item
     if type(value) is Unbuilt:
         raise PickleError("an array or a dtype is used before it has its state")
     return value
@@ -197,7 +197,7 @@ class Guard(Machine):
         self.needs = Needs()
         self._steps_left = _STEPS_PER_BYTE * len(data) + _LEAST_STEPS
         self._bytes_left = _STEPS_PER_BYTE * len(data) + _LEAST_BYTES
-        self.storages: dict[str, Cell] = {}
+        self.storages: dict[str, PickledValue] = {}
 
     # A subclass makes the values, whose cost was charged.
 
@@ -210,14 +210,17 @@ class Guard(Machine):
     def call(self, function: Any, args: tuple[Any, ...], *, is_new: bool) -> Any:
         """Return what a function returns; ``is_new``: an object of a class, without calling ``__init__``."""
 
-    def set_state(self, target: Cell, state: Any) -> None:
+    def set_state(self, target: PickledValue, state: Any) -> None:
         """Give an object its state."""
 
-    new_list = staticmethod(lambda: Cell("list", value=[]))
-    new_dict = staticmethod(lambda: Cell("dict", value={}))
+    def new_list(self) -> PickledValue:
+        return PickledValue("list", value=[])
 
-    def tuple_of(self, items: list[Any]) -> Cell:
-        return Cell.of_tuple(items)
+    def new_dict(self) -> PickledValue:
+        return PickledValue("dict", value={})
+
+    def tuple_of(self, items: list[Any]) -> PickledValue:
+        return PickledValue.of_tuple(items)
 
     def extend(self, items: list[Any]) -> None:
         target = self._target("list")
@@ -235,9 +238,9 @@ class Guard(Machine):
             target.nest(value)
             self.charge(target.collisions - collisions)
 
-    def _target(self, kind: str) -> Cell:
+    def _target(self, kind: str) -> PickledValue:
         target = self.stack[-1]
-        if not isinstance(target, Cell) or target.kind not in (*_LIKE[kind], "object"):
+        if not isinstance(target, PickledValue) or target.kind not in (*_LIKE[kind], "object"):
             raise RefusedByTorch
         return target
 
@@ -256,16 +259,16 @@ class Guard(Machine):
         if _depth_of(key) > _DEEPEST_KEY:
             raise PickleError("it has a key of tuples in tuples, too deep to be hashed")
 
-    def _find(self, module: str, name: str) -> Cell:
+    def _find(self, module: str, name: str) -> PickledValue:
         module, name = _compat_pickle.NAME_MAPPING.get((module, name), (module, name))
         full = f"{_compat_pickle.IMPORT_MAPPING.get(module, module)}.{name}"
         if full not in CALLS and full not in self._allowed and not full.startswith("torch."):
             self.needs.names[full] = None
         value = self.find_value(full)
-        return Cell("global", name=full, value=value, refused=full if type(value) is Opaque else "")
+        return PickledValue("global", name=full, value=value, refused=full if type(value) is Opaque else "")
 
     def invoke(self, function: Any, args: list[Any]) -> Any:
-        if not isinstance(function, Cell) or function.kind != "global":
+        if not isinstance(function, PickledValue) or function.kind != "global":
             raise PickleError("it calls what is no function")
         rule = CALLS.get(function.name)
         if rule is None:
@@ -278,25 +281,25 @@ class Guard(Machine):
             self.needs.note_lookup(args)
         return rule(self, function.name, args)
 
-    def _storage(self, pid: Any) -> Cell:
+    def _storage(self, pid: Any) -> PickledValue:
         found = self._checked_storage(pid)
         if found.value is None:
             found.value = self.load_storage(value_of(pid))
         return found
 
-    def _checked_storage(self, pid: Any) -> Cell:
-        items = (pid.items or []) if isinstance(pid, Cell) else []
+    def _checked_storage(self, pid: Any) -> PickledValue:
+        items = (pid.items or []) if isinstance(pid, PickledValue) else []
         if len(items) not in (5, 6) or items[0] != "storage" or items[5:] not in ([], [None]):
             raise PickleError("it refers to something other than a storage")
         _, kind, key, _, numel = items[:5]
-        width = _STORAGE_BYTES.get(kind.name) if isinstance(kind, Cell) else None
+        width = _STORAGE_BYTES.get(kind.name) if isinstance(kind, PickledValue) else None
         if width is None or type(key) is not str or type(numel) is not int or numel < 0:
             raise PickleError("it refers to a storage without a type, a key or a length")
         if numel * width > self._records.get(key, self._most):
             raise PickleError(f"storage {key[:100]} would have {numel * width} bytes, more than are stored")
         if not numel:  # empty storages of several types may have one key
-            return Cell("storage", size=0, width=width)
-        known = self.storages.setdefault(key, Cell("storage", size=numel * width, name=kind.name, width=width))
+            return PickledValue("storage", size=0, width=width)
+        known = self.storages.setdefault(key, PickledValue("storage", size=numel * width, name=kind.name, width=width))
         if (known.size, known.width) != (numel * width, width):
             raise PickleError(f"storage {key[:100]} has two lengths, or two types")
         return known
@@ -308,34 +311,34 @@ class Guard(Machine):
 def _hash_cost(value: Any) -> int:  # in steps
     if type(value) is int and abs(value) >= _MAX_KEY:
         return _LARGE_KEY_COST
-    return value.hashes if isinstance(value, Cell) else 1
+    return value.hashes if isinstance(value, PickledValue) else 1
 
 
 def _depth_of(value: Any) -> int:
-    return value.depth if isinstance(value, Cell) else 0
+    return value.depth if isinstance(value, PickledValue) else 0
 
 
 def _weight(value: Any) -> int:  # steps to copy it
-    if isinstance(value, Cell):
+    if isinstance(value, PickledValue):
         return min(value.size, _ENDLESS) + 1
     return len(value) + 1 if type(value) is str else 1
 
 
-def _plain(g: Guard, name: str, args: list[Any]) -> Cell:
+def _plain(g: Guard, name: str, args: list[Any]) -> PickledValue:
     """Accept a few numbers and short texts, or values made of them."""
     if len(args) > 16 or any(_weight(arg) > _MAX_TEXT for arg in args):
         raise PickleError(f"it calls {name} with more than a few short values")
-    if name == "builtins.str" and any(isinstance(arg, Cell) for arg in args):
+    if name == "builtins.str" and any(isinstance(arg, PickledValue) for arg in args):
         raise PickleError("it makes a text of something else")
-    return Cell("time" if name in _TIMES else "plain")
+    return PickledValue("time" if name in _TIMES else "plain")
 
 
 def _copy(kind: str, *, hashed: bool = False) -> Any:
-    def rule(g: Guard, name: str, args: list[Any]) -> Cell:
-        made = Cell(kind)
+    def rule(g: Guard, name: str, args: list[Any]) -> PickledValue:
+        made = PickledValue(kind)
         for arg in args:
             g.charge(_weight(arg))
-            if isinstance(arg, Cell) and arg.kind != "global":
+            if isinstance(arg, PickledValue) and arg.kind != "global":
                 each = _RANGE_ELEMENT_BYTES if arg.kind == "range" else 0
                 g.charge_bytes(arg.size * (each + (_ENTRY_BYTES if hashed else _ELEMENT_BYTES)))
                 if hashed:
@@ -352,29 +355,29 @@ def _copy(kind: str, *, hashed: bool = False) -> Any:
     return rule
 
 
-def _bytes(g: Guard, name: str, args: list[Any]) -> Cell:
+def _bytes(g: Guard, name: str, args: list[Any]) -> PickledValue:
     if len(args) > 1 and (len(args) > 2 or args[1] not in _LATIN):
         raise PickleError("it encodes a text in a way that bytes are not stored in")
     size = sum(max(arg, 0) if type(arg) is int else _weight(arg) for arg in args)
     g.charge(size)
-    return Cell("bytes", size=size)
+    return PickledValue("bytes", size=size)
 
 
-def _range(g: Guard, name: str, args: list[Any]) -> Cell:
+def _range(g: Guard, name: str, args: list[Any]) -> PickledValue:
     if not 1 <= len(args) <= 3 or any(type(arg) is not int for arg in args) or (len(args) == 3 and args[2] == 0):
         raise PickleError("it makes a range of something other than numbers")
     numbers = range(*args)
     size = (numbers[-1] - numbers[0]) // numbers.step + 1 if numbers else 0
-    return Cell("range", size=min(size, _ENDLESS), hashes=min(size, _ENDLESS) + 1)
+    return PickledValue("range", size=min(size, _ENDLESS), hashes=min(size, _ENDLESS) + 1)
 
 
-def _texts(g: Guard, name: str, args: list[Any]) -> Cell:
+def _texts(g: Guard, name: str, args: list[Any]) -> PickledValue:
     """Accept texts, as paths and decimals do."""
     if any(type(arg) is not str for arg in args):
         raise PickleError(f"it calls {name} with something other than texts")
     g.charge(sum(map(_weight, args)))
     # Hashes of paths are salted, like those of times.
-    return Cell("time" if name.startswith("pathlib.") else "plain")
+    return PickledValue("time" if name.startswith("pathlib.") else "plain")
 
 
 PATHS = ("PurePosixPath", "PureWindowsPath", "PosixPath", "WindowsPath")
@@ -394,38 +397,38 @@ _TIMES = ("datetime.date", "datetime.datetime", "datetime.time")
 
 
 def _anything(kind: str) -> Any:
-    def rule(g: Guard, name: str, args: list[Any]) -> Cell:
+    def rule(g: Guard, name: str, args: list[Any]) -> PickledValue:
         for arg in args:
             g.charge(_weight(arg))
-        return Cell(kind)
+        return PickledValue(kind)
 
     return rule
 
 
-def _call_user(g: Guard, name: str, args: list[Any]) -> Cell:
+def _call_user(g: Guard, name: str, args: list[Any]) -> PickledValue:
     """Accept any arguments, for globals that the user allowed."""
     if name.startswith("numpy."):
         # An array is made empty and filled from bytes afterwards: numbers are lengths that are not backed by bytes yet.
-        numbers = [n for arg in args for n in ((arg.items or ()) if isinstance(arg, Cell) else (arg,))]
+        numbers = [n for arg in args for n in ((arg.items or ()) if isinstance(arg, PickledValue) else (arg,))]
         g.charge(math.prod(abs(n) for n in numbers if type(n) is int))
     return _anything("object")(g, name, args)  # type: ignore[no-any-return]
 
 
 def _numbers(value: Any) -> tuple[int, ...]:
-    items = value.items if isinstance(value, Cell) else None
+    items = value.items if isinstance(value, PickledValue) else None
     if items is None or len(items) > MAX_DIMS or any(type(n) is not int for n in items):
         raise PickleError("it makes a tensor whose sizes or strides are none")
     return tuple(items)
 
 
-def _tensor(g: Guard, name: str, args: list[Any]) -> Cell:
-    if len(args) < 4 or not isinstance(args[0], Cell) or args[0].kind != "storage" or type(args[1]) is not int:
+def _tensor(g: Guard, name: str, args: list[Any]) -> PickledValue:
+    if len(args) < 4 or not isinstance(args[0], PickledValue) or args[0].kind != "storage" or type(args[1]) is not int:
         raise PickleError("it makes a tensor of no storage")
     storage, offset = args[0], args[1]
     shape, stride = _numbers(args[2]), _numbers(args[3])
     width = storage.width
     if name.endswith("_v3"):
-        known = len(args) > 6 and isinstance(args[6], Cell)
+        known = len(args) > 6 and isinstance(args[6], PickledValue)
         dtype = DTYPES.get(args[6].name.removeprefix("torch.")) if known else None
         width = dtype.itemsize if dtype is not None else _ENDLESS
     is_quantized = name.endswith("_rebuild_qtensor")
@@ -433,15 +436,15 @@ def _tensor(g: Guard, name: str, args: list[Any]) -> Cell:
     is_overfull = is_quantized and math.prod(shape) * width > room
     if is_overfull or not view_fits(offset, shape, stride, width, room):
         raise PickleError(f"it makes a tensor of {shape} that reaches beyond its {storage.size} bytes")
-    return Cell("tensor")
+    return PickledValue("tensor")
 
 
-def _from_type(g: Guard, name: str, args: list[Any]) -> Cell:
-    if len(args) != 4 or not isinstance(args[2], Cell) or args[2].items is None:
+def _from_type(g: Guard, name: str, args: list[Any]) -> PickledValue:
+    if len(args) != 4 or not isinstance(args[2], PickledValue) or args[2].items is None:
         raise PickleError("it makes a tensor of a class in an unknown way")
     g.charge(_weight(args[3]))
     g.invoke(args[0], args[2].items)
-    return Cell("tensor")
+    return PickledValue("tensor")
 
 
 CALLS: dict[str, Any] = {
@@ -489,12 +492,17 @@ def _short_text(g: Guard, at: int) -> int:
     return end
 
 
+def _empty_set(g: Guard, at: int) -> int:
+    g.stack.append(PickledValue("set", value=set()))
+    return at
+
+
 def _call(*, is_new: bool) -> Handler:
     """Return the handler of an opcode that calls a function, or makes an object of a class."""
 
     def call(g: Guard, at: int) -> int:
         args, function = g.stack.pop(), g.stack[-1]
-        if not isinstance(args, Cell) or args.items is None:
+        if not isinstance(args, PickledValue) or args.items is None:
             raise PickleError("it calls a function without a tuple of arguments")
         g.charge(len(args.items))
         made = g.stack[-1] = g.invoke(function, args.items)
@@ -508,21 +516,20 @@ def _call(*, is_new: bool) -> Handler:
 def _build(g: Guard, at: int) -> int:
     state = g.stack.pop()
     target = g.stack[-1]
-    if not isinstance(target, Cell) or target.kind not in ("dict", "object"):
+    if not isinstance(target, PickledValue) or target.kind not in ("dict", "object"):
         raise PickleError("it gives a state to something that has none")
     # A state of two items is a pair of dicts: attributes and slots.
-    cost = _weight(state) + sum(map(_weight, (state.items or ())[:2])) if isinstance(state, Cell) else 1
+    cost = _weight(state) + sum(map(_weight, (state.items or ())[:2])) if isinstance(state, PickledValue) else 1
     g.charge(cost)
-    target.refused = target.refused or (state.refused if isinstance(state, Cell) else "")
+    target.refused = target.refused or (state.refused if isinstance(state, PickledValue) else "")
     g.set_state(target, value_of(state))
     return at
 
 
-_EMPTY_TUPLE = Cell.of_tuple([])  # nothing changes a tuple: one is enough
 _OWN: dict[str, Handler] = {
     "U": _short_text,
-    "\x8f": lambda g, at: g.stack.append(Cell("set", value=set())) or at,
-    ")": lambda g, at: g.stack.append(_EMPTY_TUPLE) or at,
+    "\x8f": _empty_set,
+    ")": constant(PickledValue.of_tuple([])),  # nothing changes a tuple: one is enough
     "R": _call(is_new=False),
     "\x81": _call(is_new=True),
     "b": _build,

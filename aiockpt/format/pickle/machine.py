@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 from aiockpt.core.dataclasses import dataclass, field
 
@@ -79,8 +79,11 @@ class Machine:
     # Equal long texts are one object, so that two of them are compared letter by letter only once.
     texts: dict[str, str] = field(default_factory=dict)
 
-    new_list: ClassVar[Callable[[], Any]] = list
-    new_dict: ClassVar[Callable[[], Any]] = dict
+    def new_list(self) -> Any:
+        return []
+
+    def new_dict(self) -> Any:
+        return {}
 
     def tuple_of(self, items: list[Any]) -> Any:
         return tuple(items) if CONTAINERS.isdisjoint(map(type, items)) else Nest(items)
@@ -153,7 +156,9 @@ def _proto(m: Machine, at: int) -> int:
     return at + 1
 
 
-def _constant(value: Any) -> Handler:
+def constant(value: Any) -> Handler:
+    """Return the handler of an opcode that pushes a value."""
+
     def push(m: Machine, at: int) -> int:
         m.stack.append(value)
         return at
@@ -358,9 +363,9 @@ OPCODES: dict[str, Handler] = {
     ".": _stop,
     "(": _mark,
     "0": _pop,
-    "N": _constant(None),
-    "\x88": _constant(True),
-    "\x89": _constant(False),
+    "N": constant(None),
+    "\x88": constant(True),
+    "\x89": constant(False),
     "K": _byte,
     "M": _fixed(2),
     "J": _fixed(4, signed=True),
@@ -368,7 +373,7 @@ OPCODES: dict[str, Handler] = {
     "G": _binfloat,
     "\x8c": _text(1),
     "X": _text(4),
-    ")": _constant(()),
+    ")": constant(()),
     "t": _tuple,
     "\x85": _tuple_n(1),
     "\x86": _tuple_n(2),
