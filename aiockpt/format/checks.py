@@ -223,9 +223,7 @@ class Cover(NamedTuple):
     """How boxes cover a tensor."""
 
     error: str = ""  # how they fail to cover each element once
-    wrong: tuple[
-        int, ...
-    ] = ()  # the number of a box that lies outside, or of two that overlap, as far as they are known
+    wrong: tuple[int, ...] = ()  # the number of a box that lies outside, or of two that overlap, if they are known
     lacking: int = 0  # elements
 
 

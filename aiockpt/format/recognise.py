@@ -181,7 +181,12 @@ def _recognise_loose(files: Mapping[str, int], top: Sequence[str], fetch: Fetch,
         if not alone.is_checkpoint:  # by its contents
             return Recognised(problem=f"{printable_key(members[0])}: {alone.problem}")
         if not below:
-            return _loose_set(members, files, SafetensorsFiles if isinstance(alone, SafetensorsFiles) else TorchFiles)
+            kind = SafetensorsFiles if isinstance(alone, SafetensorsFiles) else TorchFiles
+            problem = _problem_of_set(members)
+            if not problem and f"{members[0]}.aria2" in files:
+                name = printable_key(members[0])
+                problem = f"{name} is not downloaded to its end: {members[0]}.aria2 is beside it"
+            return kind(problem=problem, files=members, beside=_beside(files, members))
     if parts:
         return Recognised(format="aiockpt", choices=tuple(sorted(parts)))
     choices = tuple(_checkpoints_in(files))
@@ -200,15 +205,6 @@ def _indexed(index: str, files: Mapping[str, int], fetch: Fetch) -> Recognised:
     missing = [name for name in members if name not in files]
     problem = f"it lacks its file {printable_key(missing[0])}" if missing else ""
     return kind(problem=problem, files=members, index=index, beside=_beside(files, [*members, index]))
-
-
-def _loose_set(
-    members: tuple[str, ...], files: Collection[str], kind: type[SafetensorsFiles | TorchFiles]
-) -> Recognised:
-    problem = _problem_of_set(members)
-    if not problem and f"{members[0]}.aria2" in files:
-        problem = f"{printable_key(members[0])} is not downloaded to its end: {members[0]}.aria2 is beside it"
-    return kind(problem=problem, files=members, beside=_beside(files, members))
 
 
 def _beside(files: Iterable[str], read: Collection[str]) -> tuple[str, ...]:

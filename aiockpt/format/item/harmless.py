@@ -145,8 +145,13 @@ class _Builder(Guard):
             if type(state) is not dict or not set(map(type, state)) <= {str}:
                 raise PickleError("a namespace of something other than names")
             vars(value).update(state)
-        elif type(value) is collections.OrderedDict and _is_metadata(state) and not target.refused:
-            vars(value).update(state)  # of a module's state dict
+        elif (
+            type(value) is collections.OrderedDict
+            and type(state) is dict
+            and state.keys() <= {"_metadata"}  # of a module's state dict
+            and not target.refused
+        ):
+            vars(value).update(state)
         elif type(value) is io.BytesIO:
             data, position, attributes = state
             if type(data) is not bytes or type(position) is not int or attributes is not None or position < 0:
@@ -259,10 +264,6 @@ _RULES: dict[Any, Callable[..., Any]] = {
 
 
 # --- states -----------------------------------------------------------------------------------------
-
-
-def _is_metadata(state: Any) -> bool:
-    return type(state) is dict and state.keys() <= {"_metadata"}
 
 
 def _set_state(target: Any, state: Any) -> None:

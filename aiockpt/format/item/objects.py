@@ -27,9 +27,8 @@ from aiockpt.format.pickle.machine import PickleError
 
 _IMMUTABLE = frozenset({int, float, bool, complex, str, bytes, type(None)})
 _SCALARS = frozenset({int, float, bool, str, type(None)})
-_SHORT_BYTES = (
-    8 << 10
-)  # pickles of scalars, and of lists of them, up to this size are framed here: `torch.save` is slow
+# Pickles of scalars, and of lists of them, up to this size are framed here: `torch.save` is slow.
+_SHORT_BYTES = 8 << 10
 _INTERPRETED_BYTES = 256 << 10  # longer pickles take too long to interpret
 _framings: dict[int, Framing] = {}  # of scalars, by length of the pickle
 _allow_list_lock = ModuleLock()  # torch's allow-list is global to the process

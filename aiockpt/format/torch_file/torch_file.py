@@ -119,7 +119,10 @@ def open_archive(name: str, length: int, fetch: Callable[[int, int], bytes]) -> 
         raise CorruptCheckpointError(f"{name} has two records of one name; {_RESTORE}")
     headers = sorted(record.header_offset for record in listed)
     archive = TorchArchive(name, length, records, fetch, dict(pairwise(headers)))
-    _check_kind(archive)
+    if "data.pkl" not in records:
+        raise LoadError(f"{name} is a zip file without data.pkl, so torch.save did not write it; name another file")
+    if "byteorder" in records and (order := archive.read("byteorder")) != b"little":
+        raise _foreign_order(name, order)
     alignment = archive.read(".storage_alignment") if ".storage_alignment" in records else b""
     if alignment.isdigit() and 0 < int(alignment[:9]) != _ALIGNMENT:
         archive = replace(archive, alignment=int(alignment[:9]))
@@ -180,14 +183,6 @@ def _foreign_order(name: str, order: bytes) -> LoadError:
         f"{name} was written with the byte order {order!r}, which is not read here; read it with torch.load and save "
         "it again on a little-endian machine"
     )
-
-
-def _check_kind(archive: TorchArchive) -> None:
-    name, records = archive.name, archive.records
-    if "data.pkl" not in records:
-        raise LoadError(f"{name} is a zip file without data.pkl, so torch.save did not write it; name another file")
-    if "byteorder" in records and (order := archive.read("byteorder")) != b"little":
-        raise _foreign_order(name, order)
 
 
 @dataclass(frozen=True, slots=True)
@@ -379,7 +374,10 @@ def read_torch_file(
 
 
 def _unpickled(data: bytes, placeholders: Placeholders, safe_globals: Sequence[Any], *, trust: bool) -> Any:
-    _check_functions(data)
+    for function, kind in _UNSUPPORTED.items():
+        # Protocol 2, which torch.save uses, writes a global as "c" and two lines.
+        if f"ctorch._utils\n{function}\n".encode() in data:
+            raise _NoPlaceholderError(kind)
     if not trust:
         return _unpickle_restricted(data, placeholders, safe_globals)
     unpickler = _TrustingUnpickler(io.BytesIO(data), encoding="utf-8")
@@ -422,13 +420,6 @@ def _refusal(
 
 class _NoPlaceholderError(Exception):
     """The pickle makes a tensor that no placeholder can replace; the argument is its kind."""
-
-
-def _check_functions(data: bytes) -> None:
-    # Protocol 2, which torch.save uses, writes a global as "c" and two lines.
-    for function, kind in _UNSUPPORTED.items():
-        if f"ctorch._utils\n{function}\n".encode() in data:
-            raise _NoPlaceholderError(kind)
 
 
 def _unpickle_restricted(data: bytes, placeholders: Placeholders, safe_globals: Sequence[Any]) -> Any:
