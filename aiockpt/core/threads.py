@@ -341,14 +341,6 @@ async def run_each(function: Callable[[T], Awaitable[object]], items: Sequence[T
         raise error from error.__cause__
 
 
-def _step_back(nice: int) -> None:
-    """Lower the CPU priority of this thread."""
-    if nice and sys.platform == "linux":
-        with contextlib.suppress(OSError):  # not allowed here, and then not needed
-            thread = threading.get_native_id()
-            os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + nice)
-
-
 class DaemonThreads(Executor):
     """Daemon threads that run functions in order; each starts when it is first needed.
 
@@ -407,7 +399,10 @@ class DaemonThreads(Executor):
             self._threads.append(thread)
 
     def _serve(self, work: queue.SimpleQueue[_Task[Any] | None]) -> None:
-        _step_back(self._nice)
+        if self._nice and sys.platform == "linux":
+            with contextlib.suppress(OSError):  # not allowed here, and then not needed
+                thread = threading.get_native_id()
+                os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + self._nice)
         _thread.duty = self._duty
         while (task := work.get()) is not None:
             task.run()

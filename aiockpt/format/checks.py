@@ -185,62 +185,45 @@ def check_paths(paths: Mapping[str, ObjPath], containers: Sequence[Mapping[str, 
 # --- boxes: which of them overlap, and whether together they cover a tensor -----------------------------
 
 
-def overlapping(chunks: Sequence[Box], *, bounded: bool = False) -> list[tuple[int, int]]:
-    """Return the numbers of the chunks that overlap an earlier one, each with the number of one it overlaps.
+def overlap_in(boxes: Sequence[Box]) -> tuple[int, int] | None:
+    """Return the numbers of two boxes of one number of dimensions that overlap, the later one first; None if none do.
 
-    If ``bounded``, chunks of which very many are neighbours in every dimension raise `CorruptCheckpointError` instead.
+    Raise CorruptCheckpointError if very many are neighbours in every dimension.
     """
     first: dict[Box, int] = {}
-    found: list[tuple[int, int]] = []
-    for number, chunk in enumerate(chunks):
-        if 0 not in chunk[1] and (one := first.setdefault(chunk, number)) != number:
-            found.append((number, one))
-    dims = len(next(iter(first))[0]) if first else 0
-    # Chunks with another number of dimensions are refused elsewhere.
-    numbers = [number for (offsets, sizes), number in first.items() if len(offsets) == len(sizes) == dims]
-    numbers = [number for number in numbers if 0 not in chunks[number][1]]
-    if dims and len(numbers) > 1:
-        found += _swept([chunks[number] for number in numbers], numbers, bounded=bounded)
-    return sorted(found)
-
-
-def _swept(chunks: Sequence[Box], numbers: Sequence[int], *, bounded: bool) -> list[tuple[int, int]]:
-    """Compare each chunk with those that begin before it ends, along the dimension where these are the fewest."""
-    begins = [np.array(column, np.int64) for column in zip(*(offsets for offsets, _ in chunks), strict=True)]
-    counts = [np.array(column, np.int64) for column in zip(*(sizes for _, sizes in chunks), strict=True)]
-    ends = list(map(np.add, begins, counts))
-    orders = [np.argsort(at, kind="stable") for at in begins]
+    for number, box in enumerate(boxes):
+        if 0 not in box[1] and (one := first.setdefault(box, number)) != number:
+            return number, one
+    if len(first) < 2 or not boxes[0][0]:
+        return None
+    # Each box is compared with those that begin before it ends, along the dimension where these are the fewest.
+    begins, counts = (np.array([box[part] for box in first], np.int64).T for part in (0, 1))
+    ends = begins + counts
+    orders = np.argsort(begins, axis=1, kind="stable")
     reaches = [np.searchsorted(a[order], z[order]) for a, z, order in zip(begins, ends, orders, strict=True)]
     along = min(range(len(begins)), key=lambda dim: int(reaches[dim].sum()))
     order, reach = orders[along], reaches[along]
-    comparisons = (int(reach.sum()) - len(chunks) * (len(chunks) + 1) // 2) * len(begins)
-    if bounded and comparisons > _LEAST_COMPARISONS + _COMPARISONS_PER_CHUNK * len(chunks):
+    comparisons = (int(reach.sum()) - len(first) * (len(first) + 1) // 2) * len(begins)
+    if comparisons > _LEAST_COMPARISONS + _COMPARISONS_PER_CHUNK * len(first):
         raise CorruptCheckpointError(
-            f"its {len(chunks)} chunks are neighbours in so many dimensions that comparing them would take too long; "
+            f"its {len(first)} chunks are neighbours in so many dimensions that comparing them would take too long; "
             "its metadata is damaged, or hostile"
         )
-    others = [(begins[dim][order], ends[dim][order]) for dim in range(len(begins)) if dim != along]
-    reported = np.zeros(len(chunks), bool)
-    found: list[tuple[int, int]] = []
-    for at in np.flatnonzero(reach > np.arange(1, len(chunks) + 1)).tolist():
+    numbers, begins, ends = [*first.values()], begins[:, order], ends[:, order]
+    for at in np.flatnonzero(reach > np.arange(1, len(first) + 1)).tolist():
         beside = slice(at + 1, int(reach[at]))
-        meet = ~reported[beside]
-        for begin, end in others:
-            meet &= (begin[beside] < end[at]) & (end[beside] > begin[at])
-        for other in (np.flatnonzero(meet) + beside.start).tolist():
-            one, two = sorted((numbers[order[at]], numbers[order[other]]))
-            found.append((two, one))
-            reported[other] = True
-    return found
+        meet = ((begins[:, beside] < ends[:, at, None]) & (ends[:, beside] > begins[:, at, None])).all(0)
+        if meet.any():
+            pair = numbers[order[at]], numbers[order[at + 1 + int(meet.argmax())]]
+            return max(pair), min(pair)
+    return None
 
 
 class Cover(NamedTuple):
     """How boxes cover a tensor."""
 
     error: str = ""  # how they fail to cover each element once
-    wrong: tuple[
-        int, ...
-    ] = ()  # the number of a box that lies outside, or of two that overlap, as far as they are known
+    wrong: tuple[int, ...] = ()  # the number of a box that lies outside, or of two that overlap, if they are known
     lacking: int = 0  # elements
 
 
@@ -263,7 +246,7 @@ def cover_of(shape: tuple[int, ...], boxes: Sequence[Box], *, is_part: bool = Fa
         if all(begin + size <= after for (begin, size), (after, _) in pairwise(cuts)):
             return Cover()
     try:
-        overlaps = overlapping(boxes, bounded=True)
+        overlap = overlap_in(boxes)
     except CorruptCheckpointError:
         return Cover("are cut in too many ways to be those of")
-    return Cover("overlap in", overlaps[0]) if overlaps else Cover()
+    return Cover("overlap in", overlap) if overlap else Cover()

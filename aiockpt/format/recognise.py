@@ -181,13 +181,16 @@ def _recognise_loose(files: Mapping[str, int], top: Sequence[str], fetch: Fetch,
         if not alone.is_checkpoint:  # by its contents
             return Recognised(problem=f"{printable_key(members[0])}: {alone.problem}")
         if not below:
-            return _loose_set(members, files, SafetensorsFiles if isinstance(alone, SafetensorsFiles) else TorchFiles)
+            kind = SafetensorsFiles if isinstance(alone, SafetensorsFiles) else TorchFiles
+            problem = _problem_of_set(members)
+            if not problem and f"{members[0]}.aria2" in files:
+                name = printable_key(members[0])
+                problem = f"{name} is not downloaded to its end: {members[0]}.aria2 is beside it"
+            return kind(problem=problem, files=members, beside=_beside(files, members))
     if parts:
         return Recognised(format="aiockpt", choices=tuple(sorted(parts)))
     choices = tuple(_checkpoints_in(files))
-    problem = "" if choices else _foreign_directory(files) or _of_others(sizes, fetch) or _companions_alone(top)
-    problem = problem or ("" if choices else _parts_by_others(top))
-    return Recognised(choices=choices, problem=problem)
+    return Recognised(choices=choices, problem="" if choices else _what_else(files, sizes, top, fetch))
 
 
 def _indexed(index: str, files: Mapping[str, int], fetch: Fetch) -> Recognised:
@@ -202,15 +205,6 @@ def _indexed(index: str, files: Mapping[str, int], fetch: Fetch) -> Recognised:
     missing = [name for name in members if name not in files]
     problem = f"it lacks its file {printable_key(missing[0])}" if missing else ""
     return kind(problem=problem, files=members, index=index, beside=_beside(files, [*members, index]))
-
-
-def _loose_set(
-    members: tuple[str, ...], files: Collection[str], kind: type[SafetensorsFiles | TorchFiles]
-) -> Recognised:
-    problem = _problem_of_set(members)
-    if not problem and f"{members[0]}.aria2" in files:
-        problem = f"{printable_key(members[0])} is not downloaded to its end: {members[0]}.aria2 is beside it"
-    return kind(problem=problem, files=members, beside=_beside(files, members))
 
 
 def _beside(files: Iterable[str], read: Collection[str]) -> tuple[str, ...]:
@@ -297,25 +291,6 @@ def _is_other_program(name: str, size: int, fetch: Fetch) -> bool:
     return begin[:4] != ZIP_MAGIC and LEGACY_MAGIC[:8] not in begin and not is_safetensors(begin)
 
 
-def _of_others(files: Mapping[str, int], fetch: Fetch) -> str:
-    """Return what the first file at the top is that has a name of torch.save and is known to be something else."""
-    names = sorted(name for name in files if "/" not in name and _is_other_program(name, files[name], fetch))
-    found = ((name, recognise_file(name, files[name], fetch).problem) for name in names)
-    return next((f"{printable_key(name)}: {problem}" for name, problem in found if problem), "")
-
-
-def _companions_alone(top: Iterable[str]) -> str:
-    """Return that a directory has nothing but what is stored beside a model; empty if it has not even that."""
-    names = [printable_key(name) for name in sorted(top) if _COMPANION.fullmatch(name)]
-    return f"it holds {some_of(names, _MOST_SHOWN)}, which is stored beside a model, but no model" if names else ""
-
-
-def _parts_by_others(top: Iterable[str]) -> str:
-    """Return which file has a number of parts behind the end of its name, as no program reads it; empty if none has."""
-    names = [printable_key(name) for name in sorted(top) if _PART_BEHIND.fullmatch(name)]
-    return f"{names[0]} is one of several parts by its name: put the numbers before the ending" if names else ""
-
-
 def _folders_with_checkpoints(files: Iterable[str]) -> set[str]:
     """Return the directories right below that hold checkpoints, by the names of their files."""
     parts = [name.split("/") for name in files if not _DEEPSPEED.fullmatch(name)]
@@ -354,8 +329,8 @@ def _checkpoints_in(files: Iterable[str]) -> list[str]:
     return sorted((name for name in found if not _DEEPSPEED.search(name)), key=naturally, reverse=True)
 
 
-def _foreign_directory(files: Iterable[str]) -> str:
-    """Return which other program's checkpoint a directory is; empty if that is not known."""
+def _what_else(files: Collection[str], sizes: Mapping[str, int], top: Iterable[str], fetch: Fetch) -> str:
+    """Return what a directory without a checkpoint is; empty if nothing tells. Only ``sizes`` has other programs'."""
     if any(map(_DEEPSPEED.fullmatch, files)):
         return (
             "it is a checkpoint of DeepSpeed, whose parts are not supported: load it with DeepSpeed, and save it, or "
@@ -363,6 +338,13 @@ def _foreign_directory(files: Iterable[str]) -> str:
         )
     if any(name.rpartition("/")[2] in ("_CHECKPOINT_METADATA", "manifest.ocdbt") for name in files):
         return "it is a checkpoint of Orbax, which is not supported: restore it with Orbax, and save it"
+    for name in sorted(name for name in sizes if "/" not in name and name not in files):
+        if problem := recognise_file(name, sizes[name], fetch).problem:
+            return f"{printable_key(name)}: {problem}"
+    if names := [printable_key(name) for name in sorted(top) if _COMPANION.fullmatch(name)]:
+        return f"it holds {some_of(names, _MOST_SHOWN)}, which is stored beside a model, but no model"
+    if names := [printable_key(name) for name in sorted(top) if _PART_BEHIND.fullmatch(name)]:
+        return f"{names[0]} is one of several parts by its name: put the numbers before the ending"
     return ""
 
 

@@ -21,7 +21,7 @@ from aiockpt.core.machine import BLOCK_BYTES, cores
 from aiockpt.core.spans import span
 from aiockpt.core.threads import run_each
 from aiockpt.errors import AiockptError, LoadError, printable, sanitize_error
-from aiockpt.format.item.objects import ScalarDecoder, decode_object
+from aiockpt.format.item.objects import decode_object
 from aiockpt.format.item.tensor_item import parse_tensor_item
 from aiockpt.planning.collective.sharing import CELL_BYTES, SMALL_CELL_BYTES, Cell
 from aiockpt.planning.layout import align_up
@@ -113,7 +113,6 @@ class ReadExecutor:
 
     def __post_init__(self) -> None:
         self._framing = FramingReader(self._source, self._path, verify=self._options.verify)
-        self._scalars = ScalarDecoder()
         self._local = threading.local()
         self._lock = threading.Lock()  # of the reads' counters, and the report
 
@@ -455,12 +454,7 @@ class ReadExecutor:
         data = memoryview(self._source.read_bytes(run[0].place.file, begin, end - begin))
         for read in run:
             start = read.place.offset - begin
-            blob = data[start : start + read.place.length]
-            scalar = self._scalars.decode(blob)
-            if scalar is None:
-                self._decode(read, bytes(blob))
-            else:
-                (read.value,) = scalar
+            self._decode(read, bytes(data[start : start + read.place.length]))
 
     def _decode(self, read: ObjectRead, blob: bytes) -> None:
         options = self._options

@@ -249,7 +249,10 @@ def sample_point_of(name: str, leaf: int, tensor: torch.Tensor, part: torch.Tens
     step = (numel - length) // number
     begin = int(chance * (numel - length - (number - 1) * step + 1))
     plain = plain_memory(part)
-    dense = plain if plain.is_contiguous() else _in_memory_order(plain)
+    dense = plain
+    if not plain.is_contiguous():  # its dimensions in their order in memory: contiguous, if it has no holes
+        stride = plain.stride()
+        dense = plain.permute(sorted(range(plain.dim()), key=lambda d: (-stride[d], d)))
     if dense.is_contiguous():
         indices = None
         dense = dense.as_strided((number, length), (step, 1), part.storage_offset() + begin)
@@ -260,9 +263,3 @@ def sample_point_of(name: str, leaf: int, tensor: torch.Tensor, part: torch.Tens
     return SamplePoint(
         leaf, tensor, part, view, indices, number, length, view.data_ptr() - part.data_ptr(), reach_bytes(part)
     )
-
-
-def _in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
-    """Permute a tensor's dimensions to their order in memory: contiguous, if it has no holes."""
-    stride = tensor.stride()
-    return tensor.permute(sorted(range(tensor.dim()), key=lambda d: (-stride[d], d)))

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 import aiockpt
 from aiockpt.format.item.objects import decode_object, encode_object
-from aiockpt.format.pickle.guard import _Guard
+from aiockpt.format.pickle.guard import Guard
 from tests.examples import examples
 from tests.hostile_inputs import OBJECT_BOMBS, pickle_of, zipped
 from tests.states import assert_same
@@ -183,7 +183,7 @@ def test_containers_nested_as_deep_as_python_can_pickle_them_pass() -> None:
 
 
 def test_the_cost_of_empty_tuples_is_that_of_one() -> None:
-    guard = _Guard(b"\x80\x02(" + b")" * 1000 + b"t.", {}, ())
+    guard = Guard(b"\x80\x02(" + b")" * 1000 + b"t.", {}, ())
     assert len(set(map(id, guard.run().items))) == 1
 
 

@@ -84,7 +84,7 @@ def test_items_that_differ_in_their_payload_alone() -> None:
         _, wrong = checker.check(memoryview(stored(torch.arange(i, i + 9).float())), is_tensor=True)
         assert wrong == []
     assert len(crcs) == 5
-    assert len(checker._tensors) == 2
+    assert len(checker._templates._templates) == 2
 
 
 def test_our_own_framing_is_sound() -> None:

@@ -1,42 +1,31 @@
 """Unpickling plain data without Python's unpickler or torch's: such objects need no permission to be loaded.
 
 NumPy arrays and scalars, paths, decimals, deques, counters, namespaces and the like are built by rules that check every
-argument; no global that a pickle names is imported. `aiockpt.format.pickle.guard` has bounded the cost before.
+argument; no global that a pickle names is imported. `aiockpt.format.pickle.guard` charges the cost of each before.
 """
 
 from __future__ import annotations
 
-import _codecs
 import argparse
-import builtins
 import collections
-import datetime
-import decimal
 import enum
+import importlib
 import io
 import math
 import pathlib
 import re
 import sys
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
+from aiockpt.core.gc_pause import gc_pause
 from aiockpt.format.dtypes import DTYPES
-from aiockpt.format.pickle.guard import check_object_pickle
-from aiockpt.format.pickle.machine import (
-    Handler,
-    Machine,
-    PickleError,
-    dict_handlers,
-    handler_table,
-    list_handlers,
-    push_new,
-    tuple_handlers,
-)
+from aiockpt.format.pickle.guard import CALLS, PATHS, Guard, Opaque, PickledValue, RefusedByTorch, Unbuilt, value_of
+from aiockpt.format.pickle.machine import PickleError
 
 _DTYPE = re.compile(r"[biufcSUVOMm]\d{0,10}")
 _UNITS = frozenset({"Y", "M", "W", "D", "h", "m", "s", "ms", "us", "ns", "ps", "fs", "as", "generic"})
@@ -45,35 +34,31 @@ _MAX_DIMS = 32
 _reconstruct: Any = np.zeros(0).__reduce__()[0]
 _scalar: Any = np.float64(0).__reduce__()[0]
 
-_BUILTINS = "bool int float complex str bytes bytearray list tuple dict set frozenset range slice"
-_COLLECTIONS = ("deque", "defaultdict", "OrderedDict", "Counter")
-_PATHS = ("PurePosixPath", "PureWindowsPath", "PosixPath", "WindowsPath")
+
+def _standard(name: str) -> Any:
+    module, _, last = name.replace("pathlib._local", "pathlib").rpartition(".")
+    return getattr(importlib.import_module(module), last)
+
+
+_STANDARD = {name: _standard(name) for name in CALLS if not name.startswith(("numpy.", "torch."))}
 _GLOBALS: dict[str, Any] = {
-    **{f"builtins.{name}": getattr(builtins, name) for name in _BUILTINS.split()},
-    **{f"collections.{name}": getattr(collections, name) for name in _COLLECTIONS},
-    **{f"datetime.{name}": getattr(datetime, name) for name in ["date", "datetime", "time", "timedelta", "timezone"]},
-    **{f"{module}.{name}": getattr(pathlib, name) for module in ("pathlib", "pathlib._local") for name in _PATHS},
+    **_STANDARD,
     **{f"numpy.{core}.multiarray._reconstruct": _reconstruct for core in ("core", "_core")},
     **{f"numpy.{core}.multiarray.scalar": _scalar for core in ("core", "_core")},
     **{f"torch.{name}": dtype for name, dtype in DTYPES.items()},
     "numpy.ndarray": np.ndarray,
     "numpy.dtype": np.dtype,
-    "decimal.Decimal": decimal.Decimal,
     "builtins.getattr": getattr,
-    "argparse.Namespace": argparse.Namespace,
-    "types.SimpleNamespace": types.SimpleNamespace,
-    "_io.BytesIO": io.BytesIO,
-    "_codecs.encode": _codecs.encode,
     "torch.Size": torch.Size,
     "torch.device": torch.device,
 }
-_TORCH_ONLY = frozenset(name for name in _GLOBALS if name.startswith("torch."))
-HARMLESS_NAMES = frozenset(_GLOBALS) - _TORCH_ONLY
+HARMLESS_NAMES = frozenset(name for name in _GLOBALS if not name.startswith("torch."))
 """The full names of the globals that are built here."""
 # A path of another system can't be instantiated here.
 _FOREIGN_PATH = pathlib.WindowsPath if sys.platform != "win32" else pathlib.PosixPath
-_STANDARD = {kind: None for name, kind in _GLOBALS.items() if not name.startswith(("numpy.", "torch."))}
-HARMLESS = tuple(kind for kind in _STANDARD if isinstance(kind, type) and kind is not _FOREIGN_PATH)
+HARMLESS = tuple(
+    kind for kind in dict.fromkeys(_STANDARD.values()) if isinstance(kind, type) and kind is not _FOREIGN_PATH
+)
 """Types of the standard library whose construction runs no code of the pickle's choice."""
 
 
@@ -81,70 +66,102 @@ class UnknownMemberError(Exception):
     """A pickle names a member that an allowed Enum class no longer has."""
 
 
-class Opaque:
-    """Stands for what a pickle makes by a global that is not permitted: nothing of it was run."""
-
-    __slots__ = ("name",)
-    __hash__ = None  # type: ignore[assignment]
-
-    def __init__(self, name: str) -> None:
-        self.name = name  # of the global
-
-
-class _Unbuilt:
-    """A dtype or an array whose state is still to come."""
-
-    __slots__ = ("at", "text")
-
-    def __init__(self, text: str | None, at: int) -> None:
-        self.text = text  # the name of a dtype; None for an array
-        self.at = at  # its index in the memo, if it is there
-
-
-class _Builder(Machine):
-    """Builds the value of a pickle that the guard has accepted."""
+class _Builder(Guard):
+    """Makes the values of a pickle by rules that check every argument."""
 
     def __init__(
         self,
         data: bytes,
         allowed: Mapping[str, Any],
         named: Mapping[str, Any],
+        storages: Mapping[str, int],
         load: Callable[[Any], Any] | None,
         lenient: bool,
     ) -> None:
-        super().__init__(data, self._find, load, _HANDLERS)
-        self.unbuilt = 0
+        super().__init__(data, storages, HARMLESS_NAMES | allowed.keys() | named.keys())
+        self._load = load
         self._lenient = lenient
-        # Values that hold opaque ones, and one of these, by id: kept alive, so that nothing else has their id.
-        self._holders: dict[int, tuple[Any, Opaque]] = {}
         self._names = {**named, **allowed}
         self.allowed = frozenset(map(id, allowed.values()))
 
-    def _find(self, module: str, name: str) -> Any:
-        module = {"__builtin__": "builtins", "copy_reg": "copyreg"}.get(module, module)
-        name = "range" if (module, name) == ("builtins", "xrange") else name
-        full = f"{module}.{name}"
-        found = _GLOBALS.get(full, self._names.get(full))
+    def find_value(self, name: str) -> Any:
+        found = _GLOBALS.get(name, self._names.get(name))
         if found is None and not self._lenient:
-            raise PickleError(f"{full} is no plain data")
-        return Opaque(full) if found is None else found
+            raise PickleError(f"{name} is no plain data")
+        return Opaque(name) if found is None else found
 
-    def opaque_in(self, *values: Any) -> Opaque | None:
-        """Return an opaque value among or inside of these, if there is one."""
-        for value in values:
-            if type(value) is Opaque:
-                return value
-            if id(value) in self._holders:
-                return self._holders[id(value)][1]
-        return None
+    def load_storage(self, pid: Any) -> Any:
+        if self._load is None:
+            raise PickleError("the pickle refers to something outside itself")
+        return self._load(pid)
 
-    def note(self, target: Any, values: Iterable[Any]) -> None:
-        """Note that a value gets others, before it does; code that is permitted is given no opaque ones."""
-        found = self.opaque_in(*values) if self._lenient else None
-        if found is not None:
-            if id(type(target)) in self.allowed:
-                raise PickleError("a permitted object holds one that is not")
-            self._holders[id(target)] = target, found
+    def call(self, function: Any, args: tuple[Any, ...], *, is_new: bool) -> Any:
+        if id(function) in self.allowed:
+            # A new object is made without __init__, as pickle does.
+            return function.__new__(function, *args) if is_new and isinstance(function, type) else function(*args)
+        if id(function) not in _CALLABLE:
+            raise PickleError("a call of something that is not a function")
+        rule = _RULES.get(function)
+        return function(*args) if rule is None else rule(self, function, *args)
+
+    def extend(self, items: list[Any]) -> None:
+        super().extend(items)
+        if self._is_made(_LISTS, "something is added to what is no list"):
+            self.stack[-1].value.extend(map(value_of, items))
+
+    def update(self, items: list[Any]) -> None:
+        super().update(items)
+        if self._is_made(_DICTS, "keys and values for what is no dict"):
+            made = self.stack[-1].value
+            for key, item in zip(items[::2], items[1::2], strict=True):
+                if isinstance(key, PickledValue) and key.refused:
+                    made[_OPAQUE_KEY] = Opaque(key.refused)
+                else:
+                    made[value_of(key)] = value_of(item)
+
+    def _is_made(self, kinds: Collection[type], error: str) -> bool:
+        """Return whether the container on top of the stack can get items, unless it is refused."""
+        kind = type(self.stack[-1].value)
+        if kind is Opaque:
+            return False
+        if kind not in kinds and id(kind) not in self.allowed:
+            raise PickleError(error)
+        self._check_permitted(self.stack[-1])
+        return True
+
+    def _check_permitted(self, target: PickledValue) -> None:
+        """Give code that is permitted no opaque values."""
+        if target.refused and id(type(target.value)) in self.allowed:
+            raise PickleError("a permitted object holds one that is not")
+
+    def set_state(self, target: PickledValue, state: Any) -> None:
+        value = target.value
+        self._check_permitted(target)
+        if type(value) is Opaque:
+            return
+        if type(value) is Unbuilt:
+            target.value = _array_of(*state) if value.text is None else _dtype_of(value.text, state)
+        elif type(value) in (argparse.Namespace, types.SimpleNamespace):
+            if type(state) is not dict or not set(map(type, state)) <= {str}:
+                raise PickleError("a namespace of something other than names")
+            vars(value).update(state)
+        elif (
+            type(value) is collections.OrderedDict
+            and type(state) is dict
+            and state.keys() <= {"_metadata"}  # of a module's state dict
+            and not target.refused
+        ):
+            vars(value).update(state)
+        elif type(value) is io.BytesIO:
+            data, position, attributes = state
+            if type(data) is not bytes or type(position) is not int or attributes is not None or position < 0:
+                raise PickleError("a BytesIO of something other than bytes and a position")
+            value.write(data)
+            value.seek(position)
+        elif id(type(value)) in self.allowed and not isinstance(value, enum.Enum):  # all of the process shares members
+            _set_state(value, state)
+        else:
+            raise PickleError("a state for what has none")
 
 
 def build_harmless(
@@ -166,22 +183,18 @@ def build_harmless(
         load: returns the storage of a persistent id.
         lenient: build `Opaque` values of all other globals.
     """
-    named = named or {}
-    needs = check_object_pickle(data, storages or {}, HARMLESS_NAMES | allowed.keys() | named.keys())
-    if (needs.names and not lenient) or not needs.is_complete:
-        raise needs.error or PickleError("it names something other than plain data")
-    machine = _Builder(data, allowed, named, load, lenient)
+    machine = _Builder(data, allowed, named or {}, storages or {}, load, lenient)
     try:
-        value = machine.run()
+        with gc_pause():  # collections would walk through all values so far, again and again
+            return value_of(machine.run())
+    except RefusedByTorch:
+        raise PickleError("it names something other than plain data") from None
     except (PickleError, UnknownMemberError):
         raise
     except Warning:  # the program turns warnings into errors
         raise
     except Exception as exc:  # the constructors refuse what they can't take in ways of their own
         raise PickleError(f"{type(exc).__name__}: {exc}") from exc
-    if machine.unbuilt:
-        raise PickleError("an array or a dtype without its state")
-    return value
 
 
 # --- calls ------------------------------------------------------------------------------------------
@@ -197,18 +210,16 @@ def _empty(_m: _Builder, kind: Any) -> Any:
     return kind()
 
 
-def _new_dtype(m: _Builder, _kind: Any, text: Any, *_flags: Any) -> Any:
+def _new_dtype(_m: _Builder, _kind: Any, text: Any, *_flags: Any) -> Any:
     if type(text) is not str or _DTYPE.fullmatch(text) is None:
         raise PickleError("an invalid dtype")
-    m.unbuilt += 1
-    return _Unbuilt(text, len(m.memo))
+    return Unbuilt(text)
 
 
-def _new_array(m: _Builder, _function: Any, kind: Any, _shape: Any, _code: Any) -> Any:
+def _new_array(_m: _Builder, _function: Any, kind: Any, _shape: Any, _code: Any) -> Any:
     if kind is not np.ndarray:
         raise PickleError("an array of another class")
-    m.unbuilt += 1
-    return _Unbuilt(None, len(m.memo))
+    return Unbuilt()
 
 
 def _new_scalar(_m: _Builder, _function: Any, dtype: Any, data: Any) -> Any:
@@ -241,7 +252,7 @@ def _member(m: _Builder, _function: Any, kind: Any, name: Any) -> Any:
 
 _RULES: dict[Any, Callable[..., Any]] = {
     getattr: _member,
-    **{getattr(pathlib, name): _path for name in _PATHS},
+    **{getattr(pathlib, name): _path for name in PATHS},
     argparse.Namespace: _empty,
     types.SimpleNamespace: _empty,
     io.BytesIO: _empty,
@@ -252,77 +263,7 @@ _RULES: dict[Any, Callable[..., Any]] = {
 }
 
 
-def _call(m: _Builder, at: int) -> int:
-    args, function = m.stack.pop(), m.stack[-1]
-    found = m.opaque_in(function, args)
-    m.stack[-1] = _result(m, function, _args(args)) if found is None else Opaque(found.name)
-    return at
-
-
-def _new(m: _Builder, at: int) -> int:
-    args, kind = m.stack.pop(), m.stack[-1]
-    if (found := m.opaque_in(kind, args)) is not None:
-        m.stack[-1] = Opaque(found.name)
-    elif id(kind) in m.allowed and isinstance(kind, type):
-        m.stack[-1] = kind.__new__(kind, *_args(args))  # without __init__, as pickle does
-    else:
-        m.stack[-1] = _result(m, kind, _args(args))
-    return at
-
-
-def _args(args: Any) -> Any:
-    if type(args) is not tuple or any(type(arg) is _Unbuilt for arg in args):
-        raise PickleError("a call without a tuple of arguments")
-    return args
-
-
-def _result(m: _Builder, function: Any, args: tuple[Any, ...]) -> Any:
-    if id(function) in m.allowed:
-        return function(*args)
-    if id(function) not in _CALLABLE:
-        raise PickleError("a call of something that is not a function")
-    rule = _RULES.get(function)
-    return function(*args) if rule is None else rule(m, function, *args)
-
-
 # --- states -----------------------------------------------------------------------------------------
-
-
-def _build(m: _Builder, at: int) -> int:
-    state, target = m.stack.pop(), m.stack[-1]
-    m.note(target, (state,))
-    if type(target) is Opaque:
-        pass
-    elif type(target) is _Unbuilt:
-        built = _array_of(*state) if target.text is None else _dtype_of(target.text, state)
-        m.unbuilt -= 1
-        m.note(built, (state,))
-        # NumPy's arrays and dtypes are put into the memo before they get their state: later references must find them.
-        if target.at < len(m.memo) and m.memo[target.at] is target:
-            m.memo[target.at] = built
-        m.stack[-1] = built
-    elif type(target) in (argparse.Namespace, types.SimpleNamespace):
-        if type(state) is not dict or not set(map(type, state)) <= {str}:
-            raise PickleError("a namespace of something other than names")
-        vars(target).update(state)
-    elif (
-        type(target) is collections.OrderedDict
-        and type(state) is dict
-        and state.keys() <= {"_metadata"}
-        and m.opaque_in(state) is None
-    ):
-        vars(target).update(state)  # of a module's state dict
-    elif type(target) is io.BytesIO:
-        data, position, attributes = state
-        if type(data) is not bytes or type(position) is not int or attributes is not None or position < 0:
-            raise PickleError("a BytesIO of something other than bytes and a position")
-        target.write(data)
-        target.seek(position)
-    elif id(type(target)) in m.allowed and not isinstance(target, enum.Enum):  # all of the process shares members
-        _set_state(target, state)
-    else:
-        raise PickleError("a state for what has none")
-    return at
 
 
 def _set_state(target: Any, state: Any) -> None:
@@ -408,62 +349,7 @@ def _array_of(_version: Any, shape: Any, dtype: Any, is_fortran: Any, data: Any)
     return np.frombuffer(data, dtype=dtype).reshape(shape, order=order).copy(order="K")
 
 
-# --- opcodes ----------------------------------------------------------------------------------------
-
-
-def _extend(m: _Builder, values: list[Any]) -> None:
-    if type(m.stack[-1]) is Opaque:
-        return
-    if type(m.stack[-1]) not in (list, collections.deque) and id(type(m.stack[-1])) not in m.allowed:
-        raise PickleError("something is added to what is no list")
-    m.note(m.stack[-1], values)
-    m.stack[-1].extend(values)
-
-
-def _update(m: _Builder, items: list[Any]) -> None:
-    target = m.stack[-1]
-    if type(target) is Opaque:
-        return
-    if not (type(target) in _DICTS or id(type(target)) in m.allowed) or len(items) % 2:
-        raise PickleError("keys and values for what is no dict")
-    m.note(target, items)
-    for number in range(0, len(items), 2):
-        found = m.opaque_in(items[number])
-        target[items[number] if found is None else _OPAQUE_KEY] = items[number + 1] if found is None else found
-
-
-def _tuple(push: Handler) -> Handler:
-    def push_noted(m: _Builder, at: int) -> int:
-        at = push(m, at)
-        m.note(m.stack[-1], m.stack[-1])
-        return at
-
-    return push_noted
-
-
-def _get(width: int) -> Handler:
-    def push(m: _Builder, at: int) -> int:
-        value = m.memo[int.from_bytes(m.data[at : at + width], "little")]
-        if type(value) is _Unbuilt:
-            raise PickleError("an array or a dtype is used before it has its state")
-        m.stack.append(value)
-        return at + width
-
-    return push
-
-
 _OPAQUE_KEY = "(a key that needs permission)"
+_LISTS = (list, collections.deque)
 _DICTS = (dict, collections.OrderedDict, collections.defaultdict, collections.Counter)
 _CALLABLE = frozenset(id(value) for value in _GLOBALS.values() if not isinstance(value, torch.dtype)) - {id(np.ndarray)}
-_OWN: dict[str, Handler] = {
-    "\x8f": push_new(set),
-    **{code: _tuple(push) for code, push in tuple_handlers(tuple).items()},
-    **list_handlers(_extend),
-    **dict_handlers(_update),
-    "h": _get(1),
-    "j": _get(4),
-    "R": _call,
-    "\x81": _new,
-    "b": _build,
-}
-_HANDLERS = handler_table(_OWN, shared="\x80.(N\x88\x89KMJ\x8aGX)]}qrcQ")

@@ -21,16 +21,14 @@ from aiockpt.core.forks import ModuleLock
 from aiockpt.errors import CorruptCheckpointError, LoadError, SaveError, UnsafeCheckpointError
 from aiockpt.format.item.harmless import HARMLESS, HARMLESS_NAMES, UnknownMemberError, build_harmless, is_no_member
 from aiockpt.format.item.item_framing import pickle_framing
-from aiockpt.format.item.tensor_item import ItemChecker
 from aiockpt.format.item.ziparchive import Framing, FramingError, read_archive
-from aiockpt.format.pickle.guard import check_object_pickle, torch_names
-from aiockpt.format.pickle.machine import PickleError, read_pickle
+from aiockpt.format.pickle.guard import check_object_pickle, torch_globals
+from aiockpt.format.pickle.machine import PickleError
 
 _IMMUTABLE = frozenset({int, float, bool, complex, str, bytes, type(None)})
 _SCALARS = frozenset({int, float, bool, str, type(None)})
-_SHORT_BYTES = (
-    8 << 10
-)  # pickles of scalars, and of lists of them, up to this size are framed here: `torch.save` is slow
+# Pickles of scalars, and of lists of them, up to this size are framed here: `torch.save` is slow.
+_SHORT_BYTES = 8 << 10
 _INTERPRETED_BYTES = 256 << 10  # longer pickles take too long to interpret
 _framings: dict[int, Framing] = {}  # of scalars, by length of the pickle
 _allow_list_lock = ModuleLock()  # torch's allow-list is global to the process
@@ -166,28 +164,6 @@ def _needs_torch(each: Any) -> bool:
     return module.partition(".")[0] == "torch" and each not in (torch.dtype, torch.device, torch.Size)
 
 
-class ScalarDecoder:
-    """Decodes numbers, texts and None without ``torch.load``; the framing of most of them was seen before."""
-
-    def __init__(self) -> None:
-        self._checker = ItemChecker()
-
-    def decode(self, blob: memoryview) -> tuple[Any] | None:
-        """Decode an item; return None if it is anything else or damaged, which `decode_object` reports."""
-        try:
-            data = self._checker.object_pickle(blob)
-            if data is None:
-                return None
-            value = read_pickle(data, _refuse_global)
-        except (FramingError, PickleError):
-            return None
-        return (value,) if type(value) in _SCALARS else None
-
-
-def _refuse_global(module: str, name: str) -> Any:
-    raise PickleError(f"{module}.{name} is no scalar")
-
-
 def decode_object(
     name: str,
     blob: bytes,
@@ -205,13 +181,13 @@ def decode_object(
         records = read_archive(blob)
     except FramingError as exc:
         raise CorruptCheckpointError(f"the object {name} is damaged: {exc}") from exc
-    if not trust:
+    if not trust and not _storages(records):
         try:
             data = _pickle_of(records)
             return build_harmless(data, named_globals((*safe_globals, *_enums(data, member_of))))
         except UnknownMemberError as exc:
             raise LoadError(f"the object {name} can't be made: {exc}") from None
-        except PickleError:  # it holds tensors, or torch has the better message
+        except PickleError:  # torch has the better message
             pass
     try:
         with extended_allow_list(safe_globals):
@@ -393,7 +369,7 @@ def needed_for(blob: bytes, foreign: Mapping[str, bool]) -> Permission:
     data = _pickle_of(records)
     if len(data) <= _INTERPRETED_BYTES:
         return _permission(data, _storages(records))
-    known = {*allowed_names(), *torch_names()}
+    known = {*allowed_names(), *torch_globals()}
     if any(_may_have(name) for name, is_named in foreign.items() if is_named):
         known.add(_GETATTR)
     names = tuple(name for name, is_named in foreign.items() if is_named and name not in known)

@@ -193,9 +193,6 @@ class TemplateCache(Generic[T]):
         self._prefix_bytes: dict[int, int] = {}  # by length of the item, as of the last that was added
         self._templates: dict[tuple[bytes, int], T] = {}
 
-    def __len__(self) -> int:
-        return len(self._templates)
-
     def find(self, item: memoryview) -> T | None:
         length = len(item)
         return self._templates.get((bytes(item[: self._prefix_bytes.get(length, 0)]), length))
@@ -237,8 +234,6 @@ _LENGTHS = struct.Struct("<3H")  # of the name, extra fields and comment of an e
 _DESCRIPTOR_FLAG = 8
 _DIRECTORY_FLAG = 16
 _DESCRIPTOR = b"PK\7\10"
-_SMALL_BYTES = 4096  # objects up to this size become templates
-_MOST_TEMPLATES = 4096
 _LEGACY = b"\x80\x02\x8a"  # the beginning of files of torch < 1.6
 
 
@@ -340,7 +335,7 @@ def _checked_record(record: Record, length: int, fetch: Callable[[int, int], byt
 class _Template:
     """An item without its payload and serialization id: the only records that differ between items framed alike."""
 
-    tensor: TensorItem | None
+    tensor: TensorItem
     payload: CheckedRecord
     varying: tuple[CheckedRecord, ...]  # the records that differ, payload included
     fixed: tuple[tuple[int, bytes], ...]  # offsets and bytes of the rest, from the payload on
@@ -361,14 +356,13 @@ class ItemChecker:
     """Checks many items whose bytes are in memory; the framing of most of them was seen before."""
 
     def __init__(self) -> None:
-        self._tensors = TemplateCache[_Template]()
-        self._objects = TemplateCache[_Template]()
+        self._templates = TemplateCache[_Template]()
 
     def check(self, item: memoryview, *, is_tensor: bool) -> tuple[Framed, list[CheckedRecord]]:
         """Check a whole item; return its framing, and the records that do not match their CRC."""
-        template = self._tensors.find(item) if is_tensor else None
+        template = self._templates.find(item) if is_tensor else None
         if template is not None and template.matches(item):
-            tensor = template.tensor and with_crc(template.tensor, item, template.payload.crc_at[0])
+            tensor = with_crc(template.tensor, item, template.payload.crc_at[0])
             return Framed(tensor, (template.payload,)), []
 
         def fetch(offset: int, size: int) -> bytes:
@@ -376,40 +370,19 @@ class ItemChecker:
 
         framed = read_framing(len(item), fetch, is_tensor=is_tensor)
         wrong = [each for each in framed.checked if crc32(item[each.start : each.stop]) != each.crc]
-        if framed.checked and not wrong and (is_tensor or len(item) <= _SMALL_BYTES):
-            self._learn(item, framed)
+        if framed.tensor is not None and not wrong:
+            self._learn(item, framed.tensor, framed.checked)
         return framed, wrong
 
-    def object_pickle(self, item: memoryview) -> bytes | None:
-        """Return the pickle of an intact small object; None if the item needs a full parse."""
-        if len(item) > _SMALL_BYTES:
-            return None
-        template = self._objects.find(item)
-        if template is None or not template.matches(item):
-            _, wrong = self.check(item, is_tensor=False)
-            template = None if wrong else self._objects.find(item)
-            if template is None or not template.matches(item):
-                return None
-        return bytes(item[template.payload.start : template.payload.stop])
-
-    def _learn(self, item: memoryview, framed: Framed) -> None:
+    def _learn(self, item: memoryview, tensor: TensorItem, checked: Sequence[CheckedRecord]) -> None:
         """Make an intact item a template, if its payload is one record."""
-        tensor = framed.tensor
-        if tensor is not None:
-            start = tensor.payload_offset
-            payload = next((each for each in framed.checked if each.start == start and each.stop > start), None)
-            if payload is None or payload.stop != start + tensor.nbytes:
-                return
-        else:
-            payload = next((each for each in framed.checked if each.name.endswith("/data.pkl")), None)
-            if payload is None or len(self._objects) >= _MOST_TEMPLATES:
-                return
-            start = payload.start
+        start = tensor.payload_offset
+        payload = next((each for each in checked if each.start == start and each.stop > start), None)
+        if payload is None or payload.stop != start + tensor.nbytes:
+            return
         # The id differs between items, because torch makes it from the CRCs of the other records.
         varying = tuple(
-            s
-            for s in framed.checked
-            if s.start >= start and (s is payload or s.name.endswith("/.data/serialization_id"))
+            s for s in checked if s.start >= start and (s is payload or s.name.endswith("/.data/serialization_id"))
         )
         holes = sorted({(s.start, s.stop) for s in varying} | {(at, at + CRC.size) for s in varying for at in s.crc_at})
         fixed = []
@@ -418,5 +391,4 @@ class ItemChecker:
             if low > end:
                 fixed.append((end, bytes(item[end:low])))
             end = max(end, high)
-        templates = self._objects if tensor is None else self._tensors
-        templates.add(item, start, _Template(tensor, payload, varying, tuple(fixed)))
+        self._templates.add(item, start, _Template(tensor, payload, varying, tuple(fixed)))

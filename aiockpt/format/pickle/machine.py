@@ -17,6 +17,7 @@ from typing import Any
 from aiockpt.core.dataclasses import dataclass, field
 
 _MAX_PROTOCOL = 5
+_UINT32 = struct.Struct("<I")
 _KEY_LIMIT = 1 << 60  # below, an int is its own hash: keys that all collide can't be chosen
 _MAX_FIELDS = 64
 _MAX_ARGS = 256
@@ -30,16 +31,13 @@ class PickleError(ValueError):
 class Record:
     """An object of a class that the pickle names; a subclass for each class."""
 
-    __slots__ = ("names", "values")
-
-    repeats = False  # True: records are often the same, byte for byte, and may then be one object
+    __slots__ = ("state",)
 
     def __init__(self) -> None:
-        self.names: tuple[str, ...] | None = None  # of the fields; None if the state is a tuple, or there is none
-        self.values: Any = None  # a sequence of the fields; None if there is no state
+        self.state: Any = None  # a dict of the fields, or a tuple; None if there is none
 
     def fields(self) -> dict[str, Any]:
-        return dict(zip(self.names or (), self.values or (), strict=False))
+        return self.state if type(self.state) is dict else {}
 
 
 class Function:
@@ -58,7 +56,7 @@ class Nest(tuple[Any, ...]):
 
 
 CONTAINERS = frozenset({tuple, list, dict, Nest})
-ONCE = object()
+_ONCE = object()
 """Takes the memo slot of a value that can't be pushed a second time."""
 
 
@@ -80,6 +78,33 @@ class Machine:
     stacks: list[list[Any]] = field(default_factory=list)  # the stacks below each mark
     # Equal long texts are one object, so that two of them are compared letter by letter only once.
     texts: dict[str, str] = field(default_factory=dict)
+
+    def new_list(self) -> Any:
+        return []
+
+    def new_dict(self) -> Any:
+        return {}
+
+    def tuple_of(self, items: list[Any]) -> Any:
+        return tuple(items) if CONTAINERS.isdisjoint(map(type, items)) else Nest(items)
+
+    def extend(self, items: list[Any]) -> None:
+        """Add items to the list on top of the stack."""
+        target = self.stack[-1]
+        if type(target) is not list:
+            raise PickleError(f"an append to a {type(target).__name__}")
+        target += items
+
+    def update(self, items: list[Any]) -> None:
+        """Add alternating keys and values to the dict on top of the stack."""
+        target, keys = self.stack[-1], items[::2]
+        if type(target) is not dict or len(items) % 2:
+            raise PickleError(f"{len(items)} keys and values for a {type(target).__name__}")
+        for kind in {*map(type, keys)} - {str}:
+            small = kind is int and all(type(key) is not int or abs(key) < _KEY_LIMIT for key in keys)
+            if not (small or issubclass(kind, Record)):
+                raise PickleError(f"a {kind.__name__} stands as the key of a dict")
+        target.update(zip(keys, items[1::2], strict=True))
 
     def run(self) -> Any:
         """Run to the end and return the value."""
@@ -131,12 +156,19 @@ def _proto(m: Machine, at: int) -> int:
     return at + 1
 
 
-def _constant(value: Any) -> Handler:
+def constant(value: Any) -> Handler:
+    """Return the handler of an opcode that pushes a value."""
+
     def push(m: Machine, at: int) -> int:
         m.stack.append(value)
         return at
 
     return push
+
+
+def _byte(m: Machine, at: int) -> int:
+    m.stack.append(m.data[at])
+    return at + 1
 
 
 def _fixed(width: int, *, signed: bool = False) -> Handler:
@@ -184,90 +216,55 @@ def _stop(_m: Machine, _at: int) -> int:
     return -1
 
 
-# --- containers; other machines make their own with these factories ---------------------------------
+# --- containers -------------------------------------------------------------------------------------
 
 
-def push_new(make: Callable[[], Any]) -> Handler:
-    """Return the handler of an opcode that pushes a new empty container."""
+def _list(m: Machine, at: int) -> int:
+    m.stack.append(m.new_list())
+    return at
 
+
+def _dict(m: Machine, at: int) -> int:
+    m.stack.append(m.new_dict())
+    return at
+
+
+def _tuple(m: Machine, at: int) -> int:
+    items = pop_mark(m)  # replaces the stack
+    m.stack.append(m.tuple_of(items))
+    return at
+
+
+def _tuple_n(count: int) -> Handler:
     def push(m: Machine, at: int) -> int:
-        m.stack.append(make())
+        stack = m.stack
+        if len(stack) < count:
+            raise PickleError(f"a tuple of too few values at byte {at - 1}")
+        stack[-count:] = [m.tuple_of(stack[-count:])]
         return at
 
     return push
 
 
-def tuple_handlers(make: Callable[[list[Any]], Any]) -> dict[str, Handler]:
-    """Return handlers of the opcodes that push ``make(items)`` for the topmost values."""
-
-    def push_marked(m: Machine, at: int) -> int:
-        items = pop_mark(m)  # replaces the stack
-        m.stack.append(make(items))
-        return at
-
-    def push_n(count: int) -> Handler:
-        def push(m: Machine, at: int) -> int:
-            stack = m.stack
-            if len(stack) < count:
-                raise PickleError(f"a tuple of too few values at byte {at - 1}")
-            stack[-count:] = [make(stack[-count:])]
-            return at
-
-        return push
-
-    return {"t": push_marked, "\x85": push_n(1), "\x86": push_n(2), "\x87": push_n(3)}
+def _append(m: Machine, at: int) -> int:
+    m.extend([m.stack.pop()])
+    return at
 
 
-def list_handlers(extend: Callable[[Any, list[Any]], None]) -> dict[str, Handler]:
-    """Return handlers of the opcodes that add items to the list below them with ``extend(machine, items)``."""
-
-    def append(m: Machine, at: int) -> int:
-        extend(m, [m.stack.pop()])
-        return at
-
-    def appends(m: Machine, at: int) -> int:
-        extend(m, pop_mark(m))
-        return at
-
-    return {"a": append, "e": appends}
+def _appends(m: Machine, at: int) -> int:
+    m.extend(pop_mark(m))
+    return at
 
 
-def dict_handlers(update: Callable[[Any, list[Any]], None]) -> dict[str, Handler]:
-    """Return handlers of the opcodes that add alternating keys and values with ``update(machine, items)``."""
-
-    def setitem(m: Machine, at: int) -> int:
-        value, key = m.stack.pop(), m.stack.pop()
-        update(m, [key, value])
-        return at
-
-    def setitems(m: Machine, at: int) -> int:
-        update(m, pop_mark(m))
-        return at
-
-    return {"s": setitem, "u": setitems}
+def _setitem(m: Machine, at: int) -> int:
+    value, key = m.stack.pop(), m.stack.pop()
+    m.update([key, value])
+    return at
 
 
-def _tuple_of(items: list[Any]) -> tuple[Any, ...]:
-    return tuple(items) if CONTAINERS.isdisjoint(map(type, items)) else Nest(items)
-
-
-def _extend(m: Machine, items: list[Any]) -> None:
-    target = m.stack[-1]
-    if type(target) is not list:
-        raise PickleError(f"an append to a {type(target).__name__}")
-    target += items
-
-
-def set_items(m: Machine, items: list[Any]) -> None:
-    """Add alternating keys and values to the dict on top of the stack."""
-    target, keys = m.stack[-1], items[::2]
-    if type(target) is not dict or len(items) % 2:
-        raise PickleError(f"{len(items)} keys and values for a {type(target).__name__}")
-    for kind in set(map(type, keys)):
-        small = kind is int and all(type(key) is not int or abs(key) < _KEY_LIMIT for key in keys)
-        if not (kind is str or small or issubclass(kind, Record)):
-            raise PickleError(f"a {kind.__name__} stands as the key of a dict")
-    target.update(zip(keys, items[1::2], strict=True))
+def _setitems(m: Machine, at: int) -> int:
+    m.update(pop_mark(m))
+    return at
 
 
 # --- the memo ---------------------------------------------------------------------------------------
@@ -276,7 +273,7 @@ def set_items(m: Machine, items: list[Any]) -> None:
 def memoize(m: Machine, at: int) -> int:
     """Add the value on top of the stack to the memo."""
     top = m.stack[-1]
-    m.memo.append(ONCE if type(top) is Nest else top)
+    m.memo.append(_ONCE if type(top) is Nest else top)
     return at
 
 
@@ -290,12 +287,14 @@ def _put_n(width: int) -> Handler:
     return put
 
 
-def _get_n(width: int) -> Handler:
-    def get(m: Machine, at: int) -> int:
-        m.stack.append(m.memo[int.from_bytes(m.data[at : at + width], "little")])
-        return at + width
+def _get(m: Machine, at: int) -> int:
+    m.stack.append(m.memo[m.data[at]])
+    return at + 1
 
-    return get
+
+def _get4(m: Machine, at: int) -> int:
+    m.stack.append(m.memo[_UINT32.unpack_from(m.data, at)[0]])
+    return at + 4
 
 
 # --- globals, calls and objects ---------------------------------------------------------------------
@@ -328,33 +327,26 @@ def _call(m: Machine, at: int) -> int:
     return at
 
 
-def is_record_kind(kind: Any) -> bool:
-    """Return whether a value is a subclass of `Record`."""
-    return type(kind) is type and issubclass(kind, Record)
-
-
 def _new_object(m: Machine, at: int) -> int:
     if m.stack.pop() != ():
         raise PickleError("an object that is made with arguments")
     kind = m.stack[-1]
-    if not is_record_kind(kind):
+    if type(kind) is not type or not issubclass(kind, Record):
         raise PickleError(f"a {type(kind).__name__} stands where a class belongs")
     m.stack[-1] = kind()
     return at
 
 
-def build(m: Machine, at: int) -> int:
-    """Set the state of the record below it."""
+def _build(m: Machine, at: int) -> int:
+    """Set the state of the record below the topmost value to that value."""
     state = m.stack.pop()
     record = m.stack[-1]
-    if not isinstance(record, Record) or record.values is not None:
+    if not isinstance(record, Record) or record.state is not None:
         raise PickleError(f"a state is given to a {type(record).__name__}, or for the second time")
-    if type(state) is dict and len(state) <= _MAX_FIELDS and set(map(type, state)) <= {str}:
-        record.names, record.values = tuple(state), tuple(state.values())
-    elif isinstance(state, tuple):
-        record.values = state
-    else:
+    are_fields = type(state) is dict and len(state) <= _MAX_FIELDS and set(map(type, state)) <= {str}
+    if not (are_fields or isinstance(state, tuple)):
         raise PickleError(f"a {type(record).__name__} is given a {type(state).__name__} as its state")
+    record.state = state
     return at
 
 
@@ -371,32 +363,37 @@ OPCODES: dict[str, Handler] = {
     ".": _stop,
     "(": _mark,
     "0": _pop,
-    "N": _constant(None),
-    "\x88": _constant(True),
-    "\x89": _constant(False),
-    "K": _fixed(1),
+    "N": constant(None),
+    "\x88": constant(True),
+    "\x89": constant(False),
+    "K": _byte,
     "M": _fixed(2),
     "J": _fixed(4, signed=True),
     "\x8a": _long1,
     "G": _binfloat,
     "\x8c": _text(1),
     "X": _text(4),
-    ")": _constant(()),
-    **tuple_handlers(_tuple_of),
-    "]": push_new(list),
-    **list_handlers(_extend),
-    "}": push_new(dict),
-    **dict_handlers(set_items),
+    ")": constant(()),
+    "t": _tuple,
+    "\x85": _tuple_n(1),
+    "\x86": _tuple_n(2),
+    "\x87": _tuple_n(3),
+    "]": _list,
+    "a": _append,
+    "e": _appends,
+    "}": _dict,
+    "s": _setitem,
+    "u": _setitems,
     "\x94": memoize,
     "q": _put_n(1),
     "r": _put_n(4),
-    "h": _get_n(1),
-    "j": _get_n(4),
+    "h": _get,
+    "j": _get4,
     "c": _global_of_lines,
     "\x93": _global_of_texts,
     "R": _call,
     "\x81": _new_object,
-    "b": build,
+    "b": _build,
     "Q": _persistent,
 }
 
@@ -410,82 +407,8 @@ def handler_table(own: Mapping[str, Handler], shared: str, refuse: Handler = _re
 HANDLERS: list[Handler] = handler_table(OPCODES, "")
 
 
-# --- records that metadata holds thousands of times ---------------------------------------------------
-# The opcodes of a record that repeats are run once. Where the same ones come again, its value is pushed, and the
-# machine is left in the same state, but for this: the dict of a record's state can't be pushed again from the memo.
-
-_HEAD = b")\x81\x94}\x94("  # a new object and the beginning of its state
-_RUN_BYTES = 2048  # the longest run
-_RUN_LENGTHS = 16
-_BUILD = ord("b")
-
-
-@dataclass(eq=False)
-class _RepeatingMachine(Machine):
-    # By opcodes: the record, and what they add to the memo.
-    runs: dict[bytes, tuple[Any, list[Any]]] = field(default_factory=dict)
-    run_lengths: list[int] = field(default_factory=list)
-    # Records that may become runs: the stack of their state, their position, the length of the memo before.
-    begun: list[tuple[list[Any], int, int]] = field(default_factory=list)
-
-
-def _push_record(m: _RepeatingMachine, kind: Any, at: int, end: int) -> int:
-    data = m.data
-    for length in m.run_lengths:
-        known = m.runs.get(data[at : at + length])
-        if known is not None:
-            m.stack.append(known[0])
-            m.memo += known[1]
-            return at + length
-    if not data.startswith(_HEAD, end):
-        m.stack.append(kind)
-        return end
-    record = kind()
-    m.stack += (record, {})
-    m.stacks.append(m.stack)
-    m.stack = []
-    if not m.begun:
-        m.begun.append((m.stack, at, len(m.memo)))
-    m.memo += (record, ONCE)
-    return end + len(_HEAD)
-
-
-def _get_or_record(width: int) -> Handler:
-    """Return the handler that pushes a value from the memo, or the record that the next opcodes make of it."""
-
-    def push(m: _RepeatingMachine, at: int) -> int:
-        end = at + width
-        value = m.memo[int.from_bytes(m.data[at:end], "little")]
-        if is_record_kind(value) and value.repeats:
-            return _push_record(m, value, at - 1, end)
-        m.stack.append(value)
-        return end
-
-    return push
-
-
-def _setitems(m: _RepeatingMachine, at: int) -> int:
-    items = pop_mark(m)
-    set_items(m, items)
-    if not m.begun or m.begun[-1][0] is not items or m.data[at] != _BUILD:
-        return at
-    # Everything since the mark happened above it, so the same opcodes would push an equal record again.
-    _, begin, before = m.begun.pop()
-    at = build(m, at + 1)
-    length = at - begin
-    if length not in m.run_lengths and length < _RUN_BYTES and len(m.run_lengths) < _RUN_LENGTHS:
-        m.run_lengths.append(length)
-    if length in m.run_lengths:
-        m.runs[m.data[begin:at]] = m.stack[-1], m.memo[before:]
-    return at
-
-
-_QUICK = {"h": _get_or_record(1), "j": _get_or_record(4), "u": _setitems}
-_REPEATING = [_QUICK.get(chr(code), handler) for code, handler in enumerate(HANDLERS)]
-
-
 def read_pickle(
     data: bytes, find_global: Callable[[str, str], Any], persistent_load: Callable[[Any], Any] | None = None
 ) -> Any:
     """Read a pickle of plain data and records, in time and memory proportional to its length; see `Machine`."""
-    return _RepeatingMachine(bytes(data), find_global, persistent_load, _REPEATING).run()
+    return Machine(bytes(data), find_global, persistent_load, HANDLERS).run()

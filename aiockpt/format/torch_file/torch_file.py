@@ -27,7 +27,7 @@ from aiockpt.core.dataclasses import dataclass, field, replace
 from aiockpt.core.strides import view_fits
 from aiockpt.errors import CorruptCheckpointError, LoadError
 from aiockpt.format.index import InlineEntry, ItemRange, StoredChunk, TensorEntry, TensorItem
-from aiockpt.format.item.harmless import Opaque, UnknownMemberError, build_harmless
+from aiockpt.format.item.harmless import UnknownMemberError, build_harmless
 from aiockpt.format.item.objects import TensorSeeker, check_allowed, extended_allow_list, permitted, unpickling_error
 from aiockpt.format.item.ziparchive import (
     LEGACY_MAGIC,
@@ -38,7 +38,7 @@ from aiockpt.format.item.ziparchive import (
     data_offset,
     read_directory,
 )
-from aiockpt.format.pickle.guard import stored_sizes
+from aiockpt.format.pickle.guard import Opaque, stored_sizes, torch_globals
 from aiockpt.format.pickle.machine import PickleError
 
 # --- records and placeholders of storages ---------------------------------------------------------
@@ -119,7 +119,10 @@ def open_archive(name: str, length: int, fetch: Callable[[int, int], bytes]) -> 
         raise CorruptCheckpointError(f"{name} has two records of one name; {_RESTORE}")
     headers = sorted(record.header_offset for record in listed)
     archive = TorchArchive(name, length, records, fetch, dict(pairwise(headers)))
-    _check_kind(archive)
+    if "data.pkl" not in records:
+        raise LoadError(f"{name} is a zip file without data.pkl, so torch.save did not write it; name another file")
+    if "byteorder" in records and (order := archive.read("byteorder")) != b"little":
+        raise _foreign_order(name, order)
     alignment = archive.read(".storage_alignment") if ".storage_alignment" in records else b""
     if alignment.isdigit() and 0 < int(alignment[:9]) != _ALIGNMENT:
         archive = replace(archive, alignment=int(alignment[:9]))
@@ -180,14 +183,6 @@ def _foreign_order(name: str, order: bytes) -> LoadError:
         f"{name} was written with the byte order {order!r}, which is not read here; read it with torch.load and save "
         "it again on a little-endian machine"
     )
-
-
-def _check_kind(archive: TorchArchive) -> None:
-    name, records = archive.name, archive.records
-    if "data.pkl" not in records:
-        raise LoadError(f"{name} is a zip file without data.pkl, so torch.save did not write it; name another file")
-    if "byteorder" in records and (order := archive.read("byteorder")) != b"little":
-        raise _foreign_order(name, order)
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,6 +246,7 @@ class Placeholders:
 # --- tensors --------------------------------------------------------------------------------------
 
 
+_PLAIN = ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_parameter")
 _UNSUPPORTED = {  # functions whose tensors are not stored as one run of bytes
     "_rebuild_qtensor": "a quantized tensor",
     "_rebuild_nested_tensor": "a nested tensor",
@@ -378,7 +374,10 @@ def read_torch_file(
 
 
 def _unpickled(data: bytes, placeholders: Placeholders, safe_globals: Sequence[Any], *, trust: bool) -> Any:
-    _check_functions(data)
+    for function, kind in _UNSUPPORTED.items():
+        # Protocol 2, which torch.save uses, writes a global as "c" and two lines.
+        if f"ctorch._utils\n{function}\n".encode() in data:
+            raise _NoPlaceholderError(kind)
     if not trust:
         return _unpickle_restricted(data, placeholders, safe_globals)
     unpickler = _TrustingUnpickler(io.BytesIO(data), encoding="utf-8")
@@ -423,13 +422,6 @@ class _NoPlaceholderError(Exception):
     """The pickle makes a tensor that no placeholder can replace; the argument is its kind."""
 
 
-def _check_functions(data: bytes) -> None:
-    # Protocol 2, which torch.save uses, writes a global as "c" and two lines.
-    for function, kind in _UNSUPPORTED.items():
-        if f"ctorch._utils\n{function}\n".encode() in data:
-            raise _NoPlaceholderError(kind)
-
-
 def _unpickle_restricted(data: bytes, placeholders: Placeholders, safe_globals: Sequence[Any]) -> Any:
     if b"numpy" in data:  # torch refuses NumPy's objects; here the rules of native checkpoints build them
         with contextlib.suppress(PickleError):
@@ -449,30 +441,15 @@ def _unpickle_restricted(data: bytes, placeholders: Placeholders, safe_globals: 
 
 
 def _build(data: bytes, placeholders: Placeholders, safe_globals: Sequence[Any], *, lenient: bool = False) -> Any:
+    plain = [f"torch._utils.{name}" for name in _PLAIN]
     return build_harmless(
         data,
-        {**_tensor_functions(), **permitted(safe_globals)},
-        named=_storage_types(),
+        {**{name: torch_globals()[name] for name in plain}, **permitted(safe_globals)},
+        named={name: kind for name, kind in torch_globals().items() if name.endswith("Storage")},
         storages=placeholders.archive.storage_bytes(),
         load=placeholders.load,
         lenient=lenient,
     )
-
-
-def _tensor_functions() -> dict[str, Any]:
-    """Return the functions by which plain tensors and parameters are made, by their full names."""
-    names = ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_parameter")
-    return {f"torch._utils.{name}": getattr(torch._utils, name) for name in names}
-
-
-def _storage_types() -> dict[str, Any]:
-    """Return what stands for the types of storages, by their full names."""
-    named: Any = torch.serialization.StorageType
-    types = [
-        each.__name__ for each in torch._storage_classes if each.__name__ not in ("TypedStorage", "UntypedStorage")
-    ]
-    untyped = dict.fromkeys(("torch.storage.UntypedStorage", "torch.UntypedStorage"), torch.UntypedStorage)
-    return {f"torch.{name}": named(name) for name in types} | untyped
 
 
 class _TrustingUnpickler(pickle.Unpickler):
