@@ -7,10 +7,10 @@ import contextlib
 import os
 import threading
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from aiockpt.core.dataclasses import dataclass, replace
 from aiockpt.core.lazy import importing
 from aiockpt.engine.requests import LoadRequest
 from aiockpt.errors import AiockptError, LoadError
@@ -38,13 +38,15 @@ if TYPE_CHECKING:
 _OPENING = ("verify", "safe_globals", "trust")  # the options of opening
 
 
+@dataclass(eq=False)
 class Loader:
     """Turns the calls of a checkpointer into calls of its engine."""
 
-    def __init__(self, engine: Engine, storages: Storages, transforms: Sequence[Transform]) -> None:
-        self._engine = engine
-        self._storages = storages
-        self._transforms = transforms
+    _engine: Engine
+    _storages: Storages
+    _transforms: Sequence[Transform]
+
+    def __post_init__(self) -> None:
         self._turn = asyncio.Lock()  # of the loads of several ranks
         self._handing_over: set[int] = set()  # threads that are in a load_state_dict of this checkpointer's
 

@@ -1,9 +1,9 @@
-"""Loads from the page cache: payloads are read straight into new memory, by as many threads as there are cores."""
+"""Loads from the page cache, by as many threads as there are cores."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,28 +21,6 @@ KIB = 1 << 10
 def ckpt() -> Iterator[aiockpt.SyncCheckpointer]:
     with aiockpt.SyncCheckpointer() as checkpointer:
         yield checkpointer
-
-
-class Cached:
-    """Counts the bytes that are copied out of the page cache, or refuses them from some read on."""
-
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.nbytes, self.refused_from = 0, 1 << 62
-        real = LocalSource.read_cached
-
-        def read_cached(source: LocalSource, name: str, offset: int, views: Sequence[memoryview]) -> bool:
-            if len(views) > 1 and self.nbytes >= self.refused_from:
-                return False
-            done = real(source, name, offset, views)
-            self.nbytes += sum(map(len, views)) if done and len(views) > 1 else 0
-            return done
-
-        patch.setattr(LocalSource, "read_cached", read_cached)
-
-
-@pytest.fixture
-def cached(monkeypatch: pytest.MonkeyPatch) -> Cached:
-    return Cached(monkeypatch)
 
 
 def state() -> dict[str, torch.Tensor]:
@@ -63,29 +41,7 @@ def warm(path: Path) -> None:
         file.read_bytes()
 
 
-def test_middle_sized_payloads_are_read_straight_into_new_tensors(ckpt, cached: Cached, tmp_path: Path) -> None:
-    saved = state()
-    ckpt.save(saved, tmp_path / "c")
-    warm(tmp_path / "c")
-    loaded = ckpt.load(tmp_path / "c")
-    assert_same(saved, loaded)
-    assert cached.nbytes > 16 * 96 * KIB
-    for name, value in loaded.items():
-        assert value.stride() == (saved[name].stride() if name == "transposed" else value.stride())
-        if name.startswith("mid"):
-            assert value.untyped_storage().nbytes() == value.nbytes
-            value.resize_(value.numel() + 1)
-
-
-@pytest.mark.parametrize("refused_from", [0, 100 * KIB, 700 * KIB])
-def test_bytes_that_leave_the_cache_are_read_otherwise(refused_from: int, ckpt, cached: Cached, tmp_path: Path) -> None:
-    cached.refused_from = refused_from
-    ckpt.save(state(), tmp_path / "c")
-    warm(tmp_path / "c")
-    assert_same(state(), ckpt.load(tmp_path / "c"))
-
-
-def test_flipped_bit_is_found(ckpt, cached: Cached, tmp_path: Path) -> None:
+def test_flipped_bit_is_found(ckpt, tmp_path: Path) -> None:
     path = tmp_path / "c"
     ckpt.save(state(), path)
     with ckpt.open(path) as reader:
@@ -100,7 +56,7 @@ def test_flipped_bit_is_found(ckpt, cached: Cached, tmp_path: Path) -> None:
     assert not torch.equal(loaded["mid5"], state()["mid5"])
 
 
-def test_tied_tensors_stay_tied(ckpt, cached: Cached, tmp_path: Path) -> None:
+def test_tied_tensors_stay_tied(ckpt, tmp_path: Path) -> None:
     saved = state()
     saved["again"] = saved["mid3"]
     ckpt.save(saved, tmp_path / "c")

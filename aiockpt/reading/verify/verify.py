@@ -243,18 +243,19 @@ _FETCH_BYTES = 16 << 20  # larger than any zip directory or data.pkl, so a damag
 _DECODED_AT_ONCE = 64
 
 
+@dataclass(eq=False)
 class ItemVerifier:
     """Reads files with all worker threads and adds a problem for every mismatch."""
 
-    def __init__(self, source: Source, workers: Workers, findings: Findings, report: ReadReport) -> None:
-        self._source = source
-        self._workers = workers
-        self._findings = findings
-        self._checker = ItemChecker()
-        self._progress = report
-        self._buffers: list[memoryview] = []
-        self._counts: list[int] = []  # bytes of each read; unlike +=, append is atomic, so threads need no lock
-        self.without_crc: list[str] = []
+    _source: Source
+    _workers: Workers
+    _findings: Findings
+    _progress: ReadReport
+    without_crc: list[str] = field(default_factory=list)
+    _checker: ItemChecker = field(default_factory=ItemChecker)
+    _buffers: list[memoryview] = field(default_factory=list)
+    # Bytes of each read; unlike +=, append is atomic, so threads need no lock.
+    _counts: list[int] = field(default_factory=list)
 
     @property
     def read_bytes(self) -> int:
