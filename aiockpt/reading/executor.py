@@ -18,12 +18,11 @@ import torch
 from aiockpt.core import pages
 from aiockpt.core.dataclasses import dataclass, field
 from aiockpt.core.machine import BLOCK_BYTES, cores
-from aiockpt.core.spans import span
 from aiockpt.core.threads import run_each
 from aiockpt.errors import AiockptError, LoadError, printable, sanitize_error
 from aiockpt.format.item.objects import ScalarDecoder, decode_object
 from aiockpt.format.item.tensor_item import parse_tensor_item
-from aiockpt.planning.collective.sharing import CELL_BYTES, SMALL_CELL_BYTES, Cell
+from aiockpt.planning.collective.sharing import CELL_BYTES, SMALL_CELL_BYTES, SMALL_ITEMS, Cell
 from aiockpt.planning.layout import align_up
 from aiockpt.reading.jobs import (
     CPU,
@@ -40,7 +39,6 @@ from aiockpt.reading.jobs import (
 from aiockpt.reading.read_plan import NewTensor, ObjectRead, ReadPlan, TensorRead, annotate_partial_load
 from aiockpt.reading.sharing import (
     SharedReads,
-    cell_of_item,
     needs_of_items,
     needs_of_payloads,
 )
@@ -118,34 +116,20 @@ class ReadExecutor:
         self._lock = threading.Lock()  # of the reads' counters, and the report
 
     async def execute(self, plan: ReadPlan, phase: int = 0) -> None:
-        """Read the objects of a plan, allocate its new tensors, and read all tensors into place.
+        """Allocate the new tensors of a plan, and read all that it has into place.
 
         ``phase``: of the load, as in what is `shared`.
         """
-        jobs: SharedJobs = {}
-        await self.read_objects(self._without_shared(plan.objects, phase, jobs))
         if plan.mapped:
             plan.values |= await self._tools.workers.run(map_tensors, self._source, self._path, plan.mapped)
         await self.allocate(plan)
-        await self.fill(plan, phase, jobs)
-
-    def _without_shared(self, objects: Sequence[ObjectRead], phase: int, jobs: SharedJobs) -> list[ObjectRead]:
-        """Return the objects that are not shared; add the jobs of the others."""
-        rest: list[ObjectRead] = []
-        shared: defaultdict[Cell, list[ObjectRead]] = defaultdict(list)
-        for each in objects:
-            cell = self._cell_of_item(phase, each.place)
-            (rest if cell is None else shared[cell]).append(each)
-        for cell, reads in shared.items():
-            jobs[cell] = [ObjectRun(run, self._decode_run) for run in _runs(reads)]
-            self._tools.report.objects += len(reads)
-        return rest
+        await self.fill(plan, phase)
 
     def _cell_of_item(self, phase: int, place: ItemRange) -> Cell | None:
         """Return the cell of an item that is read whole, if that is shared."""
         if self.shared is None or place.length > SMALL_CELL_BYTES:
             return None
-        cell = cell_of_item(phase, place)
+        cell = Cell(phase, place.file, SMALL_ITEMS, place.offset // SMALL_CELL_BYTES)
         return cell if self.shared.has(cell) else None
 
     async def needs(self, objects: Sequence[ObjectRead], reads: Sequence[TensorRead], phase: int) -> list[Need]:
@@ -161,27 +145,19 @@ class ReadExecutor:
         large = [read for _, many in groups for read in many]
         return needs_of_items(phase, small) + needs_of_payloads(phase, large, self._source)
 
-    async def fill(self, plan: ReadPlan | TargetPlan, phase: int = 0, shared_jobs: SharedJobs | None = None) -> None:
-        """Read the tensors of a plan into place; see `execute`."""
+    async def fill(self, plan: ReadPlan | TargetPlan, phase: int = 0) -> None:
+        """Read objects, and tensors into place, which may be on several devices; see `execute`."""
         # The writes bypass autograd: count them in the version counters, so that autograd notices them, and so does a
         # save that is copying these tensors now. Before and after: such a save may begin or end during the load.
         count_change(plan.filled)
         reads = plan.reads
         try:
-            await self.read(reads, phase, shared_jobs, plan.small)
+            await self._read(plan.objects, reads, plan.small, phase)
         except LoadError as exc:
             annotate_partial_load(exc, reads, plan.small)
             raise
         finally:
             count_change(plan.filled)
-
-    async def read_objects(self, objects: Sequence[ObjectRead]) -> None:
-        report, nbytes = self._tools.report, sum(read.place.length for read in objects)
-        report.objects += len(objects)
-        report.expect(nbytes)
-        with span("objects", nbytes):
-            await self._in_threads(self._decode_run, _runs(objects))
-        report.add(nbytes)
 
     async def prepare(self, reads: Sequence[TensorRead]) -> None:
         """Read the framing of items that are not read whole, so that damage there shows before a target changes."""
@@ -201,22 +177,19 @@ class ReadExecutor:
             await self._tools.workers.run(self._framing.locate, [read])
         return cast("TensorItem", read.item)
 
-    async def read(
-        self,
-        reads: Sequence[TensorRead],
-        phase: int = 0,
-        shared_jobs: SharedJobs | None = None,
-        small: SmallRows | None = None,
+    async def _read(
+        self, objects: Sequence[ObjectRead], reads: Sequence[TensorRead], small: SmallRows | None, phase: int
     ) -> None:
-        """Read tensors into place; targets may be on several devices."""
         await self.prepare(reads)
-        shared: SharedJobs = {} if shared_jobs is None else shared_jobs
-        alone = await self._jobs_of(reads, phase, shared)
+        shared: SharedJobs = {}
+        alone = self._object_jobs(objects, phase, shared)  # first: they may be refused
         if small is not None:
-            alone[:0] = small.jobs(self._source, self._path, verify=self._options.verify)
-            self._tools.report.tensors += len(small)
-        self._tools.report.tensors += len(reads)
-        self._tools.report.expect(sum(job.nbytes for job in itertools.chain(alone, *shared.values())))
+            alone += small.jobs(self._source, self._path, verify=self._options.verify)
+        alone += await self._jobs_of(reads, phase, shared)
+        report = self._tools.report
+        report.objects += len(objects)
+        report.tensors += len(reads) + (0 if small is None else len(small))
+        report.expect(sum(job.nbytes for job in itertools.chain(alone, *shared.values())))
         if self.shared is not None:
             await self._each(lambda together: together.run(phase, shared, self), [self.shared], 1)
             alone += itertools.chain(*shared.values())
@@ -226,17 +199,25 @@ class ReadExecutor:
             await self._each(self._read_to_device, on_devices, count)
         self._known |= {read.chunk.place: read.item for read in reads if read.item and not read.chunk.item}
 
+    def _object_jobs(self, objects: Sequence[ObjectRead], phase: int, shared: SharedJobs) -> list[ReadJob]:
+        """Return the jobs of objects; add the shared ones."""
+        alone: list[ReadJob] = []
+        by_cell: defaultdict[Cell | None, list[ObjectRead]] = defaultdict(list)
+        for read in objects:
+            by_cell[self._cell_of_item(phase, read.place)].append(read)
+        for cell, group in by_cell.items():
+            jobs = alone if cell is None else shared.setdefault(cell, [])
+            jobs += [ObjectRun(run, self._decode_run) for run in _runs(group)]
+        return alone
+
     async def _jobs_of(self, reads: Sequence[TensorRead], phase: int, shared: SharedJobs) -> list[ReadJob]:
-        """Return the jobs of reads, with the devices of those that go through staging memory; add the shared ones."""
+        """Return the jobs of tensors; add the shared ones."""
         alone: list[ReadJob] = []
         for device, group in _by_device(reads).items():
-            small, large, most = self._by_size(group, device)
+            few, large, most = self._by_size(group, device)
             by_cell: defaultdict[Cell | None, list[TensorRead]] = defaultdict(list)
-            if self.shared is None:
-                by_cell[None] = small
-            else:
-                for read in small:
-                    by_cell[self._cell_of_item(phase, read.chunk.place)].append(read)
+            for read in few:
+                by_cell[self._cell_of_item(phase, read.chunk.place)].append(read)
             for cell, each in by_cell.items():
                 jobs = alone if cell is None else shared.setdefault(cell, [])
                 jobs += coalesce(each, most, self._framing, device)
@@ -410,7 +391,8 @@ class ReadExecutor:
         # The parts of one tensor count down the same counter, and the last one checks the CRC.
         with self._lock:
             job.finish()
-            self._tools.report.did_read(begin or time.perf_counter(), job.nbytes, job.file)
+            name = "objects" if isinstance(job, ObjectRun) else "read"
+            self._tools.report.did_read(begin or time.perf_counter(), job.nbytes, job.file, name)
 
     def _read_job(self, job: ReadJob, chunk: Chunk, held: Held | None) -> list[Placement]:
         with self._source.holding(held):

@@ -600,10 +600,10 @@ class ObjectRun:
 
     objects: Sequence[ObjectRead]
     decode: Callable[[Sequence[ObjectRead]], None]
+    nbytes: int = 0
 
-    @property
-    def nbytes(self) -> int:
-        return sum(each.place.length for each in self.objects)
+    def __post_init__(self) -> None:
+        self.nbytes = sum(each.place.length for each in self.objects)
 
     @property
     def file(self) -> str:

@@ -84,11 +84,6 @@ def needs_of_payloads(phase: int, reads: Sequence[TensorRead], source: DecodedSo
     return found
 
 
-def cell_of_item(phase: int, place: ItemRange) -> Cell:
-    """Return the cell of a small item."""
-    return Cell(phase, place.file, SMALL_ITEMS, place.offset // SMALL_CELL_BYTES)
-
-
 def hash_of(index: Index) -> int:
     """Return a hash of the places of all items and of their CRCs."""
     entries = index.entries

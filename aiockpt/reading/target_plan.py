@@ -22,7 +22,7 @@ from aiockpt.planning.flatten import TENSOR_TYPES, FlatState, StructureError, Su
 from aiockpt.reading.bulk import SmallFills, SmallRows
 from aiockpt.reading.plain_loading import ModuleLoading, OptimizerLoading, OwnLoading, has_torchs_loading, loading_of
 from aiockpt.reading.reach import LOADING, Reach
-from aiockpt.reading.read_plan import TensorRead, reads_of, value_key
+from aiockpt.reading.read_plan import ObjectRead, TensorRead, reads_of, value_key
 from aiockpt.reading.targets import Region, find_twins, is_encoding, loaded_dtype, place_in_memory, target_of
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ class TargetPlan:
 
     stored: Subtrees
     reads: list[TensorRead] = field(default_factory=list)  # into tensors of the target
+    objects: Sequence[ObjectRead] = ()  # none: they are new values
     small: SmallRows | None = None  # of those that are read in bulk
     filled: list[torch.Tensor] = field(default_factory=list)  # the caller's, whose version counters change
     regions: list[Region] = field(default_factory=list)  # of memory, that the reads fill

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class LocalSave:
-    """Plans, begins and commits a save: here of one process, which others override. Staging and writing is for all."""
+    """Plans, begins and commits a save, of one process; others override it. Staging and writing are common to all."""
 
     can_replan = True  # `plan` may be called a second time, after `invalidate_plan`
 
