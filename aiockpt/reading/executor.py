@@ -249,7 +249,10 @@ class ReadExecutor:
             if read.target is None:
                 read.memory = torch.empty(0, dtype=torch.uint8, device="cpu")
             return
-        memory, is_fresh = self._new_memory(read, item.nbytes)
+        memory, is_fresh = None, False
+        if read.target is None and not read.only_checked:
+            read.memory, is_fresh = self._tools.memory.take(item.nbytes)
+            memory = memory_of(read.memory)
         place, together = read.chunk.place, self.shared
         # A virtual file is read in one part: decoding always starts at its beginning.
         is_virtual = self._source.is_virtual(place.file)
@@ -273,13 +276,6 @@ class ReadExecutor:
             if together is not None and together.has(cell := first._replace(number=part.block)):
                 jobs = shared.setdefault(cell, [])
             jobs.append(part)
-
-    def _new_memory(self, read: TensorRead, nbytes: int) -> tuple[memoryview | None, bool]:
-        """Take memory for a new tensor; return it, and whether nothing has touched it; None: it needs none."""
-        if read.target is not None or read.only_checked:
-            return None, False
-        read.memory, is_fresh = self._tools.memory.take(nbytes)
-        return memory_of(read.memory), is_fresh
 
     async def allocate(self, plan: ReadPlan) -> None:
         """Allocate the new tensors that are not read into memory as they are stored; once."""

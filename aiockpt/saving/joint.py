@@ -45,20 +45,13 @@ if TYPE_CHECKING:
 
 
 class PartStorage(WrapperStorage):
-    """The storage of one part; each of its transactions writes to that part of the whole.
-
-    Args:
-        whole: the storage of the whole.
-        path: the final path of the whole.
-        ticket_of_whole: that of its transaction.
-        name: of the directory or the file in it; empty: its top.
-    """
+    """The storage of one part, a directory or file of this name in the whole, or its top if the name is empty."""
 
     check, check_repository = Storage.check, Storage.check_repository  # the path is in that of the whole
 
-    def __init__(self, whole: SharedStorage, path: str, ticket_of_whole: str, name: str) -> None:
+    def __init__(self, whole: SharedStorage, path_of_whole: str, ticket_of_whole: str, name: str) -> None:
         super().__init__(whole)
-        self._whole, self._path, self._ticket, self._name = whole, path, ticket_of_whole, name
+        self._whole, self._path, self._ticket, self._name = whole, path_of_whole, ticket_of_whole, name
         self.manifest: bytes | None = None  # that of the part, once this process has committed it
 
     async def begin(
