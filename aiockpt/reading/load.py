@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -157,7 +157,7 @@ class _OpenLoad:
         parts: Sequence[ReadRequest] = (),
         *,
         enums: Mapping[str, type[Enum]] | None = None,
-        arrays: Sequence[str] = (),
+        arrays: Collection[str] = (),
         options: LoadOptions | None = None,
     ) -> ReadPlan:
         """Plan to read entries and parts of tensors; see `plan_reads`."""
@@ -175,7 +175,7 @@ class _OpenLoad:
         return plan.values
 
     @property
-    def _arrays(self) -> Sequence[str]:
+    def _arrays(self) -> Collection[str]:
         """The entries that are NumPy arrays when they are loaded."""
         is_meta = target_device(self._options.map_location).type == "meta"
         return () if is_meta else array_names(self._opened.index.containers)

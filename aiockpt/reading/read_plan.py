@@ -7,7 +7,7 @@ values of it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -142,7 +142,7 @@ def plan_reads(
     enums: Mapping[str, type[Enum]],
     *,
     in_bulk: bool = False,
-    arrays: Sequence[str] = (),
+    arrays: Collection[str] = (),
 ) -> ReadPlan:
     """Plan the reads of whole entries into new memory, and of parts of tensors into new memory or `ReadRequest.out`.
 
