@@ -222,9 +222,8 @@ class DecodedSource(Source):
             view[at : at + length] = whole[offset : offset + length]
             at += length
 
-    def read_cached(self, name: str, offset: int, views: Sequence[memoryview]) -> bool:
-        is_plain = getattr(self._local, "held", None) is None and name not in self.items
-        return is_plain and self._inner.read_cached(name, offset, views)
+    def is_cached(self, name: str, offset: int) -> bool:
+        return name not in self.items and self._inner.is_cached(name, offset)
 
     def map(self, name: str) -> mmap.mmap:
         """Map a file; see `Source.map`. A virtual file can't be mapped."""

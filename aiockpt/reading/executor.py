@@ -341,9 +341,9 @@ class ReadExecutor:
 
     def _is_cached(self, files: Iterable[str]) -> bool:
         """Return whether the page cache seems to have all of some files."""
-        byte, sizes = [memoryview(bytearray(1))], self._source.files
+        sizes = self._source.files
         places = ((name, sizes[name] * number // _LOOKS) for name in files if name in sizes for number in range(_LOOKS))
-        return all(self._source.read_cached(name, offset, byte) for name, offset in places)
+        return all(self._source.is_cached(name, offset) for name, offset in places)
 
     def _take_turn(self, pending: deque[ReadJob]) -> bool:
         """Run jobs for a while; return whether some may be left."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import torch
 
 import aiockpt
 from aiockpt.reading import executor
-from aiockpt.storage.local.source import LocalSource, open_source
+from aiockpt.storage.local.source import LocalSource
 from tests.states import assert_same, random_tensor
 
 KIB = 1 << 10
@@ -66,19 +65,6 @@ def test_tied_tensors_stay_tied(ckpt, tmp_path: Path) -> None:
     assert loaded["again"].data_ptr() == loaded["mid3"].data_ptr()
 
 
-def test_read_cached_fills_views_in_order_and_needs_all_bytes(tmp_path: Path) -> None:
-    content = os.urandom(100_000)
-    (tmp_path / "f").write_bytes(content)
-    source = open_source(str(tmp_path), direct_io=True)
-    try:
-        views = [memoryview(bytearray(size)) for size in (10, 0, 5000, 3)]
-        if source.read_cached("f", 50, views):  # not where the file system has no direct I/O, or no such reads
-            assert b"".join(views) == content[50 : 50 + 5013]
-        assert not source.read_cached("f", 99_990, [memoryview(bytearray(11))])
-    finally:
-        source.close()
-
-
 def test_as_many_threads_as_cores_read_from_the_cache(ckpt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(executor, "cores", lambda: 1)
     monkeypatch.setattr(executor, "PART_BYTES", KIB * KIB)
@@ -94,7 +80,7 @@ def test_as_many_threads_as_cores_read_from_the_cache(ckpt, tmp_path: Path, monk
     monkeypatch.setattr(executor.ReadExecutor, "_take_turn", take_turn)
     monkeypatch.setattr(executor, "_TURN_S", 1e9)
     for is_cached, expected in ((True, 1), (False, 8)):
-        monkeypatch.setattr(LocalSource, "read_cached", lambda *_args, found=is_cached: found and len(_args[3]) == 1)
+        monkeypatch.setattr(LocalSource, "is_cached", lambda *_args, found=is_cached: found)
         calls.clear()
         assert_same(saved, ckpt.load(tmp_path / "c"))
         assert len(calls) == expected
