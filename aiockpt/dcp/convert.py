@@ -45,7 +45,7 @@ from aiockpt.planning.torch_plan import TorchFormat
 from aiockpt.reading.executor import LoadTools, ReadExecutor
 from aiockpt.reading.load import CheckpointLoad, chosen_entries
 from aiockpt.reading.open import OpenCheckpoint, open_checkpoint
-from aiockpt.reading.read_plan import ObjectRead, TensorRead, reads_of, value_key
+from aiockpt.reading.read_plan import ObjectRead, ReadPlan, TensorRead, reads_of, value_key
 from aiockpt.reading.targets import loaded_dtype
 from aiockpt.reading.verify.verify import verify_checkpoint
 from aiockpt.saving.strategy import documents_of
@@ -207,7 +207,7 @@ class _Filler:
         """Return the values of all objects; stored ones are unpickled as far as the caller allows."""
         entries = self._entries.items()
         reads = [ObjectRead(name, entry.place) for name, entry in entries if isinstance(entry, ObjectEntry)]
-        await self._executor.read_objects(reads)
+        await self._executor.fill(ReadPlan(objects=reads))
         inline = {name: entry.value for name, entry in entries if isinstance(entry, InlineEntry)}
         return inline | {read.name: read.value for read in reads}
 
@@ -225,7 +225,7 @@ class _Filler:
             is_cut = nbytes < entry.nbytes // entry.dtype.itemsize * spec.dtype.itemsize
             if is_cut and piece.start == 0:  # reads of parts can't check the CRC of the whole
                 reads += await self._checks(name, entry)
-        await self._executor.read(reads)
+        await self._executor.fill(ReadPlan(fills=reads))
 
     async def _checks(self, name: str, entry: TensorEntry) -> list[TensorRead]:
         """Return reads that check the CRCs of a tensor, unless the caller wants no checks."""

@@ -30,7 +30,7 @@ from aiockpt.planning.ranges import Selection
 from aiockpt.reading.decoded import DecodedSource, VirtualFile
 from aiockpt.reading.executor import LoadTools, ReadExecutor
 from aiockpt.reading.open import IndexReader, read_index
-from aiockpt.reading.read_plan import TensorRead, annotate_partial_load
+from aiockpt.reading.read_plan import ReadPlan, TensorRead, annotate_partial_load
 from aiockpt.reading.targets import contested, encoded_copy, is_encoding
 from aiockpt.snapshot.capture import ready_events
 from aiockpt.storage.registry import text_of
@@ -364,7 +364,8 @@ class PlanExecution:
             for at in range(0, len(objects), _OBJECTS_AT_A_TIME):
                 await tools.workers.run(self._read_objects, objects[at : at + _OBJECTS_AT_A_TIME])
             reader = ReadExecutor(self._source, self._path, self._options, tools, self._known)
-            await reader.fill([request.read for request in window if request.read is not None], filled)
+            reads = [request.read for request in window if request.read is not None]
+            await reader.fill(ReadPlan(fills=reads, filled=filled))
 
         self._engine.call(read, f"load {self._path}").result()
         for request in window:

@@ -81,9 +81,8 @@ class Engine:
         self._was_distributed = is_distributed()
         self.origin = Origin()
         self.reports = Reports(options.observers, self.origin)
-        self.queue = SaveQueue(
-            options.on_busy, options.max_in_flight, options.on_failure, self.origin, self.reports, failures
-        )
+        limits = options.on_busy, options.max_in_flight, options.on_failure
+        self.queue = SaveQueue(*limits, self.origin, self.reports, weakref.ref(failures))
         self.loop = EngineLoop(self.origin, self._fail)
         self._lock = self.queue.lock
         # Held to start the loop's thread, or to begin to close; never by the main thread: handlers of signals run

@@ -7,17 +7,17 @@ import contextlib
 import os
 import threading
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from aiockpt.core.dataclasses import dataclass, replace
 from aiockpt.core.lazy import importing
 from aiockpt.engine.requests import LoadRequest
 from aiockpt.errors import AiockptError, LoadError
 from aiockpt.format.keys import check_patterns
 from aiockpt.options import LoadOptions, Path, check_options, check_progress
 from aiockpt.reading.apply_live import Filled, Loading
-from aiockpt.reading.collective import Gathering, conclude, load_together
+from aiockpt.reading.collective import Gathering
 from aiockpt.reading.load import CheckpointLoad
 from aiockpt.snapshot.capture import ready_events
 from aiockpt.snapshot.live import check_optimizers, resolve
@@ -38,13 +38,15 @@ if TYPE_CHECKING:
 _OPENING = ("verify", "safe_globals", "trust")  # the options of opening
 
 
+@dataclass(eq=False)
 class Loader:
     """Turns the calls of a checkpointer into calls of its engine."""
 
-    def __init__(self, engine: Engine, storages: Storages, transforms: Sequence[Transform]) -> None:
-        self._engine = engine
-        self._storages = storages
-        self._transforms = transforms
+    _engine: Engine
+    _storages: Storages
+    _transforms: Sequence[Transform]
+
+    def __post_init__(self) -> None:
         self._turn = asyncio.Lock()  # of the loads of several ranks
         self._handing_over: set[int] = set()  # threads that are in a load_state_dict of this checkpointer's
 
@@ -122,7 +124,7 @@ class Loader:
         if coordinator is None:
             return None
         path = self._storages.printable(request.path, request.storage)
-        return Gathering(coordinator, path, request.share, self._engine.start_behind)
+        return Gathering(coordinator, path, request.share, self._turn, self._engine.start_behind)
 
     def _refuse(self, gathering: Gathering, error: BaseException) -> None:
         """Fail a load on the other ranks, which have called it too."""
@@ -133,7 +135,7 @@ class Loader:
             raise told
 
         with contextlib.suppress(AiockptError):  # this call raises its own error
-            self._engine.call(lambda _: load_together(gathering, self._turn, refused), gathering.what, gathering.call)
+            self._engine.call(lambda _: gathering.run(refused), gathering.what, gathering.call)
 
     def _start_load(self, request: LoadRequest, storage: Storage, report: ReadReport) -> Loading:
         gathering = self._gathering(request)
@@ -151,9 +153,7 @@ class Loader:
         except BaseException as exc:
             self._refuse(gathering, exc)
             raise
-        call = self._engine.call(
-            lambda tools: load_together(gathering, self._turn, partial(load.run, tools)), gathering.what, gathering.call
-        )
+        call = self._engine.call(lambda tools: gathering.run(partial(load.run, tools)), gathering.what, gathering.call)
         return Loading(call, request.missing, partial(self._conclude, gathering), self._handing_over, report)
 
     async def _run_alone(self, load: CheckpointLoad, path: str, tools: LoadTools) -> Filled:
@@ -165,7 +165,7 @@ class Loader:
         """Report to the other ranks how the ``load_state_dict`` calls went, if there were any."""
         if not gathering.is_handing_over:
             return None
-        return self._engine.call(lambda _: conclude(gathering, self._turn, error), gathering.what)
+        return self._engine.call(lambda _: gathering.conclude(error), gathering.what)
 
     def _checked(self, request: LoadRequest, storage: Storage, report: ReadReport, *, together: bool) -> CheckpointLoad:
         """Check what can be checked of the target."""

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-import weakref
 from collections import Counter, deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -15,6 +13,8 @@ from aiockpt.errors import CheckpointerBusyError, SaveSkippedError
 from aiockpt.telemetry.progress import Outcome, outcome_of
 
 if TYPE_CHECKING:
+    import weakref
+
     from aiockpt.core.threads import Origin
     from aiockpt.engine.reports import Reports
     from aiockpt.options import OnBusy, OnFailure
@@ -57,35 +57,21 @@ class Statistics:
     quarantined_bytes: int = 0
 
 
-def superseded(staged: Sequence[bool], most: int) -> list[int]:
-    """Return the indices of the saves in flight that a new one supersedes: not staged, and behind the first ``most``.
-
-    The first ones always go on, so that something is written however fast saves are submitted.
-    """
-    return [number for number, is_staged in enumerate(staged) if number >= most and not is_staged]
-
-
+@dataclass(eq=False, repr=False)
 class SaveQueue:
     """The saves in flight, in order. All methods may be called from any thread, also with ``lock`` held."""
 
-    def __init__(
-        self,
-        on_busy: OnBusy,
-        most: int,
-        on_failure: OnFailure,
-        origin: Origin,
-        reports: Reports,
-        failures: Failures,
-    ) -> None:
-        self._origin = origin
-        self._reports = reports  # get the outcome of each save
-        # Weak: an error leads to the frames that it passed, which may hold the checkpointer and keep it alive.
-        self._failures = weakref.ref(failures)
-        self.lock = origin.lock  # guards everything
+    _on_busy: OnBusy
+    _most: int  # saves in flight before the checkpointer is busy
+    _on_failure: OnFailure
+    _origin: Origin
+    _reports: Reports  # get the outcome of each save
+    # Weak: an error leads to the frames that it passed, which may hold the checkpointer and keep it alive.
+    _failures: weakref.ref[Failures]
+
+    def __post_init__(self) -> None:
+        self.lock = self._origin.lock  # guards everything
         self._idle = threading.Condition(self.lock)
-        self._on_busy = on_busy
-        self._most = most  # saves in flight before the checkpointer is busy
-        self._on_failure = on_failure
         self._jobs: list[SaveJob] = []
         self._abandoned: list[SaveJob] = []
         self._unreported: list[SaveJob] = []  # saves whose failure, if they fail, was not delivered yet
@@ -148,7 +134,8 @@ class SaveQueue:
             if self._on_busy != "supersede":
                 return
             jobs = [job for job in self._running if job.spec.has_outcome]  # parts go with their transaction
-            given = [jobs[at] for at in superseded([job.handle.staged.done() for job in jobs], self._most)]
+            # The first ones always go on, so that something is written however fast saves are submitted.
+            given = [job for job in jobs[self._most :] if not job.handle.staged.done()]
         for job in given:
             job.abort(
                 SaveSkippedError(f"the save of {job.path} was superseded by the save of {path}; nothing of it is left")
@@ -185,8 +172,9 @@ class SaveQueue:
                 return
             job.ended = True
             if job.spec.has_outcome or (job.spec.is_refusal and job not in self._jobs):
-                self._count(job, error)
-                self._reports.over(job, outcome_of(error), result, error)
+                outcome = outcome_of(error)
+                self._count(job, outcome, error)
+                self._reports.over(job, outcome, result, error)
 
     def abandon(self, job: SaveJob) -> None:
         """Remove a save whose thread hangs; its paths stay taken, as the thread may still write or rename there."""
@@ -209,8 +197,7 @@ class SaveQueue:
             for completion in ready:
                 completion._settle(None)
 
-    def _count(self, job: SaveJob, error: BaseException | None) -> None:
-        outcome = outcome_of(error)
+    def _count(self, job: SaveJob, outcome: Outcome, error: BaseException | None) -> None:
         self._counts[outcome] += 1
         if outcome == "skipped":
             self._skipped.append(job.spec.path)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import anyio
 
+from aiockpt.core.dataclasses import dataclass
 from aiockpt.core.lazy import lazy_property
 from aiockpt.core.machine import cores, memory_share_bytes, python_program
 from aiockpt.core.threads import Duty, Origin, Workers
@@ -153,18 +154,16 @@ def _chunks(options: CheckpointerOptions) -> int:
 # --- staging memory ---------------------------------------------------------------------------------
 
 
+@dataclass(eq=False)
 class PoolSizer:
     """Lets the pool grow to the size of the states that are saved, ahead of the next save. For the engine's loop."""
 
-    def __init__(
-        self, pool: ChunkPool, workers: Workers, *, files: int, bounded: bool, is_unwanted: Callable[[], bool]
-    ) -> None:
-        self._pool = pool
-        self._workers = workers  # they fault memory in
-        self._files = files  # each of which may end in a chunk of its own
-        self._bounded = bounded  # by the caller's staging_bytes
-        self._is_unwanted = is_unwanted  # a save wants the threads, or the engine closes
-        self._chunks = 0
+    _pool: ChunkPool
+    _workers: Workers  # they fault memory in
+    files: int  # each of which may end in a chunk of its own
+    bounded: bool  # by the caller's staging_bytes
+    is_unwanted: Callable[[], bool]  # a save wants the threads, or the engine closes
+    _chunks: int = 0
 
     def reserve(self, nbytes: int, chunks: int = 0) -> None:
         """Allow the pool to grow to the size of a state, but at most to half of the available memory.
@@ -172,7 +171,7 @@ class PoolSizer:
         ``chunks``: how many its files take.
         """
         self._chunks = chunks
-        if not self._bounded and self._wanted(nbytes) > self._pool.capacity:
+        if not self.bounded and self._wanted(nbytes) > self._pool.capacity:
             chunk = self._pool.chunk_bytes
             most = memory_share_bytes() + self._pool.made * chunk // 2
             # A pool without any chunk would never let a save begin.
@@ -196,7 +195,7 @@ class PoolSizer:
             logger.warning("no more staging memory could be allocated ahead of the next save: %s", unwrapped(exc))
 
     def _wanted(self, nbytes: int) -> int:
-        return -(-nbytes // self._pool.chunk_bytes) + self._files
+        return -(-nbytes // self._pool.chunk_bytes) + self.files
 
     async def _touch(self, leases: list[Lease], stagers: Sequence[Stager], *, only_if_idle: bool = False) -> None:
         """Fault in the memory of new chunks with all copy threads, and return the chunks to the pool."""
@@ -206,7 +205,7 @@ class PoolSizer:
                 stager.settle(arena[0].chunk)
             async with anyio.create_task_group() as tasks:
                 for lease in arena:
-                    if only_if_idle and self._is_unwanted():  # a save needs the copy threads now
+                    if only_if_idle and self.is_unwanted():  # a save needs the copy threads now
                         return
                     tasks.start_soon(self._workers.run, lease.chunk.touch)
             for stager in stagers:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -182,6 +182,8 @@ class SmallFills:
 @dataclass(eq=False, slots=True)
 class BulkRead:
     """Rows that lie close together, with the range of rows of each stretch; a job as those of `jobs`."""
+
+    device: ClassVar = torch.device("cpu")
 
     of: SmallRows
     stretches: Sequence[tuple[int, int]]

@@ -72,17 +72,23 @@ class _Sharing(NamedTuple):
 
 
 class Gathering:
-    """This rank's part in one load of all ranks; ``start_behind`` starts the task that reports a cancellation."""
+    """This rank's part in one load of all ranks.
+
+    ``turn`` is held during a load, so that the loads of all ranks run one by one, in the order of the calls.
+    ``start_behind`` starts the task that reports a cancellation.
+    """
 
     def __init__(
         self,
         coordinator: Coordinator,
         path: str,
         share: Literal["auto"] | bool,
+        turn: asyncio.Lock,
         start_behind: Callable[[Callable[[], Coroutine[Any, Any, None]]], object],
     ) -> None:
         self._coordinator = coordinator
-        self.start_behind = start_behind
+        self._turn = turn
+        self._start_behind = start_behind
         self.call = coordinator.call("load")
         self._share = share
         self.what = f"the load of {path}"
@@ -128,7 +134,7 @@ class Gathering:
     async def meet(self, error: BaseException | None = None, reads: int = 0) -> bool:
         """Report success or ``error`` to the other ranks, and wait for theirs; ``reads`` is `TargetPlan.read_hash`.
 
-        Cancelling returns at once; `leave` then notifies the other ranks. Returns whether another rank of this host is
+        Cancelling returns at once; `_leave` then notifies the other ranks. Returns whether another rank of this host is
         about to read the same bytes.
         """
         mine = _Checked(socket.gethostname(), reads) if error is None else error
@@ -176,72 +182,61 @@ class Gathering:
             self.is_handing_over = reply
         return reply
 
-    async def leave(self) -> None:
-        """Report the cancellation of this rank in the next round, if there is one."""
-        with contextlib.suppress(AiockptError):
-            if self._round is not None:
-                await self._round
-            if self._agreed < (3 if self.is_handing_over else 2) and not self.failed:
-                await self.meet(LoadError(f"{self.what} was cancelled"))
+    # --- the turn -----------------------------------------------------------------------------------------
 
+    async def run(self, load: Callable[[Gathering], Awaitable[Filled]]) -> Filled:
+        """Load with the other ranks. Cancelling returns at once; a background task notifies the other ranks.
 
-async def load_together(
-    gathering: Gathering,
-    turn: asyncio.Lock,
-    load: Callable[[Gathering], Awaitable[Filled]],
-) -> Filled:
-    """Load with the other ranks. Cancelling returns at once; a background task notifies the other ranks.
+        ``load`` calls `meet` before it changes anything. If any rank has live objects, `conclude` ends the turn.
+        """
+        # A task of its own: a cancelled load takes its turn all the same, because the other ranks wait for it in this
+        # order.
+        mine = asyncio.ensure_future(self._turn.acquire())
+        with self._ending_turn(mine):
+            await asyncio.shield(mine)
+            try:
+                result = await load(self)
+            except Exception as exc:
+                if not self.failed:
+                    await self.meet(exc)
+                raise
+            await self.meet_filled(has_objects=bool(result.gifts))
+        if not self.is_handing_over:
+            self._turn.release()
+        return result
 
-    ``turn`` is held during a load, so that the loads of all ranks run one by one, in the order of the calls. If any
-    rank has live objects, `conclude` releases it. ``load`` calls `Gathering.agree` before it changes anything.
-    """
-    # A task of its own: a cancelled load takes its turn all the same, because the other ranks wait for it in this
-    # order.
-    mine = asyncio.ensure_future(turn.acquire())
-    with _ending_turn(gathering, turn, mine):
-        await asyncio.shield(mine)
+    async def conclude(self, error: BaseException | None) -> None:
+        """Agree on whether all live objects were given their states, and end the turn."""
+        with self._ending_turn():
+            await self.meet(error)
+        self._turn.release()
+
+    @contextlib.contextmanager
+    def _ending_turn(self, mine: asyncio.Future[Any] | None = None) -> Iterator[None]:
+        """End the turn after an error; after a cancellation a task does so when it has notified the other ranks."""
         try:
-            result = await load(gathering)
-        except Exception as exc:
-            if not gathering.failed:
-                await gathering.meet(exc)
+            yield
+        except asyncio.CancelledError:
+            self._start_behind(partial(self._leave, mine))
             raise
-        await gathering.meet_filled(has_objects=bool(result.gifts))
-    if not gathering.is_handing_over:
-        turn.release()
-    return result
+        except BaseException:
+            self._turn.release()
+            raise
 
-
-async def conclude(gathering: Gathering, turn: asyncio.Lock, error: BaseException | None) -> None:
-    """Agree on whether all live objects were given their states, and end the turn; see `load_together`."""
-    with _ending_turn(gathering, turn):
-        await gathering.meet(error)
-    turn.release()
-
-
-@contextlib.contextmanager
-def _ending_turn(gathering: Gathering, turn: asyncio.Lock, mine: asyncio.Future[Any] | None = None) -> Iterator[None]:
-    """End the turn after an error; after a cancellation a task does so when it has notified the other ranks."""
-    try:
-        yield
-    except asyncio.CancelledError:
-        gathering.start_behind(partial(_leave, gathering, mine, turn))
-        raise
-    except BaseException:
-        turn.release()
-        raise
-
-
-async def _leave(gathering: Gathering, mine: asyncio.Future[Any] | None, turn: asyncio.Lock) -> None:
-    """Report the cancellation when the other ranks arrive, then end the turn."""
-    if mine is not None:
-        await mine
-    try:
-        await gathering.leave()
-    except Exception:  # the engine must not end with it
-        logger.exception("%s: the other ranks could not be told that it was cancelled", gathering.what)
-    finally:
-        turn.release()
+    async def _leave(self, mine: asyncio.Future[Any] | None) -> None:
+        """Report the cancellation in the next round, if there is one, then end the turn."""
+        if mine is not None:
+            await mine
+        try:
+            with contextlib.suppress(AiockptError):
+                if self._round is not None:
+                    await self._round
+                if self._agreed < (3 if self.is_handing_over else 2) and not self.failed:
+                    await self.meet(LoadError(f"{self.what} was cancelled"))
+        except Exception:  # the engine must not end with it
+            logger.exception("%s: the other ranks could not be told that it was cancelled", self.what)
+        finally:
+            self._turn.release()
 
 
 async def _agree_on_reads(workers: Workers | None, ranks: Sequence[_Offer | _Checked]) -> Sequence[object]:

@@ -170,7 +170,7 @@ class DecodedSource(Source):
 
         ``facts`` are the manifest's, by file and offset; ``trust``: do not limit the decoded size of objects.
         """
-        exposer = _Exposer(self._path, facts, trust=trust)
+        exposer = _Exposer(self._path, facts, trust)
         entries = {key: exposer.entry(key, entry) for key, entry in index.entries.items()}
         self.know({item.name: item for item in exposer.items.values()})
         return replace(index, entries=entries, is_transformed=False)
@@ -222,9 +222,8 @@ class DecodedSource(Source):
             view[at : at + length] = whole[offset : offset + length]
             at += length
 
-    def read_cached(self, name: str, offset: int, views: Sequence[memoryview]) -> bool:
-        is_plain = getattr(self._local, "held", None) is None and name not in self.items
-        return is_plain and self._inner.read_cached(name, offset, views)
+    def is_cached(self, name: str, offset: int) -> bool:
+        return name not in self.items and self._inner.is_cached(name, offset)
 
     def map(self, name: str) -> mmap.mmap:
         """Map a file; see `Source.map`. A virtual file can't be mapped."""
@@ -490,12 +489,12 @@ class VirtualFile:
     free: int | None
 
 
+@dataclass(eq=False)
 class _Exposer:
-    def __init__(self, path: str, facts: Mapping[tuple[str, int], ItemFacts], *, trust: bool) -> None:
-        self._path = path
-        self._facts = facts
-        self._trust = trust
-        self.items: dict[ItemRange, VirtualFile] = {}
+    _path: str
+    _facts: Mapping[tuple[str, int], ItemFacts]
+    _trust: bool
+    items: dict[ItemRange, VirtualFile] = field(default_factory=dict)
 
     def entry(self, key: str, entry: Entry) -> Entry:
         if isinstance(entry, ObjectEntry) and entry.place.transforms:

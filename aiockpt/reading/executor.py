@@ -18,29 +18,27 @@ import torch
 from aiockpt.core import pages
 from aiockpt.core.dataclasses import dataclass, field
 from aiockpt.core.machine import BLOCK_BYTES, cores
-from aiockpt.core.spans import span
 from aiockpt.core.threads import run_each
 from aiockpt.errors import AiockptError, LoadError, printable, sanitize_error
 from aiockpt.format.item.objects import decode_object
 from aiockpt.format.item.tensor_item import parse_tensor_item
-from aiockpt.planning.collective.sharing import CELL_BYTES, SMALL_CELL_BYTES, Cell
+from aiockpt.planning.collective.sharing import CELL_BYTES, SMALL_CELL_BYTES, SMALL_ITEMS, Cell
 from aiockpt.planning.layout import align_up
 from aiockpt.reading.jobs import (
+    CPU,
     ChunkRead,
     FramingReader,
     ObjectRun,
     ReadJob,
+    SharedJobs,
     coalesce,
     memory_of,
     parse_checked,
     view_of,
 )
-from aiockpt.reading.read_plan import ObjectRead, ReadPlan, TensorRead, annotate_partial_load
+from aiockpt.reading.read_plan import NewTensor, ObjectRead, ReadPlan, TensorRead, annotate_partial_load
 from aiockpt.reading.sharing import (
-    DeviceJob,
-    SharedJobs,
     SharedReads,
-    cell_of_item,
     needs_of_items,
     needs_of_payloads,
 )
@@ -58,6 +56,7 @@ if TYPE_CHECKING:
     from aiockpt.planning.collective.sharing import Need
     from aiockpt.reading.bulk import SmallRows
     from aiockpt.reading.decoded import DecodedSource, Held
+    from aiockpt.reading.target_plan import TargetPlan
     from aiockpt.staging.host_cache import HostCache
     from aiockpt.staging.scatter import Placement
     from aiockpt.storage.base import Source
@@ -79,7 +78,6 @@ _LENGTHS_AT_ONCE = 16
 _FRAMINGS_AT_ONCE = 32
 _LOOKS = 8  # at a file, to find out whether it is in the page cache
 _TURN_S = 0.02  # of a thread with the jobs of one load; a turn for each job would cost a hop to the loop and back
-_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,39 +110,25 @@ class ReadExecutor:
     shared: SharedReads | None = None  # with other ranks
 
     def __post_init__(self) -> None:
-        self._framing = FramingReader(self._source, self._path, verify=self._options.verify)
+        self._framing = FramingReader(self._source, self._path, self._options.verify)
         self._local = threading.local()
         self._lock = threading.Lock()  # of the reads' counters, and the report
 
     async def execute(self, plan: ReadPlan, phase: int = 0) -> None:
-        """Read the objects of a plan, allocate its new tensors, and read all tensors into place.
+        """Allocate the new tensors of a plan, and read all that it has into place.
 
         ``phase``: of the load, as in what is `shared`.
         """
-        jobs: SharedJobs = {}
-        await self.read_objects(self._without_shared(plan.objects, phase, jobs))
         if plan.mapped:
             plan.values |= await self._tools.workers.run(map_tensors, self._source, self._path, plan.mapped)
         await self.allocate(plan)
-        await self.fill(plan.reads, plan.filled, phase, jobs, plan.small)
-
-    def _without_shared(self, objects: Sequence[ObjectRead], phase: int, jobs: SharedJobs) -> list[ObjectRead]:
-        """Return the objects that are not shared; add the jobs of the others."""
-        rest: list[ObjectRead] = []
-        shared: defaultdict[Cell, list[ObjectRead]] = defaultdict(list)
-        for each in objects:
-            cell = self._cell_of_item(phase, each.place)
-            (rest if cell is None else shared[cell]).append(each)
-        for cell, reads in shared.items():
-            jobs[cell] = [(_CPU, ObjectRun(run, self._decode_run)) for run in _runs(reads)]
-            self._tools.report.objects += len(reads)
-        return rest
+        await self.fill(plan, phase)
 
     def _cell_of_item(self, phase: int, place: ItemRange) -> Cell | None:
         """Return the cell of an item that is read whole, if that is shared."""
         if self.shared is None or place.length > SMALL_CELL_BYTES:
             return None
-        cell = cell_of_item(phase, place)
+        cell = Cell(phase, place.file, SMALL_ITEMS, place.offset // SMALL_CELL_BYTES)
         return cell if self.shared.has(cell) else None
 
     async def needs(self, objects: Sequence[ObjectRead], reads: Sequence[TensorRead], phase: int) -> list[Need]:
@@ -160,33 +144,19 @@ class ReadExecutor:
         large = [read for _, many in groups for read in many]
         return needs_of_items(phase, small) + needs_of_payloads(phase, large, self._source)
 
-    async def fill(
-        self,
-        reads: Sequence[TensorRead],
-        filled: Sequence[torch.Tensor],
-        phase: int = 0,
-        shared_jobs: SharedJobs | None = None,
-        small: SmallRows | None = None,
-    ) -> None:
-        """Read tensors into place, of which ``filled`` are the caller's; see `execute`."""
+    async def fill(self, plan: ReadPlan | TargetPlan, phase: int = 0) -> None:
+        """Read objects, and tensors into place, which may be on several devices; see `execute`."""
         # The writes bypass autograd: count them in the version counters, so that autograd notices them, and so does a
         # save that is copying these tensors now. Before and after: such a save may begin or end during the load.
-        count_change(filled)
+        count_change(plan.filled)
+        reads = plan.reads
         try:
-            await self.read(reads, phase, shared_jobs, small)
+            await self._read(plan.objects, reads, plan.small, phase)
         except LoadError as exc:
-            annotate_partial_load(exc, reads, small)
+            annotate_partial_load(exc, reads, plan.small)
             raise
         finally:
-            count_change(filled)
-
-    async def read_objects(self, objects: Sequence[ObjectRead]) -> None:
-        report, nbytes = self._tools.report, sum(read.place.length for read in objects)
-        report.objects += len(objects)
-        report.expect(nbytes)
-        with span("objects", nbytes):
-            await self._in_threads(self._decode_run, _runs(objects))
-        report.add(nbytes)
+            count_change(plan.filled)
 
     async def prepare(self, reads: Sequence[TensorRead]) -> None:
         """Read the framing of items that are not read whole, so that damage there shows before a target changes."""
@@ -206,48 +176,52 @@ class ReadExecutor:
             await self._tools.workers.run(self._framing.locate, [read])
         return cast("TensorItem", read.item)
 
-    async def read(
-        self,
-        reads: Sequence[TensorRead],
-        phase: int = 0,
-        shared_jobs: SharedJobs | None = None,
-        small: SmallRows | None = None,
+    async def _read(
+        self, objects: Sequence[ObjectRead], reads: Sequence[TensorRead], small: SmallRows | None, phase: int
     ) -> None:
-        """Read tensors into place; targets may be on several devices."""
         await self.prepare(reads)
-        shared: SharedJobs = {} if shared_jobs is None else shared_jobs
-        alone = await self._jobs_of(reads, phase, shared)
+        shared: SharedJobs = {}
+        alone = self._object_jobs(objects, phase, shared)  # first: they may be refused
         if small is not None:
-            jobs = small.jobs(self._source, self._path, verify=self._options.verify)
-            alone[:0] = [(_CPU, job) for job in jobs]
-            self._tools.report.tensors += len(small)
-        self._tools.report.tensors += len(reads)
-        self._tools.report.expect(sum(job.nbytes for _, job in itertools.chain(alone, *shared.values())))
+            alone += small.jobs(self._source, self._path, verify=self._options.verify)
+        alone += await self._jobs_of(reads, phase, shared)
+        report = self._tools.report
+        report.objects += len(objects)
+        report.tensors += len(reads) + (0 if small is None else len(small))
+        report.expect(sum(job.nbytes for job in itertools.chain(alone, *shared.values())))
         if self.shared is not None:
             await self._each(lambda together: together.run(phase, shared, self), [self.shared], 1)
             alone += itertools.chain(*shared.values())
-        await self._run_in_turns([job for device, job in alone if device == _CPU])
-        on_devices = [each for each in alone if each[0] != _CPU]
+        await self._run_in_turns([job for job in alone if job.device == CPU])
+        on_devices = [job for job in alone if job.device != CPU]
         with self._tools.workers.at_least(min(self._source.most_reads, len(on_devices))) as count:
             await self._each(self._read_to_device, on_devices, count)
         self._known |= {read.chunk.place: read.item for read in reads if read.item and not read.chunk.item}
 
-    async def _jobs_of(self, reads: Sequence[TensorRead], phase: int, shared: SharedJobs) -> list[DeviceJob]:
-        """Return the jobs of reads, with the devices of those that go through staging memory; add the shared ones."""
-        alone: list[DeviceJob] = []
+    def _object_jobs(self, objects: Sequence[ObjectRead], phase: int, shared: SharedJobs) -> list[ReadJob]:
+        """Return the jobs of objects; add the shared ones."""
+        alone: list[ReadJob] = []
+        by_cell: defaultdict[Cell | None, list[ObjectRead]] = defaultdict(list)
+        for read in objects:
+            by_cell[self._cell_of_item(phase, read.place)].append(read)
+        for cell, group in by_cell.items():
+            jobs = alone if cell is None else shared.setdefault(cell, [])
+            jobs += [ObjectRun(run, self._decode_run) for run in _runs(group)]
+        return alone
+
+    async def _jobs_of(self, reads: Sequence[TensorRead], phase: int, shared: SharedJobs) -> list[ReadJob]:
+        """Return the jobs of tensors; add the shared ones."""
+        alone: list[ReadJob] = []
         for device, group in _by_device(reads).items():
-            small, large, most = self._by_size(group, device)
+            few, large, most = self._by_size(group, device)
             by_cell: defaultdict[Cell | None, list[TensorRead]] = defaultdict(list)
-            if self.shared is None:
-                by_cell[None] = small
-            else:
-                for read in small:
-                    by_cell[self._cell_of_item(phase, read.chunk.place)].append(read)
+            for read in few:
+                by_cell[self._cell_of_item(phase, read.chunk.place)].append(read)
             for cell, each in by_cell.items():
                 jobs = alone if cell is None else shared.setdefault(cell, [])
-                jobs += [(device, job) for job in coalesce(each, most, self._framing)]
+                jobs += coalesce(each, most, self._framing, device)
             for read in large:
-                await self._add_chunk_jobs(read, device, most, phase, alone, shared)
+                await self._add_chunk_jobs(read, most, phase, alone, shared)
         return alone
 
     def _by_size(
@@ -255,7 +229,7 @@ class ReadExecutor:
     ) -> tuple[list[TensorRead], list[TensorRead], int]:
         """Return the small reads for a device, the large ones, and the most bytes of a job there."""
         most = BUFFER_BYTES
-        if device != _CPU:  # a job has to fit into one chunk of the pool, with room to align both ends
+        if device != CPU:  # a job has to fit into one chunk of the pool, with room to align both ends
             most = min(most, max(BLOCK_BYTES, self._tools.pool.chunk_bytes - 2 * BLOCK_BYTES))
         small: list[TensorRead] = []
         large: list[TensorRead] = []
@@ -265,13 +239,7 @@ class ReadExecutor:
         return small, large, most
 
     async def _add_chunk_jobs(
-        self,
-        read: TensorRead,
-        device: torch.device,
-        most: int,
-        phase: int,
-        alone: list[DeviceJob],
-        shared: SharedJobs,
+        self, read: TensorRead, most: int, phase: int, alone: list[ReadJob], shared: SharedJobs
     ) -> None:
         """Add the jobs that read one stored chunk in parts."""
         item = await self.locate(read)
@@ -280,7 +248,10 @@ class ReadExecutor:
             if read.target is None:
                 read.memory = torch.empty(0, dtype=torch.uint8, device="cpu")
             return
-        memory, is_fresh = self._new_memory(read, item.nbytes)
+        memory, is_fresh = None, False
+        if read.target is None and not read.only_checked:
+            read.memory, is_fresh = self._tools.memory.take(item.nbytes)
+            memory = memory_of(read.memory)
         place, together = read.chunk.place, self.shared
         # A virtual file is read in one part: decoding always starts at its beginning.
         is_virtual = self._source.is_virtual(place.file)
@@ -299,35 +270,29 @@ class ReadExecutor:
         )
         parts = chunk.parts
         read.pending = len(parts)
-        where = device if chunk.memory is None else _CPU
         for part in parts:
             jobs = alone
             if together is not None and together.has(cell := first._replace(number=part.block)):
                 jobs = shared.setdefault(cell, [])
-            jobs.append((where, part))
-
-    def _new_memory(self, read: TensorRead, nbytes: int) -> tuple[memoryview | None, bool]:
-        """Take memory for a new tensor; return it, and whether nothing has touched it; None: it needs none."""
-        if read.target is not None or read.only_checked:
-            return None, False
-        read.memory, is_fresh = self._tools.memory.take(nbytes)
-        return memory_of(read.memory), is_fresh
+            jobs.append(part)
 
     async def allocate(self, plan: ReadPlan) -> None:
         """Allocate the new tensors that are not read into memory as they are stored; once."""
-        wanted = [each for each in plan.new if not each.reads and each.tensor is None]
-        forms = [(each.shape, each.dtype) for each in wanted]
-        if not wanted:
-            return
-        if is_host(plan.device):
-            made = [_new_tensor(self._tools, shape, dtype) for shape, dtype in forms]
-        elif plan.device.type == "meta":
-            made = [torch.empty(shape, dtype=dtype, device=plan.device) for shape, dtype in forms]
-        else:
-            # The caching allocator frees memory in order with the stream it was allocated in: make that the caller's.
-            made = await self._tools.placer_for(plan.device).new(forms, self._tools.streams.get(plan.device))
-        for each, tensor in zip(wanted, made, strict=True):
-            each.read_into(tensor)
+        by_device: defaultdict[torch.device, list[NewTensor]] = defaultdict(list)
+        for new in plan.new:
+            if not new.reads and new.tensor is None:
+                by_device[new.device].append(new)
+        for device, wanted in by_device.items():
+            forms = [(new.shape, new.dtype) for new in wanted]
+            if is_host(device):
+                made = [_new_tensor(self._tools, shape, dtype) for shape, dtype in forms]
+            elif device.type == "meta":
+                made = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in forms]
+            else:
+                # The caching allocator frees memory in order with the stream it was allocated in: the caller's.
+                made = await self._tools.placer_for(device).new(forms, self._tools.streams.get(device))
+            for new, tensor in zip(wanted, made, strict=True):
+                new.read_into(tensor)
 
     # --- running ----------------------------------------------------------------------------------
 
@@ -375,9 +340,9 @@ class ReadExecutor:
 
     def _is_cached(self, files: Iterable[str]) -> bool:
         """Return whether the page cache seems to have all of some files."""
-        byte, sizes = [memoryview(bytearray(1))], self._source.files
+        sizes = self._source.files
         places = ((name, sizes[name] * number // _LOOKS) for name in files if name in sizes for number in range(_LOOKS))
-        return all(self._source.read_cached(name, offset, byte) for name, offset in places)
+        return all(self._source.is_cached(name, offset) for name, offset in places)
 
     def _take_turn(self, pending: deque[ReadJob]) -> bool:
         """Run jobs for a while; return whether some may be left."""
@@ -403,34 +368,34 @@ class ReadExecutor:
 
     # --- for shared reads -----------------------------------------------------------------------------------
 
-    def place(self, held: Held, jobs: Sequence[DeviceJob]) -> list[DeviceJob]:
+    def place(self, held: Held, jobs: Sequence[ReadJob]) -> list[ReadJob]:
         """Run jobs whose bytes are in memory; return those for devices. Blocks."""
         with self._source.holding(held):
-            for device, job in jobs:
-                if device == _CPU:
+            for job in jobs:
+                if job.device == CPU:
                     self._read_and_place(job)
-        return [each for each in jobs if each[0] != _CPU]
+        return [job for job in jobs if job.device != CPU]
 
-    async def place_on_devices(self, held: Held, jobs: Sequence[DeviceJob]) -> None:
+    async def place_on_devices(self, held: Held, jobs: Sequence[ReadJob]) -> None:
         """Run jobs for devices whose bytes are in memory."""
-        for job_on in jobs:
-            await self._read_to_device(job_on, held)
+        for job in jobs:
+            await self._read_to_device(job, held)
 
     def finish(self, job: ReadJob, begin: float | None = None) -> None:
         """Count a job as done, whose bytes are in their place. Blocks for a moment."""
         # The parts of one tensor count down the same counter, and the last one checks the CRC.
         with self._lock:
             job.finish()
-            self._tools.report.did_read(begin or time.perf_counter(), job.nbytes, job.file)
+            name = "objects" if isinstance(job, ObjectRun) else "read"
+            self._tools.report.did_read(begin or time.perf_counter(), job.nbytes, job.file, name)
 
     def _read_job(self, job: ReadJob, chunk: Chunk, held: Held | None) -> list[Placement]:
         with self._source.holding(held):
             return job.read(chunk)
 
-    async def _read_to_device(self, job_on: DeviceJob, held: Held | None = None) -> None:
+    async def _read_to_device(self, job: ReadJob, held: Held | None = None) -> None:
         """Run a job through a chunk of staging memory, from which the device copies."""
-        device, job = job_on
-        placer = self._tools.placer_for(device)
+        placer = self._tools.placer_for(job.device)
         begin = time.perf_counter()
         lease = await self._tools.pool.acquire()
         try:
@@ -441,8 +406,7 @@ class ReadExecutor:
                 await copies.wait()
         finally:
             lease.release()
-        job.finish()
-        self._tools.report.did_read(begin, job.nbytes, job.file)
+        self.finish(job, begin)
 
     # --- in threads -------------------------------------------------------------------------------
 
@@ -479,7 +443,7 @@ class ReadExecutor:
 def _by_device(reads: Sequence[TensorRead]) -> dict[torch.device, list[TensorRead]]:
     found: dict[torch.device, list[TensorRead]] = {}
     for read in reads:
-        found.setdefault(_CPU if read.target is None else read.target.device, []).append(read)
+        found.setdefault(CPU if read.target is None else read.target.device, []).append(read)
     return found
 
 

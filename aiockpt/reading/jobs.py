@@ -1,5 +1,7 @@
 """Read jobs: each is the work of one thread, with `read(buffer)`, which may leave placements, and `finish()`.
 
+If its ``device`` is no host memory, the buffer is a chunk of staging memory, from which the device copies.
+
 | job | reads | and puts it |
 | --- | --- | --- |
 | `CoalescedRead` | small items; neighbours in a file with one system call | into place, or leaves placements |
@@ -19,13 +21,13 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from isal.isal_zlib import crc32, crc32_combine
 
 from aiockpt.core import pages
-from aiockpt.core.dataclasses import dataclass
+from aiockpt.core.dataclasses import dataclass, field
 from aiockpt.core.gc_pause import gc_pause
 from aiockpt.core.machine import BLOCK_BYTES
 from aiockpt.core.strides import is_dense, reach, row_strides
@@ -34,6 +36,7 @@ from aiockpt.format.checks import wrong_crc
 from aiockpt.format.item.tensor_item import HEAD_BYTES, TAIL_BYTES, ItemParser, parse_tensor_item
 from aiockpt.format.item.ziparchive import FramingError, SubclassItemError
 from aiockpt.format.names import METADATA_NAME
+from aiockpt.planning.collective.sharing import Cell
 from aiockpt.planning.ranges import Selection, StoredStream, as_stream, boxes
 from aiockpt.planning.specs import lazy_bits
 from aiockpt.reading.bulk import BulkRead
@@ -49,9 +52,10 @@ if TYPE_CHECKING:
 
     Buffer = Chunk | MappedMemory  # a chunk of staging memory, or a thread's own
 
+CPU = torch.device("cpu")
+
 _MAX_STRETCHES = 64  # of one batch
-_STRAIGHT_BYTES = 64 << 10  # payloads from here on are read straight into new memory, where that spares a copy
-_GROUP_BYTES = 1 << 20  # of these, read at once, so that their CRCs find them in the processor's cache
+_UNLOCKED_BYTES = 64 << 10  # from here on, payloads are copied without the GIL
 _MAX_RUNS = 16_384  # of one part; bounds the list of runs in memory
 _MAX_FETCH_BYTES = 1 << 20
 _HEADERS_BYTES = 1024
@@ -100,14 +104,14 @@ class ItemWindow:
         return self._source.read_bytes(place.file, place.offset + offset, max(0, size))
 
 
+@dataclass(eq=False)
 class FramingReader:
     """Reads and checks the framing of items: the zip structure with dtype, shape, payload offset and CRC."""
 
-    def __init__(self, source: Source, path: str, *, verify: bool) -> None:
-        self.source = source
-        self.verify = verify
-        self._path = path
-        self._parser = ItemParser()
+    source: Source
+    _path: str
+    verify: bool
+    _parser: ItemParser = field(default_factory=ItemParser)
 
     def locate(self, reads: Sequence[TensorRead]) -> None:
         """Read the heads and tails of items of one file together, without their payloads; set their items. Blocks."""
@@ -210,14 +214,17 @@ class _Stretch:
     reads: list[TensorRead]
 
 
+@dataclass(eq=False)
 class CoalescedRead:
     """Small items that lie close together."""
 
-    def __init__(self, stretches: list[_Stretch], framing: FramingReader) -> None:
-        self._stretches = stretches
-        self._framing = framing
-        self.nbytes = sum(each.end - each.begin for each in stretches)
-        self.file = stretches[0].file
+    _stretches: list[_Stretch]
+    _framing: FramingReader
+    device: torch.device
+
+    def __post_init__(self) -> None:
+        self.nbytes = sum(each.end - each.begin for each in self._stretches)
+        self.file = self._stretches[0].file
 
     @gc_pause()
     def read(self, buffer: Buffer) -> list[Placement]:
@@ -227,13 +234,8 @@ class CoalescedRead:
         at = 0
         for each in self._stretches:
             at += (each.begin - at) % BLOCK_BYTES  # same offset in the page as in the file, as O_DIRECT requires
-            part = view[at : at + each.end - each.begin]
-            placed = self._read_cached(each, part)
-            if placed is None:
-                framing.source.read(each.file, each.begin, part)
+            framing.source.read(each.file, each.begin, view[at : at + each.end - each.begin])
             for read in each.reads:
-                if placed and id(read) in placed:
-                    continue
                 place = read.chunk.place
                 start = at + place.offset - each.begin
                 item = read.chunk.item or framing.parse(read, view[start : start + place.length])
@@ -253,43 +255,6 @@ class CoalescedRead:
                 left.append(rest)
         return left
 
-    def _read_cached(self, stretch: _Stretch, view: memoryview) -> set[int] | None:
-        """Read a stretch, payloads of new tensors straight into them, if the page cache has it; check their CRCs.
-
-        Return the ids of the reads that are done, or None if it must be read into the buffer. Then new tensors are only
-        made.
-        """
-        groups: list[list[tuple[TensorRead, TensorItem, int]]] = [[]]
-        end = stretch.begin
-        for read in stretch.reads:
-            item, place = read.chunk.item, read.chunk.place
-            is_large = item is not None and item.nbytes >= _STRAIGHT_BYTES and not read.only_checked
-            if item is not None and is_large and place.offset >= end and _is_new(read, item):
-                begin = place.offset + item.payload_offset
-                if groups[-1] and begin + item.nbytes - groups[-1][0][2] > _GROUP_BYTES:
-                    groups.append([])
-                groups[-1].append((read, item, begin))
-            end = max(end, place.offset + place.length)
-        if not groups[0]:
-            return None
-        at = stretch.begin
-        for group in groups:
-            views: list[memoryview] = []
-            start = at
-            for read, item, begin in group:
-                read.made = torch.empty_strided(item.shape, item.stride, dtype=item.dtype, device="cpu")
-                views += [view[at - stretch.begin : begin - stretch.begin], memory_of(read.made)]
-                at = begin + item.nbytes
-            if group is groups[-1]:
-                views.append(view[at - stretch.begin :])
-            if not self._framing.source.read_cached(stretch.file, start, views):
-                return None
-            for (read, item, _), payload in zip(group, views[1::2], strict=False):
-                if self._framing.verify and item.crc is not None and crc32(payload) != item.crc:
-                    raise self._framing.wrong_crc(read, item)
-                read.item, read.begun = item, True
-        return {id(read) for group in groups for read, _, _ in group}
-
     def finish(self) -> None:
         for each in self._stretches:
             for read in each.reads:
@@ -297,7 +262,9 @@ class CoalescedRead:
 
 
 @gc_pause()
-def coalesce(reads: Sequence[TensorRead], most_bytes: int, framing: FramingReader) -> list[CoalescedRead]:
+def coalesce(
+    reads: Sequence[TensorRead], most_bytes: int, framing: FramingReader, device: torch.device
+) -> list[CoalescedRead]:
     """Group items: neighbours in a file become one stretch, and a few stretches one job.
 
     A job's buffer of ``most_bytes`` also holds gaps between items, and a page per stretch for alignment.
@@ -321,10 +288,10 @@ def coalesce(reads: Sequence[TensorRead], most_bytes: int, framing: FramingReade
             used += place.length + BLOCK_BYTES
             continue
         if stretches:
-            jobs.append(CoalescedRead(stretches, framing))
+            jobs.append(CoalescedRead(stretches, framing, device))
         stretches = [_Stretch(place.file, place.offset, end, [read])]
         used = place.length + BLOCK_BYTES
-    return [*jobs, CoalescedRead(stretches, framing)] if stretches else jobs
+    return [*jobs, CoalescedRead(stretches, framing, device)] if stretches else jobs
 
 
 def _make_tensors(found: Sequence[tuple[TensorRead, TensorItem]]) -> None:
@@ -334,11 +301,11 @@ def _make_tensors(found: Sequence[tuple[TensorRead, TensorItem]]) -> None:
     """
     kinds: defaultdict[tuple[torch.dtype, tuple[int, ...], tuple[int, ...]], list[TensorRead]] = defaultdict(list)
     for read, item in found:
-        if read.made is None and _is_new(read, item):
+        if _is_new(read, item):
             kinds[item.dtype, item.shape, item.stride].append(read)
     for (dtype, shape, stride), reads in kinds.items():
         made = [torch.empty_strided(shape, stride, dtype=dtype, device="cpu")]
-        if stride != row_strides(shape) or made[0].nbytes >= _STRAIGHT_BYTES:
+        if stride != row_strides(shape) or made[0].nbytes >= _UNLOCKED_BYTES:
             made += [torch.empty_strided(shape, stride, dtype=dtype, device="cpu") for _ in reads[1:]]
         elif reads[1:]:  # one operator makes all of them, as copies whose values are overwritten
             made += torch.unbind_copy(made[0].expand(len(reads) - 1, *shape))  # type: ignore[arg-type, func-returns-value]
@@ -358,12 +325,11 @@ def _place(read: TensorRead, item: TensorItem, buffer: memoryview, start: int, a
     target = read.target
     read.item = item
     if target is None:
-        if read.made is not None:
-            copy = copy_small if item.nbytes < _STRAIGHT_BYTES else ctypes.memmove  # which releases the GIL
-            copy(read.made.data_ptr(), address, item.nbytes)
-            return None
-        read.memory = torch.empty(item.nbytes, dtype=torch.uint8, device="cpu")
-        copy_small(read.memory.data_ptr(), address, item.nbytes)
+        memory = read.made
+        if memory is None:
+            memory = read.memory = torch.empty(item.nbytes, dtype=torch.uint8, device="cpu")
+        copy = copy_small if item.nbytes < _UNLOCKED_BYTES else ctypes.memmove  # which releases the GIL
+        copy(memory.data_ptr(), address, item.nbytes)
         return None
     if not item.nbytes or 0 in item.shape:
         return None
@@ -398,15 +364,12 @@ def _is_image(target: torch.Tensor, item: TensorItem) -> bool:
         and target.dtype is item.dtype
         and target.nbytes == item.nbytes
         and is_host(target.device)
-        and _has_strides(target, item)
+        and (
+            target.stride() == item.stride
+            or all(a == b for a, b, n in zip(target.stride(), item.stride, item.shape, strict=True) if n > 1)
+        )
         and (target.is_contiguous() or is_dense(item.shape, item.stride))
         and not (item.storage_offset or item.conj or item.neg or any(lazy_bits(target)))
-    )
-
-
-def _has_strides(target: torch.Tensor, item: TensorItem) -> bool:
-    return target.stride() == item.stride or all(
-        a == b for a, b, n in zip(target.stride(), item.stride, item.shape, strict=True) if n > 1
     )
 
 
@@ -449,6 +412,7 @@ class ChunkRead:
             self.stream = as_stream(part.shape, part.stride, part.storage_offset)
         self.nbytes = self.stream.count * self.size
         self.memory = memory if memory is not None else self._target_memory()  # None: it goes through a buffer
+        self.device = CPU if self.memory is not None or read.target is None else read.target.device
         self.is_fresh = is_fresh
         most = min(
             buffer_bytes if self.memory is None else direct_bytes,
@@ -554,6 +518,10 @@ class ChunkPart:
         return self.chunk.file
 
     @property
+    def device(self) -> torch.device:
+        return self.chunk.device
+
+    @property
     def block(self) -> int:
         """The number of the block of the payload that has all of it; -1 if it may be in several."""
         chunk = self.chunk
@@ -628,12 +596,14 @@ class ChunkPart:
 class ObjectRun:
     """Objects that are neighbours in a file, and are decoded where they are read."""
 
+    device: ClassVar = CPU
+
     objects: Sequence[ObjectRead]
     decode: Callable[[Sequence[ObjectRead]], None]
+    nbytes: int = 0
 
-    @property
-    def nbytes(self) -> int:
-        return sum(each.place.length for each in self.objects)
+    def __post_init__(self) -> None:
+        self.nbytes = sum(each.place.length for each in self.objects)
 
     @property
     def file(self) -> str:
@@ -648,3 +618,5 @@ class ObjectRun:
 
 
 ReadJob = CoalescedRead | ChunkPart | ObjectRun | BulkRead
+SharedJobs = dict[Cell, list[ReadJob]]
+"""The jobs of shared cells."""

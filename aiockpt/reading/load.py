@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import anyio
 import numpy as np
@@ -19,7 +19,7 @@ from aiockpt.errors import CorruptCheckpointError, LoadError, MissingKeysError, 
 from aiockpt.format.item.arrays import array_names, array_of
 from aiockpt.format.keys import containers_within, hint, matching
 from aiockpt.format.manifest.columnar_index import IndexedEntries, IndexedPaths
-from aiockpt.options import LoadOptions, MapLocation, target_device
+from aiockpt.options import LoadOptions, target_device
 from aiockpt.planning.dtensor import is_distributed
 from aiockpt.planning.flatten import StructureError, replace_leaves, unflatten
 from aiockpt.reading.apply_live import Filled, Gift
@@ -28,7 +28,7 @@ from aiockpt.reading.jobs import view_of
 from aiockpt.reading.open import OpenCheckpoint, open_checkpoint
 from aiockpt.reading.plain_loading import loads_as_torch
 from aiockpt.reading.read_plan import NewTensor, ReadPlan, ReadRequest, TensorRead, plan_reads
-from aiockpt.reading.sharing import FILLS, hash_of
+from aiockpt.reading.sharing import FILLS, NEW, hash_of
 from aiockpt.reading.target_plan import TargetPlan, distinct_trees, plan_target
 from aiockpt.reading.targets import Region, check_same, encoded_copy, relocated
 from aiockpt.telemetry.progress import ReadReport
@@ -39,14 +39,11 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from aiockpt.format.index import Entry, Index, ObjPath
-    from aiockpt.planning.collective.sharing import Need
     from aiockpt.reading.collective import Gathering
     from aiockpt.reading.known_items import KnownItems
     from aiockpt.snapshot.live import LiveObject, ResolvedState
     from aiockpt.storage.base import Storage
 
-
-T = TypeVar("T")
 
 _DAMAGED = (StructureError, KeyError, TypeError, ValueError)
 
@@ -75,7 +72,7 @@ class CheckpointLoad:
             # What is shared, or compared with what the target has, has an object each.
             in_bulk = self.known is None and (gathering is None or not gathering.shares(opened.source))
             tools_here = replace(tools, report=self.report)
-            loader = _OpenLoad(opened, self.options, tools_here, in_bulk=in_bulk, known=self.known)
+            loader = _OpenLoad(opened, self.options, tools_here, in_bulk, self.known)
             if self.target is None:
                 return await loader.load_new(gathering)
             return await loader.load_into(self.target, self.state_dict, gathering)
@@ -95,47 +92,42 @@ async def read_requests(
     """Return the values of requests by key; for ``ready`` see `CheckpointLoad`."""
     await tools.begin(ready)
     whole = {each.name: each.entry for each in requests if each.is_whole}
-    parts = [each for each in requests if not each.is_whole]
-    values = await _OpenLoad(opened, options, tools).read(whole, parts)
+    load = _OpenLoad(opened, options, tools)
+    values = await load.execute(await load.plan(whole, [each for each in requests if not each.is_whole]))
     return {each.name: values[each.name] for each in requests}
 
 
+@dataclass(eq=False)
 class _OpenLoad:
     """One load of an open checkpoint."""
 
-    def __init__(
-        self,
-        opened: OpenCheckpoint,
-        options: LoadOptions,
-        tools: LoadTools,
-        *,
-        in_bulk: bool = False,
-        known: KnownItems | None = None,
-    ) -> None:
-        self._known = known
-        self._opened = opened
-        self._in_bulk = in_bulk
-        self._path = opened.path
-        self._options = options
-        self._tools = tools
-        self._executor = ReadExecutor(opened.source, opened.path, options, tools, opened.known)
+    _opened: OpenCheckpoint
+    _options: LoadOptions
+    _tools: LoadTools
+    _in_bulk: bool = False
+    _known: KnownItems | None = None
+
+    def __post_init__(self) -> None:
+        opened = self._opened
+        self._path, self._run = opened.path, self._tools.workers.run
+        self._executor = ReadExecutor(opened.source, opened.path, self._options, self._tools, opened.known)
 
     async def load_new(self, gathering: Gathering | None) -> Filled:
         """Load into a new state dict."""
         index = self._opened.index
         entries, unmatched = chosen_entries(self._path, index, self._options)
-        planned = await self._plan_with_arrays(entries)
-        async with self._sharing(gathering, planned, ()):
-            values = await self._read_planned(planned)
+        plan = await self.plan(entries, arrays=self._arrays)
+        async with self._sharing(gathering, plan, ()):
+            values = await self.execute(plan)
         if gathering is not None:
             await gathering.meet()
         with span("assemble"):
-            state = await self._tools.workers.run(build_state, self._path, index, values)
+            state = await self._run(build_state, self._path, index, values)
         return Filled(self._path, state, missing=unmatched, strict=False)
 
     async def load_into(self, target: ResolvedState, state_dict: Any, gathering: Gathering | None) -> Filled:
         """Load into the tensors of a state dict, and read what live objects are given."""
-        run, options = self._tools.workers.run, self._options
+        run, options = self._run, self._options
         # All checks come before the first byte reaches the target: a load that is refused changes nothing.
         with span("plan"):
             plan = await run(
@@ -144,88 +136,66 @@ class _OpenLoad:
         await self._compare(plan.twins)
         if self._known is not None:
             await run(self._known.leave_out, plan, self._opened.index.entries)
-        planned = await self._plan_with_arrays(plan.fresh, plan.enums)
-        async with self._sharing(gathering, planned, plan.reads):
-            fresh = await self._read_planned(planned)
+        new = await self.plan(plan.fresh, enums=plan.enums, arrays=self._arrays)
+        async with self._sharing(gathering, new, plan.reads):
+            fresh = await self.execute(new)
             new_values = await run(build_target_values, self._opened, plan, target, fresh)
             await self._executor.prepare(plan.reads)
             if gathering is not None and await gathering.meet(reads=await run(plan.read_hash)):
                 # Another rank of this host reads the same bytes: O_DIRECT would read the disk once for each of them.
                 self._opened.source.share()
-            await self._executor.fill(plan.reads, plan.filled, FILLS, small=plan.small)
+            await self._executor.fill(plan, FILLS)
         # Last, and checked to succeed: a failed read leaves only tensors changed, and its error names them.
         new_values.put(target.tree, state_dict)
         if gathering is not None:
             gathering.filled = plan.names
         return Filled(self._path, state_dict, new_values.gifts, plan.missing, options.strict, plan.names)
 
-    async def read(self, whole: Mapping[str, Entry], parts: Sequence[ReadRequest] = ()) -> dict[str, Any]:
-        """Read whole entries, and parts of tensors; return the values by key."""
-        return await self._execute(await self._plan(whole, parts))
-
-    async def _plan(
+    async def plan(
         self,
         whole: Mapping[str, Entry],
         parts: Sequence[ReadRequest] = (),
+        *,
         enums: Mapping[str, type[Enum]] | None = None,
+        arrays: Collection[str] = (),
+        options: LoadOptions | None = None,
     ) -> ReadPlan:
+        """Plan to read entries and parts of tensors; see `plan_reads`."""
         with span("plan"):
-            return await self._tools.workers.run(
-                plan_reads, self._path, whole, parts, self._options, enums or {}, in_bulk=self._in_bulk
-            )
+            arguments = self._path, whole, parts, options or self._options, enums or {}
+            return await self._run(plan_reads, *arguments, in_bulk=self._in_bulk, arrays=arrays)
 
-    async def _execute(self, plan: ReadPlan, phase: int = 0) -> dict[str, Any]:
-        await self._executor.execute(plan, phase)
+    async def execute(self, plan: ReadPlan) -> dict[str, Any]:
+        """Return the values of what is planned by key."""
+        await self._executor.execute(plan, NEW)
         with span("assemble"):
-            error = await self._tools.workers.run(build_values, plan, self._options.map_location)
+            error = await self._run(build_values, plan)
         if error is not None:
             raise error
         return plan.values
 
-    async def _plan_with_arrays(
-        self, entries: Mapping[str, Entry], enums: Mapping[str, type[Enum]] | None = None
-    ) -> list[tuple[_OpenLoad, ReadPlan]]:
-        """Plan to read entries; saved NumPy arrays become arrays again, so they are always read to host memory."""
-        arrays = self._arrays(entries)
-        if not arrays or self._options.map_location is None:
-            return [(self, await self._plan(entries, (), enums))]
-        rest, host = {name: entry for name, entry in entries.items() if name not in arrays}, self._on_host()
-        return [(self, await self._plan(rest, (), enums)), (host, await host._plan(arrays))]
-
-    async def _read_planned(self, planned: Sequence[tuple[_OpenLoad, ReadPlan]]) -> dict[str, Any]:
-        """Read what `_plan_with_arrays` has planned; return the values by key."""
-        values: dict[str, Any] = {}
-        # The last phase before FILLS is the same on all ranks, whether they have one or two.
-        for phase, (loader, plan) in enumerate(planned, FILLS - len(planned)):
-            values |= await loader._execute(plan, phase)
-        return values | {name: array_of(values[name]) for name in self._arrays(values)}
-
-    def _arrays(self, values: Mapping[str, T]) -> dict[str, T]:
-        """Return those that are NumPy arrays when they are loaded."""
-        if target_device(self._options.map_location).type == "meta":
-            return {}
-        return {name: values[name] for name in array_names(self._opened.index.containers) if name in values}
+    @property
+    def _arrays(self) -> Collection[str]:
+        """The entries that are NumPy arrays when they are loaded."""
+        is_meta = target_device(self._options.map_location).type == "meta"
+        return () if is_meta else array_names(self._opened.index.containers)
 
     @contextlib.asynccontextmanager
     async def _sharing(
-        self, gathering: Gathering | None, planned: Sequence[tuple[_OpenLoad, ReadPlan]], fills: Sequence[TensorRead]
+        self, gathering: Gathering | None, plan: ReadPlan, fills: Sequence[TensorRead]
     ) -> AsyncIterator[None]:
         """Share what is planned with the other ranks, if this rank does."""
         source = self._opened.source
         if gathering is None or not gathering.shares(source):
             yield
             return
-        workers = self._tools.workers
+        workers, executor = self._tools.workers, self._executor
         with gc_pause():  # all ranks would wait for a collection of one
             with span("share"):
-                needs: list[Need] = await self._executor.needs((), fills, FILLS)
-                for phase, (loader, plan) in enumerate(planned, FILLS - len(planned)):
-                    await loader._executor.allocate(plan)
-                    needs += await loader._executor.needs(plan.objects, plan.reads, phase)
+                await executor.allocate(plan)
+                needs = await executor.needs((), fills, FILLS) + await executor.needs(plan.objects, plan.reads, NEW)
                 checkpoint = await workers.run(hash_of, self._opened.index)
-                shared = await gathering.share(checkpoint, needs, source, workers)
-            for loader in (self, *(loader for loader, _ in planned)):
-                loader._executor.shared = shared
+                executor.shared = shared = await gathering.share(checkpoint, needs, source, workers)
             try:
                 yield
             finally:
@@ -235,7 +205,8 @@ class _OpenLoad:
         """Raise ShapeMismatchError if tied tensors, which DCP stores one by one, have different values."""
         for one, other in twins:
             check_same(one, other)
-            values = await self._on_host().read({one.name: one.entry, other.name: other.entry})
+            entries, on_host = {one.name: one.entry, other.name: other.entry}, replace(self._options, map_location=None)
+            values = await self.execute(await self.plan(entries, options=on_host))
             # As bytes: NaN is equal to itself, and 0.0 is not -0.0.
             a, b = (values[each.name].contiguous().reshape(-1).view(torch.uint8) for each in (one, other))
             if not torch.equal(a, b):
@@ -243,9 +214,6 @@ class _OpenLoad:
                     f"{one.name} and {other.name} are the same memory in the target, but differ in {self._path}: "
                     "clone one of them"
                 )
-
-    def _on_host(self) -> _OpenLoad:
-        return _OpenLoad(self._opened, replace(self._options, map_location=None), self._tools)
 
 
 def chosen_entries(path: str, index: Index, options: LoadOptions) -> tuple[Mapping[str, Entry], tuple[str, ...]]:
@@ -269,29 +237,28 @@ def chosen_entries(path: str, index: Index, options: LoadOptions) -> tuple[Mappi
 
 
 @gc_pause()
-def build_values(plan: ReadPlan, map_location: MapLocation | None) -> BaseException | None:
+def build_values(plan: ReadPlan) -> BaseException | None:
     """Add the values of an executed plan to ``plan.values``.
 
     Returns the exception of a map_location function instead of raising it: a StopIteration can't pass a future.
     """
-    # A device is callable too: it may decorate a function.
-    move = map_location if callable(map_location) and not isinstance(map_location, torch.device) else None
     try:
         plan.values |= {read.name: read.value for read in plan.objects}
         if plan.small is not None:
             plan.values.update(plan.small.values())
         for new in plan.new:
-            _build_tensors(new, plan.values, move)
+            _build_tensors(new, plan.values)
+        plan.values |= {name: array_of(plan.values[name]) for name in plan.arrays}
     except BaseException as exc:  # the caller raises it
         return exc
     return None
 
 
-def _build_tensors(new: NewTensor, values: dict[str, Any], move: Any) -> None:
+def _build_tensors(new: NewTensor, values: dict[str, Any]) -> None:
     """Add the tensors of all keys that share memory."""
     tensor = new.tensor if new.tensor is not None else new.reads[0].made
     if tensor is not None:
-        tensor = relocated(tensor, move) if move else tensor
+        tensor = relocated(tensor, new.move) if new.move else tensor
         if tensor.dtype != new.dtype:
             tensor = tensor.to(new.dtype)
         first, *others = new.keys
@@ -302,7 +269,7 @@ def _build_tensors(new: NewTensor, values: dict[str, Any], move: Any) -> None:
     (read,) = new.reads
     if read.memory is None or read.item is None:
         raise RuntimeError(f"{read.name} was not read")
-    memory = relocated(read.memory, move) if move else read.memory
+    memory = relocated(read.memory, new.move) if new.move else read.memory
     shared = len(new.keys) > 1  # then conjugating the memory for one key would change the values of the others
     for name, entry in new.keys.items():
         values[name] = view_of(memory, entry.chunks[0].item or read.item, lazily=shared).to(entry.dtype)

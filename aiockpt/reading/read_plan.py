@@ -7,7 +7,7 @@ values of it.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -99,6 +99,8 @@ class NewTensor:
     keys: dict[str, TensorEntry]
     shape: tuple[int, ...]
     dtype: torch.dtype
+    device: torch.device
+    move: Callable[[torch.UntypedStorage, str], Any] | None = None  # a map_location function
     selections: tuple[Selection, ...] | None = None  # see ReadRequest
     taken: tuple[int, ...] = ()
     reads: list[TensorRead] = field(default_factory=list)
@@ -116,8 +118,8 @@ class NewTensor:
 class ReadPlan:
     """The reads of a load, or of one phase of it."""
 
-    device: torch.device  # of new tensors
-    values: dict[str, Any] = field(default_factory=dict)  # that need no read
+    values: dict[str, Any] = field(default_factory=dict)  # at first those that need no read
+    arrays: Sequence[str] = ()  # the values that become NumPy arrays
     objects: list[ObjectRead] = field(default_factory=list)
     mapped: dict[str, TensorEntry] = field(default_factory=dict)
     new: list[NewTensor] = field(default_factory=list)
@@ -140,13 +142,17 @@ def plan_reads(
     enums: Mapping[str, type[Enum]],
     *,
     in_bulk: bool = False,
+    arrays: Collection[str] = (),
 ) -> ReadPlan:
-    """Plan the reads of whole entries into new memory, and of parts of tensors into new memory or `ReadRequest.out`."""
-    plan = ReadPlan(target_device(options.map_location))
-    if in_bulk and isinstance(whole, IndexedEntries) and plan.device.type == "cpu" and not options.mmap:
-        where = options.map_location
-        is_moved = callable(where) and not isinstance(where, torch.device)
-        numbers = None if is_moved else small_rows(whole, options.dtype)
+    """Plan the reads of whole entries into new memory, and of parts of tensors into new memory or `ReadRequest.out`.
+
+    ``arrays``: the entries that become NumPy arrays, so that they are read to host memory whatever the options say.
+    """
+    plan = ReadPlan(arrays=[name for name in arrays if name in whole])
+    where, device, dtype = options.map_location, target_device(options.map_location), options.dtype
+    move = where if callable(where) and not isinstance(where, torch.device) else None  # a device is callable too
+    if in_bulk and isinstance(whole, IndexedEntries) and device.type == "cpu" and not (options.mmap or move):
+        numbers = small_rows(whole, dtype)
         if numbers is not None:
             plan.small = SmallRows(whole, numbers)
             is_left = np.ones(len(whole), bool)
@@ -165,14 +171,28 @@ def plan_reads(
     if options.mmap:
         plan.mapped = tensors
     else:
-        plan.new = _new_tensors(tensors, plan.device, options.dtype)
+        hosted = [] if where is None else [name for name in plan.arrays if name in tensors]
+        plan.new = _new_tensors({name: tensors.pop(name) for name in hosted}, torch.device("cpu"), dtype, None)
+        plan.new += _new_tensors(tensors, device, dtype, move)
     for part in parts:
-        if isinstance(part.entry, TensorEntry):
-            _plan_part(plan, path, part, part.entry, options.dtype)
+        if not isinstance(part.entry, TensorEntry):
+            continue
+        if part.out is not None:
+            _plan_out(plan, path, part, part.entry, part.out, dtype)
+            continue
+        if device.type != "meta":
+            _check_expanded(part.name, part.entry, math.prod(part.shape) * part.entry.dtype.itemsize)
+        form = part.shape, loaded_dtype(part.entry, dtype), device, move
+        plan.new.append(NewTensor({part.name: part.entry}, *form, part.selections, part.taken))
     return plan
 
 
-def _new_tensors(tensors: Mapping[str, TensorEntry], device: torch.device, dtype: DType) -> list[NewTensor]:
+def _new_tensors(
+    tensors: Mapping[str, TensorEntry],
+    device: torch.device,
+    dtype: DType,
+    move: Callable[[torch.UntypedStorage, str], Any] | None,
+) -> list[NewTensor]:
     """Return the new memory for whole tensors, of which keys with the same bytes share one."""
     found: dict[object, NewTensor] = {}
     for name, entry in tensors.items():
@@ -185,7 +205,7 @@ def _new_tensors(tensors: Mapping[str, TensorEntry], device: torch.device, dtype
             key = entry.chunks[0].place if is_view else value_key(name, entry)
         new = found.get(key)
         if new is None:
-            new = found[key] = NewTensor({}, entry.shape, wanted)
+            new = found[key] = NewTensor({}, entry.shape, wanted, device, move)
             if as_stored:
                 new.reads = [TensorRead(name, entry.dtype, entry.chunks[0])]
             elif device.type != "meta":
@@ -205,17 +225,14 @@ def value_key(name: str, entry: TensorEntry) -> object:
     return tuple(chunk.place for chunk in entry.chunks), entry.dtype, entry.shape, view
 
 
-def _plan_part(plan: ReadPlan, path: str, part: ReadRequest, entry: TensorEntry, dtype: DType) -> None:
-    if part.out is None:
-        if plan.device.type != "meta":
-            _check_expanded(part.name, entry, math.prod(part.shape) * entry.dtype.itemsize)
-        new = NewTensor({part.name: entry}, part.shape, loaded_dtype(entry, dtype), part.selections, part.taken)
-        plan.new.append(new)
-        return
-    plan.values[part.name] = part.out
-    target = target_of(path, part.name, TensorEntry(entry.dtype, part.shape, entry.chunks), part.out, dtype)
+def _plan_out(
+    plan: ReadPlan, path: str, part: ReadRequest, entry: TensorEntry, out: torch.Tensor, dtype: DType
+) -> None:
+    """Plan to fill a tensor of the caller."""
+    plan.values[part.name] = out
+    target = target_of(path, part.name, TensorEntry(entry.dtype, part.shape, entry.chunks), out, dtype)
     if target is None:
-        raise TypeError(f"{part.name} can't be read into a {type(part.out).__name__}")
+        raise TypeError(f"{part.name} can't be read into a {type(out).__name__}")
     for region in target.regions:
         tensor = _with_taken(region.tensor, part.taken)
         plan.fills += reads_of(part.name, entry, tensor, region.wanted or part.selections, fills=True)

@@ -247,19 +247,19 @@ class _Reader(Mapping[str, "TensorInfo | ObjectInfo"]):
             wanted.sort(key=lambda each: each.position)
         sizes = {number: each.nbytes(request.dtype) for number, each in enumerate(wanted)}
         groups = split_in_order(sizes, min(_GROUP_BYTES, request.buffer_bytes))
-        found = [([wanted[n] for n in each], sum(sizes[n] for n in each)) for each in groups if each]
-        return _Ahead(self, found, request)
+        found = (([wanted[n] for n in each], sum(sizes[n] for n in each)) for each in groups if each)
+        return _Ahead(self, deque(found), request)
 
 
+@dataclass(eq=False)
 class _Ahead:
     """The read-ahead queue of a stream: as many groups as fit into its buffer, but at least one."""
 
-    def __init__(self, reader: _Reader, groups: list[tuple[list[ReadRequest], int]], request: Stream) -> None:
-        self._reader = reader
-        self._waiting = deque(groups)
-        # In order: the call that reads a group, the group, and its bytes.
-        self.begun: deque[tuple[Call[dict[str, Any]], list[ReadRequest], int]] = deque()
-        self._request = request
+    _reader: _Reader
+    _waiting: deque[tuple[list[ReadRequest], int]]
+    _request: Stream
+    # In order: the call that reads a group, the group, and its bytes.
+    begun: deque[tuple[Call[dict[str, Any]], list[ReadRequest], int]] = field(default_factory=deque)
 
     def start(self) -> bool:
         """Start reading the groups that fit; return False at the end of the stream."""

@@ -27,25 +27,17 @@ from aiockpt.format.manifest.columnar_index import IndexedEntries
 from aiockpt.planning.collective.sharing import CELL_BYTES, SMALL_CELL_BYTES, SMALL_ITEMS, Cell, Need, Share
 from aiockpt.planning.ranges import as_stream
 from aiockpt.reading.decoded import Held
-from aiockpt.reading.jobs import ChunkPart, select_item
+from aiockpt.reading.jobs import ChunkPart, ReadJob, SharedJobs, select_item
 
 if TYPE_CHECKING:
-    import torch
-
     from aiockpt.coordination.wires import Head, Wire, Wires
     from aiockpt.core.threads import Workers
     from aiockpt.format.index import Index, ItemRange
     from aiockpt.reading.decoded import DecodedSource, DecodedStream
-    from aiockpt.reading.jobs import ReadJob
     from aiockpt.reading.read_plan import TensorRead
 
-FILLS = 2
-"""The phase of a load in which tensors of a target are filled, after those in which new values are read."""
-
-DeviceJob = tuple["torch.device", "ReadJob"]
-"""A job, and the device to which it goes through staging memory; the CPU: it does not."""
-SharedJobs = dict[Cell, list[DeviceJob]]
-"""The jobs of shared cells."""
+NEW, FILLS = 0, 1
+"""The phases of a load: first new values are read, then tensors of a target are filled."""
 
 _BUFFER_BYTES = CELL_BYTES + 2 * BLOCK_BYTES  # to begin anywhere in a page, with something behind it
 _MOST_READ = 16
@@ -90,11 +82,6 @@ def needs_of_payloads(phase: int, reads: Sequence[TensorRead], source: DecodedSo
             begin, end = (base + stream.at(number) * size for number in (0, stream.count - 1))
             found.append(Need(phase, file, base, begin, end + size, stream.count * size, source.is_virtual(file)))
     return found
-
-
-def cell_of_item(phase: int, place: ItemRange) -> Cell:
-    """Return the cell of a small item."""
-    return Cell(phase, place.file, SMALL_ITEMS, place.offset // SMALL_CELL_BYTES)
 
 
 def hash_of(index: Index) -> int:
@@ -146,15 +133,15 @@ class _ForDevices(NamedTuple):
     """A cell whose bytes are in memory, but not yet on the devices that need them."""
 
     held: Held
-    jobs: list[DeviceJob]
+    jobs: list[ReadJob]
     lent: _Lent | None
 
 
 class CellReader(Protocol):
     """Carries out the jobs of a load whose bytes have come; see `aiockpt.reading.executor`."""
 
-    def place(self, held: Held, jobs: Sequence[DeviceJob]) -> list[DeviceJob]: ...
-    async def place_on_devices(self, held: Held, jobs: Sequence[DeviceJob]) -> None: ...
+    def place(self, held: Held, jobs: Sequence[ReadJob]) -> list[ReadJob]: ...
+    async def place_on_devices(self, held: Held, jobs: Sequence[ReadJob]) -> None: ...
     def finish(self, job: ReadJob) -> None: ...
 
 
@@ -370,14 +357,14 @@ class SharedReads:
                 wire.done()
 
 
-def _jobs_of(share: Share, jobs: SharedJobs) -> list[DeviceJob]:
+def _jobs_of(share: Share, jobs: SharedJobs) -> list[ReadJob]:
     """Return the jobs of what is shared, and remove them."""
     return [job for cell in share.cells for job in jobs.pop(cell, ())]
 
 
 def _whole(share: Share, jobs: SharedJobs, begin: int, end: int) -> ChunkPart | None:
     """Return the only job of what is shared, if its bytes can be read and received into their place."""
-    found = [job for _, job in jobs.get(share.cells[0], ())]
+    found = jobs.get(share.cells[0], ())
     if len(share.cells) == len(found) == 1 and isinstance(part := found[0], ChunkPart) and part.takes(begin, end):
         return part
     return None

@@ -22,7 +22,7 @@ from aiockpt.planning.flatten import TENSOR_TYPES, FlatState, StructureError, Su
 from aiockpt.reading.bulk import SmallFills, SmallRows
 from aiockpt.reading.plain_loading import ModuleLoading, OptimizerLoading, OwnLoading, has_torchs_loading, loading_of
 from aiockpt.reading.reach import LOADING, Reach
-from aiockpt.reading.read_plan import TensorRead, reads_of, value_key
+from aiockpt.reading.read_plan import ObjectRead, TensorRead, reads_of, value_key
 from aiockpt.reading.targets import Region, find_twins, is_encoding, loaded_dtype, place_in_memory, target_of
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ class TargetPlan:
 
     stored: Subtrees
     reads: list[TensorRead] = field(default_factory=list)  # into tensors of the target
+    objects: Sequence[ObjectRead] = ()  # none: they are new values
     small: SmallRows | None = None  # of those that are read in bulk
     filled: list[torch.Tensor] = field(default_factory=list)  # the caller's, whose version counters change
     regions: list[Region] = field(default_factory=list)  # of memory, that the reads fill
@@ -176,7 +177,7 @@ class _TargetPlanner:
         reach = Reach(LOADING)
         for live in self._target.objects:
             is_inner = bool(live.path) and self._owner_of(live.path[:-1]) is not None
-            is_loaded = self._is_loaded(live)
+            is_loaded = self._stored.holds(live.name) and self._is_wanted(live.name)
             loading = known = self._loadings.get(id(live.value)) or loading_of(live.value)
             # The object around an inner one is given its tensors too.
             if is_inner or (is_loaded and self._has_turn(live, known, reach)):
@@ -247,9 +248,6 @@ class _TargetPlanner:
         shape = whole_shape(tensor) if is_distributed(tensor) else tuple(tensor.shape)
         return entry is None or (isinstance(entry, TensorEntry) and shape in (None, entry.shape))
 
-    def _is_loaded(self, live: LiveObject) -> bool:
-        return self._stored.holds(live.name) and self._is_wanted(live.name)
-
     # --- leaves -----------------------------------------------------------------------------------
 
     def plan_leaves(self, flat: FlatState) -> set[str]:
@@ -318,15 +316,11 @@ class _TargetPlanner:
             self.plan.kept[name] = leaf  # a sharded tensor without a mesh can't be made anew
         else:
             self._plan_fresh(name, entry, leaf)
-            if is_encoding(leaf) and isinstance(entry, TensorEntry):
-                self._note_encoding(name, leaf, live)
-
-    def _note_encoding(self, name: str, leaf: torch.Tensor, live: LiveObject) -> None:
-        """Have a copy take the plain values before anything is changed, where torch's loading would copy them."""
-        if isinstance(live.value, torch.optim.Optimizer):
-            self.plan.encoded[name] = leaf, True
-        elif isinstance(self._loadings[id(live.value)], ModuleLoading):  # of others, nothing is filled before
-            self.plan.encoded[name] = leaf, False
+            is_taken_over = isinstance(live.value, torch.optim.Optimizer)
+            # Where torch's loading would copy the plain values, a copy takes them before anything is changed.
+            copies = is_taken_over or isinstance(self._loadings[id(live.value)], ModuleLoading)
+            if copies and is_encoding(leaf) and isinstance(entry, TensorEntry):
+                self.plan.encoded[name] = leaf, is_taken_over
 
     def _plan_fresh(self, name: str, entry: Entry, leaf: Any) -> None:
         self.plan.fresh[name] = entry
@@ -367,7 +361,11 @@ class _TargetPlanner:
 
     def plan_subtrees(self, flat: FlatState) -> None:
         """Plan the subtrees that empty containers take, and the states of live objects."""
-        self._choose_containers()
+        for name, path in self._open.items():
+            if not self._stored.holds(name):
+                self._report_unstored(name)
+            elif self._is_wanted(name):
+                self.plan.containers[name] = path
         self._choose_objects()
         plan = self.plan
         if not plan.containers and not plan.given:
@@ -387,13 +385,6 @@ class _TargetPlanner:
                             plan.copied.add(name)
                 elif name not in plan.kept and name not in plan.fresh:
                     self._add_fresh(name, live if is_sharded else None)
-
-    def _choose_containers(self) -> None:
-        for name, path in self._open.items():
-            if not self._stored.holds(name):
-                self._report_unstored(name)
-            elif self._is_wanted(name):
-                self.plan.containers[name] = path
 
     def _choose_objects(self) -> None:
         for each in self._target.objects:
@@ -522,13 +513,9 @@ def _open_containers(
     found |= {
         name: path
         for name, path, leaf in zip(flat.names, flat.paths, flat.leaves, strict=True)
-        if _is_empty(leaf) and name not in entries and stored.holds(name)
+        if (leaf is None or (type(leaf) in (list, tuple) and not leaf)) and name not in entries and stored.holds(name)
     }
     return {name: path for name, path in found.items() if owner_of(path) is None}
-
-
-def _is_empty(leaf: Any) -> bool:
-    return leaf is None or (type(leaf) in (list, tuple) and not leaf)
 
 
 def distinct_trees(*states: Any) -> list[Any]:

@@ -34,7 +34,7 @@ from aiockpt.planning.collective.messages import (
 from aiockpt.planning.collective.plan import differing_replicas
 from aiockpt.planning.planner import Planner, ReusedPlan, StateSummary, Summary, summarize
 from aiockpt.saving.job import RefusedSpec
-from aiockpt.saving.strategy import SaveStrategy, result_of
+from aiockpt.saving.strategy import LocalSave, result_of
 from aiockpt.snapshot.sampling import digest_replicas
 from aiockpt.staging.base import LayoutMismatchError
 from aiockpt.storage.base import SharedTransaction, shared_storage
@@ -53,9 +53,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger("aiockpt")
 
 
-class CollectiveSave(SaveStrategy):
+class CollectiveSave(LocalSave):
     """A save with other ranks."""
 
+    can_replan = False
+    _transaction: SharedTransaction | None = None
     _assignment: RankAssignment  # since `plan`
 
     def __init__(
@@ -66,14 +68,11 @@ class CollectiveSave(SaveStrategy):
         compute: Workers,
         io: Workers,
     ) -> None:
-        self._job = job
+        super().__init__(job, world.planner, compute, io)
         self._file_format = file_format
         self._world = world
-        self._compute = compute
-        self._io = io
         self._operation = f"the save of {job.path}"
         self._call = world.coordinator.call("save") if job.spec.call is None else job.spec.call
-        self._transaction: SharedTransaction | None = None
         self._global = self._lead()
         self._over = False  # this rank has entered the second round: it must not enter it again to report a failure
 
@@ -152,6 +151,9 @@ class CollectiveSave(SaveStrategy):
 
     async def ticket(self) -> str:
         return (await self.begin()).ticket
+
+    async def documents(self, plan: SavePlan) -> None:
+        """Encode none: rank 0 does, when all have written."""
 
     def _written(self, plan: SavePlan, writer: ChunkWriter) -> Written:
         """Return this rank's report."""
@@ -250,20 +252,18 @@ class CollectiveResources:
     differing: set[str] = field(default_factory=set)  # rank 0: the tensors that it has warned of
 
 
+@dataclass(eq=False)
 class GlobalSave:
     """Rank 0's part in one save of several ranks."""
 
-    def __init__(
-        self, job: SaveJob, file_format: FileFormat, world: CollectiveResources, compute: Workers, io: Workers
-    ) -> None:
-        self.transaction: SharedTransaction | None = None
-        self._job = job
-        self._file_format = file_format
-        self._world = world
-        self._compute = compute
-        self._io = io
-        # Kept apart from those of the world: the next save may be planned anew before this one is published.
-        self.plan: GlobalPlanCache | None = None
+    _job: SaveJob
+    _file_format: FileFormat
+    _world: CollectiveResources
+    _compute: Workers
+    _io: Workers
+    transaction: SharedTransaction | None = None
+    # Kept apart from those of the world: the next save may be planned anew before this one is published.
+    plan: GlobalPlanCache | None = None
 
     async def decide(self, requests: Sequence[PlanRequest]) -> list[RankAssignment]:
         """Plan for all ranks, and begin the transaction."""

@@ -153,11 +153,6 @@ class SaveJob:
         """The paths that this save may write to."""
         return {self.path, self.spec.path, self.spec.fallback[1] if self.spec.fallback else self.path}
 
-    @property
-    def parts(self) -> list[SaveJob]:
-        """The saves of the transaction that this one ends."""
-        return self.spec.parts
-
     def take_turn(self, before: SaveJob | None) -> None:
         """Take its turn behind the save before. On the engine's loop."""
         self.turn, self.scope = Turn(None if before is None else before.turn), anyio.CancelScope()
@@ -167,7 +162,7 @@ class SaveJob:
     def cancel(self) -> Completion[bool]:
         if not self.cancelled.done():
             self.origin.check_process()
-            for part in self.parts:
+            for part in self.spec.parts:
                 part.cancel()
             self.cancel_asked = True
             self._cancel_scope()
@@ -188,13 +183,13 @@ class SaveJob:
         """Copy without a pause from now on, because a caller waits. From any thread."""
         self.consistency.awaited.set()
         self.throttle.unthrottle()
-        for part in self.parts:
+        for part in self.spec.parts:
             part.unthrottle()
 
     def fence(self, timeout: float | None) -> None:
         timeout_s = check_timeout(timeout)
-        if self.parts:
-            for part in self.parts:
+        if self.spec.parts:
+            for part in self.spec.parts:
                 part.fence(timeout)
             return
         if any(map(is_capturing, list(self.snapshot.events))):
@@ -238,7 +233,7 @@ class SaveJob:
         ``though_copied``: abort in any phase before it is being published; on the engine's loop only.
         """
         if self.consistency.abort(error, though_copied=though_copied):
-            for part in self.parts:
+            for part in self.spec.parts:
                 part.abort(error, though_copied=though_copied)
             if self.pipeline is not None:
                 self.pipeline.revoke()  # no cancellation reaches a commit, which may hang

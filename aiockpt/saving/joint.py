@@ -17,7 +17,7 @@ from aiockpt.format.names import MANIFEST_NAME
 from aiockpt.planning.dcp_plan import DcpLayout, DcpPlan
 from aiockpt.planning.planner import SavePlan, StateSummary, Summary
 from aiockpt.saving.job import SaveSpec
-from aiockpt.saving.strategy import SaveStrategy, result_of
+from aiockpt.saving.strategy import LocalSave, result_of
 from aiockpt.storage.base import (
     NO_DOCUMENTS,
     Document,
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from aiockpt.coordination.coordinator import Coordinator
     from aiockpt.coordination.protocol import RankCall
     from aiockpt.core.threads import Workers
+    from aiockpt.planning.planner import Planner
     from aiockpt.saving.job import SaveJob
     from aiockpt.telemetry.saves import SaveResult
     from aiockpt.writing.file_writer import ChunkWriter
@@ -44,20 +45,13 @@ if TYPE_CHECKING:
 
 
 class PartStorage(WrapperStorage):
-    """The storage of one part; each of its transactions writes to that part of the whole.
-
-    Args:
-        whole: the storage of the whole.
-        path: the final path of the whole.
-        ticket_of_whole: that of its transaction.
-        name: of the directory or the file in it; empty: its top.
-    """
+    """The storage of one part, a directory or file of this name in the whole, or its top if the name is empty."""
 
     check, check_repository = Storage.check, Storage.check_repository  # the path is in that of the whole
 
-    def __init__(self, whole: SharedStorage, path: str, ticket_of_whole: str, name: str) -> None:
+    def __init__(self, whole: SharedStorage, path_of_whole: str, ticket_of_whole: str, name: str) -> None:
         super().__init__(whole)
-        self._whole, self._path, self._ticket, self._name = whole, path, ticket_of_whole, name
+        self._whole, self._path, self._ticket, self._name = whole, path_of_whole, ticket_of_whole, name
         self.manifest: bytes | None = None  # that of the part, once this process has committed it
 
     async def begin(
@@ -277,15 +271,18 @@ class JointSpec(SaveSpec):
         return list(self.joint.jobs.values())
 
 
-class JointSave(SaveStrategy):
+class JointSave(LocalSave):
     """The last step of a transaction: it waits for its parts, and publishes them."""
 
-    def __init__(self, job: SaveJob, coordinator: Coordinator | None, compute: Workers) -> None:
+    can_replan = False
+
+    def __init__(
+        self, job: SaveJob, coordinator: Coordinator | None, planner: Planner, compute: Workers, io: Workers
+    ) -> None:
+        super().__init__(job, planner, compute, io)
         assert isinstance(job.spec, JointSpec)
-        self._job = job
         self._joint = job.spec.joint
         self._coordinator = coordinator
-        self._compute = compute
         self._operation = f"the save of {job.path}"
         self._over = False  # the last round, or one that has failed
 
@@ -302,6 +299,9 @@ class JointSave(SaveStrategy):
 
     async def begin(self) -> SharedTransaction:
         return self._joint.transaction
+
+    async def documents(self, plan: SavePlan) -> None:
+        """Encode none before the parts are written."""
 
     def hook_arguments(self) -> tuple[object, ...]:
         if (failure := self._joint.failure or self._joint.own_failure) is not None:

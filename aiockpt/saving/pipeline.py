@@ -33,7 +33,7 @@ from aiockpt.planning.dcp_plan import DcpFormat, DcpPlan
 from aiockpt.planning.encoding import codings_of
 from aiockpt.saving.job import AppendSpec, PartSpec
 from aiockpt.saving.staging_session import Leases, StagerRouter, StagingChunk
-from aiockpt.saving.strategy import AppendSave, LocalSave, PartSave, SaveStrategy
+from aiockpt.saving.strategy import AppendSave, LocalSave, PartSave
 from aiockpt.staging.base import Fill, LayoutMismatchError
 from aiockpt.storage.base import room_coming
 from aiockpt.telemetry.progress import ProgressEvent, SavePhase
@@ -61,23 +61,23 @@ if TYPE_CHECKING:
 logger = logging.getLogger("aiockpt")
 
 
-def _strategy_for(job: SaveJob, tools: EngineResources, leases: Leases) -> SaveStrategy:
+def _strategy_for(job: SaveJob, tools: EngineResources, leases: Leases) -> LocalSave:
     """Choose how a save is planned and committed."""
-    world, spec = tools.world(), job.spec
+    world, spec, alone = tools.world(), job.spec, (tools.planner, tools.copy_workers, tools.io_workers)
     if isinstance(spec, AppendSpec):
         return AppendSave(job, spec, tools.copy_workers, tools.io_workers)
     if not (spec.copies or spec.is_refusal):
         from aiockpt.saving.joint import JointSave  # imported already, by the thread that has begun the transaction
 
-        return JointSave(job, None if world is None else world.coordinator, tools.copy_workers)
+        return JointSave(job, None if world is None else world.coordinator, *alone)
     if spec.delta is not None:
         from aiockpt.saving.delta import DeltaSave  # imported already, by the thread that has submitted the save
 
         return DeltaSave(job, spec.delta, tools, leases)
     if isinstance(spec, PartSpec) and spec.call is None:
-        return PartSave(job, tools.planner, tools.copy_workers, tools.io_workers)
+        return PartSave(job, *alone)
     if world is None:
-        return LocalSave(job, tools.planner, tools.copy_workers, tools.io_workers)
+        return LocalSave(job, *alone)
     file_format = spec.file_format if spec.file_format is not None else DcpFormat(tools.io_workers.count)
     if job.storage.traits.is_divided:
         from aiockpt.saving.hosts import HostsSave  # imported already, by the manager
@@ -91,7 +91,7 @@ def _strategy_for(job: SaveJob, tools: EngineResources, leases: Leases) -> SaveS
 class SavePipeline:
     """One save, from its snapshot to its result."""
 
-    _strategy: SaveStrategy  # since it runs
+    _strategy: LocalSave  # since it runs
     _share_of_pool: int  # of one file that is being staged, in chunks
 
     def __init__(self, job: SaveJob, tools: EngineResources) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import anyio
 import torch
 
-from aiockpt.core.dataclasses import dataclass
+from aiockpt.core.dataclasses import dataclass, field
 from aiockpt.errors import AiockptError, StageError
 from aiockpt.staging.base import Fill, LayoutMismatchError, Pending, Stager
 
@@ -29,13 +29,13 @@ class StagingChunk:
     pending: Pending
 
 
+@dataclass(eq=False)
 class Leases:
     """All leases of one save."""
 
-    def __init__(self, pool: ChunkPool) -> None:
-        self._pool = pool
-        self._out: list[Lease] = []
-        self.pending: dict[Lease, Pending] = {}
+    _pool: ChunkPool
+    _out: list[Lease] = field(default_factory=list)
+    pending: dict[Lease, Pending] = field(default_factory=dict)
 
     async def acquire(self) -> Lease:
         """Wait for a chunk."""
@@ -119,11 +119,11 @@ class StagerRouter:
         return issued
 
 
+@dataclass(eq=False)
 class _JoinedCopies:
     """Several pending copies as one."""
 
-    def __init__(self, pending: list[Pending]) -> None:
-        self.pending = pending
+    pending: list[Pending]
 
     async def wait(self) -> None:
         errors = []

@@ -1,9 +1,8 @@
-"""Strategies: plan, begin and commit a save of one process, or one that adds files to an existing directory."""
+"""Strategies: plan, begin and commit a save of one process, alone or in a transaction, or to an existing directory."""
 
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -28,21 +27,33 @@ if TYPE_CHECKING:
     from aiockpt.writing.file_writer import ChunkWriter
 
 
-class SaveStrategy(ABC):
-    """Plans, begins and commits one save. Staging and writing are the same for all strategies."""
+class LocalSave:
+    """Plans, begins and commits a save, of one process; others override it. Staging and writing are common to all."""
 
-    can_replan = False  # `plan` may be called a second time, after `invalidate_plan`
+    can_replan = True  # `plan` may be called a second time, after `invalidate_plan`
 
-    @abstractmethod
+    def __init__(self, job: SaveJob, planner: Planner, compute: Workers, io: Workers) -> None:
+        self._job = job
+        self._planner = planner
+        self._compute = compute
+        self._io = io
+        self._transaction: Transaction | None = None
+
     async def plan(self) -> SavePlan:
         """Decide what to write. If it raises, nothing has to be undone."""
+        snapshot = self._job.snapshot
+        is_short = len(snapshot.tensors) <= SHORT_ITEMS
+        return await self._compute.run_unless(is_short, self._planner.plan, snapshot, self._job.spec.file_format)
 
     def invalidate_plan(self) -> None:
         """Drop the cached plan, which has turned out not to fit the tensors."""
+        self._planner.invalidate()
 
-    @abstractmethod
     async def begin(self) -> Transaction:
         """Begin the transaction that this process writes to."""
+        job = self._job
+        self._transaction = await job.storage.begin(job.path, overwrite=job.overwrite, workers=self._io)
+        return self._transaction
 
     async def ticket(self) -> str | None:
         """Return what a writer process needs to join the transaction of rank 0; None: it begins its own."""
@@ -54,60 +65,17 @@ class SaveStrategy(ABC):
 
     async def documents(self, plan: SavePlan) -> CommitDocuments | None:
         """Encode the metadata and the manifest; None if another process writes them."""
-        return None
-
-    def hook_arguments(self) -> tuple[object, ...]:
-        """Return what a pre_commit hook gets if it takes more than the path; raise what keeps it from being called."""
-        return ()
-
-    @abstractmethod
-    async def commit(self, plan: SavePlan, writer: ChunkWriter, times_s: Mapping[str, float]) -> SaveResult:
-        """Publish what was written. Not to be cancelled: a commit is done or undone as a whole."""
-
-    @abstractmethod
-    async def fail(self, error: BaseException) -> BaseException:
-        """Undo what was done since `plan`; return the error to raise. Not to be cancelled."""
-
-    @abstractmethod
-    async def fall_back(self, fallback: str, hindrance: str | None, *, is_planned: bool) -> str:
-        """Return the path to save to after a failure; raise SaveError if this rank, or another, has a hindrance.
-
-        ``is_planned``: what follows is not `plan`, but `begin` for the plan that there is.
-        """
-
-
-class LocalSave(SaveStrategy):
-    """A save of one process."""
-
-    can_replan = True
-
-    def __init__(self, job: SaveJob, planner: Planner, compute: Workers, io: Workers) -> None:
-        self._job = job
-        self._planner = planner
-        self._compute = compute
-        self._io = io
-        self._transaction: Transaction | None = None
-
-    async def plan(self) -> SavePlan:
-        snapshot = self._job.snapshot
-        is_short = len(snapshot.tensors) <= SHORT_ITEMS
-        return await self._compute.run_unless(is_short, self._planner.plan, snapshot, self._job.spec.file_format)
-
-    def invalidate_plan(self) -> None:
-        self._planner.invalidate()
-
-    async def begin(self) -> Transaction:
-        job = self._job
-        self._transaction = await job.storage.begin(job.path, overwrite=job.overwrite, workers=self._io)
-        return self._transaction
-
-    async def documents(self, plan: SavePlan) -> CommitDocuments | None:
         spec, containers = self._job.spec, self._job.snapshot.containers
         is_short = len(plan.layout.specs) <= SHORT_ITEMS
         arguments = plan, dict(spec.options.metadata or {}), containers, spec.is_transformed, spec.files
         return await self._io.run_unless(is_short, documents_of, *arguments)
 
+    def hook_arguments(self) -> tuple[object, ...]:
+        """Return what a pre_commit hook gets if it takes more than the path; raise what keeps it from being called."""
+        return ()
+
     async def commit(self, plan: SavePlan, writer: ChunkWriter, times_s: Mapping[str, float]) -> SaveResult:
+        """Publish what was written. Not to be cancelled: a commit is done or undone as a whole."""
         await writer.encode_documents()
         self._job.consistency.raise_if_aborted()  # a timeout cancels the save's scope, from which this is shielded
         try:
@@ -125,6 +93,7 @@ class LocalSave(SaveStrategy):
         return result_of(self._job, plan, summary_of(self._job, plan, sizes), times_s)
 
     async def fail(self, error: BaseException) -> BaseException:
+        """Undo what was done since `plan`; return the error to raise. Not to be cancelled."""
         transaction, self._transaction = self._transaction, None  # the fallback begins another
         if transaction is not None:
             try:
@@ -134,6 +103,10 @@ class LocalSave(SaveStrategy):
         return error
 
     async def fall_back(self, fallback: str, hindrance: str | None, *, is_planned: bool) -> str:
+        """Return the path to save to after a failure; raise SaveError if this rank, or another, has a hindrance.
+
+        ``is_planned``: what follows is not `plan`, but `begin` for the plan that there is.
+        """
         if hindrance is not None:
             raise SaveError(hindrance)
         return fallback

@@ -364,11 +364,8 @@ class Source(ABC):
             self.read(name, offset, view[at : at + length])
             at += length
 
-    def read_cached(self, name: str, offset: int, views: Sequence[memoryview]) -> bool:
-        """Fill views, one behind the other, if that only copies what is in this host's memory.
-
-        Return False otherwise; some bytes may have been copied then. Blocks.
-        """
+    def is_cached(self, name: str, offset: int) -> bool:
+        """Return whether to read a byte seems to only copy it from this host's memory. Blocks for a moment."""
         return False
 
     def map(self, name: str) -> mmap.mmap:

@@ -101,11 +101,11 @@ class ReadReport:
     def _note_change(self) -> None:
         """Note that the figures have changed."""
 
-    def did_read(self, begin: float, nbytes: int, file: str) -> None:
+    def did_read(self, begin: float, nbytes: int, file: str, name: str = "read") -> None:
         """Count and record bytes that this thread has read since ``begin``. No lock: for one thread at a time."""
         if len(self.spans) < MOST:
             end, thread = time.perf_counter(), threading.current_thread().name
-            self.spans.append(Span("read", thread, begin, end, nbytes, file))
+            self.spans.append(Span(name, thread, begin, end, nbytes, file))
         self.add(nbytes)
 
     def __enter__(self) -> Self:

@@ -1,9 +1,8 @@
-"""Loads from the page cache: payloads are read straight into new memory, by as many threads as there are cores."""
+"""Loads from the page cache, by as many threads as there are cores."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 
 import aiockpt
 from aiockpt.reading import executor
-from aiockpt.storage.local.source import LocalSource, open_source
+from aiockpt.storage.local.source import LocalSource
 from tests.states import assert_same, random_tensor
 
 KIB = 1 << 10
@@ -21,28 +20,6 @@ KIB = 1 << 10
 def ckpt() -> Iterator[aiockpt.SyncCheckpointer]:
     with aiockpt.SyncCheckpointer() as checkpointer:
         yield checkpointer
-
-
-class Cached:
-    """Counts the bytes that are copied out of the page cache, or refuses them from some read on."""
-
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.nbytes, self.refused_from = 0, 1 << 62
-        real = LocalSource.read_cached
-
-        def read_cached(source: LocalSource, name: str, offset: int, views: Sequence[memoryview]) -> bool:
-            if len(views) > 1 and self.nbytes >= self.refused_from:
-                return False
-            done = real(source, name, offset, views)
-            self.nbytes += sum(map(len, views)) if done and len(views) > 1 else 0
-            return done
-
-        patch.setattr(LocalSource, "read_cached", read_cached)
-
-
-@pytest.fixture
-def cached(monkeypatch: pytest.MonkeyPatch) -> Cached:
-    return Cached(monkeypatch)
 
 
 def state() -> dict[str, torch.Tensor]:
@@ -63,29 +40,7 @@ def warm(path: Path) -> None:
         file.read_bytes()
 
 
-def test_middle_sized_payloads_are_read_straight_into_new_tensors(ckpt, cached: Cached, tmp_path: Path) -> None:
-    saved = state()
-    ckpt.save(saved, tmp_path / "c")
-    warm(tmp_path / "c")
-    loaded = ckpt.load(tmp_path / "c")
-    assert_same(saved, loaded)
-    assert cached.nbytes > 16 * 96 * KIB
-    for name, value in loaded.items():
-        assert value.stride() == (saved[name].stride() if name == "transposed" else value.stride())
-        if name.startswith("mid"):
-            assert value.untyped_storage().nbytes() == value.nbytes
-            value.resize_(value.numel() + 1)
-
-
-@pytest.mark.parametrize("refused_from", [0, 100 * KIB, 700 * KIB])
-def test_bytes_that_leave_the_cache_are_read_otherwise(refused_from: int, ckpt, cached: Cached, tmp_path: Path) -> None:
-    cached.refused_from = refused_from
-    ckpt.save(state(), tmp_path / "c")
-    warm(tmp_path / "c")
-    assert_same(state(), ckpt.load(tmp_path / "c"))
-
-
-def test_flipped_bit_is_found(ckpt, cached: Cached, tmp_path: Path) -> None:
+def test_flipped_bit_is_found(ckpt, tmp_path: Path) -> None:
     path = tmp_path / "c"
     ckpt.save(state(), path)
     with ckpt.open(path) as reader:
@@ -100,7 +55,7 @@ def test_flipped_bit_is_found(ckpt, cached: Cached, tmp_path: Path) -> None:
     assert not torch.equal(loaded["mid5"], state()["mid5"])
 
 
-def test_tied_tensors_stay_tied(ckpt, cached: Cached, tmp_path: Path) -> None:
+def test_tied_tensors_stay_tied(ckpt, tmp_path: Path) -> None:
     saved = state()
     saved["again"] = saved["mid3"]
     ckpt.save(saved, tmp_path / "c")
@@ -108,19 +63,6 @@ def test_tied_tensors_stay_tied(ckpt, cached: Cached, tmp_path: Path) -> None:
     loaded = ckpt.load(tmp_path / "c")
     assert_same(saved, loaded)
     assert loaded["again"].data_ptr() == loaded["mid3"].data_ptr()
-
-
-def test_read_cached_fills_views_in_order_and_needs_all_bytes(tmp_path: Path) -> None:
-    content = os.urandom(100_000)
-    (tmp_path / "f").write_bytes(content)
-    source = open_source(str(tmp_path), direct_io=True)
-    try:
-        views = [memoryview(bytearray(size)) for size in (10, 0, 5000, 3)]
-        if source.read_cached("f", 50, views):  # not where the file system has no direct I/O, or no such reads
-            assert b"".join(views) == content[50 : 50 + 5013]
-        assert not source.read_cached("f", 99_990, [memoryview(bytearray(11))])
-    finally:
-        source.close()
 
 
 def test_as_many_threads_as_cores_read_from_the_cache(ckpt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,7 +80,7 @@ def test_as_many_threads_as_cores_read_from_the_cache(ckpt, tmp_path: Path, monk
     monkeypatch.setattr(executor.ReadExecutor, "_take_turn", take_turn)
     monkeypatch.setattr(executor, "_TURN_S", 1e9)
     for is_cached, expected in ((True, 1), (False, 8)):
-        monkeypatch.setattr(LocalSource, "read_cached", lambda *_args, found=is_cached: found and len(_args[3]) == 1)
+        monkeypatch.setattr(LocalSource, "is_cached", lambda *_args, found=is_cached: found)
         calls.clear()
         assert_same(saved, ckpt.load(tmp_path / "c"))
         assert len(calls) == expected

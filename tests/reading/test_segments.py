@@ -106,12 +106,12 @@ def test_split_overlaps(wanted) -> None:
     assert {id(beside) for _, beside in others} <= set(map(id, clear))
 
 
-@given(extents, st.booleans(), st.integers(1, 80), st.integers(1, 100))
-def test_segments_cover_each_extent_once(wanted, whole: bool, step_bytes: int, range_bytes: int) -> None:
+@given(extents, st.booleans(), st.integers(1, 80))
+def test_segments_cover_each_extent_once(wanted, whole: bool, most: int) -> None:
     clear, _ = split_overlaps([extent for extent in wanted if extent.stop > extent.start])
     end = max((extent.stop for extent in clear), default=0)
     nbytes = end + 9 if whole else None
-    segments = list(cut_segments(clear, nbytes, step_bytes=step_bytes, range_bytes=range_bytes))
+    segments = list(cut_segments(clear, nbytes, most))
     assert all(one.stop <= other.start for one, other in itertools.pairwise(segments))
     if whole:
         assert segments[0].start == 0
@@ -120,7 +120,6 @@ def test_segments_cover_each_extent_once(wanted, whole: bool, step_bytes: int, r
     seen: dict[int, int] = {}
     for segment in segments:
         alone = len(segment.extents) == 1 and segment.extents[0].start == segment.start
-        most = range_bytes if not segment.extents or segment.extents[0].streamed else step_bytes
         assert 0 < segment.stop - segment.start <= most or alone
         for extent in segment.extents:
             low, high = max(segment.start, extent.start), min(segment.stop, extent.stop)

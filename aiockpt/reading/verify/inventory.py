@@ -63,34 +63,32 @@ def split_overlaps(extents: Sequence[Extent]) -> tuple[list[Extent], list[tuple[
     return clear, others
 
 
-def cut_segments(
-    extents: Sequence[Extent], nbytes: int | None, *, step_bytes: int, range_bytes: int
-) -> Iterator[Segment]:
+def cut_segments(extents: Sequence[Extent], nbytes: int | None, most: int) -> Iterator[Segment]:
     """Cut a file into segments to read: all of its ``nbytes``, or only the extents if that is None.
 
-    Extents come in order and without overlaps. A segment whose extents must be in memory has at most ``step_bytes``,
-    unless one extent alone is larger; any other has at most ``range_bytes``.
+    Extents come in order and without overlaps. A segment has at most ``most`` bytes, unless it is one extent that has
+    to be in memory.
     """
     begin = end = 0
     held: list[Extent] = []
     for extent in extents:
         joins = nbytes is not None or (bool(held) and extent.start - end <= _MAX_GAP_BYTES)
-        if joins and not extent.streamed and extent.stop - begin <= step_bytes:
+        if joins and not extent.streamed and extent.stop - begin <= most:
             held.append(extent)
             end = extent.stop
             continue
         if held:
             yield Segment(begin, end, held)
         if nbytes is not None:
-            yield from _pieces(end, extent.start, (), range_bytes)
+            yield from _pieces(end, extent.start, (), most)
         begin, end, held = extent.start, extent.stop, [extent]
         if extent.streamed:
-            yield from _pieces(begin, end, held, range_bytes)
+            yield from _pieces(begin, end, held, most)
             begin, held = end, []
     if held:
         yield Segment(begin, end, held)
     if nbytes is not None:
-        yield from _pieces(end, nbytes, (), range_bytes)
+        yield from _pieces(end, nbytes, (), most)
 
 
 def _pieces(start: int, stop: int, extents: Sequence[Extent], most: int) -> Iterator[Segment]:

@@ -235,26 +235,25 @@ def _facts_of(entry: Entry) -> tuple[object, ...]:
 # --- the bytes: one pass over each file computes its own CRC and those of all its items ------------------
 
 
-RANGE_BYTES = 32 << 20
-"""Upper bound of one job, so that several threads share a large file."""
 STEP_BYTES = 4 << 20
-"""Size of a thread's read buffer."""
+"""Size of a thread's read buffer, and the most that one job reads, so that several threads share a large file."""
 _FETCH_BYTES = 16 << 20  # larger than any zip directory or data.pkl, so a damaged size allocates no more
 _DECODED_AT_ONCE = 64
 
 
+@dataclass(eq=False)
 class ItemVerifier:
     """Reads files with all worker threads and adds a problem for every mismatch."""
 
-    def __init__(self, source: Source, workers: Workers, findings: Findings, report: ReadReport) -> None:
-        self._source = source
-        self._workers = workers
-        self._findings = findings
-        self._checker = ItemChecker()
-        self._progress = report
-        self._buffers: list[memoryview] = []
-        self._counts: list[int] = []  # bytes of each read; unlike +=, append is atomic, so threads need no lock
-        self.without_crc: list[str] = []
+    _source: Source
+    _workers: Workers
+    _findings: Findings
+    _progress: ReadReport
+    without_crc: list[str] = field(default_factory=list)
+    _checker: ItemChecker = field(default_factory=ItemChecker)
+    _buffers: list[memoryview] = field(default_factory=list)
+    # Bytes of each read; unlike +=, append is atomic, so threads need no lock.
+    _counts: list[int] = field(default_factory=list)
 
     @property
     def read_bytes(self) -> int:
@@ -334,9 +333,10 @@ class ItemVerifier:
         for file in files:
             extents, apart = split_overlaps([extent for item in file.items for extent in item.extents()])
             whole = None if file.crc is None else file.nbytes
-            cut = partial(cut_segments, step_bytes=STEP_BYTES, range_bytes=RANGE_BYTES)
-            jobs += [partial(self._read, file, each) for each in cut(extents, whole)]
-            jobs += [partial(self._read, file, each, overlaps=True) for one, _ in apart for each in cut([one], None)]
+            jobs += [partial(self._read, file, each) for each in cut_segments(extents, whole, STEP_BYTES)]
+            for one, _ in apart:
+                cut = cut_segments([one], None, STEP_BYTES)
+                jobs += [partial(self._read, file, each, overlaps=True) for each in cut]
         return jobs
 
     def _read(self, file: StoredFile, segment: Segment, *, overlaps: bool = False) -> None:
@@ -356,16 +356,15 @@ class ItemVerifier:
         self._buffers.append(buffer)
 
     def _read_segment(self, file: StoredFile, segment: Segment, buffer: memoryview) -> int:
-        view, crc = buffer[:0], 0
+        crc = 0
 
         def add(part: memoryview) -> None:
             nonlocal crc
             crc = crc32(part, crc)
 
-        for at in range(segment.start, segment.stop, STEP_BYTES):
-            skip = at % BLOCK_BYTES  # same offset in the page as in the file, as O_DIRECT requires
-            view = buffer[skip : skip + min(STEP_BYTES, segment.stop - at)]
-            self._source.read(file.name, at, view, add)
+        skip = segment.start % BLOCK_BYTES  # same offset in the page as in the file, as O_DIRECT requires
+        view = buffer[skip : skip + segment.stop - segment.start]
+        self._source.read(file.name, segment.start, view, add)
         for extent in segment.extents:
             if extent.streamed:
                 extent.parts.append((segment.start, segment.stop - segment.start, crc))

@@ -205,14 +205,8 @@ class LocalFile:
                     self._read_buffered(offset, part)
                 at += length
 
-    def read_cached(self, offset: int, views: Sequence[memoryview]) -> bool:
-        wanted = sum(map(len, views))
-        if not self._tries_nowait or not self._is_cached(offset + wanted // 2, 1):
-            return False
-        try:
-            return os.preadv(self._fd, views, offset, _NOWAIT) == wanted
-        except OSError:  # some bytes are not there, or `read` says what is wrong
-            return False
+    def is_cached(self, offset: int) -> bool:
+        return self._tries_nowait and self._is_cached(offset, 1) is True
 
     def map(self) -> mmap.mmap:
         try:
@@ -437,9 +431,9 @@ class LocalSource(Source):
         with self._file(name) as file:
             file.read_runs(runs, view)
 
-    def read_cached(self, name: str, offset: int, views: Sequence[memoryview]) -> bool:
+    def is_cached(self, name: str, offset: int) -> bool:
         with self._file(name) as file:
-            return file.read_cached(offset, views)
+            return file.is_cached(offset)
 
     def map(self, name: str) -> mmap.mmap:
         with self._file(name) as file:
