@@ -12,6 +12,7 @@ import time
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain, islice
 from typing import TYPE_CHECKING
 
@@ -61,6 +62,7 @@ class ImageEncoder:
         self._coding = coding
         self._remaining = iter(coding.items)
         self._item: _ItemEncoder | None = None
+        self.free: list[memoryview] = []  # buffers to use again
         self._buffer: memoryview | None = None  # not full yet
         self._filled = 0  # of it
         self.encoded: list[EncodedItem] = []  # the items that are complete
@@ -76,15 +78,17 @@ class ImageEncoder:
             while piece:
                 if self._buffer is None:
                     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # mapped: its address is aligned for direct I/O
-                    self._buffer, self._filled = memoryview(mmap.mmap(-1, _OUTPUT_BYTES, flags=flags)), 0
+                    self._buffer = (
+                        self.free.pop() if self.free else memoryview(mmap.mmap(-1, _OUTPUT_BYTES, flags=flags))
+                    )
+                    self._filled = 0
                 count = min(len(piece), _OUTPUT_BYTES - self._filled)
                 self._buffer[self._filled : self._filled + count] = piece[:count]
                 self._filled += count
                 piece = piece[count:]
                 if self._filled == _OUTPUT_BYTES:
-                    buffer, self._buffer = self._buffer, None
-                    yield buffer
-                    del buffer  # or it would stay while the next one is filled
+                    full, self._buffer = self._buffer, None
+                    yield full
         if is_last and self._buffer is not None:
             yield self._buffer[: self._filled]
 
@@ -344,11 +348,12 @@ class FileWriter(ChunkWriter):
         turn = anyio.Semaphore(self._threads.io_workers.count)
         for number, (image, sealer) in enumerate(zip(self._images, self._sealers, strict=True)):
             # Unbounded, so that `put` never waits for the disk: the pool bounds the chunks. Sealed chunks are bounded,
-            # so that a file is sealed one chunk ahead of the writing.
-            filled_in, filled_out = anyio.create_memory_object_stream[FilledChunk](math.inf)
-            sealed_in, sealed_out = anyio.create_memory_object_stream[FilledChunk](1)
-            self._inputs.append(filled_in)
+            # so that a file is sealed one chunk ahead of the writing; of two buffers, one is filled while the other is
+            # written.
             encoder = None if self._encoders is None else self._encoders[number]
+            filled_in, filled_out = anyio.create_memory_object_stream[FilledChunk](math.inf)
+            sealed_in, sealed_out = anyio.create_memory_object_stream[FilledChunk](1 if encoder is None else 0)
+            self._inputs.append(filled_in)
             tasks.start_soon(self._seal, image, sealer, encoder, filled_out, sealed_in)
             tasks.start_soon(self._write, number, sealed_out, turn)
 
@@ -445,7 +450,8 @@ class FileWriter(ChunkWriter):
                 buffer = await self._threads.seal_workers.run(next, buffers, None)
             if buffer is None:
                 break
-            await _pass_on(FilledChunk(buffer, 0, len(buffer), lambda: None), send)  # only its length counts
+            release = partial(encoder.free.append, buffer)
+            await _pass_on(FilledChunk(buffer, 0, len(buffer), release), send)  # only its length counts
         chunk.release()  # not before: the encoder reads it until then
         self._count(chunk.stop - chunk.start)
 
