@@ -70,6 +70,7 @@ class RankWriteOptions:
     """Options for writing the files of one rank. Sent to the process that writes them."""
 
     pid: int  # of the process that prepared the save
+    path: str  # of the checkpoint
     sync: bool  # fsync the files
     transforms: Sequence[Transform]  # applied to each item
     staging_bytes: int | None  # at most
@@ -265,6 +266,7 @@ class FileSystemWriterAsync(FileSystemWriter):
             return None, None, []
         options = RankWriteOptions(
             pid=os.getpid(),
+            path=self._path(),
             sync=self.sync_files,
             transforms=self._transforms,
             staging_bytes=self._staging_bytes,
@@ -406,7 +408,8 @@ def _write_bucket(options: RankWriteOptions, staging_bytes: int | None, bucket: 
     settings = {"staging_bytes": staging_bytes, "direct_io": options.direct_io, "fsync": options.sync, "io_threads": 1}
     with borrowed(None, **settings) as checkpointer:
         values = [(item.index.fqn, value) for item, value in pairs]
-        places = write_items(checkpointer, values, directory, planner, options.transforms)
+        ticket = os.path.relpath(directory, os.path.dirname(options.path))
+        places = write_items(checkpointer, values, options.path, ticket, planner, options.transforms)
     (written,) = {place.file for place in places}
     os.replace(os.path.join(directory, written), path)
     return [place._replace(file=name) for place in places]

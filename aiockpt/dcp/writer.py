@@ -370,14 +370,17 @@ class FileSystemWriter(filesystem.FileSystemWriter):
             yield checkpointer
 
     def _write(self, prefix: str, items: Sequence[WriteItem], planner: SavePlanner) -> Sequence[ItemRange]:
-        hidden = beside.find(self._path(), self._alone) if self._shared is None else ""
+        if self._shared is None:
+            storage, path, ticket = None, self._path(), beside.ticket_of(self._path(), self._alone)
+        else:
+            storage, path, ticket = self._shared.storage, self._shared.path, self._shared.ticket
         file_format = DcpFormat(self.thread_count if self.single_file_per_rank else None)
         places: list[ItemRange] = []
         with self._borrowed() as checkpointer:
             for number, values in enumerate(resolved_batches(items, planner, self._staging_bytes)):
                 name = f"{prefix}{number}_" if number else prefix
-                planner_of_files = self._planners.setdefault(name, Planner(file_format, name))
-                places += write_items(checkpointer, values, self._shared or hidden, planner_of_files, self._transforms)
+                files = self._planners.setdefault(name, Planner(file_format, name))
+                places += write_items(checkpointer, values, path, ticket, files, self._transforms, storage)
         return places
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -479,19 +482,17 @@ def resolved_batches(items: Sequence[WriteItem], planner: SavePlanner, most_byte
 def write_items(
     checkpointer: AnyCheckpointer,
     values: ItemValues,
-    place: str | SharedSave,
+    path: str,
+    ticket: str,
     planner: Planner,
     transforms: Sequence[Transform] = (),
+    storage: Storage | None = None,
 ) -> Sequence[ItemRange]:
-    """Write items to files in a directory, or in a save of all ranks; return the location of each.
+    """Write items to files of a transaction; return the location of each. ``storage``: None: by the path.
 
     Blocks; if it is interrupted, the files are removed.
     """
-    if isinstance(place, SharedSave):
-        storage, ticket = place.storage, place.ticket
-        job = checkpointer.submit_items(values, place.path, planner, transforms, storage=storage, ticket=ticket)
-    else:
-        job = checkpointer.submit_items(values, place, planner, transforms)
+    job = checkpointer.submit_items(values, path, ticket, planner, transforms, storage)
     try:
         job.handle.written.result()
     except BaseException:

@@ -69,6 +69,11 @@ def find(path: str, rank: int | None) -> str:
     )
 
 
+def ticket_of(path: str, rank: int | None) -> str:
+    """Return the ticket by which a rank joins those that write to that directory."""
+    return os.path.relpath(find(path, rank), os.path.dirname(path))
+
+
 def remove_files(path: str, rank: int | None, prefix: str) -> None:
     """Remove the files of one rank from the hidden directory, as far as that works."""
     with contextlib.suppress(WriteError, OSError):
