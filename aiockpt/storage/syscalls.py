@@ -120,7 +120,7 @@ def _rename_in_steps(source: str, target: str) -> None:
 
 
 def link(source: str, target: str) -> bool:
-    """Make a hard link; return False if the file system has none or forbids it; FileExistsError if the name is taken."""
+    """Make a hard link; return False if the file system has none or forbids it; FileExistsError for a taken name."""
     try:
         os.link(source, target)
     except OSError as exc:
