@@ -31,7 +31,7 @@ from aiockpt.storage.local.entries import open_regular
 from aiockpt.storage.local.replacing import complete, is_between, remove_record
 from aiockpt.storage.local.retries import Repeater, sync_fd
 from aiockpt.storage.local.sink import LocalPartSink, LocalSink, NewFile, write_small
-from aiockpt.storage.local.temp_dir import REPLACED, Hold, read_sidecar, sizes_in, spelled, sweep, write_sidecar
+from aiockpt.storage.local.temp_dir import REPLACED, Hold, read_sidecar, sizes_in, spelled, sweep, write_new
 from aiockpt.storage.syscalls import Identity, identity
 
 if TYPE_CHECKING:
@@ -400,7 +400,7 @@ class _MarkingSink(LocalSink):
     async def finish(self) -> None:
         await super().finish()
         with errors(WriteError, f"write a sidecar file of {self.path}"):
-            await self._workers.run(write_sidecar, self._mark, self._text)
+            await self._workers.run(partial(write_new, self._mark, self._text, fsync=False))
 
 
 def _text_of(nbytes: int) -> bytes:
