@@ -57,6 +57,7 @@ class ChildSave:
     """Writes and commits one save."""
 
     _storage: SharedStorage  # since `run`
+    _inputs: CommitInputs  # once all is staged
 
     def __init__(
         self, begin: Begin, images: Sequence[FileImage], shared: SharedState, previous: ChildSave | None
@@ -68,7 +69,6 @@ class ChildSave:
         self._previous = previous
         self._scope = anyio.CancelScope()
         self._transaction: SharedTransaction | None = None
-        self._inputs: CommitInputs | None = None  # once all is staged
         self._all_staged = anyio.Event()
         self._may_publish = anyio.Event()  # with several ranks: rank 0 has
         self._done = anyio.Event()
@@ -93,7 +93,7 @@ class ChildSave:
     def on_trainer_end(self) -> None:
         """Complete the save without the trainer if it was staged, and no other rank takes part; else cancel it."""
         # A pre_commit hook is the trainer's: without its consent nothing is published.
-        needs_trainer = self._inputs is None or self._inputs.waits or self._begin.joins
+        needs_trainer = not self._all_staged.is_set() or self._inputs.waits or self._begin.joins
         if needs_trainer and not self._may_publish.is_set():
             self._scope.cancel()
         self._may_publish.set()
@@ -157,8 +157,6 @@ class ChildSave:
                 self._write(writer, number, chunk)
             self._early_chunks.clear()
         await self._all_staged.wait()
-        if self._inputs is None:
-            raise RuntimeError("a save goes on before it is staged")
         if begin.joins:
             await self._finish_part(writer)
         else:
