@@ -126,13 +126,13 @@ class BroadcastingTorchSaveReader(format_utils.BroadcastingTorchSaveReader):
         contents: _Contents = box[0]
         failed: Exception | None = None
         for name in names:
-            regions: list[_WantedRegion] = []
+            content, regions = contents[name], list[_WantedRegion]()
             try:
-                regions = _wanted_regions(wanted.get(name, ()), contents[name], planner)
+                regions = _wanted_regions(wanted.get(name, ()), content, planner)
             except Exception as exc:  # the other ranks continue, so this one joins their broadcasts to the end
                 failed = failed or exc
-            if not isinstance(contents[name], bytes):
-                self._broadcast_tensor(contents[name], leaves.get(name), regions)
+            if not isinstance(content, bytes):
+                self._broadcast_tensor(content, leaves.get(name), regions)
             for region in regions:
                 planner.commit_tensor(region.item, region.target)
         if failed is not None:
