@@ -285,12 +285,8 @@ class FileSystemWriterAsync(FileSystemWriter):
     ) -> list[WriteBucket]:
         """Copy tensors that could change, or that are not in host memory, to host memory. Blocks.
 
-        Args:
-            write_buckets: the files with their items.
-            non_blocking: let the copies from accelerators overlap.
-            pid: the process that prepared the save. In another process, tensors in host memory are shared with it and
-                are copied too; a forked process has its own copies already.
-            block: the shared memory of tensors that were copied there.
+        Tensors in host memory are shared with another process than ``pid``, which has prepared the save, and are copied
+        too; a forked process has its own copies already. ``block`` is the shared memory of what was copied there.
         """
         is_shared = pid is not None and pid != os.getpid()
         moved: set[torch.device] = set()
@@ -315,13 +311,8 @@ class FileSystemWriterAsync(FileSystemWriter):
     ) -> None:
         """Write a rank's files, and a results file with the locations of their items, or the error. Blocks.
 
-        No error of writing is raised here, but by `retrieve_write_results`.
-
-        Args:
-            options: how to write.
-            rank: whose items these are.
-            write_buckets: the files with their items, as `preload_tensors` returns them.
-            results_path: of the results file.
+        ``write_buckets`` are those that `preload_tensors` returns. No error of writing is raised here, but by
+        `retrieve_write_results`.
         """
         with _as_a_writing_process() if options.pid != os.getpid() else contextlib.nullcontext():
             results: dict[str, Any]
