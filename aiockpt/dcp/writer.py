@@ -131,19 +131,6 @@ class SharedSave:
             logger.debug("an unfinished save of %s may be left: %s", self.path, exc)
 
 
-def shared_save_at(
-    path: str, storage: Storage | None, options: Mapping[str, Any] | None, checkpointer: AnyCheckpointer | None
-) -> SharedSave:
-    """Return what saves to a URL, or to a path of a storage; by the storages of the checkpointer, if there is one."""
-    if checkpointer is not None:
-        found, path = EngineAccess(checkpointer).locate(path, storage, options)
-    elif storage is not None:
-        found, path = storage, storage.resolve(path)
-    else:
-        found, path = storage_for(path, **(options or {}))
-    return SharedSave(shared_storage(found), path)
-
-
 # --- the writer ---------------------------------------------------------------------------------------
 
 
@@ -249,7 +236,13 @@ class FileSystemWriter(filesystem.FileSystemWriter):
             return
         if not self._takes_urls:
             raise ValueError(f"{text} is a URL; this writer writes to directories, so give a path")
-        self._shared = shared_save_at(text, self._storage, self._storage_options, self._checkpointer)
+        if self._checkpointer is not None:
+            place = EngineAccess(self._checkpointer).locate(text, self._storage, self._storage_options)
+        elif self._storage is not None:
+            place = self._storage, self._storage.resolve(text)
+        else:
+            place = storage_for(text, **(self._storage_options or {}))
+        self._shared = SharedSave(shared_storage(place[0]), place[1])
         self.path = self._shared.path  # as text: a pathlib.Path can't hold a URL
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
